@@ -250,8 +250,8 @@ class Job(Section):
     recovery: Literal["auto", "live", "restart"] = "auto"
     """What happens when a worker is lost. live: it is replaced and the others stay; the step under way is done again
     (dtctl.runtime, kind direct; ddp, hsdp, or ep with dp). restart: all workers are restarted from the newest snapshot,
-    as often as `max_restarts` allows. auto: live wherever it can be done, if `max_restarts` is not 0, and not under
-    Slurm, where live has to be asked for. `dtctl launch --dry-run` says what it comes to, and why."""
+    as often as `max_restarts` allows. auto: live wherever it can be done, if `max_restarts` is not 0. `dtctl
+    launch --dry-run` says what it comes to, and why."""
     heal_s: Positive = 60.0
     """Seconds that replacing a lost worker may take; after that all workers are restarted."""
     time_s: Positive | None = None

@@ -55,10 +55,15 @@ def state(project: Project, job: str) -> str:
     return fields(project, job)["JobState"]
 
 
-def clean(project: Project, job: str) -> None:
-    """Wait until the nodes of a job that was requeued are clean: one that begins before that fails at once."""
+def is_clean(project: Project, job: str) -> bool:
+    """Whether the nodes of a job that was requeued are clean: one that begins before that fails at once."""
     taken = time.mktime(time.strptime(fields(project, job)["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
-    wait_until(lambda: time.time() - taken > 8, 20, "its nodes are clean")
+    return time.time() - taken > 8
+
+
+def clean(project: Project, job: str) -> None:
+    """Wait until they are."""
+    wait_until(lambda: is_clean(project, job), 20, "its nodes are clean")
 
 
 def hasten(project: Project, job: str) -> None:

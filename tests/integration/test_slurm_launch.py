@@ -22,14 +22,14 @@ from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
 from tests.facts import missing
 from tests.hosts import Finished, Project, wait_until
-from tests.integration.slurm_hosts import clean, cluster, fields, hasten, python_path, shared, state
+from tests.integration.slurm_hosts import cluster, fields, hasten, is_clean, python_path, shared, state
 
 __all__ = ["cluster", "shared"]
 
 SPEC = """\
 cluster: {{transport: slurm, nodes: 2, slots: 2, python: {python}}}
 job: {{name: test, script: train.py, kind: {kind}, max_restarts: {restarts}}}
-slurm: {{requeues: 2{more}}}
+slurm: {{requeues: 9{more}}}
 """
 COUNT = """\
 import os, time
@@ -393,16 +393,22 @@ class Training:
         """Whether it has got past its first steps."""
         return any(path.read_text().count("slow") > 2 for path in record(self.project).folder.glob("logs/*/rank-0.log"))
 
-    def nodes(self) -> str:
-        return fields(self.project, job_of(self.project))["NodeList"]
+    def nodes(self) -> list[str]:
+        argv = ["scontrol", "show", "hostnames", fields(self.project, job_of(self.project))["NodeList"]]
+        shown = subprocess.run(argv, env=self.project.env, capture_output=True, text=True, check=True)
+        return shown.stdout.split()
 
-    def goes_on(self) -> None:
-        """Wait until Slurm has taken the job back, and have it start at once."""
+    def is_started_again(self) -> bool:
+        """Whether Slurm has done so, once it has taken the job back; has it start as soon as its nodes are clean."""
         job = job_of(self.project)
-        wait_until(lambda: fields(self.project, job)["Restarts"] == "1", 90, "Slurm has taken the job back")
-        wait_until(lambda: state(self.project, job) == "PENDING", 30, "it waits")
-        clean(self.project, job)
-        wait_until(lambda: (hasten(self.project, job), state(self.project, job))[1] != "PENDING", 60, "it runs again")
+        facts = fields(self.project, job)
+        if facts["Restarts"] == "0" or facts["JobState"] == "COMPLETING":
+            return False
+        if facts["JobState"] != "PENDING":
+            return True
+        if is_clean(self.project, job):
+            hasten(self.project, job)
+        return False
 
     def finish(self) -> None:
         assert self.process is not None
@@ -414,11 +420,13 @@ class Training:
 
 
 def training(base: Path, env: dict[str, str], name: str, *, more: str = "") -> Training:
-    """A training, slow in its first start, on nodes that it does not share with others."""
+    """A training, slow in its first start, on nodes that it does not share with others; live, if its name says so."""
     folder = base / name
     folder.mkdir(parents=True)
     project, snapshots = Project(folder, env), str(folder / "snapshots")
-    text = spec(more=f", extra: {{exclusive: true}}{more}").replace("slots: 2", "slots: 1")
+    text = spec(restarts=int("live" in name), more=f", extra: {{exclusive: true}}{more}").replace(
+        "slots: 2", "slots: 1"
+    )
     text = text.replace("kind: direct", f'kind: direct, env: {{SLOW: "{int(name != "alone")}"}}')
     train = {"steps": 40, "micro_batch": 4, "seed": 1, "snapshot": {"dir": snapshots, "every_steps": 5}}
     project.write("dtctl.yaml", text + f"train: {json.dumps(train)}\n")
@@ -426,30 +434,42 @@ def training(base: Path, env: dict[str, str], name: str, *, more: str = "") -> T
     return Training(project, snapshots)
 
 
+LOST = {"node lost": 1, "node lost, live": 1, "first node lost, live": 0}
+"""Name -> which of a training's nodes is lost."""
+
+
 @pytest.fixture(scope="module")
 def trainings(sandbox_env: dict[str, str]) -> Iterator[dict[str, Training]]:
-    """One that was left alone, and three that Slurm has interrupted, all at the same time: most of it is waiting."""
-    mine = control.up(f"slurm-{secrets.token_hex(3)}", nodes=7, with_slurm=True)
+    """One that was left alone, and those that Slurm has interrupted, all at the same time: most of it is waiting."""
+    limit = ', time: "1", warn_s: 45'
+    more = {"time limit": limit, "time limit, live": limit, "preempted": "", "preempted, live": ""}
+    interrupted = {**more, **dict.fromkeys(LOST, "")}
+    # Those that have lost a node need another one.
+    mine = control.up(f"slurm-{secrets.token_hex(3)}", nodes=2 * len(interrupted) + len(LOST), with_slurm=True)
     env = {**sandbox_env, **slurm.environment(mine), "DTCTL_SANDBOX": mine.name, "PATH": python_path()}
     base = Path(os.environ["DTCTL_SANDBOX_DIR"]) / f"trainings-{secrets.token_hex(3)}"
-    names = {"alone": "", "time limit": ', time: "1", warn_s: 45', "preempted": "", "node lost": ""}
-    made = {name: training(base, env, name, more=more) for name, more in names.items()}
+    made = {name: training(base, env, name, more=more) for name, more in {"alone": "", **interrupted}.items()}
     try:
-        for name in ("time limit", "preempted", "node lost"):
+        for name in interrupted:
             made[name].launch()
-        wait_until(lambda: made["preempted"].trains() and made["node lost"].trains(), 90, "they train")
-        lost = subprocess.run(
-            ["scontrol", "show", "hostnames", made["node lost"].nodes()],
-            env=env,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()[1]
-        faults.kill(mine, mine.node(lost))
-        urgent = ["sbatch", "--partition=urgent", "--nodes=2", f"--nodelist={made['preempted'].nodes()}", "--exclusive"]
-        subprocess.run([*urgent, "--output=/dev/null", "--wrap=sleep 1"], env=env, check=True, cwd=base)
-        for name in ("time limit", "preempted", "node lost"):
-            made[name].goes_on()
+        at_once = [name for name in interrupted if "time limit" not in name]
+        wait_until(lambda: all(made[name].trains() for name in at_once), 90, "they train")
+        for name, place in LOST.items():
+            faults.kill(mine, mine.node(made[name].nodes()[place]))
+        for name in at_once:
+            if name not in LOST:
+                nodes = ",".join(made[name].nodes())
+                urgent = ["sbatch", "--partition=urgent", "--nodes=2", f"--nodelist={nodes}", "--exclusive"]
+                subprocess.run([*urgent, "--output=/dev/null", "--wrap=sleep 1"], env=env, check=True, cwd=base)
+        waiting = set(interrupted)
+
+        def all_are_started_again() -> bool:
+            for name in sorted(waiting):
+                if made[name].is_started_again():
+                    waiting.remove(name)  # not asked again, since Slurm forgets a job some minutes after its end
+            return not waiting
+
+        wait_until(all_are_started_again, 240, "Slurm has taken all back, and started them again")
         made["alone"].launch()
         for one in made.values():
             one.finish()
@@ -466,16 +486,21 @@ def trainings(sandbox_env: dict[str, str]) -> Iterator[dict[str, Training]]:
     ("name", "reason"),
     [
         ("time limit", "its time limit was near"),
+        ("time limit, live", "its time limit was near"),
         ("preempted", "it was preempted"),
+        ("preempted, live", "it was preempted"),
         ("node lost", "a node failed"),
+        ("node lost, live", "was lost"),
+        ("first node lost, live", "a node failed"),
     ],
 )
 def test_what_slurm_interrupts_ends_with_the_same_bits(trainings: dict[str, Training], name: str, reason: str) -> None:
     one = trainings[name]
     assert one.done is not None
-    assert one.done.done["attempts"] == 2
-    (restart,) = [event for event in one.done.events if event["event"] == "restart"]
-    assert restart["reason"] == reason
+    restarts = [event["reason"] for event in one.done.events if event["event"] == "restart"]
+    assert one.done.done["attempts"] == 1 + len(restarts)
+    assert set(restarts) == {reason}
+    assert len(restarts) == 1 or "time limit" in name, "a busy machine may not get far in the time of one start"
     assert one.digest == trainings["alone"].digest
     logs = [path.read_text() for path in record(one.project).folder.glob("logs/*/rank-0.log")]
     assert "".join(logs).count("40 steps") == 2, "the log is kept over the requeue"
@@ -486,11 +511,12 @@ def test_what_slurm_interrupts_ends_with_the_same_bits(trainings: dict[str, Trai
 
 
 @pytest.mark.torch
-def test_a_lost_node_is_not_used_again(trainings: dict[str, Training]) -> None:
-    done = trainings["node lost"].done
+@pytest.mark.parametrize("name", LOST)
+def test_a_lost_node_is_not_used_again(trainings: dict[str, Training], name: str) -> None:
+    done = trainings[name].done
     assert done is not None
     first, second = [event["nodes"] for event in done.events if event["event"] == "allocated"]
     assert isinstance(first, list)
     assert isinstance(second, list)
     assert len(first) == len(second) == 2
-    assert first[1] not in second
+    assert first[LOST[name]] not in second

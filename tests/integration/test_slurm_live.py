@@ -26,7 +26,7 @@ pytestmark = pytest.mark.torch
 SPEC = """\
 cluster: {{transport: slurm, nodes: 2, spares: {spares}, slots: 1, python: {python}}}
 job:
-  {{name: live, script: train.py, kind: direct, grace_s: 1, max_restarts: 1, recovery: {recovery}, heal_s: 600,
+  {{name: live, script: train.py, kind: direct, grace_s: 1, max_restarts: 1, recovery: {recovery}, heal_s: {heal_s},
     hang_s: 600, env: {{OMP_NUM_THREADS: "1", PYTHONPATH: "{here}", KILL: "{kill}", KEEPS: ""}}}}
 train:
   {{strategy: ddp, steps: 16, micro_batch: 2, accumulate: 2, clip_norm: 1.0, data_workers: 1, log_every: 4,
@@ -51,7 +51,15 @@ def base(cluster: Sandbox) -> Iterator[Path]:
 
 
 def project(
-    base: Path, env: dict[str, str], cluster: Sandbox, name: str, *, kill: str, spare: bool = False, live: bool = True
+    base: Path,
+    env: dict[str, str],
+    cluster: Sandbox,
+    name: str,
+    *,
+    kill: str,
+    spare: bool = False,
+    live: bool = True,
+    heal_s: float = 600,
 ) -> Project:
     folder = base / name
     folder.mkdir()
@@ -59,7 +67,7 @@ def project(
     made.write("train.py", test_live.TRAIN)
     spec = SPEC.format(
         spares="[spare]" if spare else "[]", python=json.dumps(sys.executable), here=test_live.HERE, kill=kill,
-        recovery="live" if live else "restart",
+        recovery="live" if live else "restart", heal_s=heal_s,
     )  # fmt: skip
     made.write("dtctl.yaml", spec)
     return made
@@ -134,3 +142,18 @@ def test_a_node_of_the_allocation_takes_the_place_of_a_lost_one(
     metrics = (record(lost).folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == [4, 8, 12, 16]
     assert done.err.count("waits to be switched off") >= 1, "what workers print is shown"
+
+
+def test_where_no_healing_succeeds_all_are_restarted_in_the_same_job(
+    base: Path, sandbox_env: dict[str, str], cluster: Sandbox, straight: object
+) -> None:
+    late = project(base, sandbox_env, cluster, "late", kill="9:1", heal_s=0.001)
+    done = late.run("launch", "--json")
+    job_log = (record(late).folder / "job.log").read_text()
+    assert done.code == 0, done.err + job_log
+    assert digest(late) == straight
+    assert (done.done["attempts"], done.done["left_behind"]) == (2, 0), job_log
+    assert [event for event in done.events if event["event"] == "heal"] == []
+    (restart,) = [event for event in done.events if event["event"] == "restart"]
+    assert (restart["rank"], restart["attempt"]) == (1, 1)
+    assert len([event for event in done.events if event["event"] == "allocated"]) == 1, "Slurm was not asked again"
