@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from dtctl import names
-from dtctl.runtime.live import sockets
+from dtctl.runtime.console import say
+from dtctl.runtime.live import sockets, stuck
 
 REPORTS: Final = "reports"
 """The pipe to the supervisor, which repeats the name."""
@@ -68,6 +70,8 @@ class Control:
         self._rank, self._world_size = rank, world_size
         self._changed = threading.Condition()
         self._wanted, self._ended = epoch, False
+        self._answered = 0
+        """The newest epoch for which this worker is out of its step."""
         self._meeting: Meeting | None = None
         self._group = self._before = sockets.Sockets()
         self._is_joining = False
@@ -143,14 +147,14 @@ class Control:
         Returns:
             Where they meet; None if there is to be no healing.
         """
-        told = self.joined
+        told, self._answered = self.joined, self._wanted
         if not self.is_wanted:
             self.report("cut")
         deadline = time.monotonic() + UNANNOUNCED_S
         with self._changed:
             while not self._ended:
                 if self._wanted > told:
-                    told = self._wanted
+                    told = self._answered = self._wanted
                     if why := obstacle():
                         self.report("unable", why=why[:1000])
                         return None
@@ -194,6 +198,7 @@ class Control:
                 if not (self.trains or self.newcomer):
                     self.report("unable", why="this worker is not training yet, or not any more")
                 self._free()
+                threading.Thread(target=self._watch, args=(self._wanted,), name="live-watch", daemon=True).start()
                 if message["host"] == self._rank:
                     self._host()
             elif message["op"] == "join":
@@ -210,6 +215,12 @@ class Control:
         sockets.shut_down(sockets.opened() - self._before if all_since else self._group)
         # It is older than the group that is made with it, and who waits in it waits for a peer as well.
         sockets.shut_down(self._store_sockets)
+
+    def _watch(self, epoch: int) -> None:
+        """Give way to another process if the main thread waits for what nobody can end."""
+        if stuck.is_stuck(lambda: self._answered < epoch == self._wanted):
+            say("gloo does not end a send whose connection is gone; this worker gives way to another one")
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _host(self) -> None:
         """Open the store of the next group, on a port that the system chooses.

@@ -37,7 +37,8 @@ def shut_down(sockets: Sockets) -> None:
             try:
                 is_listening = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # gloo's thread would abort
                 if held.family in (socket.AF_INET, socket.AF_INET6) and not is_listening:
-                    held.shutdown(socket.SHUT_RDWR)
+                    # Not for writing: a send that is just beginning would fail in the midst (stuck.py).
+                    held.shutdown(socket.SHUT_RD)
             finally:
                 held.detach()
 

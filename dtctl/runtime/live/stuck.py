@@ -1,0 +1,87 @@
+"""Waits in gloo that nothing ends: for a send whose connection has failed when a part of it was written.
+
+gloo tells all who wait for the other sends and receives of a connection that it has failed, and forgets that one, so
+that its wait ends with the time-out of the group (`Pair::signalException` in gloo's transport/tcp/pair.cc; seen with
+torch 2.13, for peers that were killed and for sockets that were shut down). Such a wait is known by the system call
+that its thread is in: new ones cannot begin, since gloo refuses them on a connection that has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+
+TASKS: Final = Path("/proc/self/task")
+RUNS: Final = "pt_gloo_runloop"
+"""Threads that run collectives, by their name in torch."""
+MOVES: Final = "gloo_tcp_loop"
+"""Threads that write to sockets, read from them and wake the others; they tick a hundred times a second."""
+FUTEX: Final = {"x86_64": "202", "aarch64": "98"}.get(platform.machine(), "")
+"""Number of the system call that a thread waits in; its fourth argument is where the limit stands, 0 for none."""
+TICKS: Final = 20
+"""After which whoever could be woken has been."""
+POLL_S: Final = 0.1
+
+
+def is_stuck(goes_on: Callable[[], bool]) -> bool:
+    """Whether some thread waits for what never comes, once the sockets of all groups have been shut down.
+
+    Args:
+        goes_on: whether the answer still matters.
+    """
+    begun = _ticks()
+    while begun and goes_on():
+        time.sleep(POLL_S)
+        ticks = _ticks()
+        if any(ticks[thread] < count + TICKS for thread, count in begun.items() if thread in ticks):
+            continue
+        before = waits()
+        time.sleep(POLL_S)
+        return bool(before & waits()) and goes_on()
+    return False
+
+
+def waits() -> frozenset[tuple[str, str]]:
+    """Threads that wait for an operation of gloo, each with the system call that it is in."""
+    found = set()
+    for task in TASKS.iterdir():
+        is_main = task.name == str(os.getpid())
+        if not (_read(task / "comm") == RUNS or (is_main and _main_is_in_collective())):
+            continue
+        call = _read(task / "syscall")
+        number, *arguments = call.split()
+        if FUTEX and number == FUTEX and int(arguments[3], 16):  # those that wait for work have no limit
+            found.add((task.name, call))
+    return frozenset(found)
+
+
+def _ticks() -> dict[str, int]:
+    """How often each thread that moves bytes has come to rest."""
+    found = {}
+    for task in TASKS.iterdir():
+        if _read(task / "comm") == MOVES:
+            status = dict(line.split(":\t", 1) for line in _read(task / "status").splitlines() if ":\t" in line)
+            found[task.name] = int(status.get("voluntary_ctxt_switches", 0))
+    return found
+
+
+def _main_is_in_collective() -> bool:
+    """Whether the main thread is in one of torch's functions that send and receive."""
+    ident = threading.main_thread().ident
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    return frame is not None and frame.f_code.co_filename == dist.distributed_c10d.__file__
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:  # the thread has ended
+        return "-"
