@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # longest modules begin first; see tests/conftest.py. (nproc would count OMP_NUM_THREADS.)
 HOSTS_TESTS := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2) --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: help demo test check unit integration test-frameworks soak fuzz bench gpu clean
+.PHONY: help demo test test-slow check unit integration test-frameworks soak fuzz bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show what there is to make.
@@ -28,15 +28,18 @@ $(BIN)/.ready-for-demo: pyproject.toml constraints.txt .ci/setup.sh
 demo: $(BIN)/.ready-for-demo  ## Train a small GPT on 3 virtual hosts, kill a worker, watch it recover.
 	$(BIN)/python examples/demo.py
 
-test: $(BIN)/.ready check  ## Everything that CI runs.
-	$(BIN)/python -m pytest tests/unit tests/golden tests/cli tests/security -q -n auto --dist loadfile
-	$(BIN)/python -m pytest tests/integration tests/fault -q $(HOSTS_TESTS)
+test: $(BIN)/.ready check  ## Everything but the slow tests, in a quarter of an hour.
+	$(BIN)/python -m pytest tests/unit tests/golden tests/cli tests/security -q -m "not slow" -n auto --dist loadfile
+	$(BIN)/python -m pytest tests/integration tests/fault -q -m "not slow" $(HOSTS_TESTS)
 
-unit: $(BIN)/.ready  ## The tests that need no network, in under a minute.
-	$(BIN)/python -m pytest tests/unit tests/golden tests/cli -q -n auto --dist loadfile
+test-slow: $(BIN)/.ready  ## The slow tests, which CI runs, too.
+	$(BIN)/python -m pytest tests/unit tests/golden tests/cli tests/security tests/integration tests/fault -q -m slow $(HOSTS_TESTS)
 
-integration: $(BIN)/.ready  ## The tests on virtual hosts.
-	$(BIN)/python -m pytest tests/integration tests/fault -q $(HOSTS_TESTS)
+unit: $(BIN)/.ready  ## The tests that need neither a network nor a training, in under a minute.
+	$(BIN)/python -m pytest tests/unit tests/golden tests/cli -q -m "not slow and not torch" -n auto --dist loadfile
+
+integration: $(BIN)/.ready  ## The tests on virtual hosts, but for the slow ones.
+	$(BIN)/python -m pytest tests/integration tests/fault -q -m "not slow" $(HOSTS_TESTS)
 
 test-frameworks: $(BIN)/.ready  ## Accelerate, DeepSpeed, Lightning and Megatron-Core, each in an environment of its own; minutes and gigabytes.
 	$(BIN)/python -m pytest tests/frameworks -q --durations=15

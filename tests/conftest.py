@@ -2,7 +2,9 @@
 
 import gc
 import os
+import random
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Final
@@ -53,6 +55,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
         elif folder in ("unit", "golden", "cli") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(UNIT_LIMIT_S))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random numbers are those of every other run, whichever tests came before."""
+    random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
 
 
 @pytest.hookimpl(hookwrapper=True)

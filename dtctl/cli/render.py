@@ -43,7 +43,7 @@ def render(
     """
     from dtctl.errors import UsageError
     from dtctl.kubernetes import jobset
-    from dtctl.launch.first_plan import source
+    from dtctl.launch.cluster import source_of
     from dtctl.launch.records.record import check_run_name
     from dtctl.plan.build import PlanFacts, build
     from dtctl.spec.load import load_spec
@@ -62,7 +62,7 @@ def render(
         check_run_name(name)
     run = name or jobset.stable_run(checked)
     # The address is one of a pod, which nobody knows yet.
-    facts = PlanFacts(environ=os.environ, address="pod-0", source=source(checked))
+    facts = PlanFacts(environ=os.environ, address="pod-0", source=source_of(checked))
     plan = build(checked, resolve_nodes(checked), run=run, facts=facts)
     text = jobset.text(checked, plan)
     if apply or delete or logs:

@@ -55,8 +55,7 @@ def sbatch(
 
 
 def _text(spec: Spec, run: str) -> str:
-    from dtctl.launch.cluster import cluster_of
-    from dtctl.launch.first_plan import first_plan
+    from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.slurm import batch
 
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)

@@ -72,9 +72,8 @@ def validate(
 
 def _planned(spec: Path, changes: Sequence[str]) -> tuple[Plan, dict[str, Any] | None]:
     """The plan that a launch would begin with, had it asked the nodes nothing; the memory that it needs, if known."""
-    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.launch.files.tree import check_program_files, scan
-    from dtctl.launch.first_plan import first_plan
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, changes)

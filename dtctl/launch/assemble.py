@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dtctl import folders, names, shell
 from dtctl.errors import PlanError, SpecError
-from dtctl.launch import first_plan as first
+from dtctl.launch import cluster as clusters
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
 from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push as pushing
@@ -176,10 +176,10 @@ def job_of(
     """
     from dtctl.launch.control.run import LaunchJob
 
-    plan = first.first_plan(spec, cluster, run=run)
+    plan = clusters.first_plan(spec, cluster, run=run)
     values = read_secrets(spec)
     fixed = spec.network.rendezvous_port
-    source, share = first.source(spec), first.share(spec)
+    source, share = clusters.source_of(spec), clusters.share_of(spec)
 
     known_nodes = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
 

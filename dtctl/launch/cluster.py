@@ -1,20 +1,28 @@
-"""The nodes of a spec and the way to them: this machine, SSH, Slurm, or the sandbox. Calls none of them."""
+"""The nodes of a spec, the way to them (this machine, SSH, Slurm, the sandbox), and their plan before any is called."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from dtctl import folders
 from dtctl.errors import PlanError
 from dtctl.launch import trust
+from dtctl.node_facts import usable_cores
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec, resolve_nodes, resolve_spares
 from dtctl.transport.base import Target, Transport
 
 if TYPE_CHECKING:
+    from dtctl.plan.environment import Share
+    from dtctl.plan.model import Plan
     from dtctl.transport.dial import OpenSocket
+
+SOURCE_BYTES = 32 << 20
+"""Of a script."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,3 +175,39 @@ def _placed(node: NodeSpec, address: str) -> NodeSpec:
 
 def _never() -> Transport:
     raise PlanError("the sandbox is not up", hint="dtctl sandbox up")
+
+
+def first_plan(spec: Spec, cluster: ResolvedCluster, *, run: str) -> Plan:
+    """The plan as it is known before any node was asked; what a dry run shows.
+
+    Raises:
+        PlanError: no job can be made of the spec.
+    """
+    from dtctl.plan.build import PlanFacts, build
+
+    return build(
+        spec, cluster.nodes, run=run, facts=PlanFacts(environ=os.environ, share=share_of(spec), source=source_of(spec))
+    )
+
+
+def share_of(spec: Spec) -> Share | None:
+    """What each node has of this machine, if they all lie on it."""
+    from dtctl.plan.environment import Share
+
+    if spec.cluster.transport == "local":
+        return Share(cores=usable_cores(), nodes=1, threads=os.environ.get("OMP_NUM_THREADS"))
+    if spec.cluster.transport == "sandbox":
+        return Share(cores=usable_cores(), nodes=len(resolve_nodes(spec)))
+    return None
+
+
+def source_of(spec: Spec) -> str:
+    """Text of the job's script, if it is here and the plan depends on it: on its first line, or on its imports."""
+    script = spec.job.script
+    if script is None or (script.endswith(".py") and spec.job.kind != "direct"):
+        return ""
+    try:
+        path = spec.base_dir / spec.job.files.root / script
+        return folders.read_regular(str(path), SOURCE_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""

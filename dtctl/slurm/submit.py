@@ -14,9 +14,8 @@ from pathlib import Path
 from dtctl import names
 from dtctl.errors import LaunchError, PlanError, UsageError
 from dtctl.launch.assemble import CodePush, read_secrets
-from dtctl.launch.cluster import cluster_of
+from dtctl.launch.cluster import cluster_of, first_plan
 from dtctl.launch.files.tree import Tree, check_program_files
-from dtctl.launch.first_plan import first_plan
 from dtctl.launch.records.record import state_folder
 from dtctl.slurm import arrays, batch, login_client
 from dtctl.slurm.answers import Filled, Offer, RunPlace, Submitted

@@ -28,6 +28,7 @@ KINDS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_fault_is_named_with_its_place_and_a_fix(name: str, sandbox_env: dict[str, str]) -> None:
     fault = BY_NAME[name]

@@ -51,6 +51,7 @@ def test_a_node_that_receives_wrong_sums_is_named(sandbox: Sandbox, project: Any
     expect(examine(project, changes, *TORCH_ALONE, full=True), "collective", ["node2"], said="wrong sums")
 
 
+@pytest.mark.slow
 def test_a_node_that_sends_wrong_numbers_is_found_by_bisection(sandbox: Sandbox, project: Any) -> None:
     changes = with_stub(sandbox, "sitecustomize.py", PATCH.format(body=WRONG_BEFORE))
     expect(examine(project, changes, *TORCH_ALONE, full=True), "collective", ["node2"], said="by bisection")

@@ -89,7 +89,9 @@ def reasons(done: Finished) -> list[str]:
     ("act", "said", "kind"),
     [
         ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 on node2 is stopped (SIGSTOP)", "direct"),
-        ("time.sleep(1000)", "rank 1 on node2 is stuck in a forward pass at ", "torchrun"),
+        pytest.param(
+            "time.sleep(1000)", "rank 1 on node2 is stuck in a forward pass at ", "torchrun", marks=pytest.mark.slow
+        ),
         ("dist.recv(torch.zeros(1), src=0)", "rank 1 on node2 is stuck in a forward pass at ", "direct"),
     ],
     ids=["stopped", "sleeps", "never-enters"],

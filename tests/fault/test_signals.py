@@ -11,6 +11,7 @@ from tests.fault import stopping
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.slow
 def test_a_signal_in_any_phase_ends_with_a_snapshot_from_which_training_goes_on_exactly(tmp_path: Path) -> None:
     (tmp_path / "straight").mkdir()
     (tmp_path / "stopped").mkdir()

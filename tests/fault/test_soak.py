@@ -12,7 +12,7 @@ import pytest
 from dtctl.sandbox.layout import Sandbox
 from tests.fault.soak import Shape, soak
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from dtctl.advise.measure import measure, track
 from dtctl.advise.model import transformer
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize(("strategy", "workers"), [("ddp", 1), ("ddp", 2), ("fsdp", 4)])
 def test_predicted_memory_is_what_a_training_takes(strategy: str, workers: int) -> None:
@@ -40,6 +41,7 @@ def settings(**others: Any) -> dict[str, Any]:
     return {"module": None, "shape": {}, "seq": 4, "workers": 2, "train": train, **others}
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_what_the_tracker_cannot_follow_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "odd.py").write_text(ODD)

@@ -12,6 +12,7 @@ from dtctl.errors import UsageError
 from tests.facts import raises
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_module_is_built_on_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

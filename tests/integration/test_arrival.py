@@ -64,6 +64,7 @@ def launch(folder: Path, *argv: str, **environ: str) -> forked.Ended:
     return forked.launch(["train.py", *argv], 2, cwd=folder, environ=environ)
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_make_the_model_never_has_it_whole(tmp_path: Path) -> None:
     ended = launch(tmp_path)
     assert ended.code == 0, ended.output

@@ -67,6 +67,7 @@ def digest(folder: Path) -> str:
     return str(json.loads(done.stdout)["digest"])
 
 
+@pytest.mark.slow
 def test_a_memory_limit_leads_to_fsdp_and_its_bits(tmp_path: Path) -> None:
     chosen = launch(tmp_path / "auto", TIGHT)
     assert chosen.code == 0, chosen.output

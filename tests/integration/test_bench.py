@@ -6,6 +6,8 @@ import json
 import sys
 from typing import Any
 
+import pytest
+
 from dtctl.bench.figures import OPS
 from dtctl.sandbox import faults
 from dtctl.sandbox.layout import Sandbox
@@ -32,6 +34,7 @@ def test_all_operations_over_the_nodes_of_a_spec(sandbox: Sandbox, project: Any)
     assert not (project.folder / ".dtctl" / "runs").exists(), "a benchmark is no run of the user's"
 
 
+@pytest.mark.slow
 def test_the_map_of_pairs_shows_the_slow_cable(sandbox: Sandbox, project: Any) -> None:
     faults.limit(sandbox, sandbox.node("node2"), rate="100mbit")
     faults.record(sandbox, ["limit node2"])

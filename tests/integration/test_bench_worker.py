@@ -81,6 +81,7 @@ def test_a_rank_that_gets_wrong_numbers_is_noticed(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_training_step_is_timed_on_one_two_and_all_workers(tmp_path: Path) -> None:
     training = {"width": 16, "depth": 2, "batch": 8, "steps": 3}
     said = run(tmp_path, 3, ops=["broadcast"], sizes=[64], training=training)

@@ -491,11 +491,18 @@ SCENES: dict[tuple[str, str], Scene] = {
 """(document, first line of the block) -> how it is run."""
 WITHIN = {("docs/guides/machines.md", "dtctl validate")}
 """Blocks that the scene of another one runs."""
+SLOW = {"docs/guides/advise.md", "docs/guides/bench.md"}
 ALL = [(name, block) for name in DOCS for block in blocks(name) if (name, block.commands[0]) not in WITHIN]
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("name", "block"), ALL, ids=[f"{name}: {block.commands[0]}" for name, block in ALL])
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        pytest.param(name, block, id=f"{name}: {block.commands[0]}", marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, block in ALL
+    ],
+)
 def test_a_block_of_commands(name: str, block: Block, shell: Shell, request: pytest.FixtureRequest) -> None:
     lines, shell.shown = block.commands, block.shown
     if os.environ.get("DTCTL_WRITE_DOCS"):

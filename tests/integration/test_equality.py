@@ -21,7 +21,7 @@ from dtctl.runtime.snapshot.format import layout
 from tests import forked
 from tests.integration.equality_worker import Case, written
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 WORKER = Path(__file__).with_name("equality_worker.py")
 

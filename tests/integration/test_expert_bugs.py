@@ -32,6 +32,7 @@ def difference(folder: Path, name: str) -> float:
     return max(apart(found[key], value) for key, value in expected.items() if key != "began_at")
 
 
+@pytest.mark.slow
 def test_without_them_training_is_what_one_process_does(trained: Path) -> None:
     assert difference(trained, "none") <= LIMIT
 

@@ -15,7 +15,7 @@ from tests import forked
 OWN_PROCESS = (11, 13)
 """torch's compiler warns of itself; signals are for the process that gets them."""
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("check", gpu.PROGRAMME, ids=lambda check: f"{check.number}-{check.name}")

@@ -70,6 +70,7 @@ def without_torch(packages: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     return environment(tmp_path_factory.mktemp("plain") / "venv", str(packages["sdist"]))
 
 
+@pytest.mark.slow
 def test_it_works_without_torch(without_torch: Path, tmp_path: Path) -> None:
     """On the machine that launches, nothing of torch is needed."""
     programs = without_torch

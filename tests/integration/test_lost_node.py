@@ -86,6 +86,7 @@ def test_a_spare_goes_on_from_copies_of_what_the_lost_node_had(
     assert expected["step"] == 14
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_while_the_next_attempt_is_prepared(project: Project, sandbox: Sandbox) -> None:
     project.write("train.py", TRAIN)
     spec = SPEC.replace("max_restarts: 1", "max_restarts: 3").replace("spares: [node3]", "spares: []")
@@ -103,6 +104,7 @@ def test_a_node_that_is_lost_while_the_next_attempt_is_prepared(project: Project
     assert "resumed at step 8 of 14: exact" in project.printed(project.unique)
 
 
+@pytest.mark.slow
 def test_a_node_that_was_lost_with_the_only_copy_is_missed(project: Project, sandbox: Sandbox) -> None:
     """The others have nothing that tells of it: only the launcher knows that the run has trained before."""
     project.write("train.py", TRAIN)

@@ -85,6 +85,7 @@ def test_each_task_is_a_run_with_its_own_files(shared: Project) -> None:
     assert [(each["run"], each["status"]) for each in listed] == [(run, "succeeded") for run in runs]
 
 
+@pytest.mark.slow
 def test_the_last_task_is_requeued_and_warned_alone(shared: Project) -> None:
     """Its SLURM_JOB_ID is the number of the whole array."""
     shared.write("train.py", WAIT.replace("{short}", "1"))

@@ -280,6 +280,7 @@ def test_what_others_do_to_a_job_is_told(shared: Project) -> None:
     assert any("scancel" in str(event["text"]) for event in done.events if event["event"] == "note")
 
 
+@pytest.mark.slow
 def test_a_stopped_slurmd_is_a_lost_node(shared: Project, cluster: Sandbox) -> None:
     write(shared, nodes=2)
     launcher = begun(shared, 2)

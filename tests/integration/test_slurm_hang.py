@@ -74,6 +74,7 @@ def test_a_job_that_hangs_is_started_again_and_its_culprit_named(shared: Project
     assert not missing(done.err, "restart 1 rank 3 node2 progress")
 
 
+@pytest.mark.slow
 def test_a_job_that_nobody_follows_is_judged_all_the_same(shared: Project) -> None:
     write(shared, STOP)
     assert shared.run("launch", "--detach").code == 0
@@ -92,6 +93,7 @@ def progress_folders(cluster: Sandbox, node: SandboxNode) -> set[str]:
     return set(subprocess.run(look, capture_output=True, text=True, check=False).stdout.split())
 
 
+@pytest.mark.slow
 def test_the_last_hang_is_the_jobs_failure(shared: Project, cluster: Sandbox) -> None:
     write(shared, "while True: pass", restarts=0)
     before = {node.name: progress_folders(cluster, node) for node in cluster.nodes}  # hosts share this machine's /tmp
@@ -108,6 +110,7 @@ def test_the_last_hang_is_the_jobs_failure(shared: Project, cluster: Sandbox) ->
         assert progress_folders(cluster, node) <= before[node.name], "files are left"
 
 
+@pytest.mark.slow
 def test_a_failure_that_comes_back_at_the_same_step_ends_the_job(shared: Project) -> None:
     """As over SSH, tests/integration/test_ledger.py."""
     write(shared, "pass", restarts=20)

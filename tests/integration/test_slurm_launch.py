@@ -148,6 +148,7 @@ def test_the_culprit_of_a_second_component_has_its_rank(shared: Project) -> None
     ).read_text()
 
 
+@pytest.mark.slow
 def test_a_job_whose_time_is_up_is_told_as_such(shared: Project) -> None:
     shared.write("dtctl.yaml", spec(more=', time: "1", warn_s: 1'))
     shared.write("train.py", "import signal, time\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\ntime.sleep(400)\n")
@@ -250,6 +251,7 @@ def over_ssh(project: Project, cluster: Sandbox) -> dict[str, str]:
     return {"PATH": f"{folder}:{project.env['PATH']}"}
 
 
+@pytest.mark.slow
 def test_where_nobody_can_look_nothing_is_said(shared: Project, cluster: Sandbox) -> None:
     """The nodes are another job's at once, and with this plugin Slurm's word is no proof."""
     shared.write("dtctl.yaml", spec(more=", extra: {exclusive: true}"))
@@ -296,6 +298,7 @@ def test_a_detached_job_is_looked_at_when_somebody_asks(shared: Project) -> None
     assert shared.run("logs").out.count(" line 4\n") == 4
 
 
+@pytest.mark.slow
 def test_people_see_what_a_job_waits_for(shared: Project, cluster: Sandbox) -> None:
     shared.write("dtctl.yaml", spec(more=", extra: {exclusive: true}"))
     shared.write("train.py", "import time\ntime.sleep(1000)\n")
@@ -481,6 +484,7 @@ def trainings(sandbox_env: dict[str, str]) -> Iterator[dict[str, Training]]:
         shutil.rmtree(base)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("name", "reason"),
@@ -510,6 +514,7 @@ def test_what_slurm_interrupts_ends_with_the_same_bits(trainings: dict[str, Trai
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("name", LOST)
 def test_a_lost_node_is_not_used_again(trainings: dict[str, Training], name: str) -> None:

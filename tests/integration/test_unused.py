@@ -17,7 +17,7 @@ from dtctl.runtime.snapshot.format import layout
 from tests import forked
 from tests.integration.unused_worker import Case, written
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 WORKER = Path(__file__).with_name("unused_worker.py")
 LIMIT = 1e-9

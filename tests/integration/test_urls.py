@@ -125,6 +125,7 @@ def test_a_killed_run_goes_on_from_the_newest_good_one(s3: store.Store, train: C
     assert steps == ["step-00000008", "step-00000012"]
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed_while_all_write(s3: store.Store, train: Callable[..., forked.Ended]) -> None:
     """In the snapshot of step 8, of which rank 1 has then written one of its two files."""
     url = f"{s3.url}/fsdp"
@@ -198,6 +199,7 @@ def test_a_link_that_dies_in_an_upload_and_one_that_is_dead_at_a_resume(s3: stor
     assert mended.output.startswith("newest 1\n")
 
 
+@pytest.mark.slow
 def test_a_run_and_commands_on_what_it_keeps(s3: store.Store, tmp_path: Path) -> None:
     """The run's own way to the store is used; on a URL itself, that of whoever asks."""
     (tmp_path / "train.py").write_text(TRAIN)

@@ -27,10 +27,9 @@ from dtctl.doctor.probe import facts as probe
 from dtctl.errors import DtctlError
 from dtctl.launch import trust
 from dtctl.launch.assemble import CodePush, job_of
-from dtctl.launch.cluster import ResolvedCluster, cluster_of
+from dtctl.launch.cluster import ResolvedCluster, cluster_of, first_plan
 from dtctl.launch.control import link
 from dtctl.launch.control.run import launch
-from dtctl.launch.first_plan import first_plan
 from dtctl.launch.records import snapshot_answers
 from dtctl.launch.records.events import Event
 from dtctl.launch.records.ledger import Ledger

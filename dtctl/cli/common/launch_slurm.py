@@ -46,8 +46,7 @@ def launch_job(
     `resume` is the run in whose outputs it goes on.
     """
     from dtctl.launch.assemble import CodePush
-    from dtctl.launch.cluster import cluster_of
-    from dtctl.launch.first_plan import first_plan
+    from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.slurm.adopt import intent
     from dtctl.slurm.site import site_of
     from dtctl.slurm.submit import array_of, submit
@@ -103,8 +102,7 @@ def _folder_of(spec: Spec, run: str | None) -> str:
 def _launch_array(spec: Spec, run: str, *, spec_name: str, json_lines: bool) -> int:
     """Submit an array, each task of which is a run of its own; nobody follows them until somebody looks."""
     from dtctl.launch.assemble import CodePush
-    from dtctl.launch.cluster import cluster_of
-    from dtctl.launch.first_plan import first_plan
+    from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.launch.records.record import check_run_name
     from dtctl.slurm.adopt import intent
     from dtctl.slurm.arrays import run_of_task

@@ -84,8 +84,7 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     import time
 
     from dtctl.launch import trust
-    from dtctl.launch.cluster import cluster_of
-    from dtctl.launch.first_plan import first_plan
+    from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.launch.records.record import check_run_name, new_run_id
     from dtctl.render import node_scripts
 
