@@ -4,6 +4,7 @@
     python -m tests.fault.live --count 40 --shape 2x2 --strategy hsdp
     python -m tests.fault.live --count 40 --shape 2x2 --strategy ep       a mixture whose experts each node divides
     python -m tests.fault.live --count 52 --kills 52 --shelter      one worker that stays: what 50 healings leave in it
+    python -m tests.fault.live --count 40 --slurm       in jobs of Slurm; no hosts, no cables
 
 A training with dropout, accumulation, evaluation, snapshots and processes that read data runs on virtual hosts.
 Workers, their readers, the process that workers are forked from and supervisors get SIGKILL at random moments: one, two
@@ -39,16 +40,19 @@ from typing import Any
 import dtctl
 from dtctl import names
 from dtctl.runtime.snapshot import commands
-from dtctl.sandbox import control, faults
+from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
 from tests.fault import soak
 from tests.fault.soak import host, left_on
+from tests.integration.slurm_hosts import python_path
 
 ROOT = Path(dtctl.__file__).parents[1]
 KINDS = (
     *("worker",) * 6, "reader", "two", "during", "warm", "frozen", "evaluation", "save", "supervisor", "host", "cut",
 )  # fmt: skip
 EDGES = ("first", "last")
+NOT_IN_SLURM = ("host", "cut")
+"""Slurm takes a host out of service by its own rules, which tests/integration look at."""
 """Steps in which somebody is killed in each run."""
 SPARES = 2
 CUT_S = 20.0
@@ -57,8 +61,7 @@ STUCK_S = 240.0
 IDLE_SNAPSHOTS = 12
 """Snapshots after which a kill has had no consequence."""
 SPEC = """\
-cluster:
-  {{transport: sandbox, nodes: {nodes}, spares: {spares}, slots: {slots}, connect_timeout_s: 20}}
+cluster: {{{cluster}, spares: {spares}, slots: {slots}}}
 job:
   {{name: live, script: train.py, kind: direct, grace_s: 2, max_restarts: 50, recovery: live, heal_s: 120, hang_s: 20,
     hang_start_s: 300, env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1, TRAPS: "{traps}"}}}}
@@ -370,8 +373,11 @@ def train(
     traps.mkdir()
     if seed is not None and "first" in kinds:
         (traps / "first").touch()
+    where = f"transport: sandbox, nodes: {json.dumps(nodes)}, connect_timeout_s: 20"
+    if sandbox.slurm:
+        where = f"transport: slurm, nodes: {len(nodes)}, python: {json.dumps(sys.executable)}"
     text = SPEC.format(
-        nodes=json.dumps(nodes),
+        cluster=where,
         spares=json.dumps(spares),
         slots=shape[1],
         root=ROOT,
@@ -387,7 +393,7 @@ def train(
     run = Run(project / names.STATE_DIR / names.RUNS_DIR / name, nodes, parts=parts)
     ended = Ended(seed=seed, code=-1, digest="", attempts=0)
     with (folder / "out").open("w") as out:
-        environ = os.environ | {"DTCTL_SANDBOX": sandbox.name}
+        environ = os.environ | {"DTCTL_SANDBOX": sandbox.name, "PATH": python_path()} | slurm.environment(sandbox)
         argv = [sys.executable, "-m", "dtctl", "launch", "--json", "--name", name]
         process = subprocess.Popen(argv, cwd=project, stdout=out, stderr=subprocess.STDOUT, env=environ)
     try:
@@ -494,15 +500,17 @@ def main() -> int:
     parser.add_argument("--shape", default="3x1", help="nodes x workers on each")
     parser.add_argument("--strategy", choices=["ddp", "hsdp", "ep"], default="ddp")
     parser.add_argument("--shelter", action="store_true", help="strike nobody on the first node; not first, not last")
+    parser.add_argument("--slurm", action="store_true", help="in jobs of Slurm instead of over SSH")
     parser.add_argument("--keep", type=Path, help="file for the results, JSON; written anew after each run")
     options = parser.parse_args()
     nodes, slots = map(int, options.shape.split("x"))
-    kinds = [kind for kind in options.kinds.split(",") if not (options.shelter and kind in (*EDGES, "evaluation"))]
+    left_out = {*(("evaluation", *EDGES) if options.shelter else ()), *(NOT_IN_SLURM if options.slurm else ())}
+    kinds = [kind for kind in options.kinds.split(",") if kind not in left_out]
     base = Path(tempfile.mkdtemp(dir=Path.home(), prefix=".dtctl-live-"))
     os.environ["DTCTL_SANDBOX_DIR"] = str(base / "sandbox")
     rows: list[Ended] = []
     try:
-        sandbox = control.up("live", nodes=nodes + SPARES)
+        sandbox = control.up("live", nodes=nodes + SPARES, with_slurm=options.slurm)
         run = partial(
             train,
             sandbox,
@@ -518,9 +526,8 @@ def main() -> int:
             rows.append(run(seed=seed, kills=options.kills))
             show(rows[-1], digest)
             if options.keep:
-                kept = summary(f"{options.strategy} {options.shape}", kinds, rows, digest) | {
-                    "each run": [asdict(row) for row in rows]
-                }
+                shape = f"{options.strategy} {options.shape}" + (" in Slurm" if options.slurm else "")
+                kept = summary(shape, kinds, rows, digest) | {"each run": [asdict(row) for row in rows]}
                 options.keep.write_text(json.dumps(kept, indent=1) + "\n")
     finally:
         control.down("live")
