@@ -35,8 +35,8 @@ test: $(BIN)/.ready check  ## Everything but the slow tests, in a quarter of an 
 test-slow: $(BIN)/.ready  ## The slow tests, which CI runs, too.
 	$(BIN)/python -m pytest tests/unit tests/golden tests/cli tests/security tests/integration tests/fault -q -m slow $(HOSTS_TESTS)
 
-unit: $(BIN)/.ready  ## The tests that need neither a network nor a training, in under a minute.
-	$(BIN)/python -m pytest tests/unit tests/golden tests/cli -q -m "not slow and not torch" -n auto --dist loadfile
+unit: $(BIN)/.ready  ## The tests that need neither a network nor a training.
+	$(BIN)/python -m pytest tests/unit tests/golden tests/cli -q -m "not slow and not torch" --ignore tests/unit/runtime -n auto --dist loadfile
 
 integration: $(BIN)/.ready  ## The tests on virtual hosts, but for the slow ones.
 	$(BIN)/python -m pytest tests/integration tests/fault -q -m "not slow" $(HOSTS_TESTS)

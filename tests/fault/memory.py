@@ -75,16 +75,14 @@ def train(config, worker):
     torch.manual_seed(1)
     inputs = torch.randn(900, 32, generator=torch.Generator().manual_seed(5))
 
-    trainer, before, done = None, -1, 0  # while it is made, and before it resumes, the model is tried: no step
+    trainer = None  # while it is made, the model is tried, which is no step
 
     def loss(model, batch):
-        nonlocal before, done
         step = trainer.step if trainer else 0
         time.sleep(0.01)
-        before, done = step, done + (step == before + 1 > 0)
         if trainer and worker.rank == worker.world_size - 1:  # of a pipeline, the one that has a loss
             with open(os.environ["DONE"], "w") as file:
-                file.write(f"{os.environ['DTCTL_ATTEMPT']} {step} {done}")
+                file.write(f"{os.environ['DTCTL_ATTEMPT']} {step}")
         if step == config.steps - 3:  # whoever kills has had enough
             while not os.path.exists(os.environ["ENOUGH"]):
                 time.sleep(0.01)
@@ -107,7 +105,7 @@ class Ended:
     digest: str = ""
     killed: list[str] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
-    """The step at which the last worker was last seen before each kill had its consequence."""
+    """The step at which the first worker was last seen before each kill had its consequence."""
     resumed: list[int] = field(default_factory=list)
     """Steps from which attempts went on, all from memory."""
     otherwise: int = 0
@@ -123,11 +121,12 @@ def harass(
 ) -> None:
     """Take the power from a host once an attempt has trained a few steps, again and again."""
     deadline = time.monotonic() + STUCK_S
-    struck = -1
+    struck, firsts = -1, dict[int, int]()
     while len(ended.killed) < kills and time.monotonic() < deadline:
-        attempt, step, done = _step(folder)
+        attempt, step = _step(folder)
+        first = firsts.setdefault(attempt, step)
         # Two snapshots on, so that whoever has come back holds one, too.
-        if attempt <= struck or done < 2 * EVERY:
+        if attempt <= struck or step < first + 2 * EVERY:
             time.sleep(0.02)
             continue
         time.sleep(source.uniform(0.0, 0.5))
@@ -137,7 +136,7 @@ def harass(
         name = source.choice(running)
         if kill(sandbox, name, "host", source):
             # An attempt that began meanwhile, for another reason, has this loss, too.
-            struck, step, _ = _step(folder)
+            struck, step = _step(folder)
             ended.killed.append(name)
             ended.at.append(step)
             deadline = time.monotonic() + STUCK_S
@@ -145,13 +144,13 @@ def harass(
         time.sleep(0.02)
 
 
-def _step(folder: Path) -> tuple[int, int, int]:
-    """Attempt and step that the last worker has told of last, and how many steps that attempt has done."""
+def _step(folder: Path) -> tuple[int, int]:
+    """Attempt and step that the first worker has told of last."""
     try:
-        attempt, step, done = (folder / "step").read_text().split()
+        attempt, step = (folder / "step").read_text().split()
     except (OSError, ValueError):  # none yet, or half of it
-        return -1, -1, 0
-    return int(attempt), int(step), int(done)
+        return -1, -1
+    return int(attempt), int(step)
 
 
 def _rows(record: Path, kind: str) -> list[dict[str, Any]]:
