@@ -57,8 +57,8 @@ def waits() -> frozenset[tuple[str, str]]:
         if not (_read(task / "comm") == RUNS or (is_main and _main_is_in_collective())):
             continue
         call = _read(task / "syscall")
-        number, *arguments = call.split()
-        if FUTEX and number == FUTEX and int(arguments[3], 16):  # those that wait for work have no limit
+        words = call.split()  # of a thread that runs, or has ended, there are no arguments
+        if FUTEX and words[:1] == [FUTEX] and int(words[4], 16):  # those that wait for work have no limit
             found.add((task.name, call))
     return frozenset(found)
 
