@@ -144,7 +144,7 @@ _FACTS: Final = form(
     ports=list_of(_COUNT, 2), neighbours=mapping_of(text(64), _mac, _ROWS),
     shm=_SPACE, disk=_SPACE, tmp=_SPACE, files=mapping_of(_NAME, prose, _ROWS), writable=prose,
     missing=list_of(text(4096), _ROWS),
-    env=mapping_of(_NAME, _WORDS, _ROWS), conf=mapping_of(text(4096), _conf, 16), job=_job,
+    env=mapping_of(_NAME, _WORDS, _ROWS), conf=mapping_of(text(4096), _conf, 16),
     code=text(64), gpus=integer(0, 4096), gpu=_tool, remapped=_tool, nvlink=_tool, topology=_tool, xid=_tool,
     fabric=_tool, state=_tool, vendor=text(16), gpu_error=prose, xid_source=text(64),
     rdma=list_of(
@@ -158,6 +158,7 @@ _FACTS: Final = form(
 _ANSWERS: Final[Mapping[str, Check[Any]]] = {
     "time": form(time=_time, gpus=integer(0, 4096)),
     "facts": _FACTS,
+    "job_python": form(job=_job),
     "listen": form(ports=list_of(integer(-4096, 65_535), 64)),
     "spread": form(spread=list_of(integer(1, 65_535), 64), meeting=list_of(integer(1, 65_535), 64)),
     "call": form(answers=list_of(_call, 1 << 20)),

@@ -17,6 +17,7 @@ from dtctl import node_facts
 from dtctl.doctor import answers, rounds
 from dtctl.doctor.checks import links
 from dtctl.doctor.node_report import MEETING, REACHED, SPREAD, LoginShell, NodeReport, good_ways
+from dtctl.doctor.probe import python
 from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.launch.control.link import NodeLink, checked, error_of, open_program
 from dtctl.shell import program
@@ -41,8 +42,8 @@ PROBE = (
     "dtctl.doctor.probe.main",
 )
 ANSWER_LIMIT_S = 15.0
-HELLO_LIMIT_S = 15.0
-"""For the login shell and the start of Python."""
+HELLO_LIMIT_S = 30.0
+"""For the login shell and the start of Python, which takes long on a network file system or a busy node."""
 FACTS_LIMIT_S = 16.0
 GPU_FACTS_LIMIT_S = 35.0
 """For what a node says of itself: a driver that is not kept awake may take half a minute to find eight GPUs."""
@@ -106,11 +107,16 @@ class _Node:
         """Ask for the facts."""
         wanted = self.wanted
         asked: dict[str, Any] = {"workdir": wanted.workdir, "paths": wanted.paths, "code": wanted.code}
-        asked |= {"env": dict(wanted.env), "beside": wanted.beside, "python": wanted.python or "python3"}
-        self.seen.facts = self.ask({"op": "facts", **asked, **message})
+        self.seen.facts = self.ask({"op": "facts", **asked, "env": dict(wanted.env), **message})
         # Behind a jump host this machine does not know the address; the node knows the one that it was reached at.
         self.seen.address = self.seen.address or str(self.seen.facts["reached_at"])
         self.seen.data_address = self.seen.meeting = self.seen.address
+
+    def start_python(self) -> None:
+        """Ask for the facts of the job's Python."""
+        wanted = self.wanted
+        asked = {"python": wanted.python or "python3", "code": wanted.code, "beside": wanted.beside}
+        self.seen.facts |= self.ask({"op": "job_python", **asked, "env": dict(wanted.env)})
 
     def try_shell(self) -> None:
         """Let the login shell run a plain command, and see what comes of it."""
@@ -316,6 +322,8 @@ def _ask_facts(nodes: Sequence[_Node], names: Sequence[str]) -> None:
     message = {"names": [*dict.fromkeys((*addresses, *names))], "peers": addresses}
     limit_s = GPU_FACTS_LIMIT_S if any(node.has_gpus for node in nodes) else FACTS_LIMIT_S
     _all(nodes, lambda node: node.tell(message), limit_s=limit_s, doing="asking for facts")
+    limit_s = python.LIMIT_S + ANSWER_LIMIT_S
+    _all(nodes, _Node.start_python, limit_s=limit_s, doing="starting the job's Python")
 
 
 def _call(

@@ -3,6 +3,7 @@
 A node's best way is the measure of it: one slow node spoils a way of each of the others, and of three nodes most ways.
 What looks bad is measured again while the rest is quiet, and only what is bad every time is told. Beside each
 repetition both ends measure the way to themselves, which has no cable in it: what is slow there is slow for their load.
+Of these the median counts: one that met another program's moment of work would excuse a cable that is always slow.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ def links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     if not tries_of:
         return
     usual, usual_trip = _usual(_rates(tries_of)), _usual_trip(tries_of)
-    own = {node.name: node.own for node in reports}
-    ends = {way: [[one] for name in way for one in own[name]] for way in tries_of}
-    lost = {way: max(map(_loss, ends[way]), default=0.0) for way in tries_of}
-    trips = {way: max(usual_trip, *map(_trip, ends[way])) if ends[way] else usual_trip for way in tries_of}
-    able = {way: min([usual, *(rate for one in ends[way] if (rate := _rate(one)) is not None)]) for way in tries_of}
+    ends = {way: [node.own for node in reports if node.name in way and node.own] for way in tries_of}
+    lost = {way: max((median(_loss([one]) for one in own) for own in ends[way]), default=0.0) for way in tries_of}
+    trips = {way: max([usual_trip, *(median(_trip([one]) for one in own) for own in ends[way])]) for way in tries_of}
+    rates = {node.name: [rate for one in node.own if (rate := _rate([one])) is not None] for node in reports}
+    able = {way: min([usual, *(median(rates[name]) for name in way if rates[name])]) for way in tries_of}
     lossy = {
         way: tries
         for way, tries in tries_of.items()

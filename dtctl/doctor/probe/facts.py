@@ -11,7 +11,7 @@ import threading
 import time
 
 from dtctl import node_facts
-from dtctl.doctor.probe import devices, limits, places, python
+from dtctl.doctor.probe import devices, limits, places
 from dtctl.supervisor import facts as basic
 
 _SIOCGIFFLAGS = 0x8913  # linux/sockios.h
@@ -30,8 +30,7 @@ def gather(message: dict) -> dict:  # type: ignore[type-arg]
 
     Args:
         message: `names` to look up, `peers` (addresses) to find the way to, `workdir`, `paths` that must exist,
-            `python` of the job, its variables `env`, `code` folder to digest or an empty string, and `beside`: the
-            modules that the job brings along.
+            variables of the job `env`, and `code` folder to digest or an empty string.
     """
     begun = time.monotonic()
     hostname = socket.gethostname()
@@ -56,7 +55,6 @@ def gather(message: dict) -> dict:  # type: ignore[type-arg]
         "missing": [path for path in message["paths"] if not os.path.exists(os.path.expanduser(path))],
         "env": {name: value for name, value in os.environ.items() if name.startswith(WATCHED)},
         "conf": conf(),
-        "job": python.job_python(message["python"], env, message["code"], message["beside"]),
         **devices.devices(),
         "code": digest(message["code"]) if message["code"] else "",
         "took_s": time.monotonic() - begun,

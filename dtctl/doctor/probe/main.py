@@ -8,7 +8,7 @@ import threading
 import time
 
 from dtctl import node_facts
-from dtctl.doctor.probe import child, facts, limits, pairs, quality, shared
+from dtctl.doctor.probe import child, facts, limits, pairs, python, quality, shared
 from dtctl.supervisor import frames
 
 IDLE_LIMIT_S = 60.0
@@ -29,6 +29,11 @@ class Probe:
     def on_facts(self, message: dict) -> dict:  # type: ignore[type-arg]
         """What this node says of itself."""
         return facts.gather(message)
+
+    def on_job_python(self, message: dict) -> dict:  # type: ignore[type-arg]
+        """What the job's Python says of itself, or why it does not start."""
+        env = {**os.environ, **message["env"]}
+        return {"job": python.job_python(message["python"], env, message["code"], message["beside"])}
 
     def on_listen(self, message: dict) -> dict:  # type: ignore[type-arg]
         """Open ports for the others' calls."""

@@ -78,6 +78,7 @@ def test_a_way_that_is_no_slower_than_its_ends_are_to_themselves_is_not_slow() -
     assert {one.check for one in links.links(seen)} == {"bandwidth", "latency", "packet-loss"}
     for node in seen:
         node.own.append({"mbit_s": 4000.0, "rtt_ms": [2.0, 5.0], "sent": 500, "lost": 4})
+        node.own.append({"mbit_s": 4100.0, "rtt_ms": [2.0, 5.0], "sent": 500, "lost": 4})
     assert found(seen) == []
 
 
@@ -113,6 +114,29 @@ def test_loss_counts_when_it_was_seen_twice() -> None:
     assert found(cluster("abc", ab=[once, once])) == [("packet-loss", "warn", ("b",))]
     much = {"lost": 60}
     assert found(cluster("abc", ab=[much, much])) == [("packet-loss", "fail", ("b",))]
+
+
+@pytest.mark.parametrize(
+    ("tried", "spoiled", "check"),
+    [
+        ({"mbit_s": 191.0}, {"mbit_s": 350.0}, "bandwidth"),
+        ({"mbit_s": 191.0}, {"error": "timed out"}, "bandwidth"),
+        ({"lost": 10}, {"lost": 200}, "packet-loss"),
+        ({"rtt_ms": [3.0, 9.0]}, {"rtt_ms": [50.0, 60.0]}, "latency"),
+    ],
+)
+def test_one_measurement_that_was_disturbed_excuses_no_cable(
+    tried: dict[str, Any], spoiled: dict[str, Any], check: str
+) -> None:
+    """Node b's cable is bad; its peer's way to itself was measured once while something else ran there."""
+    bad = {one + other: [tried] * 4 for one, other in permutations("abc", 2) if "b" in (one, other)}
+    seen = cluster("abc", **bad)
+    for node in seen:
+        node.own = [{"mbit_s": 12_000.0, "rtt_ms": [0.1, 0.2], "sent": 500, "lost": 0} for _ in range(3)]
+    seen[0].own[1].update(spoiled)
+    if "error" in spoiled:
+        seen[0].own[1] = spoiled
+    assert [(one, nodes) for one, _, nodes in found(seen)] == [(check, ("b",))]
 
 
 def test_loss_is_unknown_where_no_udp_passes() -> None:

@@ -84,6 +84,16 @@ def test_the_variable_that_keeps_python_from_starting_is_found_by_leaving_it_out
     assert said["python"], "what it says without that variable is kept"
 
 
+@pytest.mark.slow
+def test_the_variable_that_makes_python_hang_is_found_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setattr(python, "START_LIMIT_S", 10.0)
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(tmp_path)}
+    said = python.job_python(sys.executable, env, "", [])
+    assert (said["because"], said["error"]) == (["PYTHONPATH"], "it has not ended after 10 s")
+    assert said["python"]
+
+
 def test_what_hides_a_module_is_told_with_both_paths_and_what_cannot_be_hidden_is_not(tmp_path: Path) -> None:
     for name in ("random", "model", "sys", "os"):  # the last two are there before any folder is looked through
         (tmp_path / f"{name}.py").write_text("raise SystemExit\n")
