@@ -28,7 +28,7 @@ $(BIN)/.ready-for-demo: pyproject.toml constraints.txt .ci/setup.sh
 demo: $(BIN)/.ready-for-demo  ## Train a small GPT on 3 virtual hosts, kill a worker, watch it recover.
 	$(BIN)/python examples/demo.py
 
-test: $(BIN)/.ready check  ## Everything but the slow tests; some twenty minutes on two cores.
+test: $(BIN)/.ready check  ## Everything but the slow tests; a quarter of an hour on two cores.
 	$(BIN)/python -m pytest tests/unit tests/golden tests/cli tests/security -q -m "not slow" -n auto --dist loadfile
 	$(BIN)/python -m pytest tests/integration tests/fault -q -m "not slow" $(HOSTS_TESTS)
 

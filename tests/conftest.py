@@ -21,10 +21,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 TESTS: Final = Path(__file__).parent
 LONGEST: Final = (
-    "test_docs", "test_slurm_launch", "test_equality", "test_hang", "test_gpu_checks", "test_lost_node",
-    "test_slurm_control", "test_unused", "test_advise_measure", "test_doctor_torch", "test_doctor_links",
-    "test_doctor_grammar", "test_urls", "test_continue", "test_slurm_arrays", "test_slurm_hang", "test_signals",
-    "test_soak", "test_damage", "test_advise_module",
+    "test_equality", "test_docs", "test_slurm_launch", "test_live", "test_hang", "test_left_behind", "test_unused",
+    "test_slurm_control", "test_lost_node", "test_signals", "test_soak", "test_advise_measure", "test_slurm_live",
+    "test_slurm_hang", "test_gpu_checks", "test_strategies", "test_doctor_links", "test_doctor_node",
+    "test_doctor_network", "test_slurm_environment", "test_memory_snapshots", "test_urls", "test_continue",
+    "test_doctor", "test_spares", "test_doctor_ports", "test_metrics", "test_doctor_torch", "test_doctor_grammar",
+    "test_slurm_arrays", "test_damage", "test_advise_module",
 )  # fmt: skip
 """The modules that take a minute or more, longest first: begun last, one of them would keep a single worker busy while
 the others have nothing left to do. xdist hands modules out in this order with --no-loadscope-reorder."""
@@ -62,7 +64,8 @@ def seeded() -> None:
     """Random numbers are those of every other run, whichever tests came before."""
     random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+        # torch.manual_seed would format the stack for each kind of accelerator, and keep it.
+        torch.default_generator.manual_seed(0)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)
 

@@ -17,6 +17,7 @@ from tests.fault.examining import bad, examine, note, on
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.slow
 def test_a_healthy_cluster_has_no_finding_run_after_run(sandbox: Sandbox, project: Any) -> None:
     for full in (True, False, False):
         code, said = examine(project, {"cluster.python": sys.executable}, full=full)

@@ -45,6 +45,7 @@ def test_a_pair_that_loses_packets_one_way(sandbox: Sandbox, project: Any) -> No
     expect(examine(project), "packet-loss", ["node2"], peers=["node1"], status="warn", said="node1 -> node2")
 
 
+@pytest.mark.slow
 def test_people_see_the_bandwidth_of_every_way_when_one_is_slow(sandbox: Sandbox, project: Any) -> None:
     faults.limit(sandbox, sandbox.node("node2"), rate="50mbit")
     note(sandbox)
@@ -69,7 +70,9 @@ def iperf3(sandbox: Sandbox, caller: str, called: str) -> float:
     return float(said["end"]["sum_received"]["bits_per_second"]) / 1e6
 
 
-@pytest.mark.parametrize("rate", [50, 200, 800])
+@pytest.mark.parametrize(
+    "rate", [pytest.param(50, marks=pytest.mark.slow), 200, pytest.param(800, marks=pytest.mark.slow)]
+)
 def test_the_bandwidth_agrees_with_iperf3_within_a_tenth(sandbox: Sandbox, project: Any, rate: int) -> None:
     faults.limit(sandbox, sandbox.node("node1"), rate=f"{rate}mbit")
     note(sandbox)

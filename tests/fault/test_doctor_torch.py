@@ -60,6 +60,7 @@ def test_a_node_that_sends_wrong_numbers_is_found_by_bisection(sandbox: Sandbox,
     expect(examine(project, changes, *TORCH_ALONE, full=True), "collective", ["node2"], said="by bisection")
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named(sandbox: Sandbox, project: Any) -> None:
     changes = with_stub(sandbox, "sitecustomize.py", PATCH.format(body=HANGS))
     result = examine(project, changes, *TORCH_ALONE, full=True)

@@ -88,7 +88,12 @@ def reasons(done: Finished) -> list[str]:
 @pytest.mark.parametrize(
     ("act", "said", "kind"),
     [
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 on node2 is stopped (SIGSTOP)", "direct"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            "rank 1 on node2 is stopped (SIGSTOP)",
+            "direct",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "time.sleep(1000)", "rank 1 on node2 is stuck in a forward pass at ", "torchrun", marks=pytest.mark.slow
         ),
@@ -143,10 +148,11 @@ def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> 
             r"no progress for \d+ s in step 1: rank 1 on node2 left the training after step 0 of 12, before "
             r"the others, and is now at \S+ in _shutdown; the 2 others wait for it",
         ),
-        (
+        pytest.param(
             "threading.Thread(target=time.sleep, args=(1000,)).start(); sys.exit(0)", 6, "torchrun",
             r"no progress for \d+ s in step 7: rank 1 on node2 left the training after step 6 of 12, before "
             r"the others, and is now at \S+ in _shutdown; the 2 others wait for it",
+            marks=pytest.mark.slow,
         ),
         # Gone: the others lose their connections.
         (
@@ -154,10 +160,11 @@ def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> 
             r"rank 1 left the training after step 0 of 12 without an error, "
             r"and rank \d on node\d lost the connection to it",
         ),
-        (
+        pytest.param(
             "sys.exit(0)", 6, "torchrun",
             r"rank 1 left the training after step 6 of 12 without an error, "
             r"and rank \d on node\d lost the connection to it",
+            marks=pytest.mark.slow,
         ),
         # It computes for ever before the first step is through.
         (
@@ -179,6 +186,7 @@ def test_who_leaves_early_is_named_also_in_the_first_step(
     assert done.done["left_behind"] == 0
 
 
+@pytest.mark.slow
 def test_slow_starts_and_evaluations_are_no_hang(project: Project) -> None:
     done = launch(project, "pass", hang_s="1.5", slow=0.3)
     assert done.code == 0, done.err

@@ -282,6 +282,7 @@ def test_a_pod_that_is_stopped_ends_as_one_to_be_gone_on_with(tmp_path: Path) ->
     assert process.returncode == 75
 
 
+@pytest.mark.slow
 def test_a_worker_that_saves_has_the_whole_time_of_its_pod(tmp_path: Path) -> None:
     """Longer than job.grace_s, which is for those whose peer has failed; the end of a pod is Kubernetes' own."""
     process = pod(tmp_path, "--save", 0, more=", grace_s: 0.1")

@@ -76,6 +76,7 @@ def test_a_worker_that_does_not_make_the_model_never_has_it_whole(tmp_path: Path
     assert found[1][1] < 0.75 * WHOLE_MB, "half of it, and what passes through"
 
 
+@pytest.mark.slow
 def test_other_strategies_make_it_everywhere(tmp_path: Path) -> None:
     ended = launch(tmp_path, "--train.strategy=ddp")
     assert ended.code == 0, ended.output

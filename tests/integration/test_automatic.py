@@ -88,6 +88,7 @@ def test_a_memory_limit_leads_to_fsdp_and_its_bits(tmp_path: Path) -> None:
     assert digest(tmp_path / "later") == digest(tmp_path / "named")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_as_it_was(tmp_path: Path) -> None:
     straight = launch(tmp_path / "straight", TIGHT)
     assert straight.code == 0, straight.output

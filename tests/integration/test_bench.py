@@ -18,6 +18,7 @@ job: {{name: t, script: train.py, kind: {kind}}}
 """
 
 
+@pytest.mark.slow
 def test_all_operations_over_the_nodes_of_a_spec(sandbox: Sandbox, project: Any) -> None:
     project.write("dtctl.yaml", SPEC.format(kind="direct", python=sys.executable))
     options = ["--sizes", "64K:256K", "--repeats", "3", "--training", "--plot", "bench.svg"]

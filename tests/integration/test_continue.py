@@ -60,7 +60,7 @@ def stopped(project: Project, *options: str, name: str = "first") -> str:
     return done.err
 
 
-@pytest.mark.parametrize("transport", ["local", "sandbox"])
+@pytest.mark.parametrize("transport", ["local", pytest.param("sandbox", marks=pytest.mark.slow)])
 def test_the_named_command_goes_on_and_a_plain_launch_begins_anew(project: Project, transport: str) -> None:
     write(project, steps=1_000_000, transport=transport, slots=2 if transport == "local" else 1)
     command = f"dtctl launch --resume {project.unique}-first"
@@ -86,7 +86,7 @@ def test_the_named_command_goes_on_and_a_plain_launch_begins_anew(project: Proje
     assert "resumed" not in anew.err
 
 
-@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("relative", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_folder_of_its_own(project: Project, relative: bool) -> None:
     folder = "mine" if relative else str(project.folder.parent / "mine")
     write(project, steps=1_000_000, more=f', snapshot: {{dir: "{folder}"}}')

@@ -491,7 +491,11 @@ SCENES: dict[tuple[str, str], Scene] = {
 """(document, first line of the block) -> how it is run."""
 WITHIN = {("docs/guides/machines.md", "dtctl validate")}
 """Blocks that the scene of another one runs."""
-SLOW = {"docs/guides/advise.md", "docs/guides/bench.md"}
+SLOW = {
+    "docs/index.md",
+    "examples/README.md",
+    *(f"docs/guides/{name}.md" for name in ("advise", "bench", "machines", "report", "snapshots", "training")),
+}
 ALL = [(name, block) for name in DOCS for block in blocks(name) if (name, block.commands[0]) not in WITHIN]
 
 

@@ -98,6 +98,7 @@ def test_it_works_without_torch(without_torch: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_it_trains_with_the_torch_that_is_there(packages: dict[str, Path], tmp_path: Path) -> None:
     """From the wheel alone; torch is that of these tests, found behind what is installed."""
     programs = environment(tmp_path / "venv", "--no-deps", str(packages["wheel"]))

@@ -41,6 +41,11 @@ if os.fork() == 0:
 os.wait()
 """
 )
+SCRIPTS = [
+    pytest.param(POLITE, id="polite", marks=pytest.mark.slow),
+    pytest.param(STUBBORN, id="stubborn", marks=pytest.mark.slow),
+    pytest.param(DAEMON, id="daemon"),
+]
 LOADERS = WORKER.format(before="import subprocess\nfor _ in range(3): subprocess.Popen(['sleep', '600'])")
 
 
@@ -106,7 +111,7 @@ def test_the_launcher_gets_a_signal(
     assert "0 processes left on 3 nodes" in done.err
 
 
-@pytest.mark.parametrize("script", [POLITE, STUBBORN, DAEMON], ids=["polite", "stubborn", "daemon"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_worker_crashes(project: Project, sandbox: Sandbox, other_run: dict[str, set[int]], script: str) -> None:
     crash = "time.sleep(1)\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(600)\n"
     process = launch(project, sandbox, script.removesuffix("time.sleep(600)\n") + crash, other_run)
@@ -117,7 +122,7 @@ def test_a_worker_crashes(project: Project, sandbox: Sandbox, other_run: dict[st
     nothing_left(sandbox, other_run, 0.5)
 
 
-@pytest.mark.parametrize("script", [POLITE, DAEMON], ids=["polite", "daemon"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_the_ssh_session_of_a_node_is_killed(
     project: Project, sandbox: Sandbox, other_run: dict[str, set[int]], script: str
 ) -> None:
@@ -141,7 +146,7 @@ def _parent(pid: int) -> int:
     return int(match[1])
 
 
-@pytest.mark.parametrize("script", [POLITE, STUBBORN, DAEMON], ids=["polite", "stubborn", "daemon"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_the_supervisor_of_a_node_is_killed(
     project: Project, sandbox: Sandbox, other_run: dict[str, set[int]], script: str
 ) -> None:

@@ -190,7 +190,8 @@ def test_the_others_stay_and_the_bits_are_the_same(project: Project) -> None:
     assert ledger["phases_s"]["restart"] == 0
 
 
-@pytest.mark.parametrize("strategy", ["hsdp", pytest.param("{dp: 2, ep: 2}", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["hsdp", "{dp: 2, ep: 2}"])
+@pytest.mark.slow
 def test_shards_and_experts_come_from_the_other_replica(project: Project, strategy: str) -> None:
     _, straight = launched(project, strategy=strategy)
     done, healed = launched(project, strategy=strategy, kill="3:1 val8:2 supervisor11:3 publish:0")
@@ -206,7 +207,8 @@ def test_shards_and_experts_come_from_the_other_replica(project: Project, strate
     assert limits == {f"rank-{rank}.log": ["[600, 3600]"] for rank in range(4)}
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("hsdp", marks=pytest.mark.slow), "{dp: 2, ep: 2}"])
+@pytest.mark.parametrize("strategy", ["hsdp", "{dp: 2, ep: 2}"])
+@pytest.mark.slow
 def test_a_loss_in_the_last_exchange_of_a_step_leaves_all_with_the_step_or_nobody(
     project: Project, strategy: str
 ) -> None:
@@ -228,6 +230,7 @@ def test_where_it_would_not_be_exact_all_are_restarted(project: Project, kill: s
     assert any("not healed" in text and why in text for text in notes), notes
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_replaced_by_a_spare_and_can_be_one_itself(project: Project, sandbox: Sandbox) -> None:
     _, straight = launched(project, spare=True)
     write(project, kill="supervisor3:0 off9:1", spare=True)

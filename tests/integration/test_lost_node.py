@@ -60,6 +60,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.slow
 def test_a_spare_goes_on_from_copies_of_what_the_lost_node_had(
     project: Project, sandbox: Sandbox, strategy: str
 ) -> None:

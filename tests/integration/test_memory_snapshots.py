@@ -78,7 +78,9 @@ def undisturbed() -> dict[str, dict[str, object]]:
     return {}
 
 
-@pytest.mark.parametrize(("strategy", "fault"), [("fsdp", "byte"), ("fsdp", "node"), ("tp", "worker")])
+@pytest.mark.parametrize(
+    ("strategy", "fault"), [("fsdp", "byte"), ("fsdp", "node"), pytest.param("tp", "worker", marks=pytest.mark.slow)]
+)
 def test_what_was_lost_comes_from_memory(
     project: Project, sandbox: Sandbox, undisturbed: dict[str, dict[str, object]], strategy: str, fault: str
 ) -> None:

@@ -501,6 +501,7 @@ def test_nothing_is_started_unless_asked(project: Project, signals: Path) -> Non
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_real_loss_that_is_not_finite(project: Project, signals: Path) -> None:
     """With `on_nan: stop`, the default, no such step is ever logged."""
     code = (

@@ -132,6 +132,7 @@ def test_a_job_that_no_launcher_knows_is_found(shared: Project, command: str) ->
         shared.run("stop")
 
 
+@pytest.mark.slow
 def test_a_submission_that_never_was_is_over(shared: Project) -> None:
     """The launcher was killed before it had asked Slurm."""
     write(shared)
@@ -174,7 +175,8 @@ exit $code
     ("moment", "submitted"),
     [
         ("offer", False),  # the intent is not written yet
-        ("test", False),  # it is, and Slurm was asked whether it would take the job
+        # It is, and Slurm was asked whether it would take the job.
+        pytest.param("test", False, marks=pytest.mark.slow),
         ("during", True),  # sbatch itself is not stopped
         ("after", True),  # Slurm has the job, and nobody has noted its number
     ],

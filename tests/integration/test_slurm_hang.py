@@ -65,7 +65,7 @@ def check_hang(project: Project, done: dict[str, Any], events: list[dict[str, An
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-@pytest.mark.parametrize("kind", ["direct", pytest.param("torchrun", marks=pytest.mark.torch)])
+@pytest.mark.parametrize("kind", ["direct", pytest.param("torchrun", marks=[pytest.mark.torch, pytest.mark.slow])])
 def test_a_job_that_hangs_is_started_again_and_its_culprit_named(shared: Project, kind: str) -> None:
     write(shared, STOP, kind=kind)
     done = shared.run("launch", "--json")

@@ -361,6 +361,7 @@ raise SystemExit(run(train))
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_run_is_gone_on_from_by_its_name(shared: Project) -> None:
     train = {"steps": 6, "micro_batch": 4, "seed": 1}
     text = spec().replace("slots: 2", "slots: 1").replace("kind: direct", 'kind: direct, env: {SLOW: "0"}')

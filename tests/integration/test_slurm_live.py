@@ -117,6 +117,7 @@ def test_a_killed_worker_and_a_killed_supervisor_are_replaced_though_nobody_foll
     assert ledger["phases_s"]["restart"] == 0
 
 
+@pytest.mark.slow
 def test_a_node_of_the_allocation_takes_the_place_of_a_lost_one(
     base: Path, sandbox_env: dict[str, str], cluster: Sandbox, straight: object
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_node_of_the_allocation_takes_the_place_of_a_lost_one(
     assert done.err.count("waits to be switched off") >= 1, "what workers print is shown"
 
 
+@pytest.mark.slow
 def test_where_no_healing_succeeds_all_are_restarted_in_the_same_job(
     base: Path, sandbox_env: dict[str, str], cluster: Sandbox, straight: object
 ) -> None:

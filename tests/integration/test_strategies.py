@@ -137,6 +137,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tp", "pipeline", '{"cp": 2}'])
+@pytest.mark.slow
 def test_the_example_learns_the_same_with_every_strategy(tmp_path: Path, expected: list[float], strategy: str) -> None:
     """As `--set train.strategy=...` says it; its first losses beside those of one process."""
     found = example(tmp_path / "two", 2, "accumulate=2", f"strategy={strategy}")

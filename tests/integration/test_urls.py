@@ -111,6 +111,7 @@ def digest(ended: forked.Ended) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_the_newest_good_one(s3: store.Store, train: Callable[..., forked.Ended]) -> None:
     url = f"{s3.url}/ddp"
     assert "rank 1 ended by SIGKILL" in train("ddp", url, HURT="1:10").output
@@ -175,6 +176,7 @@ def test_killed_anywhere_in_a_save(s3: store.Store, save: Save) -> None:
     assert ({name.split("/")[1][:13] for name in left}, len(left)) == ({"step-00000002"}, 3), "what was left is gone"
 
 
+@pytest.mark.slow
 def test_a_link_that_dies_in_an_upload_and_one_that_is_dead_at_a_resume(s3: store.Store, save: Save) -> None:
     url = f"{s3.url}/cut"
     assert save(url, 1).code == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import sys
@@ -24,6 +25,7 @@ from dtctl.doctor.explain.diagnose import explain_all
 from dtctl.doctor.findings import ordered
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.probe import facts as probe
+from dtctl.doctor.probe.python import job_python
 from dtctl.errors import DtctlError
 from dtctl.launch import trust
 from dtctl.launch.assemble import CodePush, job_of
@@ -237,11 +239,11 @@ def probes(_: Path) -> One:
         "peers": ["127.0.0.1"],
         "workdir": "~/.dtctl",
         "paths": [],
-        "python": sys.executable,
         "env": {},
-        "beside": [],
+        "code": "",
     }
-    told = json.loads(json.dumps(probe.gather({**asked, "code": ""})))
+    told = json.loads(json.dumps(probe.gather(asked)))
+    job = {"op": "job_python", "job": job_python(sys.executable, dict(os.environ), "", [])}
     tools = {
         "gpus": 2, "gpu": "0, H100, 10, 80000, 550, 0\n1, H100, 9000, 80000, 550, 1",
         "vendor": "nvidia", "state": "0, Enabled, 500, 700, 0x48, 8, 16, Enabled, Enabled",
@@ -252,7 +254,7 @@ def probes(_: Path) -> One:
         "remapped": "0, No, No\n1, Yes, No",
         "conf": {"/etc/nccl.conf": "NCCL_DEBUG=INFO\n#x\n"}, "env": {"NCCL_DEBUG": "WARN"},
     }  # fmt: skip
-    good = {"facts": {**told, **tools}}
+    good = {"facts": {**told, **tools}, "job_python": job}
     good["call"] = {
         "op": "call",
         "answers": [{"node": "a", "port": 9, "kind": "data-0", "result": "ok", "seen": "1", "own": "1"}],
@@ -268,7 +270,7 @@ def probes(_: Path) -> One:
     good["listen"] = {"op": "listen", "ports": [4000, 4001]}
 
     def one(_: Path, chance: random.Random) -> object:
-        seen = [NodeReport(name=name, address="127.0.0.1", facts=dict(good["facts"])) for name in ("a", "b")]
+        seen = [NodeReport(name=name, address="127.0.0.1", facts={**good["facts"], "job": job["job"]}) for name in "ab"]
         said = {name: odd(value, chance) if chance.random() < 0.6 else value for name, value in good.items()}
         liar = seen[1]
         for op, value in said.items():
@@ -276,8 +278,8 @@ def probes(_: Path) -> One:
                 value = {**json.loads(as_json(value)), "op": op}
                 with contextlib.suppress(DtctlError):
                     found = answers.answer({"op": op, "ports": [0, 0], "wanted": []}, value, node="b")
-                    if op == "facts":
-                        liar.facts = found
+                    if op in ("facts", "job_python"):
+                        liar.facts |= found
                     elif op == "call":
                         liar.answers = [one for one in found["answers"] if one["node"] == "a"]
                     elif op == "measure":

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TEARDOWN = """
 import time, pytest
@@ -39,6 +41,7 @@ def run(folder: Path, text: str, *options: str) -> subprocess.CompletedProcess[s
     return subprocess.run(argv, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=600)
 
 
+@pytest.mark.slow
 def test_a_teardown_after_a_failure_has_an_end(tmp_path: Path) -> None:
     done = run(tmp_path, TEARDOWN)
     assert done.returncode == 1
@@ -46,6 +49,7 @@ def test_a_teardown_after_a_failure_has_an_end(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_no_signal_interrupts_ends_with_the_process(tmp_path: Path) -> None:
     done = run(tmp_path, OUT_OF_REACH, "-o", "timeout_grace=1")
     assert done.returncode == 1

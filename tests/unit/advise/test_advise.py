@@ -307,7 +307,9 @@ def test_a_batch_that_shuts_data_parallelism_out_is_told_with_the_next_one_that_
     assert advise(Task(model=SMALL, hardware=cluster(12, per_node=4), global_batch=12)).best.layout.data == 12
 
 
-@pytest.mark.parametrize(("count", "per_node", "most"), [(999983, 1, 200), (7560, 8, 40_000)])
+@pytest.mark.parametrize(
+    ("count", "per_node", "most"), [(999983, 1, 200), pytest.param(7560, 8, 40_000, marks=pytest.mark.slow)]
+)
 def test_a_search_over_very_many_gpus_ends(count: int, per_node: int, most: int) -> None:
     """A prime and a number with 64 divisors; what is tried grows far less than the number of meshes."""
     assert 0 < len(choices(Task(model=SMALL, hardware=cluster(count, per_node=per_node)))) < most

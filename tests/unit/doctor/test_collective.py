@@ -56,6 +56,7 @@ def test_a_child_answers_in_lines_of_which_the_last_is_final() -> None:
     echo.kill()
 
 
+@pytest.mark.slow
 def test_a_child_that_says_nothing_more_is_ended_in_time() -> None:
     silent = child('import time; print(\'{"stage": "start"}\', flush=True); time.sleep(100)')
     assert silent.ask({}, 2.0) == {"stage": "start", "silent": True, "complained": ""}
