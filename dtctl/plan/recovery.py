@@ -36,8 +36,8 @@ def recovery(spec: Spec, kind: Kind, *, workers: int, kinds_of_nodes: int = 1) -
         raise PlanError(f"lost workers cannot be replaced: {why}", where="job.recovery", hint=hint)
     return Recovery(
         live=True,
-        note="a lost worker is replaced while the others stay, and costs the step under way "
-        f"(job.recovery: {wanted}); what cannot be replaced so is said by the workers, and then all are restarted",
+        note="a lost worker is replaced while the others stay, and costs the step in progress "
+        f"(job.recovery: {wanted}); where that cannot be exact, the workers say so, and all are restarted",
     )
 
 

@@ -41,11 +41,12 @@ PLOTS = (
     ),
     Plot(name="mean", title="Time of a step", keys={"step_s": "mean"}, unit="ms", scale=1e3),
     Plot(
-        name="memory", title="Memory of rank 0", unit="GiB",
+        name="memory", title="Memory", unit="GiB",
         keys={
             "memory_gib": "allocated, peak", "memory_reserved_gib": "reserved, peak", "rss_gib": "process",
-            "rss_peak_gib": "process, peak",
+            "rss_peak_gib": "process, peak", "fullest_gib": "the worker that needs most",
         },
+        note="of rank 0, and of the worker that needs most",
     ),
     Plot(
         name="slow", title="The slowest worker", unit="ms", scale=1e3,
@@ -72,8 +73,8 @@ PLOTS = (
     Plot(name="grad", title="Norm of the gradient", keys={"grad_norm": "before clipping"}),
     Plot(name="lr", title="Learning rate", keys={"lr": "learning rate"}),
 )  # fmt: skip
-SILENT = ("time", "slowest_rank")
-"""Keys that no plot shows: the one is an axis, the other a name."""
+SILENT = ("time", "slowest_rank", "fullest_rank")
+"""Keys that no plot shows: the first is an axis, the others are names."""
 
 
 def charts(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:

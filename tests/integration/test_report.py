@@ -84,7 +84,7 @@ def test_every_plot_is_drawn_and_nothing_is_asked_for(seen: Seen, report: Path) 
     assert seen.requests == [report.as_uri()]
     titles = seen.page.locator("figcaption b").all_inner_texts()
     assert titles[0] == "Loss"
-    assert {"Goodput", "Throughput", "Time of a step", "Memory of rank 0", "Norm of the gradient"} <= set(titles)
+    assert {"Goodput", "Throughput", "Time of a step", "Memory", "Norm of the gradient"} <= set(titles)
     ink = seen.ink()
     assert len(ink) == len(titles) == int(seen.page.evaluate("document.documentElement.dataset.plots"))
     assert all(colours & LIGHT for colours in ink), "a plot without its curve"

@@ -24,6 +24,8 @@ from dtctl.report.run import facts
 from tests.command_line import dtctl
 from tests.unit.report.runs import BEGAN, events, make_run, parsed, row
 
+ROOT = Path(__file__).resolve().parents[3]
+
 
 def text_of(html: str) -> str:
     return " ".join(re.sub(r"<[^>]*>", " ", html.partition("<main>")[2].partition("</main>")[0]).split())
@@ -90,6 +92,17 @@ def test_the_plots_of_one_run_and_of_two(tmp_path: Path) -> None:
     assert "tokens" not in one
     assert labels(charts(runs))["loss"] == ["r1 training", "r2 training"]
     assert "train.lr 0.001 0.01" in text_of(page(runs, now=BEGAN))
+
+
+def test_every_figure_of_the_runtime_has_a_plot_with_a_title(tmp_path: Path) -> None:
+    """A plot that has but the key for a title is of somebody else's figure; the runtime's own are in docs/files.md."""
+    table = (
+        (ROOT / "docs" / "files.md").read_text(encoding="utf-8").partition("## metrics.jsonl")[2].partition("\n## ")[0]
+    )
+    names = {name for line in table.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line)}
+    rows = [row(step, **dict.fromkeys(names - {"step", "time", "val_NAME"}, 0.5)) for step in (1, 2)]
+    shown = charts([facts(make_run(tmp_path, rows=rows))])
+    assert [chart["title"] for chart in shown if chart["name"].startswith("more-")] == []
 
 
 def test_what_experts_got_is_shown_where_a_model_has_any(tmp_path: Path) -> None:
