@@ -83,7 +83,9 @@ def test_stop_says_what_is_known_when_the_controller_is_down(shared: Project, cl
     write(shared)
     assert shared.run("launch", "--detach").code == 0
     job = reference(record(shared)).job
-    wait_until(lambda: state(shared, job) == "RUNNING", 60, "it runs")
+    # Not only Slurm's word for it: srun, which starts the workers, asks the controller, and gives up without an answer.
+    logs = lambda: (shared.folder / ".dtctl" / "slurm").rglob("rank-0.log")  # noqa: E731
+    wait_until(lambda: any("up" in log.read_text() for log in logs()), 60, "its worker runs")
     with silent_controller(cluster):  # for as long as the command takes, so one that waits for it does not end
         done = shared.run("stop")
     assert done.code == 7, done.out
