@@ -182,7 +182,9 @@ class _Reader:
             if not isinstance(key, yaml.ScalarNode) or "\0" in key.value:
                 raise self._error(key, "a key has to be text")
             if key.value in first_lines:
-                message = f"`{key.value}` is set twice, on lines {first_lines[key.value]} and {line}"
+                first = first_lines[key.value]
+                lines = f"on line {line}" if first == line else f"on lines {first} and {line}"
+                message = f"`{key.value}` is set twice, {lines}"
                 raise SpecError(message, where=f"{self._source}:{line}", key=dotted((*path, key.value)))
             first_lines[key.value] = line
             if key.tag == _MERGE:

@@ -106,7 +106,7 @@ def test_an_alias_is_a_copy() -> None:
     ("text", "message", "where"),
     [
         ("a: 1\nb: 2\na: 3\n", "`a` is set twice, on lines 1 and 3", "f:3"),
-        ("a: {b: 1, 'b': 2}", "`b` is set twice, on lines 1 and 1", "f:1"),
+        ("a: {b: 1, 'b': 2}", "`b` is set twice, on line 1", "f:1"),
         ("<<: {}\n<<: {}", "`<<` is set twice, on lines 1 and 2", "f:2"),
         ("a:\n  <<: 5", "`<<` takes keys with values, or a list of such", "f:2"),
         ("? [a]\n: b", "a key has to be text", "f:1"),
