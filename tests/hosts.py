@@ -90,6 +90,14 @@ def workers(node: SandboxNode) -> dict[int, str]:
     }
 
 
+def wait_for_none(*nodes: SandboxNode) -> None:
+    """Until nothing runs on these hosts: what dtctl looked with itself ends a moment after it has said what it saw.
+
+    What a test has started there sleeps longer than this waits.
+    """
+    wait_until(lambda: not any(map(workers, nodes)), 10, "nothing is left running")
+
+
 def has_workers(sandbox: Sandbox) -> bool:
     return any(workers(node) for node in sandbox.nodes)
 

@@ -12,7 +12,7 @@ from dtctl.launch.records.record import RunRecord
 from dtctl.launch.records.state import alive
 from dtctl.sandbox.layout import Sandbox
 from tests.facts import missing
-from tests.hosts import Project, spec_text, wait_until, workers
+from tests.hosts import Project, spec_text, wait_for_none, wait_until, workers
 
 COUNT = """\
 import time
@@ -55,7 +55,7 @@ def test_it_goes_on_and_can_be_looked_at_and_stopped(project: Project, sandbox: 
     assert stopped.code == 0, stopped.err
     assert "0 processes left on 3 nodes" in stopped.out
     assert json.loads(project.run("status", "--json").out)["status"] == "stopped"
-    assert all(workers(node) == {} for node in sandbox.nodes)
+    wait_for_none(*sandbox.nodes)
 
 
 def test_with_json_standard_output_has_events_alone(project: Project) -> None:
@@ -93,7 +93,7 @@ def test_the_nodes_go_on_when_the_launcher_is_killed_and_stop_still_ends_them(
         "the workers go on printing",
     )
     assert "0 processes left on 3 nodes" in project.run("stop").out
-    assert all(workers(node) == {} for node in sandbox.nodes)
+    wait_for_none(*sandbox.nodes)
 
 
 def test_a_link_that_breaks_is_made_again_and_no_line_is_lost(project: Project, sandbox: Sandbox) -> None:

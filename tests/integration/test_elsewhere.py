@@ -14,7 +14,7 @@ import pytest
 from dtctl.launch.records.record import RunRecord
 from dtctl.launch.records.state import alive
 from dtctl.sandbox.layout import Sandbox
-from tests.hosts import Project, spec_text, wait_until, workers
+from tests.hosts import Project, spec_text, wait_for_none, wait_until
 
 COUNT = """\
 import os, sys, time
@@ -63,7 +63,7 @@ def test_it_is_listed_shown_and_stopped(project: Project, other: Project, sandbo
     stopped = other.run("stop", project.unique, "--json")
     assert stopped.code == 0, stopped.err
     assert json.loads(stopped.out)["left_behind"] == 0
-    assert all(workers(node) == {} for node in sandbox.nodes)
+    wait_for_none(*sandbox.nodes)
     # Its launcher has heard who it was, restarts nothing and blames nobody.
     state = lambda: json.loads(project.run("status", "--json").out)  # noqa: E731
     wait_until(lambda: state()["done"], what="the launcher has ended")

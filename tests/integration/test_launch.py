@@ -18,7 +18,7 @@ from dtctl import node_facts
 from dtctl.sandbox import control
 from dtctl.sandbox.layout import Sandbox
 from tests.facts import missing
-from tests.hosts import Project, spec_text, wait_until, workers
+from tests.hosts import Project, spec_text, wait_for_none, wait_until
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -78,7 +78,7 @@ def test_a_failed_worker_is_named_and_the_others_are_stopped(project: Project, s
     assert failure["summary"] == "ValueError: the loss is a banana"
     assert "the loss is a banana" in Path(failure["log"]).read_text()
     assert done.done["left_behind"] == 0
-    assert all(workers(node) == {} for node in sandbox.nodes)
+    wait_for_none(*sandbox.nodes)
 
 
 def test_a_worker_ended_by_a_signal_is_the_cause_though_others_end_first(project: Project) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox
-from tests.hosts import Project, spec_text, wait_until, workers
+from tests.hosts import Project, spec_text, wait_for_none, wait_until, workers
 
 LIMIT_S = 40.0
 """What ending a run may take beyond the grace on a busy machine; what is to be ended would go on for 600 s."""
@@ -194,7 +194,7 @@ def test_a_host_loses_power(project: Project, sandbox: Sandbox) -> None:
     assert done.done["first_failure"]["node"] == "node3"  # type: ignore[index]
     assert done.done["left_behind"] is None, "nobody can look at a machine without power"
     assert "a node could not be checked" in done.err
-    assert all(workers(node) == {} for node in sandbox.nodes[:2])
+    wait_for_none(*sandbox.nodes[:2])
 
 
 def test_a_frozen_host_is_named_and_the_others_are_stopped(project: Project, sandbox: Sandbox) -> None:
@@ -203,7 +203,7 @@ def test_a_frozen_host_is_named_and_the_others_are_stopped(project: Project, san
     faults.record(sandbox, ["freeze node2"])
     done = project.finish(process)
     assert done.done["first_failure"]["node"] == "node2"  # type: ignore[index]
-    assert workers(sandbox.nodes[0]) == {}
+    wait_for_none(sandbox.nodes[0])
     faults.heal(sandbox, sandbox.nodes)
     current = control.find("main")
     assert current is not None
@@ -215,4 +215,4 @@ def test_what_a_finished_job_leaves_behind_is_ended(project: Project, sandbox: S
     project.write("train.py", DAEMON.rsplit("time.sleep(600)", 1)[0])
     done = project.run("launch", "--json")
     assert (done.code, done.done["left_behind"]) == (0, 0)
-    assert all(workers(node) == {} for node in sandbox.nodes)
+    wait_for_none(*sandbox.nodes)
