@@ -114,9 +114,13 @@ def links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _only_confirmed(bad: dict[Way, Any], tries_of: Mapping[Way, Sequence[Mapping[str, Any]]]) -> None:
-    """Drop what was seen once, unless a way of the same machine was bad twice."""
-    machines = cover([way for way in bad if len(tries_of[way]) > 1])
-    for way in [way for way in bad if not {*way} & {*machines}]:
+    """Drop what was seen once, unless a way of the same machine was bad twice.
+
+    Which machine that is, all bad ways say: those that were measured again are few, and may be of a single pair.
+    """
+    repeated = {name for way in bad if len(tries_of[way]) > 1 for name in way}
+    machines = repeated.intersection(cover([*bad]))
+    for way in [way for way in bad if not {*way} & machines]:
         del bad[way]
 
 

@@ -62,6 +62,21 @@ def test_a_slow_node_is_named_of_three_nodes_too(names: str, rate: float, status
     assert found(cluster(names, **ways)) == [("bandwidth", status, ("b",))]
 
 
+@pytest.mark.parametrize("names", ["abc", "abcdefgh"])
+@pytest.mark.parametrize("repeated", ["ab", "bc"])
+@pytest.mark.parametrize(
+    ("tried", "check"),
+    [({"mbit_s": 191.0}, "bandwidth"), ({"lost": 10}, "packet-loss"), ({"rtt_ms": [3.0, 9.0]}, "latency")],
+)
+def test_whichever_of_its_ways_were_measured_again_the_node_with_most_bad_ways_is_named(
+    names: str, repeated: str, tried: dict[str, Any], check: str
+) -> None:
+    """The worst two of a node's ways can be those to one peer and back: they alone would fit the peer as well."""
+    bad = {one + other: [tried] for one, other in permutations(names, 2) if "b" in (one, other)}
+    bad |= dict.fromkeys((repeated, repeated[::-1]), [tried] * 4)
+    assert [(one, nodes) for one, _, nodes in found(cluster(names, **bad))] == [(check, ("b",))]
+
+
 def test_a_slow_way_is_named_once_it_was_slow_twice() -> None:
     assert links.doubtful(cluster("abcd", ac=[{"mbit_s": 900.0}])) == [("a", "c")]
     assert found(cluster("abcd", ac=[{"mbit_s": 900.0}])) == []
