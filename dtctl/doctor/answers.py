@@ -90,6 +90,8 @@ def _measured(value: Any) -> dict[str, Any]:
     measurement: dict[str, Any] = _MEASURED(value)
     if measurement.get("lost") is not None and not measurement["lost"] <= measurement.get("sent", 0):
         raise InvalidMessage("more datagrams were lost than sent")
+    if measurement.get("result", "error") not in _RESULTS:
+        raise InvalidMessage(f"no result of a call: {quoted(measurement['result'])}")
     return measurement
 
 
@@ -125,6 +127,7 @@ _MEASURED: Final = form(
     optional={
         "error": prose, "rtt_ms": _pair(_above(0.0)), "sent": _COUNT, "lost": nullable(_COUNT), "mbit_s": _RATE,
         "retransmitted": _COUNT, "segments": _COUNT, "twice": _COUNT, "carried": _COUNT, "broken": text(20),
+        "result": text(20),
     }
 )  # fmt: skip
 _SPACE: Final = form(

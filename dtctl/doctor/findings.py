@@ -90,7 +90,7 @@ def _short(finding: Finding) -> Finding:
 
 _EXPLAINS = {
     "duplicate-address": ("data-ports", "rendezvous-port", "large-packets", "nat", "names"),
-    "data-ports": ("rendezvous-port", "large-packets", "packet-loss", "bandwidth", "latency"),
+    "data-ports": ("rendezvous-port", "large-packets", "stream", "packet-loss", "bandwidth", "latency"),
     "large-packets": ("bandwidth", "packet-loss", "stream"),
     "stream": ("bandwidth",),
     "duplicate-mac": (

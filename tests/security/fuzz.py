@@ -57,6 +57,7 @@ class Guard:
     def __init__(self, folder: Path) -> None:
         self.allowed = str(folder.resolve())
         self.on, self.seen = False, list[str]()
+        sys.dont_write_bytecode = True  # of a module that an input is the first to need, beside its source
         sys.addaudithook(self._saw)
 
     def _saw(self, event: str, arguments: tuple[Any, ...]) -> None:

@@ -248,6 +248,7 @@ DOCTOR: dict[str, Lie] = {
     "more lost than sent": changed("measure", lambda m: m.update(sent=1, lost=10**9)),
     "lost without being sent": changed("measure", lambda m: (m.pop("sent", 0), m.update(lost=3))),
     "a measurement that failed with markup": instead("measure", {"op": "measure", "error": MARKUP}),
+    "a connection with a result of its own": changed("measure", lambda m: m.update(error="no", result="fine")),
     "measurements that never come": instead("measure"),
 }
 """To the doctor, by a probe."""

@@ -84,7 +84,11 @@ def links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     late = {way: tries for way, tries in tries_of.items() if _late(tries, trips[way])}
     twice = {way: tries for way, tries in tries_of.items() if _twice(tries) >= TWICE}
     # TCP over a link that loses packets may be silent for long, and goes on all the same.
-    ends_early = {way: tries for way, tries in tries_of.items() if _breaks(tries) and _loss(tries) < LOSS}
+    ends_early = {
+        way: tries
+        for way, tries in tries_of.items()
+        if _breaks(tries) and _loss(tries) < LOSS and not never_begun(tries)
+    }
     for bad in (lossy, slow, late, twice, ends_early):
         _only_confirmed(bad, tries_of)
     slow = {way: rate for way, rate in slow.items() if way not in ends_early}
@@ -136,6 +140,11 @@ def _broken(one: Mapping[str, Any]) -> str:
 
 def _breaks(tries: Sequence[Mapping[str, Any]]) -> bool:
     return len(tries) >= BREAKS and all(map(_broken, tries))
+
+
+def never_begun(tries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no connection was made any of these times, though calls of the same way had gone well before."""
+    return _breaks(tries) and all(one.get("result") for one in tries)
 
 
 def _twice(tries: Sequence[Mapping[str, Any]]) -> float:

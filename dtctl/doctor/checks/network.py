@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dtctl import node_facts
+from dtctl.doctor.checks import links
 from dtctl.doctor.findings import Finding, cover, odd_ones
 from dtctl.doctor.node_report import MEETING, REACHED, NodeReport
 from dtctl.doctor.used import is_loopback, route
@@ -270,6 +271,7 @@ def pairs(
             if answer["kind"] == MEETING and answer["node"] != head.name:
                 kind = "later"
             failed[kind].append((node.name, answer["node"], answer))
+        failed["data"] += [one for one in _never_begun(node, reports) if one[1] in alive]
     # Where the data ports fail too, the rendezvous port is only one more of them.
     also = {(caller, called) for caller, called, _ in failed["data"]}
     for kind in ("rendezvous", "later"):
@@ -287,6 +289,18 @@ def pairs(
 
 
 _Call = tuple[str, str, Mapping[str, Any]]
+
+
+def _never_begun(node: NodeReport, reports: Sequence[NodeReport]) -> Iterator[_Call]:
+    """Ways on which calls went well, and then no connection was made to measure them.
+
+    A rule may know the caller's port, which is another one in each call, or begin to hold in between.
+    """
+    for other in reports:
+        tries = node.measured.get(other.name, [])
+        if links.never_begun(tries):
+            last = {**tries[-1], "said": tries[-1]["error"], "port": other.ports["data-0"]}
+            yield node.name, other.name, last
 
 
 def _itself(node: NodeReport, answer: Mapping[str, Any]) -> Finding:

@@ -8,7 +8,7 @@ import threading
 import time
 
 from dtctl import node_facts
-from dtctl.doctor.probe import child, facts, limits, pairs, python, quality, shared
+from dtctl.doctor.probe import child, facts, limits, pairs, python, shared
 from dtctl.supervisor import frames
 
 IDLE_LIMIT_S = 60.0
@@ -56,7 +56,7 @@ class Probe:
 
     def on_measure(self, message: dict) -> dict:  # type: ignore[type-arg]
         """Measure the way to one other."""
-        return quality.measure(message["address"], message["port"], message["token"], message["seconds"])
+        return pairs.measure(message["address"], message["port"], message["token"], message["seconds"])
 
     def on_mark(self, message: dict) -> dict:  # type: ignore[type-arg]
         """Leave marks in folders."""

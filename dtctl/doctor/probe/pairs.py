@@ -25,6 +25,8 @@ KNOCKS = ("spread", "meeting")
 """Kinds of calls that only ask who answers: a rule for a part of the ports is found by many of them."""
 TRIES = 4
 """Ports of a stretch that are tried until one is free."""
+MEASURE_TIMEOUT_S = quality.PHASE_LIMIT_S + 1.0
+"""To connect, and for each answer while a way is measured."""
 _BACKLOG = 512
 
 
@@ -206,6 +208,28 @@ def call(address: str, port: int, node: str, token: str, timeout_s: float, *, la
             # On a slow link some of it has arrived, in packets of full size; where those are lost, nothing has.
             whole = _acknowledged(sock) >= PASSED_BYTES
         return {**answer, "result": "ok" if whole else "large-lost"}
+
+
+def measure(address: str, port: int, token: str, seconds: float) -> dict:  # type: ignore[type-arg]
+    """How good the way is, as `quality.measure`; where no connection is made, its `error` and its `result` as a call.
+
+    Args:
+        address: of the other node.
+        port: on which its probe listens.
+        token: of this examination.
+        seconds: how long the stream is measured.
+    """
+    try:
+        sock = socket.create_connection((address, port), timeout=MEASURE_TIMEOUT_S)
+    except OSError as exc:
+        return {"error": str(exc) or type(exc).__name__, "result": word_for(exc)}
+    with sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            sock.sendall(token.encode() + b" measure\n")
+        except OSError as exc:
+            return {"error": str(exc) or type(exc).__name__}
+        return quality.measure(sock, seconds)
 
 
 def _acknowledged(sock: socket.socket) -> int:

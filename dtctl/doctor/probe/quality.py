@@ -134,13 +134,11 @@ def _drain(call: socket.socket) -> None:
         return
 
 
-def measure(address: str, port: int, token: str, seconds: float) -> dict:  # type: ignore[type-arg]
+def measure(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-arg]
     """The calling side.
 
     Args:
-        address: of the other node.
-        port: on which its probe listens.
-        token: of this examination.
+        call: to the other node, which now serves.
         seconds: how long the stream is measured.
 
     Returns:
@@ -149,17 +147,13 @@ def measure(address: str, port: int, token: str, seconds: float) -> dict:  # typ
         has `carried`, and if it has not gone on, how it is `broken`: stalled or reset; or `error`.
     """
     try:
-        with socket.create_connection((address, port), timeout=PHASE_LIMIT_S + 1.0) as call:
-            call.settimeout(PHASE_LIMIT_S + 1.0)
-            call.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            call.sendall(token.encode() + b" measure\n")
-            udp_port = int(_number(_line(call), 65_535))
-            figures = {"rtt_ms": _round_trips(call)}
-            figures.update(_bursts(call, (address, udp_port)))
-            figures.update(_stream(call, seconds))
-            return figures
+        udp_port = int(_number(_line(call), 65_535))
+        figures = {"rtt_ms": _round_trips(call)}
+        figures.update(_bursts(call, (call.getpeername()[0], udp_port)))
+        figures.update(_stream(call, seconds))
     except (OSError, ValueError) as exc:
         return {"error": str(exc) or type(exc).__name__}
+    return figures
 
 
 def _round_trips(call: socket.socket) -> list:  # type: ignore[type-arg]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from itertools import combinations, permutations
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtctl.doctor.checks import links
+from dtctl.doctor.checks import links, network
+from dtctl.doctor.findings import Finding, ordered
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.probe import pairs, quality
 from dtctl.doctor.rounds import all_pairs, disjoint
@@ -173,14 +175,52 @@ def test_at_most_a_dozen_ways_are_repeated() -> None:
 def test_a_way_on_this_machine_is_measured() -> None:
     ears = pairs.Listeners("b", "secret")
     port = ears.open(0)
-    said = quality.measure("127.0.0.1", port, "secret", 0.05)
+    said = pairs.measure("127.0.0.1", port, "secret", 0.05)
     assert said["mbit_s"] > 0
     assert (said["sent"], said["lost"]) == (quality.BURSTS * quality.BURST, 0)
     assert 0 < said["rtt_ms"][0] <= said["rtt_ms"][1]
     assert said["segments"] > 0
-    assert "error" in quality.measure("127.0.0.1", port, "wrong", 0.05)
+    wrong = pairs.measure("127.0.0.1", port, "wrong", 0.05)
+    assert wrong["error"]
+    assert "result" not in wrong, "a connection was made"
     for ear in ears.sockets:
         ear.close()
+
+
+def test_a_connection_that_is_never_made_is_told_as_any_other_call_that_fails() -> None:
+    """A rule for some ports may spare the first calls: it meets the port of the caller, which each call has anew."""
+    with socket.create_server(("127.0.0.1", 0)) as ear:
+        port = ear.getsockname()[1]
+    refused = pairs.measure("127.0.0.1", port, "secret", 0.05)
+    assert refused["result"] == "refused"
+    dropped = {"mbit_s": None, "lost": None, "error": "timed out", "result": "dropped"}
+    stalled = {"mbit_s": 80.0, "carried": 8_000_000, "broken": "stalled"}
+
+    def told(**changed: list[dict[str, Any]]) -> list[tuple[str, tuple[str, ...]]]:
+        seen = cluster("abc", **changed)
+        for node in seen:
+            node.ports["data-0"] = 40_000
+            node.address = node.data_address = f"address of {node.name}"
+        for node in seen:
+            ways = {other.address: "eth0" for other in seen}
+            node.facts = {"ways": ways, "neighbours": {}, "interfaces": [], "ports": [32_768, 60_999]}
+        found = [*network.pairs(seen, rendezvous=(), fixed=False), *links.links(seen)]
+        return [(one.check, one.nodes) for one in found]
+
+    assert links.doubtful(cluster("abc", ba=[dropped])) == [("b", "a")]
+    assert told(ba=[dropped] * 3) == [("data-ports", ("a",))]
+    assert told(ba=[dropped] * 3, bc=[dropped] * 3) == [("data-ports", ("b",))]
+    assert told(ba=[dropped, {}]) == []
+    assert told(ba=[dropped, stalled, dropped]) == [("stream", ("a",))]
+
+
+def test_streams_that_break_off_where_calls_fail_follow_from_it() -> None:
+    ways = (("b", "a"),)
+    calls = Finding(check="data-ports", status="fail", nodes=("b",), ways=ways)
+    stream = Finding(check="stream", status="fail", nodes=("a",), peers=("b",), ways=ways)
+    elsewhere = Finding(check="stream", status="fail", nodes=("c",), peers=("a",), ways=(("a", "c"),))
+    said = ordered([stream, elsewhere, calls], ran=())
+    assert [(one.check, one.follows) for one in said] == [("data-ports", ""), ("stream", "data-ports"), ("stream", "")]
 
 
 def test_the_verdict_on_many_nodes_takes_a_moment() -> None:
