@@ -32,13 +32,24 @@ while not (here / "go").exists():
     time.sleep(0.1)
 """
 
+HOLDING = """\
+#!/bin/sh
+# The job's Python, whose first start waits.
+if mkdir {here}/reached 2>/dev/null; then
+  until [ -e {here}/go ]; do sleep 0.1; done
+fi
+exec {python} "$@"
+"""
 
-def write(project: Project, *, nodes: int = 1, script: str = WAIT) -> None:
+
+def write(
+    project: Project, *, nodes: int = 1, script: str = WAIT, python: str = sys.executable, job: str = "", more: str = ""
+) -> None:
     project.write("train.py", script)
     project.write(
         "dtctl.yaml",
-        f"cluster: {{transport: slurm, nodes: {nodes}, slots: 1, python: {json.dumps(sys.executable)}}}\n"
-        "job: {name: test, script: train.py, kind: direct}\n",
+        f"cluster: {{transport: slurm, nodes: {nodes}, slots: 1, python: {json.dumps(python)}}}\n"
+        f"job: {{name: test, script: train.py, kind: direct{job}}}\n{more}",
     )
 
 
@@ -93,6 +104,35 @@ def test_stop_says_what_is_known_when_the_controller_is_down(shared: Project, cl
     assert "0 processes" not in done.out + done.err
     wait_until(lambda: state(shared, job) == "RUNNING", 60, "the controller is back, and the job was left alone")
     assert shared.run("stop").code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "more"),
+    [("", ""), (", max_restarts: 1, recovery: live", "train: {strategy: ddp}\n")],
+    ids=["srun", "live"],
+)
+def test_a_job_waits_for_a_controller_that_is_silent_when_its_workers_are_to_start(
+    shared: Project, cluster: Sandbox, keys: str, more: str
+) -> None:
+    """A restart of slurmctld at this moment is no failure of the job; srun alone would give up."""
+    here = shared.folder
+    python = here / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(HOLDING.format(here=here, python=sys.executable))
+    python.chmod(0o755)
+    write(shared, nodes=2, script="print('ran', flush=True)\n", python=str(python), job=keys, more=more)
+    launched = shared.run("launch", "--detach")
+    assert launched.code == 0, launched.err
+    job = reference(record(shared)).job
+    wait_until((here / "reached").exists, 60, "the batch script has begun")
+    log = lambda: "".join(one.read_text() for one in (here / ".dtctl" / "slurm").rglob("job.log"))  # noqa: E731
+    with silent_controller(cluster):
+        (here / "go").touch()
+        wait_until(lambda: "srun" in log() or "waiting for Slurm's controller" in log(), 60, "it asks the controller")
+    wait_until(lambda: state(shared, job) in ("COMPLETED", "FAILED"), 90, "it is over")
+    assert state(shared, job) == "COMPLETED", log()
+    assert "waiting for Slurm's controller" in log()
 
 
 def test_the_terminal_goes_and_the_job_stays(shared: Project) -> None:
