@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pty
+import re
+import shlex
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +60,27 @@ def test_a_shell_has_a_terminal(project: Project, run: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert b"42 node1" in seen
     assert b"/dev/pts/" in seen
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("kind", "number"), [("torchrun", 0), ("direct", 1)])
+def test_a_worker_is_killed_as_the_guide_says(project: Project, sandbox: Sandbox, kind: str, number: int) -> None:
+    """And neither torchrun nor the shell that the command comes from."""
+    guide = (Path(__file__).parents[2] / "docs/guides/to-many-nodes.md").read_text()
+    line = re.findall(r"`dtctl exec RUN NODE -- (pkill [^`]+)`", guide)[number]
+    project.write("train.py", f"import torch\nimport dtctl.runtime\n{WAIT}")
+    job = f"{{script: train.py, kind: {kind}, max_restarts: 1}}"
+    project.write("dtctl.yaml", f"cluster: {{transport: sandbox, nodes: 2, slots: 1}}\njob: {job}\n")
+    begun = project.run("launch", "--detach", "--name", project.unique)
+    assert begun.code == 0, begun.err
+    try:
+        wait_until(lambda: project.run("logs", "--node", "node2").out.count("up") == 1)
+        done = project.run("exec", project.unique, "node2", "--", *shlex.split(line))
+        assert done.code == 0, done.err
+        wait_until(lambda: "rank 1 on node2 was ended by signal 9" in project.run("status", project.unique).out)
+        wait_until(lambda: "up" in project.run("logs", "--node", "node2").out)
+    finally:
+        project.run("stop", project.unique)
 
 
 def test_what_is_not_there_is_said(project: Project, run: str) -> None:
