@@ -74,6 +74,30 @@ def test_the_spec_repeats_the_defaults_of_the_script(template: str, tmp_path: Pa
     config.load(defaults, argv=[], environ={})
 
 
+@pytest.mark.parametrize("launcher", project.LAUNCHERS)
+@pytest.mark.parametrize("template", ["gpt", "classifier", "moe"])
+def test_the_readme_of_a_new_project_is_for_its_launcher(template: str, launcher: str, tmp_path: Path) -> None:
+    project.create(tmp_path / "run", template=template, launcher=launcher, force=False)
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert ("dtctl sandbox down" in text) == (launcher == "sandbox")
+    assert ("dtctl doctor" in text) == ("on every node" in text) == (launcher in ("ssh", "slurm"))
+    assert launcher == "local" or "cluster.transport=" not in text
+
+
+@pytest.mark.parametrize("template", [path.name for path in sorted(TEMPLATES.iterdir())])
+def test_dtctl_is_installed_as_the_guide_says(template: str, tmp_path: Path) -> None:
+    """By no name, which stands for nothing until a version is released."""
+    project.create(tmp_path / "run", template=template, launcher="ssh", force=False)
+    written = {path.name: path.read_text() for path in (tmp_path / "run").iterdir()}
+    required = [line for line in written.get("requirements.txt", "").splitlines() if not line.startswith("#")]
+    assert [line for line in required if line.startswith("dtctl")] == []
+    assert not [name for name, text in written.items() if "dtctl[" in text]
+    if "from dtctl" in written["train.py"]:
+        command = "pip install '.[train]'"
+        assert f"$ {command}\n" in (ROOT / "docs/guides/install.md").read_text()
+        assert f"`{command}` in a clone" in written["README.md"]
+
+
 if __name__ == "__main__":
     for name in EXAMPLES:
         make(name, ROOT / "examples" / name)
