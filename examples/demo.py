@@ -1,16 +1,19 @@
 """The demonstration behind `make demo`: a GPT on three virtual hosts survives the murder of one of its workers.
 
 Everything that is shown is real: three hosts with their own network, SSH server and home folder, the code pushed to
-each, DDP over their network, a kill -9 in mid-run, the restart from the snapshot. Nothing is left behind.
+each, DDP over their network, a kill -9 in mid-run, the recovery. Nothing is left behind; only if the demonstration
+fails, the project with the run's logs stays, and is named.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -43,9 +46,9 @@ def say(text: str) -> None:
     print(f"\n=== {text}", flush=True)
 
 
-def metrics(run: str) -> list[dict[str, float]]:
+def metrics(records: Path) -> list[dict[str, float]]:
     """What rank 0 has logged so far."""
-    path = EXAMPLE / ".dtctl" / "runs" / run / "metrics.jsonl"
+    path = records / "metrics.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -59,7 +62,7 @@ def metrics(run: str) -> list[dict[str, float]]:
     return found
 
 
-def kill_a_worker(run: str, finished: threading.Event) -> None:
+def kill_a_worker(records: Path, finished: threading.Event) -> None:
     """Wait until training is under way, then end the worker on node2 as the kernel's OOM killer would."""
     from dtctl.sandbox import control
 
@@ -67,7 +70,7 @@ def kill_a_worker(run: str, finished: threading.Event) -> None:
     if sandbox is None:
         return
     while not finished.wait(0.1):
-        logged = metrics(run)
+        logged = metrics(records)
         if logged and logged[-1]["step"] >= KILL_AT_STEP:
             break
     processes = control.host_processes(sandbox.node("node2"))
@@ -78,41 +81,54 @@ def kill_a_worker(run: str, finished: threading.Event) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def curve(run: str) -> None:
+def curve(records: Path) -> None:
     """The loss, as a line of bars."""
-    logged = metrics(run)
+    logged = metrics(records)
     losses = [row["loss"] for row in logged]
     low, high = min(losses), max(losses)
     bars = "".join(" ▁▂▃▄▅▆▇█"[1 + round(7 * (loss - low) / max(high - low, 1e-9))] for loss in losses)
     print(f"loss {losses[0]:.2f} {bars} {losses[-1]:.2f} over steps 1 to {logged[-1]['step']:.0f}")
 
 
-def train(run: str) -> int:
+def train(project: Path, records: Path) -> int:
     """Launch, and kill a worker meanwhile; the exit code."""
     finished = threading.Event()
-    killer = threading.Thread(target=kill_a_worker, args=(run, finished))
+    killer = threading.Thread(target=kill_a_worker, args=(records, finished))
     killer.start()
     overrides = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
     try:
-        return subprocess.run(dtctl("launch", "--name", run, *overrides), cwd=EXAMPLE, check=False).returncode
+        return subprocess.run(dtctl("launch", "--name", records.name, *overrides), cwd=project, check=False).returncode
     finally:
         finished.set()
         killer.join()
 
 
 def main() -> int:
-    """Run it; 0 if everything went as it should."""
+    """Run it in a copy of the example, which is removed; 0 if everything went as it should."""
+    folder = Path(tempfile.mkdtemp(prefix="dtctl-demo-"))
+    project = folder / EXAMPLE.name
+    shutil.copytree(EXAMPLE, project, ignore=shutil.ignore_patterns(".dtctl", "data", "snapshots", "__pycache__"))
+    code = demonstrate(project)
+    if code in (0, 130):
+        shutil.rmtree(folder)
+    else:
+        print(f"the project with the run's logs is kept: {project}")
+    return code
+
+
+def demonstrate(project: Path) -> int:
+    """Virtual hosts, the training and its end; the exit code."""
     begun = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # taken down then, too
     os.environ["DTCTL_SANDBOX"] = SANDBOX
-    run = f"demo-{time.strftime('%m%d-%H%M%S')}"
+    records = project / ".dtctl" / "runs" / f"demo-{time.strftime('%m%d-%H%M%S')}"
     say("three virtual hosts, each with its own network, SSH server and home folder")
     try:
         up = subprocess.run(dtctl("sandbox", "up", "--nodes", "3"), check=False).returncode
         if up:
             return up
         say("a small GPT, trained with DDP on all three; the text is Python's standard library")
-        code = train(run)
+        code = train(project, records)
     except KeyboardInterrupt:
         say("interrupted")
         return 130
@@ -121,12 +137,12 @@ def main() -> int:
         subprocess.run(dtctl("sandbox", "down", "--yes"), check=False)
     if code:
         return code
-    lines = (EXAMPLE / ".dtctl" / "runs" / run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (records / "events.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     done, replaced = events[-1], sum(event["event"] == "heal" for event in events)
-    losses = [row["loss"] for row in metrics(run)]
+    losses = [row["loss"] for row in metrics(records)]
     say("summary")
-    curve(run)
+    curve(records)
     how = f"{replaced} worker replaced while the others stayed" if replaced else f"{done['attempts']} attempts"
     print(f"{how}, {done['left_behind']} processes left, {time.monotonic() - begun:.0f} s in all")
     lost_and_back = replaced > 0 or done["attempts"] == 2

@@ -216,7 +216,13 @@ def demo(shell: Shell, lines: list[str], _: pytest.FixtureRequest) -> None:
     """`make demo` is this program; another line of the block is `make test`."""
     assert lines[0] == "make demo"
     assert "python examples/demo.py\n" in shell.type(f"make -n -C {ROOT} demo")
-    assert "the run recovered by itself" in shell.type(f"(cd {ROOT} && python examples/demo.py)")
+    before = sorted((ROOT / "examples/gpt").iterdir())
+    temporary = shell.folder / "tmp"
+    temporary.mkdir()
+    said = shell.type(f"(cd {ROOT} && TMPDIR={temporary} python examples/demo.py)")
+    assert "the run recovered by itself" in said
+    assert list(temporary.iterdir()) == []
+    assert sorted((ROOT / "examples/gpt").iterdir()) == before
 
 
 def five_minutes(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> None:
