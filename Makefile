@@ -73,4 +73,5 @@ gpu: $(BIN)/.ready  ## What only a GPU can show, in 16 checks; under 9 minutes o
 	$(BIN)/python -m benchmarks.gpu
 
 clean:  ## Remove what was made here.
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache \
+	  .grimp_cache benchmarks/.venv-peers examples/*/.dtctl

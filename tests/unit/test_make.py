@@ -44,6 +44,15 @@ def test_make_demo_sets_up_for_the_demo_alone(tmp_path: Path) -> None:
     assert told.count("setup.sh") == 1
 
 
+def test_clean_removes_what_git_ignores(tmp_path: Path) -> None:
+    """But for what Python compiled, and other environments."""
+    argv = ["make", "--dry-run", "clean", f"VENV={tmp_path}/venv"]
+    told = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    removed = {Path(word).name for word in told.split() if not word.startswith("-")}
+    ignored = {Path(line).name for line in (ROOT / ".gitignore").read_text().split()}
+    assert ignored - {".venv*", "__pycache__", "*.egg-info"} <= removed
+
+
 def test_the_modules_that_are_tested_first_exist() -> None:
     there = {path.stem for folder in ("integration", "fault") for path in (ROOT / "tests" / folder).glob("test_*.py")}
     assert set(LONGEST) <= there
