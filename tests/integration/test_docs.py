@@ -548,6 +548,24 @@ def test_code_of_a_document_has_no_mistake_that_the_linter_knows(name: str, code
     ] == []
 
 
+@pytest.mark.torch
+def test_the_ten_lines_of_the_readme_learn_and_leave_what_it_says(tmp_path: Path) -> None:
+    from dtctl.launch.files.tree import scan
+
+    text = (ROOT / "README.md").read_text()
+    (tmp_path / "train.py").write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=env, check=True, capture_output=True)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0] / 100
+    left = {path.name for path in tmp_path.iterdir()} - {"train.py", "__pycache__"}
+    assert left == {"snapshots", "metrics.jsonl"}
+    assert "`python train.py` leaves `snapshots/` and `metrics.jsonl`" in text
+    assert len(scan(tmp_path).files) > 2
+    (tmp_path / ".gitignore").write_text("snapshots/\nmetrics.jsonl\n")
+    assert {os.fsdecode(file.path) for file in scan(tmp_path).files} == {".gitignore", "train.py"}
+
+
 INLINE = sorted({found for name in DOCS for found in re.findall(r"`(dtctl [^`\n]+)`", (ROOT / name).read_text())})
 
 
