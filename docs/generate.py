@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import posixpath
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,6 +31,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in benchmarks(config):
         files.append(file)
     return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Link the titles, in italics, of the pages made here; a clone does not have these, so its text only names them."""
+    for title, path in generated_titles(config).items():
+        link = posixpath.relpath(path, posixpath.dirname(page.file.src_uri))
+        markdown = markdown.replace(f"*{title}*", f"[{title}]({link})")
+    return markdown
+
+
+def generated_titles(config: MkDocsConfig) -> dict[str, str]:
+    """Title in the navigation -> path, of the pages that are not on disk."""
+    sections = [below for entry in config.nav or [] for below in entry.values() if isinstance(below, list)]
+    pages = [item for section in sections for page in section for item in page.items()]
+    return {title: path for title, path in pages if not Path(config.docs_dir, path).exists()}
 
 
 def commands() -> str:

@@ -1,7 +1,11 @@
 import inspect
 import re
+import signal
+from pathlib import Path
 
-from dtctl import errors
+from dtctl import errors, names
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_drawn_tree_is_the_real_one() -> None:
@@ -30,6 +34,17 @@ def test_exit_codes_are_the_contract() -> None:
     }.items() <= {
         cls: cls.exit_code for cls in vars(errors).values() if inspect.isclass(cls) and hasattr(cls, "exit_code")
     }.items()
+
+
+def test_the_table_of_exit_codes_is_whole() -> None:
+    """In docs/launch.md, which a clone has; mkdocs draws the tree."""
+    _, _, section = (ROOT / "docs/launch.md").read_text(encoding="utf-8").partition("\n## Exit codes\n")
+    rows = re.findall(r"^\| ([\d, ]+) \| (.+) \|$", section.partition("\n## ")[0], re.MULTILINE)
+    told = [int(code) for codes, _ in rows for code in codes.split(",")]
+    classes = [cls for cls in vars(errors).values() if inspect.isclass(cls) and issubclass(cls, errors.DtctlError)]
+    stopped = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+    assert told == sorted({0, names.REQUEUE_EXIT} | stopped | {cls.exit_code for cls in classes})
+    assert "docs/launch.md#exit-codes" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_several_nodes_keep_their_own_errors() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import os
+import posixpath
 import re
+import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = ROOT / "README.md"
-COMMITTED = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md"))]
-PAGES = [*COMMITTED, *sorted((ROOT / "docs").rglob("*.md"))]
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+PAGES = sorted(name for name in TRACKED if name.endswith(".md"))
 
 
 @pytest.fixture
@@ -65,10 +70,29 @@ def test_it_fits() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) < 150
 
 
-@pytest.mark.parametrize("page", COMMITTED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_of_a_clone(page: Path) -> None:
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_files_of_a_clone(name: str) -> None:
     """Pages that mkdocs makes are not there in a clone; what is read there links to none of them."""
-    text = page.read_text(encoding="utf-8")
+    text = (ROOT / name).read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
-    local = [target for target in targets if "://" not in target]
-    assert [target for target in local if not (page.parent / target).exists()] == []
+    local = {target for target in targets if "://" not in target}
+    paths = {target: posixpath.normpath(posixpath.join(posixpath.dirname(name), target)) for target in local}
+    folders = {posixpath.dirname(path) for path in TRACKED}
+    assert [target for target, path in paths.items() if path not in TRACKED and path not in folders] == []
+
+
+def test_pages_that_mkdocs_makes_are_linked_in_what_it_makes() -> None:
+    """A clone names them by their titles."""
+    pytest.importorskip("mkdocs")
+    navigation = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)["nav"]
+    config = SimpleNamespace(nav=navigation, docs_dir=str(ROOT / "docs"))
+    linked = runpy.run_path(str(ROOT / "docs" / "generate.py"))["on_page_markdown"]
+    named = 0
+    for name in PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        titles = re.findall(r"the page \*([^*]+)\*\s+\(`mkdocs serve`\)", text)
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=os.path.relpath(ROOT / name, ROOT / "docs")))
+        made = linked(text, page=page, config=config, files=None)
+        assert [title for title in titles if f"[{title}](../reference/" not in made] == []
+        named += len(titles)
+    assert named == 3
