@@ -53,7 +53,11 @@ def exec_(
     finally:
         connection.close()
     if status is None:
-        raise ConnectError("the link was lost while the command ran", node=node)
+        raise ConnectError(
+            "the command has no exit code: the link was lost, or somebody ended the shell in which it ran",
+            node=node,
+            hint="`pkill -f WORD` ends that shell, too, for WORD is in its command line; `[W]ORD` matches no such line",
+        )
     return status
 
 

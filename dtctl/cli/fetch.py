@@ -146,7 +146,10 @@ def sources(record: RunRecord, node: str | None) -> list[FetchSource]:
     from dtctl.launch.assemble import cluster_of_run
     from dtctl.launch.files.fetch import FetchSource
 
-    plan, targets = record.whole_plan(), cluster_of_run(record).targets
+    plan, cluster = record.whole_plan(), cluster_of_run(record)
+    targets = cluster.targets
+    if not targets:
+        cluster.make_transport()  # says why there are none
     nodes = [each for each in plan["nodes"] if each["name"] in targets and node in (None, each["name"])]
     if not nodes:
         raise _no_node(record.run, node, [each["name"] for each in plan["nodes"]])
@@ -186,8 +189,12 @@ def _rows(came: dict[str, Fetched], errors: Mapping[str, Exception]) -> dict[str
 def _show(came: dict[str, Fetched], into: Path, path: str | None) -> None:
     if not _any(came):
         if came:
-            subject = f"there is no file {path}" if path is not None else "the run wrote nothing"
+            subject = (
+                f"there is no file {path}" if path is not None else "the run wrote no files into its working folder"
+            )
             output.err(f"{subject} on {', '.join(came)}", "yellow")
+            if path is None:
+                output.err("its snapshots come here with `dtctl snapshot export`")
         return
     files, size = sum(each.files for each in came.values()), sum(each.bytes for each in came.values())
     unchanged = sum(each.unchanged for each in came.values())

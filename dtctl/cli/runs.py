@@ -67,14 +67,15 @@ def _of_this_folder(*, json_: bool) -> None:
 
 def _why(state: RunState) -> str:
     """The first failure of a run that has failed, or why it was never started."""
+    from dtctl.launch.records.events import subject_of
+
     end = state.done
     if end is None or end.status != "failed":
         return ""
     failure = end.first_failure
     if failure is None:
         return end.error or ""
-    subject = f"rank {failure.rank} on {failure.node}" if failure.rank is not None else f"{failure.node}"
-    return f"{subject}: {failure.summary or 'failed'}"
+    return f"{subject_of(failure.node, failure.rank, failure.exit_code)}: {failure.summary or 'failed'}"
 
 
 def _ago(looked: float) -> str:

@@ -116,15 +116,19 @@ SHOWN_RUNS = 3
 @app.command("down")
 def down(
     name: Name = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, whatever lies on its hosts.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask, whatever is on its hosts; without a terminal, nothing is asked.")
+    ] = False,
 ) -> None:
     """Stop the sandbox and remove everything it created."""
     from dtctl.sandbox import control
 
     sandbox_name = name or control.default_name()
-    runs = [] if yes or not (sys.stdin.isatty() and sys.stderr.isatty()) else control.runs_on(sandbox_name)
+    runs = [] if yes else control.runs_on(sandbox_name)
     if runs:
-        output.err(f"with it goes what its hosts have of {len(runs)} runs: {', '.join(runs[-SHOWN_RUNS:])}", "yellow")
+        count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+        output.err(f"this also deletes what its hosts have of {count}: {', '.join(runs[-SHOWN_RUNS:])}", "yellow")
+    if runs and sys.stdin.isatty() and sys.stderr.isatty():
         output.err("`dtctl fetch RUN` and `dtctl snapshot export RUN` bring it here; remove the sandbox? [y/N] ")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             output.err("nothing was removed")

@@ -37,7 +37,7 @@ def sbatch(
     from dtctl.launch.records.record import new_run_id
     from dtctl.spec.load import load_spec
 
-    checked = load_spec(spec, set_ or ())
+    checked = _for_slurm(load_spec(spec, set_ or ()))
     tell_unmeasured(checked)
     run = new_run_id(checked.job.name, now=time.time())
     if submit:
@@ -52,6 +52,15 @@ def sbatch(
 
     write(out, text)
     output.err(f"wrote {out}; submit it with: sbatch --parsable {out}")
+
+
+def _for_slurm(spec: Spec) -> Spec:
+    """A spec that is tried on this machine, as the job that Slurm gets: its cores and its Python are not the nodes'."""
+    cluster = spec.cluster
+    if cluster.transport not in ("local", "sandbox"):
+        return spec
+    nodes = cluster.nodes or 1
+    return spec.model_copy(update={"cluster": cluster.model_copy(update={"transport": "slurm", "nodes": nodes})})
 
 
 def _text(spec: Spec, run: str) -> str:

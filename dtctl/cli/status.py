@@ -65,8 +65,9 @@ def status(
         output.out(f"alert {alert}: {text}", "red")
     failure = state.done and state.done.first_failure
     if failure:
-        subject = f"rank {failure.rank} on {failure.node}" if failure.rank is not None else failure.node
-        output.out(f"first failure: {subject}: {failure.summary}")
+        from dtctl.launch.records.events import subject_of
+
+        output.out(f"first failure: {subject_of(failure.node, failure.rank, failure.exit_code)}: {failure.summary}")
         if failure.log:
             output.out(f"log: {failure.log}")
     for node, lost in state.done.lost_output.items() if state.done is not None else ():

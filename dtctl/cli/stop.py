@@ -21,7 +21,7 @@ def stop(
     run: Run = None,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
-    """Stop a run on all its nodes; works when its launcher is gone, too.
+    """Stop a run on all its nodes, without RUN the newest that has not ended; works when its launcher is gone, too.
 
     The name of a job array stops all its tasks.
     """
@@ -35,7 +35,28 @@ def stop(
     elsewhere = find_elsewhere(run)
     if elsewhere is not None:
         return _tell(elsewhere[1].run, stop_run(*elsewhere), json_=json_)
-    return _stop(find_run(Path.cwd(), run), json_=json_)
+    return _stop(find_run(Path.cwd(), run) if run is not None else _newest(), json_=json_)
+
+
+def _newest() -> RunRecord:
+    """The newest run, or if it has ended the newest that has not; said where that leaves anything open.
+
+    Raises:
+        LaunchError: no run was launched from this folder.
+    """
+    from dtctl.launch.records.record import find_run, list_runs
+    from dtctl.launch.records.state import state_of
+
+    newest = find_run(Path.cwd(), None)
+    running = [record for record in list_runs(Path.cwd()) if not state_of(record).over]
+    has_ended = state_of(newest).done is not None
+    chosen = running[-1] if has_ended and running else newest
+    others = [record.run for record in running if record.run != chosen.run]
+    if others:
+        output.err(f"stopping {chosen.run}; still running: {', '.join(others)}", "yellow")
+    elif has_ended and chosen.run == newest.run:
+        output.err(f"{chosen.run} has ended; looking for what is left of it")
+    return chosen
 
 
 def _stop(record: RunRecord, *, json_: bool) -> int:

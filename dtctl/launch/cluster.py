@@ -138,10 +138,11 @@ def _sandbox(spec: Spec, *, start: bool) -> ResolvedCluster:
     missing = [node.name for node in required if node.name not in hosts]
     if missing:
         raise PlanError(
-            f"the sandbox that is up has no node {', '.join(missing)} (it has {', '.join(hosts)})",
+            f"the sandbox that is up has no {', '.join(missing)}: its nodes are {', '.join(hosts)}",
             where="cluster.nodes",
-            hint=f"nodes are names here, such as {next(iter(hosts))}; more of them: `dtctl sandbox down`, then "
-            f"`dtctl sandbox up --nodes {len(required)}`",
+            hint=f"more of them: `dtctl sandbox down`, then `dtctl sandbox up --nodes {len(required)}`"
+            if len(required) > len(hosts)
+            else "the nodes of a sandbox are called node1, node2 and so on",
         )
     placed = tuple(_placed(node, hosts[node.name].address) for node in required)
     targets = {

@@ -75,7 +75,12 @@ def sent_items(spec: Spec) -> list[str]:
     ]
     if spec.pushes:
         phrases.append(f"the files of {os.path.realpath(spec.base_dir / spec.job.files.root)} are sent (job.files)")
-    phrases += [f"{name} of this machine is sent (job.secrets)" for name in spec.job.secrets]
+    phrases += [
+        f"{name} of this machine is sent (job.secrets)"
+        if name in os.environ
+        else f"{name} is to be sent (job.secrets) and is not set here: a launch would refuse to start"
+        for name in spec.job.secrets
+    ]
     used = spec.metrics.secrets if spec.metrics is not None else {}
     phrases += [f"{secret.env} of this machine is used ({key})" for key, secret in used.items() if secret.env]
     if (

@@ -146,7 +146,7 @@ def _description(event: Event, *, consequence: bool) -> tuple[str, str]:
             return "exit" if consequence else "failure", f"{process} {ending(event)}"
         case Restarting():
             wait = f", after a wait of {event.wait_s:g} s" if event.wait_s else ""
-            return "restart", f"restart {event.attempt} of {event.of}{wait}: {subject_of(event)} {event.reason or ''}"
+            return "restart", f"restart {event.attempt} of {event.of}{wait}: {event.cause}"
         case AttemptStarting() if event.attempt:
             workers = f" on {event.world_size} workers" if event.world_size else ""
             return "note", f"attempt {event.attempt} starts{workers}"
@@ -178,13 +178,6 @@ def _change(event: Healed | NodeReplaced | NodeLeftOut) -> tuple[str, str]:
     if isinstance(event, NodeLeftOut):
         return "failure", f"is left out, {event.nodes} nodes continue: {event.reason}"
     return "restart", event.told
-
-
-def subject_of(failure: Restarting | FirstFailure) -> str:
-    """`rank 3 on node2`, `node2`, or `a worker` where it is not known."""
-    if not failure.node:
-        return "a worker"
-    return f"rank {failure.rank} on {failure.node}" if failure.rank is not None and failure.rank >= 0 else failure.node
 
 
 def ending(failure: WorkerExited | FirstFailure) -> str:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import dtctl
+from dtctl.launch.records.events import subject_of
 from dtctl.launch.records.ledger import PHASES, LedgerFacts
 from dtctl.launch.records.state import LEFT
 from dtctl.render import builtin_templates
 from dtctl.report.charts import charts
-from dtctl.report.history import TOLD, Mark, ending, subject_of
+from dtctl.report.history import TOLD, Mark, ending
 from dtctl.report.metrics import MetricsTable, percentile
 from dtctl.report.run import RunFacts
 
@@ -161,7 +162,8 @@ def _ending(run: RunFacts) -> str:
     failure = state.done and state.done.first_failure
     if failure:
         summary = f": {failure.summary}" if failure.summary else ""
-        first = f"Failed after {took}: {subject_of(failure)} {ending(failure)}{summary}."
+        subject = subject_of(failure.node, failure.rank, failure.exit_code)
+        first = f"Failed after {took}: {subject} {ending(failure)}{summary}."
     elif state.status in LEFT:
         first = f"Its launcher ended unexpectedly after {took}."
     elif state.over:

@@ -291,7 +291,8 @@ class Follower:
         if self.attempt is not None:
             first, taken_back = self._first_failure(), self.attempt.taken_back
             if first is not None and not taken_back:
-                cause = Restarting(reason=failures.describe(first), node=first.node, rank=first.rank)
+                reason = failures.describe(first)
+                cause = Restarting(reason=reason, node=first.node, rank=first.rank, exit_code=first.exit_code)
             else:
                 lost = first if first is not None and first.exit_code is None else None
                 cause = Restarting(reason=taken_back or "Slurm requeued it", node=lost.node if lost else None)

@@ -70,6 +70,13 @@ def unknown(path: Path) -> str:
 
     legal = sorted({name for model in _models_at(path[:-1]) for name in model.model_fields} - {"base_dir"})
     matches = difflib.get_close_matches(str(path[-1]), legal, n=1)
+    if not matches and len(path) == 1:  # as somebody writes who knows the key and not its section
+        matches = [
+            f"{section}.{path[-1]}"
+            for section in legal
+            for model in _models_at((section,))
+            if path[-1] in model.model_fields
+        ]
     return f"unknown key; did you mean `{matches[0]}`?" if matches else f"unknown key; allowed here: {', '.join(legal)}"
 
 

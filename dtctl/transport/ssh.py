@@ -90,7 +90,7 @@ def mapped(node: str, *, doing: str) -> Iterator[None]:
         ) from exc
     except ConnectionRefusedError as exc:
         raise ConnectError(
-            "it refuses connections", node=node, hint="is its SSH server running, and is `port` right?"
+            "its SSH port refuses connections", node=node, hint="is its SSH server running, and is `port` right?"
         ) from exc
     except Exception as exc:
         # Not only SSHException, EOFError and OSError: paramiko's thread hands over whatever a malformed packet has made

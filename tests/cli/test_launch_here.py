@@ -104,3 +104,36 @@ def test_the_list_of_runs_has_commands_and_causes(tmp_path: Path) -> None:
     state = json.loads(dtctl("status", "--json", cwd=folder).stdout)
     assert sum(state["ledger"]["phases_s"].values()) == pytest.approx(state["ledger"]["wall_s"], abs=0.01)
     assert (state["progress"], state["command"][1:]) == (None, ["launch", "--name", "one"])
+
+
+def test_stop_without_a_name_ends_what_runs(tmp_path: Path) -> None:
+    """The newest may have ended; and where several run, the others are named."""
+    folder = project(tmp_path / "p", "command: [sleep, '600'], grace_s: 1")
+    try:
+        for run in ("one", "two", "three"):
+            assert dtctl("launch", "--detach", "--name", run, cwd=folder).returncode == 0
+        assert dtctl("stop", "three", cwd=folder).returncode == 0
+        for ended, still in (("two", "still running: one"), ("one", ""), ("three", "has ended")):
+            done = dtctl("stop", cwd=folder)
+            assert (done.returncode, done.stdout) == (0, "0 processes left on 1 node\n"), done.stderr
+            assert still in done.stderr
+            assert ended in done.stderr or not still
+            assert json.loads(dtctl("status", ended, "--json", cwd=folder).stdout)["status"] == "stopped"
+    finally:
+        for run in ("one", "two", "three"):
+            dtctl("stop", run, cwd=folder)
+
+
+def test_a_secret_that_is_not_set_is_told_by_the_dry_run(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "command: ['true'], secrets: [DTCTL_TEST_KEY]")
+    assert "DTCTL_TEST_KEY is to be sent" in dtctl("launch", "--dry-run", cwd=folder).stderr
+    there = dtctl("launch", "--dry-run", cwd=folder, env={"DTCTL_TEST_KEY": "x"}).stderr
+    assert "DTCTL_TEST_KEY of this machine is sent" in there
+
+
+def test_a_wrong_argument_of_the_training_is_not_laid_to_the_spec(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "script: t.py", **{"t.py": ""})
+    with (folder / "dtctl.yaml").open("a") as spec:
+        spec.write("train: {strategy: ddp}\n")
+    done = dtctl("launch", "--", "--train.lr=abc", cwd=folder)
+    assert (done.returncode, "where: the job's arguments" in done.stderr) == (3, True), done.stderr

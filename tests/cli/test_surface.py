@@ -236,3 +236,18 @@ def test_a_job_that_nobody_follows_has_no_metrics_and_that_is_said(tmp_path: Pat
         done = dtctl(*command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert ("metrics" in done.stderr) is bool(more)
+
+
+@pytest.mark.parametrize("cluster", ["slots: 2", "transport: sandbox, nodes: 2, slots: 2"])
+def test_the_batch_file_of_a_spec_that_is_tried_here_has_nothing_of_this_machine(tmp_path: Path, cluster: str) -> None:
+    """Its cores and its Python are not those of the nodes that Slurm gives."""
+    (tmp_path / "t.py").write_text("")
+    made = []
+    for text in (cluster, f"{{transport: slurm, nodes: {2 if 'nodes' in cluster else 1}, slots: 2}}".strip("{}")):
+        (tmp_path / "dtctl.yaml").write_text(f"cluster: {{{text}}}\njob: {{name: t, script: t.py}}\n")
+        done = dtctl("sbatch", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert sys.executable not in done.stdout
+        made.append([line for line in done.stdout.splitlines() if "THREADS" in line or line.startswith("exec ")])
+    assert made[0] == made[1]
+    assert any("THREADS" in line for line in made[0])

@@ -94,7 +94,7 @@ def test_a_name_that_does_not_resolve(project: Project, sandbox: Sandbox) -> Non
 
 
 def test_a_port_where_nobody_listens(project: Project, sandbox: Sandbox) -> None:
-    refused(project, sandbox, 6, "it refuses connections", spec=ssh_spec(sandbox, port=2))
+    refused(project, sandbox, 6, "its SSH port refuses connections", spec=ssh_spec(sandbox, port=2))
 
 
 def test_a_host_that_does_not_answer(project: Project, sandbox: Sandbox) -> None:

@@ -134,7 +134,7 @@ def test_a_jump_host_that_is_down_is_named(project: Project, cut: Sandbox) -> No
     done = project.run("launch")
     assert done.code == 6
     assert not missing(done.err, "jump host node1")
-    assert "it refuses connections" in done.err
+    assert "its SSH port refuses connections" in done.err
 
 
 def test_the_node_behind_has_to_show_a_known_key(project: Project, cut: Sandbox) -> None:

@@ -38,11 +38,22 @@ def show_examination(examination: Examination, took_s: float) -> None:
     nodes = "1 node" if len(examination.seen) == 1 else f"{len(examination.seen)} nodes"
     verdict, color = {
         True: (f"{nodes} can train, as far as examined", "green"),
-        False: (f"{nodes} cannot train in their present state", "red"),
+        False: (f"{nodes} {_cannot_train(examination)}", "red"),
         None: (f"nothing wrong was found on {nodes}, but not everything that a launch needs was examined", "yellow"),
     }[examination.can_train]
     output.out(f"\n{verdict}; {took_s:.1f} s", color, "bold")
     output.out(f"not examined: {'; '.join(examination.not_examined)}", "dim")
+
+
+def _cannot_train(examination: Examination) -> str:
+    """What a person types next depends on it: which of the nodes it is about, where it is not all of them."""
+    if len(examination.seen) == 1:
+        return "cannot train in its present state"
+    failed = [one for one in examination.findings if one.status == "fail" and not one.follows]
+    named = dict.fromkeys(name for one in failed for name in one.nodes)
+    if not named or len(named) == len(examination.seen):
+        return "cannot train together in their present state"
+    return f"cannot train together until {', '.join(named)} {'is' if len(named) == 1 else 'are'} fixed"
 
 
 def show_findings(findings: Sequence[Finding]) -> None:

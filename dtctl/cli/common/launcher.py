@@ -224,10 +224,11 @@ def outputs_line(run: str, outputs: Mapping[str, Outputs], *, is_local: bool) ->
 def show_end(result: Result) -> None:
     """The last lines for people: how it ended, whose fault it was, and that nothing is left."""
     from dtctl.launch.control.failure import describe
+    from dtctl.launch.records.events import subject_of
 
     failure = result.first_failure
     if failure is not None:
-        subject = f"rank {failure.rank} on {failure.node}" if failure.rank is not None else f"node {failure.node}"
+        subject = subject_of(failure.node, failure.rank, failure.exit_code)
         output.err(f"first failure: {subject} {describe(failure)}", "red", "bold")
         for line in failure.tail:
             output.err(f"  | {line}")

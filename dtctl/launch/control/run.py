@@ -293,7 +293,7 @@ class NodesBackend:
         self.emit(
             Restarting(
                 attempt=self._number, of=plan.max_restarts + self._unblamed, reason=reason, wait_s=decision.wait_s,
-                node=failure.node, rank=failure.rank,
+                node=failure.node, rank=failure.rank, exit_code=failure.exit_code,
             )
         )  # fmt: skip
         self.gang.idle(decision.wait_s)

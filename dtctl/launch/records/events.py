@@ -221,7 +221,9 @@ class Restarting(Event):
     reason: str | None = None
     node: str | None = None
     rank: Index | None = None
-    """Of the first failure; None: the node as a whole."""
+    """Of the first failure; None: the node as a whole, or the agent that starts its workers."""
+    exit_code: Index | None = field(default=None, metadata=_OPTIONAL)
+    """Of the first failure, as a shell counts it; None: the node was lost."""
     wait_s: Seconds | None = field(default=None, metadata=_OPTIONAL)
 
     @property
@@ -229,8 +231,7 @@ class Restarting(Event):
         """The reason with who it is about: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
         if not self.node:
             return self.reason or ""
-        subject = f"rank {self.rank} on {self.node}" if self.rank is not None else f"node {self.node}"
-        return f"{subject} {self.reason or ''}"
+        return f"{subject_of(self.node, self.rank, self.exit_code)} {self.reason or ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,6 +391,19 @@ class FirstFailure:
     log: str | None = None
     """File on the control machine."""
     summary: str | None = None
+
+
+def subject_of(node: str | None, rank: int | None, exit_code: int | None) -> str:
+    """Who failed: `rank 3 on node2`, `node node2` that was lost, `the agent on node2`, or `a worker`.
+
+    The agent is what starts the workers of a node, such as torchrun; where it does not say which of them has failed, or
+    has failed itself, the node is well all the same.
+    """
+    if not node:
+        return "a worker"
+    if rank is not None and rank >= 0:
+        return f"rank {rank} on {node}"
+    return f"node {node}" if exit_code is None else f"the agent on {node}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

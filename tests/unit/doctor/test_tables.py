@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from dtctl.cli.common.doctor_view import show_examination
 from dtctl.doctor.examine import Examination
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport, good_ways
@@ -53,3 +56,17 @@ def test_the_better_of_two_measurements_counts_and_the_map_is_shown_when_a_link_
         ["FROM \\ TO", "a", "b"],
         [["a", "", "?"], ["b", "48 Mbit/s", ""]],
     )
+
+
+def test_the_last_line_says_which_nodes_are_to_be_mended(capsys: pytest.CaptureFixture[str]) -> None:
+    on_b = Finding(check="disk", status="fail", nodes=("b",))
+    follows = Finding(check="workdir", status="fail", nodes=("a",), follows="disk")
+    everywhere = Finding(check="collective", status="fail", nodes=("a", "b"))
+
+    def last(*findings: Finding, seen: tuple[NodeReport, ...]) -> str:
+        show_examination(Examination(findings=findings, seen=seen), 1.0)
+        return capsys.readouterr().out.strip().splitlines()[-2]
+
+    assert "until b is fixed" in last(on_b, follows, seen=nodes())
+    assert "until" not in last(on_b, everywhere, seen=nodes())
+    assert last(on_b, seen=nodes()[1:]).startswith("1 node cannot train in its")

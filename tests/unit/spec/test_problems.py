@@ -30,6 +30,8 @@ def test_an_unknown_key_names_file_line_and_near_match() -> None:
             "extra, gres, mem, nodelist, partition, qos, requeue, requeues, srun, time, warn_s",
         ),
         ("xyzzy: 1", "xyzzy: unknown key; allowed here: cluster, job, kubernetes, metrics, network, slurm, train"),
+        ("nodes: 3", "nodes: unknown key; did you mean `cluster.nodes`?"),
+        ("lr: 0.1", "lr: unknown key; did you mean `train.lr`?"),
         ("jobs: {}", "jobs: unknown key; did you mean `job`?"),
         ("xyzzy:", "xyzzy: unknown key; allowed here: cluster, job, kubernetes, metrics, network, slurm, train"),
         ("1: 2", "1: unknown key; allowed here: cluster, job, kubernetes, metrics, network, slurm, train"),

@@ -73,7 +73,7 @@ SYSTEM: list[tuple[BaseException, str]] = [
     (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "its name cannot be resolved"),
     (TimeoutError(), "no answer while connecting"),
     (socket.timeout(), "no answer while connecting"),  # noqa: UP041 - the same class since 3.10, and what old code raises
-    (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), "it refuses connections"),
+    (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), "its SSH port refuses connections"),
     (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "connecting failed"),
     (BrokenPipeError(errno.EPIPE, "Broken pipe"), "connecting failed"),
     (OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH)), "No route to host"),
