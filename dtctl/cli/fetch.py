@@ -189,12 +189,9 @@ def _rows(came: dict[str, Fetched], errors: Mapping[str, Exception]) -> dict[str
 def _show(came: dict[str, Fetched], into: Path, path: str | None) -> None:
     if not _any(came):
         if came:
-            subject = (
-                f"there is no file {path}" if path is not None else "the run wrote no files into its working folder"
-            )
-            output.err(f"{subject} on {', '.join(came)}", "yellow")
-            if path is None:
-                output.err("its snapshots come here with `dtctl snapshot export`")
+            subject = f"there is no file {path}" if path is not None else "no file was written into the working folder"
+            snapshots = "" if path is not None else "; `dtctl snapshot export` brings the snapshots here"
+            output.err(f"{subject} on {', '.join(came)}{snapshots}", "yellow")
         return
     files, size = sum(each.files for each in came.values()), sum(each.bytes for each in came.values())
     unchanged = sum(each.unchanged for each in came.values())
