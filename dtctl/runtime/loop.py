@@ -507,6 +507,7 @@ class Trainer:
         else:
             self.steps = self.step - (self.position - self.end) // sizes.total
             self.rate.stretch(self.steps)
+            self.circumstances["steps"] = self.steps
         self.schedule = Schedule(self.order, sizes, rank=self.place.data, end=self.end)
 
     def _measure_communication(self) -> None:

@@ -152,6 +152,11 @@ def test_a_run_goes_on_with_other_numbers_of_workers_and_the_same_global_batch(t
     assert first[0] == 0, first[1]
     kept = launch(tmp_path, 3, "micro_batch=6", "steps=6")
     assert "global batch 12 = 4 x 3 x 1" in kept[1], kept[1]
+    by_epochs = launch(tmp_path, 3, "micro_batch=6", "steps=null", "epochs=1")
+    assert "workers changed" not in by_epochs[1]
+    alone = launch(tmp_path, 1, "micro_batch=6", "steps=null", "epochs=1")
+    assert "workers changed from 3 to 1" in alone[1], alone[1]
+    assert "steps changed" not in alone[1], "those that are done follow the batch that is kept"
     refused = launch(tmp_path, 5, "micro_batch=6", "steps=7")
     assert "the run's global batch of 12 cannot be kept with 5 workers" in refused[1]
     scaled = launch(tmp_path, 2, "micro_batch=8", "steps=7", "on_resize=linear")
