@@ -47,6 +47,29 @@ def test_a_path_without_logs_is_an_error_that_names_it(tmp_path: Path, path: str
     assert path in done.stderr
 
 
+def test_of_several_folders_those_without_logs_are_named_and_the_others_are_read(tmp_path: Path) -> None:
+    for run in ("first", "second", "third"):
+        (tmp_path / run / "logs").mkdir(parents=True)
+    (tmp_path / "second" / "logs" / "job.log").write_text("OSError: [Errno 28] No space left on device\n")
+    folders = ["first/logs", "second/logs", "third/logs"]
+    done = dtctl("doctor", "--log", *folders, "--json", cwd=tmp_path)
+    assert done.returncode == 9, done.stderr
+    told = json.loads(done.stdout)
+    assert [diagnosis["id"] for diagnosis in told["diagnoses"]] == ["disk-full"]
+    assert [unread["file"] for unread in told["unread"]] == ["first/logs", "third/logs"]
+    assert "first/logs" in done.stderr
+    assert "second/logs" not in done.stderr
+
+
+def test_several_folders_of_which_none_has_logs_are_an_error_that_names_them_all(tmp_path: Path) -> None:
+    for run in ("first", "second"):
+        (tmp_path / run).mkdir()
+    done = dtctl("doctor", "--log", "first", "second", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "first" in done.stderr
+    assert "second" in done.stderr
+
+
 def test_a_failed_launch_tells_the_cause_by_itself(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("open('/dev/full', 'w').write('x' * 100000)\n")
     (tmp_path / "dtctl.yaml").write_text(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dtctl.doctor.explain import signatures
 from dtctl.doctor.explain.confidence import weighed
+from dtctl.doctor.explain.consequences import in_one_run, told_as_consequence, without_errors_that_are_here
 from dtctl.doctor.explain.diagnosis import UNKNOWN, Confidence, Diagnosis, Evidence, Explanation, Verdict
 from dtctl.doctor.explain.dumps import Dump, judge_dumps, read_dump
 from dtctl.doctor.explain.found import Found, Hit, Source
@@ -65,7 +66,7 @@ def explain_all(paths: Sequence[Path]) -> Explanation:
     unread: list[Unread] = []
     layout = layout_of(paths)
     dumps = [dump for file in dump_files(paths) if (dump := read_dump(file)) is not None]
-    verdict, found = _with_dumps(*diagnose(read(log_files(paths), unread), layout), dumps, layout)
+    verdict, found = _with_dumps(*diagnose(read(log_files(paths, unread), unread), layout), dumps, layout)
     return Explanation(verdict=verdict, diagnoses=found, unread=unread)
 
 
@@ -132,10 +133,11 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
     if not first.nodes and not first.ranks:
         first = replace(first, nodes=_told_of(found))
     first = replace(first, primary=True)
-    rest = [
-        replace(one, follows=_follows(group, ordered[0], known))
-        for group, one in zip(ordered[1:], diagnoses[1:], strict=True)
-    ]
+    rest: list[Diagnosis] = []
+    for group in ordered[1:]:
+        if left := without_errors_that_are_here(group, found):
+            one = _diagnosis(left, found, layout, known)
+            rest.append(told_as_consequence(one, left, first) if _follows(left, ordered[0], known) else one)
     verdict: Verdict = "failed-unknown" if first.confidence in ("low", "unknown") else "explained"
     if verdict == "failed-unknown":
         first = _with_last_words(first, found)
@@ -292,9 +294,9 @@ def _earlier(group: list[Hit], rivals: list[list[Hit]], many: bool) -> bool:
 def _follows(group: list[Hit], first: list[Hit], known: set[str]) -> bool:
     """Whether a group is a consequence of the first: its text says so, and it does not stand before it."""
     place = _place(group, known)
-    if place not in (EFFECT, OPEN) or any(hit.survived for hit in first):
-        return False
     one, other = first[0], group[0]
+    if place not in (EFFECT, OPEN) or any(hit.survived for hit in first) or not in_one_run(one, other):
+        return False
     if one.line.file == other.line.file:
         return other.order >= one.order
     return one.time is None or other.time is None or other.time >= one.time

@@ -92,7 +92,7 @@ _LEVEL = re.compile(
 _BY_A_SCRIPT = re.compile(r"^(?:all )?done[.!]?$", re.IGNORECASE)
 """What a shell prints at the end, whatever happened before."""
 _CONTENT_MATTERS = re.compile(
-    r"(?i)exit|code\b|signal|errno|xid|status|timed|joined|completion|http|watchdog|lagging|work:|local_rank|"
+    r"(?i)exit|error_file|code\b|signal|errno|xid|status|timed|joined|completion|http|watchdog|lagging|work:|local_rank|"
     r"\bhost\s*:|Root Cause|={5}|RUNNING AT|Process name"
 )
 _NCCL_RANK = re.compile(
@@ -261,6 +261,8 @@ class _Scan:
             hit = _hit(
                 known[0], line, {"text": text.strip()[:300], "where": "the line that its traceback names", **known[1]}
             )
+            if table.has(text):
+                hit.rank, hit.node = table.rank, table.host
             hit.warned = (_WARNING if hit.signature.role == "cause" else _NEWS).search(line.raw) is not None
             sticky = "NCCL WARN" in line.raw or hit.signature.id in STICKY
             hit.warned = hit.warned and not sticky and hit.signature.role != "symptom"
@@ -300,6 +302,8 @@ class _Scan:
                 hit.survived = True
             kept.append(hit)
         for hit in kept:
+            if hit.rank is None and not hit.ranks:
+                hit.rank = self._rank_of_process(hit.line)
             if _by_a_shell(hit) and any(_ran_without(hit, other) for other in kept):
                 hit.survived = True
         self.found.hits = kept
@@ -310,6 +314,12 @@ class _Scan:
             if hit.rank is not None and hit.node is not None and hit.signature.blames == "self":
                 self.found.node_of.setdefault(hit.rank, hit.node)
         return self.found
+
+    def _rank_of_process(self, line: LogLine) -> int | None:
+        """The rank that a line calls a process by, if it is one: most numbers of processes are the system's."""
+        number = who.process_named(line.raw)
+        there = number is not None and (number in self.found.ranks or number < self.found.world)
+        return number if there and str(number) != line.pid else None
 
 
 def _unfolded(lines: Sequence[str]) -> Sequence[str]:

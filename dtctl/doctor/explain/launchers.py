@@ -137,6 +137,10 @@ class Table:
                 return _exit(int(code[0]), 0, ranks=self._ranks, node=self.host, root=self.root)
         return None
 
+    def has(self, text: str) -> bool:
+        """Whether a line is a row of a summary: it is about the process that the rows before it name."""
+        return text[:1].isspace() and _TABLE.match(text) is not None
+
     @property
     def _ranks(self) -> tuple[int, ...]:
         return () if self.rank is None else (self.rank,)

@@ -22,30 +22,37 @@ _STARTS = (
     r"RuntimeError|\w+\.\w+\.?\w*Error)"
 )
 """What the output of a program begins with, behind a name that some launcher put before it."""
+_STAMP = r"(?:\d{4})?(?P<date>\d{4}) (?P<clock>" + _CLOCK + r")(?: +(?P<pid>\d+)(?= ))?"
+"""The date without or with its year, the time and the process or thread, as glog, absl and torch write them."""
+_LINE_OF = r"(?:\w[\w.-]*\.(?:pyx?|c|cc|cpp|cu|h|hpp|rs|go)|NOTSET|DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL|root)"
+"""What loggers put before the number of a line, and no machine is called."""
 _BRACKETS = (
     r"\[rank(?P<rank>\d+)\]:(?: |$)?",  # torch
     r"\[(?P<node>\w[\w.-]*):(?P<pid>\d{5,})\] ",  # Open MPI: [node1:01234]
     r"\[\d{10}\.\d+\] ",  # UCX
     r"\[(?P<node>\w[\w.-]*):(?P<pid>\d+) *(?::\d+)+\] *",  # UCX: [node1:4711 :0:4711]
-    r"\[(?P<node>[A-Za-z][\w.-]*):(?:(?P<rank>\d{1,4})|agent)\] ?",  # dtctl: [node1:3]
-    r"\[(?:trainer|default|[a-z_]+)(?P<local>\d+)(?:\|\d+)?\]:(?: |$)?",  # torchrun --tee: [default3]:
+    r"\[" + _LINE_OF + r":\d+\]:? ?",  # a logger's [train.py:182], which has the form of [node1:3]
+    r"\[(?P<node>[A-Za-z][\w.-]*):(?:(?P<label>\d{1,4})|agent)\] ?",  # dtctl: [node1:3]
+    r"\[(?!(?:pid|tid|line|step|epoch)\d)[a-z_]+(?P<local>\d+)(?:\|\d+)?\]:(?: |$)?",  # torchrun --tee: [default3]:
     r"\[(?:[\w.@-]+@)?\d+,(?P<rank>\d+)\]<std(?:out|err|diag)>: ?",  # mpirun --tag-output
     r"\[(?P<rank>\d+)\]<std(?:out|err)>: ?",  # horovodrun
     r"\[pod/(?P<node>[\w.-]+)/[\w.-]+\] ",  # kubectl logs --prefix
     _ISO,
-    r"\[[IWEF](?P<date>\d{3,4}) (?P<clock>" + _CLOCK + r") [^\]]*\] ?",  # glog, as torch writes it
+    r"\[[IWEF]" + _STAMP + r" [^\]]*\] ?",  # glog, as torch writes it
+    r"\[[IWEF](?P<date>\d{3}) (?P<clock>" + _CLOCK + r") [^\]]*\] ?",  # torch, where a month has one digit
     r"\[[IWEF] [\w.]+:\d+\] ?",  # torch before 2.2
     r"\[c10d\] ",
     r"\[(?:PG [^\]]*?)?(?i:rank)[ :=]*(?P<rank>\d+)\]:? ?",
     r"\[(?:INFO|WARNING|ERROR|CRITICAL|DEBUG)\] (?=\[)",  # DeepSpeed, before the file
     r"\[[\w.]+\.py:\d+:\w+\] ",
     r"\[\d+\] (?=\[|NCCL|misc/|include/|transport/|\w+\.cc:)",  # a line number, or a GPU alone
-    r"\[(?P<rank>\d{1,4})\] (?=Traceback|  File|(?:\w+\.)*\w+Error: )",  # hydra -l, mpirun -l
+    r"\[(?P<label>\d{1,4})\] (?=Traceback|  File|(?:\w+\.)*\w+Error: )",  # hydra -l, mpirun -l
 )
 _NUMBERS = (
     r"(?P<node>\w[\w.-]*):(?P<pid>\d+):\d+ \[(?:\d+|\w+)\] ",  # NCCL, where a node is called by a number
     _ISO,
-    r" *(?P<rank>\d{1,5}): ?(?=\S|  )",  # srun --label
+    r"(?P<clock>" + _CLOCK + r")[ |:,-]+",  # a time of day is no number of a task
+    r" *(?P<label>\d{1,5}):(?!\d) ?(?=\S|  )",  # srun --label
     r"(?P<node>(?:\d{1,3}\.){3}\d{1,3}): " + _STARTS,  # pdsh
 )
 _LETTERS = (
@@ -55,7 +62,7 @@ _LETTERS = (
     + _STARTS
     + ")",  # pdsh, no error code
     r"(?P<node>[a-z][\w.-]*\d) +\| ?" + _STARTS,  # docker compose
-    r"[IWEF](?P<date>\d{4}) (?P<clock>" + _CLOCK + r") +[^\]]*\] ?",  # torchrun's own messages
+    r"[IWEF]" + _STAMP + r" +[^\]]*\] ?",  # torchrun's own messages
     r"(?P<node>[A-Za-z][\w.-]*):(?P<pid>\d+):\d+ \[(?:\d+|\w+)\] ",  # NCCL: node:pid:thread [gpu]
     r"std(?:out|err) [FP] ",  # containerd, behind the time
     r"rank(?P<rank>\d+)\[\d+\](?:\[\w+\])*: ",  # Composer
@@ -85,7 +92,7 @@ PROGRESS = re.compile(
 """What a training prints while it goes on."""
 _PATH_RANK = re.compile(r"(?:^|[._/-])rank[-_.]?(\d+)(?=[._/-]|$)")
 _TORCHRUN_PATH = re.compile(r"attempt_\d+/(\d+)/std(?:out|err)\.log$")
-_DTCTL_PATH = re.compile(r"logs/([^/]+)/(?:rank-\d+|agent)\.log$")
+_DTCTL_PATH = re.compile(r"(?:(?P<run>.*)/)?logs/(?P<node>[^/]+)/(?:rank-\d+|agent)\.log$")
 _MONTH_DAYS = 31
 
 
@@ -121,6 +128,7 @@ def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | Non
     time: float | None = None
     local: str | None = None
     pid: str | None = None
+    by_logger = False
     while text:
         for pattern in _PREFIXES.get(text[0], ()):
             found = pattern.match(text)
@@ -129,17 +137,30 @@ def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | Non
         else:
             break
         groups = found.groupdict()
-        if groups.get("rank") is not None and rank is None:
-            rank = int(groups["rank"])
+        label = groups.get("label")
+        said = groups.get("rank") or (None if by_logger else label)
+        if said is not None and rank is None:
+            rank = int(said)
         local = local or groups.get("local")
-        node = node or groups.get("node")
+        node = node or (None if by_logger and label is not None else groups.get("node"))
         pid = pid or groups.get("pid")
+        by_logger = by_logger or _of_logger(groups)
         if time is None:
             time = _time(groups)
         text = text[found.end() :]
     if rank is None and local is not None:  # right on one node, and all that there is
         rank = int(local)
     return LogLine(file=file, number=number, raw=raw, text=text, rank=rank, node=node, time=time, pid=pid)
+
+
+def _of_logger(groups: dict[str, str | None]) -> bool:
+    """Whether a prefix is of a logger inside of the process.
+
+    A launcher's label stands before it, so a mere number behind it is a process or the line of a file. Who collects
+    lines may put a time before the label, and writes it with a T.
+    """
+    iso = groups.get("iso")
+    return groups.get("clock") is not None or (iso is not None and iso[10] != "T")
 
 
 def shown(text: str) -> str:
@@ -170,4 +191,10 @@ def owner_of(path: Path) -> tuple[int | None, str | None]:
     text = path.as_posix()
     node = _DTCTL_PATH.search(text)
     rank = _PATH_RANK.search("/".join(text.split("/")[-2:])) or _TORCHRUN_PATH.search(text)
-    return (int(rank[1]) if rank else None, node[1] if node else None)
+    return (int(rank[1]) if rank else None, node["node"] if node else None)
+
+
+def run_of(file: str) -> str | None:
+    """The folder of the run of dtctl that a log file belongs to, going by its path; None where it tells none."""
+    found = _DTCTL_PATH.search(file)
+    return found["run"] if found else None

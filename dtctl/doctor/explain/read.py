@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dtctl import folders, names
 from dtctl.doctor.explain.content import COMPRESSED, content
@@ -17,12 +17,13 @@ from dtctl.errors import UsageError
 from dtctl.launch.records import validate_records
 from dtctl.launch.records.record import PLAN_BYTES
 
+_Key = TypeVar("_Key", int, str)
 SUFFIXES = (".log", ".out", ".err", ".txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """A file that says less than it should."""
+    """A file that says less than it should, or a folder without any."""
 
     file: str
     why: str
@@ -47,23 +48,30 @@ def dump_files(paths: Iterable[Path]) -> list[Path]:
     return list(found)
 
 
-def log_files(paths: Iterable[Path]) -> list[Path]:
+def log_files(paths: Sequence[Path], unread: list[Unread]) -> list[Path]:
     """The log files that these paths mean, each once, in order; without dumps.
 
+    Folders without any are added to `unread`.
+
     Raises:
-        UsageError: a path does not exist, or a folder holds no logs.
+        UsageError: a path does not exist, or they are all folders without logs.
     """
     found: dict[Path, None] = {}
+    empty: list[Path] = []
     for path in paths:
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if _is_log(file) and file.is_file())
             if not inside and not dump_files([path]):
-                raise UsageError("there are no logs in this folder", where=str(path), hint="name the files themselves")
+                empty.append(path)
             found.update(dict.fromkeys(inside))
         elif path.exists():
             found.update({} if is_dump(path) else {path: None})
         else:
             raise UsageError("there is no such file or folder", where=str(path))
+    if empty and len(empty) == len(paths):
+        what = "there are no logs in this folder" if len(empty) == 1 else "there are no logs in these folders"
+        raise UsageError(what, where=", ".join(map(str, empty)), hint="name the files themselves")
+    unread += [Unread(file=str(path), why="there are no logs in this folder") for path in empty]
     return list(found)
 
 
@@ -73,13 +81,27 @@ def _is_log(file: Path) -> bool:
 
 
 def layout_of(paths: Iterable[Path]) -> LogLayout:
-    """What the plan says, when the paths belong to a run of dtctl."""
-    for path in paths:
-        for folder in (path, *path.absolute().parents[:3]):
-            plan = folder / names.PLAN_FILE
-            if plan.is_file():
-                return _layout(plan)
-    return LogLayout()
+    """What the plans say, when the paths belong to runs of dtctl; nothing of what plans of several runs disagree on."""
+    plans = dict.fromkeys(plan for path in paths if (plan := _plan_of(path)) is not None)
+    layouts = [_layout(plan) for plan in plans]
+    return LogLayout(
+        node_of=_agreed([layout.node_of for layout in layouts]),
+        address_of=_agreed([layout.address_of for layout in layouts]),
+    )
+
+
+def _plan_of(path: Path) -> Path | None:
+    path = path.absolute()
+    return next((plan for folder in (path, *path.parents[:3]) if (plan := folder / names.PLAN_FILE).is_file()), None)
+
+
+def _agreed(tables: Sequence[dict[_Key, str]]) -> dict[_Key, str]:
+    """What several tables say and none of them contradicts."""
+    said: dict[_Key, set[str]] = {}
+    for table in tables:
+        for key, value in table.items():
+            said.setdefault(key, set()).add(value)
+    return {key: values.pop() for key, values in said.items() if len(values) == 1}
 
 
 def _layout(plan: Path) -> LogLayout:

@@ -36,6 +36,7 @@ class Signature:
     versions: str = ""
     yields: tuple[str, ...] = ()
     sure: bool = True
+    follows: str = ""
 
 
 @functools.cache

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 
+_NUMBER = r"[ _#:=]*(?P<{name}>\d{{1,5}})(?! ?[/%])(?: \([^)]{{0,60}}\))?:? "
 _SUBJECT = (
-    r"(?:global |container |worker |trainer |process |mpi )?(?:rank|worker|trainer|replica|proc(?:ess)?)"
-    r"(?: rank)?[ _#:=]*(?P<{name}>\d{{1,5}})(?! ?[/%])(?: \([^)]{{0,60}}\))?:? "
+    r"(?:global |container |worker |trainer |process |mpi )?(?:rank|(?<!dataloader )worker|trainer|replica)(?: rank)?"
+    + _NUMBER
 )
 """What somebody who is told of is called: `Global rank 3 (PID 4711)`."""
 _FATE = (
@@ -23,6 +24,9 @@ RANK = re.compile(
     r"|worker rank (?P<w>\d{1,5})\b|\bon rank (?P<on>\d{1,5})\b"
 )  # fmt: skip
 """A rank that a line says something happened to."""
+_PROCESS = re.compile(r"(?i)\bproc(?:ess)?" + _NUMBER.format(name="process") + r"(?!got signal\b)" + _FATE)
+"""What may be a rank as well as the number that the system has given to a process; torch's `Process 182 got signal: 15`
+is the latter."""
 _HOST = r"[A-Za-z][\w.-]*\d[\w.-]*\w|[A-Za-z][\w-]*\d"
 NODE = re.compile(
     r"\bON (?P<on>[\w.-]+) CANCELLED|\b(?:on|at|from) node (?P<node>[\w.-]+\w)|\b(?:host|hostname|node(?:name)?)"
@@ -42,10 +46,20 @@ def rank_named(text: str) -> int | None:
     >>> rank_named("ERROR:composer.cli.launcher:Rank 2 crashed with exit code -7.")
     2
     """
-    if "ank" not in text and "ANK" not in text and "orker" not in text and "rocess" not in text:
+    if "ank" not in text and "ANK" not in text and "orker" not in text:
         return None
     found = RANK.search(text)
     return int(next(value for value in found.groups() if value is not None)) if found else None
+
+
+def process_named(text: str) -> int | None:
+    """The number of a process that a line says something about, which is a rank only if the job has that rank.
+
+    >>> process_named("Process 3 exited with code 1")
+    3
+    """
+    found = _PROCESS.search(text) if "roc" in text else None
+    return int(found["process"]) if found else None
 
 
 def node_named(text: str) -> str | None:

@@ -87,6 +87,8 @@ def test_signatures_have_what_a_reader_needs_and_ids_are_unique() -> None:
         ("[rank0]:[E1206 18:44:12.7 ProcessGroupNCCL.cpp:607] [Rank 0] boom", 0, None, "boom"),
         ("\x1b[31m 10%\r[rank1]: boom\x1b[0m", 1, None, "boom"),
         ("ValueError: 3: not a rank", None, None, "ValueError: 3: not a rank"),
+        ("3: 12:00:00 boom", 3, None, "boom"),
+        ("2026-11-21T10:00:00.1Z 3: boom", 3, None, "boom"),
     ],
 )
 def test_prefixes_of_launchers_are_taken_off_and_understood(
@@ -94,6 +96,60 @@ def test_prefixes_of_launchers_are_taken_off_and_understood(
 ) -> None:
     line = parse(raw, file="f", number=1, rank=None, node=None)
     assert (line.rank, line.node, line.text) == (rank, node, text)
+
+
+@pytest.mark.parametrize(
+    ("raw", "pid", "text"),
+    [
+        ("E1124 03:35:36.260000 182 torch/distributed/elastic/multiprocessing/tail_log.py:154] boom", "182", "boom"),
+        ("E1124 12:00:00.123456     182 file.py:12] boom", "182", "boom"),
+        ("E20261124 12:00:00.123456 182 file.cc:12] boom", "182", "boom"),
+        ("[E1124 12:00:00.123456 182 file.py:12] boom", "182", "boom"),
+        ("[E321 12:00:00.123456 file.cpp:12] boom", None, "boom"),
+        ("E1124 12:00:00.123456 182 file.py:12] 7: boom", "182", "boom"),
+        ("2026-11-24 12:00:00,123 182: boom", None, "boom"),
+        ("[2026-11-24 12:00:00] [182] Traceback (most recent call last):", None, "Traceback (most recent call last):"),
+        ("12:00:00 boom", None, "boom"),
+        ("12:34 boom", None, "12:34 boom"),
+        ("[train.py:182] boom", None, "boom"),
+        ("[ERROR:182] boom", None, "boom"),
+        ("[2026-11-24 12:00:00] [trainer:182] boom", None, "boom"),
+        ("[pid182]: boom", None, "[pid182]: boom"),
+    ],
+)
+def test_a_process_a_line_of_a_file_and_a_time_of_day_in_a_prefix_are_no_rank(
+    raw: str, pid: str | None, text: str
+) -> None:
+    line = parse(raw, file="f", number=1, rank=None, node=None)
+    assert (line.rank, line.node, line.pid, line.text) == (None, None, pid, text)
+
+
+def test_nccl_names_a_process_and_a_gpu_and_no_rank() -> None:
+    line = parse("node1:182:190 [0] NCCL WARN boom", file="f", number=1, rank=None, node=None)
+    assert (line.rank, line.node, line.pid, line.text) == (None, "node1", "182", "NCCL WARN boom")
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("world_size=4\nProcess 3 exited with code 1\n", (3,)),
+        ("world_size=4\nProcess 182 exited with code 1\n", ()),
+        ("Process 3 exited with code 1\n", ()),
+        ("world_size=4\nE1124 12:00:00.1 3 torch/run.py:12] Process 3 exited with code 1\n", ()),
+        (
+            "world_size=999\ntorch.distributed.elastic.multiprocessing.api.SignalException: "
+            "Process 182 got signal: 15\n",
+            (),
+        ),
+        ("DataLoader worker 991 exited with code 1\n", ()),
+        ("Worker 3 exited with code 1\n", (3,)),
+    ],
+)
+def test_the_number_of_a_process_is_a_rank_only_if_the_job_has_that_rank(
+    tmp_path: Path, text: str, ranks: tuple[int, ...]
+) -> None:
+    (tmp_path / "job.log").write_text(text)
+    assert explain([tmp_path / "job.log"])[0].ranks == ranks
 
 
 def test_of_two_causes_the_earlier_one_is_the_first_although_it_stands_later(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""What is told beside a primary cause must agree with it: what follows from it, and what it says already. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dtctl.doctor.explain import kinds
+from dtctl.doctor.explain.diagnosis import Diagnosis
+from dtctl.doctor.explain.found import Found, Hit
+from dtctl.doctor.explain.lines import run_of
+
+_ERROR_ELSEWHERE = ("worker-failed", "torchrun-no-traceback")
+"""What a launcher says of a worker whose own error it has not seen; the worker's output may have it."""
+_OF_LAUNCHERS = frozenset((*_ERROR_ELSEWHERE, "agent-signalled", "stopped", "hangup", "derived", "cancelled"))
+_TOLD_TO_STOP = frozenset(["agent-signalled", "stopped", "cancelled", "hangup", "interrupted"])
+"""What is no failure that could have led to the end of the rest: somebody wanted the job to stop."""
+_AGENT = re.compile(r"/torch/distributed/(?:run\.py|launch|elastic/(?:agent|rendezvous))")
+"""Where torchrun's agent is at work: an exception from there is none of a worker's."""
+
+
+def without_errors_that_are_here(group: Sequence[Hit], found: Found) -> list[Hit]:
+    """A group without what claims of a worker that its error is not in these logs, although it is."""
+    if group[0].signature.id not in _ERROR_ELSEWHERE:
+        return list(group)
+    here = {(run_of(hit.line.file), hit.rank) for hit in found.hits if _error_of_a_worker(hit)}
+    left: list[Hit] = []
+    for hit in group:
+        run = run_of(hit.line.file)
+        if (run, None) in here:  # an error that does not say whose it is
+            continue
+        ranks = tuple(sorted({*hit.ranks, *(() if hit.rank is None else (hit.rank,))}))
+        missing = tuple(rank for rank in ranks if (run, rank) not in here)
+        if missing:
+            left.append(replace(hit, ranks=missing, rank=missing[0] if len(missing) == 1 else None))
+        elif not ranks and all(there != run for there, _ in here):
+            left.append(hit)
+    return left
+
+
+def _error_of_a_worker(hit: Hit) -> bool:
+    signature = hit.signature
+    if hit.end is not None or hit.survived or hit.warned or signature.role == "note" or signature.id in _OF_LAUNCHERS:
+        return False
+    if hit.raised is None:
+        return hit.rank is not None
+    of_agent = any(_AGENT.search(frame.path) for frame in hit.raised.frames)
+    return hit.raised.short not in kinds.PASSING_ON and not (hit.rank is None and of_agent)
+
+
+def in_one_run(one: Hit, other: Hit) -> bool:
+    """Whether two findings may be of the same run of dtctl: their paths do not tell them apart."""
+    runs = {run_of(hit.line.file) for hit in (one, other)} - {None}
+    return len(runs) < 2
+
+
+def told_as_consequence(one: Diagnosis, group: Sequence[Hit], first: Diagnosis) -> Diagnosis:
+    """A diagnosis that follows from the first, in words that do not look for another cause of it."""
+    one, cause = replace(one, follows=True), group[0].signature.follows
+    if not cause or first.id in _TOLD_TO_STOP:
+        return one
+    return replace(one, cause=cause, fix=f"see {first.id}, which led to it")
