@@ -187,7 +187,7 @@ def _answer(kind: type[A], code: int | None, text: str, errors: str, *, where: s
         raise NodeError(
             f"the snapshots cannot be read: {prose(reason)}",
             node=where,
-            hint="the job's Python needs dtctl and blake3 (`pip install dtctl[train]`)",
+            hint="the job's Python needs dtctl and blake3 (`pip install '.[train]'` in a clone of dtctl)",
         ) from None
 
 
