@@ -47,7 +47,7 @@ def logs(
     record = find_run(Path.cwd(), run)
     if record.info().slurm and not follow:
         _bring(record)
-    _check(record, node, rank)
+    _check(record, node, rank, attempt)
     chosen = LogFilter(
         node=node, rank=rank, tail=tail, attempt=attempt, pattern=_pattern(grep),
         changed_since=time.time() - _seconds(since) if since is not None else None,
@@ -65,6 +65,13 @@ def logs(
             break
         time.sleep(POLL_S)
     reader.print_rest()
+    if not reader.shown:
+        yet = "" if state_of(record).over else " yet"
+        output.err(
+            f"no line of run {record.run} is among those asked for{yet}"
+            if reader.has_output
+            else f"run {record.run} has printed nothing{yet}"
+        )
     return 0
 
 
@@ -79,8 +86,9 @@ def _bring(record: RunRecord) -> None:
         output.err(f"what the job has printed since is not here: {exc}", "yellow")
 
 
-def _check(record: RunRecord, node: str | None, rank: int | None) -> None:
+def _check(record: RunRecord, node: str | None, rank: int | None, attempt: int | None) -> None:
     from dtctl.errors import LaunchError
+    from dtctl.launch.records.logs import attempts_of
     from dtctl.launch.records.state import state_of
 
     if node is not None and node not in state_of(record).nodes:
@@ -89,6 +97,10 @@ def _check(record: RunRecord, node: str | None, rank: int | None) -> None:
     size = record.plan().get("world_size")
     if rank is not None and size is not None and not 0 <= rank < int(size):
         raise LaunchError(f"run {record.run} has no rank {rank}", where="--rank", hint=f"its ranks are 0 to {size - 1}")
+    attempts = max(1, len(attempts_of(record.folder)))
+    if attempt is not None and attempt >= attempts:
+        hint = "it had only attempt 0" if attempts == 1 else f"its attempts are 0 to {attempts - 1}"
+        raise LaunchError(f"run {record.run} has no attempt {attempt}", where="--attempt", hint=hint)
 
 
 def _pattern(grep: str | None) -> re.Pattern[str] | None:

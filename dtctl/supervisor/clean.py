@@ -25,7 +25,7 @@ from dtctl.supervisor.messages import (
 
 IDLE_LIMIT_S = 3600.0
 """People look at the list before they agree."""
-RECORDS = ("supervisor.json", "work.json")
+RECORDS = (processes.RECORD, "work.json")
 """A folder with one of these is that of a run."""
 OF_VALUE = ("snapshots", "work")
 
@@ -52,7 +52,7 @@ def stored(workdir: str) -> list[StoredItem]:
             has = [each for each in OF_VALUE if os.path.isdir(os.path.join(path, each))]
             if os.path.isdir(folders.memory_folder(path)):
                 has.append("memory")  # of a run that is over only where its supervisor was killed, too
-            items.append(_item("run", name, path, is_used=_runs(path), has=has))
+            items.append(_item("run", name, path, is_used=_is_running(path), has=has))
     if os.path.isdir(code) and os.path.isfile(os.path.join(code, folders.MARKER)):
         for name in receive._sealed(code):
             path = os.path.join(code, name)
@@ -90,13 +90,8 @@ def _is_run(path: str) -> bool:
     return not os.path.islink(path) and any(os.path.isfile(os.path.join(path, name)) for name in RECORDS)
 
 
-def _runs(path: str) -> bool:
-    """Whether a run's supervisor lives."""
-    try:
-        record = frames.decode(folders.read_regular(os.path.join(path, "supervisor.json"), 1 << 20))
-        return bool(processes.identity(int(record["pid"])) == record["identity"] != "")
-    except (OSError, ValueError, KeyError, TypeError, frames.BrokenFrame):
-        return False
+def _is_running(path: str) -> bool:
+    return processes.living_supervisor(path) is not None
 
 
 def _free(path: str) -> bool:
@@ -117,7 +112,7 @@ def remove(workdir: str, items: list[tuple[str, str]]) -> list[str]:
 def remove_run(workdir: str, name: str) -> bool:
     """Remove a run's folder; whether it is gone."""
     path = os.path.join(workdir, "runs", name)
-    if not folders.is_name(name) or not _is_run(path) or _runs(path):
+    if not folders.is_name(name) or not _is_run(path) or _is_running(path):
         return False
     folders.remove_tree(folders.memory_folder(path))
     return not folders.remove_tree(path)

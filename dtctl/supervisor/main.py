@@ -23,6 +23,8 @@ IDLE_LIMIT_S = 120.0
 """Seconds without a word from the control machine before a run has started; it pings nodes that are ready."""
 MIN_FREE_BYTES = 16 << 20
 SOCKET = "control.sock"
+RUNS_LOOKED_AT = 64
+"""Each costs a few reads, and a node may keep the folders of thousands."""
 
 
 class Stop(Exception):
@@ -109,7 +111,19 @@ def describe_node(workdir: str, ports: list[int]) -> messages.NodeDescription:
         port=node_facts.first_free(ports),
         python=".".join(str(part) for part in sys.version_info[:3]),
         workdir=workdir,
+        running=runs_under_way(os.path.join(workdir, "runs")),
     )
+
+
+def runs_under_way(runs_dir: str) -> list[str]:
+    """Runs that are under way on this node, of the newest in the folder."""
+    try:
+        with os.scandir(runs_dir) as entries:
+            ages = sorted((entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in entries)
+    except OSError:  # somebody removes runs meanwhile; this is for information only
+        return []
+    names = [name for _, name in ages[-RUNS_LOOKED_AT:]]
+    return [name for name in names if processes.living_supervisor(os.path.join(runs_dir, name)) is not None]
 
 
 def _absent(path: str, kind: str) -> str:
@@ -289,15 +303,9 @@ def replay(link: frames.FdLink, run_dir: str, offsets: dict[str, int]) -> None:
 def sweep(run_dir: str, message: messages.Sweep) -> messages.Swept:
     """End a run whose launcher is gone: its supervisor first, which ends the rest, then whatever is still there."""
     deadline = time.monotonic() + message.grace_s + 3
-    try:
-        with open(os.path.join(run_dir, "supervisor.json"), "rb") as file:
-            record = frames.decode(file.read())
+    record = processes.living_supervisor(run_dir)
+    if record is not None and record.get("token") == message.token:
         supervisor = int(record["pid"])
-        # The id may belong to somebody else by now.
-        is_supervisor = record["token"] == message.token and processes.identity(supervisor) == record["identity"] != ""
-    except (OSError, ValueError, KeyError, TypeError, frames.BrokenFrame):
-        supervisor, is_supervisor = 0, False
-    if is_supervisor:
         if message.by:
             write_atomically(os.path.join(run_dir, STOP_REQUEST), message.by.encode())
         processes.send([supervisor], signal.SIGTERM)

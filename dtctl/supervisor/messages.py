@@ -295,6 +295,8 @@ class NodeDescription(Message):
     """The first of the candidates that is free; 0: none, or none was named."""
     python: str = value(text(40), default="")
     workdir: str = value(_NAME, default="")
+    running: list[str] = value(list_of(prose, RUNS), default=[])
+    """Runs of this user that are under way here already."""
 
 
 class PushState(Message):

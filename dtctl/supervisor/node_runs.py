@@ -50,7 +50,7 @@ def list_runs(workdir: str) -> list[RunOnNode]:
 
 def _look(run_dir: str) -> RunOnNode | None:
     try:
-        record = frames.decode(folders.read_regular(os.path.join(run_dir, "supervisor.json"), RECORD_BYTES))
+        record = frames.decode(folders.read_regular(os.path.join(run_dir, processes.RECORD), RECORD_BYTES))
         pid, attempt = int(record["pid"]), int(record["attempt"])
         is_running = processes.identity(pid) == record["identity"] != ""
         origin = record.get("origin", {})

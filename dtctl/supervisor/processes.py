@@ -12,8 +12,16 @@ import os
 import signal
 import time
 
-from dtctl import node_facts
+from dtctl import folders, node_facts
+from dtctl.supervisor import frames
 
+TYPE_CHECKING = False  # typing is slow to import on a node
+if TYPE_CHECKING:
+    from typing import Any
+
+RECORD = "supervisor.json"
+"""In a run's folder: who supervises the run on this node."""
+_RECORD_BYTES = 1 << 20
 TOKEN = "DTCTL_RUN_TOKEN"
 """Variable whose value, 32 random hexadecimal digits, marks every process of one run."""
 
@@ -47,6 +55,15 @@ def identity(pid: int) -> str:
     """What tells a process from any other that has its id, before or after it; empty when there is none."""
     row = node_facts.process(pid)
     return "" if row is None else f"{node_facts.boot_id()} {row[2]}"
+
+
+def living_supervisor(run_dir: str) -> dict[str, Any] | None:
+    """The record of a run's supervisor; None when it has ended, or none was started on this node."""
+    try:
+        record = frames.decode(folders.read_regular(os.path.join(run_dir, RECORD), _RECORD_BYTES))
+        return record if identity(int(record["pid"])) == record["identity"] != "" else None
+    except (OSError, ValueError, KeyError, TypeError, frames.BrokenFrame):
+        return None
 
 
 def carries(pid: int, token: str) -> bool:

@@ -217,7 +217,7 @@ class Supervisor:
     def _identify(self, message: StartAttempt) -> None:
         """Write down who supervises the run here, for whoever has to end it."""
         write_atomically(
-            os.path.join(self.run_dir, "supervisor.json"),
+            os.path.join(self.run_dir, processes.RECORD),
             frames.encode(
                 {
                     "pid": os.getpid(),

@@ -17,6 +17,8 @@ from dtctl.sandbox import control, slurm
 from dtctl.sandbox.layout import Sandbox
 from tests.hosts import Project, wait_until
 
+NO_ANSWER = re.compile(r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted")
+
 
 @pytest.fixture(scope="module")
 def cluster(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
@@ -34,7 +36,7 @@ def shared(sandbox_env: dict[str, str], cluster: Sandbox) -> Iterator[Project]:
     project = Project(folder, dict(env))
     yield project
     project.close()
-    subprocess.run(["scancel", "--user=root"], env=env, check=True)  # what a failed test leaves
+    ask(project, "scancel", "--user=root")  # what a failed test leaves
     shutil.rmtree(folder)
 
 
@@ -43,12 +45,28 @@ def python_path() -> str:
     return f"{Path(shutil.which('python3') or '').parent}:{os.environ['PATH']}"
 
 
+def ask(project: Project, *argv: str) -> str:
+    """The output of one of Slurm's commands that does the same when it runs twice, as `scontrol show` and `scancel`.
+
+    A controller on a busy machine may not answer in the time that these commands give it.
+    """
+    done = subprocess.run(argv, env=project.env, capture_output=True, text=True, check=False)
+
+    def answers() -> bool:
+        nonlocal done
+        if done.returncode and NO_ANSWER.search(done.stderr):
+            done = subprocess.run(argv, env=project.env, capture_output=True, text=True, check=False)
+            return not NO_ANSWER.search(done.stderr)
+        return True
+
+    wait_until(answers, 120, "Slurm's controller answers")
+    assert done.returncode == 0, (argv, done.stdout, done.stderr)
+    return done.stdout
+
+
 def fields(project: Project, job: str) -> dict[str, str]:
     """What the controller says of a job."""
-    shown = subprocess.run(
-        ["scontrol", "show", "job", "-o", job], env=project.env, capture_output=True, text=True, check=True
-    )
-    return dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
+    return dict(re.findall(r"(\w+)=(\S*)", ask(project, "scontrol", "show", "job", "-o", job)))
 
 
 def state(project: Project, job: str) -> str:

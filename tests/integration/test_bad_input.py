@@ -196,11 +196,22 @@ def test_a_line_of_setup_that_fails_is_named(project: Project, sandbox: Sandbox)
     assert "not reached" not in done.out
 
 
-def test_a_rank_that_the_run_does_not_have(project: Project, sandbox: Sandbox) -> None:
+def test_what_of_a_run_s_output_is_not_there_is_said(project: Project, sandbox: Sandbox) -> None:
     project.write("train.py", "print('here')")
     project.write("dtctl.yaml", spec_text())
-    assert project.run("launch").code == 0
+    assert project.run("launch", "--name", project.unique).code == 0
     assert project.run("logs", "--rank", "2").out == "[node3:2] here\n"
     asked = project.run("logs", "--rank", "3")
     assert asked.code == 7
     assert not missing(asked.err, "ranks 0 2")
+    asked = project.run("logs", "--attempt", "1")
+    assert asked.code == 7
+    assert not missing(asked.err, "attempt 1")
+    asked = project.run("logs", "--grep", "there")
+    assert (asked.code, asked.out) == (0, "")
+    assert not missing(asked.err, f"{project.unique} line")
+    project.write("train.py", "")
+    assert project.run("launch", "--name", f"{project.unique}-silent").code == 0
+    asked = project.run("logs")
+    assert (asked.code, asked.out) == (0, "")
+    assert not missing(asked.err, f"{project.unique}-silent nothing")

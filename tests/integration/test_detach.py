@@ -58,6 +58,17 @@ def test_it_goes_on_and_can_be_looked_at_and_stopped(project: Project, sandbox: 
     wait_for_none(*sandbox.nodes)
 
 
+def test_a_run_on_nodes_that_have_one_already_says_so(project: Project) -> None:
+    start(project, "import sys\nif len(sys.argv) > 1: sys.exit()\n" + COUNT)
+    second = project.run("launch", "--json", "--name", f"{project.unique}-2", "--", "end")
+    assert second.code == 0, second.err
+    notes = [event for event in map(json.loads, second.out.splitlines()) if event["event"] == "note"]
+    assert [note for note in notes if not missing(note["text"].replace(",", ""), f"{project.unique} node1 node2 node3")]
+    assert project.run("stop", project.unique).code == 0
+    third = project.run("launch", "--json", "--name", f"{project.unique}-3", "--", "end")
+    assert not [event for event in map(json.loads, third.out.splitlines()) if event["event"] == "note"]
+
+
 def test_with_json_standard_output_has_events_alone(project: Project) -> None:
     project.write("dtctl.yaml", spec_text(grace_s=1))
     project.write("train.py", "print('line')")

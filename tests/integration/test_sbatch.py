@@ -13,7 +13,7 @@ import pytest
 from dtctl.sandbox import control, slurm
 from tests.facts import missing
 from tests.hosts import Project, wait_until
-from tests.integration.slurm_hosts import cluster, shared, state
+from tests.integration.slurm_hosts import ask, cluster, shared, state
 
 __all__ = ["cluster", "shared"]
 
@@ -81,13 +81,13 @@ def test_what_is_warned_saves_and_is_started_again_within_its_budget(shared: Pro
     shared.write("dtctl.yaml", spec + f"slurm: {{requeues: {requeues}}}\n")
     job, log = submitted(shared)
     wait_until(lambda: log.exists() and log.read_text().count("start 0 ready") == 4, what="it runs")
-    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=shared.env, check=True)
+    ask(shared, "scancel", "--signal=USR1", "--batch", job)
     wait_until(lambda: state(shared, job) == ends, 30, "Slurm has it again, or not")
     again = (
         "dtctl: to be started again" if requeues else "started 0 times again, which is all that slurm.requeues allows"
     )
     assert again in log.read_text()
-    subprocess.run(["scancel", job], env=shared.env, check=True)
+    ask(shared, "scancel", job)
 
 
 WAIT = """\
@@ -130,7 +130,7 @@ def test_what_is_kept_is_for_this_user_alone(shared: Project) -> None:
     shared.write("tell.py", TELL)
     shared.write("dtctl.yaml", SPEC.format(transport="slurm", program="script: tell.py"))
     job, log = submitted(shared)
-    subprocess.run(["scancel", job], env=shared.env, check=True)
+    ask(shared, "scancel", job)
     state_dir = shared.folder / ".dtctl"
     for folder in (state_dir, state_dir / "slurm", log.parent, log.parent / "work"):
         assert folder.stat().st_mode & 0o777 == 0o700, folder

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from tests.hosts import Project, wait_until
-from tests.integration.slurm_hosts import clean, cluster, fields, hasten, shared, state
+from tests.integration.slurm_hosts import ask, clean, cluster, fields, hasten, shared, state
 
 __all__ = ["cluster", "shared"]
 
@@ -101,7 +100,7 @@ def test_the_last_task_is_requeued_and_warned_alone(shared: Project) -> None:
     for run in (other, last):
         wait_until(lambda run=run: status(shared, run)["status"] == "running" and ready(run), 60, f"{run} runs")
     assert fields(shared, jobs[last])["JobId"] == jobs[last].partition("_")[0]
-    subprocess.run(["scancel", "--signal=USR1", "--batch", jobs[last]], env=shared.env, check=True)
+    ask(shared, "scancel", "--signal=USR1", "--batch", jobs[last])
     wait_until(lambda: state(shared, jobs[last]) == "PENDING", 60, "Slurm has the last one again")
     assert state(shared, jobs[other]) == "RUNNING"
     assert state(shared, jobs[short]) in ("COMPLETED", "COMPLETING")

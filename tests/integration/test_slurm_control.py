@@ -18,7 +18,7 @@ from dtctl.launch.records.record import RunRecord, list_runs
 from dtctl.sandbox.layout import Sandbox
 from dtctl.slurm.follow import reference
 from tests.hosts import Project, wait_until
-from tests.integration.slurm_hosts import clean, cluster, fields, hasten, shared, state
+from tests.integration.slurm_hosts import ask, clean, cluster, fields, hasten, shared, state
 
 __all__ = ["cluster", "shared"]
 
@@ -58,7 +58,7 @@ def record(project: Project) -> RunRecord:
 
 
 def scontrol(project: Project, *words: str) -> None:
-    subprocess.run(["scontrol", *words], env=project.env, check=True)
+    ask(project, "scontrol", *words)
 
 
 @contextmanager
@@ -249,8 +249,7 @@ def test_a_launcher_that_is_killed_around_the_submission_leaves_no_unknown_job(
 
 def jobs_of(project: Project) -> list[str]:
     """Jobs of this project that Slurm has and that are not over."""
-    argv = ["squeue", "--noheader", "--format=%i %Z"]
-    listed = subprocess.run(argv, env=project.env, capture_output=True, text=True, check=True).stdout
+    listed = ask(project, "squeue", "--noheader", "--format=%i %Z")
     return [line.split()[0] for line in listed.splitlines() if str(project.folder) in line]
 
 
@@ -288,7 +287,7 @@ def test_what_kept_the_workers_from_starting_is_named(shared: Project, wrong: st
         )
         folder = next(path for path in (shared.folder / ".dtctl" / "slurm").iterdir())
         (folder / "starts").mkdir()  # no file can be written there, by root neither
-        subprocess.run(["scancel", blocker], env=shared.env, check=True)
+        ask(shared, "scancel", blocker)
         done = shared.finish(launcher)
     assert done.code == 8, done.err
     failure = done.done["first_failure"]
@@ -316,7 +315,7 @@ def test_what_others_do_to_a_job_is_told(shared: Project) -> None:
     hasten(shared, job)
     wait_until(lambda: state(shared, job) == "RUNNING", 60, "it runs again")
     wait_until(lambda: '"restart"' in (record(shared).folder / "events.jsonl").read_text(), 60, "that is seen")
-    subprocess.run(["scancel", job], env=shared.env, check=True)
+    ask(shared, "scancel", job)
     done = shared.finish(launcher)
     (restart,) = [event for event in done.events if event["event"] == "restart"]
     assert "requeue" in str(restart["reason"])

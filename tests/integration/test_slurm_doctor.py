@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from tests.hosts import Project
-from tests.integration.slurm_hosts import cluster, shared
+from tests.integration.slurm_hosts import ask, cluster, shared
 
 __all__ = ["cluster", "shared"]
 
@@ -51,11 +51,11 @@ def test_the_doctor_sees_that_a_preempted_job_would_be_lost(shared: Project) -> 
     shared.write("train.py", "")
     shared.write("dtctl.yaml", spec())
     change = ["scontrol", "update", "PartitionName=main"]
-    subprocess.run([*change, "PreemptMode=CANCEL"], env=shared.env, check=True)
+    ask(shared, *change, "PreemptMode=CANCEL")
     try:
         done = shared.run("doctor", "--json")
     finally:
-        subprocess.run([*change, "PreemptMode=REQUEUE"], env=shared.env, check=True)
+        ask(shared, *change, "PreemptMode=REQUEUE")
     assert done.code == 0, "it can be submitted all the same"
     (first, *_) = json.loads(done.out)["findings"]
     assert (first["check"], first["status"]) == ("requeue", "warn")

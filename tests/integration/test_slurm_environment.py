@@ -14,7 +14,7 @@ from dtctl.launch.records.record import list_runs
 from dtctl.slurm.follow import reference
 from tests.hosts import Project, wait_until
 from tests.integration.progress_job import breaks_at_30
-from tests.integration.slurm_hosts import cluster, fields, shared, state
+from tests.integration.slurm_hosts import ask, cluster, fields, shared, state
 
 __all__ = ["cluster", "shared"]
 
@@ -108,7 +108,7 @@ def test_no_file_of_progress_is_left(shared: Project, cancelled: bool) -> None:
     (folder,) = {Path(folder) for folder in told()}  # virtual hosts share this machine's /tmp
     assert folder.name.startswith("dtctl-progress-")
     if cancelled:
-        subprocess.run(["scancel", job], env=shared.env, check=True)
+        ask(shared, "scancel", job)
     wait_until(lambda: state(shared, job) in ("COMPLETED", "CANCELLED", "FAILED"), 90, "it is over")
     wait_until(lambda: not folder.exists(), 30, "its files are gone")
 

@@ -22,7 +22,7 @@ from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
 from tests.facts import missing
 from tests.hosts import Finished, Project, wait_until
-from tests.integration.slurm_hosts import cluster, fields, hasten, is_clean, python_path, shared, state
+from tests.integration.slurm_hosts import ask, cluster, fields, hasten, is_clean, python_path, shared, state
 
 __all__ = ["cluster", "shared"]
 
@@ -398,9 +398,8 @@ class Training:
         return any(path.read_text().count("slow") > 2 for path in record(self.project).folder.glob("logs/*/rank-0.log"))
 
     def nodes(self) -> list[str]:
-        argv = ["scontrol", "show", "hostnames", fields(self.project, job_of(self.project))["NodeList"]]
-        shown = subprocess.run(argv, env=self.project.env, capture_output=True, text=True, check=True)
-        return shown.stdout.split()
+        nodes = fields(self.project, job_of(self.project))["NodeList"]
+        return ask(self.project, "scontrol", "show", "hostnames", nodes).split()
 
     def is_started_again(self) -> bool:
         """Whether Slurm has done so, once it has taken the job back; has it start as soon as its nodes are clean."""

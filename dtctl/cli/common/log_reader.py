@@ -45,6 +45,13 @@ class LogReader:
         self._attempts = attempts_of(record.folder)
         self._read: dict[Path, int] = {}
         self._partial: dict[Path, Lines] = {}
+        self.shown = 0
+        """Lines so far."""
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the workers have printed anything, selected or not."""
+        return any(path.is_file() and path.stat().st_size for path in self._folder.glob("*/*.log"))
 
     def print_new(self) -> None:
         """Print all whole lines that were not printed yet."""
@@ -95,6 +102,7 @@ class LogReader:
     def _show(self, path: Path, text: str) -> None:
         origin = "agent" if path.name == "agent.log" else path.stem.removeprefix("rank-")
         output.out(f"[{path.parent.name}:{origin}] {text}")
+        self.shown += 1
 
     def _number(self) -> int | None:
         """The chosen attempt, counted from 0."""

@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 
 GATHERINGS = 5
 """How often the nodes of an attempt are gathered, if some are lost again before it begins."""
+NODES_NAMED = 4
+"""In a note; of more, their number."""
 
 
 class MakePlan(Protocol):
@@ -383,6 +385,7 @@ class NodesBackend:
         for node in self.job.first_plan.nodes:  # a wrong template is found now, while the nodes are being connected
             self.job.make_script(self.job.first_plan, node)
         self.descriptions |= self.gang.gather()
+        self._tell_of_other_runs()
         if self.gang.signals:
             return self.job.first_plan
         head = self.job.first_plan.head
@@ -399,6 +402,16 @@ class NodesBackend:
         plan = self.job.make_plan(self._number, nodes, self._address(head), port, gpus=self._gpus(), cores=cores)
         rendezvous.check_reachable(plan.rendezvous.address, node=head.name, nodes=len(plan.nodes))
         return plan
+
+    def _tell_of_other_runs(self) -> None:
+        nodes: dict[str, list[str]] = {}
+        for node in self.job.first_plan.nodes:
+            description = self.descriptions.get(node.name)
+            for run in description.running if description is not None else ():
+                nodes.setdefault(run, []).append(node.name)
+        for run in sorted(nodes.keys() - {self.job.run}):
+            where = ", ".join(nodes[run]) if len(nodes[run]) <= NODES_NAMED else f"{len(nodes[run])} of these nodes"
+            self.emit(Note(text=f"{run} is running on {where}, too: both share their GPUs, cores and memory"))
 
     def _gpus(self) -> dict[str, int]:
         return {name: description.gpus for name, description in self.descriptions.items()}

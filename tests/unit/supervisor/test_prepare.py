@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from dtctl.supervisor import messages
-from dtctl.supervisor.main import Stop, prepare
+from dtctl.supervisor import frames, messages, processes
+from dtctl.supervisor.main import Stop, prepare, runs_under_way
 from tests.facts import missing
 
 
@@ -30,3 +31,20 @@ def test_what_is_no_folder_or_file_is_not_said_to_be_absent(
         prepare(str(tmp_path), asked)
     assert stopped.value.code == code
     assert not missing(str(stopped.value).replace("/", " "), facts)
+
+
+def test_only_runs_whose_supervisor_lives_are_under_way(tmp_path: Path) -> None:
+    me = {"pid": os.getpid(), "identity": processes.identity(os.getpid())}
+    records = {
+        "living": frames.encode(me),
+        "of-another-process": frames.encode({**me, "identity": "before the reboot 1"}),
+        "of-nobody": frames.encode({"pid": 1 << 22, "identity": ""}),
+        "damaged": b"{",
+    }
+    for run, content in records.items():
+        (tmp_path / run).mkdir()
+        (tmp_path / run / processes.RECORD).write_bytes(content)
+    (tmp_path / "without-any").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert runs_under_way(str(tmp_path)) == ["living"]
+    assert runs_under_way(str(tmp_path / "nowhere")) == []
