@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # longest modules begin first; see tests/conftest.py. (nproc would count OMP_NUM_THREADS.)
 HOSTS_TESTS := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2) --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: help demo test test-slow check unit integration test-frameworks soak fuzz bench gpu clean
+.PHONY: help demo test test-slow check unit integration test-frameworks soak fuzz bench gate dist-check gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show what there is to make.
@@ -68,6 +68,9 @@ fuzz: $(BIN)/.ready  ## Read 100,000 odd inputs of each sort that comes from els
 
 bench: $(BIN)/.ready  ## Launch latency and push beside other launchers; takes some minutes on an idle machine.
 	$(BIN)/python benchmarks/launch.py
+
+gate: $(BIN)/.ready  ## What became slower since BASE (default: where the branch started), pair by pair; 15 minutes, idle machine.
+	$(BIN)/python benchmarks/gate.py $(BASE)
 
 gpu: $(BIN)/.ready  ## What only a GPU can show, in 16 checks; under 9 minutes on one H200, results in benchmarks/results.
 	$(BIN)/python -m benchmarks.gpu

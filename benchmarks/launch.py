@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import resource
 import shutil
 import signal
 import statistics
@@ -25,7 +24,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from machine import keep, wait_for_quiet
+from machine import keep, measure_command, wait_for_quiet
 
 HERE = Path(__file__).resolve().parent
 PEERS = HERE / ".venv-peers"
@@ -76,18 +75,14 @@ class Series:
 
 def measure(argv: list[str], env: dict[str, str] | None, cwd: Path, limit_s: float) -> tuple[float, float, str | None]:
     """Wall and CPU seconds of one fresh process, and why it failed, if it did."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    begun = time.perf_counter()
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, cwd=cwd, env=env, timeout=limit_s, check=False)
+        done = measure_command(argv, env=env, cwd=cwd, limit_s=limit_s)
     except subprocess.TimeoutExpired:
         return limit_s, 0.0, f"not within {limit_s:g} s"
-    wall = time.perf_counter() - begun
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if done.returncode:
-        return wall, cpu, (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1][:200]
-    return wall, cpu, None
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1][:200]
+        return done.wall_s, done.cpu_s, last
+    return done.wall_s, done.cpu_s, None
 
 
 class Bench:

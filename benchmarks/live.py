@@ -254,7 +254,13 @@ class Ended:
 
 
 def train(
-    script: str, argvs: Callable[[Path, int], list[list[str]]], folder: Path, kills: int, *, strike: bool
+    script: str,
+    argvs: Callable[[Path, int], list[list[str]]],
+    folder: Path,
+    kills: int,
+    *,
+    strike: bool,
+    env: dict[str, str] | None = None,
 ) -> Ended:
     """One run of a program to its end.
 
@@ -264,6 +270,7 @@ def train(
         folder: its own.
         kills: how many there are; the number of steps follows.
         strike: False leaves it alone.
+        env: Variables of its commands; None: those of this process.
     """
     import torch
 
@@ -274,7 +281,7 @@ def train(
     steps, began_s, struck = EVERY * (kills + 1), time.time(), list[tuple[int, float]]()
     with (folder / "output").open("w") as output:
         running = [
-            subprocess.Popen(argv, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+            subprocess.Popen(argv, cwd=folder, stdout=output, stderr=output, start_new_session=True, env=env)
             for argv in argvs(folder, steps)
         ]
     try:

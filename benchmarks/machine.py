@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -32,10 +36,44 @@ def wait_for_quiet(limit_s: float = 300.0) -> None:
             raise SystemExit(f"the machine is busy ({busy:.0%} of its CPU time); figures would mean nothing")
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A command that has ended."""
+
+    wall_s: float
+    cpu_s: float
+    """Of it and of all that it has waited for."""
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def measure_command(argv: Sequence[str], *, env: dict[str, str] | None, cwd: Path, limit_s: float) -> Done:
+    """Run a command in a fresh process.
+
+    Raises:
+        subprocess.TimeoutExpired: It took longer than `limit_s`.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    begun_s = time.perf_counter()
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=cwd, env=env, timeout=limit_s, check=False)
+    wall_s = time.perf_counter() - begun_s
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Done(wall_s, cpu_s, done.returncode, done.stdout, done.stderr)
+
+
+def read_commit() -> str:
+    """Return the commit of this checkout; empty outside one."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
 def keep(name: str, figures: dict[str, object], into: Path | None = None) -> Path:
-    """Write figures to a file of this minute, or beside those of a file of before, and say where."""
+    """Write figures and the commit that they are of to a new file, or add them to an existing one."""
     RESULTS.mkdir(exist_ok=True)
     path = into.resolve() if into else RESULTS / f"{name}-{time.strftime('%Y%m%d-%H%M')}.json"
+    figures = {"commit": read_commit(), **figures}
     if path.exists() and into:
         kept = json.loads(path.read_text())
         for title, rows in figures.items():
