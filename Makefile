@@ -72,6 +72,9 @@ bench: $(BIN)/.ready  ## Launch latency and push beside other launchers; takes s
 gate: $(BIN)/.ready  ## What became slower since BASE (default: where the branch started), pair by pair; 15 minutes, idle machine.
 	$(BIN)/python benchmarks/gate.py $(BASE)
 
+dist-check: $(BIN)/.ready  ## What a release needs: figures on the front page that are not older than the code that they measure.
+	$(BIN)/python benchmarks/ages.py --check
+
 gpu: $(BIN)/.ready  ## What only a GPU can show, in 16 checks; under 9 minutes on one H200, results in benchmarks/results.
 	$(BIN)/python -m benchmarks.gpu
 

@@ -59,6 +59,8 @@ class Answer:
     conditions: str
     command: str
     files: tuple[str, ...]
+    measures: tuple[str, ...]
+    """Files and folders of the code whose speed or judgement it is."""
     missed: tuple[str, ...] = field(default=())
     """What was aimed at and not reached, and what the comparison does not show."""
 
@@ -106,6 +108,7 @@ def recovery() -> Answer:
         "process that has torch already (`dtctl, kind direct`). `cold` is the same without that process.",
         "python benchmarks/recovery.py",
         (forked["file"], whole["file"]),
+        ("dtctl/supervisor", "dtctl/launch/control", "dtctl/runtime/live", "dtctl/transport"),
         (
             "The two files were measured apart, and torchrun with 10 kills only: each that it does not recover from takes a minute.",
         ),
@@ -149,17 +152,14 @@ def step() -> Answer:
         "times a step of DDP.",
         "python benchmarks/loop.py",
         tuple(kept["file"] for kept in (tiny, small, start, pair, elastic)),
-        (
-            "What keeps resumes exact has added 4 to 6 us to the step since the tiny loop was measured beside its peers.",
-        ),
+        ("dtctl/runtime/loop.py", "dtctl/runtime/step.py", "dtctl/runtime/data_loading", "dtctl/runtime/strategies"),
     )
 
 
 def start() -> Answer:
     """Launch latency."""
-    kept, cost = newest("launch", "true on 16 nodes"), newest("compare", "figures")
-    change = cost["figures"]["launch, as a whole"]["ratio"]
-    wide, full = kept["true on 16 nodes"], kept["true on 8 nodes"]
+    kept, heavy = newest("launch", "true on 16 nodes"), newest("launch", "true on 8 nodes")
+    wide, full = kept["true on 16 nodes"], heavy["true on 8 nodes"]
     return Answer(
         "launch",
         "How fast does a launch start?",
@@ -183,10 +183,8 @@ def start() -> Answer:
         "imports, connections, the push of the code, the start and the count of what is left; pdsh, clush, parallel-ssh and "
         f"bare paramiko only connect and run `true`. The launcher takes {kept['client CPU ms per node']} ms of processor time per node.",
         "python benchmarks/launch.py",
-        (kept["file"], cost["file"]),
-        (
-            f"Since then a launch has become {change:.2f} times as long, since nodes no longer run compiled code that nobody has verified.",
-        ),
+        tuple(dict.fromkeys((kept["file"], heavy["file"]))),
+        ("dtctl/launch", "dtctl/supervisor", "dtctl/transport", "dtctl/plan", "dtctl/cli/launch.py"),
     )
 
 
@@ -210,6 +208,7 @@ def push() -> Answer:
         "dtctl's figures are whole launches: connections, scan, push, digest of every file on every node, start, end.",
         "python benchmarks/launch.py",
         (kept["file"],),
+        ("dtctl/launch/files", "dtctl/supervisor/receive.py", "dtctl/transport"),
         ("Where nothing has changed rsync takes 0.5 to 0.7 of the time: it starts no job.",),
     )
 
@@ -235,6 +234,12 @@ def damage() -> Answer:
         f"program's own documentation; torch {kept['torch']}.",
         "python benchmarks/damage.py",
         (kept["file"],),
+        (
+            "dtctl/runtime/snapshot/format",
+            "dtctl/runtime/snapshot/storage",
+            "dtctl/runtime/snapshot/load.py",
+            "dtctl/runtime/snapshot/read.py",
+        ),
     )
 
 
@@ -266,6 +271,7 @@ def resume() -> Answer:
         "each program as its documentation says.",
         "python benchmarks/resume.py",
         (kept["file"],),
+        ("dtctl/runtime",),
     )
 
 
@@ -297,6 +303,7 @@ def snapshots() -> Answer:
         f"torch {kept['torch']}, {kept['machine']}, one process, otherwise idle.",
         "python benchmarks/snapshot.py",
         (kept["file"],),
+        ("dtctl/runtime/snapshot",),
         tuple(f"{name}: {row['ratio']:.2f}, aimed at {row['bar']:g}." for name, row in bars.items() if not row["met"]),
     )
 
@@ -336,6 +343,7 @@ def faults() -> Answer:
         "anything ran, one half learned from, the other scored once. `docs/guides/doctor.md` has all figures.",
         "python benchmarks/doctor_faults.py --grammar",
         (first["file"], second["file"]),
+        ("dtctl/doctor/checks", "dtctl/doctor/probe", "dtctl/doctor/examine.py", "dtctl/doctor/rounds.py"),
         (
             *missed,
             *(
@@ -406,6 +414,7 @@ def logs() -> Answer:
         "texts of the first are shortened; the pieces are a few lines each, some of their causes were inferred, and no half of them was learned from.",
         "python benchmarks/logs.py",
         (kept["file"], whole["file"], pieces["file"]),
+        ("dtctl/doctor/explain",),
         (
             f"Wrong with confidence: {first['wrong_with_confidence']} of {first['cases']}, then {second['wrong_with_confidence']} of "
             f"{second['cases']}, {third['wrong_with_confidence']} of {third['cases']}, and {quoted['wrong_with_confidence']} of {quoted['cases']} pieces (aimed at 3%). Aimed at: 85% of causes, 90% of nodes and ranks, all healthy logs silent.",
@@ -444,6 +453,7 @@ def linter() -> Answer:
         "Files of public repositories, each read and its mistakes written down before the tool ran; split in two, one half learned from.",
         "python benchmarks/lint_corpus.py",
         (first["file"], second["file"]),
+        ("dtctl/lint",),
         ("Aimed at 75% of mistakes that a rule is about and 60% of all. `docs/accuracy-lint.md` lists every one.",),
     )
 
@@ -493,6 +503,7 @@ def experts() -> Answer:
         "replaced by its own for CPUs.",
         "python benchmarks/experts.py --torchtitan DIR",
         tuple(files),
+        ("dtctl/runtime/moe",),
         () if timed else ("What a layer costs has not been timed on an idle machine yet.",),
     )
 

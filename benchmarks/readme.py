@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ages import find_age
 from questions import Answer, Chart, answers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +32,7 @@ def _cell(answer: Answer, chart: str) -> str:
         f'<td width="50%" valign="top"><b>{answer.question}</b><br>\n'
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{pictures["dark"]}">'
         f'<img src="{pictures["light"]}" alt="{_spoken(answer, chart)}"></picture><br>\n'
-        f"<sub>{_plain(answer.conditions)}</sub></td>"
+        f"<sub>{_plain(answer.conditions)} {find_age(answer).describe()}</sub></td>"
     )
 
 
@@ -69,7 +70,7 @@ def section(answer: Answer, *, plots: str = "", level: int = 2) -> str:
     parts.append(f"**Conditions.** {answer.conditions}")
     if answer.missed:
         parts.append("**Missed, and not shown.**\n\n" + "\n".join(f"- {text}" for text in answer.missed))
-    parts.append(f"Made anew by `{answer.command}`, on an idle machine; kept in {files}.")
+    parts.append(f"Made anew by `{answer.command}`, on an idle machine; kept in {files}. {find_age(answer).describe()}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -26,17 +26,58 @@ PAGES = sorted(name for name in TRACKED if name.endswith(".md"))
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """The modules that make its figures, which are imported as programs beside each other."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = ("questions", "plot", "readme")
+    names = ("ages", "questions", "plot", "readme")
     yield {name: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name)
 
 
 def test_its_figures_are_those_of_the_newest_results(benchmarks: dict[str, ModuleType]) -> None:
-    text = README.read_text(encoding="utf-8")
-    assert benchmarks["readme"].filled(text) == text, "run benchmarks/readme.py"
+    text, mask = README.read_text(encoding="utf-8"), benchmarks["ages"].mask_lines
+    assert mask(benchmarks["readme"].filled(text)) == mask(text), "run benchmarks/readme.py"
     page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    assert benchmarks["readme"].page() == page, "run benchmarks/readme.py"
+    assert mask(benchmarks["readme"].page()) == mask(page), "run benchmarks/readme.py"
+
+
+def test_each_figure_tells_its_age(benchmarks: dict[str, ModuleType]) -> None:
+    for answer in benchmarks["questions"].answers():
+        assert all((ROOT / path).exists() for path in answer.measures), answer.slug
+        age = benchmarks["ages"].find_age(answer)
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", age.date), answer.slug
+        assert age.describe() in benchmarks["readme"].section(answer)
+
+
+def test_a_figure_of_files_that_have_changed_much_is_too_old(
+    benchmarks: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ages, file = benchmarks["ages"], "benchmarks/results/launch-20261127-0900.json"
+    monkeypatch.setattr(ages, "ROOT", tmp_path)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+
+    def commit() -> str:
+        for words in (("add", "."), (*identity, "commit", "-qm", "a")):
+            subprocess.run(["git", *words], cwd=tmp_path, check=True)
+        return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True).strip()
+
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("".join(f"line {i}\n" for i in range(400)))
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("{}")
+    first = commit()
+    answer = SimpleNamespace(question="How fast?", files=(file,), measures=("code",), command="make bench")
+    assert ages.find_age(answer) == ages.Age(file, "2026-11-27", first, 0)
+    (tmp_path / "code" / "a.py").write_text("".join(f"other {i}\n" for i in range(400)))
+    commit()
+    ages._find_age_of.cache_clear()
+    assert ages.find_age(answer).changed_lines == 800
+    (line,) = ages.find_too_old([answer])
+    assert "800 lines of the files that it measures changed since. Measure again: make bench" in line
+    assert ages.find_too_old([answer], limit=800) == []
+    (tmp_path / file).write_text('{"commit": "0123456789abcdef0123456789abcdef01234567"}')
+    ages._find_age_of.cache_clear()
+    assert ages.find_age(answer).changed_lines is None, "a commit that is not here"
+    assert ages.find_too_old([answer]), "of unknown age"
 
 
 def test_its_plots_are_those_of_the_newest_results(benchmarks: dict[str, ModuleType]) -> None:
