@@ -24,6 +24,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     from dtctl.launch.records.state import state_of
 
     record = RunRecord(folder)
+    record.check_no_link()
     if record.info().slurm:
         from dtctl.cli.common.launch_slurm import take_up_job
 

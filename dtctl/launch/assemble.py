@@ -22,7 +22,7 @@ from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push as pushing
 from dtctl.launch.files.tree import Tree, scan
 from dtctl.launch.records.events import PushProgress
-from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.record import RunRecord, check_no_link
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.environment import check_text
 from dtctl.plan.model import Plan, Threads
@@ -30,6 +30,7 @@ from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
 from dtctl.supervisor.messages import RunOrigin
 
+CACHE_DIR = "cache"
 SPEC_BYTES = 4 << 20
 """Of a run's copy of its spec."""
 COMMAND_CHARACTERS = 4000
@@ -61,7 +62,7 @@ def cluster_of_run(record: RunRecord) -> ResolvedCluster:
     Raises:
         SpecError: the copy of its spec is gone or broken.
     """
-    return cluster_of(spec_of_run(record), start=False)
+    return cluster_of(spec_of_run(record), start=False, record=record)
 
 
 def job_of_run(record: RunRecord) -> LaunchJob:
@@ -72,7 +73,7 @@ def job_of_run(record: RunRecord) -> LaunchJob:
         PlanError: a secret that it needs is not set here.
     """
     spec = spec_of_run(record)
-    cluster = cluster_of(spec, start=False)
+    cluster = cluster_of(spec, start=False, record=record)
     info = record.info()
     job = job_of(spec, cluster, run=record.run, keep=True, code=None, token=info.token, snapshots=info.snapshots)
     return replace(job, origin=origin(info.command_line, info.started))
@@ -131,7 +132,8 @@ class CodePush:
     def __init__(self, spec: Spec) -> None:
         self._payloads = pushing.Payloads()
         root = spec.base_dir / spec.job.files.root
-        cache = spec.base_dir / names.STATE_DIR / "cache"
+        cache = spec.base_dir / names.STATE_DIR / CACHE_DIR
+        check_no_link(spec.base_dir, CACHE_DIR)
         files = spec.job.files
         self._tree: Future[Tree] = Future()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dtctl import children, names
 from dtctl.launch.records.events import AttemptRunning, Emit
-from dtctl.launch.records.record import RunRecord, writing
+from dtctl.launch.records.record import RunRecord, state_folder, writing
 from dtctl.launch.records.state import state_of
 
 OUTPUT_FILE = "launcher.log"
@@ -23,7 +23,7 @@ POLL_S = 0.05
 
 def take_up_in_background(record: RunRecord) -> str:
     """Give a run whose launcher is gone a new one, and wait until that has taken over; why it could not, or nothing."""
-    with os.fdopen(os.open(record.folder / OUTPUT_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "rb") as log:
+    with os.fdopen(record.open_output(OUTPUT_FILE), "rb") as log:
         log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             children.module(sys.executable, "dtctl", "take-up", str(record.folder)),
@@ -49,12 +49,11 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Emit) -> tuple[i
         run: run id.
         on_event: told every event of the run until then.
     """
-    state = base_dir / names.STATE_DIR
-    partial = state / f".{run}.launcher.log"
+    partial = state_folder(base_dir, names.RUNS_DIR).parent / f".{run}.launcher.log"
+    partial.unlink(missing_ok=True)  # of a launcher that was killed before its run had a folder, or a link
     with writing(partial):
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial.touch(mode=0o600)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
+        opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(opened, "wb") as log:
         process = subprocess.Popen(
             children.module(sys.executable, "dtctl", *sys.argv[1:]),
             stdin=subprocess.DEVNULL,

@@ -17,6 +17,7 @@ from dtctl.spec.nodes import NodeSpec, resolve_nodes, resolve_spares
 from dtctl.transport.base import Target, Transport
 
 if TYPE_CHECKING:
+    from dtctl.launch.records.record import RunRecord
     from dtctl.plan.environment import Share
     from dtctl.plan.model import Plan
     from dtctl.transport.dial import OpenSocket
@@ -37,12 +38,13 @@ class ResolvedCluster:
     """Calls the nodes and imports what the transport needs, which takes a while; not called in a dry run."""
 
 
-def cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
+def cluster_of(spec: Spec, *, start: bool, record: RunRecord | None = None) -> ResolvedCluster:
     """The nodes that a spec names.
 
     Args:
         spec: the checked spec.
         start: whether a sandbox may be started for it.
+        record: the run whose copy of the spec it is.
 
     Raises:
         SpecError: the nodes are not well formed.
@@ -51,7 +53,9 @@ def cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
     cluster = _cluster_of(spec, start=start)
 
     def make_transport() -> Transport:
-        trust.check(spec)  # before ssh reads a configuration that could run commands, and before anything is sent
+        trust.check(
+            spec, record
+        )  # before ssh reads a configuration that could run commands, and before anything is sent
         return cluster.make_transport()
 
     return replace(cluster, make_transport=make_transport)

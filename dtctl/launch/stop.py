@@ -7,9 +7,9 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dtctl.errors import DtctlError, LaunchError
+from dtctl.launch.elsewhere import GRACE_S
 from dtctl.launch.records.events import RunEnded
 from dtctl.launch.records.record import RunRecord
 from dtctl.launch.records.state import alive, state_of
@@ -60,17 +60,16 @@ def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transp
         note: whether to write down that the run is over, because its launcher has not.
 
     Raises:
-        LaunchError: the run has no plan, so nothing of it was ever started.
+        LaunchError: the run has no plan, so nothing of it was ever started, or the plan lacks something.
     """
-    plan: dict[str, Any] = record.plan()
-    if not plan:
-        raise LaunchError(f"run {record.run} was never started", where=str(record.folder))
+    plan = record.whole_plan()
     nodes = [
         SweepTarget(target=targets[node["name"]], python=node["python"], workdir=node["workdir"])
         for node in plan["nodes"]
         if node["name"] in targets
     ]
-    left_behind = sweep(nodes, transport, run=record.run, token=record.info().token, grace_s=float(plan["grace_s"]))
+    grace_s = float(plan.get("grace_s", GRACE_S))
+    left_behind = sweep(nodes, transport, run=record.run, token=record.info().token, grace_s=grace_s)
     if note and not state_of(record).done:
         counts = [answer for answer in left_behind.values() if isinstance(answer, int)]
         left = sum(counts) if len(counts) == len(left_behind) else None

@@ -2,18 +2,29 @@
 
 A spec that was downloaded can name the user's other files to be sent, or commands to be run here. That is told by the
 dry run, and asked for before the first launch of a folder; the answer holds for what was asked, and for that folder.
+
+Programs of the folder itself that run on this machine (`transport: local`) belong to it: a launch is the user's consent
+that they run; every other command needs that consent or another. A record of a run may have come with the folder, so
+its plan is checked like the spec, unless this user launched that run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtctl import folders, names
 from dtctl.errors import LaunchError
 from dtctl.spec.model import Spec
+from dtctl.spec.nodes import resolve_nodes
+
+if TYPE_CHECKING:
+    from dtctl.launch.records.record import RunRecord
 
 _HARMLESS = re.compile(
     r"""(?ix) (?: match \s+ (?: (?:all|final|canonical|(?:host|originalhost|user|localuser) \s+ [\w.*?,!@:-]+) \s*)+ $
@@ -26,6 +37,8 @@ _HARMLESS = re.compile(
 """Lines of an SSH configuration that run nothing. All others count, since OpenSSH reads keywords in more forms (quoted,
 behind `=`) than a list of the dangerous ones would know."""
 CONFIG_BYTES = 4 << 20
+_launching: set[Path] = set()
+"""Consent that was given to this process, which is a launch."""
 SECRET = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|private_?key)|_key$")
 """Of names of variables."""
 
@@ -101,10 +114,77 @@ def likely_secrets(spec: Spec, environ: dict[str, str]) -> list[str]:
     return sorted(name for name in matched if SECRET.search(name))
 
 
-def is_agreed(spec: Spec) -> bool:
-    """Whether this user has agreed to all of it, in this folder."""
-    phrases = reach(spec)
-    return not phrases or _record(spec, phrases).is_file()
+def list_local_programs(spec: Spec, record: RunRecord | None = None) -> list[str]:
+    """Return a phrase for each program of the folder that would run on this machine.
+
+    Decided by where a value leads, not by the name of a variable: any program may have a variable that names code.
+
+    Args:
+        spec: The spec, or the copy of it in a run.
+        record: That run, whose plan may name others.
+    """
+    if spec.cluster.transport != "local":
+        return []
+    roots = _find_roots(spec.base_dir)
+    paths, variables, lines = dict[str, str](), dict(spec.job.env), dict.fromkeys(spec.job.setup)
+    for node in resolve_nodes(spec):
+        variables |= node.env
+        paths |= {node.python or "": "cluster.python", node.workdir: "cluster.workdir"}
+    if record is not None:
+        for planned in record.plan().get("nodes", []):
+            paths |= {planned.get("python") or "": "cluster.python", planned.get("workdir", ""): "cluster.workdir"}
+            # Snapshots of a run are looked at with these; see launch/records/snapshots.py.
+            variables |= {
+                each["name"]: each["value"] for each in planned.get("env", []) if each["name"] == "PYTHONPATH"
+            }
+            lines |= dict.fromkeys(planned.get("setup", []))
+        paths |= dict.fromkeys(record.code_folders().values(), "job.files")
+    phrases = [
+        f"{path} has programs that run here ({key})"
+        for path, key in paths.items()
+        if path and _leads_into(path, spec.base_dir, roots)
+    ]
+    phrases += [
+        f"{name}={value} makes programs here run code of the folder (job.env)"
+        for name, value in variables.items()
+        if "$(" in value or "`" in value or any(_leads_into(part, spec.base_dir, roots) for part in _split(value))
+    ]
+    return phrases + [f"`{line}` is run here (job.setup)" for line in lines]
+
+
+def _find_roots(base_dir: Path) -> set[Path]:
+    """Return the folder of a spec, and that of the repository it is in, unless that is the home: both came along."""
+    base = Path(os.path.realpath(base_dir))
+    repository = next((above for above in (base, *base.parents) if os.path.lexists(above / ".git")), base)
+    return {base, base if repository == Path.home() else repository}
+
+
+def _leads_into(path: str, base_dir: Path, roots: set[Path]) -> bool:
+    """Return whether a path, or a link on its way, lies in one of the folders; relative ones begin in the spec's."""
+    if "/" not in path and not os.path.lexists(base_dir / path):
+        return False  # a word, or a program of PATH
+    where = Path(os.path.realpath(base_dir)) / (Path.home() / path[2:] if path.startswith("~/") else path)
+    for _ in range(40):
+        where = Path(os.path.realpath(where.parent)) / where.name
+        if where in roots or roots & set(where.parents):
+            return True
+        try:
+            where = where.parent / where.readlink()
+        except OSError:
+            return False
+    return True
+
+
+def _split(value: str) -> Iterator[str]:
+    """Yield what may be a path in the value of a variable; programs separate them by several characters."""
+    yield from filter(None, {value, *re.split(r"[:;,\s=]+", value)})
+
+
+def list_open(spec: Spec, record: RunRecord | None = None) -> list[str]:
+    """Return the phrases that this user has not agreed to in this folder."""
+    phrases = [*reach(spec), *list_local_programs(spec, record)]
+    records = {phrase: _record(os.path.realpath(spec.base_dir), phrase) for phrase in phrases}
+    return [phrase for phrase, path in records.items() if path not in _launching and not path.is_file()]
 
 
 def agree(spec: Spec) -> None:
@@ -113,29 +193,59 @@ def agree(spec: Spec) -> None:
     Raises:
         LaunchError: it cannot be written.
     """
-    path = _record(spec, reach(spec))
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-    except OSError as exc:
-        raise LaunchError(f"the answer cannot be kept: {exc.strerror}", where=str(path)) from exc
+    for phrase in list_open(spec):
+        path = _record(os.path.realpath(spec.base_dir), phrase)
+        try:
+            _write(path)
+        except OSError as exc:
+            hint = "set XDG_STATE_HOME to a folder that can be written"
+            raise LaunchError(f"the answer cannot be kept: {exc.strerror}", where=str(path), hint=hint) from exc
 
 
-def check(spec: Spec) -> None:
+def agree_to_launch(spec: Spec) -> None:
+    """Write down that programs of the folder may run here: launching its job is consent.
+
+    Where nothing can be written, later commands ask again.
+    """
+    for phrase in list_local_programs(spec):
+        path = _record(os.path.realpath(spec.base_dir), phrase)
+        _launching.add(path)
+        with contextlib.suppress(OSError):
+            _write(path)
+
+
+def note_launch(token: str) -> None:
+    """Write down that this user launched a run, which its token tells from others."""
+    with contextlib.suppress(OSError):
+        _write(_record("launched", token))
+
+
+def check(spec: Spec, record: RunRecord | None = None) -> None:
     """Refuse to go on without agreement.
+
+    Args:
+        spec: The spec, or the copy of it in a run.
+        record: That run. The plan of one that this user launched is trusted.
 
     Raises:
         LaunchError: there is none.
     """
-    if not is_agreed(spec):
+    if record is not None and _record("launched", record.info().token).is_file():
+        record = None
+    if missing := list_open(spec, record):
         raise LaunchError(
-            f"this folder's spec reaches beyond the folder: {'; '.join(reach(spec))}",
+            f"this folder's spec reaches beyond the folder, or runs programs of it: {'; '.join(missing)}",
             where=str(spec.base_dir / names.SPEC_FILE),
-            hint="if you trust it, `--yes` agrees to exactly this, once for the folder",
+            hint="if you trust it, `--yes` of launch, doctor or bench agrees to exactly this, once for the folder",
         )
 
 
-def _record(spec: Spec, phrases: list[str]) -> Path:
+def _write(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+
+
+def _record(*parts: str) -> Path:
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    seal = "\0".join([os.path.realpath(spec.base_dir), *phrases])
+    seal = "\0".join(parts)
     return Path(state).expanduser() / "dtctl" / "agreed" / hashlib.sha256(os.fsencode(seal)).hexdigest()

@@ -18,8 +18,13 @@ Yes = Annotated[
 ]
 
 
-def agreed(spec: Spec, *, yes: bool) -> None:
+def agreed(spec: Spec, *, yes: bool, launching: bool = False) -> None:
     """Ask for what the spec reaches beyond its folder, the first time that a command acts on this folder.
+
+    Args:
+        spec: The spec.
+        yes: Agree to all of it.
+        launching: The command runs the job of the folder, which is the user's word that its programs may run.
 
     Raises:
         LaunchError: nobody agrees, or nobody can be asked.
@@ -29,10 +34,13 @@ def agreed(spec: Spec, *, yes: bool) -> None:
     for name in trust.likely_secrets(spec, dict(os.environ)):
         hint = "named in job.secrets it is kept out of scripts and plans"
         output.err(f"warning: {name} looks like a secret and is sent by job.env_from: {hint}", "yellow")
-    if trust.is_agreed(spec):
+    if launching:
+        trust.agree_to_launch(spec)
+    missing = trust.list_open(spec)
+    if not missing:
         return
     if not yes and sys.stdin.isatty() and sys.stderr.isatty():
-        for text in trust.reach(spec):
+        for text in missing:
             output.err(text, "yellow")
         output.err("agree to this, for this folder? [y/N] ")
         yes = sys.stdin.readline().strip().lower() in ("y", "yes")

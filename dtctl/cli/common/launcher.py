@@ -121,6 +121,7 @@ def create_run(
     Raises:
         LaunchError: a run of this name exists, or the folder cannot be written to.
     """
+    from dtctl.launch import trust
     from dtctl.launch.records.record import RunInfo, RunRecord
     from dtctl.spec.load import dump_spec
 
@@ -138,6 +139,7 @@ def create_run(
         snapshots=dict(snapshots or {}),
     )
     record = RunRecord.create(spec.base_dir, info)
+    trust.note_launch(token)
     record.write_spec(dump_spec(spec))
     return record
 

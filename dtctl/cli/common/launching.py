@@ -175,7 +175,7 @@ def real_launch(options: LaunchOptions) -> int:
     from dtctl.launch.records.record import check_run_name, new_run_id
 
     spec = spec_of(options)
-    agreed(spec, yes=options.yes)
+    agreed(spec, yes=options.yes, launching=True)
     if spec.metrics is not None:
         from dtctl.metrics.secrets import read_secrets
 

@@ -89,6 +89,27 @@ def writing(path: Path) -> Iterator[None]:
         ) from exc
 
 
+def check_no_link(base_dir: Path, *parts: str) -> None:
+    """Refuse a path of dtctl's own that leads elsewhere: whoever made the folder may have put a link there.
+
+    Args:
+        base_dir: The folder of the spec.
+        parts: Names from its `.dtctl` on.
+
+    Raises:
+        LaunchError: A part of it is a link.
+    """
+    path = base_dir
+    for name in (names.STATE_DIR, *parts):
+        path /= name
+        if path.is_symlink():
+            raise LaunchError(
+                "records are not written through a link, which may lead anywhere",
+                where=str(path),
+                hint=f"remove it (`rm {shell.quote(str(path))}`); dtctl makes a folder there",
+            )
+
+
 def state_folder(base_dir: Path, name: str) -> Path:
     """A folder of dtctl's own beside the spec, for this user alone and out of git's sight.
 
@@ -97,13 +118,7 @@ def state_folder(base_dir: Path, name: str) -> Path:
     """
     state = base_dir / names.STATE_DIR
     folder = state / name
-    for path in (state, folder):
-        if path.is_symlink():
-            raise LaunchError(
-                "records are not written through a link, which may lead anywhere",
-                where=str(path),
-                hint=f"remove it (`rm {shell.quote(str(path))}`); dtctl makes a folder there",
-            )
+    check_no_link(base_dir, name)
     try:
         with writing(folder):
             folders.make_durable(str(state), 0o700)
@@ -230,6 +245,31 @@ class RunRecord:
             record.reserve()
         record.write_info(info)
         return record
+
+    def check_no_link(self) -> None:
+        """Refuse a run's folder, or one of its logs, that is a link.
+
+        Raises:
+            LaunchError: It is.
+        """
+        base, runs = self.base_dir, (names.RUNS_DIR, self.run)
+        check_no_link(base, *runs, names.LOGS_DIR)
+        logs = self.folder / names.LOGS_DIR
+        for path in logs.iterdir() if logs.is_dir() else ():
+            check_no_link(base, *runs, names.LOGS_DIR, path.name)
+
+    def open_output(self, name: str) -> int:
+        """Open a file of the run for what a process prints; made where it is missing, appended to, no link followed.
+
+        Returns:
+            A descriptor for reading and writing.
+
+        Raises:
+            LaunchError: It cannot be opened.
+        """
+        path = self.folder / name
+        with writing(path):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def reserve(self) -> None:
         """Take room on the disk for what has to be recorded however full it is by then.
@@ -388,7 +428,9 @@ class RunRecord:
 
     def _lock(self, kind: int) -> int | None:
         """A descriptor that holds the launcher's lock; None when somebody else does."""
-        fd = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        path = self.folder / LOCK_FILE
+        with writing(path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -417,7 +459,12 @@ class RunRecord:
 
 
 def list_runs(base_dir: Path) -> list[RunRecord]:
-    """All runs launched from `base_dir`, oldest first; a folder that cannot be read as a run is left out."""
+    """All runs launched from `base_dir`, oldest first; a folder that cannot be read as a run is left out.
+
+    Raises:
+        LaunchError: the folder of records is a link.
+    """
+    check_no_link(base_dir, names.RUNS_DIR)
     try:
         folders = list((base_dir / names.STATE_DIR / names.RUNS_DIR).iterdir())
     except OSError:
@@ -426,6 +473,7 @@ def list_runs(base_dir: Path) -> list[RunRecord]:
     for folder in folders:
         record = RunRecord(folder)
         with contextlib.suppress(LaunchError):
+            record.check_no_link()
             started[record] = record.info().started
     return sorted(started, key=lambda record: (started[record], record.run))
 
@@ -455,7 +503,9 @@ def find_run(base_dir: Path, run: str | None) -> RunRecord:
         if record.run == run:
             return record
     if RUN_NAME.match(run) and (base_dir / names.STATE_DIR / names.RUNS_DIR / run).is_dir():
-        RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run).info()  # says that it cannot be read
+        record = RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run)
+        record.check_no_link()
+        record.info()  # says that it cannot be read
     import difflib
 
     matches = difflib.get_close_matches(run, [record.run for record in runs], n=1)

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from dtctl import children, shell
-from dtctl.errors import DtctlError, NodeError
+from dtctl import children, names, shell
+from dtctl.errors import DtctlError, LaunchError, NodeError
 from dtctl.launch.assemble import cluster_of_run, spec_of_run
 from dtctl.launch.control.link import SilenceLimit
 from dtctl.launch.records.record import RunRecord
@@ -61,7 +61,7 @@ class RunSnapshots:
         """Find the nodes; none is called yet.
 
         Raises:
-            LaunchError: the run was never started.
+            LaunchError: the run was never started, or no node of its plan is one of its spec.
             SpecError: the copy of its spec is gone or broken.
         """
         plan = record.whole_plan()
@@ -83,6 +83,9 @@ class RunSnapshots:
                     folder=_folder(folder, run_dir) or continued.get(name) or posixpath.join(run_dir, "snapshots"),
                     variables=_job_variables(node) if at_url else "",
                 )
+        if not self._places and cluster.targets:
+            where = str(record.folder / names.PLAN_FILE)
+            raise LaunchError("the plan of the run names none of the nodes of its spec", where=where)
 
     def ask(
         self, kind: type[A], options: Sequence[str], nodes: Sequence[str] | None = None
