@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 CLIENT_S: Final = 10.0
-"""For a request to arrive and an answer to be taken."""
+"""Seconds from the connection of a client to the end of its answer."""
 MANY: Final = 16
-"""Clients at a time; others are turned away."""
+"""Clients at a time. One more takes the place of the oldest, so that slow ones keep nobody out."""
+
+
+class _Clients:
+    """The connections that are open, the oldest first."""
+
+    def __init__(self) -> None:
+        self._since: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, client: socket.socket) -> None:
+        """Note a new one, which takes the place of the oldest where there are many."""
+        with self._lock:
+            while len(self._since) >= MANY:
+                self._end(next(iter(self._since)))
+            self._since[client] = time.monotonic()
+
+    def remove(self, client: socket.socket) -> None:
+        """Forget one that is over."""
+        with self._lock:
+            self._since.pop(client, None)
+
+    def end_late(self) -> None:
+        """End those whose time is up, however often they send a byte."""
+        latest = time.monotonic() - CLIENT_S
+        with self._lock:
+            for client in [client for client, since in self._since.items() if since < latest]:
+                self._end(client)
+
+    def _end(self, client: socket.socket) -> None:
+        del self._since[client]
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)  # its thread finds the end, and closes it
 
 
 class Page:
@@ -30,7 +64,7 @@ class Page:
         Raises:
             OSError: that is not possible.
         """
-        places = threading.Semaphore(MANY)
+        clients = _Clients()
 
         class Handler(BaseHTTPRequestHandler):
             timeout = CLIENT_S
@@ -66,16 +100,15 @@ class Page:
                 self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
             def process_request(self, request: Any, client_address: Any) -> None:
-                if places.acquire(blocking=False):
-                    super().process_request(request, client_address)
-                else:
-                    self.shutdown_request(request)
+                clients.add(request)
+                super().process_request(request, client_address)
 
-            def process_request_thread(self, request: Any, client_address: Any) -> None:
-                try:
-                    super().process_request_thread(request, client_address)
-                finally:
-                    places.release()
+            def shutdown_request(self, request: Any) -> None:
+                clients.remove(request)
+                super().shutdown_request(request)
+
+            def service_actions(self) -> None:
+                clients.end_late()
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 """A client that has gone away is no concern of the run's."""
