@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -54,7 +55,7 @@ def run(arguments: list[str]) -> int:
 
     from dtctl.cli import output
     from dtctl.cli.app import app_of, split_rest
-    from dtctl.errors import DtctlError, Interrupted, LaunchError
+    from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 
     before, rest = split_rest(arguments)
     app = app_of(before)
@@ -80,6 +81,10 @@ def run(arguments: list[str]) -> int:
                 words = " ".join(before[1:])
                 output.hint(f"what is meant for the script follows two dashes: `dtctl launch -- {words}`")
             return code
+        if isinstance(exc, OSError) and exc.errno == errno.ENAMETOOLONG:  # an argument; the spec's paths are checked
+            name = os.fsdecode(exc.filename or "")
+            output.error(UsageError(f"a path of {len(name):,} characters is too long", where=f"{name[:60]}..."))
+            return UsageError.exit_code
         import traceback
 
         traceback.print_exc()

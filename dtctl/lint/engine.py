@@ -132,16 +132,21 @@ _CAUSES = (
 def _once(problems: list[Problem]) -> list[Problem]:
     """One finding for each cause and line, and for each obsolete name of a file."""
     kept: list[Problem] = []
+    reported: set[int] = set()
     obsolete: dict[str, list[int]] = {}
+    on_line: dict[int, list[Problem]] = {}
+    for problem in problems:
+        on_line.setdefault(problem.line, []).append(problem)
     for problem in problems:
         if problem.rule == "DT025" and not problem.edits:
             obsolete.setdefault(problem.message, []).append(problem.line)
             if len(obsolete[problem.message]) > 1:
                 continue
-        others = [other for other in problems if other is not problem and _one_cause(problem, other)]
-        if any(_goes_first(other, problem, other in kept) for other in others):
+        others = [other for other in on_line[problem.line] if other is not problem and _one_cause(problem, other)]
+        if any(_goes_first(other, problem, id(other) in reported) for other in others):
             continue
         kept.append(problem)
+        reported.add(id(problem))
     return [_with_other_lines(problem, obsolete.get(problem.message, [])) for problem in kept]
 
 
@@ -160,8 +165,6 @@ def _goes_first(other: Problem, problem: Problem, reported: bool) -> bool:
 
 
 def _one_cause(first: Problem, second: Problem) -> bool:
-    if first.line != second.line:
-        return False
     return first.rule == second.rule or any(first.rule in cause and second.rule in cause for cause in _CAUSES)
 
 

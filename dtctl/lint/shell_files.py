@@ -5,6 +5,7 @@ What the shell computes is unknown.
 
 from __future__ import annotations
 
+import bisect
 import re
 import shlex
 from collections.abc import Iterator
@@ -22,9 +23,10 @@ _ASSIGNED = re.compile(
 )
 _RELEVANT = re.compile(r"[NR]CCL_|GLOO_|TORCH_FR_|MASTER_|master[_-]|torch\.distributed\.launch|#SBATCH ")
 _PYTHON = re.compile(r"(?:\S*/)?python[\d.]*")
-_LAUNCH = re.compile(r"\S*python[\d.]*\s+(?:-\S+\s+)*?-m\s+torch\.distributed\.launch\b")
+# Only from the beginning of a word: a word of a million letters would else be searched from each of them.
+_LAUNCH = re.compile(r"(?<!\S)\S*python[\d.]*\s+(?:-\S+\s+)*?-m\s+torch\.distributed\.launch\b")
 _PORT = re.compile(
-    r"(?:\bMASTER_PORT=|--(?:master|main_process)[_-]port[= ])(?P<value>\"[^\"]*\"|\$\(\([^)]*\)\)|\d+\b)"
+    r"(?:\bMASTER_PORT=|--(?:master|main_process)[_-]port[= ])(?P<value>\"[^\"]*\"|\$\(\([^)]{0,500}\)\)|\d+\b)"
 )
 _SUM = re.compile(r"\$\(\(\s*(?P<base>\d+)\s*\+(?P<rest>.*)\)\)")
 _NODES = re.compile(r"#SBATCH\s+(?:--nodes[= ]|-N\s*)(\d+)")
@@ -39,16 +41,15 @@ def check_shell(path: str, text: str, cluster: ClusterFacts) -> list[Problem]:
         script = scanned(text)
     except RecursionError:  # quotations in substitutions in quotations, a thousand deep
         script = Script(complete=False)
-    read = said_only(text, script)
-    problems = [
-        problem
-        for line, words in logical_lines(read)
-        for problem in _line(path, line, words, Read(text, script, cluster))
-    ]
+    several = cluster.multi_node or any(int(count) > 1 for count in _NODES.findall(text))
+    read = Read(text, script, several)
+    lines = logical_lines(said_only(text, script))
+    problems = [problem for line, words in lines for problem in _line(path, line, words, read)]
+    ends = [match.start() for match in re.finditer("\n", text)]
     for offset, rule, message in batch_files.findings(path, text, script):
-        before = text[:offset]
-        line, column = before.count("\n") + 1, len(before.rpartition("\n")[2])
-        problems.append(_problem(path, line, column, rule, rules()[rule].severity, message, ""))
+        above = bisect.bisect_left(ends, offset)
+        column = offset - (ends[above - 1] + 1 if above else 0)
+        problems.append(_problem(path, above + 1, column, rule, rules()[rule].severity, message, ""))
     return problems
 
 
@@ -58,7 +59,8 @@ class Read:
 
     text: str
     script: Script
-    cluster: ClusterFacts
+    several: bool
+    """Whether there are several nodes, by the spec or by the script's own directives."""
 
 
 def logical_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -69,19 +71,22 @@ def logical_lines(text: str) -> Iterator[tuple[int, str]]:
     lines = text.split("\n")
     number = 0
     while number < len(lines):
-        first, joined = number + 1, lines[number]
-        while joined.endswith("\\") and not joined.lstrip().startswith("#") and number + 1 < len(lines):
+        first, parts = number, [lines[number]]
+        blank, is_comment = not parts[0].strip(" \t\\"), parts[0].lstrip().startswith("#")
+        while parts[-1].endswith("\\") and not is_comment and number + 1 < len(lines):
             number += 1
-            joined = joined[:-1] + "  " + lines[number]
+            parts[-1] = parts[-1][:-1]
+            parts.append(lines[number])
+            is_comment = blank and parts[-1].lstrip().startswith("#")
+            blank = blank and not parts[-1].strip(" \t\\")
         number += 1
-        if not joined.lstrip().startswith("#"):
-            yield first, joined
+        if not is_comment:
+            yield first + 1, "  ".join(parts)
 
 
 def _line(path: str, line: int, words: str, read: Read) -> Iterator[Problem]:
     code = _without_comment(words)
-    counts = (*_NODES.findall(read.text), *_NNODES.findall(code))
-    several = read.cluster.multi_node or any(int(count) > 1 for count in counts)
+    several = read.several or any(int(count) > 1 for count in _NNODES.findall(code))
     launcher = _LAUNCH.search(code)
     if launcher is not None:
         yield _problem(

@@ -98,9 +98,11 @@ def said_only(text: str, script: Script) -> str:
     blank = [(command.words[command.first + 1].start, command.words[-1].end) for command in script.commands
              if command.name in _SAYS and len(command.words) > command.first + 1]  # fmt: skip
     blank += [(begin, end) for begin, end, owner in script.documents if owner.name not in _RUNS]
-    for begin, end in blank:
-        text = text[:begin] + re.sub(r"[^\n]", " ", text[begin:end]) + text[end:]
-    return text
+    pieces, at = [], 0
+    for begin, end in sorted(blank):
+        pieces += [text[at:begin], re.sub(r"[^\n]", " ", text[max(at, begin) : end])]
+        at = max(at, end)
+    return "".join([*pieces, text[at:]])
 
 
 def _ended(script: Script, command: Command) -> Command:

@@ -88,14 +88,19 @@ def decoded(raw: bytes, *, python: bool) -> SourceText:
 
     Raises:
         UnicodeDecodeError: the bytes are not text in it.
-        SyntaxError: a Python file names an encoding that does not exist.
+        SyntaxError: a Python file names an encoding that does not exist, or is none of text.
     """
     bom = raw.startswith(_BOM)
     body = raw.removeprefix(_BOM)
     encoding = "utf-8"
     if python:
         encoding = tokenize.detect_encoding(io.BytesIO(raw).readline)[0].removesuffix("-sig")
-    return SourceText(body.decode(encoding), encoding, bom)
+    try:
+        return SourceText(body.decode(encoding), encoding, bom)
+    except UnicodeDecodeError:
+        raise
+    except (LookupError, UnicodeError) as exc:  # Python knows it, and does not read a program in it: rot13, hex, zlib
+        raise SyntaxError(f"{encoding} is no encoding that a program can have") from exc
 
 
 def collect(paths: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:

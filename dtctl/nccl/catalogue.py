@@ -51,6 +51,7 @@ def _variable(name: str, entry: dict[str, Any]) -> NcclVariable:
     return NcclVariable(name=name, values=tuple(str(value) for value in entry.pop("values", ())), risky=risky, **entry)
 
 
+@functools.cache
 def closest_name(name: str) -> str:
     """The known variable that `name` is probably a misspelling of; empty when none is near."""
     matches = difflib.get_close_matches(name, catalogue(), n=1, cutoff=0.9)

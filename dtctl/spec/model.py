@@ -19,7 +19,18 @@ from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, ValidationI
 from dtctl import shell
 from dtctl.names import DEFAULT_WORKDIR
 from dtctl.spec.places import Places, parse_key
-from dtctl.spec.section import Count, CountOrZero, Port, Positive, PositiveOrZero, Section, Text, Word
+from dtctl.spec.section import (
+    Count,
+    CountOrZero,
+    FilePath,
+    PathText,
+    Port,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Text,
+    Word,
+)  # fmt: skip
 from dtctl.spec.training import Train
 
 __all__ = [  # the sections
@@ -99,13 +110,13 @@ class NodeEntry(Section):
     """Workers on this node."""
     env: dict[str, Text] = Field(default={})
     """Variables for the workers of this node; they win over `job.env`."""
-    python: str | None = None
+    python: PathText | None = None
     """Python on this node."""
     port: Port | None = None
     """Port of the node's SSH server."""
     user: Word | None = None
     """Login user."""
-    workdir: Word | None = None
+    workdir: PathText | None = None
     """Folder for everything that dtctl writes on this node."""
     rack: Word | None = None
     """What shares power or a switch with this node: copies of its snapshots are kept in another rack. Not used under
@@ -131,7 +142,7 @@ class Cluster(Section):
     nodes: tuple[Text | NodeEntry, ...] | Annotated[int, Field(strict=True, ge=1, le=65_536)] = ()
     """Names (`gpu1`), ranges (`gpu[01-04]`), entries with more keys; or, for the sandbox and Slurm, a number; in the
     sandbox at most 250. Default: 3 hosts in the sandbox, this machine with transport local."""
-    hostfile: Path | None = None
+    hostfile: FilePath | None = None
     """MPI or DeepSpeed hostfile (`name slots=4`) to take the nodes from, instead of `nodes`."""
     slots: Slots = "auto"
     """Workers per node. auto: one per GPU, 1 on a node without."""
@@ -139,16 +150,16 @@ class Cluster(Section):
     """Login user. Default: what `ssh NODE` would use."""
     port: Port | None = None
     """Port of the SSH servers. Default: what `ssh NODE` would use."""
-    identity_file: Path | None = None
+    identity_file: FilePath | None = None
     """Private key. Default: what `ssh NODE` would use, agent included."""
-    known_hosts: Path | None = None
+    known_hosts: FilePath | None = None
     """File of known host keys instead of the user's and the system's."""
-    ssh_config: Path | None = None
+    ssh_config: FilePath | None = None
     """OpenSSH configuration file. Default: the user's and the system's. none: no configuration at all."""
-    python: str | None = None
+    python: PathText | None = None
     """Python on the nodes, for dtctl and for the job. Default: `python3` and `torchrun` from the node's PATH; with
     transport local and sandbox the Python that runs dtctl."""
-    workdir: Word = DEFAULT_WORKDIR
+    workdir: PathText = DEFAULT_WORKDIR
     """Folder on every node for everything that dtctl writes there. `~` is the login user's home."""
     connect_timeout_s: Positive = 10.0
     """Seconds a node has to answer."""
@@ -177,7 +188,7 @@ class Files(Section):
     push: bool = True
     """Whether files are copied at all. false: the job's folder is already on every node, at `root`. A run starts in a
     working folder of its own all the same, in which that folder appears."""
-    root: Word = "."
+    root: PathText = "."
     """Folder to copy, relative to the spec. With `push: false`, where it lies on every node: `/opt/app`, `~/code`, or,
     relative to the spec, under the same path as here."""
     include: tuple[Word, ...] = ()
@@ -196,7 +207,7 @@ class Job(Section):
 
     name: Word = "job"
     """Name of the job; run ids begin with it."""
-    script: Word | None = None
+    script: PathText | None = None
     """Python script, relative to the folder that is copied to the nodes. A script of another language (`run.sh`, or by
     its first line, `#!/usr/bin/env bash`) is run by its own interpreter, once per node unless `kind` says otherwise."""
     module: Word | None = None
@@ -407,7 +418,7 @@ class Kubernetes(Section):
     """When the image is pulled. Default: Kubernetes' own rule."""
     image_pull_secrets: tuple[Word, ...] = ()
     """Secrets with the credentials of the image's registry."""
-    workdir: Word = "/workspace"
+    workdir: PathText = "/workspace"
     """Folder with the job's code in the container."""
     claim: Word | None = None
     """PersistentVolumeClaim with the job's code, mounted at `workdir`. Default: the code is in the image."""
@@ -472,7 +483,7 @@ class Secret(Section):
 
     env: Word | None = None
     """Variable in the environment of `dtctl launch`."""
-    file: Path | None = None
+    file: FilePath | None = None
     """File that holds the value alone, for its owner alone (mode 0600); not one that is pushed to the nodes."""
 
     @model_validator(mode="after")

@@ -33,6 +33,8 @@ _LIMITS = {
     "greater_than_equal": ("ge", "at least {}"),
     "less_than_equal": ("le", "at most {}"),
 }
+_TOLD = 50
+"""Most problems that a message tells."""
 _SHOWN = 60
 """Most characters of a wrong value that a message repeats."""
 
@@ -54,13 +56,16 @@ def explain(problems: Sequence[ErrorDetails], data: Any, places: Places) -> Spec
     entries = []
     for path, group in _by_path(problems, data).items():
         set_by = any(path[: len(key)] == key for key, _ in places.overrides)
-        entries.append((set_by, places.line(path) or 0, places.of(path), dotted(path), _words(group, path)))
+        entries.append((set_by, places.line(path) or 0, path, group))
     entries.sort(key=lambda problem: problem[:2])
-    _, _, where, key, words = entries[0]
+    told = [(places.of(path), dotted(path), _words(group, path)) for _, _, path, group in entries[:_TOLD]]
+    where, key, words = told[0]
     if len(entries) == 1:
         return SpecError(f"{key}: {words}", where=where, key=key)
     lines = [f"{len(entries)} problems in the spec"]
-    lines.extend(f"  {where}: {key}: {words}" for _, _, where, key, words in entries)
+    lines.extend(f"  {where}: {key}: {words}" for where, key, words in told)
+    if len(entries) > len(told):
+        lines.append(f"  and {len(entries) - len(told)} more")
     return SpecError("\n".join(lines), where=where, key=key)
 
 
@@ -91,11 +96,8 @@ def _by_path(problems: Sequence[ErrorDetails], data: Any) -> dict[Path, list[Err
         if problem["type"] == "missing":
             path = (*path, problem["loc"][-1])
         groups.setdefault(path, []).append(problem)
-    return {
-        path: group
-        for path, group in groups.items()
-        if not any(len(other) > len(path) and other[: len(path)] == path for other in groups)
-    }
+    around = {path[:length] for path in groups for length in range(len(path))}
+    return {path: group for path, group in groups.items() if path not in around}
 
 
 def _words(group: Sequence[ErrorDetails], path: Path) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import os
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+P = TypeVar("P", str, Path)
+_PATH_BYTES = 4095
+_NAME_BYTES = 255
 
 
 def _not_zero(value: int) -> int:
@@ -18,6 +24,20 @@ def _not_zero(value: int) -> int:
 Text = Annotated[str, Field(json_schema_extra={"type": ["string", "number", "boolean"]})]
 """Text; a number or a truth value is taken as it was typed."""
 Word = Annotated[str, Field(min_length=1)]
+
+
+def _check_length(path: P) -> P:
+    """Refuse what no file system of Linux or macOS has room for, before something is done with it."""
+    encoded = os.fsencode(path)
+    if len(encoded) > _PATH_BYTES or any(len(name) > _NAME_BYTES for name in encoded.split(b"/")):
+        raise ValueError(f"is longer than file systems take ({len(encoded):,} bytes)")
+    return path
+
+
+FilePath = Annotated[Path, AfterValidator(_check_length)]
+"""Path of a file on this machine."""
+PathText = Annotated[Word, AfterValidator(_check_length)]
+"""The same as text, or a path on a node."""
 """Text that is not empty."""
 MOST = (1 << 63) - 1
 """No count is larger than what the workers' programs can hold."""

@@ -251,3 +251,21 @@ def test_the_batch_file_of_a_spec_that_is_tried_here_has_nothing_of_this_machine
         made.append([line for line in done.stdout.splitlines() if "THREADS" in line or line.startswith("exec ")])
     assert made[0] == made[1]
     assert any("THREADS" in line for line in made[0])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("validate", "PATH"),
+        ("lint", "PATH"),
+        ("doctor", "--log", "PATH"),
+        ("snapshot", "ls", "PATH"),
+        ("launch", "PATH"),
+    ],
+)
+@pytest.mark.parametrize("path", ["x" * 5000, "x/" * 2500, "/" + "x" * 300 + "/dtctl.yaml"])
+def test_an_argument_that_is_too_long_for_a_path_is_no_bug(tmp_path: Path, words: tuple[str, ...], path: str) -> None:
+    done = dtctl(*(path if word == "PATH" else word for word in words), cwd=tmp_path)
+    assert "bug in dtctl" not in done.stderr
+    assert done.returncode in (2, 3, 7, 10), done.stderr
+    assert len(done.stderr) < 1000 or words[0] == "snapshot"

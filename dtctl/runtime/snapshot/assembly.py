@@ -80,7 +80,7 @@ def assembled(files: Iterable[tuple[str, str, headers.Header]], *, pieces: bool 
 def _fitted(files: Iterable[tuple[str, str, headers.Header]]) -> dict[str, Any]:
     trees: dict[str, list[Any]] = {}
     for part, name, header in files:
-        trees.setdefault(part, []).append(_leafy(header.tree, header, name, ()))
+        trees.setdefault(part, []).append(_leafy(header.tree, dict(header.tensors), name, ()))
     parts = {part: _merged(several) for part, several in trees.items()}
     for part, several in trees.items():
         if len(several) > 1 and part == "optimizer":
@@ -175,9 +175,13 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
             index[dim] = 0
 
 
-def _leafy(tree: Any, header: headers.Header, file: str, path: tuple[str, ...]) -> Any:
+def _leafy(tree: Any, tensors: dict[str, Any], file: str, path: tuple[str, ...]) -> Any:
     if headers.is_tensor(tree):
-        entry = header.tensors[tree[headers.TENSOR]]
+        name = tree[headers.TENSOR]
+        entry = tensors.pop(name, None)
+        # Each stands in one place. A small tree that names a large tensor often would be written out as often.
+        if entry is None:
+            raise ValueError(f"{'.'.join(path)} is a tensor that is not there, or stands elsewhere")
         own = tuple(entry["shape"])
         whole = tree.get(headers.OF, {"shape": own, "offset": [0] * len(own)})
         begin, end = entry["data_offsets"]
@@ -188,9 +192,9 @@ def _leafy(tree: Any, header: headers.Header, file: str, path: tuple[str, ...]) 
         source = PieceSource(file=file, begin=begin, end=end, box=(offset, own))
         return TreeEntry(path=path, dtype=entry["dtype"], shape=shape, sources=[source])
     if isinstance(tree, dict):
-        return {key: _leafy(value, header, file, (*path, key)) for key, value in tree.items()}
+        return {key: _leafy(value, tensors, file, (*path, key)) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_leafy(value, header, file, (*path, str(index))) for index, value in enumerate(tree)]
+        return [_leafy(value, tensors, file, (*path, str(index))) for index, value in enumerate(tree)]
     return tree
 
 

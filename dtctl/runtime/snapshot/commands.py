@@ -262,6 +262,12 @@ def export(place: Place, *, part: str, out: Path | BinaryIO) -> Answer:
         )
     tensors, chosen = _laid_out(assembly.leaves(trees[part]))
     beginning = headers.to_bytes(tensors, {"format": "pt", "step": str(verdict.step)})
+    if len(beginning) > headers.MAX_BYTES:
+        raise SnapshotError(
+            f"the names of the tensors of {part} take {len(beginning) >> 20} MiB, and a safetensors file has room for "
+            f"{headers.MAX_BYTES >> 20}",
+            where=str(verdict.path),
+        )
     size_bytes = len(beginning) + sum(leaf.size_bytes for leaf in chosen)
 
     def pour(stream: BinaryIO) -> None:
@@ -289,12 +295,8 @@ def export(place: Place, *, part: str, out: Path | BinaryIO) -> Answer:
 
 def _laid_out(leaves: Iterable[assembly.TreeEntry]) -> tuple[dict[str, Any], list[assembly.TreeEntry]]:
     """The entries of a header, and the tensors in the order of their data: widest numbers first, for alignment."""
-    names: dict[str, assembly.TreeEntry] = {}
-    for leaf in leaves:
-        name = leaf.name
-        while name in names:  # {"a.b": x, "a": {"b": y}} is allowed
-            name += "_"
-        names[name] = leaf
+    free = headers.FreeNames()
+    names = {free.choose(leaf.name): leaf for leaf in leaves}
     place, entries = 0, {}
     ordered = sorted(names, key=lambda name: -headers.SIZES[names[name].dtype])
     for name in ordered:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,36 @@ def test_the_command_says_what_it_does_not_read_and_reads_its_input(tmp_path: Pa
     assert done.returncode == 9
     assert [one["path"] for one in json.loads(done.stdout)] == ["-"]
     assert "could not be read" in run("--explain", "DT000").stdout
+
+
+@pytest.mark.parametrize("name", ["rot13", "hex", "base64", "zlib", "bz2", "undefined", "punycode", "nonsense"])
+def test_an_encoding_that_no_program_has_concerns_its_file_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.py").write_text(f"# coding: {name}\nimport b\n")
+    (tmp_path / "b.py").write_text("import a\n" + WRONG)
+    found = lint([tmp_path / "a.py", tmp_path / "b.py"], cluster=ClusterFacts())
+    assert [(one.rule, Path(one.path).name) for one in found] == [("DT000", "a.py"), ("DT011", "b.py")]
+    assert lint([tmp_path / "b.py"], cluster=ClusterFacts()) == found[1:]
+
+
+SHELL = (
+    "'", '"', "'\n", "\"'", "`", "$'", "(", "$(", "((", "<<'A'\n", "A='", "A='\n", "\\\n", "a\n", "echo 'a'\n",
+    "python",
+    "MASTER_PORT=\"\n", "--master-port $((", "cat <<A\nA\n", "#SBATCH --nodes=2\n", "NCCL_X=1\n",
+    "MASTER_PORT=$(( 1 + ",
+)  # fmt: skip
+"""What a pattern, a word or a list might be searched for again from each place of it."""
+
+
+@pytest.mark.parametrize("piece", SHELL)
+def test_a_long_shell_file_takes_time_by_its_length(tmp_path: Path, piece: str) -> None:
+    """Four times the length take about four times the time, and not sixteen."""
+
+    def seconds(length: int) -> float:
+        path = tmp_path / f"{length}.sh"
+        path.write_text("#!/bin/bash\nexport NCCL_DEBUG=INFO\n" + piece * (length // len(piece)))
+        began = time.process_time()
+        lint([path], cluster=ClusterFacts())
+        return time.process_time() - began
+
+    short, long = min(seconds(10_000) for _ in range(3)), seconds(40_000)
+    assert long < 8 * short + 0.1, f"{short:.3f} s, then {long:.3f} s"

@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,31 @@ def test_an_error_inside_of_what_an_anchor_brought() -> None:
         "  dtctl.yaml:6: cluster.nodes[0].slts: unknown key; did you mean `slots`?",
         "  dtctl.yaml:6: cluster.nodes[1].slts: unknown key; did you mean `slots`?",
     ]
+
+
+@pytest.mark.parametrize("section", ["", "cluster", "job", "train"])
+def test_thousands_of_unknown_keys_take_no_minutes_and_are_counted(section: str) -> None:
+    keys = "".join(f"{'  ' if section else ''}key{number}: 1\n" for number in range(4000))
+    began = time.process_time()
+    found = error(f"{section}:\n{keys}" if section else keys)
+    assert time.process_time() - began < 4
+    lines = found.message.splitlines()
+    assert lines[0] == "4000 problems in the spec"
+    assert lines[-1] == "  and 3950 more"
+    assert len(lines) == 52
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "cluster.hostfile", "cluster.identity_file", "cluster.known_hosts", "cluster.ssh_config", "cluster.python",
+        "cluster.workdir", "job.script", "job.files.root",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["x" * 5000, "x/" * 2499 + "x", "ä" * 200])
+def test_a_path_for_which_no_file_system_has_room(key: str, value: str) -> None:
+    *sections, name = key.split(".")
+    text = "".join(f"{'  ' * depth}{section}:\n" for depth, section in enumerate(sections))
+    found = error(f"{text}{'  ' * len(sections)}{name}: {value}\n")
+    assert found.message == f"{key}: is longer than file systems take ({len(value.encode()):,} bytes)"
+    assert found.where == f"dtctl.yaml:{len(sections) + 1}"

@@ -60,6 +60,30 @@ class Header:
     """Where the data begins."""
 
 
+MAX_BYTES: Final = 100_000_000
+"""Longest header that readers of safetensors take."""
+
+
+class FreeNames:
+    """Names of tensors that are alike get a number: {"a.b": x, "a": {"b": y}} is allowed.
+
+    Takes time by the number of names, also where thousands are alike.
+    """
+
+    def __init__(self) -> None:
+        self._taken = {METADATA, ""}
+        self._next: dict[str, int] = {}
+
+    def choose(self, name: str) -> str:
+        """Return a name that was not returned before: this one, or it with a number."""
+        chosen = name
+        while chosen in self._taken:
+            number = self._next[name] = self._next.get(name, 0) + 1
+            chosen = f"{name}_{number}"
+        self._taken.add(chosen)
+        return chosen
+
+
 def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     """All that stands before the data.
 

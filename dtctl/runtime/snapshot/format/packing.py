@@ -68,7 +68,7 @@ def outline(part: Any) -> tuple[Outline, list[torch.Tensor]]:
         SnapshotError: a tensor is of a kind that is not kept.
     """
     found: dict[str, torch.Tensor] = {}
-    tree = _skeleton(part, "", found)
+    tree = _skeleton(part, "", found, headers.FreeNames())
     ordered = sorted(found.items(), key=lambda item: -item[1].element_size())
     slots, place = [], 0
     for name, tensor in ordered:
@@ -88,24 +88,24 @@ def view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
     return buffer[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
 
 
-def _skeleton(tree: Any, path: str, found: dict[str, torch.Tensor]) -> Any:
+def _skeleton(tree: Any, path: str, found: dict[str, torch.Tensor], free: headers.FreeNames) -> Any:
     if isinstance(tree, Piece):
         of = {"shape": list(tree.shape), "offset": list(tree.offset)}
-        return {**_skeleton(tree.tensor, path, found), OF: of}
+        return {**_skeleton(tree.tensor, path, found, free), OF: of}
     if isinstance(tree, torch.Tensor):
-        while path in found or path in ("", "__metadata__"):  # {"a.b": x, "a": {"b": y}} is allowed
-            path += "_"
-        found[path] = tree.detach()
-        return {TENSOR: path}
+        name = free.choose(path)
+        found[name] = tree.detach()
+        return {TENSOR: name}
     if isinstance(tree, Mapping):
         if not all(isinstance(key, str) for key in tree):
             raise SnapshotError(
                 f"{path or 'a part'} has a key that is not text, and snapshots are JSON and tensors",
                 hint="name entries by text",
             )
-        return {key: _skeleton(value, f"{path}.{key}" if path else key, found) for key, value in tree.items()}
+        return {key: _skeleton(value, f"{path}.{key}" if path else key, found, free) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [_skeleton(value, f"{path}.{index}" if path else str(index), found) for index, value in enumerate(tree)]
+        names = (f"{path}.{index}" if path else str(index) for index in range(len(tree)))
+        return [_skeleton(value, name, found, free) for name, value in zip(names, tree, strict=True)]
     return tree
 
 

@@ -8,7 +8,9 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch import nn
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import __main__ as program
 from dtctl.runtime.snapshot import commands, state, write
-from dtctl.runtime.snapshot.format import headers, layout
+from dtctl.runtime.snapshot.format import headers, layout, packing
 from tests.facts import raises
 
 
@@ -113,6 +115,42 @@ def test_an_export_is_a_plain_safetensors_file(tmp_path: Path) -> None:
     with raises(SnapshotError, "written"):
         commands.export(tmp_path, part="model", out=tmp_path / "no" / "folder")
     assert out.read_bytes() == text
+
+
+def splits(letters: str) -> dict[str, Any]:
+    """All ways to nest what is called `a.b.c` in the end: 2 ** (len(letters) - 1) tensors."""
+    tree: dict[str, Any] = {".".join(letters): torch.zeros(1)}
+    for length in range(1, len(letters)):
+        tree[".".join(letters[:length])] = splits(letters[length:])
+    return tree
+
+
+def test_thousands_of_names_that_are_alike_take_no_minutes(tmp_path: Path) -> None:
+    write.save(tmp_path, 1, {"model": splits("abcdefghijklmno")}, facts={})
+    began = time.process_time()
+    commands.export(tmp_path, part="model", out=tmp_path / "out")
+    assert time.process_time() - began < 20
+    text = (tmp_path / "out").read_bytes()
+    names = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])
+    assert len(names) == 2**14 + 1
+
+
+def test_a_tree_that_names_a_tensor_often_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digests are right, since whoever made it has computed them. Written out it would be many times as large."""
+    text = packing._text
+    monkeypatch.setattr(packing, "_text", lambda tree: text(tree).replace(':"small"', ':"large"'))
+    parts = {"model": {"large": torch.zeros(1 << 16), "small": torch.zeros(1)}}
+    write.save(tmp_path, 1, parts, facts={})
+    with raises(SnapshotError, "snapshot"):
+        commands.export(tmp_path, part="model", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_for_which_a_header_has_no_room_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write.save(tmp_path, 1, {"model": {"a" * 3000: torch.zeros(1)}}, facts={})
+    monkeypatch.setattr(headers, "MAX_BYTES", 2000)
+    with raises(SnapshotError, "model safetensors room"):
+        commands.export(tmp_path, part="model", out=tmp_path / "out")
 
 
 def test_prune_keeps_the_newest_good_ones(tmp_path: Path) -> None:
