@@ -446,8 +446,8 @@ class Trainer:
         return step == self.steps or self._is_evaluated(step) or _due(step, self.config.log_every)
 
     def _probe(self, model: nn.Module) -> torch.Tensor:
-        """The loss of the first samples, the same on all workers."""
-        indices = np.arange(min(self.batch.micro, self.samples), dtype=np.int64)
+        """The loss of the first samples, the same on all workers; two show what a whole micro batch would."""
+        indices = np.arange(min(self.batch.micro, self.samples, 2), dtype=np.int64)
         loss = self.loss(model, datasets.to_device(self.feed.single(indices), self.worker.device))
         return loss[0] if isinstance(loss, tuple) else loss
 

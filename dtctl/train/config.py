@@ -81,8 +81,9 @@ class TpConfig:
     """Matrices split over workers; meshes with tp."""
 
     plan: Mapping[str, str] = field(default_factory=dict)
-    """Pattern of module names (`blocks.*.wide`) -> colwise, rowwise, embedding, replicate. Empty: that of the models
-    that dtctl knows (docs/strategies.md), recognized by their names."""
+    """Pattern of module names (`blocks.*.wide`) -> colwise, rowwise, embedding, replicate, or colwise-3 for a matrix
+    that makes three things at once. Empty: that of the models that dtctl knows (docs/strategies.md), recognized by
+    their names."""
     sequence_parallel: bool = False
     """Split norms and dropout between the matrices along the sequence (dim 1) too: less memory for activations."""
 

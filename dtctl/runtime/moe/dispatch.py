@@ -59,13 +59,12 @@ def exchanged(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup
     dist.all_to_all_single(theirs, counts.contiguous(), group=group)
     received = theirs.view(workers, -1)  # [worker, own expert]
     sizes = torch.stack([counts.view(workers, -1).sum(1), received.sum(1)]).tolist()  # a GPU is waited for once
-    arrived = _AllToAll.apply(rows, sizes[1], sizes[0], group)  # type: ignore[no-untyped-call]
+    arrived = send_rows(rows, sizes[1], sizes[0], group)
     own = torch.arange(received.shape[1], device=counts.device).repeat(workers)
     order = own.repeat_interleave(theirs, output_size=sum(sizes[1])).argsort(stable=True)
     computed = compute(arrived.index_select(0, order), received.sum(0))
     back = computed.index_select(0, order.argsort())
-    sent: torch.Tensor = _AllToAll.apply(back, sizes[0], sizes[1], group)  # type: ignore[no-untyped-call]
-    return sent
+    return send_rows(back, sizes[0], sizes[1], group)
 
 
 def shared_out(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup, compute: Compute) -> torch.Tensor:
@@ -85,6 +84,20 @@ def shared_out(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGrou
     part = _Part.apply(rows, begin, end, group)  # type: ignore[no-untyped-call]
     whole: torch.Tensor = _Whole.apply(compute(part, own), begin, len(rows), group)  # type: ignore[no-untyped-call]
     return whole
+
+
+def send_rows(
+    rows: torch.Tensor, arriving: Sequence[int], leaving: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send rows to the workers of a group, and their gradients back; collective over it.
+
+    Args:
+        rows: sorted by the worker that they go to, [rows, ...].
+        arriving: rows from each worker.
+        leaving: rows to each worker.
+        group: the workers.
+    """
+    return _AllToAll.apply(rows, arriving, leaving, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Part(torch.autograd.Function):

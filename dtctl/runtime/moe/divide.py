@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dtctl.errors import PlanError
 from dtctl.runtime.moe import accounting, dispatch, recognize
 from dtctl.runtime.moe.recognize import GROUPED
+from dtctl.runtime.strategies.comparison import Seen
 
 
 def divide(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None = None) -> list[nn.Module]:
@@ -64,6 +65,39 @@ def divide(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None =
         _replace_parameters(module, mesh["ep"])
         _Divided(module, form, mesh["ep"], alike)
     return list(experts.values())
+
+
+def require_equal(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None, seen: Seen) -> None:
+    """Compare the experts of each worker, together, with all in one piece; collective.
+
+    Args:
+        model: as for `divide`; stays as it is.
+        mesh: as for `divide`.
+        alike: as for `divide`.
+        seen: calls of the modules that hold experts.
+
+    Raises:
+        PlanError: they compute something else, or were not called.
+    """
+    for name, module in recognize.find(model).items():
+        if int(module.num_experts) % mesh["ep"].size():  # type: ignore[arg-type]
+            continue  # which `divide` refuses
+        if name not in seen.calls:
+            raise PlanError(
+                f"the experts {name} were not used in the first forward pass, which shows nothing of dividing them",
+                where="train.strategy.ep",
+                hint="call all layers of experts in each pass",
+            )
+        difference = seen.compare(name, module).difference(
+            lambda twin: divide(twin, mesh, alike), mesh["ep"].get_group()
+        )
+        if not difference.is_rounding or difference.added_up:
+            raise PlanError(
+                f"{name} computes something else if its experts are divided over {mesh['ep'].size()} workers: "
+                f"{difference.describe()}",
+                where="train.strategy.ep",
+                hint="see docs/guides/experts.md for what experts must be like, or leave out ep",
+            )
 
 
 def join(experts: Iterable[nn.Module]) -> None:

@@ -10,7 +10,8 @@ regroup.py   a sharded model whose process groups are made anew
 sharded.py   fsdp, hsdp, tp (tensor.py), cp (context.py), ep (../moe/divide.py) and their products
 unused.py    what some workers leave out of a step
 pipeline.py  blocks on other workers (stages.py cuts), and products with all of them
-trial.py     whether a divided model computes what it did in one piece
+comparison.py   outputs and gradients of divided modules beside those in one piece
+trial.py     the loss of a divided model beside that in one piece
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.explain import explained
 from dtctl.runtime.precision import autocast
 from dtctl.runtime.step import Step
-from dtctl.runtime.strategies import context, trial
+from dtctl.runtime.strategies import blocks, context, trial
 from dtctl.runtime.strategies.ddp import Ddp
 from dtctl.runtime.strategies.elastic import Elastic, require_for
 from dtctl.runtime.strategies.single import Single
@@ -137,8 +138,9 @@ def choose(
     if degrees.dp == degrees.workers:
         return Ddp(model, config.ddp, worker)
     # Their parts of torch take half a second to import, which nobody else should wait for.
+    from dtctl.runtime.strategies.comparison import Seen, recording
     from dtctl.runtime.strategies.pipeline import Pipeline
-    from dtctl.runtime.strategies.sharded import Sharded, begin_alike
+    from dtctl.runtime.strategies.sharded import Sharded, begin_alike, compared_modules
 
     if degrees.tp > worker.local_world_size and worker.is_first:
         say(
@@ -157,23 +159,29 @@ def choose(
             raise explained(exc) or exc from exc
     begin_alike(model)
     halves = None if config.precision == "fp32" else autocast(config.precision, worker.device)
-    expected, probe, rounding = trial.whole(probe, model, halves)
-    divided: Strategy
-    try:
-        if degrees.pp == 1:
-            divided = Sharded(model, config, worker, degrees, mesh)
-        else:
-            divided = Pipeline(model, config, worker, degrees, mesh, lambda: trial.measure(probe, model))
-        found = trial.measure(probe, divided.inference)
-    except DtctlError:
-        raise
-    except Exception as exc:  # whatever the model's code says to tensors that are divided
-        raise explained(exc) or PlanError(
-            f"spread as {degrees}, the model cannot be computed: {str(exc).strip().partition(chr(10))[0]}",
-            where="train.tp.plan" if degrees.tp > 1 else "train.strategy",
-            hint="its code does not allow this; see the top of dtctl/runtime/strategies/tensor.py and pipeline.py for "
-            "what it must be like",
-        ) from exc
-    trial.require_agreement(expected, found, worker, how=f"spread as {degrees}", rounding=rounding)
+    names = compared_modules(model, config, degrees)
+    with trial.Stream(blocks.find(model, config.blocks) if degrees.pp > 1 else None) as stream:
+        with recording(model, names) as calls:
+            expected, probe, rounding = trial.whole(probe, model, halves)
+        seen = Seen(calls, halves)
+        divided: Strategy
+        try:
+            if degrees.pp == 1:
+                divided = Sharded(model, config, worker, degrees, mesh, seen)
+            else:
+                divided = Pipeline(model, config, worker, degrees, mesh, lambda: trial.measure(probe, model), seen)
+            stream.divided()
+            found = trial.measure(probe, divided.inference)
+        except DtctlError:
+            raise
+        except Exception as exc:  # whatever the model's code says to tensors that are divided
+            raise explained(exc) or PlanError(
+                f"spread as {degrees}, the model cannot be computed: {str(exc).strip().partition(chr(10))[0]}",
+                where="train.tp.plan" if degrees.tp > 1 else "train.strategy",
+                hint="its code does not allow this; see the top of dtctl/runtime/strategies/tensor.py and pipeline.py "
+                "for what it must be like",
+            ) from exc
+    how = f"spread as {degrees}"
+    trial.require_agreement(expected, found, worker, how=how, rounding=rounding, stream=stream.worst)
     limit_groups(config.timeout_s)  # and those that were made on the way
     return divided

@@ -23,6 +23,11 @@ class Blocks:
         return len(self.container)
 
     @property
+    def names(self) -> list[str]:
+        """The names of the blocks in the model, in order."""
+        return [f"{self.name}.{index}" if self.name else str(index) for index in range(len(self))]
+
+    @property
     def modules(self) -> list[nn.Module]:
         """The blocks in order."""
         return list(self.container)

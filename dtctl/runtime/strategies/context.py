@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dtctl.errors import PlanError
 from dtctl.runtime.strategies.blocks import Blocks
+from dtctl.runtime.strategies.comparison import Seen
 
 ATTENTION: Final = nn.functional.scaled_dot_product_attention
 
@@ -227,6 +228,42 @@ def forget() -> None:
     """Let attention be torch's own again: another model is to be trained."""
     _current.clear()
     nn.functional.scaled_dot_product_attention = ATTENTION
+
+
+def require_equal(found: Blocks | None, group: dist.ProcessGroup, seen: Seen) -> None:
+    """Compare each block over a part of the tokens with the same over all; collective over the group.
+
+    Args:
+        found: the model's blocks.
+        group: workers with the same samples.
+        seen: calls of the blocks.
+
+    Raises:
+        PlanError: a block computes something else, or was not called.
+    """
+    for name, block in zip(found.names, found.modules, strict=True) if found is not None else ():
+        if name not in seen.calls:
+            raise PlanError(
+                f"block {name} was not used in the first forward pass, so nothing shows that its tokens can be divided",
+                where="train.strategy.cp",
+                hint="call all blocks in each pass, or name others with `train.blocks`",
+            )
+        try:
+            difference = seen.compare(name, block).difference(
+                lambda twin: divide(Blocks(name="", container=nn.ModuleList([twin])), group),
+                group,
+                averaged=True,
+            )
+        finally:
+            forget()
+        if not difference.is_rounding or difference.added_up:
+            raise PlanError(
+                f"block {name} computes something else if its tokens are divided over {group.size()} workers: "
+                f"{difference.describe()}",
+                where="train.strategy.cp",
+                hint="a block must mix tokens in torch.nn.functional.scaled_dot_product_attention only, and look at no "
+                "position by itself",
+            )
 
 
 def divide(found: Blocks | None, group: dist.ProcessGroup) -> Context:

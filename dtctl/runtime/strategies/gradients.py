@@ -51,6 +51,8 @@ def add_up(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, *, divi
     for parameter in parameters:
         by_type.setdefault(parameter.dtype, []).append(parameter)
     for some in by_type.values():
+        for parameter in some:
+            _align(parameter)
         parts = [_local(p.grad) if p.grad is not None else torch.zeros_like(_local(p)) for p in some]
         present = torch.tensor([p.grad is not None for p in some], dtype=parts[0].dtype, device=parts[0].device)
         flat = torch.cat([present, *(part.detach().reshape(-1) for part in parts)])
@@ -61,6 +63,13 @@ def add_up(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, *, divi
                 part.copy_(total.view_as(part) / divide_by)
                 if parameter.grad is None:
                     parameter.grad = _like(parameter, part)
+
+
+def _align(parameter: torch.Tensor) -> None:
+    """Divide a gradient as its parameter is: that of an Embedding is whole on every worker (torch 2.13)."""
+    placements = getattr(parameter, "placements", None)
+    if parameter.grad is not None and placements != getattr(parameter.grad, "placements", None):
+        parameter.grad = parameter.grad.redistribute(placements=placements)  # type: ignore[attr-defined]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from dtctl.errors import PlanError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.json_collectives import filled, skeleton
 from dtctl.runtime.step import Step
-from dtctl.runtime.strategies import blocks, gradients, sharded, stages, tensor, unused
+from dtctl.runtime.strategies import blocks, comparison, gradients, sharded, stages, tensor, unused
 from dtctl.train.compatibility import ONE_STAGE, stages_per_worker
 from dtctl.train.config import PipelineConfig, TrainConfig
 from dtctl.train.mesh import Degrees
@@ -52,6 +52,7 @@ class Pipeline:
         degrees: Degrees,
         mesh: DeviceMesh,
         run: Callable[[], Any],
+        seen: comparison.Seen | None = None,
     ) -> None:
         """Take this worker's part of a model.
 
@@ -62,6 +63,7 @@ class Pipeline:
             degrees: of the mesh.
             mesh: with all axes.
             run: makes a forward pass of the whole model, to see what costs how much.
+            seen: calls of `sharded.compared_modules`, with which what tp and ep divide is compared. None: nothing is.
 
         Raises:
             PlanError: the model cannot be cut so.
@@ -80,7 +82,7 @@ class Pipeline:
         self.sizes = sizes_of(options, degrees.pp * per_worker, *stages.costs(parts, run))
         state, names = set(model.state_dict()), [name for name, _ in model.named_parameters()]
         if degrees.tp > 1:
-            tensor.parallelize(model, parts, config.tp, mesh["tp"])
+            tensor.split(model, parts, config.tp, mesh["tp"], seen)
         self._outside = outside(model, parts, self.sizes)
         in_blocks = {parameter for block in parts.modules for parameter in block.parameters()}
         if degrees.shards > 1 and not in_blocks.isdisjoint(self._outside):
@@ -89,7 +91,7 @@ class Pipeline:
                 where="train.strategy",
                 hint="use dp instead of fsdp",
             )
-        experts = sharded.spread_experts(model, degrees, worker, mesh) if degrees.ep > 1 else None
+        experts = sharded.spread_experts(model, degrees, worker, mesh, seen) if degrees.ep > 1 else None
         self.owners = owners(options.schedule, degrees.pp, per_worker)
         self._stages = self._take(model, parts)
         self.absent_keys: Collection[str] = frozenset(state - set(model.state_dict()))

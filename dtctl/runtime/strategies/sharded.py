@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 from dtctl.errors import PlanError
 from dtctl.runtime.distributed.device_mesh import context_group, device_mesh, expert_mesh
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.moe import divide
+from dtctl.runtime.moe import divide, recognize
 from dtctl.runtime.moe.layer import MoE
 from dtctl.runtime.step import Step
-from dtctl.runtime.strategies import blocks, context, deferred_init, gradients, regroup, tensor, unused
+from dtctl.runtime.strategies import blocks, comparison, context, deferred_init, gradients, regroup, tensor, unused
 from dtctl.runtime.strategies.accumulation import accumulate
 from dtctl.train.config import FsdpConfig, TrainConfig
 from dtctl.train.mesh import Degrees
@@ -43,7 +43,13 @@ class Sharded:
     sharded_state = True
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, worker: Worker, degrees: Degrees, mesh: DeviceMesh
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        worker: Worker,
+        degrees: Degrees,
+        mesh: DeviceMesh,
+        seen: comparison.Seen | None = None,
     ) -> None:
         """Spread a model.
 
@@ -53,9 +59,12 @@ class Sharded:
             worker: this worker.
             degrees: of the mesh; pp is 1.
             mesh: with all axes.
+            seen: calls of `compared_modules`, by which every module that is divided is compared with itself in one
+                piece. None: nothing is compared.
 
         Raises:
-            PlanError: an option needs another device, or the model cannot be split.
+            PlanError: an option needs another device, or the model cannot be split, or a part of it computes something
+                else then.
         """
         hush()
         self.name = str(degrees)
@@ -64,14 +73,18 @@ class Sharded:
         self._shares_buffers = degrees.data * degrees.cp > 1 and _has_kept_buffers(model)
         if self._shares_buffers:
             data_group(mesh)  # before anything is changed: to make a group can fail
+        found = blocks.find(model, config.blocks)
+        group = context_group(degrees, worker.device.type) if degrees.cp > 1 else None
+        if group is not None and seen is not None:
+            context.require_equal(found, group, seen)
         if degrees.tp > 1:
-            tensor.parallelize(model, blocks.find(model, config.blocks), config.tp, mesh["tp"])
-        if degrees.cp > 1:
-            divided = context.divide(blocks.find(model, config.blocks), context_group(degrees, worker.device.type))
+            tensor.split(model, found, config.tp, mesh["tp"], seen)
+        if group is not None:
+            divided = context.divide(found, group)
             for part in model.modules():
                 if isinstance(part, MoE):
                     part.sequence = divided
-        self._experts = spread_experts(model, degrees, worker, mesh) if degrees.ep > 1 else None
+        self._experts = spread_experts(model, degrees, worker, mesh, seen) if degrees.ep > 1 else None
         self.present: unused.Present | None = None
         self._turns: unused.Turns | None = None
         if degrees.data * degrees.cp > 1:
@@ -176,7 +189,26 @@ class SpreadExperts:
         return over if over.size() > 1 else None
 
 
-def spread_experts(model: nn.Module, degrees: Degrees, worker: Worker, mesh: DeviceMesh) -> SpreadExperts:
+def compared_modules(model: nn.Module, config: TrainConfig, degrees: Degrees) -> list[str]:
+    """Return the names of the modules that are compared, or may be, before they are divided over tp, cp and ep.
+
+    Raises:
+        PlanError: they cannot be divided so.
+    """
+    found = blocks.find(model, config.blocks)
+    names: list[str] = []
+    if degrees.tp > 1:
+        names += tensor.compared_modules(tensor.choose_split(model, found, config.tp, degrees.tp))
+    if degrees.cp > 1 and found is not None:
+        names += found.names
+    if degrees.ep > 1:
+        names += recognize.find(model)
+    return list(dict.fromkeys(names))
+
+
+def spread_experts(
+    model: nn.Module, degrees: Degrees, worker: Worker, mesh: DeviceMesh, seen: comparison.Seen | None = None
+) -> SpreadExperts:
     """Divide a model's experts over the axes ep and tp; collective over all workers.
 
     Args:
@@ -184,12 +216,15 @@ def spread_experts(model: nn.Module, degrees: Degrees, worker: Worker, mesh: Dev
         degrees: of the mesh.
         worker: this worker.
         mesh: with all axes.
+        seen: calls of the experts, with which they are compared. None: nothing is compared.
 
     Raises:
-        PlanError: it has none, or a number that the workers cannot divide.
+        PlanError: it has none, or a number that the workers cannot divide, or they compute something else then.
     """
     apart = expert_mesh(degrees, worker.device.type)
     alike = mesh["tp"].get_group() if degrees.tp > 1 else None
+    if seen is not None:
+        divide.require_equal(model, apart, alike, seen)
     return SpreadExperts(divide.divide(model, apart, alike), apart)
 
 

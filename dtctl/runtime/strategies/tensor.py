@@ -6,20 +6,25 @@ hidden layer) is divided and needs no exchange; one sum over the workers follows
 A plan says which module is split how, by patterns of names as in the shell (`blocks.*.wide`; a `*` spans dots too):
 
     colwise         a Linear whose output is divided; the code after it sees its part of the last dim
+    colwise-3       a Linear whose output is three things side by side, such as queries, keys and values; the code after
+                    it sees its part of each. With other sizes: their proportions, colwise-4:2:2
     rowwise         a Linear whose input is divided; its output is whole again
     colwise-gather  a Linear divided by columns whose output is put together again, such as an output layer
     embedding       an Embedding whose table is divided by rows
     replicate       not split (where a broader pattern would)
 
 A model may be split that way if the code between two matrices leaves the number of heads or of hidden units open, as in
-`view(batch, length, -1, width)`, and if a matrix that makes queries, keys and values together has them head by head.
-Whether the split model computes what the whole one does is tried out before training; see trial.py.
+`view(batch, length, -1, width)`. Each module that is divided is compared with itself in one piece before training, its
+outputs and its gradients (comparison.py). The comparison also finds a fused matrix that the plan calls colwise, whose
+parts follow from the shape of the matrix after it, and parameters between two divided matrices, such as norms of
+queries, whose gradients are added up over the workers. What is not equal in any of these ways is refused.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -38,10 +43,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtctl.errors import PlanError
+from dtctl.runtime.strategies import tensor_parts
 from dtctl.runtime.strategies.blocks import Blocks
+from dtctl.runtime.strategies.comparison import Call, Difference, Seen
 from dtctl.train.config import TpConfig
 
 STYLES: Final = ("colwise", "rowwise", "colwise-gather", "embedding", "replicate")
+"""Styles of a plan; colwise may be followed by the parts of a fused matrix."""
 COLWISE: Final = (
     *("qkv", "q", "k", "v", "q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value"),
     *("wide", "up", "gate", "up_proj", "gate_proj", "w1", "w3", "fc1", "c_fc"),
@@ -54,29 +62,241 @@ HEADS: Final = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads"
 NORMS: Final = (nn.LayerNorm, nn.RMSNorm)
 
 
-def parallelize(model: nn.Module, found: Blocks | None, config: TpConfig, mesh: DeviceMesh) -> None:
-    """Split a model's matrices in place.
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The way in which a model is split."""
+
+    styles: Mapping[str, str]
+    """The style of each module that is split, by its name."""
+    added_up: Collection[str] = ()
+    """Names of parameters that are not split, and whose gradients are added up over the workers."""
+
+
+def split(model: nn.Module, found: Blocks | None, config: TpConfig, mesh: DeviceMesh, seen: Seen | None) -> None:
+    """Split a model's matrices in place, after each module that is divided was compared; collective over the mesh.
 
     Args:
         model: whole, the same on all workers of the mesh.
         found: its blocks.
         config: plan and sequence parallelism.
         mesh: of one axis, tp.
+        seen: calls of `compared_modules`. None: nothing is compared.
 
     Raises:
-        PlanError: the plan names what is not there, or what cannot be divided by the size of the mesh.
+        PlanError: the plan does not fit the model, or a module computes something else if it is split.
     """
-    plan = styles(model, found, config.plan)
-    check(model, plan, mesh.size())
-    chosen = {name: _style(style, config) for name, style in plan.items()}
+    chosen = choose_split(model, found, config, mesh.size())
+    if seen is not None:
+        chosen = compare_split(model, found, config, mesh, chosen, seen)
+    parallelize(model, found, config, mesh, chosen)
+
+
+def parallelize(model: nn.Module, found: Blocks | None, config: TpConfig, mesh: DeviceMesh, split: Split) -> None:
+    """Split a model's matrices in place.
+
+    Args:
+        model: whole, the same on all workers of the mesh.
+        found: its blocks.
+        config: sequence parallelism.
+        mesh: of one axis, tp.
+        split: by `choose_split`.
+    """
+    chosen = [(name, _style(style, config)) for name, style in split.styles.items()]
     if config.sequence_parallel:
-        chosen |= _along_the_sequence(found)
+        chosen += _along_the_sequence(found)
     draw_alike(mesh)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    for name, style in chosen.items():
+    tied = _tied(model)
+    for name, style in chosen:
         parallelize_module(model, mesh, {name: style})
+    for first, *others in tied:
+        for name in others:
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(last, model.get_parameter(first))
     for name in frozen:  # torch 2.13: SequenceParallel makes new parameters that want a gradient
         model.get_parameter(name).requires_grad_(False)
+    by_module: dict[str, list[str]] = {}
+    for name in split.added_up:
+        owner, _, last = name.rpartition(".")
+        by_module.setdefault(owner, []).append(last)
+    for owner, names in by_module.items():
+        tensor_parts.add_up_gradients(model.get_submodule(owner), names, mesh.get_group())
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Names of each parameter that several modules have; a module with several names counts once."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            names.setdefault(parameter, []).append(f"{path}.{name}" if path else name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def compared_modules(split: Split) -> list[str]:
+    """Return the names of all modules that may be compared: those that are split, and those around them."""
+    around: dict[str, None] = {}
+    for name in split.styles:
+        words = name.split(".")
+        around |= dict.fromkeys(".".join(words[:end]) for end in range(len(words) + 1))
+    return list(around)
+
+
+def choose_split(model: nn.Module, found: Blocks | None, config: TpConfig, degree: int) -> Split:
+    """Return the split that the plan names, or that names of modules suggest.
+
+    Args:
+        model: whole.
+        found: its blocks.
+        config: the plan.
+        degree: number of workers.
+
+    Raises:
+        PlanError: the plan names what is not there, or what cannot be divided by the degree.
+    """
+    plan = styles(model, found, config.plan)
+    check(model, plan, degree)
+    return Split(plan)
+
+
+def compare_split(
+    model: nn.Module,
+    found: Blocks | None,
+    config: TpConfig,
+    mesh: DeviceMesh,
+    split: Split,
+    seen: Seen,
+) -> Split:
+    """Compare each module that is to be split with itself in one piece; collective over the mesh.
+
+    Args:
+        model: whole, the same on all workers of the mesh; stays as it is.
+        found: its blocks.
+        config: plan and sequence parallelism.
+        mesh: of one axis, tp.
+        split: by `choose_split`.
+        seen: calls of `compared_modules`.
+
+    Returns:
+        The split, with the parts of fused matrices and the parameters whose gradients are added up.
+
+    Raises:
+        PlanError: a module computes something else if it is split, or was not compared.
+    """
+    chosen, added_up = dict(split.styles), set[str]()
+    for unit, entries in _units(found, config, split, seen.calls).items():
+        module = model.get_submodule(unit)
+        comparison = seen.compare(unit, module)
+        prefix = f"{unit}." if unit else ""
+        for name in entries:
+            if f"{name}.weight".removeprefix(prefix) in comparison.unused:
+                raise _not_compared(name)
+        first: Difference | None = None
+        for attempt in _attempts(model, entries):
+
+            def divide(twin: nn.Module, attempt: Mapping[str, str] = attempt, unit: str = unit) -> None:
+                _divide_copy(twin, unit, found, config, mesh, attempt)
+
+            difference = comparison.difference(divide, mesh.get_group())
+            if difference.is_rounding:
+                chosen |= attempt
+                added_up |= {f"{prefix}{name}" for name in difference.added_up}
+                break
+            first = first or difference
+        else:
+            assert first is not None  # noqa: S101  # for the type checker: there is an attempt at least
+            raise _differs(unit or type(model).__name__, entries, first, mesh.size())
+    return Split(chosen, sorted(added_up))
+
+
+def _units(
+    found: Blocks | None, config: TpConfig, split: Split, calls: Mapping[str, Call]
+) -> dict[str, dict[str, str]]:
+    """The modules that are compared, and what is split in each.
+
+    Raises:
+        PlanError: a module that is split was not called, nor any around it that has both matrices of a pair.
+    """
+    units: dict[str, dict[str, str]] = {}
+    for name, style in split.styles.items():
+        words = name.split(".")
+        around = [".".join(words[:end]) for end in range(len(words), -1, -1)]
+        if config.sequence_parallel and found is not None and _block_of(name, found):
+            around = [_block_of(name, found)]
+        elif style not in ("embedding", "colwise-gather"):
+            around = [one for one in around if _has_pair(one, split.styles)] or [""]
+        unit = next((one for one in around if one in calls), None)
+        if unit is None:
+            raise _not_compared(name)
+        units.setdefault(unit, {})[name] = style
+    # A module inside of another one is compared with it.
+    for inner in sorted(units, key=len, reverse=True):
+        outer = [unit for unit in units if unit != inner and (not unit or inner.startswith(f"{unit}."))]
+        if outer:
+            units[outer[0]] |= units.pop(inner)
+    return {
+        unit: {name: split.styles[name] for name in split.styles if name in entries} for unit, entries in units.items()
+    }
+
+
+def _block_of(name: str, found: Blocks) -> str:
+    prefix = f"{found.name}." if found.name else ""
+    return prefix + name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+
+
+def _has_pair(unit: str, plan: Mapping[str, str]) -> bool:
+    inside = [style for name, style in plan.items() if not unit or name.startswith(f"{unit}.")]
+    return "rowwise" in inside and any(style.startswith("colwise") for style in inside)
+
+
+def _attempts(model: nn.Module, entries: Mapping[str, str]) -> list[dict[str, str]]:
+    """The styles as they are, and then with the parts of fused matrices that shapes suggest."""
+    fused = dict(entries)
+    following: int | None = None
+    for name, style in reversed(list(entries.items())):
+        weight = model.get_submodule(name).get_parameter("weight")
+        if style == "rowwise":
+            following = weight.shape[1]
+        elif style == "colwise" and following:
+            outputs = weight.shape[0]
+            if outputs > following and outputs % following == 0:
+                fused[name] = f"colwise-{outputs // following}"
+            elif outputs > following and (outputs - following) % 2 == 0:  # queries, and fewer keys and values
+                fused[name] = f"colwise-{following}:{(outputs - following) // 2}:{(outputs - following) // 2}"
+    return [dict(entries), fused] if fused != entries else [dict(entries)]
+
+
+def _divide_copy(
+    twin: nn.Module, unit: str, found: Blocks | None, config: TpConfig, mesh: DeviceMesh, attempt: Mapping[str, str]
+) -> None:
+    """Split the copy of a module as it would be split in the model.
+
+    Raises:
+        PlanError: parts of a fused matrix cannot be divided.
+    """
+    holder = nn.ModuleList([twin])
+    inside = {f"0.{name.removeprefix(unit).lstrip('.')}".rstrip("."): style for name, style in attempt.items()}
+    check(holder, inside, mesh.size())
+    alone = config.sequence_parallel and found is not None and bool(unit) and _block_of(unit, found) == unit
+    along = config if alone else replace(config, sequence_parallel=False)
+    parallelize(holder, Blocks(name="", container=holder), along, mesh, Split(inside))
+
+
+def _not_compared(name: str) -> PlanError:
+    return PlanError(
+        f"{name} is to be split and was not used in the first forward pass, so nothing shows that this is right",
+        where=f"train.tp.plan.{name}",
+        hint="leave it whole (`replicate`), or call the modules around it as modules",
+    )
+
+
+def _differs(unit: str, entries: Mapping[str, str], difference: Difference, degree: int) -> PlanError:
+    names = ", ".join(f"{name.rpartition('.')[2]} {style}" for name, style in entries.items())
+    return PlanError(
+        f"{unit} computes something else if it is split over {degree} workers ({names}): {difference.describe()}",
+        where="train.tp.plan",
+        hint="its code must leave the number of heads or units open, as in `view(batch, length, -1, width)`; name the "
+        "parts of a fused matrix, as in `colwise-3`, or leave it whole with `replicate`",
+    )
 
 
 def draw_alike(mesh: DeviceMesh) -> None:
@@ -108,9 +328,11 @@ def styles(model: nn.Module, found: Blocks | None, plan: Mapping[str, str]) -> d
         )
     named: dict[str, str] = {}
     for pattern, style in plan.items():
-        if style not in STYLES:
+        if style not in STYLES and not proportions(style):
             raise PlanError(
-                f"{style} is not a way to split a matrix", where=f"train.tp.plan.{pattern}", hint=", ".join(STYLES)
+                f"{style} is not a way to split a matrix",
+                where=f"train.tp.plan.{pattern}",
+                hint=f"{', '.join(STYLES)}; a matrix that makes three things at once is colwise-3",
             )
         matching = [name for name in modules if fnmatchcase(name, pattern)]
         if not matching:
@@ -122,6 +344,15 @@ def styles(model: nn.Module, found: Blocks | None, plan: Mapping[str, str]) -> d
             )
         named |= dict.fromkeys(matching, style)
     return {name: style for name, style in named.items() if style != "replicate"}
+
+
+def proportions(style: str) -> list[int]:
+    """Return the proportions of the parts of a fused matrix, as its style names them; empty if it names none."""
+    kind, _, text = style.partition("-")
+    words = text.split(":")
+    if kind != "colwise" or not all(word.isdecimal() and int(word) for word in words):
+        return []
+    return [int(word) for word in words] if len(words) > 1 else [1] * int(text)
 
 
 def _recognized(modules: Mapping[str, nn.Module], found: Blocks | None) -> Iterator[tuple[str, str]]:
@@ -155,6 +386,7 @@ def check(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
             raise PlanError(
                 f"{name} has {size} {what}, which {degree} workers cannot divide", where="train.strategy.tp"
             )
+        _check_parts(name, style, size, degree)
         parent = model.get_submodule(name.rpartition(".")[0])
         for attribute in HEADS:
             heads = getattr(parent, attribute, None)
@@ -166,20 +398,45 @@ def check(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
                     hint="choose a degree of tp that divides the number of heads",
                 )
 
+    for names in _tied(model):
+        owners = [name.rpartition(".")[0] for name in names]
+        # The dim along which each of them would be split.
+        ways = {plan[owner] == "rowwise" if owner in plan else None for owner in owners}
+        if len(ways) > 1:
+            raise PlanError(
+                f"{' and '.join(names)} are one parameter, which the plan splits in different ways",
+                where=f"train.tp.plan.{next(owner for owner in owners if owner in plan)}",
+                hint="split a tied output layer `colwise-gather` and its table `embedding`, or leave both whole",
+            )
+
+
+def _check_parts(name: str, style: str, size: int, degree: int) -> None:
+    if not (shares := proportions(style)):
+        return
+    parts = tensor_parts.part_sizes(shares, size)
+    if not parts or any(part % degree for part in parts):
+        raise PlanError(
+            f"{name} has {size} outputs, which cannot be {style.partition('-')[2]} parts that {degree} workers divide",
+            where=f"train.tp.plan.{name}",
+        )
+
 
 def _style(style: str, config: TpConfig) -> ParallelStyle:
     if style == "embedding":
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     if style == "colwise-gather":
         return ColwiseParallel(output_layouts=Replicate())
+    layouts = Shard(1) if config.sequence_parallel else Replicate()
     if style == "colwise":
-        return ColwiseParallel(input_layouts=Shard(1) if config.sequence_parallel else Replicate())
+        return ColwiseParallel(input_layouts=layouts)
+    if style != "rowwise":
+        return tensor_parts.FusedColwise(proportions(style), input_layouts=layouts)
     if config.sequence_parallel:
         return RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
     return RowwiseParallel()
 
 
-def _along_the_sequence(found: Blocks | None) -> dict[str, ParallelStyle]:
+def _along_the_sequence(found: Blocks | None) -> list[tuple[str, ParallelStyle]]:
     """What makes the stream through the blocks a tensor that is divided along dim 1, and whole again behind them.
 
     It stays a DTensor in between, so that code which asks for its length is told that of the whole sequence.
@@ -187,15 +444,12 @@ def _along_the_sequence(found: Blocks | None) -> dict[str, ParallelStyle]:
     if found is None:
         raise PlanError("sequence parallelism needs a model with a list of blocks", where="train.tp.sequence_parallel")
     prefix = f"{found.name}." if found.name else ""
-    chosen: dict[str, ParallelStyle] = {}
+    chosen: list[tuple[str, ParallelStyle]] = []
     for index, block in enumerate(found.modules):
         for name, module in block.named_modules():
             if isinstance(module, NORMS):
-                chosen[f"{prefix}{index}.{name}"] = SequenceParallel()
-    chosen[f"{prefix}0"] = PrepareModuleInput(
-        input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False
-    )
-    chosen[f"{prefix}{len(found) - 1}"] = PrepareModuleOutput(
-        output_layouts=Shard(1), desired_output_layouts=Replicate()
-    )
-    return chosen
+                chosen.append((f"{prefix}{index}.{name}", SequenceParallel()))
+    entrance = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False)
+    end = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    # A model of one block has both, which a mapping would not hold.
+    return [*chosen, (f"{prefix}0", entrance), (f"{prefix}{len(found) - 1}", end)]

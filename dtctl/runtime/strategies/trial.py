@@ -1,21 +1,26 @@
-"""Before training: does the divided model compute what the whole one does?
+"""The loss of a few samples and the stream between blocks, of the divided model and of the whole one, before training.
 
 How a model may be cut depends on its code, which no plan can see. A cut that does not fit often runs without an error
 and learns something else, so the loss of one batch is compared: in fp32, where little is rounded, or in the number
 format of the training, if the model's kernels take no other (those of flash-attn).
+
+Blocks that begin as the identity, or an output layer that begins at zero, hide a block that is given the wrong stream.
+So a pipeline is compared with noise behind each block, and by what each block is given.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Final
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.strategies.blocks import Blocks
 
 Probe = Callable[[nn.Module], torch.Tensor]
 """The loss of one batch, the same batch on all workers, with a model that is called as the user's is."""
@@ -57,8 +62,67 @@ def measure(probe: Probe, model: nn.Module) -> float:
     return value
 
 
-def require_agreement(whole: float, divided: float, worker: Worker, *, how: str, rounding: float = ROUNDING) -> None:
-    """Compare the losses of the model before and after it was divided.
+class Stream:
+    """What blocks are given in a forward pass; with noise behind each, while the context lasts."""
+
+    def __init__(self, found: Blocks | None) -> None:
+        self._modules = [] if found is None else found.modules
+        self._whole: dict[int, torch.Tensor] = {}
+        self._is_divided = False
+        self._stack = ExitStack()
+        self.worst = 0.0
+        """Largest norm of a difference between the whole and the divided model, as a share of the norm."""
+
+    def __enter__(self) -> Self:
+        for index, block in enumerate(self._modules):
+            self._stack.enter_context(block.register_forward_pre_hook(self._look(index)))
+            self._stack.enter_context(block.register_forward_hook(self._stir(index)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def divided(self) -> None:
+        """Compare from now on."""
+        self._is_divided = True
+
+    def _look(self, index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if args:
+                self._note(index, args[0])
+
+        return hook
+
+    def _stir(self, index: int) -> Callable[..., Any]:
+        def hook(_: nn.Module, __: Any, stream: Any) -> Any:
+            if not isinstance(stream, torch.Tensor) or not stream.is_floating_point():
+                return stream
+            generator = torch.Generator(stream.device).manual_seed(index)
+            noise = torch.empty_like(stream).normal_(generator=generator)
+            stirred = stream + noise * stream.square().mean().sqrt().clamp(min=1e-3)
+            if index + 1 == len(self._modules):
+                self._note(index + 1, stirred)
+            return stirred
+
+        return hook
+
+    def _note(self, index: int, stream: torch.Tensor) -> None:
+        if not self._is_divided:
+            self._whole[index] = stream.detach().clone()
+            return
+        before = self._whole.get(index)
+        if before is None or before.shape != stream.shape:
+            self.worst = math.inf
+            return
+        away = float(torch.linalg.vector_norm(stream.detach().double() - before.double()))
+        share = away / max(float(torch.linalg.vector_norm(before.double())), 1e-12)
+        self.worst = max(self.worst, math.inf if math.isnan(share) else share)
+
+
+def require_agreement(
+    whole: float, divided: float, worker: Worker, *, how: str, rounding: float = ROUNDING, stream: float = 0.0
+) -> None:
+    """Compare the losses of the model before and after it was divided, and the streams between its blocks.
 
     Args:
         whole: of the model in one piece.
@@ -66,12 +130,20 @@ def require_agreement(whole: float, divided: float, worker: Worker, *, how: str,
         worker: this worker.
         how: what was done to it, for the message.
         rounding: by which share they may differ.
+        stream: by which share what this worker's blocks are given differs at most.
 
     Raises:
         PlanError: they differ by more than rounding, on any worker; on every worker.
     """
     near = abs(whole - divided) <= rounding * max(1.0, abs(whole))  # false for NaN
-    bad = float(worker.sum(torch.tensor(0.0 if near else 1.0)))
+    bad, apart = worker.sum(torch.tensor([0.0 if near else 1.0, 0.0 if stream <= rounding else 1.0])).tolist()
+    if not bad and apart:
+        raise PlanError(
+            f"{how}, blocks are given something else than in one piece",
+            where="train.strategy",
+            hint="in a pipeline one tensor goes from block to block, and nothing may happen to it in between; see "
+            "docs/strategies.md",
+        )
     if bad:
         raise PlanError(
             f"{how}, the model has the loss {divided:.6g} on the first samples, and {whole:.6g} in one piece",

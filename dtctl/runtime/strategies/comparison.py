@@ -1,0 +1,355 @@
+"""Outputs and gradients of divided modules, compared with those of the modules in one piece before training.
+
+The loss of a first batch says little about a model: with a residual branch that begins at zero it is the same whatever
+the branch computes. So each module is compared by itself: a copy of it with random weights computes the inputs that the
+module has had in one forward pass, in one piece and divided. In fp64 rounding is far below any other difference. A
+module that rounds to fewer bits inside, or takes no fp64, is compared by what its own format leaves.
+
+Nothing of the model is touched: a copy shares no parameter, no buffer and no hook with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from dtctl.runtime.exactness.randomness import preserved
+
+SEED: Final = 20200
+
+TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+"""Largest norm of a difference, as a share of the norm, that rounding to a format explains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Arguments of a module in a forward pass."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Results of a module for a call."""
+
+    outputs: list[torch.Tensor]
+    of_inputs: list[torch.Tensor | None]
+    """Gradients of the arguments that are floating-point tensors."""
+    of_parameters: dict[str, torch.Tensor | None]
+    """Gradients of the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest difference between two answers."""
+
+    share: float
+    """Norm of the difference as a share of the norm."""
+    of: str
+    """Names the output or the gradient that differs."""
+    is_rounding: bool = False
+    """Whether rounding explains it."""
+    added_up: frozenset[str] = frozenset()
+    """Parameters whose gradient is right once it is added up over the workers."""
+
+    def describe(self) -> str:
+        """Say by how much what differs."""
+        return f"the {self.of} differs by {self.share:.1e} of its size" if isfinite(self.share) else self.of
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Calls of modules in one forward pass of the whole model."""
+
+    calls: Mapping[str, Call]
+    """By the name of the module."""
+    autocast: AbstractContextManager[Any] | None
+    """The number format of the training; None if that is fp32."""
+
+    def compare(self, name: str, module: nn.Module) -> Comparison:
+        """Compute a module that was called, in one piece."""
+        return Comparison(module, self.calls[name], self.autocast)
+
+
+@contextmanager
+def recording(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Call]]:
+    """Keep the arguments of the first call of some modules while the context lasts."""
+    calls: dict[str, Call] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name not in calls:
+                kept = tree_map_only(torch.Tensor, lambda value: value.detach().clone(), (args, kwargs))
+                calls[name] = Call(*kept)
+
+        return hook
+
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True, prepend=True)
+        for name in names
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def copy(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Return a module of the same structure with random weights, the same on all workers.
+
+    Args:
+        module: stays as it is; what is neither parameter, buffer, hook nor module is shared with the copy.
+        dtype: of floating-point parameters and buffers. None: their own.
+    """
+    modules: dict[int, nn.Module] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def drawn(value: torch.Tensor) -> torch.Tensor:
+        generator = generators.setdefault(value.device, torch.Generator(value.device).manual_seed(SEED))
+        # The size of activations stays that of the inputs, and no scale, gate or bias is zero.
+        if value.dim() < 2:
+            return value.uniform_(0.5, 1.5, generator=generator)
+        return value.normal_(0.0, (value.numel() / value.shape[0]) ** -0.5, generator=generator)
+
+    def tensor(value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in tensors:
+            new = _cast(value.detach(), dtype).clone()
+            if isinstance(value, nn.Parameter) and value.is_floating_point():
+                new = nn.Parameter(drawn(new))
+            tensors[id(value)] = new
+        return tensors[id(value)]
+
+    def twin(original: nn.Module) -> nn.Module:
+        if id(original) in modules:
+            return modules[id(original)]
+        new = modules[id(original)] = object.__new__(type(original))
+        held = {
+            name: value.copy() if name.startswith("_") and isinstance(value, dict) else value
+            for name, value in original.__dict__.items()
+            if name != "_compiled_call_impl"
+        }
+        for kind in ("_parameters", "_buffers"):
+            held[kind] = {name: value if value is None else tensor(value) for name, value in held[kind].items()}
+        held["_modules"] = {name: child if child is None else twin(child) for name, child in held["_modules"].items()}
+        new.__dict__.update(held)
+        return new
+
+    return twin(module).eval()
+
+
+def compute(module: nn.Module, call: Call, dtype: torch.dtype | None, context: AbstractContextManager[Any]) -> Answer:
+    """Call a copy of a module, and go back from its outputs along directions that are the same each time."""
+    values, shape = tree_flatten((call.args, call.kwargs))
+    leaves = [_cast(value, dtype).clone().requires_grad_() if _is_float(value) else value for value in values]
+    # Code may change its arguments in place, which autograd allows for no leaf.
+    args, kwargs = tree_unflatten([leaf.clone() if _is_float(leaf) else leaf for leaf in leaves], shape)
+    parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    floats = [leaf for leaf in leaves if _is_float(leaf)]
+    device = next((value.device for value in (*parameters.values(), *floats)), torch.device("cpu"))
+    with preserved(device, SEED), torch.enable_grad():
+        with context:
+            results = tree_flatten(module(*args, **kwargs))[0]
+        outputs = [_whole(value) for value in results if _is_float(value)]
+        ways = [output for output in outputs if output.requires_grad]
+        directions = [torch.randn_like(output) for output in ways]
+        wanted = [*floats, *parameters.values()]
+        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if ways:
+            found = torch.autograd.grad(ways, wanted, directions, allow_unused=True)
+    found = [None if value is None else _whole(value.detach()) for value in found]
+    return Answer(
+        outputs=[output.detach() for output in outputs],
+        of_inputs=list(found[: len(floats)]),
+        of_parameters=dict(zip(parameters, found[len(floats) :], strict=True)),
+    )
+
+
+class Comparison:
+    """A module in one piece, with which divided copies of it are compared."""
+
+    def __init__(self, module: nn.Module, call: Call, autocast: AbstractContextManager[Any] | None) -> None:
+        """Compute the module in one piece.
+
+        Args:
+            module: stays as it is.
+            call: the arguments.
+            autocast: the number format of the training; None if that is fp32.
+
+        Raises:
+            Exception: whatever the module's code raises in its own number format.
+        """
+        self._module, self._call = module, call
+        forms: list[tuple[torch.dtype | None, AbstractContextManager[Any]]] = [
+            (torch.float64, nullcontext()), (None, nullcontext()), *([(None, autocast)] if autocast else [])
+        ]  # fmt: skip
+        for index, (dtype, context) in enumerate(forms):
+            self._dtype, self._context = dtype, context
+            try:
+                self.whole = compute(copy(module, dtype), call, dtype, context)
+                break
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # kernels that take fewer bits only
+                if index + 1 == len(forms):
+                    raise
+
+    @property
+    def unused(self) -> set[str]:
+        """Parameters that the call has not used."""
+        return {name for name, value in self.whole.of_parameters.items() if value is None or not value.count_nonzero()}
+
+    def difference(
+        self,
+        divide: Callable[[nn.Module], object],
+        group: dist.ProcessGroup,
+        *,
+        averaged: bool = False,
+    ) -> Difference:
+        """Compare a divided copy; collective over a group of workers.
+
+        Args:
+            divide: changes a module in place into this worker's part of it.
+            group: the workers.
+            averaged: whether gradients are right once they are averaged over the group.
+        """
+        module = copy(self._module, self._dtype)
+        device = next((value.device for value in module.parameters()), torch.device("cpu"))
+        try:
+            divide(module)
+            found = compute(module, self._call, self._dtype, self._context)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as exc:  # noqa: BLE001  # whatever the module's code says to tensors that are divided
+            text = str(exc).strip().partition("\n")[0]
+            return Difference(float("inf"), f"{type(exc).__name__}: {text}")
+        own = {name for name, value in module.named_parameters() if not hasattr(value, "device_mesh") and not averaged}
+        differences = self._differences(found, own, device, group, averaged=averaged)
+        limit = TOLERANCE[self._dtype or torch.float32]
+        worst = max(differences, key=lambda one: one.share)
+        if worst.share > limit:
+            limit = TOLERANCE[self._narrowest()]
+        added_up = frozenset(name for one in differences for name in one.added_up)
+        return Difference(worst.share, worst.of, worst.share <= limit, added_up)
+
+    def _differences(
+        self, found: Answer, own: set[str], device: torch.device, group: dist.ProcessGroup, *, averaged: bool
+    ) -> list[Difference]:
+        """Each tensor's, the largest over the group; the same list on all its workers."""
+        whole = self.whole
+        rows: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = []
+        for index, pair in enumerate(zip(whole.outputs, found.outputs, strict=False)):
+            rows.append((f"output {index}" if index else "output", *pair))
+        before = len(rows)
+        for index, gradients in enumerate(zip(whole.of_inputs, found.of_inputs, strict=True)):
+            rows.append((f"gradient of argument {index}", *gradients))
+        names = list(whole.of_parameters)
+        rows += [(f"gradient of {name}", whole.of_parameters[name], found.of_parameters[name]) for name in names]
+        # A gradient that is zero but for rounding, such as that of a bias of keys, is measured by the others.
+        least = (1e-3 if self._dtype else 1e-1) * max(
+            (_norm(value) for _, value, _ in rows[before:] if value is not None), default=0.0
+        )
+        shares = []
+        for index, (_, one, other) in enumerate(rows):
+            if averaged and index >= before:
+                other = _summed(one, other, group, divide_by=group.size())
+            shares.append(_share(one, other, least if index >= before else 0.0))
+        added = []
+        for name, value in whole.of_parameters.items():
+            part = found.of_parameters[name]
+            added.append(_share(value, _summed(value, part, group) if name in own else part, least))
+        # An output that is there on one side only, or in another shape, is no number that can be compared.
+        missing = float("inf") if len(whole.outputs) != len(found.outputs) else 0.0
+        everyone = torch.tensor([*shares, *added, missing], dtype=torch.float64, device=device)
+        dist.all_reduce(everyone, op=dist.ReduceOp.MAX, group=group)
+        values = everyone.tolist()
+        differences = [Difference(values[-1], "number of outputs")]
+        for index, (text, _, _) in enumerate(rows):
+            share, added_up = values[index], frozenset[str]()
+            number = index - before - len(whole.of_inputs)
+            if number >= 0 and names[number] in own and share > (summed := values[len(rows) + number]) * 10:
+                share, added_up = summed, frozenset({names[number]})
+            differences.append(Difference(share, text, added_up=added_up))
+        return differences
+
+    def _narrowest(self) -> torch.dtype:
+        """The narrowest format that the module in one piece computes in."""
+        module = copy(self._module, self._dtype)
+        with _Formats() as formats:
+            compute(module, self._call, self._dtype, self._context)
+        return min(formats.seen, key=lambda dtype: dtype.itemsize, default=torch.float64)
+
+
+class _Formats(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Note the floating-point formats of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {value.dtype for value in tree_flatten(result)[0] if _is_float(value) and value.dtype in TOLERANCE}
+        return result
+
+
+def _summed(
+    like: torch.Tensor | None, value: torch.Tensor | None, group: dist.ProcessGroup, *, divide_by: int = 1
+) -> torch.Tensor | None:
+    """The sum over a group, where the module in one piece has a gradient."""
+    if like is None:
+        return value
+    total = torch.zeros_like(like) if value is None else value.clone()
+    dist.all_reduce(total, group=group)
+    return total / divide_by
+
+
+def _share(one: torch.Tensor | None, other: torch.Tensor | None, least: float) -> float:
+    """Norm of the difference as a share of the norm, or of `least` if that is larger; no gradient counts as zero."""
+    if one is None and other is None:
+        return 0.0
+    if one is None or other is None:
+        held = other if one is None else one
+        return 1.0 if held is not None and _norm(held) > 1e-6 * least else 0.0
+    if one.shape != other.shape:
+        return float("inf")
+    both = torch.isfinite(one) & torch.isfinite(other)
+    if not torch.equal(one[~both].nan_to_num(), other[~both].nan_to_num()):
+        return float("inf")
+    away = _norm(one[both] - other[both])
+    size = max(_norm(one[both]), least)
+    if not size:
+        return 1.0 if away else 0.0
+    return away / size
+
+
+def _norm(value: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(value if value.itemsize > 2 else value.float()))
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be divided, put together."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is None or not (value.is_floating_point() or value.is_complex()):
+        return value
+    return value.to(dtype.to_complex() if value.is_complex() else dtype)
