@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from dtctl.errors import PlanError, WorkerFailed
+from dtctl.runtime.data_loading import handles
 from dtctl.runtime.data_loading.datasets import Batches, pinned
 from dtctl.runtime.data_loading.order import Indices, Schedule
 from dtctl.runtime.data_loading.reading import DatasetExamination, Reader
@@ -40,7 +42,7 @@ class Feed:
         """Prepare to read; no thread or process is started yet.
 
         Raises:
-            PlanError: the data set cannot be read by a thread.
+            PlanError: the data set cannot be read by a thread, or holds what several processes cannot share.
         """
         if config.data_workers == "thread" and not isinstance(reader.data, Batches):
             raise PlanError(
@@ -55,6 +57,7 @@ class Feed:
         self._next: tuple[int, int] | None = None
         self._order: Iterator[tuple[int, int]] = iter(())
         self._processes: list[Any] = []
+        self._handles = handles.Handles(reader.data) if isinstance(config.data_workers, int) and self._workers else None
 
     def batch(self, indices: Indices, schedule: Schedule, start: int, index: int) -> Any:
         """A micro batch, on the CPU.
@@ -102,6 +105,7 @@ class Feed:
         if self._workers == "thread":
             self._source = _by_thread(self.reader, requests, ahead=self._ahead, pin=self._pin)
             return
+        opened = self._handles.opened() if self._handles is not None else []
         before = set(multiprocessing.active_children())
         loader: DataLoader[Any] = DataLoader(
             _Requested(self.reader),
@@ -110,7 +114,7 @@ class Feed:
             num_workers=int(self._workers),
             prefetch_factor=self._ahead,
             pin_memory=self._pin,
-            worker_init_fn=_begin_worker,
+            worker_init_fn=partial(_begin_worker, handles.open_files(), opened),
             generator=torch.Generator(),  # else it draws its seed from the loop's own random state
         )
         self._source = iter(loader)
@@ -179,9 +183,13 @@ class _Requested(Dataset[Any]):
         return self._reader(*request)
 
 
-def _begin_worker(_number: int) -> None:
+def _begin_worker(
+    files: dict[int, tuple[int, int]], opened: list[tuple[dict[str, Any], str, Any]], _number: int
+) -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    handles.reopen(files)
+    handles.put_back(opened)
 
 
 def _by_thread(reader: Reader, requests: Iterator[Request], *, ahead: int, pin: bool) -> Iterator[Any]:

@@ -8,10 +8,8 @@ on neither the process that reads it nor what was read before, and differs from 
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 import time
-import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ import torch
 from torch.utils.data import default_collate
 
 from dtctl.runtime.data_loading.datasets import Batches, Samples, SampleStream, is_deterministic
+from dtctl.runtime.data_loading.handles import walk_members
 from dtctl.runtime.data_loading.order import Indices, mix
 from dtctl.runtime.snapshot.format.encoding import Generator, generator_state, is_generator, seed_generator
 
@@ -29,8 +28,6 @@ PROBES: Final = 8
 """Samples that are looked at before training: the first, the last, and some in between."""
 PROBE_S: Final = 0.1
 """How long that may take; one sample is read in any case."""
-_REACHED: Final = 2000
-"""Objects of a data set among which its generators are looked for."""
 
 
 @dataclass(slots=True)
@@ -271,37 +268,9 @@ def _digest(value: Any, crc: int) -> int:
 
 def _generators(data: object) -> Iterator[Generator]:
     """The generators of random numbers that a data set keeps, in an order that is the same in every process."""
-    visited: set[int] = set()
-    left: list[object] = [data]
-    while left and len(visited) < _REACHED:
-        value = left.pop(0)
-        if id(value) in visited or isinstance(
-            value, bool | int | float | str | bytes | torch.Tensor | np.ndarray | type
-        ):
-            continue
-        visited.add(id(value))
+    for _, value in walk_members(data):
         if is_generator(value):
             yield cast(Generator, value)
-        elif isinstance(value, dict):
-            left += list(itertools.islice(value.values(), 64))
-        elif isinstance(value, list | tuple | set):
-            left += list(itertools.islice(value, 64))
-        elif isinstance(value, types.FunctionType):
-            left += [cell.cell_contents for cell in value.__closure__ or () if _is_bound(cell)]
-        elif isinstance(value, types.MethodType):
-            left += [value.__self__]
-        elif isinstance(value, functools.partial):
-            left += [value.func, *value.args, *value.keywords.values()]
-        elif hasattr(value, "__dict__") and not isinstance(value, types.ModuleType):
-            left += list(vars(value).values())
-
-
-def _is_bound(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # raises
-    except ValueError:
-        return False
-    return True
 
 
 class Cursor:

@@ -1,0 +1,229 @@
+"""Open files and connections of a data set, in processes that are forked to read it.
+
+Forked processes share the position in an open file: what one of them reads moves it for all. So each opens again every
+regular file that it has inherited, at the position that the file had. What cannot be opened again is refused before
+training if the data set brings it along: sockets, and databases whose library keeps locks of its process. If the data
+set has opened it since, as it does when a first sample is read, each process goes back to what stood there before.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import multiprocessing
+import os
+import stat
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dtctl.errors import PlanError, WorkerFailed
+
+DESCRIPTORS: Final = Path("/proc/self/fd")
+OUTPUT: Final = (1, 2)
+"""Descriptors of standard output and standard error."""
+KEPT: Final = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | os.O_SYNC | os.O_DSYNC | getattr(os, "O_DIRECT", 0)
+"""Flags of an open file that are more than ways to open it."""
+REACHED: Final = 2000
+"""Objects of a data set that are looked at."""
+DATABASES: Final = {"SQLite": (0, b"SQLite format 3\0"), "LMDB": (16, b"\xde\xc0\xef\xbe")}
+"""Where in a file the mark stands by which its library knows it, and the mark."""
+
+
+def walk_members(data: object) -> Iterator[tuple[str, object]]:
+    """Yield the objects that a data set holds, each with its name, in an order that is the same in every process."""
+    visited: set[int] = set()
+    left: list[tuple[str, object]] = [(type(data).__name__, data)]
+    while left and len(visited) < REACHED:
+        name, value = left.pop(0)
+        plain = bool | int | float | str | bytes | torch.Tensor | np.ndarray | type | None
+        if id(value) in visited or isinstance(value, plain):
+            continue
+        visited.add(id(value))
+        yield name, value
+        left += [(_joined(name, part), member) for part, member in _members(value)]
+
+
+def _joined(name: str, part: str) -> str:
+    return f"{name}{part}" if part.startswith("[") else f"{name}.{part}"
+
+
+def _members(value: object) -> list[tuple[str, object]]:
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", item) for key, item in itertools.islice(value.items(), 64)]
+    if isinstance(value, list | tuple | set):
+        return [(f"[{index}]", item) for index, item in enumerate(itertools.islice(value, 64))]
+    if isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        return [(name, cell.cell_contents) for name, cell in cells if _is_bound(cell)]
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), *_members(value.args), *_members(value.keywords)]
+    if hasattr(value, "__dict__") and not isinstance(value, types.ModuleType):
+        return list(vars(value).items())
+    return []
+
+
+def _is_bound(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # raises
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class Handles:
+    """Open files and connections of a data set before anything is read from it."""
+
+    data: object
+    before: list[tuple[object, dict[str, Any]]] = field(default_factory=list)
+    """Objects of the data set with attributes, and what these were."""
+
+    def __post_init__(self) -> None:
+        """Refuse what several processes cannot share.
+
+        Raises:
+            PlanError: the data set holds a socket, or an open database.
+        """
+        if multiprocessing.get_start_method() != "fork":
+            return
+        for name, value in walk_members(self.data):
+            kind = _unshareable(value)
+            if kind is not None:
+                raise PlanError(
+                    f"the data set holds {kind} ({name}), which processes that are forked to read cannot share",
+                    where="train.data_workers",
+                    hint="open it when the first sample is read, in `__getitem__`, or use `data_workers: 0`",
+                )
+            if hasattr(value, "__dict__"):
+                self.before.append((value, dict(vars(value))))
+
+    def opened(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return what the data set has opened since that cannot be shared: where it stands, and what stood there."""
+        return [
+            (vars(owner), name, before.get(name, _MISSING))
+            for owner, before in self.before
+            for name, value in vars(owner).items()
+            if value is not before.get(name) and _unshareable(value) is not None
+        ]
+
+
+_MISSING: Final = object()
+
+
+def put_back(opened: list[tuple[dict[str, Any], str, Any]]) -> None:
+    """Let attributes be what they were, in a process that has inherited connections of another one."""
+    for attributes, name, before in opened:
+        if before is _MISSING:
+            del attributes[name]
+        else:
+            attributes[name] = before
+
+
+def _unshareable(value: object) -> str | None:
+    """Name the connection that an object is; None if it is none."""
+    number = _descriptor(value)
+    if number is not None:
+        try:
+            return "a socket" if stat.S_ISSOCK(os.fstat(number).st_mode) else None
+        except OSError:  # closed
+            return None
+    # Connections of libraries are objects without attributes that refuse to be copied to another process; open files
+    # show to which database.
+    if hasattr(value, "__dict__") or type(value).__module__ in ("builtins", "_thread", "_io", "mmap"):
+        return None
+    try:
+        value.__reduce_ex__(4)
+    except TypeError:
+        return _open_database()
+    except Exception:  # noqa: BLE001  # an object's own code
+        return None
+    return None
+
+
+def _descriptor(value: object) -> int | None:
+    try:
+        number = value.fileno()  # type: ignore[attr-defined]
+    except Exception:  # noqa: BLE001  # it has none, is closed, or is no file
+        return None
+    return number if isinstance(number, int) and number >= 0 else None
+
+
+def _open_database() -> str | None:
+    for number in _regular_files():
+        try:
+            head = os.pread(number, 64, 0)  # to open and close the file would give up its locks
+        except OSError:
+            continue
+        for kind, (offset, mark) in DATABASES.items():
+            if head[offset : offset + len(mark)] == mark:
+                return f"an open {kind} database, {(DESCRIPTORS / str(number)).readlink()}"
+    return None
+
+
+def _regular_files() -> list[int]:
+    if not DESCRIPTORS.is_dir():
+        return []
+    found = []
+    for name in (entry.name for entry in DESCRIPTORS.iterdir()):
+        try:
+            if stat.S_ISREG(os.fstat(int(name)).st_mode):
+                found.append(int(name))
+        except OSError:  # the folder's own
+            continue
+    return found
+
+
+def open_files() -> dict[int, tuple[int, int]]:
+    """Return the regular files that are open for reading: by their descriptors, flags and positions.
+
+    Output is to be shared: each process goes on behind what others have written.
+    """
+    if multiprocessing.get_start_method() != "fork":
+        return {}
+    found = {}
+    for number in _regular_files():
+        flags = None if number in OUTPUT else _flags(number)
+        if flags is not None and flags & os.O_ACCMODE != os.O_WRONLY and not flags & getattr(os, "O_PATH", 0):
+            found[number] = (flags, os.lseek(number, 0, os.SEEK_CUR))
+    return found
+
+
+def _flags(number: int) -> int | None:
+    try:
+        text = Path(f"/proc/self/fdinfo/{number}").read_text()
+    except OSError:
+        return None
+    return next((int(line.split()[1], 8) for line in text.splitlines() if line.startswith("flags:")), None)
+
+
+def reopen(files: dict[int, tuple[int, int]]) -> None:
+    """Open inherited files again, under the same descriptors and at the same positions.
+
+    Args:
+        files: by `open_files`, in the process that this one was forked from.
+
+    Raises:
+        WorkerFailed: one cannot be opened.
+    """
+    for number, (flags, position) in files.items():
+        path = DESCRIPTORS / str(number)
+        try:
+            new = os.open(path, flags & KEPT)
+            os.lseek(new, position, os.SEEK_SET)
+            os.dup2(new, number, inheritable=os.get_inheritable(number))
+            os.close(new)
+        except OSError as exc:
+            raise WorkerFailed(
+                f"a process that reads data cannot open {path.readlink()} again: {exc.strerror}",
+                where="train.data_workers",
+                hint="all processes would share one position in the file; open it in `__getitem__`, or use "
+                "`data_workers: 0`",
+            ) from exc
