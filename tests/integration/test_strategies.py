@@ -157,7 +157,7 @@ def test_the_example_learns_the_same_with_every_strategy(tmp_path: Path, expecte
         (["fsdp.cpu_offload=true", "strategy=fsdp"], {}, "shards can be kept in the host's memory only if there is a"),
         (["ddp.sync_batchnorm=true"], {}, "torch's SyncBatchNorm runs on GPUs only, and this worker has none"),
         (['strategy={"ep": 2}'], {}, "ep divides experts, and none were found in the model"),
-        (["strategy=tp", "tp.plan={}"], {"GARBLED": "1"}, "spread as tp, the model has the loss"),
+        (["strategy=tp", "tp.plan={}"], {"GARBLED": "1"}, "blocks.0 computes something else if it is split over 2"),
         (['strategy={"cp": 2}'], {}, "the first block is given a tensor of 2 dims, and cp divides"),
         (['strategy={"cp": 2}', "compile=eager"], {}, "compile does not go with cp"),
         (["strategy=pipeline"], {"BLOCKS": "1"}, "a pipeline needs a model with a list of blocks"),

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from dtctl.errors import DtctlError
 from dtctl.runtime.exactness.randomness import preserved
 
 SEED: Final = 20200
@@ -61,6 +62,8 @@ class Difference:
     """Whether rounding explains it."""
     added_up: frozenset[str] = frozenset()
     """Parameters whose gradient is right once it is added up over the workers."""
+    error: Exception | None = None
+    """What the code of the divided module has raised."""
 
     def describe(self) -> str:
         """Say by how much what differs."""
@@ -223,17 +226,20 @@ class Comparison:
             divide: changes a module in place into this worker's part of it.
             group: the workers.
             averaged: whether gradients are right once they are averaged over the group.
+
+        Raises:
+            DtctlError: the module cannot be divided so.
         """
         module = copy(self._module, self._dtype)
         device = next((value.device for value in module.parameters()), torch.device("cpu"))
         try:
             divide(module)
             found = compute(module, self._call, self._dtype, self._context)
-        except torch.OutOfMemoryError:
+        except (DtctlError, torch.OutOfMemoryError):
             raise
         except Exception as exc:  # noqa: BLE001  # whatever the module's code says to tensors that are divided
             text = str(exc).strip().partition("\n")[0]
-            return Difference(float("inf"), f"{type(exc).__name__}: {text}")
+            return Difference(float("inf"), f"{type(exc).__name__}: {text}", error=exc)
         own = {name for name, value in module.named_parameters() if not hasattr(value, "device_mesh") and not averaged}
         differences = self._differences(found, own, device, group, averaged=averaged)
         limit = TOLERANCE[self._dtype or torch.float32]

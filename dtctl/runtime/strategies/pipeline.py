@@ -137,9 +137,7 @@ class Pipeline:
 
     def gradients(self, step: Step) -> torch.Tensor:
         """All micro batches in the order of the schedule."""
-        loss_scale = step.passes.loss_scale
-        scale = 1.0 if loss_scale is None else loss_scale.scale
-        weighed = []
+        scale, weighed = step.scale, []
         for index, indices in enumerate(step.micro_batches):
             weight = scale * len(indices) * step.replicas / step.samples
             weighed.append(((step.read(index), len(indices), weight), weight))

@@ -43,9 +43,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtctl.errors import PlanError
+from dtctl.runtime.explain import explained
 from dtctl.runtime.strategies import tensor_parts
 from dtctl.runtime.strategies.blocks import Blocks
-from dtctl.runtime.strategies.comparison import Call, Difference, Seen
+from dtctl.runtime.strategies.comparison import Call, Comparison, Difference, Seen
 from dtctl.train.config import TpConfig
 
 STYLES: Final = ("colwise", "rowwise", "colwise-gather", "embedding", "replicate")
@@ -183,15 +184,15 @@ def compare_split(
         PlanError: a module computes something else if it is split, or was not compared.
     """
     chosen, added_up = dict(split.styles), set[str]()
-    for unit, entries in _units(found, config, split, seen.calls).items():
-        module = model.get_submodule(unit)
-        comparison = seen.compare(unit, module)
+    calls = _calls_of_all(model, seen)
+    for unit, entries in _units(found, config, split, calls).items():
+        comparison = Comparison(model.get_submodule(unit), calls[unit], seen.autocast)
         prefix = f"{unit}." if unit else ""
         for name in entries:
             if f"{name}.weight".removeprefix(prefix) in comparison.unused:
                 raise _not_compared(name)
         first: Difference | None = None
-        for attempt in _attempts(model, entries):
+        for attempt in _attempts(model, entries, mesh.size()):
 
             def divide(twin: nn.Module, attempt: Mapping[str, str] = attempt, unit: str = unit) -> None:
                 _divide_copy(twin, unit, found, config, mesh, attempt)
@@ -204,8 +205,21 @@ def compare_split(
             first = first or difference
         else:
             assert first is not None  # noqa: S101  # for the type checker: there is an attempt at least
-            raise _differs(unit or type(model).__name__, entries, first, mesh.size())
+            known = explained(first.error) if first.error is not None else None
+            raise known or _differs(unit or type(model).__name__, entries, first, mesh.size()) from first.error
     return Split(chosen, sorted(added_up))
+
+
+def _calls_of_all(model: nn.Module, seen: Seen) -> dict[str, Call]:
+    """The calls of modules, and of such that were not called that of a like one, such as another expert."""
+    calls, like = dict(seen.calls), dict[tuple[object, ...], Call]()
+    kinds = {
+        name: (type(module), *((part, value.shape) for part, value in module.named_parameters()))
+        for name, module in model.named_modules()
+    }
+    for name, call in calls.items():
+        like.setdefault(kinds[name], call)
+    return calls | {name: like[kind] for name, kind in kinds.items() if name not in calls and kind in like}
 
 
 def _units(
@@ -248,8 +262,8 @@ def _has_pair(unit: str, plan: Mapping[str, str]) -> bool:
     return "rowwise" in inside and any(style.startswith("colwise") for style in inside)
 
 
-def _attempts(model: nn.Module, entries: Mapping[str, str]) -> list[dict[str, str]]:
-    """The styles as they are, and then with the parts of fused matrices that shapes suggest."""
+def _attempts(model: nn.Module, entries: Mapping[str, str], degree: int) -> list[dict[str, str]]:
+    """The styles as they are, and then with parts of fused matrices that shapes suggest, if these can be divided."""
     fused = dict(entries)
     following: int | None = None
     for name, style in reversed(list(entries.items())):
@@ -262,20 +276,19 @@ def _attempts(model: nn.Module, entries: Mapping[str, str]) -> list[dict[str, st
                 fused[name] = f"colwise-{outputs // following}"
             elif outputs > following and (outputs - following) % 2 == 0:  # queries, and fewer keys and values
                 fused[name] = f"colwise-{following}:{(outputs - following) // 2}:{(outputs - following) // 2}"
+    try:
+        check(model, fused, degree)
+    except PlanError:
+        return [dict(entries)]
     return [dict(entries), fused] if fused != entries else [dict(entries)]
 
 
 def _divide_copy(
     twin: nn.Module, unit: str, found: Blocks | None, config: TpConfig, mesh: DeviceMesh, attempt: Mapping[str, str]
 ) -> None:
-    """Split the copy of a module as it would be split in the model.
-
-    Raises:
-        PlanError: parts of a fused matrix cannot be divided.
-    """
+    """Split the copy of a module as it would be split in the model."""
     holder = nn.ModuleList([twin])
     inside = {f"0.{name.removeprefix(unit).lstrip('.')}".rstrip("."): style for name, style in attempt.items()}
-    check(holder, inside, mesh.size())
     alone = config.sequence_parallel and found is not None and bool(unit) and _block_of(unit, found) == unit
     along = config if alone else replace(config, sequence_parallel=False)
     parallelize(holder, Blocks(name="", container=holder), along, mesh, Split(inside))

@@ -98,7 +98,8 @@ class Stream:
             if not isinstance(stream, torch.Tensor) or not stream.is_floating_point():
                 return stream
             generator = torch.Generator(stream.device).manual_seed(index)
-            noise = torch.empty_like(stream).normal_(generator=generator)
+            # Not like the stream, whose layout in memory may differ, and with it which number goes where.
+            noise = torch.randn(stream.shape, generator=generator, dtype=stream.dtype, device=stream.device)
             stirred = stream + noise * stream.square().mean().sqrt().clamp(min=1e-3)
             if index + 1 == len(self._modules):
                 self._note(index + 1, stirred)
