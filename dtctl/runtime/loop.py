@@ -388,7 +388,7 @@ class Trainer:
             return False
         is_taken = verdict == "take"
         counts = self.balance.counts(taken=is_taken, logged=is_logged) if self.balance is not None else []
-        result = StepResult(loss, lr, norm, balance.use(counts) if is_logged else {})
+        result = StepResult(loss, lr, norm, balance.use(counts) if is_logged else {}, is_taken)
         self.ready = partial(self._take_step, result, counts, is_taken=is_taken)
         # The last exchange of a step, and nothing of the state is changed before: if any worker has come through, all
         # have entered it with all they need but its result, and can take the step even if one of them is lost in it.
@@ -428,8 +428,9 @@ class Trainer:
         self.report.step(self.step)
         self.profiler.after(self.step, last=last)
         scores = self.evaluate() if self._is_evaluated(self.step) else {}
-        if self._is_logged(self.step):
-            self.report.log(self.step, newest.loss, newest.lr, newest.norm, self.batch, scores, newest.use)
+        if self._is_logged(self.step) or not newest.is_taken:
+            use = newest.use if newest.is_taken else {**newest.use, "skipped": 1.0}
+            self.report.log(self.step, newest.loss, newest.lr, newest.norm, self.batch, scores, use)
         best = bool(scores) and self.best is not None and self.best.take(self.step, scores)
         save = self.worker.is_first and self._is_time()
         decision = agreement.after(self.step, stop=asked.signal is not None, save=save)
@@ -496,8 +497,13 @@ class Trainer:
             position=self.position,
             batch=self.batch,
             schedule=self.schedule,
-            replicas=self.place.degrees.data,
+            replicas=self._replicas,
         )
+
+    @property
+    def _replicas(self) -> int:
+        """Workers over which gradients are averaged; with `exact: elastic` they are added up."""
+        return 1 if self.elastic else self.place.degrees.data
 
     def use(self, sizes: Batch) -> None:
         """Go on from here with these sizes of a batch; by epochs the number of steps follows them."""
@@ -525,7 +531,7 @@ class Trainer:
     def _clip(self, is_due: bool) -> torch.Tensor | None:
         """Scale the gradient down if it is too long. Its length before that; None if neither clipping nor wanted."""
         if self.loss_scale is not None:
-            multiply(self.gradients(), 1 / self.loss_scale.scale)
+            multiply(self.gradients(), self._replicas / self.loss_scale.scale)
         limit = self.config.clip_norm
         if limit is None:
             return self._norm() if is_due or self.guard.always else None

@@ -49,6 +49,8 @@ class StepResult:
     """Of the gradient, before clipping."""
     use: Mapping[str, float] = field(default_factory=dict)
     """How evenly experts were used, if the model has any."""
+    is_taken: bool = True
+    """Whether the optimizer has made its step; not if the gradient was not finite."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +83,7 @@ class Step:
     batch: Batch
     schedule: Schedule
     replicas: int
-    """Into how many parts a global batch is divided."""
+    """Workers over which the gradients of parts of a global batch are averaged; 1 where they are added up."""
     micro_batches: list[Indices] = field(default_factory=list)
     """The indices of this worker's; some are empty at the end of a training."""
     samples: int = 0
@@ -102,6 +104,16 @@ class Step:
         self.began = self.passes.mark()
         self.micro_batches = self.schedule(self.position)
         self.samples = self.schedule.samples(self.position)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the losses beside their weights; 1 but with fp16.
+
+        Weights are those of a mean over replicas, which comes after the backward pass. Without this share, gradients
+        would overflow fp16 on several workers where they do not in one process.
+        """
+        scale = self.passes.loss_scale
+        return 1.0 if scale is None else scale.scale / self.replicas
 
     def read(self, index: int) -> Any:
         """The micro batch of that number, on the worker's device; a stand-in for an empty one.
@@ -172,7 +184,7 @@ class Step:
         passes = self.passes
         try:
             passes.clock.forward()
-            scale = 1.0 if passes.loss_scale is None else passes.loss_scale.scale
+            scale = self.scale
             loss = self.loss(model, batch, samples, weight * scale)
             if weight != weight:
                 loss = passes.poison(loss)
@@ -180,7 +192,7 @@ class Step:
                 loss = loss * weight
             passes.clock.backward()
             self.forwarded = passes.mark()
-            scaled = loss if passes.loss_scale is None else loss.float() * passes.loss_scale.scale
+            scaled = loss if passes.loss_scale is None else loss.float() * scale
             torch.autograd.backward([scaled, *beside()])
         except (AssertionError, RuntimeError, ValueError) as exc:
             known = explained(exc)

@@ -41,6 +41,13 @@ def require(config: TrainConfig, degrees: Degrees, *, accumulate: int | None) ->
     if degrees.pp > 1:
         _pipeline(config, degrees, accumulate)
     if degrees.cp > 1:
+        if config.precision == "fp16":
+            raise PlanError(
+                "precision fp16 does not go with cp: gradients in the blocks are as many times larger as workers share "
+                "a sequence, so steps overflow that one process takes",
+                where="train.precision",
+                hint="use bf16, or tp or fsdp instead of cp",
+            )
         for key, is_set in (("compile", config.compile), ("tp.sequence_parallel", _sequence_parallel(config, degrees))):
             if is_set:
                 raise PlanError(f"{key} does not go with cp", where="train.strategy.cp", hint=f"leave {key} out")

@@ -79,6 +79,7 @@ class NonFiniteGuard:
             self._trail.norm(step, norm)
             return "take"
         value = float(norm)
+        scale = None if self._scale is None else self._scale.scale
         explained = self._scale is not None and self._scale.update(finite=math.isfinite(value))
         if math.isfinite(value):
             self._in_a_row = 0
@@ -88,6 +89,11 @@ class NonFiniteGuard:
             return "take"
         if explained:
             self._trail.clear(step)  # the weights have not seen it
+            if self._tell and self._scale is not None:
+                say(
+                    f"step {step} skipped: its gradient is too large for fp16 with the loss scale {scale:g}, which is "
+                    f"{self._scale.scale:g} now"
+                )
             return "skip"
         self._furthest = max(self._furthest, step)
         if self._policy == "stop":

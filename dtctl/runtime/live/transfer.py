@@ -119,7 +119,8 @@ def bring_level(trainer: Training, *, is_newcomer: bool) -> bool:
         tree = _receive(source, trainer)
         _take_facts(trainer, facts)
         _take(trainer, tree)
-        trainer.newest = StepResult(None, facts["lr"], facts["norm"] and torch.tensor(facts["norm"]))
+        norm = facts["norm"] and torch.tensor(facts["norm"])
+        trainer.newest = StepResult(None, facts["lr"], norm, is_taken=facts["is_taken"])
     if trainer.step:  # a step that was begun has set its own
         trainer.rate.set(trainer.step - 1)
     trainer.is_owed = owed
@@ -141,6 +142,7 @@ def _facts(trainer: Training) -> dict[str, Any]:
         "step": trainer.step,
         "lr": 0.0 if newest is None else newest.lr,
         "norm": norm,
+        "is_taken": newest is None or newest.is_taken,
         "unused": list(trainer.unused),
         "checksums": trainer.account.checksums,
         "irreproducible": trainer.account.irreproducible,
