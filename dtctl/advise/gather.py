@@ -35,8 +35,8 @@ INSPECT_S = 120.0
 """Seconds that building a model on the meta device may take."""
 
 MOST_GPUS = 1_000_000
-MOMENTS: Final[Mapping[str, int]] = {"adamw": 8, "sgd": 4}
-"""Optimizer -> bytes of its fp32 state for a parameter."""
+MOMENTS: Final[Mapping[str, int]] = {"adamw": 8, "sgd": 4, "muon": 4}
+"""Optimizer -> bytes of its fp32 state for a parameter; Muon's of a matrix, of which nearly all parameters are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

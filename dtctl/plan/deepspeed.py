@@ -91,6 +91,8 @@ def _zero(settings: FrameworkSettings, name: str, degrees: Degrees) -> dict[str,
 
 
 def _optimizer(settings: FrameworkSettings, name: str) -> dict[str, Any]:
+    if name == "muon":
+        raise settings.refused("optimizer", "DeepSpeed's Muon is told of its parameters by the program")
     keys = ("lr", "weight_decay", "momentum" if name == "sgd" else "eps")
     parameters = {key: value for key in keys if (value := settings.take(key)) is not None}
     if name == "sgd":

@@ -47,6 +47,8 @@ def arguments(settings: FrameworkSettings) -> tuple[str, ...]:
         if schedule == "wsd":
             args += ["--lr-wsd-decay-style", "minus_sqrt"]  # as dtctl.runtime falls
     if optimizer := settings.take("optimizer"):
+        if optimizer not in OPTIMIZERS:
+            raise settings.refused("optimizer", f"optimizer {optimizer} has no counterpart in {settings.framework}")
         args += ["--optimizer", OPTIMIZERS[optimizer]]
     args += _memory(settings) + _checkpoints(settings)
     settings.refuse_remaining()

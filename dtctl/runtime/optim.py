@@ -18,6 +18,10 @@ def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     The default betas are those of most language models since Brown et al. 2020, appendix B. Matrices decay, vectors
     do not: decay on biases and norms costs accuracy (He et al. 2019, section 3.1).
     """
+    if config.optimizer == "muon":
+        from dtctl.runtime.muon import muon  # which nobody else needs
+
+        return muon(config, model)
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.weight_decay:
         groups = [

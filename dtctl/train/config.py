@@ -255,8 +255,8 @@ class TrainConfig:
     """What follows from going on with another number of workers. keep: the global batch stays as it was, by other
     numbers of samples and passes; linear, sqrt: micro_batch and accumulate stay, and the learning rate is multiplied
     with the ratio of the global batches, or its root."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or SGD with momentum."""
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    """AdamW, SGD with momentum, or Muon for matrices and AdamW for vectors and tables of embeddings."""
     beta1: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
     """AdamW: decay of the mean of gradients."""
     beta2: float = field(default=0.95, metadata={"at_least": 0, "below": 1})
@@ -264,9 +264,9 @@ class TrainConfig:
     eps: float = field(default=1e-8, metadata={"above": 0})
     """AdamW: what is added to the root of the mean of squared gradients."""
     momentum: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
-    """SGD: momentum."""
+    """SGD and Muon: momentum."""
     kernel: Literal["fused", "foreach", "loop"] = "fused"
-    """How the optimizer computes: one kernel for all parameters, one per operation, or parameter by parameter."""
+    """How AdamW and SGD compute: one kernel for all parameters, one per operation, or parameter by parameter."""
     weight_decay: float = field(default=0.0, metadata={"at_least": 0})
     """Decay of parameters of two and more dimensions; biases and norms are never decayed."""
     ema: EmaConfig | None = None

@@ -31,6 +31,8 @@ LIMITS = {
     ("adamw", "float64"): 1e-8,
     # A gradient near zero decides by its rounding which way AdamW goes: lr times its relative error.
     ("adamw", "float32"): 1e-3,
+    # In bf16 inside, which a gradient that is the same but for its last bit almost never changes.
+    ("muon", "float64"): 1e-8,
 }
 """Largest relative difference from one process, of each tensor against its largest entry."""
 
@@ -97,6 +99,8 @@ EXTRAS: dict[int, list[tuple[Case, list[Any]]]] = {
             ["ddp", "zero1", "fsdp", "tp", {"cp": 2}, "pipeline", ("pipeline", "zbv")],
         ),
         (Case(dtype="float32", common={"precision": "fp16"}), ["ddp", "fsdp", "tp", "pipeline"]),
+        # Matrices that are put together for the optimizer's step.
+        (Case(optimizer="muon"), ["ddp", "zero1", "fsdp"]),
         # A function that makes the model, which the second worker builds on the meta device.
         (Case(common={"data": {"function": True}}), ["fsdp"]),
         # Each size of a batch, and each way of computing, is compiled by itself.
@@ -125,6 +129,7 @@ EXTRAS: dict[int, list[tuple[Case, list[Any]]]] = {
             [{other: 2, "ep": 2} for other in ("dp", "fsdp", "cp", "tp", "pp")],
         ),
         (Case(optimizer="adamw", common={"data": {"mixture": "layouts"}}), [{"fsdp": 2, "ep": 2}]),
+        (Case(optimizer="muon"), [{"dp": 2, "fsdp": 2}, {"fsdp": 2, "tp": 2}]),
         (Case(common={"data": {"mixture": "layouts"}}), [{"tp": 2, "ep": 2}]),
     ],
     8: [(Case(common={"data": {"mixture": "own"}}), [{"dp": 2, "fsdp": 2, "ep": 2}])],

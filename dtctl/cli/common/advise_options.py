@@ -34,6 +34,7 @@ class OptimizerName(str, Enum):
 
     adamw = "adamw"
     sgd = "sgd"
+    muon = "muon"
 
 
 class RecomputeName(str, Enum):

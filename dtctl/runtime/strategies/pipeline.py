@@ -23,7 +23,7 @@ from dtctl.errors import PlanError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.json_collectives import filled, skeleton
 from dtctl.runtime.step import Step
-from dtctl.runtime.strategies import blocks, comparison, gradients, sharded, stages, tensor, unused
+from dtctl.runtime.strategies import blocks, comparison, gradients, sharded, stages, tensor, unused, whole_steps
 from dtctl.train.compatibility import ONE_STAGE, stages_per_worker
 from dtctl.train.config import PipelineConfig, TrainConfig
 from dtctl.train.mesh import Degrees
@@ -121,6 +121,7 @@ class Pipeline:
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Give tensors of each mesh a group of their own, since fused optimizers do not mix them."""
         sharded.separate_meshes(optimizer)
+        whole_steps.take_whole_steps(optimizer)
 
     def state(self) -> Mapping[str, Any]:
         """Nothing of its own."""

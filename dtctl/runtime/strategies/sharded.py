@@ -28,7 +28,17 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.moe import divide, recognize
 from dtctl.runtime.moe.layer import MoE
 from dtctl.runtime.step import Step
-from dtctl.runtime.strategies import blocks, comparison, context, deferred_init, gradients, regroup, tensor, unused
+from dtctl.runtime.strategies import (
+    blocks,
+    comparison,
+    context,
+    deferred_init,
+    gradients,
+    regroup,
+    tensor,
+    unused,
+    whole_steps,
+)
 from dtctl.runtime.strategies.accumulation import accumulate
 from dtctl.train.config import FsdpConfig, TrainConfig
 from dtctl.train.mesh import Degrees
@@ -96,8 +106,9 @@ class Sharded:
         self._every_pass = config.fsdp.exchange_every_pass
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give tensors of each mesh a group of their own, since fused optimizers do not mix them."""
+        """Give tensors of each mesh a group of their own, since fused optimizers do not mix them; collective."""
         separate_meshes(optimizer)
+        whole_steps.take_whole_steps(optimizer)
 
     def gradients(self, step: Step) -> torch.Tensor:
         """Micro batch by micro batch; those before the last are added up whole on each worker, or sharded as well."""

@@ -53,6 +53,34 @@ def test_kernels_and_numbers_are_those_asked_for(name: str, kernel: str) -> None
         assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-6)
 
 
+def test_muon_has_matrices_and_adamw_the_rest() -> None:
+    """Each is trained as torch's own two train it, with one learning rate."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6), nn.Linear(6, 3))
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    config = TrainConfig(optimizer="muon", lr=0.1, momentum=0.8, beta1=0.7, beta2=0.9, weight_decay=0.2)
+    found = optimizer(config, model)
+    matrices, others = (
+        {name: nn.Parameter(before[name].clone()) for name in names}
+        for names in (("1.weight", "2.weight"), ("0.weight", "1.bias", "2.bias"))
+    )
+    expected = [
+        torch.optim.Muon(matrices.values(), 0.1, 0.2, 0.8, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others.values(), 0.1, (0.7, 0.9), config.eps, 0.0, fused=True),
+    ]
+    for step in range(3):
+        for name, value in model.named_parameters():
+            value.grad = torch.full_like(value, 0.5 + step)
+            (matrices | others)[name].grad = value.grad.clone()
+        found.step()
+        for one in expected:
+            one.step()
+    for name, value in model.named_parameters():
+        assert torch.equal(value, (matrices | others)[name]), name
+        assert not torch.equal(value, before[name])
+    assert len(found.state) == 5
+
+
 def test_short_trainings_have_a_rate() -> None:
     assert rates(1, lr=1.0) == [1.0]
     assert rates(2, lr=1.0, warmup_steps=5) == pytest.approx([0.2, 0.4])
