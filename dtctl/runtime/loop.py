@@ -27,6 +27,7 @@ from dtctl import names
 from dtctl.errors import PlanError, SnapshotError, WorkerFailed
 from dtctl.runtime import blocks, diagnose, kernels, optim, resume, snapshot_saver
 from dtctl.runtime.automatic import Subject, settle
+from dtctl.runtime.batch_norm import describe_batch_norm
 from dtctl.runtime.best import Best
 from dtctl.runtime.console import say
 from dtctl.runtime.data_loading import datasets
@@ -662,6 +663,7 @@ class Trainer:
         lines = [f"snapshot skipped: {reason}" for reason in point.rejected]
         resumed = self.restore(point) if point.path is not None else None
         lines.append(self.report.introduction(self.strategy.name, self.batch, self.steps))
+        lines += describe_batch_norm(self.model, self._replicas)
         if resumed is None:
             randomness.begin(self.config.seed, self.place.stream)
             if os.environ.get(names.ATTEMPT, "0") != "0":

@@ -65,6 +65,8 @@ def train(config, worker):
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     whole = Model()
+    if "SYNCHRONIZED" in os.environ:
+        whole.batch_norm = nn.SyncBatchNorm(16)
     whole.first.requires_grad_("THAWED" not in os.environ)
     trainer = Trainer(config, worker, whole, loss, TensorData(inputs, inputs[:, :1] - inputs[:, 1:2]))
     return trainer.run()
@@ -179,3 +181,22 @@ def test_a_parameter_that_is_thawed_in_training_is_named(tmp_path: Path) -> None
     assert not missing(ended.output, "first.weight first.bias gradients step 3")
     alone = launch(tmp_path / "alone", 1, "accumulate=1", "steps=4", BATCH_NORM="1", THAWED="1")
     assert alone.code == 0, alone.output
+
+
+def test_batch_norm_on_several_workers_is_told_of(tmp_path: Path) -> None:
+    """Each worker has the means of its own samples."""
+    told = "note: BatchNorm (batch_norm) takes means over the samples of one worker, so 2 workers train something else"
+    two = launch(tmp_path / "two", 2, "strategy=ddp", "steps=1", BATCH_NORM="1")
+    assert two.code == 0, two.output
+    assert two.output.count(told) == 1
+    assert not missing(two.output, "torch.nn.SyncBatchNorm train.ddp.sync_batchnorm")
+    alone = launch(tmp_path / "one", 1, "steps=1", BATCH_NORM="1")
+    assert "note: BatchNorm" not in alone.output
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_synchronized_batch_norm_without_a_gpu_is_an_error_with_a_place(tmp_path: Path, strategy: str) -> None:
+    ended = launch(tmp_path, 2, f"strategy={strategy}", "steps=1", BATCH_NORM="1", SYNCHRONIZED="1")
+    assert ended.output.count("error: the model has SyncBatchNorm, which runs on GPUs only") == 2, ended.output
+    assert not missing(ended.output, "where batch_norm model")
+    assert "Traceback" not in ended.output

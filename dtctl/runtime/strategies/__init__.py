@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from dtctl.errors import DtctlError, PlanError
+from dtctl.runtime.batch_norm import require_synchronizable
 from dtctl.runtime.console import say
 from dtctl.runtime.distributed.device_mesh import device_mesh, limit_groups
 from dtctl.runtime.distributed.worker import Worker
@@ -126,6 +127,8 @@ def choose(
     """
     context.forget()
     require(config, degrees, accumulate=batch.accumulate)
+    if worker.backend is not None:
+        require_synchronizable(model, worker.device)
     if config.exact == "elastic":
         require_for(config, model)
         return Elastic(model, worker, config.seed)
