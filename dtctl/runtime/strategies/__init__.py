@@ -166,6 +166,7 @@ def choose(
     with trial.Stream(blocks.find(model, config.blocks) if degrees.pp > 1 else None) as stream:
         with recording(model, names) as calls:
             expected, probe, rounding = trial.whole(probe, model, halves)
+        stream.pause()
         seen = Seen(calls, halves)
         divided: Strategy
         try:
@@ -181,8 +182,7 @@ def choose(
             raise explained(exc) or PlanError(
                 f"spread as {degrees}, the model cannot be computed: {str(exc).strip().partition(chr(10))[0]}",
                 where="train.tp.plan" if degrees.tp > 1 else "train.strategy",
-                hint="its code does not allow this; see the top of dtctl/runtime/strategies/tensor.py and pipeline.py "
-                "for what it must be like",
+                hint='its code does not allow this; see "What the model must be like" in docs/strategies.md',
             ) from exc
     how = f"spread as {degrees}"
     trial.require_agreement(expected, found, worker, how=how, rounding=rounding, stream=stream.worst)

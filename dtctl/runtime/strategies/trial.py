@@ -68,7 +68,7 @@ class Stream:
     def __init__(self, found: Blocks | None) -> None:
         self._modules = [] if found is None else found.modules
         self._whole: dict[int, torch.Tensor] = {}
-        self._is_divided = False
+        self._is_idle = self._is_divided = False
         self._stack = ExitStack()
         self.worst = 0.0
         """Largest norm of a difference between the whole and the divided model, as a share of the norm."""
@@ -82,20 +82,24 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def pause(self) -> None:
+        """Neither look nor stir until `divided`: copies of blocks have the hooks, too."""
+        self._is_idle = True
+
     def divided(self) -> None:
         """Compare from now on."""
-        self._is_divided = True
+        self._is_idle, self._is_divided = False, True
 
     def _look(self, index: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            if args:
+            if args and not self._is_idle:
                 self._note(index, args[0])
 
         return hook
 
     def _stir(self, index: int) -> Callable[..., Any]:
         def hook(_: nn.Module, __: Any, stream: Any) -> Any:
-            if not isinstance(stream, torch.Tensor) or not stream.is_floating_point():
+            if self._is_idle or not isinstance(stream, torch.Tensor) or not stream.is_floating_point():
                 return stream
             generator = torch.Generator(stream.device).manual_seed(index)
             # Not like the stream, whose layout in memory may differ, and with it which number goes where.
@@ -149,6 +153,5 @@ def require_agreement(
         raise PlanError(
             f"{how}, the model has the loss {divided:.6g} on the first samples, and {whole:.6g} in one piece",
             where="train.strategy",
-            hint="its code does not allow this; see the top of dtctl/runtime/strategies/tensor.py and pipeline.py for "
-            "what it must be like",
+            hint='its code does not allow this; see "What the model must be like" in docs/strategies.md',
         )
