@@ -32,7 +32,10 @@ def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     else:
         groups = [{"params": wanted, "weight_decay": 0.0}]  # a group costs some 30 us a step
     # One kernel for all parameters by default, on the CPU too, where torch's own default is a loop over parameters.
-    fused, foreach = config.kernel == "fused", config.kernel == "foreach"
+    # Fused ones take no complex numbers.
+    real = all(parameter.is_floating_point() for parameter in wanted)
+    fused = config.kernel == "fused" and real
+    foreach = config.kernel == "foreach" or (config.kernel == "fused" and not real)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused, foreach=foreach)
     betas = (config.beta1, config.beta2)

@@ -17,7 +17,7 @@ import platform
 import sys
 import types
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,7 +122,7 @@ def numerics(worker: Worker, *, elastic: bool) -> dict[str, str]:
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "default dtype": torch.get_default_dtype(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        **fp32_precision(),
         "mkldnn": torch.backends.mkldnn.enabled,
     }
     if worker.device.type == "cuda":
@@ -132,7 +132,7 @@ def numerics(worker: Worker, *, elastic: bool) -> dict[str, str]:
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
             "cudnn.deterministic": torch.backends.cudnn.deterministic,
             "driver": getattr(torch._C, "_cuda_getDriverVersion", int)(),
-            "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+            "cudnn.allow_tf32": _setting(lambda: torch.backends.cudnn.allow_tf32),
             "reduced precision reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         }
         if not elastic:  # how NCCL adds up follows from where the workers are
@@ -140,6 +140,35 @@ def numerics(worker: Worker, *, elastic: bool) -> dict[str, str]:
             settings["workers per node"] = worker.local_world_size
     settings |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return {key: str(value) for key, value in settings.items()}
+
+
+PRECISIONS: Final = ("", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv",
+                     "mkldnn.rnn")  # fmt: skip
+"""Parts of torch.backends that have an fp32_precision, since torch 2.9."""
+
+
+def fp32_precision() -> dict[str, object]:
+    """How products of fp32 numbers may be rounded.
+
+    torch refuses to read the old setting once a part was set to something of its own; then the parts count.
+    """
+    found: dict[str, object] = {"float32 matmul precision": _setting(torch.get_float32_matmul_precision)}
+    for part in PRECISIONS:
+        where = functools.reduce(lambda held, name: getattr(held, name, None), filter(None, part.split(".")), _BACKENDS)
+        value = _setting(functools.partial(getattr, where, "fp32_precision", "none"))
+        if value != "none":
+            found[f"{part}.fp32_precision".lstrip(".")] = value
+    return found
+
+
+_BACKENDS: Final[Any] = torch.backends
+
+
+def _setting(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:  # old and new settings were mixed
+        return "set by part"
 
 
 def code(before: Iterable[str] = ()) -> dict[str, str]:

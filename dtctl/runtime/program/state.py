@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from dtctl.runtime.program.functions import MISSING
 from dtctl.runtime.program.graph import ObjectWalk
@@ -126,7 +127,7 @@ class ProgramState:
             if not large and is_large(leaf.value):
                 continue
             with contextlib.suppress(NotEncodable):
-                held[path] = copy.deepcopy(with_devices(encode(content(leaf.value), path)))
+                held[path] = copy.deepcopy(_detached(with_devices(encode(content(leaf.value), path))))
         return held
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
@@ -156,6 +157,11 @@ class ProgramState:
                 del left[path]
         phrases = [f"{some_of(left)} changed in training, and there is no place for it now"] if left else []
         return phrases + ([f"{some_of(failed)} changed in training, and cannot be set"] if failed else [])
+
+
+def _detached(tree: Any) -> Any:
+    """The same without the graphs of tensors that were computed, such as the weight that weight_norm makes."""
+    return tree_map_only(torch.Tensor, lambda value: value if value.is_leaf else value.detach(), tree)
 
 
 def _is_within(path: str, paths: Mapping[str, Any]) -> bool:

@@ -64,9 +64,10 @@ def gathered_optimizer(tree: Tree, worker: Worker) -> Tree:
     states = gathered(tree["state"], worker)
     groups = gathered({f"{worker.rank}.{index}": group for index, group in enumerate(tree["groups"])}, worker)
     on_cpu = gathered_json(tree.get("on_cpu", {}), worker)
-    if states is None or groups is None:
+    rest = gathered({name: tree[name] for name in ("own", "other") if name in tree}, worker)
+    if states is None or groups is None or rest is None:
         return {}
-    whole = {**tree, "state": states, "groups": one_group_each(groups.values())}
+    whole = {**tree, **rest, "state": states, "groups": one_group_each(groups.values())}
     everywhere = {name: values for each in on_cpu for name, values in each.items()}
     return whole | ({"on_cpu": everywhere} if everywhere else {})
 
@@ -81,4 +82,8 @@ def _whole(entry: Any) -> Any:
         parts = {key: _whole(value) for key, value in entry.items()}
         gone = any(parts[key] is None and value is not None for key, value in entry.items())
         return None if gone else parts
+    if isinstance(entry, list | tuple):
+        items = [_whole(value) for value in entry]
+        gone = any(item is None and value is not None for item, value in zip(items, entry, strict=True))
+        return None if gone else items
     return entry

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot.format import layout
@@ -174,8 +175,7 @@ def load_optimizer(
             hint="resume with the optimizer that the run began with, or start over with `train.snapshot.dir`",
         )
     if "own" in tree:
-        extra = decode(tree["own"])
-        optimizer.load_state_dict({**optimizer.state_dict(), **extra})
+        _load_own(optimizer, decode(tree["own"]))
     differences = _load_groups(optimizer, names, tree["groups"], configured)
     parameters = {name: parameter for parameter, name in names.items()}
     for name, values in tree["state"].items():
@@ -189,6 +189,37 @@ def load_optimizer(
     for key, values in tree.get("other", ()):
         optimizer.state[decode(key)] = decode(values)
     return differences
+
+
+def _load_own(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
+    """Give an optimizer what its own `state_dict` had added.
+
+    What is as large as a divided parameter is divided like it.
+
+    Raises:
+        SnapshotError: the optimizer does not take it.
+    """
+    divided: dict[torch.Size, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if hasattr(parameter, "device_mesh"):
+                divided.setdefault(parameter.shape, parameter)
+
+    def cut(value: torch.Tensor) -> torch.Tensor:
+        like = divided.get(value.shape)
+        found: torch.Tensor = value if like is None else _cut(like, value)
+        return found
+
+    try:
+        optimizer.load_state_dict({**optimizer.state_dict(), **tree_map_only(torch.Tensor, cut, extra)})
+    except Exception as exc:
+        text = str(exc).partition("\n")[0]
+        raise SnapshotError(
+            f"{class_name(optimizer)}.load_state_dict does not take what its state_dict has returned: {text}",
+            where=", ".join(map(str, extra)),
+            hint="it is given whole tensors, and such that are as large as a divided parameter as DTensors that are "
+            "divided like it",
+        ) from exc
 
 
 def _placed(value: Any, parameter: torch.Tensor, *, stays: bool) -> Any:

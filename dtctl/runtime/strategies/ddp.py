@@ -18,6 +18,19 @@ from dtctl.runtime.strategies.accumulation import accumulate
 from dtctl.train.config import DdpConfig
 
 
+class _Wrapped(DistributedDataParallel):
+    """torch's wrapper, with the attributes and methods of the model: a loss may read them as in one process."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Look it up in the model, if the wrapper has none of that name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+
 class Ddp:
     """The model in torch's DistributedDataParallel.
 
@@ -40,7 +53,7 @@ class Ddp:
             PlanError: an option needs another device.
         """
         model = _synchronized(model, worker) if config.sync_batchnorm else model
-        self._ddp = DistributedDataParallel(
+        self._ddp = _Wrapped(
             model,
             device_ids=[worker.device.index] if worker.device.type == "cuda" else None,
             bucket_cap_mb=config.bucket_mb,
@@ -48,6 +61,9 @@ class Ddp:
             static_graph=config.static_graph,
             gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less in memory and time
         )
+        self._is_called = False
+        """Whether the wrapper itself was called, without which torch exchanges nothing; known after the first step."""
+        self._watch = self._ddp.register_forward_pre_hook(self._called)
         self._first_must_exchange = config.static_graph
         if config.static_graph:
             self._ddp.register_forward_hook(self._begun)
@@ -106,6 +122,9 @@ class Ddp:
             yield
         self._used.clear()
 
+    def _called(self, *_: Any) -> None:
+        self._is_called = True
+
     def _begun(self, *_: Any) -> None:
         self._first_must_exchange = False
 
@@ -124,8 +143,18 @@ class Ddp:
                 torch.stack([(parameter * 0).sum() for parameter in missing]).sum().backward()  # type: ignore[no-untyped-call]
         if self._marks:
             absent = set(missing)
-            flags = self._worker.sum(torch.tensor([float(parameter in absent) for parameter in self._wanted]))
-            missing = [parameter for parameter, flag in zip(self._wanted, flags.tolist(), strict=True) if flag]
+            own = [float(not self._is_called), *(float(parameter in absent) for parameter in self._wanted)]
+            past, *flags = self._worker.sum(torch.tensor(own)).tolist()
+            missing = [parameter for parameter, flag in zip(self._wanted, flags, strict=True) if flag]
+            self._watch.remove()
+            if past:
+                raise PlanError(
+                    "the loss function does not call the model itself, `model(...)`, and ddp exchanges gradients only "
+                    "of what it computes",
+                    where="the loss function of the Trainer",
+                    hint="call `model(...)`, and let its forward call the method; beside it, methods that only read "
+                    "parameters may be called",
+                )
             for mark in self._marks:
                 mark.remove()
             self._marks.clear()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from dtctl.errors import PlanError
 from dtctl.runtime.distributed.device_mesh import context_group, device_mesh, expert_mesh
@@ -318,6 +319,7 @@ def shard_blocks(
     for block in modules:
         first(block)
         if block in units:
+            block.register_forward_hook(_without_views)
             fully_shard(
                 block,
                 mesh=over,
@@ -331,6 +333,17 @@ def shard_blocks(
     whole = fully_shard(root, mesh=over, mp_policy=policy, offload_policy=offload, ignored_params=apart)
     if unused.ZEROS:
         whole.set_reduce_scatter_unused_params(True)
+
+
+def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """Give on copies of what a block has made as views.
+
+    fully_shard hangs what gathers parameters for the backward pass on a block's output, and torch loses that if the
+    output is a view and code after the block changes it in place (torch 2.13).
+    """
+    if isinstance(output, torch.Tensor):
+        return output.clone() if output._is_view() else output
+    return tree_map_only(torch.Tensor, lambda value: value.clone() if value._is_view() else value, output)
 
 
 def _shard_experts(experts: SpreadExperts, options: FsdpConfig, worker: Worker) -> set[nn.Parameter]:

@@ -518,3 +518,23 @@ def hooks_that_remember() -> dict[str, Any]:
 
 def test_hooks_and_flags_are_state(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     assert halves(make, capsys, hooks_that_remember) == (True, "exact")
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("", "tf32"), ("cuda.matmul", "tf32"), ("cudnn", "tf32"), ("cudnn.conv", "tf32"), ("mkldnn", "tf32"),
+        ("mkldnn.matmul", "bf16"),
+    ],
+)  # fmt: skip
+def test_precisions_of_parts_are_read_whatever_was_set(part: str, value: str) -> None:
+    """torch refuses to read the setting of all once a part has its own."""
+    script = (
+        "import functools, torch\n"
+        "from dtctl.runtime.exactness.circumstances import fp32_precision\n"
+        f"where = functools.reduce(getattr, filter(None, {part!r}.split('.')), torch.backends)\n"
+        f"where.fp32_precision = {value!r}\n"
+        "after = fp32_precision()\n"
+        f"assert after[{part!r} and {part + '.'!r} + 'fp32_precision' or 'fp32_precision'] == {value!r}, after\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -237,3 +237,32 @@ def test_batches_for_a_gpu_are_pinned_also_if_the_loop_reads(monkeypatch: pytest
     with feed.running():
         feed.batch(schedule(0)[0], schedule, 0, 0)
     assert len(seen) >= 2
+
+
+class BadRecord(Exception):
+    """Cannot be made from its text alone, as torch makes the exceptions of its processes anew."""
+
+    def __init__(self, path: str, line: int) -> None:
+        super().__init__(f"cannot decode {path} line {line}")
+
+
+class Bad:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        if index == 37:
+            raise self.error
+        return torch.full((8,), float(index)), torch.ones(1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "error", [BadRecord("shard-3", 812), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "shard-3")], ids=["own", "unicode"]
+)
+def test_the_cause_of_a_sample_that_cannot_be_read_is_told(make: Make, error: Exception) -> None:
+    with pytest.raises(Exception, match="shard-3"):
+        make({"data_workers": 1, "steps": 20}, samples=Bad(error)).run()
