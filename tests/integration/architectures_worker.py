@@ -185,6 +185,33 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+class Mixing(nn.Module):
+    """Blocks that mix tokens otherwise than by attention, and begin at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Mean() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.inner.weight)
+        nn.init.zeros_(self.inner.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x - x.mean(1, keepdim=True))
+
+
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
@@ -198,8 +225,10 @@ def train(number: int, mesh: dict[str, int] | None, worker: Worker, folder: Path
         **({"strategy": mesh, "tp": {"plan": kind.plan()}} if mesh else {}),
     }  # fmt: skip
     seed_all(number)
-    model = Model(kind).double()
-    tokens = torch.randint(0, VOCABULARY, (24, TOKENS + 1), generator=torch.Generator().manual_seed(7))
+    model = (Mixing() if mesh and "cp" in mesh else Model(kind)).double()
+    tokens = torch.randint(
+        0, VOCABULARY, (24, (8 if mesh and "cp" in mesh else TOKENS) + 1), generator=torch.Generator().manual_seed(7)
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
         trainer = Trainer(

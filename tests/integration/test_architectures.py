@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import forked
+from tests.facts import missing
 from tests.integration.architectures_worker import drawn
 
 pytestmark = pytest.mark.torch
@@ -48,6 +49,12 @@ def verdicts(folder: Path, numbers: list[int], mesh: dict[str, int], workers: in
 def test_the_usual_kinds_are_divided_or_refused(tmp_path: Path) -> None:
     seen = verdicts(tmp_path, list(range(7)), {"tp": 2}, 2)
     assert list(seen.values()).count("equal") >= 4, seen
+
+
+def test_blocks_that_mix_tokens_otherwise_are_refused_by_name(tmp_path: Path) -> None:
+    """They begin as the identity, so the loss of the first samples is that of one piece."""
+    (found,) = trained(tmp_path / "cp", [0], {"cp": 2}, 2).values()
+    assert not missing(found["refused"], "layers.0 2")
 
 
 @pytest.mark.slow
