@@ -188,6 +188,7 @@ def peak(on: Ground, *, number: int) -> dict[str, Any]:
     """Bytes that tensors of one case need, and are said to need."""
     gc.collect()
     if on.gpu:
+        torch.cuda.init()  # there are no figures to begin anew before: this check makes no tensor first
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(on.device)
     before = torch.cuda.memory_allocated(on.device) if on.gpu else 0
