@@ -71,10 +71,10 @@ class Present:
             whole = cast(torch.Tensor, module._parameters[name])
             if self._watched.get(number) is not whole:
                 self._watched[number] = whole
-                whole.register_post_accumulate_grad_hook(partial(self._note, number))  # type: ignore[no-untyped-call]
-
-    def _note(self, number: int, _: torch.Tensor) -> None:
-        self._seen[number] = 1
+                # Not a method of this object, which has the parameters: no collector sees that circle, which goes
+                # through torch, and weights and gradients would outlive their training.
+                mark = partial(_mark, self._seen, number)
+                whole.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """A step begins."""
@@ -113,6 +113,11 @@ class Present:
             for parameter, number in self._own.items():
                 if number in absent:
                     parameter.grad = None
+
+
+def _mark(seen: bytearray, number: int, _: torch.Tensor) -> None:
+    """Note that a parameter has a gradient."""
+    seen[number] = 1
 
 
 class Turns:

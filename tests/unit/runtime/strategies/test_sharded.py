@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from benchmarks.gpu_checks import exchange
 from benchmarks.gpu_checks.exchange import fsdp
 from benchmarks.gpu_checks.ground import Ground, train
 from dtctl.runtime import Worker
@@ -135,3 +138,15 @@ def test_gradients_exchanged_in_every_pass_are_the_same_and_never_whole(
         losses[every], _, _ = train(on, member, f"every-{every}", settings, make=fsdp)
         assert bool(called) is not every, "a pass that keeps whole gradients says so to fully_shard"
     assert losses[True] == pytest.approx(losses[False], rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "hsdp"])
+def test_a_training_that_is_over_gives_its_tensors_back(tmp_path: Path, worker: Worker, strategy: str) -> None:
+    make = {"single": None, "ddp": exchange.ddp, "fsdp": exchange.fsdp, "hsdp": exchange.hsdp}[strategy]
+    _, trainer, _ = train(Ground(torch.device("cpu"), tmp_path), worker, strategy, {"steps": 2}, make=make)
+    kept = [weakref.ref(parameter) for parameter in trainer.model.parameters()]
+    kept += [weakref.ref(parameter.grad) for parameter in trainer.model.parameters() if parameter.grad is not None]
+    assert kept
+    del trainer
+    gc.collect()
+    assert sum(one() is not None for one in kept) == 0
