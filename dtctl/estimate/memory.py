@@ -274,7 +274,8 @@ def _stage(
     # Of what several have, each writes a part; the optimizer of zero1 is divided over dp already.
     stored = (weight_bytes + optimizer * (layout.dp if layout.zero else 1)) / layout.dp
     host += recipe.snapshots * stored
-    work = activations + max(logits, working)
+    # The output of the model is gone before a block's gradients are on their way.
+    work = activations + max(logits, working + _on_their_way(layout, recipe, block))
     # Gradients are made while activations are given back, and given back before the next pass: they share their room,
     # unless those of earlier micro batches are added up, or they never go.
     alone = layout.accumulate == 1 and layout.pp == 1 and not recipe.gradients_stay and not layout.offload
@@ -364,7 +365,14 @@ def _temporary(layout: Layout, recipe: Recipe, *, params: float, block: float, r
     gathered = weight * (live if recipe.reshard else params)
     if _whole(layout, recipe):
         return casts + gathered + (recipe.whole_bytes or recipe.gradient_bytes) * params
-    return casts + gathered + recipe.gradient_bytes * two_blocks
+    return casts + gathered + recipe.gradient_bytes * root
+
+
+def _on_their_way(layout: Layout, recipe: Recipe, block: float) -> float:
+    """Bytes of the gradients of two blocks, which sharded workers exchange while the next ones are made."""
+    if layout.shards == 1 or layout.pp > 1 or _whole(layout, recipe):
+        return 0.0
+    return recipe.gradient_bytes * 2 * block
 
 
 def _whole(layout: Layout, recipe: Recipe) -> bool:
