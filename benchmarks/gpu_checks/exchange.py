@@ -146,9 +146,12 @@ def _formats(on: Ground, worker: Worker) -> Iterator[Point]:
     found = {}
     for kind in ("fp32", "bf16"):
         marks: list[float] = []
+        peaks: list[float] = []
 
-        def after(trainer: Trainer, marks: list[float] = marks) -> None:
+        def after(trainer: Trainer, marks: list[float] = marks, peaks: list[float] = peaks) -> None:
             def mark(*_: Any) -> None:
+                if on.gpu:  # in each step, since the Trainer's lines of metrics begin the peak anew
+                    peaks.append(torch.cuda.max_memory_allocated(on.device) / 2**20)
                 if trainer.step in (4, size.steps - 1):
                     on.sync()
                     marks.append(time.perf_counter())
@@ -160,8 +163,7 @@ def _formats(on: Ground, worker: Worker) -> Iterator[Point]:
             torch.cuda.reset_peak_memory_stats(on.device)
         settings = {"precision": "bf16", "log_every": size.steps, "fsdp": {"param_dtype": kind}}
         train(on, worker, f"gathered-{kind}", settings, size=size, make=fsdp, before=after)
-        peak = torch.cuda.max_memory_allocated(on.device) / 2**20 if on.gpu else 0.0
-        found[kind] = ((marks[1] - marks[0]) / (size.steps - 5), peak)
+        found[kind] = ((marks[1] - marks[0]) / (size.steps - 5), max(peaks, default=0.0))
     told = ", ".join(f"{kind} {took_s * 1e3:.1f} ms and {mib:.0f} MiB" for kind, (took_s, mib) in found.items())
     yield shown("a step of fsdp with parameters gathered in", told)
     if on.gpu:
