@@ -75,7 +75,7 @@ gate: $(BIN)/.ready  ## What became slower since BASE (default: where the branch
 dist-check: $(BIN)/.ready  ## What a release needs: figures on the front page that are not older than the code that they measure.
 	$(BIN)/python benchmarks/ages.py --check
 
-gpu: $(BIN)/.ready  ## What only a GPU can show, in 16 checks; under 9 minutes on one H200, results in benchmarks/results.
+gpu: $(BIN)/.ready  ## What only a GPU can show, in 16 checks; 8 to 11 minutes on an H100, results in benchmarks/results.
 	$(BIN)/python -m benchmarks.gpu
 
 clean:  ## Remove what was made here.

@@ -221,7 +221,7 @@ def gpu_checks() -> str:
     """The table of `make gpu`, if a result of it is kept."""
     kept = max((ROOT / "benchmarks" / "results").glob("gpu-*.json"), default=None)
     if kept is None:
-        return "\n## On a GPU\n\nNothing of this has run on a GPU yet; `make gpu` does it, in 16 checks.\n"
+        return "\n## On a GPU\n\nNo result of `make gpu` is kept.\n"
     from benchmarks.gpu import table
 
     return f"\n## make gpu\n\n{table(json.loads(kept.read_text(encoding='utf-8')))}"

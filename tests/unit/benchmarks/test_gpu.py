@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 def test_the_programme_is_in_order_and_short() -> None:
     assert [check.number for check in gpu.PROGRAMME] == list(range(1, 17))
-    assert gpu.BUDGET_S < 9 * 60
+    assert gpu.BUDGET_S <= 15 * 60
     assert all(callable(gpu.named(check.where)) for check in gpu.PROGRAMME)
 
 
@@ -110,7 +110,7 @@ def test_the_documentation_shows_the_newest_result(tmp_path: Path, monkeypatch: 
         (results / f"gpu-{date}.json").write_text(json.dumps(kept))
     pytest.importorskip("mkdocs")
     page = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    assert "make gpu" in page["gpu_checks"]()  # none yet
+    assert "## make gpu" in page["gpu_checks"]()  # of an H100
     monkeypatch.setitem(page["gpu_checks"].__globals__, "ROOT", tmp_path)
     text = page["gpu_checks"]()
     assert "## make gpu\n\nNVIDIA H200, 20261202-0900, torch 2.13.0; 31 s in all." in text
