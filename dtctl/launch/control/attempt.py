@@ -19,6 +19,7 @@ from dtctl.launch.control.hang import HangMonitor
 from dtctl.launch.control.link import error_of
 from dtctl.launch.control.progress import Standing, standings
 from dtctl.launch.control.session import Content, LinkLost, NodeMessage, OutputChunk, SessionFailed
+from dtctl.launch.control.states import CLOSE_SILENCE_S, START_LIMIT_S, STATES, STOP_MARGIN_S, State
 from dtctl.launch.records.events import (
     Hung,
     NodeChanged,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 FIRST_RETRY_S = 0.5
 RETRY_LIMIT_S = 3600.0
 """How long a kept run's node may be out of reach before it counts as lost."""
-START_LIMIT_S = 30.0
-"""How long a node may take from the start message to its answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,6 +110,8 @@ class Attempt:
         """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
         self.all_started = False
         self.begun_at = time.monotonic()
+        self.moved_at = self.begun_at
+        """When a worker has printed something or ended, for the last time."""
         self.stop_deadline: float | None = None
         self.ended_workers: set[tuple[str, int]] = set()
         self.failed_ranks: set[int] = set()
@@ -190,6 +191,7 @@ class Attempt:
         return 0 in self.ranks.get(name, ())
 
     def _on_log(self, name: str, rank: int, payload: bytes) -> None:
+        self.moved_at = time.monotonic()
         if rank == METRICS and not self._has_metrics(name):
             return
         if rank != METRICS and rank not in self.ranks.get(name, ()):  # a line can begin like one of another worker
@@ -243,8 +245,10 @@ class Attempt:
         if self._is_replaced(name, worker):
             return
         self.ended_workers.add((name, worker.rank))
+        self.moved_at = time.monotonic()
         if not worker.code:
             self.hang_monitor.worker_ended(worker.rank)
+            self._end_healing_without(name, worker.rank)
             return
         if not worker.told:
             self.failed_ranks.add(worker.rank)
@@ -326,6 +330,12 @@ class Attempt:
         lost = {each.node for each in (cause, failure) if each is not None and each.rank is None}
         self._lose(self.healing.absent | lost)
 
+    def _end_healing_without(self, name: str, rank: int) -> None:
+        """Give up the healing that is on: a worker that has ended well does not join the others again."""
+        if self.healing is not None and self.healing.is_on and self.stop_deadline is None:
+            self._end_healing(f"rank {rank} on {name} has ended, meanwhile")
+            self._stop_others("a lost worker could not be replaced")
+
     def _on_progress(self, name: str, content: Content) -> None:
         """What a node says about how far its workers are."""
         if isinstance(content, messages.Pong | messages.ProgressReport):
@@ -352,7 +362,33 @@ class Attempt:
                 self.newest_snapshot_step = worker.saved
                 self.gang.emit(SnapshotBegun(step=worker.saved))
 
-    def _check_progress(self, now: float) -> None:
+    @property
+    def state(self) -> State:
+        """State of the table in states.py."""
+        if not self.open:
+            return State.OVER
+        if self.stop_deadline is not None:
+            return State.STOPPING
+        if self.healing is not None and self.healing.is_on:
+            return State.HEALING
+        if self.starting:
+            return State.STARTING
+        if not self.ended_workers:
+            return State.RUNNING
+        agent = self.plan.kind == "torchrun"
+        processes = {
+            (node.name, AGENT if agent else node.first_rank + number)
+            for node in self.plan.nodes
+            for number in range(node.processes)
+        }
+        return State.CLOSING if processes <= self.ended_workers else State.ENDING
+
+    def check_progress(self, now: float) -> None:
+        """Act on a job whose workers make no progress."""
+        if self.healing is not None and not self.ended_workers:
+            self._heal(lambda healing: healing.check(self.link_timeout_s + 2 * PING_S))
+        if self.healing is not None and self.healing.is_on:
+            return
         if self.hang_monitor.hangs(now):
             self.gang.emit(Hung(silent_s=round(self.hang_monitor.silent_s or 0.0, 1)))
             nodes = {name for name in self.open if self.gang.sessions[name].send(messages.Stacks())}
@@ -368,8 +404,11 @@ class Attempt:
     def _replace_hung(self, hung: Failure, *, detect_s: float) -> None:
         self._heal(lambda healing: healing.lose(hung, is_running=True, detect_s=detect_s), hung)
 
-    def _check_survivors(self, healing: Healing) -> None:
-        """Replace survivors that do not react, too: one that is frozen would else hold up the others."""
+    def check_healing(self, _now: float) -> None:
+        """Act on a healing that takes too long, and on survivors that do not react, which would hold up the others."""
+        healing = self.healing
+        assert healing is not None  # noqa: S101  # for the type checker
+        self._heal(lambda healing: healing.check(self.link_timeout_s + 2 * PING_S))
         for rank, asked_s in healing.late().items():
             if self.hang_monitor.is_stuck(rank, asked_s=asked_s, again=healing.has_healed):
                 node = self.hang_monitor.node_of_rank[rank]
@@ -454,8 +493,7 @@ class Attempt:
             self._lose(self.healing.absent)
         self.gang.emit(Stopping(reason=reason))
         self.hang_monitor.stopping()
-        # A node needs the grace, a second for strays, and the way there and back.
-        self.stop_deadline = time.monotonic() + self.plan.grace_s + 5
+        self.stop_deadline = time.monotonic() + self.plan.grace_s + STOP_MARGIN_S
         for name in self.open:
             self.gang.sessions[name].send(StopAttempt(now=at_once))
 
@@ -482,12 +520,8 @@ class Attempt:
         self.gang.notice_absence()
         self.excuse_absence()
         now = time.monotonic()
-        if self.healing is not None and self.stop_deadline is None and not self.ended_workers:
-            self._heal(lambda healing: healing.check(self.link_timeout_s + 2 * PING_S))
-        if self.stop_deadline is None and (self.healing is None or not self.healing.is_on):
-            self._check_progress(now)
-        elif self.stop_deadline is None and self.healing is not None:
-            self._check_survivors(self.healing)
+        if self.state is not State.OVER:
+            getattr(self, STATES[self.state].check)(now)
         absent = self.healing.absent if self.healing is not None else set()
         for name in sorted(self.open - absent):
             session = self.gang.sessions[name]
@@ -496,12 +530,29 @@ class Attempt:
             elif now - max(session.last_heard, self.begun_at) > self.link_timeout_s:
                 session.close()
                 self._on_lost(name, f"no message arrived from it for {self.link_timeout_s:g} s")
-            elif name in self.starting and now - self.begun_at > START_LIMIT_S:
-                session.close()
-                self._on_lost(name, f"it did not start the job within {START_LIMIT_S:g} s")
-            elif self.stop_deadline is not None and now > self.stop_deadline:
-                session.close()
-                self._on_lost(name, "it did not stop in time")
+
+    def check_start(self, now: float) -> None:
+        """Give up nodes that do not start."""
+        if now - self.begun_at > START_LIMIT_S:
+            self._lose_late(self.starting, f"it did not start the job within {START_LIMIT_S:g} s")
+        if self.stop_deadline is None:
+            self.check_progress(now)
+
+    def check_close(self, now: float) -> None:
+        """Stop nodes that do not report the end of their workers."""
+        if now - self.moved_at > CLOSE_SILENCE_S:
+            self._stop_others("all workers have ended, and not all nodes report it")
+
+    def check_stop(self, now: float) -> None:
+        """Give up nodes that do not stop."""
+        if self.stop_deadline is not None and now > self.stop_deadline:
+            self._lose_late(self.open, "it did not stop in time")
+
+    def _lose_late(self, nodes: AbstractSet[str], text: str) -> None:
+        absent = self.healing.absent if self.healing is not None else set()
+        for name in sorted((nodes & self.open) - absent - self.retries.keys()):
+            self.gang.sessions[name].close()
+            self._on_lost(name, text)
 
     def _check_retry(self, name: str, now: float) -> None:
         retry = self.retries[name]

@@ -1,0 +1,107 @@
+"""Every state of an attempt ends: what ends it, or its time (dtctl/launch/control/states.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtctl.launch.control.states import STATES, State
+from tests.unit.launch.test_gang import Rig, worker
+
+LONG_S = 10_000.0
+
+
+def begin(rig: Rig) -> None:
+    """All nodes have started."""
+    for node in "abc":
+        rig.say(node, "started")
+        rig.say(node, "pong", workers=[worker("abc".index(node), stale_s=0.0)])
+
+
+def heal(rig: Rig) -> None:
+    """A worker is lost and is being replaced."""
+    begin(rig)
+    rig.exit("b", code=137, signal=9)
+
+
+def end_one(rig: Rig) -> None:
+    """A worker has ended well."""
+    begin(rig)
+    rig.exit("a")
+
+
+def end_all(rig: Rig) -> None:
+    """All workers have, and no node has said that it is done."""
+    begin(rig)
+    for node in "abc":
+        rig.exit(node)
+
+
+def stop(rig: Rig) -> None:
+    """Somebody wants it to stop."""
+    begin(rig)
+    rig.attempt.interrupt(15, hard=False)
+
+
+WAYS: dict[State, Callable[[Rig], None]] = {
+    State.STARTING: lambda _: None,
+    State.RUNNING: begin,
+    State.HEALING: heal,
+    State.ENDING: end_one,
+    State.CLOSING: end_all,
+    State.STOPPING: stop,
+}
+
+
+def wait(rig: Rig, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let time pass in which nodes answer the launcher, and no worker moves."""
+    now = time.monotonic() + seconds
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for number, node in enumerate("abc"):
+        rig.nodes[node].last_heard = now
+        if ("abc"[number], number) not in rig.attempt.ended_workers:
+            rig.say(node, "pong", workers=[worker(number, stale_s=seconds)])
+    rig.gang.notice_absence()
+    rig.gang.away_s = 0.0
+
+
+@pytest.mark.parametrize("state", State)
+def test_no_state_lasts_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State) -> None:
+    rig = Rig(tmp_path, heal_s=60.0)
+    if state is State.OVER:
+        assert state not in STATES
+        return
+    WAYS[state](rig)
+    assert rig.attempt.state is state
+    seen = [state]
+    for _ in range(40):
+        wait(rig, monkeypatch, LONG_S)
+        rig.attempt.check_deadlines()
+        if rig.attempt.state is not seen[-1]:
+            assert rig.attempt.state in STATES[seen[-1]].next
+            seen.append(rig.attempt.state)
+        if rig.attempt.state is State.OVER:
+            break
+    assert seen[-1] is State.OVER, seen
+
+
+@pytest.mark.parametrize("number", [9, 11])
+def test_a_survivor_that_ends_well_ends_the_healing(tmp_path: Path, number: int) -> None:
+    rig = Rig(tmp_path, heal_s=60.0)
+    begin(rig)
+    rig.exit("b", code=128 + number, signal=number)
+    assert rig.attempt.state is State.HEALING
+    rig.exit("a")
+    assert rig.attempt.state is State.STOPPING
+    assert [rig.sent_to(node)[-1] for node in "abc"] == ["stop"] * 3
+    assert (rig.attempt.outcome.failures[0].node, rig.attempt.outcome.failures[0].signal) == ("b", number)
+
+
+def test_the_end_of_a_worker_before_the_loss_of_another_is_no_healing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, heal_s=60.0)
+    end_one(rig)
+    rig.exit("b", code=137, signal=9)
+    assert rig.attempt.state is State.STOPPING
