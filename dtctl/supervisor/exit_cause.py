@@ -1,7 +1,8 @@
 """Why a process ended, as far as the kernel knows: lack of memory, or a full disk. Stdlib only, Python 3.8.
 
 A process that the kernel ends for lack of memory gets SIGKILL like one that somebody has killed. The difference stands
-in the memory counters of its cgroup, in the counters of the machine, and in the kernel's log where that may be read.
+in the memory counter of its cgroup, and in the kernel's log where that may be read. The machine's own counter is no
+evidence: it counts every process of the machine.
 """
 
 from __future__ import annotations
@@ -13,22 +14,20 @@ FULL_BYTES = 1 << 20
 
 
 class OomCounters:
-    """How often processes were ended for lack of memory before an attempt."""
+    """How often processes of our cgroup were ended for lack of memory before an attempt."""
 
     def __init__(self, root: str = "/") -> None:
         """Count now; `root` is where /proc and /sys lie."""
         self.root = root
-        self.initial = self._counters()
+        self.initial = self._count()
 
-    def _counters(self) -> dict:  # type: ignore[type-arg]  # place -> count
-        counts = {}
-        folder = self._cgroup()
-        for place, path in (("its cgroup", folder + "/memory.events"), ("this machine", "proc/vmstat")):
-            for line in _read(os.path.join(self.root, path)).splitlines():
-                fields = line.split()
-                if len(fields) == 2 and fields[0] == "oom_kill" and fields[1].isdigit():
-                    counts[place] = int(fields[1])
-        return counts
+    def _count(self) -> int | None:
+        """The counter; None where there is none."""
+        for line in _read(os.path.join(self.root, self._cgroup(), "memory.events")).splitlines():
+            fields = line.split()
+            if len(fields) == 2 and fields[0] == "oom_kill" and fields[1].isdigit():
+                return int(fields[1])
+        return None
 
     def _cgroup(self) -> str:
         """Folder of our cgroup, in which the workers are too (version 2)."""
@@ -42,13 +41,11 @@ class OomCounters:
         for line in _kernel_log(os.path.join(self.root, "dev/kmsg")).splitlines()[::-1]:
             if f"Killed process {pid} " in line:
                 return f"the kernel killed it for lack of memory: {line.rpartition(';')[2]}"
-        now = self._counters()
-        for place, count in now.items():
-            if count > self.initial.get(place, count):
-                return (
-                    "the kernel probably killed it for lack of memory: "
-                    f"oom_kill of {place} went from {self.initial[place]} to {count}"
-                )
+        count = self._count()
+        if count is not None and self.initial is not None and count > self.initial:
+            return (
+                f"the kernel killed it for lack of memory: oom_kill of its cgroup went from {self.initial} to {count}"
+            )
         return ""
 
 

@@ -28,9 +28,17 @@ def test_who_was_killed_by_somebody_is_no_matter_of_memory(tmp_path: Path) -> No
 def test_a_counter_that_has_risen_names_the_lack_of_memory(tmp_path: Path) -> None:
     memory = OomCounters(machine(tmp_path, cgroup=2, vmstat=5))
     machine(tmp_path, cgroup=3, vmstat=6)
-    assert memory.reason(11).endswith("probably killed it for lack of memory: oom_kill of its cgroup went from 2 to 3")
+    assert memory.reason(11).endswith("killed it for lack of memory: oom_kill of its cgroup went from 2 to 3")
+
+
+def test_what_was_killed_elsewhere_on_the_machine_is_no_evidence(tmp_path: Path) -> None:
+    memory = OomCounters(machine(tmp_path, cgroup=2, vmstat=5))
     machine(tmp_path, cgroup=2, vmstat=6)
-    assert "oom_kill of this machine went from 5 to 6" in memory.reason(11)
+    assert memory.reason(11) == ""
+    (tmp_path / "sys/fs/cgroup/job/x/memory.events").unlink()
+    machine_only = OomCounters(str(tmp_path))
+    (tmp_path / "proc/vmstat").write_text("oom_kill 9\n")
+    assert machine_only.reason(11) == "", "no counter of its own: nothing is known"
 
 
 def test_the_kernels_log_names_the_process(tmp_path: Path) -> None:
