@@ -54,7 +54,7 @@ def fetch(
     if json_:
         output.emit_json({"run": origin.run, "folder": str(into), "nodes": _rows(came, errors)})
     else:
-        _show(came, into, path)
+        _show(came, into, path, has_snapshots=origin.has_snapshots)
     for name, fetched in came.items():
         for problem in fetched.problems:
             output.err(f"not fetched from {name}: {problem}", "red")
@@ -77,6 +77,8 @@ class _Origin:
     paths: list[str]
     """What is worth keeping, as the spec says."""
     into: Path
+    has_snapshots: bool = True
+    """Whether workers may have saved some."""
 
 
 @contextmanager
@@ -96,7 +98,16 @@ def _origin(run: str | None, node: str | None) -> Iterator[_Origin]:
             yield _Origin(run=record.run, sources=[source], transport=transport, paths=paths, into=into)
         return
     transport = cluster_of_run(record).make_transport()
-    yield _Origin(run=record.run, sources=sources(record, node), transport=transport, paths=paths, into=into)
+    from dtctl.cli.common.launcher import has_snapshot
+
+    yield _Origin(
+        run=record.run,
+        sources=sources(record, node),
+        transport=transport,
+        paths=paths,
+        into=into,
+        has_snapshots=has_snapshot(record),
+    )
 
 
 def _elsewhere(runs: RunElsewhere, found: FoundRun, node: str | None) -> _Origin:
@@ -186,11 +197,12 @@ def _rows(came: dict[str, Fetched], errors: Mapping[str, Exception]) -> dict[str
     return {**rows, **{name: {"error": str(error)} for name, error in errors.items()}}
 
 
-def _show(came: dict[str, Fetched], into: Path, path: str | None) -> None:
+def _show(came: dict[str, Fetched], into: Path, path: str | None, *, has_snapshots: bool) -> None:
     if not _any(came):
         if came:
             subject = f"there is no file {path}" if path is not None else "no file was written into the working folder"
-            snapshots = "" if path is not None else "; `dtctl snapshot export` brings the snapshots here"
+            exports = path is None and has_snapshots
+            snapshots = "; `dtctl snapshot export` brings the snapshots here" if exports else ""
             output.err(f"{subject} on {', '.join(came)}{snapshots}", "yellow")
         return
     files, size = sum(each.files for each in came.values()), sum(each.bytes for each in came.values())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dtctl import names
 from dtctl.cli import output
 from dtctl.cli.common.completion import Run
 
@@ -76,7 +77,8 @@ def status(
         from dtctl.cli.common.launcher import outputs_line
 
         is_local = record.plan().get("transport") == "local"
-        output.out(outputs_line(state.run, state.done.outputs, is_local=is_local))
+        fetched = record.folder / names.OUTPUTS_DIR
+        output.out(outputs_line(state.run, state.done.outputs, is_local=is_local, fetched=fetched))
     if state.done is not None and state.done.left_behind is None:
         output.out("not every node could be checked for remaining processes; `dtctl stop` checks again", "yellow")
     _show_left(record)

@@ -3,9 +3,9 @@
     python -m tests.fault.last_second --count 200          an hour or less on two cores
     python -m tests.fault.last_second --count 12 --first 60
 
-Runs of all shapes on virtual hosts, one after the other: ddp on 2 x 1 and 2 x 2 workers, hsdp, ep, zero1, and ddp under
-torchrun. In the first attempt one worker kills itself, or the supervisor of its node, at a moment that the seed chooses:
-from the last steps until after the last snapshot. A launch that has not ended after a time that no restart takes is a
+Runs of all shapes on virtual hosts, one after the other: ddp on 2 x 1 and 2 x 2 workers, hsdp, ep, zero1, and ddp
+under torchrun. In the first attempt one worker kills itself, or the supervisor of its node, at a moment that the seed
+chooses: from the last steps until after the last snapshot. A launch that has not ended after a time that no restart takes is a
 miss, and so is one that fails, or leaves a process.
 """
 
@@ -52,7 +52,10 @@ from torch import nn
 from dtctl.runtime import MoE, TensorData, Trainer, run
 
 rank, kind, late_s = os.environ["VICTIM"].split()
-MINE = rank == os.environ["RANK"] and os.environ["DTCTL_ATTEMPT"] == "0" and "DTCTL_LIVE_EPOCH" not in os.environ
+
+def is_mine():
+    first = os.environ["DTCTL_ATTEMPT"] == "0" and "DTCTL_LIVE_EPOCH" not in os.environ
+    return first and rank == os.environ["RANK"]
 
 def strike():
     time.sleep(float(late_s))
@@ -79,10 +82,8 @@ def train(config, worker):
 
     def loss(model, batch):
         time.sleep(0.02)
-        if MINE and trainer is not None and trainer.step == config.steps - 2:
-            if not getattr(trainer, "struck", False):
-                trainer.struck = True
-                threading.Thread(target=strike, daemon=True).start()
+        if is_mine() and trainer is not None and trainer.step == config.steps - 2:
+            threading.Thread(target=strike, daemon=True).start()
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     trainer = Trainer(config, worker, nn.Sequential(*body, nn.Linear(16, 1)), loss, TensorData(inputs, inputs[:, :1]))

@@ -157,12 +157,12 @@ def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> 
         # Gone: the others lose their connections.
         (
             "sys.exit(0)", 0, "direct",
-            r"rank 1 left the training after step 0 of 12 without an error, "
+            r"rank 1 left the training after step 0 of 12, before the others, without an error, "
             r"and rank \d on node\d lost the connection to it",
         ),
         pytest.param(
             "sys.exit(0)", 6, "torchrun",
-            r"rank 1 left the training after step 6 of 12 without an error, "
+            r"rank 1 left the training after step 6 of 12, before the others, without an error, "
             r"and rank \d on node\d lost the connection to it",
             marks=pytest.mark.slow,
         ),

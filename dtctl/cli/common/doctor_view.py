@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dtctl.doctor.examine import Examination
     from dtctl.doctor.explain.diagnosis import Diagnosis, Explanation
     from dtctl.doctor.findings import Finding
+    from dtctl.launch.control.failure import Failure
 
 
 def show_examination(examination: Examination, took_s: float) -> None:
@@ -98,8 +99,13 @@ def _show_rest(heading: str, diagnoses: Sequence[Diagnosis]) -> None:
         output.out(f"  {diagnosis.id}: {diagnosis.cause}{_ranks_and_nodes(diagnosis)}")
 
 
-def show_cause(logs: Path) -> None:
-    """Tell the cause of a failed run, if its logs have one; for the end of `dtctl launch`."""
+def show_cause(logs: Path, failure: Failure | None = None) -> None:
+    """Show the cause of a failed run, if its logs have one; for the end of `dtctl launch`.
+
+    Args:
+        logs: of the run.
+        failure: the first one, as the launcher has it. A cause that lies with another worker is not shown next to it.
+    """
     from dtctl.doctor.explain.diagnose import explain
 
     try:
@@ -109,8 +115,17 @@ def show_cause(logs: Path) -> None:
     # A plain exception was shown already, and a mere consequence would only distract from what was.
     if first is None or not first.primary or first.id in ("unknown", "exception") or first.confidence == "low":
         return
+    if failure is not None and _is_elsewhere(first, failure):
+        return
     output.err(f"cause: {first.cause}{_ranks_and_nodes(first)}", "bold")
     output.err(f"  fix: {first.fix}")
+
+
+def _is_elsewhere(diagnosis: Diagnosis, failure: Failure) -> bool:
+    """Whether a diagnosis is of workers or nodes of which the failure is none."""
+    if failure.rank is not None and failure.rank >= 0 and diagnosis.ranks:
+        return failure.rank not in diagnosis.ranks
+    return bool(diagnosis.nodes) and failure.node not in diagnosis.nodes
 
 
 def _ranks_and_nodes(diagnosis: Diagnosis) -> str:

@@ -17,6 +17,8 @@ from dtctl import names, node_facts
 from dtctl.cli import output
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dtctl.cli.common.launch_view import LaunchView
     from dtctl.launch.control.controller import Result
     from dtctl.launch.records.events import Emit, Event, Outputs
@@ -164,7 +166,7 @@ def finish(result: Result, emit: Emit, record: RunRecord) -> int:
     if result.status == "failed":  # the cause first, then what was printed, which may be long
         from dtctl.cli.common.doctor_view import show_cause
 
-        show_cause(record.folder / names.LOGS_DIR)
+        show_cause(record.folder / names.LOGS_DIR, result.first_failure)
         _show_left_out(record, result)
     show_end(result)
     if record.lost_events:
@@ -173,7 +175,7 @@ def finish(result: Result, emit: Emit, record: RunRecord) -> int:
             "`runs` and `report` say of it lacks them",
             "red",
         )
-    if result.exit_code == names.REQUEUE_EXIT or (result.status == "stopped" and _has_snapshot(record)):
+    if result.exit_code == names.REQUEUE_EXIT or (result.status == "stopped" and has_snapshot(record)):
         _show_continuation(record)
     return result.exit_code
 
@@ -191,19 +193,24 @@ def _show_left_out(record: RunRecord, result: Result) -> None:
         output.err(f"  fix: job.files.include: [{file.path}]")
 
 
-def _has_snapshot(record: RunRecord) -> bool:
-    """Whether workers have told of a snapshot."""
+def has_snapshot(record: RunRecord) -> bool:
+    """Return whether workers have reported a snapshot."""
     from dtctl.launch.records.events import SnapshotBegun
 
     return any(isinstance(event, SnapshotBegun) for event in record.events())
 
 
 def _show_continuation(record: RunRecord) -> None:
-    """What continues where a run was stopped."""
+    """Show the command that continues where a run was stopped, by what the run has saved."""
+    from dtctl.launch.assemble import spec_of_run
     from dtctl.launch.continuation import command, shared_folder
 
     folder = shared_folder(record)
-    if folder is not None:
+    if not has_snapshot(record):
+        keeps = spec_of_run(record).train is None and bool(spec_of_run(record).job.outputs)
+        again = f"`{command(record.run)}` starts in its outputs" if keeps else "the next launch starts over"
+        output.err(f"it has reported no snapshot: {again}")
+    elif folder is not None:
         output.err(f"the next `dtctl launch` continues from the newest good snapshot in {folder}, if there is one")
     else:
         output.err(
@@ -211,8 +218,15 @@ def _show_continuation(record: RunRecord) -> None:
         )
 
 
-def outputs_line(run: str, outputs: Mapping[str, Outputs], *, is_local: bool) -> str:
-    """Where a run's outputs are, and what brings them here; empty when there are none."""
+def outputs_line(run: str, outputs: Mapping[str, Outputs], *, is_local: bool, fetched: Path | None = None) -> str:
+    """Place of a run's outputs, and the command that brings them here; empty when there are none.
+
+    Args:
+        run: its name.
+        outputs: by node.
+        is_local: whether they are on this machine already.
+        fetched: folder that `dtctl fetch` puts them into by default.
+    """
     there = {node: each for node, each in outputs.items() if each.files}
     if not there:
         return ""
@@ -220,6 +234,8 @@ def outputs_line(run: str, outputs: Mapping[str, Outputs], *, is_local: bool) ->
     amount = f"{files:,} {'file' if files == 1 else 'files'}, {output.size(size)}"
     if is_local:
         return f"outputs: {amount} in {next(iter(there.values())).folder}"
+    if fetched is not None and all((fetched / node).is_dir() for node in there):
+        return f"outputs: {amount} on {', '.join(there)}; fetched into {fetched}"
     return f"outputs: {amount} on {', '.join(there)}; `dtctl fetch {run}` brings them here"
 
 

@@ -61,7 +61,7 @@ class Failure:
     hang: bool = False
     """Whether it was ended because it made no progress."""
     early_exit: str = ""
-    """How it left the training while the others went on, without an error: `left the training after step 3 of 12`."""
+    """How it left the training while the others went on, without an error: `ended while others ran`."""
     asked_to_stop: bool = False
     """Whether it was ended by a signal from outside that asks to stop, SIGTERM or SIGUSR1."""
 
@@ -71,7 +71,7 @@ def describe(failure: Failure) -> str:
     if failure.hang:
         return "made no progress"
     if failure.early_exit:
-        return f"{failure.early_exit}, before the others"
+        return failure.early_exit
     if failure.exit_code is None:
         return "was lost"
     if failure.signal is not None:
@@ -135,7 +135,7 @@ def from_early_exit(
     if any(_ERROR.search(line) or any(text in line for text in CONSEQUENCES) for line in tail):
         return None
     peer = f"rank {failure.rank} on {failure.node}"
-    text = f"rank {rank} {early_exit} without an error, and {peer} lost the connection to it"
+    text = f"rank {rank} {early_exit}, without an error, and {peer} lost the connection to it"
     return Failure(
         node=node,
         rank=rank,

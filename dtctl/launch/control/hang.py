@@ -202,19 +202,20 @@ def hang_failure(
 
 
 def early_exit(worker: Standing) -> str:
-    """How a worker left its training early: `left the training after step 3 of 12`.
+    """Words for a worker that went early: `left the training after step 3 of 12, before the others`.
 
     Whether its process has ended, too, is not said: the others lose their connections to it while it still ends, and
     which of the two is noted first is chance.
     """
-    when = f"after step {worker.step} of {worker.until}" if worker.until else "before its first step"
-    return f"left the training {when}"
+    if not worker.until:  # it reports no steps: maybe it is no training, or has not come so far
+        return "ended while others ran"
+    return f"left the training after step {worker.step} of {worker.until}, before the others"
 
 
 def _state_text(worker: Standing) -> str:
     if worker.state == "T":
         return "is stopped (SIGSTOP)"
-    return f"{early_exit(worker)}, before the others" if worker.left_early else f"is stuck {worker.place_text}"
+    return early_exit(worker) if worker.left_early else f"is stuck {worker.place_text}"
 
 
 def _waiting_text(waiting: int) -> str:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from dtctl.cli.common.launcher import show_end
+from dtctl.cli import fetch
+from dtctl.cli.common import launcher
+from dtctl.cli.common.doctor_view import show_cause
+from dtctl.cli.common.launcher import emitter, show_end
 from dtctl.launch.control.controller import Result
 from dtctl.launch.control.failure import Failure
+from dtctl.launch.files.fetch import Fetched
+from dtctl.launch.records.events import Event, Outputs, SnapshotBegun
+from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.spec.load import dump_spec, parse_spec
 
 
 @pytest.mark.parametrize("exit_code", [None, 181])
@@ -21,3 +30,71 @@ def test_a_failure_without_output_shows_its_summary(exit_code: int | None, capsy
         )
     )  # fmt: skip
     assert "do the nodes see it?" in capsys.readouterr().err
+
+
+FAILURE = Failure(node="gpu2", rank=1, exit_code=1, signal=None, time=0.0, summary="it failed")
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.18 GiB"
+TRACE = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    run()\n{OOM}\n'
+
+
+@pytest.mark.parametrize(("rank", "node", "shown"), [(1, "gpu2", True), (0, "gpu1", False)])
+def test_the_cause_beside_a_failure_is_that_of_its_worker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: int, node: str, shown: bool
+) -> None:
+    for number, name in enumerate(("gpu1", "gpu2")):
+        (tmp_path / name).mkdir()
+        text = TRACE if number == rank else "step 1\n"
+        (tmp_path / name / f"rank-{number}.log").write_text(text)
+    show_cause(tmp_path)
+    assert f"(rank {rank}" in capsys.readouterr().err, "the logs alone have this cause"
+    show_cause(tmp_path, FAILURE)
+    assert ("cause: " in capsys.readouterr().err) is shown
+
+
+def recorded(folder: Path, *events: Event, job: str = "") -> RunRecord:
+    """A run of a spec, with these events."""
+    info = RunInfo(run="r", token="0" * 32, pid=0, started=0.0, spec="dtctl.yaml", command=["dtctl"], detached=False)
+    record = RunRecord.create(folder, info)
+    spec = parse_spec(
+        f"cluster: {{transport: local}}\njob: {{script: t.py{job}}}\n", source="dtctl.yaml", base_dir=folder
+    )
+    record.write_spec(dump_spec(spec))
+    emit = emitter(record)
+    for event in events:
+        emit(event)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("events", "job", "words"),
+    [
+        ((SnapshotBegun(step=4),), "", "newest good snapshot"),
+        ((), "", "starts over"),
+        ((), ", outputs: [out]", "`dtctl launch --resume r` starts in its outputs"),
+    ],
+)
+def test_what_continues_a_run_depends_on_what_it_has_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], events: tuple[Event, ...], job: str, words: str
+) -> None:
+    launcher._show_continuation(recorded(tmp_path, *events, job=job))
+    said = capsys.readouterr().err
+    assert words in said
+    assert ("newest good snapshot" in said) is bool(events)
+
+
+def test_outputs_that_were_fetched_are_named_where_they_are(tmp_path: Path) -> None:
+    outputs = {node: Outputs(folder="/there", files=2, bytes=3) for node in ("a", "b")}
+    assert "`dtctl fetch r`" in launcher.outputs_line("r", outputs, is_local=False, fetched=tmp_path)
+    (tmp_path / "a").mkdir()
+    assert "`dtctl fetch r`" in launcher.outputs_line("r", outputs, is_local=False, fetched=tmp_path), "one is missing"
+    (tmp_path / "b").mkdir()
+    line = launcher.outputs_line("r", outputs, is_local=False, fetched=tmp_path)
+    assert (str(tmp_path) in line, "dtctl fetch" in line) == (True, False)
+
+
+@pytest.mark.parametrize("has_snapshots", [True, False])
+def test_a_fetch_of_nothing_points_to_snapshots_only_if_there_are_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], has_snapshots: bool
+) -> None:
+    fetch._show({"a": Fetched()}, tmp_path, None, has_snapshots=has_snapshots)
+    assert ("snapshot export" in capsys.readouterr().err) is has_snapshots

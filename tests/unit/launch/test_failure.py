@@ -129,12 +129,12 @@ def test_who_left_without_an_error_is_the_cause_of_lost_connections() -> None:
         node="a", rank=0, exit_code=1, signal=None, time=5.0, tail=("RuntimeError: Connection closed by peer",)
     )
     said = from_early_exit(
-        lost, node="b", rank=1, early_exit="left the training after step 3 of 12", tail=("loss 0.3",)
+        lost, node="b", rank=1, early_exit="left the training after step 3 of 12, before the others", tail=("loss 0.3",)
     )
     assert said is not None
     assert (said.node, said.rank, said.exit_code, said.time) == ("b", 1, None, 5.0)
     assert said.summary == (
-        "rank 1 left the training after step 3 of 12 without an error, and rank 0 on a lost the connection to it"
+        "rank 1 left the training after step 3 of 12, before the others, without an error, and rank 0 on a lost the connection to it"
     )
     assert describe(said) == "left the training after step 3 of 12, before the others"
     for line in ("ValueError: x", "Traceback (most recent call last):", "dtctl: error: x", "Broken pipe"):
