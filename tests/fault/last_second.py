@@ -5,8 +5,8 @@
 
 Runs of all shapes on virtual hosts, one after the other: ddp on 2 x 1 and 2 x 2 workers, hsdp, ep, zero1, and ddp
 under torchrun. In the first attempt one worker kills itself, or the supervisor of its node, at a moment that the seed
-chooses: from the last steps until after the last snapshot. A launch that has not ended after a time that no restart takes is a
-miss, and so is one that fails, or leaves a process.
+chooses: from the last steps until after the last snapshot. A launch that has not ended after a time that no restart
+takes is a miss, and so is one that fails, or leaves a process.
 """
 
 from __future__ import annotations

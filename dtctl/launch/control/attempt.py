@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import TYPE_CHECKING, Final
 
 from dtctl import names
 from dtctl.launch.control.failure import AGENT, Failure, describe
@@ -19,7 +20,6 @@ from dtctl.launch.control.hang import HangMonitor
 from dtctl.launch.control.link import error_of
 from dtctl.launch.control.progress import Standing, standings
 from dtctl.launch.control.session import Content, LinkLost, NodeMessage, OutputChunk, SessionFailed
-from dtctl.launch.control.states import CLOSE_SILENCE_S, START_LIMIT_S, STATES, STOP_MARGIN_S, State
 from dtctl.launch.records.events import (
     Hung,
     NodeChanged,
@@ -41,6 +41,77 @@ if TYPE_CHECKING:
 FIRST_RETRY_S = 0.5
 RETRY_LIMIT_S = 3600.0
 """How long a kept run's node may be out of reach before it counts as lost."""
+START_LIMIT_S: Final = 30.0
+"""Seconds that a node may take from the start message to its answer."""
+STOP_MARGIN_S: Final = 5.0
+"""Seconds that a node has on top of the grace of its workers: for strays, and the way there and back."""
+CLOSE_SILENCE_S: Final = 120.0
+"""Seconds without output after which nodes whose workers have all ended are stopped."""
+
+
+class State(Enum):
+    """State of an attempt."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    HEALING = "healing"
+    ENDING = "ending"
+    CLOSING = "closing"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRule:
+    """How a state is left. In each, a node that is silent for `cluster.link_timeout_s` is lost, too."""
+
+    ended_by: str
+    limit: str
+    """Name or formula of the longest time in it."""
+    check: str
+    """Method of `Attempt` that looks at that time."""
+    next: tuple[State, ...]
+
+
+STATES: Final[Mapping[State, StateRule]] = {
+    State.STARTING: StateRule(
+        ended_by="the answer of the last node to its start message",
+        limit=f"{START_LIMIT_S:g} s",
+        check="check_start",
+        next=(State.RUNNING, State.STOPPING, State.OVER),
+    ),
+    State.RUNNING: StateRule(
+        ended_by="the end of a worker, or its loss",
+        limit="job.hang_s without a step, where the job tells its steps; job.time_s",
+        check="check_progress",
+        next=(State.HEALING, State.ENDING, State.CLOSING, State.STOPPING),
+    ),
+    State.HEALING: StateRule(
+        ended_by="the news that all workers have joined, or that one has ended: it cannot join any more",
+        limit="job.heal_s",
+        check="check_healing",
+        next=(State.RUNNING, State.STOPPING),
+    ),
+    State.ENDING: StateRule(
+        ended_by="the end of the last worker",
+        limit="job.hang_s without a step, where the job tells its steps; job.time_s",
+        check="check_progress",
+        next=(State.CLOSING, State.STOPPING),
+    ),
+    State.CLOSING: StateRule(
+        ended_by="the report of the last node",
+        limit=f"{CLOSE_SILENCE_S:g} s without output",
+        check="check_close",
+        next=(State.OVER, State.STOPPING),
+    ),
+    State.STOPPING: StateRule(
+        ended_by="the report of the last node",
+        limit=f"job.grace_s + {STOP_MARGIN_S:g} s",
+        check="check_stop",
+        next=(State.OVER,),
+    ),
+}
+"""All states but the last one, which has no end. `Attempt` looks at the clock by this table alone."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -364,7 +435,7 @@ class Attempt:
 
     @property
     def state(self) -> State:
-        """State of the table in states.py."""
+        """State of the table above."""
         if not self.open:
             return State.OVER
         if self.stop_deadline is not None:

@@ -134,7 +134,8 @@ def test_who_left_without_an_error_is_the_cause_of_lost_connections() -> None:
     assert said is not None
     assert (said.node, said.rank, said.exit_code, said.time) == ("b", 1, None, 5.0)
     assert said.summary == (
-        "rank 1 left the training after step 3 of 12, before the others, without an error, and rank 0 on a lost the connection to it"
+        "rank 1 left the training after step 3 of 12, before the others, without an error, "
+        "and rank 0 on a lost the connection to it"
     )
     assert describe(said) == "left the training after step 3 of 12, before the others"
     for line in ("ValueError: x", "Traceback (most recent call last):", "dtctl: error: x", "Broken pipe"):

@@ -1,4 +1,4 @@
-"""Every state of an attempt ends: what ends it, or its time (dtctl/launch/control/states.py)."""
+"""Every state of an attempt ends: what ends it, or its time (dtctl/launch/control/attempt.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.control.states import STATES, State
+from dtctl.launch.control.attempt import STATES, State
 from tests.unit.launch.test_gang import Rig, worker
 
 LONG_S = 10_000.0
