@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -336,8 +336,7 @@ class SshTransport:
         raise AuthError(
             f"{settings.user}@{settings.host} accepted no key; tried: {', '.join(tried) or 'none, there is no key'}",
             node=target.name,
-            hint="set `cluster.user` and `cluster.identity_file`, or try `ssh "
-            f"-p {settings.port} {settings.user}@{settings.host} true`",
+            hint=_hint_of_refusal(transport, settings),
         )
 
     def _offers(self, settings: sshconfig.Settings) -> Iterator[tuple[str, paramiko.PKey | str]]:
@@ -376,6 +375,21 @@ class SshTransport:
                 except Exception as exc:  # noqa: BLE001 - cryptography has errors of its own for keys it does not know
                     self._keys[file] = f"unreadable: {exc}"
             return self._keys[file]
+
+
+def _hint_of_refusal(transport: paramiko.Transport, settings: sshconfig.Settings) -> str:
+    """Hint for a login without an accepted key, by what else the server would take."""
+    login = f"-p {settings.port} {settings.user}@{settings.host}"
+    methods: Sequence[str] = ()
+    try:
+        transport.auth_none(settings.user)
+    except paramiko.BadAuthenticationType as exc:
+        methods = exc.allowed_types
+    except (paramiko.SSHException, OSError, EOFError):  # it has had enough of us
+        pass
+    if {"password", "keyboard-interactive"} & {*methods}:
+        return f"dtctl never asks for passwords: `ssh-copy-id {login}` lets your key in there"
+    return f"set `cluster.user` and `cluster.identity_file`, or try `ssh -o BatchMode=yes {login} true`"
 
 
 def _prefer(first: list[str], offered: list[str]) -> list[str]:

@@ -34,8 +34,9 @@ from tests.fault.soak import left_on
 ROOT = Path(dtctl.__file__).parents[1]
 LIMIT_S = 240.0
 """A launch takes ten seconds, and twice that if all are restarted; on a busy machine some times as long."""
-LATE_S = 0.4
-"""Behind the last step, in which a worker writes the last snapshot and ends."""
+LATE_S = {"step": 0.4, "end": 0.1}
+"""How long after the last step but one, or after the last snapshot, somebody is killed at most."""
+MOMENTS = {"step": "the last step but one", "end": "the last snapshot"}
 SPEC = """\
 cluster: {{transport: sandbox, nodes: {nodes}, slots: {slots}, connect_timeout_s: 20}}
 job:
@@ -51,7 +52,7 @@ import torch
 from torch import nn
 from dtctl.runtime import MoE, TensorData, Trainer, run
 
-rank, kind, late_s = os.environ["VICTIM"].split()
+rank, kind, moment, late_s = os.environ["VICTIM"].split()
 
 def is_mine():
     first = os.environ["DTCTL_ATTEMPT"] == "0" and "DTCTL_LIVE_EPOCH" not in os.environ
@@ -82,12 +83,16 @@ def train(config, worker):
 
     def loss(model, batch):
         time.sleep(0.02)
-        if is_mine() and trainer is not None and trainer.step == config.steps - 2:
+        if moment == "step" and is_mine() and trainer is not None and trainer.step == config.steps - 2:
             threading.Thread(target=strike, daemon=True).start()
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     trainer = Trainer(config, worker, nn.Sequential(*body, nn.Linear(16, 1)), loss, TensorData(inputs, inputs[:, :1]))
-    return trainer.run()
+    outcome = trainer.run()
+    if moment == "end" and is_mine():
+        strike()
+        time.sleep(5)  # a supervisor's end is the worker's, too
+    return outcome
 
 if __name__ == "__main__":
     raise SystemExit(run(train))
@@ -136,14 +141,15 @@ def launch(sandbox: Sandbox, folder: Path, seed: int) -> Ended:
     shape = SHAPES[seed % len(SHAPES)]
     rank = source.randrange(NODES * shape.slots)
     kind = source.choice(["worker", "worker", "supervisor"])
-    late_s = source.uniform(0.0, LATE_S)
+    moment = source.choice(sorted(LATE_S))
+    late_s = source.uniform(0.0, LATE_S[moment])
     shutil.rmtree(folder, ignore_errors=True)
     project = folder / "project"
     project.mkdir(parents=True)
     nodes = [node.name for node in sandbox.nodes[:NODES]]
     text = SPEC.format(
         nodes=json.dumps(nodes), slots=shape.slots, kind=shape.kind, root=ROOT, strategy=shape.strategy,
-        victim=f"{rank} {kind} {late_s:.3f}", snapshots=folder / "snapshots",
+        victim=f"{rank} {kind} {moment} {late_s:.3f}", snapshots=folder / "snapshots",
     )  # fmt: skip
     (project / "dtctl.yaml").write_text(text)
     (project / "train.py").write_text(SCRIPT)
@@ -165,7 +171,7 @@ def launch(sandbox: Sandbox, folder: Path, seed: int) -> Ended:
     rows = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     attempts = next((row["attempts"] for row in rows if row["event"] == "done"), 0)
     return Ended(
-        seed=seed, shape=shape, struck=f"{kind} of rank {rank} {late_s:.2f} s after the last step but one", code=code,
+        seed=seed, shape=shape, struck=f"{kind} of rank {rank} {late_s:.2f} s after {MOMENTS[moment]}", code=code,
         attempts=attempts, left=left_on(sandbox.name, nodes), took_s=time.monotonic() - begun,
         said=(folder / "out").read_text()[-3000:],
     )  # fmt: skip

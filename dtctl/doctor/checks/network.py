@@ -416,6 +416,11 @@ def _misrouted(caller: str, called: str, reports: Sequence[NodeReport]) -> str:
     of = {node.name: node for node in reports}
     one, other = of[caller], of[called]
     address = other.data_address
+    if is_loopback(address):
+        return (
+            f"{address}, the address of {called}, is {caller} itself on {caller}: a tunnel ends on this machine alone; "
+            f"set `address` of {called} in cluster.nodes to one at which {caller} reaches it"
+        )
     usual = next(
         (way for node in reports if node.name not in (caller, called) if (way := one.facts["ways"].get(node.address))),
         "",

@@ -129,7 +129,7 @@ def _twins(reports: Sequence[NodeReport], neighbours: Mapping[str, str]) -> Find
 
 def _fix_of(check: str, node: NodeReport) -> str:
     error = node.error
-    hint = (error.hint if error else None) or f"try `ssh {node.name} true`"
+    hint = (error.hint if error else None) or f"try `ssh -o BatchMode=yes {node.name} true`"
     if check == "python" and "3.8" not in hint:
         return f"{hint}; it has to be Python 3.8 or newer (cluster.python)"
     return _login_fix(error) if check == "login" and error else hint

@@ -7,9 +7,12 @@ from importlib import import_module
 
 import pytest
 
+from dtctl.doctor.checks import network
 from dtctl.doctor.checks.hardware import busy_gpus, dead_ports
 from dtctl.doctor.findings import CHECKS, Finding, cover, odd_ones, ordered
+from dtctl.doctor.node_report import NodeReport
 from dtctl.nccl.interfaces import choose
+from tests.facts import missing
 
 
 @pytest.mark.parametrize(
@@ -195,3 +198,15 @@ def test_what_was_not_made_is_neither_ok_nor_wrong() -> None:
         ("mtu", "ok", ""),
     ]
     assert not any(one.primary for one in found)
+
+
+def test_a_node_behind_a_tunnel_is_no_matter_of_routes() -> None:
+    def node(name: str, address: str) -> NodeReport:
+        facts: dict[str, object] = {"ways": {}, "interfaces": [], "neighbours": {}}
+        return NodeReport(name=name, address=address, data_address=address, facts=facts)
+
+    reports = [node("a", "127.0.0.1"), node("b", "10.0.0.2")]
+    said = network._misrouted("b", "a", reports)
+    assert not missing(said, "127.0.0.1 b `address` a cluster.nodes")
+    assert "blackhole" not in said
+    assert "blackhole" in network._misrouted("a", "b", reports)

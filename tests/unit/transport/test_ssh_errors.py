@@ -237,3 +237,48 @@ def test_a_key_of_a_kind_that_nobody_here_knows_is_passed_over(tmp_path: Path) -
     blob = base64.b64decode("".join(body)).replace(b"ssh-ed25519", b"ssh-ed99999")
     new.write_text("\n".join([head, base64.b64encode(blob).decode(), tail]) + "\n")
     assert str(offered(new)).startswith("unreadable")
+
+
+class Refusing(paramiko.ServerInterface):
+    """A server that accepts nobody."""
+
+    def __init__(self, methods: str) -> None:
+        self.methods = methods
+
+    def get_allowed_auths(self, _username: str) -> str:
+        return self.methods
+
+
+@pytest.mark.parametrize(
+    ("methods", "words"),
+    [
+        ("publickey", "BatchMode"),
+        ("publickey,password", "never asks for passwords"),
+        ("publickey,keyboard-interactive", "ssh-copy-id -p"),
+    ],
+)
+def test_a_node_that_takes_passwords_needs_a_key(
+    server: socket.socket, tmp_path: Path, methods: str, words: str
+) -> None:
+    transports = []
+
+    def work() -> None:
+        peer = server.accept()[0]
+        transports.append(paramiko.Transport(peer))
+        transports[0].add_server_key(KEY)
+        with contextlib.suppress(paramiko.SSHException, EOFError):
+            transports[0].start_server(server=Refusing(methods))
+
+    threading.Thread(target=work, daemon=True).start()
+    port = server.getsockname()[1]
+    (tmp_path / "known").write_text(f"[127.0.0.1]:{port} {KEY.get_name()} {KEY.get_base64()}\n")
+    target = replace(
+        target_of(server), user="ann", known_hosts=str(tmp_path / "known"), identity_file=str(keygen(tmp_path / "key")),
+        connect_timeout_s=10.0,
+    )  # fmt: skip
+    with pytest.raises(AuthError) as caught:
+        SshTransport().connect(target)
+    for transport in transports:
+        transport.close()
+    assert words in str(caught.value.hint)
+    assert "ann@127.0.0.1" in str(caught.value.hint)
