@@ -34,9 +34,9 @@ from tests.fault.soak import left_on
 ROOT = Path(dtctl.__file__).parents[1]
 LIMIT_S = 240.0
 """A launch takes ten seconds, and twice that if all are restarted; on a busy machine some times as long."""
-LATE_S = {"step": 0.4, "end": 0.1}
-"""How long after the last step but one, or after the last snapshot, somebody is killed at most."""
-MOMENTS = {"step": "the last step but one", "end": "the last snapshot"}
+LATE_S = {"step": 0.4, "snapshot": 0.05, "end": 0.02}
+"""How long after a moment somebody is killed at most."""
+MOMENTS = {"step": "the last step but one", "snapshot": "the last snapshot was there", "end": "its training"}
 SPEC = """\
 cluster: {{transport: sandbox, nodes: {nodes}, slots: {slots}, connect_timeout_s: 20}}
 job:
@@ -58,7 +58,9 @@ def is_mine():
     first = os.environ["DTCTL_ATTEMPT"] == "0" and "DTCTL_LIVE_EPOCH" not in os.environ
     return first and rank == os.environ["RANK"]
 
-def strike():
+def strike(snapshot=""):
+    while snapshot and not os.path.isdir(snapshot):
+        time.sleep(0.001)
     time.sleep(float(late_s))
     pid = os.getpid()
     if kind == "supervisor":
@@ -83,14 +85,16 @@ def train(config, worker):
 
     def loss(model, batch):
         time.sleep(0.02)
-        if moment == "step" and is_mine() and trainer is not None and trainer.step == config.steps - 2:
-            threading.Thread(target=strike, daemon=True).start()
+        if moment != "end" and is_mine() and trainer is not None and trainer.step == config.steps - 2:
+            last = os.path.join(config.snapshot.dir, f"step-{config.steps:08}") if moment == "snapshot" else ""
+            threading.Thread(target=strike, args=(last,), daemon=True).start()
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     trainer = Trainer(config, worker, nn.Sequential(*body, nn.Linear(16, 1)), loss, TensorData(inputs, inputs[:, :1]))
     outcome = trainer.run()
-    if moment == "end" and is_mine():
-        strike()
+    if is_mine():
+        if moment == "end":
+            strike()
         time.sleep(5)  # a supervisor's end is the worker's, too
     return outcome
 
