@@ -389,7 +389,9 @@ class Trainer:
             return False
         is_taken = verdict == "take"
         counts = self.balance.counts(taken=is_taken, logged=is_logged) if self.balance is not None else []
-        result = StepResult(loss, lr, norm, balance.use(counts) if is_logged else {}, is_taken)
+        is_told = is_logged or not is_taken
+        mean = self.report.mean(loss) if is_told and self.worker.live is not None else None
+        result = StepResult(loss, lr, norm, balance.use(counts) if is_logged else {}, is_taken, mean)
         self.ready = partial(self._take_step, result, counts, is_taken=is_taken)
         # The last exchange of a step, and nothing of the state is changed before: if any worker has come through, all
         # have entered it with all they need but its result, and can take the step even if one of them is lost in it.
@@ -431,7 +433,7 @@ class Trainer:
         scores = self.evaluate() if self._is_evaluated(self.step) else {}
         if self._is_logged(self.step) or not newest.is_taken:
             use = newest.use if newest.is_taken else {**newest.use, "skipped": 1.0}
-            self.report.log(self.step, newest.loss, newest.lr, newest.norm, self.batch, scores, use)
+            self.report.log(self.step, newest.loss, newest.lr, newest.norm, self.batch, scores, use, newest.mean)
         best = bool(scores) and self.best is not None and self.best.take(self.step, scores)
         save = self.worker.is_first and self._is_time()
         decision = agreement.after(self.step, stop=asked.signal is not None, save=save)

@@ -51,6 +51,8 @@ class StepResult:
     """How evenly experts were used, if the model has any."""
     is_taken: bool = True
     """Whether the optimizer has made its step; not if the gradient was not finite."""
+    mean: float | None = None
+    """Mean loss of all workers; known before the line is written where a worker may be lost in between and replaced."""
 
 
 @dataclass(slots=True, kw_only=True)

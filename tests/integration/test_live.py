@@ -174,10 +174,19 @@ def ended(project: Project, done: Finished) -> tuple[Finished, str]:
     return done, str(found["digest"])
 
 
+def logged(project: Project, done: Finished) -> dict[int, dict[str, float]]:
+    """What each line of metrics says of a step, without times."""
+    lines = (project.folder / ".dtctl" / "runs" / str(done.done["run"]) / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    known = ("loss", "lr", "grad_norm", "val_loss", "expert_load", "experts_idle")
+    return {row["step"]: {name: row[name] for name in known if name in row} for row in rows}
+
+
 def test_the_others_stay_and_the_bits_are_the_same(project: Project) -> None:
-    _, straight = launched(project)
+    whole, straight = launched(project)
     done, healed = launched(project, kill="0:2 3:1 warm:1 val8:0")
     assert healed == straight
+    assert logged(project, done) == logged(project, whole), "one is lost between a step and its line, too"
     assert done.done["attempts"] == 1, done.err
     heals = [event for event in done.events if event["event"] == "heal"]
     assert [[each["rank"] for each in event["replaced"]] for event in heals] == [[2], [1], [0]], done.err
@@ -193,9 +202,10 @@ def test_the_others_stay_and_the_bits_are_the_same(project: Project) -> None:
 @pytest.mark.parametrize("strategy", ["hsdp", "{dp: 2, ep: 2}"])
 @pytest.mark.slow
 def test_shards_and_experts_come_from_the_other_replica(project: Project, strategy: str) -> None:
-    _, straight = launched(project, strategy=strategy)
+    whole, straight = launched(project, strategy=strategy)
     done, healed = launched(project, strategy=strategy, kill="3:1 val8:2 supervisor11:3 publish:0")
     assert healed == straight
+    assert logged(project, done) == logged(project, whole)
     assert done.done["attempts"] == 1, done.err
     heals = [event for event in done.events if event["event"] == "heal"]
     assert [[each["rank"] for each in event["replaced"]] for event in heals] == [[1], [2], [2, 3], [0]], done.err

@@ -120,7 +120,9 @@ def bring_level(trainer: Training, *, is_newcomer: bool) -> bool:
         _take_facts(trainer, facts)
         _take(trainer, tree)
         norm = facts["norm"] and torch.tensor(facts["norm"])
-        trainer.newest = StepResult(None, facts["lr"], norm, is_taken=facts["is_taken"])
+        trainer.newest = StepResult(
+            None, facts["lr"], norm, facts["use"], is_taken=facts["is_taken"], mean=facts["mean"]
+        )
     if trainer.step:  # a step that was begun has set its own
         trainer.rate.set(trainer.step - 1)
     trainer.is_owed = owed
@@ -142,7 +144,9 @@ def _facts(trainer: Training) -> dict[str, Any]:
         "step": trainer.step,
         "lr": 0.0 if newest is None else newest.lr,
         "norm": norm,
+        "use": {} if newest is None else dict(newest.use),
         "is_taken": newest is None or newest.is_taken,
+        "mean": None if newest is None else newest.mean,
         "unused": list(trainer.unused),
         "checksums": trainer.account.checksums,
         "irreproducible": trainer.account.irreproducible,

@@ -114,6 +114,7 @@ class Report:
         batch: Batch,
         extra: Mapping[str, float],
         beside: Mapping[str, float],
+        mean: float | None = None,
     ) -> None:
         """Write the line of a step; collective over all workers.
 
@@ -125,6 +126,7 @@ class Report:
             batch: sizes of the step.
             extra: further values, such as those of an evaluation.
             beside: such that are not for the line on stdout.
+            mean: of the loss, if it was exchanged before.
         """
         worker = self._worker
         spread, own_s, waited = self.times.take()
@@ -141,7 +143,8 @@ class Report:
             return
         own_times, peaks, waits = together[1:-1].chunk(3)
         known = float(together[-1])
-        mean = float(together[0]) * (worker.world_size / known if known < worker.world_size else 1.0)
+        if mean is None:
+            mean = float(together[0]) * (worker.world_size / known if known < worker.world_size else 1.0)
         measured = {**beside} | spread | own | meter.stragglers(own_times) | meter.fullest(peaks)
         measured["data_wait"] = round(float(waits.max()), 4)
         self._metrics.log(
@@ -154,6 +157,12 @@ class Report:
             extra=extra,
             measured=lambda samples_per_s: measured | self._use.of(samples_per_s),
         )
+
+    def mean(self, loss: torch.Tensor) -> float:
+        """Return the mean of the loss over all workers; collective."""
+        together = loss.detach().double().cpu().reshape(1) / self._worker.world_size
+        self._worker.sum(together)
+        return float(together)
 
     def step(self, step: int) -> None:
         """A step is done."""
