@@ -35,6 +35,10 @@ SPEC_BYTES = 4 << 20
 """Of a run's copy of its spec."""
 COMMAND_CHARACTERS = 4000
 """Of a command line that nodes remember."""
+SPARED_S = 10.0
+"""`cluster.link_timeout_s` by default, where a spare can take the place of a silent node."""
+UNSPARED_S = 30.0
+"""The same without spares: a link can be out for 12 s, and a busy node silent as long."""
 if TYPE_CHECKING:
     from dtctl.launch.control.run import LaunchJob
     from dtctl.plan.model import NodePlan
@@ -229,7 +233,7 @@ def job_of(
         fixed_address=spec.network.rendezvous_address is not None,
         fixed_port=fixed if isinstance(fixed, int) else None,
         secrets=values,
-        link_timeout_s=spec.cluster.link_timeout_s,
+        link_timeout_s=spec.cluster.link_timeout_s or (SPARED_S if cluster.spares else UNSPARED_S),
         hang_s=spec.job.hang_s,
         hang_start_s=spec.job.hang_start_s,
         heal_s=spec.job.heal_s,

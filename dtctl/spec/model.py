@@ -163,9 +163,10 @@ class Cluster(Section):
     """Folder on every node for everything that dtctl writes there. `~` is the login user's home."""
     connect_timeout_s: Positive = 10.0
     """Seconds a node has to answer."""
-    link_timeout_s: Annotated[float, Field(strict=True, ge=2, allow_inf_nan=False)] = 10.0
+    link_timeout_s: Annotated[float, Field(strict=True, ge=2, allow_inf_nan=False)] | None = None
     """Seconds of silence from the other end after which the link counts as lost: the node ends the run
-    (without --detach), the launcher stops the others. At least 2."""
+    (without --detach), the launcher replaces the node or stops the others. Without spares a new connection decides:
+    a node that answers one has as long again. At least 2. Default: 10 with spares, 30 without."""
     login: Word | None = None
     """With transport slurm: the node to submit from. Default: this machine."""
     spares: tuple[Text, ...] = ()

@@ -52,7 +52,7 @@ import torch
 from torch import nn
 from dtctl.runtime import MoE, TensorData, Trainer, run
 
-rank, kind, moment, late_s = os.environ["VICTIM"].split()
+rank, kind, moment, late_s, linger_s = os.environ["VICTIM"].split()
 
 def is_mine():
     first = os.environ["DTCTL_ATTEMPT"] == "0" and "DTCTL_LIVE_EPOCH" not in os.environ
@@ -96,6 +96,7 @@ def train(config, worker):
         if moment == "end":
             strike()
         time.sleep(5)  # a supervisor's end is the worker's, too
+    time.sleep(float(linger_s))  # programs have things to do after their training
     return outcome
 
 if __name__ == "__main__":
@@ -147,13 +148,14 @@ def launch(sandbox: Sandbox, folder: Path, seed: int) -> Ended:
     kind = source.choice(["worker", "worker", "supervisor"])
     moment = source.choice(sorted(LATE_S))
     late_s = source.uniform(0.0, LATE_S[moment])
+    linger_s = source.choice([0.0, source.uniform(0.0, 0.5)])
     shutil.rmtree(folder, ignore_errors=True)
     project = folder / "project"
     project.mkdir(parents=True)
     nodes = [node.name for node in sandbox.nodes[:NODES]]
     text = SPEC.format(
         nodes=json.dumps(nodes), slots=shape.slots, kind=shape.kind, root=ROOT, strategy=shape.strategy,
-        victim=f"{rank} {kind} {moment} {late_s:.3f}", snapshots=folder / "snapshots",
+        victim=f"{rank} {kind} {moment} {late_s:.3f} {linger_s:.3f}", snapshots=folder / "snapshots",
     )  # fmt: skip
     (project / "dtctl.yaml").write_text(text)
     (project / "train.py").write_text(SCRIPT)

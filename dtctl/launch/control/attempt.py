@@ -19,7 +19,7 @@ from dtctl.launch.control.gang import PING_S, Gang
 from dtctl.launch.control.hang import HangMonitor
 from dtctl.launch.control.link import error_of
 from dtctl.launch.control.progress import Standing, standings
-from dtctl.launch.control.session import Content, LinkLost, NodeMessage, OutputChunk, SessionFailed
+from dtctl.launch.control.session import Content, LinkLost, NodeMessage, OutputChunk, Session, SessionFailed
 from dtctl.launch.records.events import (
     Hung,
     NodeChanged,
@@ -167,8 +167,14 @@ class Attempt:
         hang_monitor: HangMonitor,
         healing: Healing | None = None,
         under_way: bool = False,
+        confirms_silence: bool = False,
     ) -> None:
-        """Watch an attempt that is started now, or is `under_way`; with `healing` lost workers are replaced."""
+        """Watch an attempt that is started now, or is `under_way`; with `healing` lost workers are replaced.
+
+        With `confirms_silence` a silent node is lost only if it does not answer a new connection either, or not for
+        twice as long: no other node would take its place.
+        """
+        self.confirms_silence = confirms_silence
         self.healing = healing
         self.gang = gang
         self.hang_monitor = hang_monitor
@@ -598,9 +604,24 @@ class Attempt:
             session = self.gang.sessions[name]
             if name in self.retries:
                 self._check_retry(name, now)
-            elif now - max(session.last_heard, self.begun_at) > self.link_timeout_s:
-                session.close()
-                self._on_lost(name, f"no message arrived from it for {self.link_timeout_s:g} s")
+            else:
+                self._check_silence(session, now - max(session.last_heard, self.begun_at))
+
+    def _check_silence(self, session: Session, silent_s: float) -> None:
+        if silent_s <= self.link_timeout_s:
+            session.forget_call()
+            return
+        text = f"no message arrived from it for {self.link_timeout_s:g} s"
+        if self.confirms_silence:
+            answers = session.call_again()
+            if answers is not False and silent_s <= 2 * self.link_timeout_s:
+                return
+            if answers:
+                text = f"no message arrived from it for {2 * self.link_timeout_s:g} s, though it takes new connections"
+            else:
+                text += ", and it does not answer a new connection"
+        session.close()
+        self._on_lost(session.name, text)
 
     def check_start(self, now: float) -> None:
         """Give up nodes that do not start."""

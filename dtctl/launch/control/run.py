@@ -459,6 +459,7 @@ class NodesBackend:
             hang_monitor=hang_monitor,
             healing=self._healing(plan) if plan.live else None,
             under_way=under_way,
+            confirms_silence=not self.job.spares,
         )
 
     def _healing(self, plan: Plan) -> Healing:

@@ -117,6 +117,8 @@ class Session:
         self._queued_bytes = 0
         self._closed = False
         self._muted = False
+        self._call: list[bool] | None = None
+        """Answer to a new connection, once it is known; None while nobody has asked."""
         self._thread = threading.Thread(target=self._run, name=f"node {self.name}", daemon=True)
 
     def start(self) -> None:
@@ -141,6 +143,28 @@ class Session:
         self.last_heard = time.monotonic()
         if self.last_progress is not None:
             self.last_progress = self.last_heard
+
+    def call_again(self) -> bool | None:
+        """Return whether the node answers a new connection; None until that is known. Never waits."""
+        if self._call is None:
+            self._call = []
+            again = threading.Thread(
+                target=self._try_connection, args=(self._call,), name=f"again {self.name}", daemon=True
+            )
+            again.start()
+        return self._call[0] if self._call else None
+
+    def forget_call(self) -> None:
+        """Forget the answer to a new connection: the node has been heard since."""
+        self._call = None
+
+    def _try_connection(self, answer: list[bool]) -> None:
+        try:
+            self._transport.connect(self.target).close()
+        except Exception:  # noqa: BLE001 - whatever it is, there is no connection
+            answer.append(False)
+        else:
+            answer.append(True)
 
     def mute(self) -> None:
         """Report nothing more, but keep reading."""

@@ -25,7 +25,7 @@ from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
 from dtctl.supervisor import messages
-from dtctl.transport.base import Target
+from dtctl.transport.base import Connection, Target
 from dtctl.transport.local import LocalTransport
 from tests.facts import missing, raises
 
@@ -199,6 +199,40 @@ def test_silence_is_the_loss_of_a_node(rig: Rig) -> None:
     assert rig.nodes["b"].closed
     assert not rig.nodes["a"].closed
     assert not missing(rig.attempt.outcome.failures[0].summary, "30 s")
+
+
+class Unreachable(LocalTransport):
+    """A transport by which no new connection comes to be."""
+
+    def connect(self, target: Target) -> Connection:
+        raise ConnectError("no route", node=target.name)
+
+
+@pytest.mark.parametrize(
+    ("answers", "silent_s", "lost"), [(True, 31, False), (True, 61, True), (False, 31, True), (True, 12, False)]
+)
+def test_without_spares_a_new_connection_decides_whether_a_silent_node_is_lost(
+    rig: Rig, answers: bool, silent_s: float, lost: bool
+) -> None:
+    rig.attempt.confirms_silence = True
+    for node in "abc":
+        rig.say(node, "started")
+        rig.nodes[node].last_heard = time.monotonic()
+    rig.attempt.begun_at -= 100
+    if not answers:
+        rig.nodes["b"]._transport = Unreachable()
+    rig.nodes["b"].last_heard -= silent_s
+    rig.attempt.check_deadlines()
+    deadline = time.monotonic() + 10
+    while silent_s > 30 and rig.nodes["b"].call_again() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    rig.attempt.check_deadlines()
+    assert rig.attempt.outcome.lost_nodes == (["b"] if lost else [])
+    if lost:
+        assert not missing(rig.attempt.outcome.failures[0].summary, "60 s" if answers else "30 s")
+    rig.nodes["b"].last_heard = time.monotonic()
+    rig.attempt.check_deadlines()
+    assert rig.nodes["b"]._call is None or lost, "the next silence asks anew"
 
 
 def test_a_node_that_does_not_start_in_time_is_lost(rig: Rig) -> None:
