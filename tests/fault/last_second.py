@@ -96,7 +96,9 @@ def train(config, worker):
         if moment == "end":
             strike()
         time.sleep(5)  # a supervisor's end is the worker's, too
-    time.sleep(float(linger_s))  # programs have things to do after their training
+    if float(linger_s) < 0:  # as programs do whose libraries do not end well
+        os._exit(0)
+    time.sleep(float(linger_s))  # or have things to do after their training
     return outcome
 
 if __name__ == "__main__":
@@ -148,7 +150,7 @@ def launch(sandbox: Sandbox, folder: Path, seed: int) -> Ended:
     kind = source.choice(["worker", "worker", "supervisor"])
     moment = source.choice(sorted(LATE_S))
     late_s = source.uniform(0.0, LATE_S[moment])
-    linger_s = source.choice([0.0, source.uniform(0.0, 0.5)])
+    linger_s = source.choice([-1.0, 0.0, source.uniform(0.0, 0.5)])
     shutil.rmtree(folder, ignore_errors=True)
     project = folder / "project"
     project.mkdir(parents=True)
