@@ -54,6 +54,7 @@ check: $(BIN)/.ready  ## Style, types, layers, documentation.
 soak: $(BIN)/.ready  ## Kill trainings at random for an hour; each must end with the bits of one left alone.
 	$(BIN)/python -m tests.fault.stopping --count 50
 	$(BIN)/python -m tests.fault.soak
+	$(BIN)/python -m tests.fault.last_second --count 200
 	$(BIN)/python -m tests.fault.live --count 100
 	$(BIN)/python -m tests.fault.live --count 100 --shape 2x2
 	$(BIN)/python -m tests.fault.live --count 100 --shape 2x2 --strategy hsdp

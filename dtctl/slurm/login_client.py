@@ -8,7 +8,7 @@ from typing import Final
 
 from dtctl.errors import ConnectError, LaunchError
 from dtctl.launch.assemble import CodePush
-from dtctl.launch.control.gang import PUSH_SILENCE_S
+from dtctl.launch.control.gang import WORK_LIMIT_S
 from dtctl.launch.control.link import SilenceLimit, open_supervisor
 from dtctl.schema import InvalidMessage
 from dtctl.slurm.answers import A, AgentRefused, parse
@@ -57,7 +57,7 @@ def push(site: LoginSite, code: CodePush, *, python: str, workdir: str) -> str:
         TransportError: of the class that says what went wrong.
     """
     link = open_supervisor(site.connection(), Hello(), node=site.name, python=python, workdir=workdir)
-    clock = SilenceLimit(site.connection(), PUSH_SILENCE_S)
+    clock = SilenceLimit(site.connection(), WORK_LIMIT_S)
     try:
         link.expect(NodeDescription)
         clock.reset()

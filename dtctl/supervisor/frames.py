@@ -6,6 +6,7 @@ messages carry control, LOG frames carry a worker's output, BYTES frames carry f
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import select
@@ -98,6 +99,7 @@ class FdLink:
         self.write_fd = write_fd
         self.idle_limit_s = idle_limit_s
         self.parser = Parser()
+        self._writing = _thread.allocate_lock()
         self.ready: list[tuple[bytes, int, bytes]] = []
         """Frames that have arrived and were not asked for yet."""
 
@@ -145,5 +147,6 @@ class FdLink:
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
-        while view:
-            view = view[os.write(self.write_fd, view) :]
+        with self._writing:  # a frame is whole, whichever thread sends it
+            while view:
+                view = view[os.write(self.write_fd, view) :]

@@ -21,10 +21,38 @@ from dtctl.supervisor.supervisor import EXIT_RECORD, STOP_REQUEST, Supervisor, w
 
 IDLE_LIMIT_S = 120.0
 """Seconds without a word from the control machine before a run has started; it pings nodes that are ready."""
+REPORT_S = 1.0
+"""Between two signs of life while the code is brought and checked."""
 MIN_FREE_BYTES = 16 << 20
 SOCKET = "control.sock"
 RUNS_LOOKED_AT = 64
 """Each costs a few reads, and a node may keep the folders of thousands."""
+
+
+class Reporting:
+    """Reports every second that this node is at work, while it does what has no other sign of life."""
+
+    def __init__(self, link: frames.FdLink) -> None:
+        """Report over a link to the control machine."""
+        import threading  # slow to import, and not needed to say who we are
+
+        self._link = link
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._report, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _report(self) -> None:
+        while not self._done.wait(REPORT_S):
+            try:
+                self._link.send_json(messages.Working())
+            except OSError:
+                return  # the link is gone, which the other thread finds, too
 
 
 class Stop(Exception):
@@ -86,11 +114,13 @@ def serve(link: frames.FdLink, workdir: str) -> int:
             from dtctl.supervisor import receive
 
             try:
-                receive.receive(link, workdir, request.tree)
+                with Reporting(link):
+                    receive.receive(link, workdir, request.tree)
             except receive.Refused:
                 return 1  # the control machine has been told why
         elif isinstance(request, messages.Prepare):
-            prepare(workdir, request)
+            with Reporting(link):
+                prepare(workdir, request)
             link.send_json(messages.Ready())
         elif isinstance(request, messages.ProbePorts):
             link.send_json(messages.PortProbed(port=node_facts.first_free(request.ports)))
@@ -99,7 +129,9 @@ def serve(link: frames.FdLink, workdir: str) -> int:
         elif isinstance(request, messages.Attach):
             return attach(link, os.path.join(workdir, "runs", request.run), request)
         elif isinstance(request, messages.Sweep):
-            link.send_json(sweep(os.path.join(workdir, "runs", request.run), request))
+            with Reporting(link):
+                swept = sweep(os.path.join(workdir, "runs", request.run), request)
+            link.send_json(swept)
 
 
 def describe_node(workdir: str, ports: list[int]) -> messages.NodeDescription:

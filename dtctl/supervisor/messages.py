@@ -5,6 +5,7 @@
     Hello: who are you                   NodeDescription
     PushTree, PushManifestEnd, PushEnd   PushState: bring the code (receive.py)
     Prepare: check for this run          Ready
+                                         Working: still at one of these two, every second
     StandBy: you may have to run this
     StartAttempt: run this               Started, with the interface; Cold: without preloaded modules
     ProbePorts: which one is free        PortProbed
@@ -328,6 +329,12 @@ class Refusal(Message):
     code: str = value(text(40))
     """For the control machine to choose its hint by."""
     message: str = value(prose)
+
+
+class Working(Message):
+    """The node is at work on what it was asked last."""
+
+    op = "working"
 
 
 class Swept(Message):
@@ -711,7 +718,7 @@ REQUESTS = _by_op(
     Hello, PushTree, PushManifestEnd, PushEnd, Prepare, StartAttempt, StandBy, StopAttempt, Quit, ProbePorts, Attach,
     Stacks, Ping, Sweep, Heal, Join,
 )  # fmt: skip
-BEFORE_START = _by_op(NodeDescription, PushState, Ready, Refusal, Swept)
+BEFORE_START = _by_op(NodeDescription, PushState, Ready, Refusal, Swept, Working)
 """What a node may say until a run has started,"""
 WHILE_RUNNING = _by_op(
     Started, Cold, WorkerExit, AttemptStopped, Pong, ProgressReport, PortProbed, LogGap, MetricsBegin, WorkerStack,

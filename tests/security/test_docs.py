@@ -40,7 +40,7 @@ def test_the_limits_are_those_of_the_code() -> None:
             (64 * mib, 60.0, 3600.0) == (snapshot_answers.ANSWER_BYTES, snapshots.SILENCE_S, snapshots.READING_S)
         ),
         "an answer of Slurm's machine | 256 MiB": 256 * mib == answers.BYTES,
-        "120 s of silence, 600 s while": (gang.START_SILENCE_S, gang.PUSH_SILENCE_S) == (120.0, 600.0),
+        "120 s of silence, then 30 s": (gang.START_SILENCE_S, gang.PUSH_SILENCE_S, gang.WORK_LIMIT_S) == (120, 30, 600),
         "a spec | 4 MiB": 4 * mib == load.MAX_BYTES,
         "commit record of a snapshot | 64 MiB": 64 * mib == layout.RECORD_BYTES,
         "32 MiB from its beginning and 32 MiB from its end": content.HEAD_BYTES == content.TAIL_BYTES == 32 * mib,

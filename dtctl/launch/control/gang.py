@@ -13,15 +13,19 @@ from collections.abc import Callable, Mapping
 
 from dtctl.errors import ConnectError, DtctlError
 from dtctl.launch.control.session import NodeMessage, Preparing, Session, SessionFailed
-from dtctl.launch.records.events import Emit, NodeChanged, TimeIsUp
+from dtctl.launch.records.events import Emit, NodeChanged, Note, TimeIsUp
 from dtctl.launch.records.logs import Logs
 from dtctl.supervisor.messages import NodeDescription, Ping, PortProbed, ProbePorts, Quit, Ready, StartAttempt
 
 PING_S = 1.0
+ANSWER_S = 5.0
+"""After which a node that has accepted the connection and sent nothing is named."""
 START_SILENCE_S = 120.0
-"""How long a connected node may take for one step of its preparation, usually for starting Python."""
-PUSH_SILENCE_S = 600.0
-"""The same while it checks or copies code, which it does silently."""
+"""How long a connected node may take for its first message, usually for starting Python."""
+PUSH_SILENCE_S = 30.0
+"""How long it may be silent from then on; it reports every second that it checks or copies code."""
+WORK_LIMIT_S = 600.0
+"""How long it may take for one step of that, whatever it reports."""
 QUIT_LIMIT_S = 2.0
 AWAY_S = 3.0
 """Between two turns of the loop, which takes 0.2 s when nothing happens: after more the process did not run."""
@@ -73,15 +77,16 @@ class Gang:
         waiting = set(names)
         descriptions: dict[str, NodeDescription] = {}
         failures: dict[str, DtctlError] = {}
+        unanswered = set(names)
         while waiting and not self.signals:
             message = self.next_message(0.2)
+            for name in [name for name in self.sessions if name in unanswered & waiting and self._is_silent(name)]:
+                unanswered.discard(name)
+                text = f"has accepted the connection and sent nothing for {ANSWER_S:g} s; the limit is "
+                self.emit(Note(node=name, text=f"{text}{START_SILENCE_S:g} s"))
             for name in [name for name in self.sessions if name in waiting and self._is_stuck(name)]:
                 self.sessions[name].close()
-                failures[name] = ConnectError(
-                    "it makes no progress in its preparation",
-                    node=name,
-                    hint="check its load and whether its disk responds",
-                )
+                failures[name] = self._error_of_stuck(name)
                 waiting.discard(name)
                 self.emit(NodeChanged(node=name, state="failed", error=str(failures[name])))
             if (
@@ -107,9 +112,26 @@ class Gang:
         return descriptions, {name: failures[name] for name in self.sessions if name in failures}
 
     def _is_stuck(self, name: str) -> bool:
+        session, now = self.sessions[name], time.monotonic()
+        if session.last_progress is None:
+            return False
+        if not session.is_described:
+            return now - session.last_progress > START_SILENCE_S
+        return session.silent_s() > PUSH_SILENCE_S or now - session.last_progress > WORK_LIMIT_S
+
+    def _is_silent(self, name: str) -> bool:
         session = self.sessions[name]
-        limit_s = PUSH_SILENCE_S if session.setup.push is not None else START_SILENCE_S
-        return session.last_progress is not None and time.monotonic() - session.last_progress > limit_s
+        if session.is_described or session.last_progress is None:
+            return False
+        return time.monotonic() - session.last_progress > ANSWER_S
+
+    def _error_of_stuck(self, name: str) -> ConnectError:
+        if not self.sessions[name].is_described:
+            text = f"it has accepted the connection and sent nothing for {START_SILENCE_S:g} s"
+            return ConnectError(text, node=name, hint="does `python3 -c pass` end there? check its load and its disk")
+        return ConnectError(
+            "it makes no progress in its preparation", node=name, hint="check its load and whether its disk responds"
+        )
 
     def idle(self, seconds: float) -> None:
         """Wait, with all links kept alive, or until somebody wants to stop."""

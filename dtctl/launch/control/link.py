@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
@@ -63,6 +64,8 @@ class NodeLink:
         self._python = python
         self._parser = frames.Parser()
         self._ready: list[tuple[bytes, int, bytes]] = []
+        self.waiting_since: float | None = None
+        """When the wait for the next answer began, or the node last reported that it is at work; None: nobody waits."""
 
     def send(self, message: Message | Mapping[str, Any]) -> None:
         """Send one message; those of a doctor's probe have no types of their own.
@@ -113,13 +116,18 @@ class NodeLink:
             NodeError: a frame of another kind came.
             ConnectError: the stream ended inside a frame.
         """
-        frame = self.receive()
-        if frame is None:
-            return None
-        kind, _, payload = frame
-        if kind != frames.JSON:
-            raise NodeError(f"expected a message, got {len(payload)} bytes of kind {kind!r}", node=self.node)
-        return self.decode(payload)
+        while True:
+            self.waiting_since = time.monotonic()
+            frame = self.receive()
+            self.waiting_since = None
+            if frame is None:
+                return None
+            kind, _, payload = frame
+            if kind != frames.JSON:
+                raise NodeError(f"expected a message, got {len(payload)} bytes of kind {kind!r}", node=self.node)
+            document = self.decode(payload)
+            if document.get("op") != messages.Working.op:
+                return document
 
     def decode(self, payload: bytes) -> dict[str, Any]:
         """The object in a frame of JSON, of which nothing else is certain; see `parse_message`.

@@ -106,6 +106,8 @@ class Session:
         self.last_heard = time.monotonic()
         self.last_progress: float | None = None
         """When it last came nearer to its start; None until it is connected, for which the transport has a limit."""
+        self.is_described = False
+        """Whether it has sent its first message."""
         self.code = setup.code
         self.is_over = False
         """Whether the link was lost, or never came to be; also if nobody has read the message that says so."""
@@ -117,6 +119,7 @@ class Session:
         self._queued_bytes = 0
         self._closed = False
         self._muted = False
+        self._asked: NodeLink | None = None
         self._call: list[bool] | None = None
         """Answer to a new connection, once it is known; None while nobody has asked."""
         self._thread = threading.Thread(target=self._run, name=f"node {self.name}", daemon=True)
@@ -143,6 +146,11 @@ class Session:
         self.last_heard = time.monotonic()
         if self.last_progress is not None:
             self.last_progress = self.last_heard
+
+    def silent_s(self) -> float:
+        """Return for how long the node has owed an answer without a report that it is at work on it."""
+        since = None if self._asked is None else self._asked.waiting_since
+        return 0.0 if since is None else time.monotonic() - max(since, self.last_heard)
 
     def call_again(self) -> bool | None:
         """Return whether the node answers a new connection; None until that is known. Never waits."""
@@ -231,12 +239,14 @@ class Session:
 
     def _prepare(self, link: NodeLink) -> None:
         setup = self.setup
+        self._asked = link
         is_simple = setup.push is None and setup.sweep is None
         if is_simple:  # all of it at once
             with contextlib.suppress(ConnectError):  # it has ended already; what it said, or its exit status, tells why
                 link.send(setup.prepare(self.code))
         description = link.expect(NodeDescription)
         require_known(description.port, (0, *setup.ports), subject="port", node=self.name)
+        self.is_described = True
         self.report(description)
         if setup.sweep is not None:
             link.send(setup.sweep)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import queue
+import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dtctl.errors import ConnectError, NodeError, NodeFailures
+from dtctl.launch.control import gang
 from dtctl.launch.control.attempt import Attempt
 from dtctl.launch.control.failure import first
 from dtctl.launch.control.gang import Gang
 from dtctl.launch.control.hang import HangMonitor
 from dtctl.launch.control.healing import Healing
+from dtctl.launch.control.link import NodeLink
 from dtctl.launch.control.session import Content, LinkLost, NodeMessage, NodeSetup, Session, SessionFailed
-from dtctl.launch.records.events import Event, Stopping
+from dtctl.launch.records.events import Event, Note, Stopping
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import Logs
 from dtctl.launch.records.record import RunRecord
@@ -24,7 +29,7 @@ from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
-from dtctl.supervisor import messages
+from dtctl.supervisor import frames, messages
 from dtctl.transport.base import Connection, Target
 from dtctl.transport.local import LocalTransport
 from tests.facts import missing, raises
@@ -395,3 +400,68 @@ def test_a_worker_that_has_ended_early_is_waited_for_in_vain(rig: Rig) -> None:
     rig.exit("a")
     rig.attempt.check_deadlines()
     assert rig.sent_to("b") == ["stacks"]
+
+
+class Mute:
+    """A stream over which a node sends what the test gives it, and nothing else."""
+
+    def __init__(self) -> None:
+        self.chunks: queue.Queue[bytes] = queue.Queue()
+
+    def read(self, _size: int) -> bytes:
+        return self.chunks.get(timeout=20)
+
+    def write(self, data: bytes) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("described", "passed_s", "notes", "failed"),
+    [(False, 3, 0, False), (False, 6, 1, False), (False, 121, 1, True), (True, 6, 0, False), (True, 601, 0, True)],
+)
+def test_a_node_that_accepts_the_connection_and_sends_nothing_is_named_and_given_up(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, described: bool, passed_s: float, notes: int, failed: bool
+) -> None:
+    node = rig.nodes["b"]
+    node.is_described, node.last_progress = described, time.monotonic() - passed_s
+    turns = iter([None, None, signal.SIGINT])
+
+    def next_message(_timeout_s: float) -> None:
+        if (number := next(turns)) is not None:
+            rig.gang.signals.append(number)
+
+    monkeypatch.setattr(rig.gang, "next_message", next_message)
+    _, failures = rig.gang.try_gather({"b"})
+    assert sum(isinstance(event, Note) for event in rig.events) == notes
+    assert (list(failures) == ["b"]) is failed
+    if failed:
+        assert failures["b"].node == "b"
+        assert ("120 s" in str(failures["b"])) is not described
+
+
+def test_only_a_node_that_owes_an_answer_can_be_too_silent(rig: Rig) -> None:
+    node, stream = rig.nodes["b"], Mute()
+    link = NodeLink(stream, node="b")  # type: ignore[arg-type]
+    node._asked, node.is_described, node.last_progress = link, True, time.monotonic()
+    node.last_heard = 0.0
+    assert node.silent_s() == 0.0, "it was not asked"
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(link.receive_json()))
+    thread.start()
+    wait_for(lambda: link.waiting_since is not None)
+    first = link.waiting_since
+    stream.chunks.put(frames.pack_json(messages.Working()))
+    wait_for(lambda: link.waiting_since not in (None, first))
+    assert link.waiting_since is not None
+    link.waiting_since -= gang.PUSH_SILENCE_S + 1
+    assert rig.gang._is_stuck("b")
+    stream.chunks.put(frames.pack_json(messages.Ready()))
+    thread.join(10)
+    assert answers == [{"op": "ready"}]
+    assert not rig.gang._is_stuck("b")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
