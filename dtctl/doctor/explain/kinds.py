@@ -299,7 +299,7 @@ def _part_missing(raised: Raised) -> bool:
 
 
 def _groups(raised: Raised, later: Raised | None) -> dict[str, str]:
-    text = raised.text if len(raised.text) <= 300 else raised.text[:300] + "…"
+    text = raised.alone if len(raised.alone) <= 300 else raised.alone[:300] + "…"
     frames = raised.frames or (later.frames if later is not None else ())
     users = [frame for frame in frames if not library_of(frame) and not _LAUNCHER.search(frame.path)]
     if not users and later is not None:

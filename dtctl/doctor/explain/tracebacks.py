@@ -184,6 +184,18 @@ class Raised:
         said = f"{self.name}: {self.message}" if self.message else self.name
         return " ".join([said, *(line.strip() for line in self.detail)]).strip()
 
+    @property
+    def alone(self) -> str:
+        """Its last line, with those lines that are certainly of its message: what follows may be other output."""
+        parts = [f"{self.name}: {self.message}" if self.message else self.name]
+        for line in self.detail:
+            is_first = len(parts) == 1 and not self.message
+            is_open = is_first or line[:1].isspace() or parts[-1].endswith((":", ",", "(", "["))
+            if not (line.strip() and is_open):
+                break
+            parts.append(line.strip())
+        return " ".join(parts)
+
     def chain(self) -> list[Raised]:
         """From the first exception to this one."""
         found: list[Raised] = [self]

@@ -121,3 +121,23 @@ def test_an_application_error_in_the_kernels_log_does_not_blame_the_gpu(tmp_path
     line = "NVRM: Xid (PCI:0000:3b:00): {}, pid=1234, name=python\n"
     assert told(tmp_path, line.format(31))[0].id == "illegal-access"
     assert told(tmp_path, line.format(79))[0].id == "gpu-fell-off"
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ("RuntimeError: boom", "RuntimeError: boom"),
+        ("ValueError:\nit is too short", "ValueError it is too short"),
+        (
+            "RuntimeError: Error(s) in loading:\n\tsize mismatch for head.weight",
+            "loading: size mismatch for head.weight",
+        ),
+        ("KeyError: 'labels'", "KeyError: 'labels'"),
+    ],
+)
+def test_what_is_printed_after_an_exception_is_no_part_of_its_cause(tmp_path: Path, message: str, cause: str) -> None:
+    trace = f'Traceback (most recent call last):\n  File "/w/train.py", line 12, in <module>\n    main()\n{message}\n'
+    found = told(tmp_path, f"{trace}saved to /tmp/x\nwrote 12 files\n")
+    assert cause in found[0].cause
+    assert "saved" not in found[0].cause
+    assert "wrote" not in found[0].cause
