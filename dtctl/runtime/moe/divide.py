@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dtctl.errors import PlanError
 from dtctl.runtime.moe import accounting, dispatch, recognize
 from dtctl.runtime.moe.recognize import GROUPED
-from dtctl.runtime.strategies.comparison import Seen
+from dtctl.runtime.strategies.comparison import Seen, kind_of
 
 
 def divide(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None = None) -> list[nn.Module]:
@@ -79,6 +79,7 @@ def require_equal(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup |
     Raises:
         PlanError: they compute something else, or were not called.
     """
+    done: set[object] = set()
     for name, module in recognize.find(model).items():
         if int(module.num_experts) % mesh["ep"].size():  # type: ignore[arg-type]
             continue  # which `divide` refuses
@@ -88,6 +89,10 @@ def require_equal(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup |
                 where="train.strategy.ep",
                 hint="call all layers of experts in each pass",
             )
+        kind = kind_of(module)
+        if kind in done:
+            continue
+        done.add(kind)
         difference = seen.compare(name, module).difference(
             lambda twin: divide(twin, mesh, alike), mesh["ep"].get_group()
         )

@@ -10,6 +10,7 @@ Nothing of the model is touched: a copy shares no parameter, no buffer and no ho
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -106,6 +107,33 @@ def recording(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Call
     finally:
         for handle in handles:
             handle.remove()
+
+
+def kind_of(module: nn.Module) -> tuple[object, ...]:
+    """Return what two modules have in common that compute the same function of parameters and arguments.
+
+    Code, shapes, plain attributes and functions of all modules inside, and what their buffers add up to. Of modules of
+    one kind one has to be compared; a model's blocks are that, as a rule, unless they know their number.
+    """
+    rows: list[object] = []
+    for name, part in module.named_modules():
+        kind = type(part)
+        # Not the class itself: blocks that are computed twice have one of their own each.
+        code = getattr(kind.forward, "__code__", None)
+        attributes = tuple((key, _plain(value)) for key, value in sorted(vars(part).items()) if key[0] != "_")
+        rows.append((name, kind.__module__, kind.__qualname__, code, attributes))
+        hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+        rows.append(tuple(getattr(hook, "__code__", type(hook)) for hook in hooks))
+    rows += [(name, value.shape, value.dtype) for name, value in module.named_parameters()]
+    rows += [(name, value.shape, value.dtype, float(value.double().sum())) for name, value in module.named_buffers()]
+    return tuple(rows)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    known = bool | int | float | str | bytes | torch.dtype | types.FunctionType | types.BuiltinFunctionType | None
+    return value if isinstance(value, known) else type(value)
 
 
 def copy(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:

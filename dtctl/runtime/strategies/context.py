@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dtctl.errors import PlanError
 from dtctl.runtime.strategies.blocks import Blocks
-from dtctl.runtime.strategies.comparison import Seen
+from dtctl.runtime.strategies.comparison import Seen, kind_of
 
 ATTENTION: Final = nn.functional.scaled_dot_product_attention
 
@@ -241,6 +241,7 @@ def require_equal(found: Blocks | None, group: dist.ProcessGroup, seen: Seen) ->
     Raises:
         PlanError: a block computes something else, or was not called.
     """
+    done: set[object] = set()
     for name, block in zip(found.names, found.modules, strict=True) if found is not None else ():
         if name not in seen.calls:
             raise PlanError(
@@ -248,6 +249,10 @@ def require_equal(found: Blocks | None, group: dist.ProcessGroup, seen: Seen) ->
                 where="train.strategy.cp",
                 hint="call all blocks in each pass, or name others with `train.blocks`",
             )
+        kind = kind_of(block)
+        if kind in done:
+            continue
+        done.add(kind)
         try:
             difference = seen.compare(name, block).difference(
                 lambda twin: divide(Blocks(name="", container=nn.ModuleList([twin])), group),

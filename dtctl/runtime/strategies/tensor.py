@@ -46,7 +46,7 @@ from dtctl.errors import PlanError
 from dtctl.runtime.explain import explained
 from dtctl.runtime.strategies import tensor_parts
 from dtctl.runtime.strategies.blocks import Blocks
-from dtctl.runtime.strategies.comparison import Call, Comparison, Difference, Seen
+from dtctl.runtime.strategies.comparison import Call, Comparison, Difference, Seen, kind_of
 from dtctl.train.config import TpConfig
 
 STYLES: Final = ("colwise", "rowwise", "colwise-gather", "embedding", "replicate")
@@ -167,7 +167,7 @@ def compare_split(
     split: Split,
     seen: Seen,
 ) -> Split:
-    """Compare each module that is to be split with itself in one piece; collective over the mesh.
+    """Compare each module that is to be split with itself in one piece, of one kind one; collective over the mesh.
 
     Args:
         model: whole, the same on all workers of the mesh; stays as it is.
@@ -185,9 +185,16 @@ def compare_split(
     """
     chosen, added_up = dict(split.styles), set[str]()
     calls = _calls_of_all(model, seen)
+    done: dict[object, tuple[list[str], frozenset[str]]] = {}
     for unit, entries in _units(found, config, split, calls).items():
-        comparison = Comparison(model.get_submodule(unit), calls[unit], seen.autocast)
-        prefix = f"{unit}." if unit else ""
+        module, prefix = model.get_submodule(unit), f"{unit}." if unit else ""
+        kind = (kind_of(module), *((name.removeprefix(unit), style) for name, style in entries.items()))
+        if kind in done:
+            ways, sums = done[kind]
+            chosen |= zip(entries, ways, strict=True)
+            added_up |= {f"{prefix}{name}" for name in sums}
+            continue
+        comparison = Comparison(module, calls[unit], seen.autocast)
         for name in entries:
             if f"{name}.weight".removeprefix(prefix) in comparison.unused:
                 raise _not_compared(name)
@@ -201,6 +208,7 @@ def compare_split(
             if difference.is_rounding:
                 chosen |= attempt
                 added_up |= {f"{prefix}{name}" for name in difference.added_up}
+                done[kind] = (list(attempt.values()), difference.added_up)
                 break
             first = first or difference
         else:

@@ -11,7 +11,7 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime.strategies.blocks import Blocks
-from dtctl.runtime.strategies.comparison import Call, Comparison, compute, copy, recording
+from dtctl.runtime.strategies.comparison import Call, Comparison, compute, copy, kind_of, recording
 from dtctl.runtime.strategies.tensor import Split, _attempts, check, compared_modules, proportions
 from dtctl.runtime.strategies.trial import Stream, measure
 from tests.facts import raises
@@ -147,3 +147,15 @@ def test_a_block_that_is_given_another_stream_is_noticed(swapped: bool) -> None:
         assert measure(lambda module: module(inputs).sum(), model) == whole
     assert (stream.worst > 1e-2) is swapped
     assert not model.blocks[0]._forward_hooks
+
+
+def test_modules_of_one_kind_differ_in_their_numbers_alone() -> None:
+    one, other = Branch(), Branch()
+    assert kind_of(one) == kind_of(other)
+    other.norm.running_mean += 1  # type: ignore[operator]
+    assert kind_of(one) != kind_of(other)
+    for change in ({"layer": 3}, {"activation": torch.sigmoid}, {"scales": [1, 2.5]}):
+        other = Branch()
+        vars(other.up).update(change)
+        assert kind_of(one) != kind_of(other), change
+    assert kind_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) != kind_of(nn.Sequential(nn.Linear(2, 2), nn.GELU()))
