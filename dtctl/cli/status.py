@@ -73,6 +73,8 @@ def status(
             output.out(f"log: {failure.log}")
     for node, lost in state.done.lost_output.items() if state.done is not None else ():
         output.out(f"output lost: {lost:,} bytes from {node} could not be stored on this machine", "red")
+    for node, cut in state.done.cut_output.items() if state.done is not None else ():
+        output.out(f"output of {node} was cut (job.log_mib): {cut:,} bytes are left out", "yellow")
     if state.done is not None and state.done.outputs:
         from dtctl.cli.common.launcher import outputs_line
 

@@ -114,7 +114,9 @@ class Log:
         self.sent = min(offset, self.size)
 
     def lost(self, is_linked: bool) -> int:
-        """Bytes that neither the file has nor a link was given, or, if there is one, will be."""
+        """Bytes that neither the file has nor a link was given, or, if there is one, will be; not those cut out."""
+        if not self.unstored:  # then all that is missing was cut out, which the launcher is told of as a gap
+            return 0
         left = sum(max(0, start + length - max(start, self.sent)) for start, _, length in self.segments)
         held = min(len(self.held), self.size - self.sent) if is_linked else 0
         return self._skipped + max(0, self.size - self.sent - left - held)

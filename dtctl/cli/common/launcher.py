@@ -265,6 +265,10 @@ def show_end(result: Result) -> None:
             "red",
             "bold",
         )
+    for node, cut in sorted(result.cut_output.items()):
+        least = "at least " if node in result.lost_output or result.left_behind is None else ""
+        limit = f"{result.log_mib} MiB a rank (job.log_mib)"
+        output.err(f"output of {node} was cut to {limit}: {least}{cut:,} bytes are left out", "yellow")
     if line := outputs_line(result.run, result.outputs, is_local=result.is_local):
         output.err(line)
     if result.left_behind is None:

@@ -35,6 +35,10 @@ class Result:
     """Processes of the run left on all nodes; None when a node could not be asked."""
     lost_output: Mapping[str, int] = field(default_factory=dict)
     """Node -> bytes of its workers' output that could not be stored, there or here; empty when all was."""
+    cut_output: Mapping[str, int] = field(default_factory=dict)
+    """Node -> bytes of its workers' output that `log_mib` has cut out."""
+    log_mib: int = 0
+    """`job.log_mib`."""
     outputs: Mapping[str, Outputs] = field(default_factory=dict)
     """Node -> what the run has put out there; without nodes that were lost."""
     is_local: bool = False
@@ -87,6 +91,7 @@ class Result:
             left_behind=self.left_behind,
             goodput=self.goodput,
             lost_output=dict(self.lost_output),
+            cut_output=dict(self.cut_output),
             outputs={node: outputs for node, outputs in self.outputs.items() if outputs.files},
         )
 

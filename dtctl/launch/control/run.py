@@ -709,6 +709,8 @@ class NodesBackend:
             goodput=self.ledger.facts().goodput,
             left_behind=None if None in counts else sum(count or 0 for count in counts),
             lost_output=dict(self._lost_output + Counter(self.logs.lost)),
+            cut_output=self.logs.cut,
+            log_mib=self.job.log_bytes >> 20,
             outputs=self._outputs,
             is_local=self.job.first_plan.transport == "local",
             nodes=len(self.gang.sessions),

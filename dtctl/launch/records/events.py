@@ -434,6 +434,8 @@ class RunEnded(Event):
     goodput: Seconds | None = field(default=None, metadata=_OPTIONAL)
     lost_output: Mapping[str, int] = field(default_factory=dict, metadata=_OPTIONAL)
     """Node -> bytes that could not be stored."""
+    cut_output: Mapping[str, int] = field(default_factory=dict, metadata=_OPTIONAL)
+    """Node -> bytes that `job.log_mib` has cut out."""
     outputs: Mapping[str, Outputs] = field(default_factory=dict, metadata=_OPTIONAL)
     """Node -> what its programs have written, where there is any."""
     error: str | None = field(default=None, metadata=_OPTIONAL)

@@ -106,6 +106,8 @@ class Logs:
         self._sizes: dict[tuple[str, int], int] = {}
         self._cut: Counter[tuple[str, int]] = Counter()
         self._mark_sizes: Counter[tuple[str, int]] = Counter()
+        self._gap_sizes: Counter[tuple[str, int]] = Counter()
+        """Bytes of marks for what nodes had cut out before it came here."""
         self._files: dict[tuple[str, int], BinaryIO] = {}
         self._partial: dict[tuple[str, int], Lines] = {}
         self._refused: str | None = None
@@ -167,9 +169,22 @@ class Logs:
         """A node has no longer what comes next in the output of a rank."""
         received = self.offsets.setdefault(node, {})
         received[rank] = received.get(rank, 0) + size
+        key = (node, rank)
+        text = b"[dtctl: %d bytes are missing here]\n"
+        if self._limit_bytes:
+            self._cut[key] += size
+            text = b"[dtctl: %d bytes were cut here, see job.log_mib]\n"
         with contextlib.suppress(OSError):
-            self._end_line(node, rank)
-            self._file((node, rank)).write(b"[dtctl: %d bytes are missing here]\n" % size)
+            self._gap_sizes[key] += self._end_line(node, rank)
+            self._gap_sizes[key] += self._file(key).write(text % size) or 0
+
+    @property
+    def cut(self) -> dict[str, int]:
+        """Bytes of output that `job.log_mib` has cut out of the files here, by node."""
+        found: Counter[str] = Counter()
+        for (node, _), size in self._cut.items():
+            found[node] += size
+        return dict(+found)
 
     def _cut_middle(self, key: tuple[str, int]) -> None:
         """Keep the first half of what the limit allows, and an eighth at the end; what was cut is said in between."""
@@ -177,7 +192,7 @@ class Logs:
         try:
             with self.path(*key).open("r+b") as file:
                 size = file.seek(0, os.SEEK_END)
-                self._cut[key] += size - head - tail - self._mark_sizes[key]
+                self._cut[key] += size - head - tail - self._mark_sizes[key] - self._gap_sizes.pop(key, 0)
                 file.seek(size - tail)
                 end = file.read(tail)
                 file.seek(head)
@@ -248,17 +263,22 @@ class Logs:
             with os.fdopen(fd, "a", encoding="utf-8") as file:
                 file.write(json.dumps(rows) + "\n")
 
-    def _end_line(self, node: str, rank: int) -> None:
-        """End a line in whose middle a worker was ended, so that its successor begins with one of its own."""
+    def _end_line(self, node: str, rank: int) -> int:
+        """End a line in whose middle a worker was ended, so that its successor begins with one of its own.
+
+        Returns:
+            Bytes that were added.
+        """
         with contextlib.suppress(OSError):
             path = self.path(node, rank)
             with path.open("rb") as file:
                 if not file.seek(0, 2):
-                    return
+                    return 0
                 file.seek(-1, 2)
                 ends_with_newline = file.read(1) == b"\n"
             if not ends_with_newline:
-                self._file((node, rank)).write(b"\n")
+                return self._file((node, rank)).write(b"\n") or 0
+        return 0
 
     def rejoin(self) -> None:
         """Go on where another launcher has stopped in mid-attempt: what is on disk here need not be sent again."""

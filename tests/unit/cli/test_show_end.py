@@ -98,3 +98,18 @@ def test_a_fetch_of_nothing_points_to_snapshots_only_if_there_are_any(
 ) -> None:
     fetch._show({"a": Fetched()}, tmp_path, None, has_snapshots=has_snapshots)
     assert ("snapshot export" in capsys.readouterr().err) is has_snapshots
+
+
+@pytest.mark.parametrize(("lost", "words"), [({}, ": 7 bytes"), ({"a": 1}, "at least 7 bytes")])
+def test_output_that_was_cut_is_not_called_lost(
+    capsys: pytest.CaptureFixture[str], lost: dict[str, int], words: str
+) -> None:
+    show_end(
+        Result(
+            run="r", failure=None, stopped_by=None, asked_to_stop=False, attempts=1, launch_s=None, duration_s=0.5,
+            left_behind=0, nodes=1, goodput=None, cut_output={"a": 7}, log_mib=3, lost_output=lost,
+        )
+    )  # fmt: skip
+    said = capsys.readouterr().err
+    assert f"cut to 3 MiB a rank (job.log_mib){words if not lost else ': ' + words}" in said.replace("\n", " ")
+    assert ("could not be stored" in said) is bool(lost)

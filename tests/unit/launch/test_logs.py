@@ -82,6 +82,7 @@ def test_above_its_limit_the_middle_is_cut_and_that_is_said(tmp_path: Path) -> N
     assert len(text) <= 10_000
     (mark,) = [line for line in text.splitlines() if b"cut" in line]
     assert int(mark.split()[1]) == 10 + 70_000 - (len(text) - len(mark) - 2)
+    assert logs.cut == {"a": int(mark.split()[1])}, "what is kept and what is cut are what was printed"
     assert text.startswith(b"attempt 0\n000000\n")
     assert text.endswith(b"009999\n")
     assert logs.tail("a", 0, 70).splitlines()[-1] == "009999"
@@ -90,3 +91,22 @@ def test_above_its_limit_the_middle_is_cut_and_that_is_said(tmp_path: Path) -> N
     second.rejoin()
     assert second.offsets == {"a": {0: 70_000}}, "a new launcher knows what has come"
     second.close()
+
+
+def test_what_a_node_has_cut_out_counts_with_what_is_cut_here(tmp_path: Path) -> None:
+    logs = Logs(RunRecord(tmp_path), 10_000)
+    line = b"%06d\n"
+    sent = 0
+    for number in range(3_000):
+        sent += 7
+        logs.write("a", 0, line % number)
+        if number == 900:  # behind the first half that is kept, and before the end
+            logs.write("a", 0, b"half a line")
+            sent += 11
+            logs.skip("a", 0, 50_000)
+    text = (tmp_path / "logs/a/rank-0.log").read_bytes()
+    marks = [one for one in text.splitlines() if b"cut" in one]
+    kept = len(text) - sum(len(mark) + 1 for mark in marks) - 1
+    assert kept + logs.cut["a"] == sent + 50_000
+    assert logs.lost == {}
+    logs.close()
