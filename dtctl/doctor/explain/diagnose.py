@@ -330,7 +330,7 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
                 hit.rank = int(hit.groups["rank"])
         ranks = {hit.rank for hit in counted if hit.rank is not None} | {rank for hit in counted for rank in hit.ranks}
         ranks |= {int(hit.groups["other"]) for hit in counted if hit.groups.get("other", "").isdigit()}
-        nodes = {hit.node for hit in counted if hit.node is not None}
+        nodes = {node for hit in counted for node in _nodes_of(hit, found)}
     elif signature.blames == "group":
         for hit in group:
             words = (hit.groups.get("rank", "") + " " + hit.groups.get("ranks", "")).replace(",", " ").split()
@@ -417,3 +417,10 @@ def _with_last_words(diagnosis: Diagnosis, found: Found) -> Diagnosis:
     if said is None:
         return diagnosis
     return replace(diagnosis, cause=f"{diagnosis.cause}; the last line of the program before it: {said.line!r}")
+
+
+def _nodes_of(hit: Hit, found: Found) -> set[str]:
+    """Nodes of a hit by the names that logs are kept under; a host's own name only if its rank has no such node."""
+    ranks = hit.ranks if hit.rank is None else (hit.rank,)
+    known = {found.node_of[rank] for rank in ranks if rank in found.node_of}
+    return known or ({hit.node} if hit.node is not None else set())

@@ -167,3 +167,19 @@ def test_the_folder_of_a_run_tells_nodes_and_the_rank_that_died_without_a_word(t
         (folder / f"rank-{rank}.log").write_text("RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.2]:5\n")
     first = explain([tmp_path])[0]
     assert (first.ranks, first.nodes, first.confidence) == ((1,), ("node2",), "medium")
+
+
+def test_a_hosts_own_name_does_not_stand_beside_that_of_the_spec(tmp_path: Path) -> None:
+    table = (
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+        "Root Cause (first observed failure):\n[0]:\n"
+        "  time      : 2026-11-25_10:00:00\n  host      : ip-10-0-0-7.internal\n  rank      : 1 (local_rank: 0)\n"
+        "  exitcode  : -9 (pid: 4242)\n  traceback : Signal 9 (SIGKILL) received by PID 4242\n"
+        "============================================================\n"
+    )
+    for name, text in (("gpu1/rank-0", "step 1\n"), ("gpu2/rank-1", "step 1\n"), ("gpu2/agent", table)):
+        path = tmp_path / "logs" / f"{name}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    first = explain([tmp_path / "logs"])[0]
+    assert (first.ranks, first.nodes) == ((1,), ("gpu2",))
