@@ -225,13 +225,13 @@ def _replaced() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda.nccl, "version", lambda: (0, 0, 0)
     yield torch.cuda, "get_rng_state", lambda _=None: torch.get_rng_state()
     yield torch.cuda, "set_rng_state", lambda *_: None
-    wrapped = ddp._Wrapped
+    wrapped = ddp.ReadableModel
 
     class OnHost(wrapped):  # type: ignore[misc,valid-type]
         def __init__(self, module: Any, *, device_ids: Any = None, **options: Any) -> None:  # noqa: ARG002
             super().__init__(module, **options)
 
-    yield ddp, "_Wrapped", OnHost
+    yield ddp, "ReadableModel", OnHost
     made = device_mesh.init_device_mesh
     yield device_mesh, "init_device_mesh", lambda _, *shape, **names: made("cpu", *shape, **names)
 

@@ -18,7 +18,7 @@ from dtctl.runtime.strategies.accumulation import accumulate
 from dtctl.train.config import DdpConfig
 
 
-class _Wrapped(DistributedDataParallel):
+class ReadableModel(DistributedDataParallel):
     """torch's wrapper, with the attributes and methods of the model: a loss may read them as in one process."""
 
     def __getattr__(self, name: str) -> Any:
@@ -53,7 +53,7 @@ class Ddp:
             PlanError: an option needs another device.
         """
         model = _synchronized(model, worker) if config.sync_batchnorm else model
-        self._ddp = _Wrapped(
+        self._ddp = ReadableModel(
             model,
             device_ids=[worker.device.index] if worker.device.type == "cuda" else None,
             bucket_cap_mb=config.bucket_mb,
