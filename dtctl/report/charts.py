@@ -71,6 +71,10 @@ PLOTS = (
     ),
     Plot(name="mfu", title="Use of the hardware (MFU)", keys={"mfu": "all workers"}, unit="%", scale=100.0),
     Plot(name="grad", title="Norm of the gradient", keys={"grad_norm": "before clipping"}),
+    Plot(
+        name="skipped", title="Skipped steps", keys={"skipped": "skipped"},
+        note="1: the gradient was not finite, and the optimizer made no step",
+    ),
     Plot(name="lr", title="Learning rate", keys={"lr": "learning rate"}),
 )  # fmt: skip
 SILENT = ("time", "slowest_rank", "fullest_rank")

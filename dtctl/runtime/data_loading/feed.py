@@ -184,7 +184,7 @@ class _Requested(Dataset[Any]):
 
 
 def _begin_worker(
-    files: dict[int, tuple[int, int]], opened: list[tuple[dict[str, Any], str, Any]], _number: int
+    files: dict[int, handles.OpenFile], opened: list[tuple[dict[str, Any], str, Any]], _number: int
 ) -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)

@@ -181,8 +181,18 @@ def _regular_files() -> list[int]:
     return found
 
 
-def open_files() -> dict[int, tuple[int, int]]:
-    """Return the regular files that are open for reading: by their descriptors, flags and positions.
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A regular file that a process has open."""
+
+    flags: int
+    position: int
+    identity: tuple[int, int]
+    """Device and inode."""
+
+
+def open_files() -> dict[int, OpenFile]:
+    """Return the regular files that are open for reading, by their descriptors.
 
     Output is to be shared: each process goes on behind what others have written.
     """
@@ -192,7 +202,8 @@ def open_files() -> dict[int, tuple[int, int]]:
     for number in _regular_files():
         flags = None if number in OUTPUT else _flags(number)
         if flags is not None and flags & os.O_ACCMODE != os.O_WRONLY and not flags & getattr(os, "O_PATH", 0):
-            found[number] = (flags, os.lseek(number, 0, os.SEEK_CUR))
+            info = os.fstat(number)
+            found[number] = OpenFile(flags, os.lseek(number, 0, os.SEEK_CUR), (info.st_dev, info.st_ino))
     return found
 
 
@@ -204,7 +215,7 @@ def _flags(number: int) -> int | None:
     return next((int(line.split()[1], 8) for line in text.splitlines() if line.startswith("flags:")), None)
 
 
-def reopen(files: dict[int, tuple[int, int]]) -> None:
+def reopen(files: dict[int, OpenFile]) -> None:
     """Open inherited files again, under the same descriptors and at the same positions.
 
     Args:
@@ -213,11 +224,13 @@ def reopen(files: dict[int, tuple[int, int]]) -> None:
     Raises:
         WorkerFailed: one cannot be opened.
     """
-    for number, (flags, position) in files.items():
+    for number, file in files.items():
+        if not _is_open(number, file):
+            continue
         path = DESCRIPTORS / str(number)
         try:
-            new = os.open(path, flags & KEPT)
-            os.lseek(new, position, os.SEEK_SET)
+            new = os.open(path, file.flags & KEPT)
+            os.lseek(new, file.position, os.SEEK_SET)
             os.dup2(new, number, inheritable=os.get_inheritable(number))
             os.close(new)
         except OSError as exc:
@@ -227,3 +240,12 @@ def reopen(files: dict[int, tuple[int, int]]) -> None:
                 hint="all processes would share one position in the file; open it in `__getitem__`, or use "
                 "`data_workers: 0`",
             ) from exc
+
+
+def _is_open(number: int, file: OpenFile) -> bool:
+    """Return whether a descriptor is still that of a file: libraries close theirs in forked processes."""
+    try:
+        info = os.fstat(number)
+    except OSError:
+        return False
+    return (info.st_dev, info.st_ino) == file.identity

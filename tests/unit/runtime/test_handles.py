@@ -246,3 +246,20 @@ def test_positions_are_those_before_the_fork(tmp_path: Path) -> None:
         file.seek(0)
         handles.reopen({file.fileno(): files[file.fileno()]})
         assert file.read(2) == b"\1\0"
+
+
+def test_a_file_that_was_closed_since_is_left_alone(tmp_path: Path) -> None:
+    """Libraries close theirs in forked processes, and another file may have the descriptor by then."""
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "b").write_text("b")
+    number = os.open(tmp_path / "a", os.O_RDONLY)
+    files = handles.open_files()
+    os.close(number)
+    handles.reopen({number: files[number]})
+    other = os.open(tmp_path / "b", os.O_RDONLY)
+    try:
+        os.lseek(other, 1, os.SEEK_SET)
+        handles.reopen({other: files[number]})
+        assert os.lseek(other, 0, os.SEEK_CUR) == 1
+    finally:
+        os.close(other)
