@@ -242,7 +242,7 @@ def test_positions_are_those_before_the_fork(tmp_path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         file.seek(SIZE)
         files = handles.open_files()
-        assert files[file.fileno()][1] == SIZE
+        assert files[file.fileno()].position == SIZE
         file.seek(0)
         handles.reopen({file.fileno(): files[file.fileno()]})
         assert file.read(2) == b"\1\0"
