@@ -220,7 +220,7 @@ def obstacle(trainer: Training) -> str:
         return "there are no replicas of each part of the state that could be put into new process groups"
     if is_divided and not hasattr(trainer.model, "reset_iter_state"):  # since 2.13
         return f"torch {torch.__version__} cannot take back an interrupted pass of a sharded model"
-    if trainer.is_torn:
+    if trainer.is_torn or takes_whole_steps(trainer.optimizer):
         return "it was about to go back to a snapshot, or its optimizer exchanges something in its step"
     if trainer.config.snapshot.memory is not None:
         return "all workers write the snapshots in memory together"
@@ -243,6 +243,11 @@ def obstacle(trainer: Training) -> str:
     if trainer.feed.reader.at_once is not None and not _is_untouched(trainer):
         return "the program draws from Python's or NumPy's random numbers, and how far the lost worker was is not known"
     return ""
+
+
+def takes_whole_steps(optimizer: object) -> bool:
+    """Return whether an optimizer was found to need whole matrices; see strategies.whole_steps."""
+    return hasattr(type(optimizer), "_dtctl_dependent")
 
 
 def buffers_checksum(trainer: Training) -> int | None:

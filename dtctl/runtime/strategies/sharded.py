@@ -79,6 +79,7 @@ class Sharded:
         """
         hush()
         self.name = str(degrees)
+        self._replaces = worker.replaces
         self.module = self.inference = model
         self._mesh = mesh
         self._shares_buffers = degrees.data * degrees.cp > 1 and _has_kept_buffers(model)
@@ -109,7 +110,9 @@ class Sharded:
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Give tensors of each mesh a group of their own, since fused optimizers do not mix them; collective."""
         separate_meshes(optimizer)
-        whole_steps.take_whole_steps(optimizer)
+        # The others, who are in the midst of a training, do not take part in a trial; see live.recovery.obstacle.
+        if not self._replaces:
+            whole_steps.take_whole_steps(optimizer)
 
     def gradients(self, step: Step) -> torch.Tensor:
         """Micro batch by micro batch; those before the last are added up whole on each worker, or sharded as well."""
