@@ -127,12 +127,12 @@ class _Node:
         begun = time.monotonic()
         try:
             stream = self._connection.open(f"echo {word}")
+            said = b""
+            while len(said) < SHELL_BYTES and (data := stream.read(SHELL_BYTES)):
+                said += data
         except ConnectError:
             self.seen.shell = LoginShell(answered=False, refused=True)
             return
-        said = b""
-        while len(said) < SHELL_BYTES and (data := stream.read(SHELL_BYTES)):
-            said += data
         took_s = time.monotonic() - begun
         text = said.decode(errors="replace")
         status = stream.exit_status(1.0)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dtctl import folders
-from dtctl.errors import PlanError
+from dtctl.errors import LaunchError, PlanError
 from dtctl.launch import trust
 from dtctl.node_facts import usable_cores
-from dtctl.spec.model import Spec
+from dtctl.spec.model import Spec, SshClient
 from dtctl.spec.nodes import NodeSpec, resolve_nodes, resolve_spares
 from dtctl.transport.base import Target, Transport
 
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 
 SOURCE_BYTES = 32 << 20
 """Of a script."""
+FILES = 256
+"""Open files of a launcher, connections apart."""
+FILES_PER_NODE = 5
+"""Three pipes of an ssh, its log, and one more while it is being started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +78,10 @@ def _cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
     if spec.cluster.transport == "local":
         return ResolvedCluster(nodes=nodes, targets=targets, make_transport=_local)
     first = [targets[node.name] for node in nodes]
-    return ResolvedCluster(nodes=nodes, spares=spares, targets=targets, make_transport=lambda: ssh_transport(first))
+    client = spec.cluster.ssh
+    return ResolvedCluster(
+        nodes=nodes, spares=spares, targets=targets, make_transport=lambda: ssh_transport(first, client)
+    )
 
 
 def _slurm() -> Transport:
@@ -89,8 +98,52 @@ def _local() -> Transport:
     return LocalTransport()
 
 
-def ssh_transport(targets: Iterable[Target], connect: OpenSocket | None = None) -> Transport:
-    """SSH to these nodes, which are being called when this returns; `connect` opens a socket to one, if given."""
+def ssh_transport(targets: Iterable[Target], client: SshClient = "auto") -> Transport:
+    """Return SSH to these nodes, the logins to which are under way.
+
+    Args:
+        targets: the nodes.
+        client: as the spec says.
+
+    Raises:
+        LaunchError: this process may not open as many files as that takes.
+    """
+    targets = [*targets]
+    _allow_open_files(len(targets))
+    if choose_client(client) == "openssh":
+        from dtctl.transport.openssh import OpenSshTransport
+
+        return OpenSshTransport(targets)
+    return _paramiko_transport(targets)
+
+
+def choose_client(client: SshClient) -> Literal["openssh", "paramiko"]:
+    """Return the program that connects to nodes, given what the spec says."""
+    if client != "auto":
+        return client
+    return "openssh" if shutil.which("ssh") else "paramiko"
+
+
+def _allow_open_files(nodes: int) -> None:
+    """Raise the limit of open files to what connections to so many nodes take.
+
+    Raises:
+        LaunchError: the system's own limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES + FILES_PER_NODE * nodes
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise LaunchError(
+            f"{nodes} nodes take {needed} open files, and this machine allows {hard}",
+            hint=f"raise the limit for your user (`nofile` in /etc/security/limits.conf, `ulimit -Hn`) to {needed}",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _paramiko_transport(targets: Iterable[Target], connect: OpenSocket | None = None) -> Transport:
+    """SSH by a library; `connect` opens a socket to a node, if given."""
     from dtctl.transport.dial import EarlyCalls, open_socket
 
     connect = connect or open_socket
@@ -165,9 +218,12 @@ def _sandbox(spec: Spec, *, start: bool) -> ResolvedCluster:
     }
 
     def make_transport() -> Transport:
-        from dtctl.sandbox.world import opener
+        called = [targets[node.name] for node in nodes]
+        if sandbox.rootless:  # its network can be entered by its keeper only, which hands over sockets
+            from dtctl.sandbox.world import opener
 
-        return ssh_transport([targets[node.name] for node in nodes], opener(sandbox))
+            return _paramiko_transport(called, opener(sandbox))
+        return ssh_transport(called, spec.cluster.ssh)
 
     count = len(nodes)
     return ResolvedCluster(nodes=placed[:count], spares=placed[count:], targets=targets, make_transport=make_transport)

@@ -194,7 +194,7 @@ def site_of(spec: Spec) -> Site:
         ssh_config=str(cluster.ssh_config) if cluster.ssh_config else None,
         connect_timeout_s=cluster.connect_timeout_s,
     )
-    return LoginSite(target, ssh_transport([target]))
+    return LoginSite(target, ssh_transport([target], cluster.ssh))
 
 
 def _sandbox_env() -> dict[str, str]:

@@ -52,6 +52,7 @@ __all__ = [  # the sections
 ]
 
 TransportName = Literal["local", "ssh", "slurm", "sandbox"]
+SshClient = Literal["auto", "openssh", "paramiko"]
 KindName = Literal["torchrun", "direct", "deepspeed", "accelerate", "command"]
 Slots = Annotated[int, Field(strict=True, ge=1, le=65_536)] | Literal["auto"]
 _OR_TEXT: dict[str, Any] = {"type": ["array", "string"]}
@@ -156,6 +157,9 @@ class Cluster(Section):
     """File of known host keys instead of the user's and the system's."""
     ssh_config: FilePath | None = None
     """OpenSSH configuration file. Default: the user's and the system's. none: no configuration at all."""
+    ssh: SshClient = "auto"
+    """Program that connects to the nodes: `openssh` is this machine's own `ssh`, which can log in wherever you can;
+    `paramiko` a library that needs no `ssh`. auto: openssh where there is an `ssh`."""
     python: PathText | None = None
     """Python on the nodes, for dtctl and for the job. Default: `python3` and `torchrun` from the node's PATH; with
     transport local and sandbox the Python that runs dtctl."""

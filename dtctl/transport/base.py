@@ -31,7 +31,11 @@ class ByteStream(Protocol):
     """A command running on a node, with its standard input, output and error."""
 
     def read(self, size: int) -> bytes:
-        """Up to `size` bytes of standard output; blocks; empty when the command closed it or the link is gone."""
+        """Up to `size` bytes of standard output; blocks; empty when the command closed it or the link is gone.
+
+        Raises:
+            ConnectError: the node accepts logins and opens no session.
+        """
         ...
 
     def read_stderr(self) -> bytes:

@@ -1,8 +1,8 @@
 """Known host keys: what the user's and the system's files have for a node, and whether the key shown is among them.
 
 Reads the format of sshd(8), "SSH_KNOWN_HOSTS FILE FORMAT": lists, wildcards, negation, `[host]:port`, hashed names,
-`@revoked`; `@cert-authority` lines are passed over, as certificates are not checked here. Only the lines of the node
-are decoded, so a file with thousands of lines costs a scan.
+`@revoked`. Certificates are not checked here; `find_authority` finds the lines of those who sign them. Only the lines
+of the node are decoded, so a file with thousands of lines costs a scan.
 """
 
 from __future__ import annotations
@@ -68,6 +68,16 @@ def known_keys(name: str, files: Sequence[str]) -> list[KnownKey]:
     return keys
 
 
+def find_authority(name: str, files: Sequence[str]) -> str | None:
+    """Return the place of a line that lets an authority vouch for a name, as `file:line`; None if there is none."""
+    for path in files:
+        for number, line in _lines(path):
+            fields = line.split()
+            if fields[0] == "@cert-authority" and len(fields) > 3 and _matches(fields[1], name.lower()):
+                return f"{path}:{number}"
+    return None
+
+
 def _look_up(name: str, files: Iterable[str]) -> list[KnownKey]:
     keys = []
     for path in files:
@@ -114,6 +124,12 @@ def _matches_hash(entry: str, name: str) -> bool:
     return hmac.compare_digest(hmac.new(salt, name.encode(), hashlib.sha1).digest(), digest)
 
 
+def scan_command(name: str) -> str:
+    """Return the command that prints the host keys of a name as `lookup_name` gives it."""
+    host, _, port = name.partition("]:")
+    return f"ssh-keyscan -p {port} {host[1:]}" if port else f"ssh-keyscan {name}"
+
+
 def check(
     name: str, key_type: str, blob: bytes, recorded_keys: Sequence[KnownKey], *, node: str, files: Sequence[str]
 ) -> None:
@@ -143,7 +159,7 @@ def check(
     if any(key.blob == blob for key in recorded_keys if not key.revoked):
         return
     valid = [key for key in recorded_keys if not key.revoked and not key.confirms_only]
-    record_file = files[0] if files else "~/.ssh/known_hosts"
+    record_file = next((file for file in files if file not in ("/dev/null", "none")), "~/.ssh/known_hosts")
     if valid:
         recorded = next((key for key in valid if key.key_type == key_type), valid[0])
         raise HostKeyError(
@@ -155,12 +171,10 @@ def check(
             hint="either the node was reinstalled or another machine answers in its place. If its administrator "
             f"confirms the new fingerprint: ssh-keygen -R '{name}' -f {record_file}, then connect once with ssh",
         )
-    host, _, port = name.partition("]:")
-    scan = f"ssh-keyscan -p {port} {host[1:]}" if port else f"ssh-keyscan {name}"
     raise HostKeyError(
         f"{node}: its host key is unknown: it presents {key_type} {node_fingerprint}",
         node=node,
         fingerprint=node_fingerprint,
         where=record_file,
-        hint=f"compare the fingerprint with its administrator's, then: {scan} >> {record_file}",
+        hint=f"compare the fingerprint with its administrator's, then: {scan_command(name)} >> {record_file}",
     )

@@ -87,6 +87,20 @@ class LocalStream:
             threading.Thread(target=self._process.wait, daemon=True).start()
 
 
+def start_process(argv: list[str], *, node: str, cwd: Path | None = None) -> subprocess.Popen[bytes]:
+    """Start a program of this machine, with pipes for all that it reads and prints.
+
+    Raises:
+        ConnectError: it cannot be started.
+    """
+    pipe = subprocess.PIPE
+    try:
+        # Its own session, as under sshd: Ctrl-C in the terminal is for the launcher, which passes it on.
+        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, cwd=cwd, start_new_session=True)
+    except OSError as exc:
+        raise ConnectError(f"{argv[0]} cannot be started: {exc.strerror}", node=node) from exc
+
+
 class LocalConnection:
     """This machine."""
 
@@ -113,19 +127,10 @@ class LocalConnection:
         Raises:
             ConnectError: it cannot be started.
         """
-        pipe, home_folder = subprocess.PIPE, Path.home()
+        home_folder = Path.home()
         if not home_folder.is_dir():
             raise ConnectError(f"the home folder {home_folder} does not exist", node=self._target.name, hint="set HOME")
-        process = subprocess.Popen(
-            argv,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            bufsize=0,
-            cwd=home_folder,
-            # Its own session, as under sshd: Ctrl-C in the terminal is for the launcher, which passes it on.
-            start_new_session=True,
-        )
+        process = start_process(argv, node=self._target.name, cwd=home_folder)
         stream = LocalStream(process, node=self._target.name, noise=noise)
         self._streams.append(stream)
         return stream

@@ -6,6 +6,7 @@ forwarded. Connections are kept open; every command is a channel of its own with
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import os
@@ -249,6 +250,13 @@ class SshTransport:
         settings = call.settings
         name = hostkeys.lookup_name(settings.host, settings.port, settings.host_key_alias)
         host_keys = hostkeys.known_keys(name, settings.known_hosts)
+        if not host_keys and (place := hostkeys.find_authority(name, settings.known_hosts)):
+            raise ConnectError(
+                "its host key is vouched for by an authority, which paramiko cannot check",
+                node=target.name,
+                where=place,
+                hint="install OpenSSH's client and set `cluster.ssh: openssh`",
+            )
         transport = self._handshake(target, call, via, [key.key_type for key in host_keys if not key.revoked])
         try:
             key = transport.get_remote_server_key()
@@ -341,10 +349,14 @@ class SshTransport:
 
     def _offers(self, settings: sshconfig.Settings) -> Iterator[tuple[str, paramiko.PKey | str]]:
         """Keys in the order of OpenSSH: the agent's, then the files'; a text instead of a key says why not."""
-        if not settings.identities_only:
-            for agent_key in self._agent_keys():
-                yield f"agent key {agent_key.comment or agent_key.get_name()}", agent_key
+        named = [blob for file in settings.identity_files if (blob := _public_blob(file)) is not None]
+        agent_keys = [key for key in self._agent_keys() if not settings.identities_only or key.asbytes() in named]
+        for agent_key in agent_keys:
+            yield f"agent key {agent_key.comment or agent_key.get_name()}", agent_key
+        unlocked = {key.asbytes() for key in agent_keys}
         for file in settings.identity_files:
+            if _public_blob(file) in unlocked:
+                continue
             key = self._key(file)
             if key is not None:
                 yield file, key
@@ -375,6 +387,15 @@ class SshTransport:
                 except Exception as exc:  # noqa: BLE001 - cryptography has errors of its own for keys it does not know
                     self._keys[file] = f"unreadable: {exc}"
             return self._keys[file]
+
+
+def _public_blob(file: str) -> bytes | None:
+    """The public half of an identity file, which may itself be the one that is named; None if there is none."""
+    path = Path(file if file.endswith(".pub") else f"{file}.pub")
+    try:
+        return base64.b64decode(path.read_text(encoding="ascii").split()[1], validate=True)
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _hint_of_refusal(transport: paramiko.Transport, settings: sshconfig.Settings) -> str:

@@ -30,6 +30,13 @@ NO_CONFIG = "none"
 _HARMLESS = re.compile(
     r"(?i)((sendenv|hashknownhosts|gssapi\w*|forwardx11\w*|setenv|serveralive\w*|visualhostkey)[\s=]|host\s+\*\s*$)"
 )
+# What decides whether a login is accepted and only OpenSSH itself knows; each with the values that ask for nothing.
+_OPENSSH_ONLY: Mapping[str, tuple[str, ...]] = {
+    "CertificateFile": (),
+    "IdentityAgent": ("SSH_AUTH_SOCK",),
+    "KnownHostsCommand": ("none",),
+    "PKCS11Provider": ("none",),
+}
 _INCLUDE = re.compile(r"(?i)include(?:\s*=\s*|\s+)(.*)")
 
 
@@ -57,6 +64,7 @@ def settings_for(target: Target) -> Settings:
         ConnectError: OpenSSH does not accept the configuration.
     """
     options = _ask_openssh(target) if _has_config(target.ssh_config) else {}
+    require_known(target, options)
     files = [target.identity_file] if target.identity_file else options.get("identityfile", list(DEFAULT_KEYS))
     known_hosts = [target.known_hosts] if target.known_hosts else _known_hosts_files(options)
     jump = _first_value(options, "proxyjump")
@@ -79,6 +87,26 @@ def settings_for(target: Target) -> Settings:
         proxy_command=_fill_in(command, tokens) if command and command != "none" else None,
         identities_only=_first_value(options, "identitiesonly") == "yes" or target.identity_file is not None,
     )
+
+
+def require_known(target: Target, options: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a configuration that only OpenSSH itself can follow.
+
+    Args:
+        target: the node.
+        options: of `ssh -G`.
+
+    Raises:
+        ConnectError: it has such a key.
+    """
+    for key, harmless in _OPENSSH_ONLY.items():
+        asked = [value for value in options.get(key.lower(), ()) if value not in harmless]
+        if asked:
+            raise ConnectError(
+                f"the OpenSSH configuration has `{key} {asked[0]}` for it, which paramiko cannot follow",
+                node=target.name,
+                hint="install OpenSSH's client and set `cluster.ssh: openssh`, or take the line out",
+            )
 
 
 def jump_parts(text: str) -> tuple[str | None, str, int | None]:

@@ -124,6 +124,7 @@ def create_run(
         LaunchError: a run of this name exists, or the folder cannot be written to.
     """
     from dtctl.launch import trust
+    from dtctl.launch.cluster import choose_client
     from dtctl.launch.records.record import RunInfo, RunRecord
     from dtctl.spec.load import dump_spec
 
@@ -139,6 +140,7 @@ def create_run(
         detached=detached,
         slurm=slurm,
         snapshots=dict(snapshots or {}),
+        ssh=choose_client(spec.cluster.ssh) if spec.cluster.transport == "ssh" else "",
     )
     record = RunRecord.create(spec.base_dir, info)
     trust.note_launch(token)

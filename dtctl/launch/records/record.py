@@ -186,6 +186,8 @@ class RunInfo:
     """Whether the run is a job of Slurm, which goes on whoever watches it."""
     snapshots: dict[str, str] = field(default_factory=dict)
     """Node -> folder of the snapshots, where the run has gone on from another one's."""
+    ssh: str = ""
+    """Program that connects to the nodes, `openssh` or `paramiko`; empty where they are reached otherwise."""
 
     @property
     def resumes(self) -> str:

@@ -1,0 +1,520 @@
+"""SSH by OpenSSH's own client, one process for each command: it can log in wherever the user's own `ssh` can.
+
+A process is started before it is known what will run: the node's shell reads the command as the first line of its
+input. So logins to all nodes are under way while the rest of dtctl is still being imported, and a login is told from
+what is run after it.
+
+Options that must hold stand at the beginning of a configuration file that then includes the user's. The first value of
+an option counts, and ssh hands the file on to the ssh that it starts for a jump host (ProxyJump).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import math
+import os
+import random
+import re
+import secrets
+import select
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dtctl.errors import ConnectError
+from dtctl.shell import quote
+from dtctl.transport.base import Target
+from dtctl.transport.local import LocalStream, start_process
+from dtctl.transport.openssh_errors import Words, explain_login, is_busy, no_session
+from dtctl.transport.sshconfig import NO_CONFIG
+
+FORCED: Final = (
+    # What a launch must not do, whatever the user's configuration says.
+    "BatchMode yes",
+    "StrictHostKeyChecking yes",
+    "UpdateHostKeys no",
+    "ClearAllForwardings yes",
+    "ForwardAgent no",
+    "ForwardX11 no",
+    "PermitLocalCommand no",
+    "RemoteCommand none",
+    "RequestTTY no",
+    "EscapeChar none",
+    # A connection that the user has opened is used, so a second factor is asked for once, there. None is opened for
+    # others: it would outlive the launch.
+    "ControlMaster no",
+    "ConnectionAttempts 1",
+    "ServerAliveInterval 15",
+    # Whether a node is lost is decided by what its supervisor sends, not here.
+    "ServerAliveCountMax 8",
+    # Of the ssh of a jump host, whose standard error is also that of the command.
+    "LogLevel ERROR",
+)
+WAVE: Final = 64
+"""Most logins under way at once."""
+TRIES: Final = 6
+FIRST_WAIT_S: Final = 0.1
+SHELL_LIMIT_S: Final = 120.0
+"""Seconds for a login shell to start after the node was reached."""
+DEBUG_S: Final = 10.0
+END_S: Final = 2.0
+"""For ssh to end after its output has."""
+LOST_STATUS: Final = 255
+"""Exit status of ssh itself; a command may have it, too."""
+MAX_SOCKET_LENGTH: Final = 80
+"""Of a path; the system takes 107 bytes, and ssh makes it under a longer name first."""
+FOLDER_PREFIX: Final = "dtctl-ssh-"
+EARLY_BYTES: Final = 1 << 16
+"""Of what a shell's start-up files may print before the command."""
+_AUTHENTICATED: Final = re.compile(r"Authenticated to \S+ \((?:\[(?P<address>[^\]]+)\]:\d+|via proxy)\)")
+
+
+class Login:
+    """An ssh process whose node waits for the line that says what to run."""
+
+    def __init__(self, target: Target, argv: Sequence[str], log: Path) -> None:
+        """Start ssh.
+
+        Args:
+            target: the node.
+            argv: of ssh.
+            log: where its own words go; a FIFO is made there, apart from the standard error of the command.
+
+        Raises:
+            ConnectError: it cannot be started.
+        """
+        self.target = target
+        self.early = b""
+        """Output that has been read while the login was under way."""
+        self.mark = b"dtctl-%s\n" % secrets.token_hex(8).encode()
+        self.words = Words()
+        os.mkfifo(log, 0o600)
+        # Before ssh opens it to write, which would otherwise wait.
+        self._log = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._log_path = log
+        waiting = f'echo {self.mark.decode().strip()}; IFS= read -r dtctl && eval "$dtctl"'
+        command = f"exec /bin/sh -c {quote(waiting)}"
+        try:
+            self.process = start_process([*argv, "-E", str(log), "--", target.address, command], node=target.name)
+        except BaseException:
+            self.close_log()
+            raise
+
+    def wait(self) -> bool:
+        """Wait until the node has accepted the login; return whether it has. `words` has what ssh says to that.
+
+        Raises:
+            ConnectError: nothing is known in time.
+        """
+        assert self.process.stdout is not None  # noqa: S101  # start_process made it a pipe
+        stdout, log, deadline = self.process.stdout.fileno(), self._log, time.monotonic() + self._limit_s()
+        waiting = select.poll()
+        waiting.register(stdout, select.POLLIN)
+        waiting.register(log, select.POLLIN)
+        while not self.is_accepted:
+            left_s = deadline - time.monotonic()
+            ready = waiting.poll(left_s * 1000) if left_s > 0 else []
+            if not ready:
+                self.kill()
+                raise ConnectError(
+                    f"no answer within {self._limit_s():g} s while logging in",
+                    node=self.target.name,
+                    hint="does `ssh -o BatchMode=yes` with the same user, address and port work?",
+                )
+            for fd, _ in ready:
+                if fd == log and not self.read_log():
+                    waiting.unregister(log)
+                elif fd == stdout:
+                    data = os.read(stdout, EARLY_BYTES)
+                    self.early += data
+                    if not data:
+                        return self._has_ended_itself()
+        return True
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the login was accepted: ssh says so, or the command's output has begun."""
+        return self.mark in self.early or self.has_own_connection
+
+    @property
+    def has_own_connection(self) -> bool:
+        """Whether ssh has logged in itself, and does not share a connection that the user has opened."""
+        return _AUTHENTICATED.search(self.words.log) is not None
+
+    @property
+    def peer_address(self) -> str:
+        """Numeric address that ssh connected to; empty if it has gone another way."""
+        found = _AUTHENTICATED.search(self.words.log)
+        return (found["address"] or "") if found else ""
+
+    def read_log(self) -> bool:
+        """Take up what ssh has logged; return False at its end."""
+        try:
+            while data := os.read(self._log, 1 << 12):
+                self.words.log += data.decode(errors="replace")
+        except BlockingIOError:
+            return True
+        except OSError as exc:
+            if exc.errno != errno.EBADF:
+                raise
+        return False
+
+    def kill(self) -> None:
+        """End ssh; the node then sees the end of the connection."""
+        with contextlib.suppress(OSError):
+            self.process.terminate()
+        self.close_log()
+
+    def close_log(self) -> None:
+        """Close the log, and remove its name."""
+        with contextlib.suppress(OSError):
+            self._log_path.unlink()
+        log, self._log = self._log, -1
+        if log >= 0:
+            os.close(log)
+
+    def _limit_s(self) -> float:
+        return self.target.connect_timeout_s + SHELL_LIMIT_S
+
+    def _has_ended_itself(self) -> bool:
+        """Whether it is the node's shell that has ended the output, and not ssh before or instead of a login."""
+        status = self.process.wait()
+        self.read_log()
+        if status != LOST_STATUS or self.is_accepted:
+            return True
+        if self.process.stderr is not None:
+            self.words.stderr = _read_all(self.process.stderr.fileno()).decode(errors="replace")
+        self.close_log()
+        return False
+
+
+class OpenSshStream(LocalStream):
+    """A command on a node: one ssh process."""
+
+    def __init__(self, login: Login) -> None:
+        super().__init__(login.process, node=login.target.name)
+        self._login = login
+        self._early = login.early
+        self._is_marked = False
+        self._is_told = False
+
+    def read(self, size: int) -> bytes:
+        """See `dtctl.transport.base.ByteStream`."""
+        while not self._is_marked:
+            before, mark, after = self._early.partition(self._login.mark)
+            if mark:
+                # What start-up files have printed stays: it would spoil the output over any other connection, too.
+                self._early, self._is_marked = before + after, True
+                break
+            data = super().read(EARLY_BYTES)
+            self._early += data
+            self._is_marked = not data or len(self._early) > EARLY_BYTES
+            if not data and not self._early:
+                self._require_session()
+        if self._early:
+            data, self._early = self._early[:size], self._early[size:]
+            return data
+        return super().read(size)
+
+    def _require_session(self) -> None:
+        """Refuse an end without any output where the server takes logins and opens no session (MaxSessions).
+
+        Raises:
+            ConnectError: it does so.
+        """
+        if super().exit_status(END_S) == LOST_STATUS:
+            self._login.read_log()
+            if text := no_session(self._login.words):
+                raise ConnectError(
+                    f"it opens no session: {text}",
+                    node=self._node,
+                    hint="a login is accepted, and then no session: see MaxSessions of its SSH server",
+                )
+
+    def exit_status(self, timeout_s: float) -> int | None:
+        """See `dtctl.transport.base.ByteStream`."""
+        status = super().exit_status(timeout_s)
+        if status != LOST_STATUS:
+            return status if status is None or status < 128 or not self._was_killed else None
+        return None if self._lost() else status
+
+    def read_stderr(self) -> bytes:
+        """See `dtctl.transport.base.ByteStream`; at the end of a lost link with the words of ssh."""
+        data = super().read_stderr()
+        if self._login.process.poll() == LOST_STATUS and not self._is_told and (lost := self._lost()):
+            self._is_told = True
+            data += b"ssh: %s\n" % lost.encode()
+        return data
+
+    def _lost(self) -> str:
+        """Why ssh has lost the link; empty if exit status 255 is the command's own."""
+        self._login.read_log()
+        if not self._login.has_own_connection:
+            return "the connection that it shares (ControlMaster) has ended, or its command has with status 255"
+        return self._login.words.after_login()
+
+    @property
+    def _was_killed(self) -> bool:
+        """Whether ssh itself was ended by a signal, which says nothing about the command."""
+        return (self._login.process.returncode or 0) < 0
+
+    def close(self) -> None:
+        """See `dtctl.transport.base.ByteStream`."""
+        self.close_stdin()
+        self._login.kill()
+        super().close()
+
+
+class OpenSshConnection:
+    """A node that has accepted a login.
+
+    That login runs the first command. Where more follow, they share one more connection (ControlMaster), which ends
+    with this object: a login for each of many commands would be slow, and looks like an attack to some servers.
+    """
+
+    def __init__(self, transport: OpenSshTransport, login: Login) -> None:
+        self._transport = transport
+        self._address = login.peer_address
+        self._is_shared_by_user = not login.has_own_connection
+        self._first: Login | None = login
+        self._master: Master | None = None
+        self._streams: list[OpenSshStream] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.target = login.target
+
+    def peer_address(self) -> str:
+        """See `dtctl.transport.base.Connection`."""
+        return self._address
+
+    def open(self, command: str) -> OpenSshStream:
+        """See `dtctl.transport.base.Connection`."""
+        with self._lock:
+            login, self._first = self._first, None
+            if login is None and not self._is_shared_by_user and (self._master is None or self._master.has_ended):
+                self._master = self._transport.open_master(self.target)
+            master = self._master
+        stream = OpenSshStream(login or self._transport.log_in(self.target, master=master))
+        with self._lock:
+            self._streams.append(stream)
+            is_closed = self._is_closed
+        if is_closed:
+            stream.close()
+            raise ConnectError("the connection was closed", node=self.target.name)
+        # It has ended already; why, its output and exit status tell.
+        with contextlib.suppress(ConnectError):
+            stream.write(_line_of(command))
+        return stream
+
+    def alive(self) -> bool:
+        """See `dtctl.transport.base.Connection`."""
+        return not self._is_closed
+
+    def close(self) -> None:
+        """See `dtctl.transport.base.Connection`."""
+        with self._lock:
+            first, self._first, self._is_closed = self._first, None, True
+            streams, self._streams = self._streams, []
+            logins = [*([first] if first else []), *([self._master.login] if self._master else [])]
+        streams += map(OpenSshStream, logins)
+        for stream in streams:
+            stream.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """A connection that commands share."""
+
+    login: Login
+    socket: Path
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it can be shared no more."""
+        return self.login.process.poll() is not None
+
+
+class OpenSshTransport:
+    """Connects to nodes by `ssh`."""
+
+    def __init__(self, targets: Iterable[Target] = ()) -> None:
+        """Prepare to connect.
+
+        Args:
+            targets: nodes whose logins begin at once; of many, the first ones.
+        """
+        self._folder = _make_folder()
+        self._cleanup = weakref.finalize(self, _remove_folder, self._folder, os.getpid())
+        self._lock = threading.Lock()
+        self._configs: dict[tuple[str | None, str | None], Path] = {}
+        self._count = 0
+        self._wave = threading.Semaphore(WAVE)
+        self._begun = {target.name: self._begin(target) for target in [*targets][:WAVE]}
+
+    def connect(self, target: Target) -> OpenSshConnection:
+        """See `dtctl.transport.base.Transport`."""
+        return OpenSshConnection(self, self.log_in(target))
+
+    def open_master(self, target: Target) -> Master | None:
+        """Open a connection that later commands share; None where the name of its socket would be too long.
+
+        Raises:
+            TransportError: of the class that says why not.
+        """
+        with self._lock:
+            self._count += 1
+            socket = self._folder / f"m{self._count}"
+        if len(str(socket)) > MAX_SOCKET_LENGTH:
+            return None
+        return Master(self.log_in(target, options=("-o", "ControlMaster=yes", "-S", str(socket))), socket)
+
+    def log_in(self, target: Target, *, master: Master | None = None, options: Sequence[str] = ()) -> Login:
+        """Log in to a node; again where a server has too many logins under way to take one more (MaxStartups).
+
+        Args:
+            target: the node.
+            master: an open connection to share.
+            options: of ssh, more than usual.
+
+        Raises:
+            TransportError: of the class that says why not.
+        """
+        deadline = time.monotonic() + target.connect_timeout_s
+        wait_s = FIRST_WAIT_S
+        if master is not None:
+            options = ("-S", str(master.socket))
+        for attempt in range(TRIES):
+            with self._lock:
+                login = None if options else self._begun.pop(target.name, None)
+            with self._wave:
+                login = login or self._begin(target, options)
+                if login.wait():
+                    return login
+            is_last = attempt == TRIES - 1 or time.monotonic() + wait_s > deadline
+            if is_last or not is_busy(login.words):
+                raise explain_login(login.words, target, lambda: self._debug_host_key(target))
+            # Not all at the same moment again.
+            time.sleep(wait_s * random.uniform(0.5, 1.5))
+            wait_s *= 2
+        raise ConnectError("it could not be reached", node=target.name)
+
+    def _begin(self, target: Target, options: Sequence[str] = ()) -> Login:
+        with self._lock:
+            self._count += 1
+            log = self._folder / f"log-{self._count}"
+        return Login(target, [*self.argv(target), *options], log)
+
+    def _debug_host_key(self, target: Target) -> str:
+        """What `ssh -v` says on the way to a host key that it refuses, which comes before any login."""
+        argv = [*self.argv(target), "-v", "--", target.address, "true"]
+        limit_s = target.connect_timeout_s + DEBUG_S
+        try:
+            done = subprocess.run(argv, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return ""
+        return done.stderr.decode(errors="replace")
+
+    def argv(self, target: Target) -> list[str]:
+        """Return the command line of ssh, without the node's address and what it runs."""
+        argv = ["ssh", "-F", str(self._config(target)), "-T", "-x", "-o", "LogLevel=VERBOSE"]
+        argv += ["-o", f"ConnectTimeout={math.ceil(target.connect_timeout_s)}"]
+        if target.user:
+            argv += ["-l", target.user]
+        if target.port:
+            argv += ["-p", str(target.port)]
+        if target.identity_file:
+            argv += ["-o", "IdentitiesOnly=yes", "-i", target.identity_file.replace("%", "%%")]
+        return argv
+
+    def _config(self, target: Target) -> Path:
+        """A configuration file that begins with what must hold."""
+        key = (target.ssh_config, target.known_hosts)
+        with self._lock:
+            if key not in self._configs:
+                path = self._folder / f"config-{len(self._configs)}"
+                path.write_text(config_text(*key), encoding="utf-8", errors="surrogateescape")
+                self._configs[key] = path
+            return self._configs[key]
+
+
+def _make_folder() -> Path:
+    """Make a private folder, and remove those that killed processes have left."""
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    _lock_folder(folder)
+    for other in folder.parent.glob(f"{FOLDER_PREFIX}*"):
+        # Whoever uses one holds a lock on it, also in another container that shares the folder around it.
+        with contextlib.suppress(OSError):
+            if other != folder and other.stat().st_uid == os.getuid():
+                os.close(_lock_folder(other))
+                shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
+def _lock_folder(folder: Path) -> int:
+    """Lock a folder for as long as this process lives, or until the descriptor is closed.
+
+    Raises:
+        OSError: another process uses it.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove_folder(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # and not a process that it has forked
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def config_text(ssh_config: str | None, known_hosts: str | None) -> str:
+    """Return an OpenSSH configuration: what must hold, then the user's.
+
+    Args:
+        ssh_config: the user's file; None for the usual ones, `none` for no configuration.
+        known_hosts: file of known host keys instead of the user's and the system's.
+    """
+    lines = [*FORCED]
+    if known_hosts is not None:
+        lines += [f"UserKnownHostsFile {_quoted(known_hosts)}", "GlobalKnownHostsFile /dev/null"]
+    if ssh_config is None:
+        lines += ["Include ~/.ssh/config", "Include /etc/ssh/ssh_config"]
+    elif ssh_config != NO_CONFIG:
+        lines.append(f"Include {_quoted(ssh_config, is_pattern=True)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _quoted(path: str, *, is_pattern: bool = False) -> str:
+    """A path as a value of ssh_config(5)."""
+    path = str(Path(path).expanduser().absolute())
+    path = re.sub(r"([\[\]*?\\])", r"\\\1", path) if is_pattern else path.replace("%", "%%")
+    return '"' + path.replace('"', '\\"') + '"'
+
+
+def _line_of(command: str) -> bytes:
+    """A command as one line for the shell that waits."""
+    if "\n" in command:
+        escaped = command.replace("\\", "\\\\").replace("\n", "\\n")
+        command = f'eval "$(printf %b {quote(escaped)})"'
+    return command.encode(errors="surrogateescape") + b"\n"
+
+
+def _read_all(fd: int) -> bytes:
+    """What a process that has ended has left in a pipe."""
+    data = b""
+    with contextlib.suppress(OSError):
+        while (more := os.read(fd, 1 << 16)) and len(data) < EARLY_BYTES:
+            data += more
+    return data

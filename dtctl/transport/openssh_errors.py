@@ -1,0 +1,177 @@
+"""The errors that OpenSSH's words mean. Texts choose the class and the hint; the words themselves are always shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dtctl import shell
+from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError
+from dtctl.transport import hostkeys
+from dtctl.transport.base import Target
+
+USER_KNOWN_HOSTS: Final = "~/.ssh/known_hosts"
+# What ssh logs at each login and at each end, whatever happened.
+_USUAL: Final = re.compile(r"Authenticated |Transferred: |Bytes per second: |debug\d: ")
+_BUSY: Final = re.compile(r"kex_exchange_identification|banner exchange|Connection reset by|Connection closed by")
+_HOST_KEY: Final = re.compile(r"Host key verification failed|HOST IDENTIFICATION HAS CHANGED|REVOKED HOST KEY")
+_REFUSED: Final = re.compile(r"Permission denied|Too many authentication failures|No more authentication methods")
+_FINGERPRINT: Final = re.compile(r"Server host (?:key|certificate): (\S+) (SHA256:\S+)")
+_CHANGED: Final = re.compile(r"Offending \S+ key in (?P<file>.+):(?P<line>\d+)")
+_SECOND_FACTOR: Final = re.compile(r"partial success")
+_NO_SESSION: Final = re.compile(r"channel \d+: open failed")
+
+
+@dataclass(slots=True)
+class Words:
+    """What ssh has said in one login."""
+
+    log: str = ""
+    """Of this ssh."""
+    stderr: str = ""
+    """Of the ssh that it has started for a jump host, and of a proxy command."""
+
+    def lines(self) -> list[str]:
+        """Return the lines that say something, those of a jump host first, since it comes first."""
+        texts = [" ".join(line.split()) for text in (self.stderr, self.log) for line in text.splitlines()]
+        return [text for text in texts if text and not text.startswith("@") and not _USUAL.match(text)]
+
+    def after_login(self) -> str:
+        """Return what ssh has said since it logged in, other than at each end; empty if nothing."""
+        _, _, after = self.log.partition("Authenticated ")
+        lines = [" ".join(line.split()) for line in after.splitlines()[1:]]
+        return "; ".join(line for line in lines if line and not _USUAL.match(line))
+
+
+def is_busy(words: Words) -> bool:
+    """Return whether a server ended the connection before it said who it is, as one does with too many logins."""
+    text = "\n".join(words.lines())
+    return _BUSY.search(text) is not None and not _HOST_KEY.search(text) and not _REFUSED.search(text)
+
+
+def no_session(words: Words) -> str:
+    """Return what ssh says of a server that has accepted a login and opens no session; empty if it says nothing."""
+    return next((line for line in words.lines() if _NO_SESSION.search(line)), "")
+
+
+def explain_login(words: Words, target: Target, debug: Callable[[], str]) -> TransportError:
+    """Return the error of a login that failed.
+
+    Args:
+        words: of ssh.
+        target: the node.
+        debug: what `ssh -v` says, for the fingerprint of a host key that was refused.
+    """
+    lines = words.lines()
+    text = "\n".join(lines)
+    if _HOST_KEY.search(text):
+        return _explain_host_key(words, target, debug())
+    if _REFUSED.search(text):
+        return _explain_refusal(words, target)
+    return _explain_connection(lines, target)
+
+
+def login_command(target: Target, *, batch: bool = True) -> str:
+    """Return the command by which a user can try the login."""
+    argv = ["ssh"]
+    if batch:
+        argv += ["-o", "BatchMode=yes"]
+    if target.ssh_config:
+        argv += ["-F", target.ssh_config]
+    if target.known_hosts:
+        argv += ["-o", f"UserKnownHostsFile={target.known_hosts}"]
+    if target.identity_file:
+        argv += ["-i", target.identity_file]
+    if target.port:
+        argv += ["-p", str(target.port)]
+    argv.append(f"{target.user}@{target.address}" if target.user else target.address)
+    return shell.join([*argv, "true"])
+
+
+def _explain_host_key(words: Words, target: Target, debug: str) -> HostKeyError:
+    at_jump_host = _HOST_KEY.search(words.stderr) is not None
+    said = words.stderr if at_jump_host else words.log
+    node = f"{target.name} (jump host)" if at_jump_host else target.name
+    # The last one: a jump host's own stands before that of the node, which is not reached if that is refused.
+    keys = _FINGERPRINT.findall(debug)
+    key_type, fingerprint = keys[-1] if keys else ("a key", "")
+    presents = f"it presents {key_type} {fingerprint}".rstrip()
+    record_file = target.known_hosts or USER_KNOWN_HOSTS
+    if "revoked" in said.lower():
+        return HostKeyError(
+            f"{node}: {presents}, which is marked as revoked",
+            node=target.name,
+            fingerprint=fingerprint,
+            hint="do not connect; ask whoever revoked it",
+        )
+    if found := _CHANGED.search(said):
+        return HostKeyError(
+            f"{node}: its host key has changed: {presents}, not the key on record",
+            node=target.name,
+            fingerprint=fingerprint,
+            where=f"{found['file']}:{found['line']}",
+            hint="either the node was reinstalled or another machine answers in its place. If its administrator "
+            f"confirms the new fingerprint: remove line {found['line']} of {found['file']}, then log in once by hand: "
+            f"{login_command(target, batch=False)}",
+        )
+    named = re.search(r"host key is known for (\S+)", said)
+    is_direct = not at_jump_host and "Connecting to " in debug and "proxy" not in debug.lower()
+    accept = f"log in once by hand: {login_command(target, batch=False)}"
+    if named and is_direct:
+        accept = f"{hostkeys.scan_command(named[1])} >> {record_file}"
+    where = f" of {named[1]}" if named and at_jump_host else ""
+    return HostKeyError(
+        f"{node}: its host key{where} is unknown: {presents}",
+        node=target.name,
+        fingerprint=fingerprint,
+        where=record_file,
+        hint=f"compare the fingerprint with its administrator's, then {accept}",
+    )
+
+
+def _explain_refusal(words: Words, target: Target) -> AuthError:
+    at_jump_host = _REFUSED.search(words.stderr) is not None
+    said = (words.stderr if at_jump_host else words.log).splitlines()
+    last = next(" ".join(line.split()) for line in reversed(said) if _REFUSED.search(line))
+    name = "its jump host" if at_jump_host else "it"
+    if _SECOND_FACTOR.search(words.log):
+        hint = (
+            "it wants a second factor: set ControlPath for it in ~/.ssh/config, open a connection by hand "
+            f"(`{login_command(target, batch=False).replace('ssh', 'ssh -M', 1).removesuffix(' true')}`), and launch "
+            "while that is open"
+        )
+    elif "password" in last or "keyboard-interactive" in last:
+        arguments = login_command(target, batch=False).removeprefix("ssh ").removesuffix(" true")
+        hint = f"dtctl never asks for passwords: `ssh-copy-id {arguments}` lets your key in there"
+    elif "Too many" in last:
+        hint = "the agent has more keys than the server tries: name one with `cluster.identity_file`"
+    else:
+        hint = (
+            f"try `{login_command(target)}`; `cluster.user` and `cluster.identity_file` name another login, and a key "
+            "with a passphrase has to be in the agent (`ssh-add`)"
+        )
+    return AuthError(f"{name} accepted no key: {last}", node=target.name, hint=hint)
+
+
+def _explain_connection(lines: Sequence[str], target: Target) -> ConnectError:
+    text = "\n".join(lines)
+    last = lines[-1] if lines else "ssh ended with status 255 and said nothing"
+    address = f"{target.address}" + (f" port {target.port}" if target.port else "")
+    if found := re.search(r"Could not resolve hostname (\S+?): (.*)", text):
+        return ConnectError(
+            f"its name cannot be resolved: {found[2]} ({found[1]})",
+            node=target.name,
+            hint="check the spelling, or give `address` in `cluster.nodes`",
+        )
+    if "Connection refused" in text:
+        hint = "is its SSH server running, and is `port` right?"
+        return ConnectError(f"its SSH port refuses connections: {last}", node=target.name, hint=hint)
+    if re.search(r"timed out|Operation timed|Timeout", text, re.IGNORECASE):
+        hint = "is it up, and does a firewall drop the packets?"
+        return ConnectError(f"no answer while connecting to {address}: {last}", node=target.name, hint=hint)
+    hint = f"does `{login_command(target)}` work?"
+    if "Bad configuration option" in text or "bad configuration" in text or "terminating" in text:
+        return ConnectError(f"OpenSSH refuses its configuration: {lines[0]}", node=target.name, hint=hint)
+    return ConnectError(f"connecting to {address} failed: {last}", node=target.name, hint=hint)
