@@ -35,7 +35,6 @@ needed=(
 wanted=()
 [ "$purpose" = demo ] || wanted+=(
   "/usr/bin/prometheus prometheus"
-  "/usr/bin/prometheus-pushgateway prometheus-pushgateway"
 )
 missing=()
 for line in "${needed[@]}"; do

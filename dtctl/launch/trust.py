@@ -50,12 +50,6 @@ def reach(spec: Spec) -> list[str]:
     root = Path(os.path.realpath(spec.base_dir / spec.job.files.root))
     if spec.pushes and root != base and base not in root.parents:
         phrases.append(f"the files of {root} are sent to the nodes (job.files.root)")
-    if spec.metrics is not None:
-        phrases += [
-            f"{secret.file} is read, and sent to a server that the spec names ({key})"
-            for key, secret in spec.metrics.secrets.items()
-            if secret.file is not None and key in ("metrics.headers", "metrics.alerts.mail.password")
-        ]
     config = spec.cluster.ssh_config
     if config is not None and str(config) != "none" and not _is_own(config):
         phrases += _commands(config)

@@ -1,4 +1,4 @@
-"""The figures of a run by name: what `/metrics` shows, and what is sent to a Pushgateway or a collector. Pure.
+"""The figures of a run by name: what `/metrics` shows. Pure.
 
 Names follow Prometheus: base units, `_total` for what only grows. Every sample has the label `run`.
 """

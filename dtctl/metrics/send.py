@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import http.client
 import json
-import smtplib
 import socket
 import ssl
 import threading
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping
-from email.message import EmailMessage
-from typing import Any, Final, Literal
-
-from dtctl.spec.model import Mail
+from typing import Any, Final
 
 ANSWER_S: Final = 5.0
 """For a receiver to answer; alerts have to arrive within 10 s."""
@@ -42,22 +37,19 @@ class DeliveryFailed(Exception):
 class Outlet:
     """One receiver, and what waits to be sent to it."""
 
-    def __init__(
-        self, name: str, send: Callable[[Any], None], tell: Callable[[str], None], *, keep: Literal["all", "newest"]
-    ) -> None:
+    def __init__(self, name: str, send: Callable[[Any], None], tell: Callable[[str], None]) -> None:
         """Begin to deliver.
 
         Args:
             name: for people: `metrics.alerts.slack`.
             send: delivers one message; raises DeliveryFailed.
             tell: told once when that fails.
-            keep: of messages that wait, all, or the newest alone: figures get old.
         """
         self.name = name
         self.failures = 0
         """Messages that were not taken; one that is sent again counts each time."""
         self._send, self._tell = send, tell
-        self._waiting: deque[Any] = deque(maxlen=WAITING if keep == "all" else 1)
+        self._waiting: deque[Any] = deque(maxlen=WAITING)
         self._changed = threading.Condition()
         self._busy = self._told = False
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -111,19 +103,17 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def request(
-    url: str, body: bytes, *, content_type: str, method: str = "POST", headers: Mapping[str, str] | None = None
-) -> None:
-    """Send one HTTP request.
+def post_json(url: str, body: Mapping[str, Any]) -> None:
+    """POST a JSON object.
 
     Raises:
         DeliveryFailed: it was not answered with a code from 200 to 299.
     """
     try:
-        made = urllib.request.Request(url, data=body, method=method)  # noqa: S310 - checked below
+        made = urllib.request.Request(url, data=json.dumps(body).encode(), method="POST")  # noqa: S310 - checked below
         if made.type not in ("http", "https"):
             raise DeliveryFailed("its URL does not begin with http:// or https://", final=True)
-        for name, value in {"Content-Type": content_type, "User-Agent": "dtctl", **(headers or {})}.items():
+        for name, value in {"Content-Type": "application/json", "User-Agent": "dtctl"}.items():
             made.add_header(name, value)
         opener = urllib.request.build_opener(_NoRedirect)
         with opener.open(made, timeout=ANSWER_S) as answer:
@@ -152,50 +142,3 @@ def _reason(error: object) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"the connection failed ({type(error).__name__})"
-
-
-def to_json(url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
-    """POST a JSON object.
-
-    Raises:
-        DeliveryFailed: it was not taken.
-    """
-    request(url, json.dumps(body).encode(), content_type="application/json", headers=headers)
-
-
-def parse_headers(text: str) -> dict[str, str]:
-    """Headers as OTEL_EXPORTER_OTLP_HEADERS has them: `Name=value,Name=value`, values URL-encoded."""
-    pairs = [part.partition("=") for part in text.strip().split(",") if part.strip()]
-    return {name.strip(): urllib.parse.unquote(value.strip()) for name, _, value in pairs}
-
-
-def send_mail(settings: Mail, password: str | None, message: EmailMessage) -> None:
-    """Hand a mail to the SMTP server.
-
-    Raises:
-        DeliveryFailed: it was not taken.
-    """
-    port = settings.port or {"starttls": 587, "tls": 465, "none": 25}[settings.security]
-    context = ssl.create_default_context()
-    try:
-        if settings.security == "tls":
-            server: smtplib.SMTP = smtplib.SMTP_SSL(settings.host, port, timeout=ANSWER_S, context=context)
-        else:
-            server = smtplib.SMTP(settings.host, port, timeout=ANSWER_S)
-        with server:
-            if settings.security == "starttls":
-                server.starttls(context=context)
-            if settings.user is not None and password is not None:
-                server.login(settings.user, password)
-            server.send_message(message)
-    except smtplib.SMTPAuthenticationError:
-        raise DeliveryFailed("the mail server does not accept user and password", final=True) from None
-    except smtplib.SMTPNotSupportedError:
-        raise DeliveryFailed("the mail server offers no encryption, or no login", final=True) from None
-    except smtplib.SMTPResponseException as exc:
-        final = exc.smtp_code >= 500
-        raise DeliveryFailed(f"the mail server answered with code {exc.smtp_code}", final=final) from None
-    except smtplib.SMTPRecipientsRefused:
-        raise DeliveryFailed("the mail server refuses the recipients", final=True) from None
-    except (OSError, smtplib.SMTPException) as exc:
-        raise DeliveryFailed(_reason(exc)) from None

@@ -1,4 +1,4 @@
-"""What goes where: the figures of one run to the page, a Pushgateway, a collector, and alerts to their receivers."""
+"""The figures of one run go to the page, and its alerts to the webhook."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote
 
 from dtctl.errors import DtctlError, LaunchError
 from dtctl.launch.records.events import AlertChanged, Event, Note
@@ -21,8 +19,7 @@ from dtctl.metrics.alerts import AlertRules
 from dtctl.metrics.families import families, page
 from dtctl.metrics.follow import FigureCollector
 from dtctl.metrics.messages import AlertMessage
-from dtctl.metrics.otlp import Trace
-from dtctl.metrics.page import CONTENT_TYPE, Page
+from dtctl.metrics.page import Page
 from dtctl.metrics.secrets import read
 from dtctl.metrics.send import Outlet
 from dtctl.spec.model import Metrics, Spec
@@ -59,12 +56,7 @@ class Service:
         self._lock = threading.Lock()
         self._page: Page | None = None
         self._target: Path | None = None
-        self._trace = Trace(record.run, token=self._info.token, job=spec.job.name)
-        headers = send.parse_headers(self._secret("metrics.headers") or "")
-        self._gateway = self._pushgateway(headers)
-        self._collector = self._collectors(headers)
-        self._receivers = self._alert_receivers()
-        self._pushed = -float("inf")
+        self._receiver = self._alert_receiver()
         backlog = self._read()
         told = [event for event in backlog if isinstance(event, AlertChanged)]
         self._began = {change.alert: change.time for change in told if change.state == "firing"}
@@ -101,47 +93,11 @@ class Service:
                 self._target = state_folder(self._record.base_dir, TARGETS_DIR) / f"{self._record.run}.json"
                 write_private(self._target, json.dumps([{"targets": [place], "labels": {}}]) + "\n")
 
-    def _outlet(self, name: str, deliver: Callable[..., None], *, newest: bool = False) -> Outlet:
-        return Outlet(name, deliver, lambda text: tell(Note(text=text)), keep="newest" if newest else "all")
-
-    def _pushgateway(self, headers: dict[str, str]) -> Outlet | None:
-        if self._metrics.pushgateway is None:
-            return None
-        url = f"{self._metrics.pushgateway}/metrics/job/dtctl/run/{quote(self._record.run, safe='')}"
-        put = partial(send.request, url, content_type=CONTENT_TYPE, method="PUT", headers=headers)
-        return self._outlet("metrics.pushgateway", put, newest=True)
-
-    def _collectors(self, headers: dict[str, str]) -> tuple[Outlet, Outlet] | None:
-        """Of figures and of spans."""
-        url = self._metrics.otlp
+    def _alert_receiver(self) -> Outlet | None:
+        url = self._secret("metrics.alerts.webhook")
         if url is None:
             return None
-        figures = partial(send.to_json, f"{url}/v1/metrics", headers=headers)
-        spans = partial(send.to_json, f"{url}/v1/traces", headers=headers)
-        return (
-            self._outlet("metrics.otlp (figures)", figures, newest=True),
-            self._outlet("metrics.otlp (spans)", spans),
-        )
-
-    def _alert_receivers(self) -> list[Outlet]:
-        alerts, outlets = self._metrics.alerts, list[Outlet]()
-        if alerts is None:
-            return outlets
-        for name, body in (("webhook", messages.webhook), ("slack", messages.slack)):
-            url = self._secret(f"metrics.alerts.{name}")
-            if url is not None:
-                outlets.append(self._outlet(f"metrics.alerts.{name}", partial(_post, url, body)))
-        if alerts.mail is not None:
-            password = self._secret("metrics.alerts.mail.password")
-            if alerts.mail.password is None or password is not None:
-                settings = alerts.mail
-                outlets.append(
-                    self._outlet(
-                        "metrics.alerts.mail",
-                        lambda message: send.send_mail(settings, password, messages.mail(message, settings)),
-                    )
-                )
-        return outlets
+        return Outlet("metrics.alerts.webhook", partial(_post, url), lambda text: tell(Note(text=text)))
 
     # -- what goes there --------------------------------------------------------------------------------------------
 
@@ -157,45 +113,27 @@ class Service:
 
     def _read(self) -> list[Event]:
         with self._lock:
-            events = self._follower.look()
-        self._trace.note(events)
-        return events
+            return self._follower.look()
 
     def _text(self) -> str:
         with self._lock:
             return page(families(self._follower.figures), self._record.run)
 
     def look(self) -> None:
-        """Read what is new, judge it, and send what is due."""
+        """Read what is new, and judge it."""
         self._read()
         if self._rules is not None and not self.is_over:
             for change in self._rules.judge(self._follower.figures, time.time()):
                 tell(change)
                 self._alert(change)
-        if time.monotonic() - self._pushed >= self._metrics.interval_s:
-            self._push(over=False)
 
     def _alert(self, change: AlertChanged) -> None:
         if change.state == "firing":
             self._began[change.alert] = change.time
         began = self._began.get(change.alert, change.time)
         message = AlertMessage(run=self._record.run, job=self._spec.job.name, change=change, began=began)
-        for receiver in self._receivers:
-            receiver.put(message)
-
-    def _push(self, *, over: bool) -> None:
-        self._pushed = time.monotonic()
-        figures = self._follower.figures
-        if self._gateway is not None:
-            self._gateway.put(self._text().encode())
-        if self._collector is not None:
-            to_metrics, to_traces = self._collector
-            with self._lock:
-                found = list(families(figures))
-            to_metrics.put(self._trace.metrics(found, started=figures.started, now=time.time()))
-            spans = self._trace.spans(figures, over=over)
-            if spans:
-                to_traces.put(self._trace.traces(spans))
+        if self._receiver is not None:
+            self._receiver.put(message)
 
     def finish(self, deadline: float) -> None:
         """Tell how the run has ended, and wait until all was taken, or until `deadline` on the monotonic clock."""
@@ -204,14 +142,13 @@ class Service:
         if self._rules is not None and not leaves_job:
             for change in self._rules.end(self._follower.figures, time.time()):
                 self._alert(change)
-        self._push(over=not leaves_job)
-        for outlet in [*self._receivers, *(self._collector or ()), *([self._gateway] if self._gateway else [])]:
-            outlet.flush(deadline)
+        if self._receiver is not None:
+            self._receiver.flush(deadline)
         if self._target is not None:
             self._target.unlink(missing_ok=True)
         if self._page is not None:
             self._page.close()
 
 
-def _post(url: str, body: Callable[[AlertMessage], dict[str, object]], message: AlertMessage) -> None:
-    send.to_json(url, body(message))
+def _post(url: str, message: AlertMessage) -> None:
+    send.post_json(url, messages.webhook(message))

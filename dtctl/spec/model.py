@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, ValidationInfo, field_validator, model_validator
 
@@ -40,7 +39,6 @@ __all__ = [  # the sections
     "Files",
     "Job",
     "Kubernetes",
-    "Mail",
     "Metrics",
     "Network",
     "NodeEntry",
@@ -56,19 +54,6 @@ SshClient = Literal["auto", "openssh", "paramiko"]
 KindName = Literal["torchrun", "direct", "deepspeed", "accelerate", "command"]
 Slots = Annotated[int, Field(strict=True, ge=1, le=65_536)] | Literal["auto"]
 _OR_TEXT: dict[str, Any] = {"type": ["array", "string"]}
-
-
-def _address(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ValueError("expected the URL of a server, such as http://collector:4318")
-    if parts.username is not None or parts.password is not None:
-        raise ValueError("a URL here has no user and no password, since specs are stored; use `metrics.headers`")
-    return url.rstrip("/")
 
 
 def _written(pattern: str, expected: str) -> AfterValidator:
@@ -95,8 +80,6 @@ SlurmArray = Annotated[
     Word, _written(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "the indexes of an array: 0-9%2, or 1,3,5")
 ]
 SlurmGres = Annotated[Word, _written(r"[A-Za-z][^\s]*", "a resource with its number: gpu:8, or gpu:a100:4,nic:1")]
-Url = Annotated[Word, AfterValidator(_address)]
-"""URL of a server, without credentials."""
 Drop = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 
 
@@ -498,41 +481,6 @@ class Secret(Section):
         return self
 
 
-class Mail(Section):
-    """How alerts are sent by mail."""
-
-    to: Annotated[tuple[Word, ...], Field(min_length=1)]
-    """Addresses of the recipients."""
-    sender: Word
-    """Address of the sender."""
-    host: Word
-    """SMTP server."""
-    port: Port | None = None
-    """Port of the server. Default: 587, with security tls 465, with none 25."""
-    security: Literal["starttls", "tls", "none"] = "starttls"
-    """starttls: encrypted after the first words; tls: from the first byte; none: not at all."""
-    user: Word | None = None
-    """User name at the server. Default: none is given."""
-    password: Secret | None = None
-    """Password of `user`; never sent without encryption."""
-
-    @field_validator("to", "sender")
-    @classmethod
-    def _is_address(cls, value: tuple[str, ...] | str) -> tuple[str, ...] | str:
-        for address in (value,) if isinstance(value, str) else value:
-            if "@" not in address or not address.isprintable() or set(address) & set(" <>,;"):
-                raise ValueError("expected an address such as team@example.org")
-        return value
-
-    @model_validator(mode="after")
-    def _password_is_kept(self) -> Mail:
-        if (self.user is None) != (self.password is None):
-            raise ValueError("user and password belong together")
-        if self.password is not None and self.security == "none":
-            raise ValueError("a password is not sent without encryption; set security: starttls or tls")
-        return self
-
-
 class Alerts(Section):
     """What is told while a run runs, once when it begins and once when it is over, and to whom."""
 
@@ -549,11 +497,7 @@ class Alerts(Section):
     failed: StrictBool = True
     """Whether the failure of the run is told."""
     webhook: Secret | None = None
-    """URL that receives alerts as JSON, in the format of Prometheus Alertmanager's webhooks."""
-    slack: Secret | None = None
-    """URL of an incoming webhook of Slack, or of what takes the same (Mattermost, Rocket.Chat)."""
-    mail: Mail | None = None
-    """How alerts are sent by mail. Default: they are not."""
+    """URL that receives alerts as JSON: the format of Prometheus Alertmanager's webhooks, with a `text` for chats."""
 
     @field_validator("no_step_s", "restarts", "throughput_drop", mode="before")
     @classmethod
@@ -569,15 +513,6 @@ class Metrics(Section):
     `.dtctl/prometheus/RUN.json` for Prometheus to find. Default: nothing listens."""
     address: Word = "127.0.0.1"
     """Address that the page listens at. The page has no password: others than 127.0.0.1 are for networks you trust."""
-    pushgateway: Url | None = None
-    """URL of a Prometheus Pushgateway that receives the same figures."""
-    otlp: Url | None = None
-    """URL of an OpenTelemetry collector (OTLP over HTTP, port 4318) that receives figures, and the ledger as spans."""
-    headers: Secret | None = None
-    """HTTP headers for `pushgateway` and `otlp`, such as credentials: `Name=value,Name=value`, the values URL-encoded,
-    as in OTEL_EXPORTER_OTLP_HEADERS."""
-    interval_s: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] = 15.0
-    """Seconds between two reports to `pushgateway` and `otlp`; at least 1."""
     alerts: Alerts | None = None
     """What is told when something is wrong, and to whom. Default: nothing; `{}`: all rules, on the terminal alone."""
 
@@ -586,10 +521,7 @@ class Metrics(Section):
         """Key -> what names its value, of all secrets that are used."""
         alerts = self.alerts or Alerts.model_construct()
         secret_values = {
-            "metrics.headers": self.headers,
             "metrics.alerts.webhook": alerts.webhook,
-            "metrics.alerts.slack": alerts.slack,
-            "metrics.alerts.mail.password": alerts.mail.password if alerts.mail is not None else None,
         }
         return {key: secret for key, secret in secret_values.items() if secret is not None}
 

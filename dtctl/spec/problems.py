@@ -69,9 +69,23 @@ def explain(problems: Sequence[ErrorDetails], data: Any, places: Places) -> Spec
     return SpecError("\n".join(lines), where=where, key=key)
 
 
+REMOVED: Mapping[str, str] = {
+    "metrics.pushgateway": "let Prometheus read the page of `metrics.port`",
+    "metrics.otlp": "let the collector's Prometheus receiver read the page of `metrics.port`",
+    "metrics.headers": "it was for `pushgateway` and `otlp`",
+    "metrics.interval_s": "it was for `pushgateway` and `otlp`",
+    "metrics.alerts.slack": "`metrics.alerts.webhook` sends what chats read, too",
+    "metrics.alerts.mail": "let Alertmanager send mails, as a receiver of `metrics.alerts.webhook`",
+}
+"""Keys of earlier versions, and what serves instead."""
+
+
 def unknown(path: Path) -> str:
     """The message for an unknown key: the nearest key, or all that are allowed there."""
     import difflib
+
+    if instead := REMOVED.get(dotted(path)):
+        return f"this key was removed (CHANGELOG.md, 0.1.0): {instead}"
 
     legal = sorted({name for model in _models_at(path[:-1]) for name in model.model_fields} - {"base_dir"})
     matches = difflib.get_close_matches(str(path[-1]), legal, n=1)

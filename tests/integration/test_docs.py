@@ -423,7 +423,7 @@ def watched(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> N
     (shell.folder / "train.py").write_text(
         f"import os, time\nprint('begun', flush=True)\nwhile not os.path.exists({str(end)!r}): time.sleep(0.1)\n"
     )
-    shell.env |= {"SLACK_WEBHOOK_URL": "http://slack.invalid/hook"}
+    shell.env |= {"WEBHOOK_URL": "http://chat.invalid/hook"}
     launching = threading.Thread(target=Shell(shell.folder, dict(shell.env)).type, args=(lines[0],), daemon=True)
     launching.start()
     targets = shell.folder / ".dtctl" / "prometheus"

@@ -154,28 +154,6 @@ def test_files_from_elsewhere_are_sent_only_when_agreed_to(tmp_path: Path) -> No
         trust.check(load_spec(tmp_path / "q" / "dtctl.yaml"))
 
 
-@pytest.mark.parametrize(
-    "metrics",
-    [
-        "{otlp: 'http://127.0.0.1:1', headers: {file: SECRET}}",
-        "{alerts: {mail: {to: [a@b.c], sender: a@b.c, host: 127.0.0.1, port: 1, user: u, password: {file: SECRET}}}}",
-    ],
-    ids=["headers", "password"],
-)
-def test_a_private_file_goes_to_a_server_of_the_spec_only_when_agreed_to(tmp_path: Path, metrics: str) -> None:
-    folder = project(tmp_path / "p", f"transport: local, workdir: {tmp_path}/node")
-    secret = tmp_path / "secret"
-    secret.touch(mode=0o600)
-    secret.write_text("sesame")
-    with (folder / "dtctl.yaml").open("a") as spec:
-        spec.write(f"metrics: {metrics.replace('SECRET', str(secret))}\n")
-    done = dtctl(folder, "launch")
-    assert done.returncode == 7
-    assert str(secret) in done.stderr
-    assert str(secret) in dtctl(folder, "launch", "--dry-run").stderr
-    assert dtctl(folder, "launch", "--yes").returncode == 0
-
-
 @pytest.mark.parametrize("pattern", ["*", "**", "?*", "*?*"])
 def test_all_variables_at_once_are_refused(tmp_path: Path, pattern: str) -> None:
     with raises(SpecError, "env_from"):

@@ -1,8 +1,7 @@
-"""Receivers on loopback that keep what they get: HTTP and mail."""
+"""An HTTP server on loopback that keeps what it gets."""
 
 from __future__ import annotations
 
-import asyncio
 import datetime as dt
 import ipaddress
 import json
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from email.message import EmailMessage
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -62,9 +60,6 @@ def http_receiver(
                 self.send_header("Location", "http://127.0.0.1:9/elsewhere")
             self.end_headers()
 
-        def do_PUT(self) -> None:
-            self.do_POST()
-
         def log_message(self, *_: Any) -> None:
             pass
 
@@ -82,44 +77,6 @@ def http_receiver(
             delay.set()
         server.shutdown()
         server.server_close()
-
-
-@contextmanager
-def mail_receiver(
-    *, tls: ssl.SSLContext | None = None, starttls: ssl.SSLContext | None = None, password: str | None = None
-) -> Iterator[tuple[int, list[EmailMessage]]]:
-    """The port of a mail server that keeps what it gets."""
-    import email
-    import email.policy
-
-    from aiosmtpd.controller import Controller
-    from aiosmtpd.smtp import AuthResult
-
-    mails: list[EmailMessage] = []
-
-    class Handler:
-        async def handle_DATA(self, server: Any, session: Any, envelope: Any) -> str:  # noqa: N802
-            mails.append(email.message_from_bytes(envelope.content, policy=email.policy.default))  # type: ignore[arg-type]
-            return "250 taken"
-
-    def authenticator(server: Any, session: Any, envelope: Any, mechanism: str, data: Any) -> Any:
-        return AuthResult(success=data.password.decode() == password, handled=False)
-
-    class AtAnyPort(Controller):
-        def _trigger_server(self) -> None:
-            assert self.server is not None
-            self.port = self.server.sockets[0].getsockname()[1]
-            super()._trigger_server()
-
-    settings: dict[str, Any] = {"hostname": "127.0.0.1", "port": 0, "ssl_context": tls, "tls_context": starttls}
-    if password is not None:
-        settings |= {"authenticator": authenticator, "auth_required": True, "auth_require_tls": starttls is not None}
-    controller = AtAnyPort(Handler(), loop=asyncio.new_event_loop(), **settings)
-    controller.start()
-    try:
-        yield controller.port, mails
-    finally:
-        controller.stop()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 from dtctl.errors import SpecError
 from dtctl.spec.load import dump_spec, parse_spec
 from dtctl.spec.model import Spec
+from dtctl.spec.problems import REMOVED
 
 
 def parse(text: str) -> Spec:
@@ -19,7 +20,7 @@ def test_nothing_listens_and_nobody_is_told_unless_asked() -> None:
     assert parse_spec("job: {script: t.py}", source="dtctl.yaml", base_dir=Path()).metrics is None
     metrics = parse("{}").metrics
     assert metrics is not None
-    assert (metrics.port, metrics.pushgateway, metrics.otlp, metrics.alerts) == (None, None, None, None)
+    assert (metrics.port, metrics.alerts) == (None, None)
     assert metrics.address == "127.0.0.1"
 
 
@@ -32,34 +33,34 @@ def test_rules_have_defaults_and_can_be_switched_off() -> None:
 
 
 def test_the_copy_of_a_run_says_the_same() -> None:
-    spec = parse("{port: auto, alerts: {slack: {env: SLACK}, mail: {to: [a@b.c], sender: d@e.f, host: mail}}}")
+    spec = parse("{port: auto, alerts: {webhook: {env: HOOK}, restarts: 2}}")
     assert parse_spec(dump_spec(spec), source="copy", base_dir=Path()).metrics == spec.metrics
 
 
 def test_secrets_are_named_by_key() -> None:
-    mail = "{to: [a@b.c], sender: d@e.f, host: mail, user: u, password: {env: P}}"
-    metrics = parse(f"{{headers: {{env: H}}, alerts: {{webhook: {{file: ~/w}}, mail: {mail}}}}}").metrics
+    metrics = parse("{alerts: {webhook: {file: ~/w}}}").metrics
     assert metrics is not None
     named = {key: secret.env or str(secret.file) for key, secret in metrics.secrets.items()}
-    assert named == {"metrics.headers": "H", "metrics.alerts.webhook": "~/w", "metrics.alerts.mail.password": "P"}
+    assert named == {"metrics.alerts.webhook": "~/w"}
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_names_what_serves_instead(key: str) -> None:
+    section, _, name = key.removeprefix("metrics.").rpartition(".")
+    text = f"{{{section}: {{{name}: 1}}}}" if section else f"{{{name}: 1}}"
+    with pytest.raises(SpecError, match="this key was removed") as caught:
+        parse(text)
+    assert caught.value.key == key
+    assert REMOVED[key] in caught.value.message
 
 
 @pytest.mark.parametrize(
     ("text", "key"),
     [
         ("{port: 0}", "metrics.port"),
-        ("{pushgateway: 'http://user:word@host:9091'}", "metrics.pushgateway"),
-        ("{otlp: collector}", "metrics.otlp"),
-        ("{interval_s: 0.5}", "metrics.interval_s"),
         ("{alerts: {webhook: 'https://example.org/secret'}}", "metrics.alerts.webhook"),
-        ("{alerts: {slack: {env: A, file: b}}}", "metrics.alerts.slack"),
+        ("{alerts: {webhook: {env: A, file: b}}}", "metrics.alerts.webhook"),
         ("{alerts: {throughput_drop: 1}}", "metrics.alerts.throughput_drop"),
-        ("{alerts: {mail: {to: [a], sender: d@e.f, host: mail}}}", "metrics.alerts.mail.to"),
-        ("{alerts: {mail: {to: [a@b.c], sender: d@e.f, host: h, user: u}}}", "metrics.alerts.mail"),
-        (
-            "{alerts: {mail: {to: [a@b.c], sender: d@e.f, host: h, user: u, password: {env: P}, security: none}}}",
-            "metrics.alerts.mail",
-        ),
     ],
 )
 def test_what_is_refused(text: str, key: str) -> None:

@@ -132,10 +132,8 @@ slurm: {partition: p, account: a, time: "1-12:00:00", qos: q, gres: "gpu:8", arr
   srun: [--exact], extra: {constraint: h100}, cpus_per_task: 8, mem: 200G, exclusive: true, nodelist: "n[1-2]",
   requeue: false, container: {image: i, runtime: apptainer, mounts: ["/a:/a"], python: p, options: [--nv]}}
 metrics:
-  {port: auto, address: a, pushgateway: "http://p:9091", otlp: "http://o:4318", headers: {env: H}, interval_s: 1,
-    alerts: {no_step_s: 60, loss_not_finite: false, restarts: off, throughput_drop: 0.5, failed: false,
-      webhook: {env: W}, slack: {file: f}, mail: {to: [a@b.c], sender: d@e.f, host: h, port: 25, security: tls, user: u,
-        password: {env: P}}}}
+  {port: auto, address: a, alerts: {no_step_s: 60, loss_not_finite: false, restarts: off, throughput_drop: 0.5,
+    failed: false, webhook: {env: W}}}
 """)
     assert spec.metrics is not None
     assert spec.metrics.alerts is not None
@@ -151,7 +149,6 @@ metrics:
             spec.kubernetes,
             spec.metrics,
             spec.metrics.alerts,
-            spec.metrics.alerts.mail,
         )
         if isinstance(section, Section)
         for name in set(type(section).model_fields) - section.model_fields_set
