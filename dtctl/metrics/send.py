@@ -41,7 +41,7 @@ class Outlet:
         """Begin to deliver.
 
         Args:
-            name: for people: `metrics.alerts.slack`.
+            name: for people: `metrics.alerts.webhook`.
             send: delivers one message; raises DeliveryFailed.
             tell: told once when that fails.
         """

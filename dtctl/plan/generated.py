@@ -35,7 +35,6 @@ def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, slots_k
     _check(spec, kind, added)
     local_rank = (shell.Late(f"{LOCAL_RANK_ARGUMENT}=${names.LOCAL_RANK}"),) if "local_rank" in added else ()
     framework = {"accelerate": "Accelerate", "deepspeed": "DeepSpeed"}.get(kind)
-    framework = "Megatron-LM" if "megatron" in added else framework
     if framework is None or not (spec.train is not None or spec.job.deepspeed):
         return Generated(args=local_rank, runtime=framework is None and kind != "command" and spec.train is not None)
     if not slots_known:
@@ -53,10 +52,6 @@ def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, slots_k
     from dtctl.plan.frameworks import settings_for
 
     settings = settings_for(spec, framework, workers=world_size(placements), per_node=per_node)
-    if "megatron" in added:
-        from dtctl.plan import megatron
-
-        return Generated(args=(*local_rank, *megatron.arguments(settings)))
     if kind == "accelerate":
         from dtctl.plan import accelerate
 
@@ -82,17 +77,11 @@ def _check(spec: Spec, kind: Kind, added: Sequence[str]) -> None:
                 where=spec.written_at("job.add_args"),
                 hint=f"it works with kind {', '.join(sorted(kinds))}",
             )
-    if "megatron" in added and kind not in ("torchrun", "direct"):
+    if "deepspeed_config" in added and spec.train is None and not spec.job.deepspeed:
         raise PlanError(
-            f"add_args: megatron does not work with kind {kind}",
+            "add_args: deepspeed_config is derived from `train`, which the spec lacks",
             where=spec.written_at("job.add_args"),
-            hint="Megatron-LM's programs are started by torchrun: `kind: torchrun`",
         )
-    for word, argument in (("deepspeed_config", spec.job.deepspeed), ("megatron", None)):
-        if word in added and spec.train is None and not argument:
-            raise PlanError(
-                f"add_args: {word} is derived from `train`, which the spec lacks", where=spec.written_at("job.add_args")
-            )
     if spec.job.deepspeed and kind != "deepspeed":
         raise PlanError(
             f"job.deepspeed is for kind deepspeed, and this is {kind}", where=spec.written_at("job.deepspeed")

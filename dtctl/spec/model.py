@@ -208,10 +208,9 @@ class Job(Section):
     `cluster.python` comes first on its PATH, so that `python3` is that Python."""
     args: tuple[Text, ...] = ()
     """Arguments of the script or module."""
-    add_args: tuple[Literal["local_rank", "deepspeed_config", "megatron"], ...] | None = None
+    add_args: tuple[Literal["local_rank", "deepspeed_config"], ...] | None = None
     """Arguments that dtctl puts before `args`. local_rank: `--local_rank=N`, as DeepSpeed's launcher gives it (default
-    with kind deepspeed). deepspeed_config: `--deepspeed_config` with a configuration made of `train`. megatron: options
-    of Megatron-LM made of `train`."""
+    with kind deepspeed). deepspeed_config: `--deepspeed_config` with a configuration made of `train`."""
     deepspeed: dict[str, Any] = Field(default={})
     """Further keys of DeepSpeed's configuration (kind deepspeed); they win over those made of `train`."""
     env: dict[str, Text] = Field(default={})
@@ -258,6 +257,15 @@ class Job(Section):
     launch` with exit code 75, which asks for another launch. Default: no limit."""
     grace_s: PositiveOrZero = 10.0
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
+
+    @field_validator("add_args", mode="before")
+    @classmethod
+    def _removed(cls, value: object) -> object:
+        if isinstance(value, list | tuple) and "megatron" in value:
+            raise ValueError(
+                "megatron was removed (CHANGELOG.md, 0.1.0): write the options of Megatron-LM into `job.args`"
+            )
+        return value
 
     @field_validator("env_from")
     @classmethod

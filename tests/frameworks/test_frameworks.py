@@ -70,8 +70,9 @@ CASES = {
     "megatron": Case(
         package="megatron-core",
         program=TEMPLATES / "megatron" / "train.py",
-        job="kind: torchrun, add_args: [megatron], args: [--save, {folder}, --load, {folder}]",
-        train="{strategy: {tp: 2}, steps: 150, micro_batch: 4, snapshot: {every_steps: 20}}",
+        job="kind: torchrun, args: [--tensor-model-parallel-size, 2, --train-iters, 150, --micro-batch-size, 4, "
+        "--save-interval, 20, --save, {folder}, --load, {folder}]",
+        train="",
         says="step 10/150",
     ),
 }

@@ -60,25 +60,6 @@ train: {strategy: hsdp, precision: bf16, accumulate: 2, compile: true, checkpoin
 job: {name: gpt, script: train.py, kind: deepspeed, add_args: [local_rank, deepspeed_config], args: [--epochs, 3]}
 train: {strategy: fsdp, precision: bf16, micro_batch: 4, global_batch: 64, clip_norm: 1.0, fsdp: {cpu_offload: true}}
 """,
-    "megatron": TWO
-    + """
-job: {name: gpt, script: pretrain_gpt.py, add_args: [megatron], args: [--num-layers, 24, --mock-data]}
-train:
-  strategy: {tp: 2, pp: 2, dp: -1}
-  tp: {sequence_parallel: true}
-  pipeline: {schedule: interleaved, stages_per_worker: 3}
-  micro_batch: 2
-  global_batch: 64
-  precision: bf16
-  checkpointing: full
-  lr: 3.0e-4
-  min_lr: 3.0e-5
-  warmup_steps: 10
-  schedule: cosine
-  steps: 500
-  clip_norm: 1.0
-  snapshot: {dir: /shared/gpt, every_steps: 100}
-""",
 }
 STAND_IN = """#!{python}
 import json, os, sys

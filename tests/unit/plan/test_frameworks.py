@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.errors import PlanError
+from dtctl.errors import PlanError, SpecError
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
@@ -29,12 +29,6 @@ def generated(found: Plan) -> dict[str, str]:
 
 def environment(found: Plan, node: int = 0) -> dict[str, str]:
     return {variable.name: variable.value for variable in found.nodes[node].env}
-
-
-def options(train: str, **more: str) -> list[str]:
-    found = plan("torchrun", train, job=", add_args: [megatron]" + more.get("job", ""))
-    argv = found.head.argv
-    return list(argv[argv.index("train.py") + 1 :])
 
 
 @pytest.mark.parametrize("kind", ["accelerate", "deepspeed"])
@@ -163,58 +157,6 @@ def test_what_the_user_sets_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "given"),
-    [
-        ("{strategy: ddp}", []),
-        ("{strategy: zero1}", ["--use-distributed-optimizer"]),
-        ("{strategy: {cp: 2, dp: 4}}", ["--context-parallel-size", "2"]),
-        ("{strategy: fsdp}", ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]),
-        ("{micro_batch: 2, accumulate: 3}", ["--micro-batch-size", "2", "--global-batch-size", "48"]),
-        ("{precision: fp16, checkpointing: selective}", ["--fp16", "--recompute-granularity", "selective"]),
-        (
-            "{schedule: wsd, decay_steps: 5, optimizer: sgd, momentum: 0.9}",
-            [
-                "--lr-wsd-decay-iters",
-                "5",
-                "--sgd-momentum",
-                "0.9",
-                "--lr-decay-style",
-                "WSD",
-                "--lr-wsd-decay-style",
-                "minus_sqrt",
-                "--optimizer",
-                "sgd",
-            ],
-        ),
-    ],
-)
-def test_the_options_of_megatron(train: str, given: list[str]) -> None:
-    assert options(train) == ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", *given]
-
-
-def test_every_option_is_one_that_megatron_knows() -> None:
-    """Names as argparse has them in Megatron-LM at commit d98e8a6, from arguments.py and the dataclasses it reads."""
-    known = set(MEGATRON.split())
-    train = """{strategy: {tp: 2, pp: 2, cp: 2}, tp: {sequence_parallel: true}, pipeline: {schedule: interleaved},
-        micro_batch: 1, global_batch: 8, precision: bf16, checkpointing: full, lr: 0.1, min_lr: 0.01, warmup_steps: 1,
-        decay_steps: 2, steps: 9, weight_decay: 0.1, beta1: 0.9, beta2: 0.9, eps: 0.1, momentum: 0.9, clip_norm: 1.0,
-        seed: 1, log_every: 1, eval_every: 1, schedule: wsd, optimizer: adamw, snapshot: {dir: /d, every_steps: 3}}"""
-    given = [word for text in (train, "{strategy: zero1}", "{strategy: fsdp}") for word in options(text)]
-    assert {word for word in given if word.startswith("--")} <= known
-    assert len([word for word in options(train) if word.startswith("--")]) == 31
-
-
-MEGATRON = """
---tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --sequence-parallel
---num-virtual-stages-per-pipeline-rank --use-distributed-optimizer --use-megatron-fsdp --data-parallel-sharding-strategy
---micro-batch-size --global-batch-size --lr --min-lr --lr-warmup-iters --lr-wsd-decay-iters --lr-wsd-decay-style
---lr-decay-style --train-iters --weight-decay --adam-beta1 --adam-beta2 --adam-eps --sgd-momentum --clip-grad --seed
---log-interval --eval-interval --optimizer --bf16 --fp16 --recompute-granularity --recompute-method
---recompute-num-layers --save --load --save-interval
-"""
-
-
-@pytest.mark.parametrize(
     ("kind", "train", "message"),
     [
         ("accelerate", "{strategy: pipeline}", "Accelerate pipelines"),
@@ -243,32 +185,21 @@ def test_what_has_no_counterpart_is_refused_where_it_is_written(kind: str, train
 
 
 @pytest.mark.parametrize(
-    ("train", "message"),
-    [
-        ("{strategy: hsdp}", "hsdp"),
-        ("{strategy: {pp: 8}, pipeline: {schedule: gpipe}}", "gpipe"),
-        ("{checkpointing: 3}", "3th"),
-        ("{ema: {}}", "train.ema Megatron-LM"),
-        ("{snapshot: {keep: 3}}", "train.snapshot.keep"),
-    ],
-)
-def test_what_megatron_does_not_have(train: str, message: str) -> None:
-    with raises(PlanError, message):
-        options(train)
-
-
-@pytest.mark.parametrize(
     ("kind", "added", "message"),
     [
         ("torchrun", "local_rank", "local_rank torchrun"),
         ("accelerate", "deepspeed_config", "deepspeed_config accelerate"),
-        ("deepspeed", "megatron", "megatron deepspeed"),
         ("deepspeed", "deepspeed_config", "train spec"),
     ],
 )
 def test_arguments_that_do_not_go_with_the_kind(kind: str, added: str, message: str) -> None:
     with raises(PlanError, message):
         plan(kind, "", job=f", add_args: [{added}]")
+
+
+def test_what_was_removed_names_what_serves_instead() -> None:
+    with raises(SpecError, "CHANGELOG.md job.args"):
+        plan("torchrun", "", job=", add_args: [megatron]")
 
 
 def test_as_long_as_slots_are_not_counted_nothing_is_said_about_them() -> None:
