@@ -302,11 +302,6 @@ def _follows(group: list[Hit], first: list[Hit], known: set[str]) -> bool:
     return one.time is None or other.time is None or other.time >= one.time
 
 
-def hits_of(id_: str, hits: Iterable[Hit]) -> list[Hit]:
-    """The hits of one signature."""
-    return [hit for hit in hits if hit.signature.id == id_]
-
-
 def _is_address(text: str) -> bool:
     return (text.count(".") == 3 and text.replace(".", "").isdigit()) or ":" in text
 
