@@ -142,6 +142,8 @@ def _jobset(plan: Plan, settings: Kubernetes, name: str, script: str) -> dict[st
         },
         "template": pod.template(plan, settings, script),
     }
+    if settings.active_deadline_s is not None:
+        job["activeDeadlineSeconds"] = settings.active_deadline_s
     ttl = {} if settings.ttl_s is None else {"ttlSecondsAfterFinished": settings.ttl_s}
     return {
         **ttl,
@@ -177,11 +179,14 @@ def _script(spec: Spec, plan: Plan, name: str) -> str:
 
 
 def _threads(node: NodePlan) -> list[EnvGroup]:
-    """One thread for each of several workers: nobody can tell how many cores a pod will get."""
-    if node.slots == 1 or any(variable.name == environment.THREADS for variable in node.env):
+    """The threads of each worker: its share of the cores that the pod finds, unless the image sets them."""
+    if any(variable.name == environment.THREADS for variable in node.env):
         return []
-    origin = "dtctl: as torchrun does when several workers share a node"
-    return [EnvGroup(origin=origin, variables=(EnvVar(name=environment.THREADS, value="1", origin=origin),))]
+    workers = "1 worker has" if node.slots == 1 else f"{node.slots} workers share"
+    origin = f"dtctl: {workers} the pod's cores"
+    share = f"$((cores < {node.slots} ? 1 : cores / {node.slots}))"
+    value = shell.Late(f"${{{environment.THREADS}:-{share}}}")
+    return [EnvGroup(origin=origin, variables=(EnvVar(name=environment.THREADS, value=value, origin=origin),))]
 
 
 def _with_late_values(argv: tuple[str, ...]) -> list[str]:

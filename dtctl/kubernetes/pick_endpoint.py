@@ -1,4 +1,4 @@
-"""Wait until a name is known; print its address, and the interface that this pod reaches it through.
+"""Wait until a name is known; print its address, the interface on the way to it, `-` for none, and this pod's cores.
 
 Pods of one job come up at different times, and their names are known a moment after that. Sent as text into a pod's
 script, see `dtctl.render.standalone`; Python 3.8 is enough.
@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 
-from dtctl.node_facts import interface_towards
+from dtctl.node_facts import interface_towards, usable_cores
 
 name, limit_s = sys.argv[1], float(sys.argv[2])
 deadline = time.monotonic() + limit_s
@@ -21,4 +21,4 @@ while True:
             raise SystemExit(f"dtctl: {name} is not known after {limit_s:g} s: {exc}") from None
         time.sleep(0.5)
 address = str(found[4][0])
-print(address, interface_towards(address))  # noqa: T201
+print(address, interface_towards(address) or "-", usable_cores())  # noqa: T201

@@ -89,6 +89,9 @@ def _spec(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
     ]
     if settings.claim:
         volumes.append({"name": "code", "persistentVolumeClaim": {"claimName": settings.claim}})
+    for number, volume in enumerate(settings.volumes):
+        source = volume.source or {"persistentVolumeClaim": {"claimName": volume.claim}}
+        volumes.append({"name": f"volume-{number}", **source})
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": termination_s(plan, settings),
@@ -100,6 +103,7 @@ def _spec(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
         "serviceAccountName": settings.service_account,
         "imagePullSecrets": [{"name": secret} for secret in settings.image_pull_secrets],
         "priorityClassName": settings.priority_class,
+        "runtimeClassName": settings.runtime_class,
         "securityContext": security,
         "nodeSelector": dict(settings.node_selector),
         "affinity": settings.affinity,
@@ -118,6 +122,9 @@ def _container(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
     ]
     if settings.claim:
         mounts.append({"name": "code", "mountPath": settings.workdir})
+    for number, volume in enumerate(settings.volumes):
+        read_only = {"readOnly": True} if volume.read_only else {}
+        mounts.append({"name": f"volume-{number}", "mountPath": volume.mount, **read_only})
     amounts = dict(settings.resources)
     if settings.gpu:
         amounts[settings.gpu] = str(plan.head.slots)
@@ -133,6 +140,7 @@ def _container(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
         "command": ["bash", f"{SCRIPT_FOLDER}/{SCRIPT}"],
         "workingDir": settings.workdir,
         "env": env,
+        "envFrom": [{"secretRef": {"name": secret}} for secret in settings.env_secrets],
         "resources": {"limits": amounts, "requests": amounts} if amounts else None,
         "volumeMounts": mounts,
         "securityContext": _container_security(settings),

@@ -47,6 +47,7 @@ __all__ = [  # the sections
     "Spec",
     "Toleration",
     "Train",
+    "Volume",
 ]
 
 TransportName = Literal["local", "ssh", "slurm", "sandbox"]
@@ -405,6 +406,25 @@ class Toleration(Section):
     """Seconds for which an effect NoExecute is tolerated. Default: for ever."""
 
 
+class Volume(Section):
+    """A volume of the pods, beside the one with the code."""
+
+    mount: PathText
+    """Folder in the container: `/data`."""
+    claim: Word | None = None
+    """PersistentVolumeClaim."""
+    source: dict[str, Any] = Field(default={})
+    """Another source, as Kubernetes writes it: `{hostPath: {path: /local}}`."""
+    read_only: StrictBool = False
+    """Whether the pods may only read it."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Volume:
+        if (self.claim is None) == (not self.source):
+            raise ValueError("expected either claim or source")
+        return self
+
+
 class Kubernetes(Section):
     """What a JobSet of Kubernetes asks for; see `dtctl render`."""
 
@@ -418,6 +438,8 @@ class Kubernetes(Section):
     """Folder with the job's code in the container."""
     claim: Word | None = None
     """PersistentVolumeClaim with the job's code, mounted at `workdir`. Default: the code is in the image."""
+    volumes: tuple[Volume, ...] = ()
+    """Further volumes: `[{mount: /data, claim: datasets, read_only: true}]`."""
     namespace: Word | None = None
     """Namespace. Default: that of kubectl."""
     labels: dict[str, Text] = Field(default={})
@@ -438,6 +460,8 @@ class Kubernetes(Section):
     """Taints that the pods tolerate: `[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]`."""
     priority_class: Word | None = None
     """PriorityClass of the pods."""
+    runtime_class: Word | None = None
+    """RuntimeClass of the pods: `nvidia`."""
     service_account: Word | None = None
     """ServiceAccount of the pods. Default: the namespace's."""
     pod_security: Literal["privileged", "baseline", "restricted"] = "privileged"
@@ -461,6 +485,10 @@ class Kubernetes(Section):
     """Queue of Kueue."""
     secret: Word | None = None
     """Secret that the variables of `job.secrets` come from, a key for each."""
+    env_secrets: tuple[Word, ...] = ()
+    """Secrets all of whose keys are variables of the workers."""
+    active_deadline_s: Count | None = None
+    """Seconds after which a start of the job is ended (activeDeadlineSeconds). Default: never."""
     restarts: CountOrZero = 10
     """How often all pods are started again after one was stopped before its end (exit code 75) or taken off its node;
     `job.max_restarts` is added to it."""

@@ -72,7 +72,9 @@ CASES = {
     "rdma": NODES
     + "job: {name: gpt, script: train.py, kind: direct}\n"
     + "kubernetes: {image: i, capabilities: [IPC_LOCK], host_network: true, networks: [lab/rdma0, rdma1],"
-    + " resources: {rdma/hca: 8}, termination_s: 600}",
+    + " resources: {rdma/hca: 8}, termination_s: 600, runtime_class: nvidia, env_secrets: [store, tracker],"
+    + " active_deadline_s: 86400, volumes: [{mount: /data, claim: datasets, read_only: true},"
+    + " {mount: /local, source: {hostPath: {path: /mnt/nvme}}}]}",
 }
 VERSIONS = sorted(
     {
