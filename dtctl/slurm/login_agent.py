@@ -177,9 +177,15 @@ def submit(request: Json) -> Json:
     # where nodes are away that will be back: Slurm says of that, too, that it can never start, and lets it wait.
     for option in ("--test-only", "--parsable") if request["test"] else ("--parsable",):
         done = run("sbatch", option, file, env=env)
-        if done.returncode:
+        if done.returncode and option == "--test-only":
             return {"code": done.returncode, "said": done.stderr, **variables}
-    return {"code": 0, "job": done.stdout.strip().partition(";")[0], **variables}
+    # A site's own sbatch may print more than the number, or fail after Slurm has taken the job.
+    numbers = re.findall(r"^(\d+)(?:;\S+)?\s*$", done.stdout, re.MULTILINE)
+    if done.returncode or len(numbers) != 1:
+        numbers = find({"script": file, "folders": ()})["jobs"] or ([] if done.returncode else numbers)
+    if not numbers:
+        return {"code": done.returncode or 1, "said": done.stderr or done.stdout, **variables}
+    return {"code": 0, "job": numbers[-1], **variables}
 
 
 COMMANDS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")

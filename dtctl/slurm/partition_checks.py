@@ -137,19 +137,6 @@ def _requeue(slurm: Slurm, partitions: Sequence[Mapping[str, str]]) -> Iterator[
             fix="a longer slurm.time, or a later warning",
             evidence=() if slurm.time else tuple(f"DefaultTime={limit}" for limit in limits),
         )  # fmt: skip
-    if slurm.requeues and (slurm.extra.get("no-requeue") or slurm.extra.get("requeue") is False):
-        yield Lack(
-            check="requeue", key="slurm.extra", never=False,
-            summary=f"the job says both that it is started again up to {slurm.requeues} times and that it never is",
-            fix="take `no-requeue` out of slurm.extra, or say `slurm.requeues: 0`",
-        )  # fmt: skip
-    signal = str(slurm.extra.get("signal", ""))
-    if signal and not re.match(r"B:(SIG)?USR1(@|$)", signal):
-        yield Lack(
-            check="requeue", key="slurm.extra.signal", never=False,
-            summary=f"the warning of the time limit is {signal}, and the batch file waits for USR1: nobody would save",
-            fix="leave it out; slurm.warn_s says how early the warning comes",
-        )  # fmt: skip
     cancelling = [row for row in partitions if row.get("PreemptMode", "").startswith("CANCEL")]
     if slurm.requeues and cancelling:
         row = cancelling[0]

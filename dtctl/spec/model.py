@@ -80,6 +80,27 @@ SlurmMemory = Annotated[Word, _written(r"\d+[KMGTkmgt]?", "a size as Slurm write
 SlurmArray = Annotated[
     Word, _written(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "the indexes of an array: 0-9%2, or 1,3,5")
 ]
+_OWN_DIRECTIVES = {
+    "array": "set `slurm.array`",
+    "chdir": "a job begins in the working folder of its run",
+    "error": "what a job prints is in the folder of its run",
+    "input": "a job reads nothing",
+    "job-name": "set `job.name`",
+    "nodes": "set `cluster.nodes`",
+    "no-kill": "set `job.recovery`",
+    "no-requeue": "set `slurm.requeue: false`",
+    "ntasks": "set `cluster.nodes` and `cluster.slots`",
+    "ntasks-per-node": "set `cluster.slots`",
+    "open-mode": "a job that is started again continues in its log",
+    "output": "what a job prints is in the folder of its run",
+    "parsable": "dtctl reads what sbatch prints",
+    "requeue": "set `slurm.requeue`",
+    "signal": "set `slurm.warn_s`",
+    "test-only": "see `dtctl doctor`",
+    "wait": "`dtctl launch` waits for the job",
+    "wrap": "set `job.command`",
+}
+"""Directives of sbatch on which dtctl relies, and what to do instead."""
 SlurmGres = Annotated[Word, _written(r"[A-Za-z][^\s]*", "a resource with its number: gpu:8, or gpu:a100:4,nic:1")]
 Drop = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 
@@ -389,6 +410,14 @@ class Slurm(Section):
     """Further options of srun: `["--mpi=pmix"]`."""
     extra: dict[str, str | int | float | bool] = Field(default={})
     """Further directives: `{constraint: h100}`."""
+
+    @field_validator("extra")
+    @classmethod
+    def _not_owned(cls, extra: dict[str, str | int | float | bool]) -> dict[str, str | int | float | bool]:
+        for name in extra:
+            if name in _OWN_DIRECTIVES:
+                raise ValueError(f"dtctl writes the directive {name} itself: {_OWN_DIRECTIVES[name]}")
+        return extra
 
 
 class Toleration(Section):

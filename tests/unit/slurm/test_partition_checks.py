@@ -85,9 +85,6 @@ def test_what_it_lacks_is_named_by_the_key(
     [
         ({}, {"time": "2:00", "warn_s": 120}, "slurm.warn_s", "may run for 120 s"),
         ({"DefaultTime": "00:01:00"}, {}, "slurm.warn_s", "may run for 60 s"),
-        ({}, {"extra": {"no-requeue": True}}, "slurm.extra", "up to 10 times and that it never is"),
-        ({}, {"extra": {"requeue": False}}, "slurm.extra", "never is"),
-        ({}, {"extra": {"signal": "TERM@60"}}, "slurm.extra.signal", "waits for USR1"),
         ({"PreemptMode": "CANCEL", "GraceTime": "0"}, {}, "slurm.partition", "cancels the jobs that it preempts"),
     ],
 )
@@ -104,8 +101,8 @@ def test_what_keeps_an_interrupted_job_from_going_on(
     ("partition", "slurm"),
     [
         ({"PreemptMode": "REQUEUE", "DefaultTime": "NONE"}, {"time": "3:00"}),
-        ({"PreemptMode": "CANCEL"}, {"requeues": 0, "extra": {"no-requeue": True}}),
-        ({"PreemptMode": "OFF", "DefaultTime": "01:00:00"}, {"extra": {"signal": "B:USR1@300"}}),
+        ({"PreemptMode": "CANCEL"}, {"requeues": 0, "requeue": False}),
+        ({"PreemptMode": "OFF", "DefaultTime": "01:00:00"}, {"warn_s": 300}),
     ],
 )
 def test_an_interrupted_job_that_can_go_on(partition: dict[str, str], slurm: dict[str, Any]) -> None:
