@@ -34,7 +34,9 @@ def test_only_the_standard_library_is_imported(program: str) -> None:
 
 def test_the_interface_is_printed() -> None:
     assert run("slurm/find_interface.py", "127.0.0.1").stdout == "lo\n"
-    assert run("kubernetes/pick_endpoint.py", "localhost", "0").stdout in ("127.0.0.1 lo\n", "::1 lo\n")
+    place, interface, cores = run("kubernetes/pick_endpoint.py", "localhost", "0").stdout.split()
+    assert place in ("127.0.0.1", "::1")
+    assert (interface, cores) == ("lo", str(node_facts.usable_cores()))
 
 
 def test_a_way_that_is_not_there_is_an_error() -> None:
@@ -44,11 +46,22 @@ def test_a_way_that_is_not_there_is_an_error() -> None:
 
 
 def test_the_meeting_point_is_a_port_of_those_that_a_launch_takes() -> None:
-    address, port, other = run("slurm/pick_endpoint.py", "localhost", "17.0", "0").stdout.split()
+    address, port, other = run("slurm/pick_endpoint.py", "run.17.0", "0", "1", "localhost").stdout.split()
     assert address in ("127.0.0.1", "::1")
-    assert int(port) in node_facts.port_candidates("17.0")
-    assert int(other) in set(node_facts.port_candidates("17.0")) - {int(port)}
-    assert run("slurm/pick_endpoint.py", "localhost", "17.0", port).stdout.split()[1] == port
+    assert int(port) in node_facts.port_candidates("run.17.0")
+    assert int(other) in set(node_facts.port_candidates("run.17.0")) - {int(port)}
+    assert run("slurm/pick_endpoint.py", "run.17.0", port, "1", "localhost").stdout.split()[1] == port
+
+
+def test_several_nodes_never_meet_at_an_address_that_each_has_for_itself() -> None:
+    """A name that only Slurm knows, or that /etc/hosts takes for this machine."""
+    own = node_facts.address_towards("192.0.2.1")
+    done = run("slurm/pick_endpoint.py", "run.17.0", "0", "2", "localhost", "nowhere.invalid")
+    if own:
+        assert done.stdout.split()[0] != "127.0.0.1"
+    else:  # no route but that to itself
+        assert done.returncode == 1
+        assert "no address that localhost or nowhere.invalid can reach" in done.stderr
 
 
 @pytest.mark.parametrize(
