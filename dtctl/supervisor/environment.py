@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from dtctl import folders
 from dtctl.supervisor.messages import StartAttempt
+
+STEP = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS")
+"""Variables that number the tasks of a step of Slurm."""
+
+
+def without_step(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the numbers of the step that this supervisor is the only task of.
+
+    Lightning takes them for the workers' own, and refuses to begin if they do not fit.
+    """
+    return {name: value for name, value in environ.items() if name not in STEP}
 
 
 def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, str]:

@@ -212,7 +212,7 @@ class Supervisor:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(message.script)
         env = environment.of_workers(message, self.run_dir, interface)
-        return script, {**os.environ, **env, processes.TOKEN: self.token}
+        return script, {**environment.without_step(os.environ), **env, processes.TOKEN: self.token}
 
     def _identify(self, message: StartAttempt) -> None:
         """Write down who supervises the run here, for whoever has to end it."""
