@@ -453,11 +453,23 @@ def too_many_logins(rig: Rig) -> Path:
     return rig.configure(host(rig.serve(0, key, options="MaxStartups 1:50:2"), f"IdentityFile {key}"))
 
 
+def ipv6(rig: Rig) -> Path:
+    """A node that has an IPv6 address only, as far as the client knows."""
+    key = rig.key("one")
+    server, (node, _) = rig.serve(0, key, is_known=False), rig._servers[-1]
+    rig.sh(node, f"ip -6 address replace fd77::{node.index}/64 dev eth0 nodad")
+    bridge = ["ip", "-6", "address", "replace", "fd77::ffff/64", "dev", rig.sandbox.bridge, "nodad"]
+    subprocess.run(bridge, check=True)
+    server.address = f"fd77::{node.index}"
+    rig.known.append(f"{server.name} {server.host_key}")
+    return rig.configure(host(server, f"IdentityFile {key}"))
+
+
 LOGS_IN: Final = (
     plain, locked_key_in_agent, many_keys_one_named, identity_agent, certificate, public_key_named, two_keys, master,
     master_at_jump_host, host_authority, chacha20_only, sntrup761_only, umac_only, jump_host, two_jump_hosts,
     proxy_command, host_key_alias, match_exec, include, banner, rekeying, forced_command, terminal_wanted,
-    persistent_master_wanted, forwardings, too_many_logins,
+    persistent_master_wanted, forwardings, too_many_logins, ipv6,
 )  # fmt: skip
 REFUSED: Final[dict[Callable[[Rig], Path], str]] = {
     locked_key: "ssh-add",
