@@ -499,7 +499,9 @@ def config_text(ssh_config: str | None, known_hosts: str | None) -> str:
 def _quoted(path: str, *, is_pattern: bool = False) -> str:
     """A path as a value of ssh_config(5)."""
     path = str(Path(path).expanduser().absolute())
-    path = re.sub(r"([\[\]*?\\])", r"\\\1", path) if is_pattern else path.replace("%", "%%")
+    # ssh takes one backslash of two away, and glob(3) one of the two that are left.
+    path = path.replace("\\", "\\\\\\\\" if is_pattern else "\\\\")
+    path = re.sub(r"([\[\]*?])", r"\\\1", path) if is_pattern else path.replace("%", "%%")
     return '"' + path.replace('"', '\\"') + '"'
 
 

@@ -551,5 +551,5 @@ def test_the_death_of_a_shared_connection_ends_the_run(rig: Rig, project: Projec
     wait_until(lambda: events.exists() and "started" in events.read_text(), 30, "workers")
     rig._processes[-1].terminate()
     done = project.finish(process)
-    assert done.code == 6, done.out + done.err
+    assert done.code == 8, done.out + done.err
     assert "ControlMaster" in done.err + done.out, done.err

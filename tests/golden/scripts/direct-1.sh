@@ -27,8 +27,9 @@ export GROUP_RANK=1
 
 # setup
 trap 'echo "dtctl: this line of job.setup has failed: $BASH_COMMAND" >&2' ERR
+trap '[ "$?" -ne 0 ] || { echo "dtctl: job.setup has ended the script (exit 0), and the job never began" >&2; exit 1; }' EXIT
 source ~/venv/bin/activate
-trap - ERR
+trap - ERR EXIT
 
 # Last, and with exec: signals and the exit code pass straight through.
 exec python3 \

@@ -42,7 +42,7 @@ def test_a_webhook_is_alertmanagers() -> None:
 
 
 def test_a_webhook_has_the_text_that_chats_show() -> None:
-    assert messages.webhook(MESSAGE)["text"] == "firing: no-step in run gpt-1: a <b> & c?"
+    assert messages.webhook(MESSAGE)["text"] == "firing: no-step in run gpt-1: a <b> & c\\x1b"
 
 
 @pytest.mark.parametrize(

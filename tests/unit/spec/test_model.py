@@ -48,7 +48,7 @@ job:
   module: m
   args: [a]
   deepspeed: {zero_allow_untested_optimizer: true}
-  add_args: [local_rank, deepspeed_config, megatron]
+  add_args: [local_rank, deepspeed_config]
   env: {A: x}
   env_from: ["W*"]
   secrets: [S]
