@@ -21,7 +21,8 @@ for name in [*names, socket.gethostname(), "192.0.2.1"]:
     if address and (count == 1 or (not address.startswith("127.") and address != "::1")):
         break
 else:
-    raise SystemExit("dtctl: this node has no address that {} can reach".format(" or ".join(names)))
+    tried = " or ".join(names)
+    raise SystemExit(f"dtctl: this node has no address that {tried} can reach")
 ports = port_candidates(seed)
 port = first_free([fixed] if fixed else ports)
 if not port:

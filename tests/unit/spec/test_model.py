@@ -34,6 +34,7 @@ cluster:
   port: 65535
   identity_file: k
   known_hosts: h
+  ssh: openssh
   ssh_config: c
   python: p
   workdir: w
