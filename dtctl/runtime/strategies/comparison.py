@@ -360,11 +360,17 @@ def _share(one: torch.Tensor | None, other: torch.Tensor | None, least: float) -
         return 1.0 if held is not None and _norm(held) > 1e-6 * least else 0.0
     if one.shape != other.shape:
         return float("inf")
+    away, size = _norm(one - other), _norm(one)
+    if isfinite(away) and isfinite(size):
+        return _ratio(away, max(size, least))
+    # What is not finite has to be the same, and the rest is compared.
     both = torch.isfinite(one) & torch.isfinite(other)
     if not torch.equal(one[~both].nan_to_num(), other[~both].nan_to_num()):
         return float("inf")
-    away = _norm(one[both] - other[both])
-    size = max(_norm(one[both]), least)
+    return _ratio(_norm(one[both] - other[both]), max(_norm(one[both]), least))
+
+
+def _ratio(away: float, size: float) -> float:
     if not size:
         return 1.0 if away else 0.0
     return away / size

@@ -198,7 +198,7 @@ def compare_split(
         for name in entries:
             if f"{name}.weight".removeprefix(prefix) in comparison.unused:
                 raise _not_compared(name)
-        first: Difference | None = None
+        difference: Difference | None = None
         for attempt in _attempts(model, entries, mesh.size()):
 
             def divide(twin: nn.Module, attempt: Mapping[str, str] = attempt, unit: str = unit) -> None:
@@ -210,11 +210,12 @@ def compare_split(
                 added_up |= {f"{prefix}{name}" for name in difference.added_up}
                 done[kind] = (list(attempt.values()), difference.added_up)
                 break
-            first = first or difference
         else:
-            assert first is not None  # noqa: S101  # for the type checker: there is an attempt at least
-            known = explained(first.error) if first.error is not None else None
-            raise known or _differs(unit or type(model).__name__, entries, first, mesh.size()) from first.error
+            assert difference is not None  # noqa: S101  # for the type checker: there is an attempt at least
+            known = explained(difference.error) if difference.error is not None else None
+            raise known or _differs(
+                unit or type(model).__name__, entries, difference, mesh.size()
+            ) from difference.error
     return Split(chosen, sorted(added_up))
 
 
@@ -271,7 +272,7 @@ def _has_pair(unit: str, plan: Mapping[str, str]) -> bool:
 
 
 def _attempts(model: nn.Module, entries: Mapping[str, str], degree: int) -> list[dict[str, str]]:
-    """The styles as they are, and then with parts of fused matrices that shapes suggest, if these can be divided."""
+    """The styles with parts of fused matrices that shapes suggest, if these can be divided, and then as they are."""
     fused = dict(entries)
     following: int | None = None
     for name, style in reversed(list(entries.items())):
@@ -288,7 +289,7 @@ def _attempts(model: nn.Module, entries: Mapping[str, str], degree: int) -> list
         check(model, fused, degree)
     except PlanError:
         return [dict(entries)]
-    return [dict(entries), fused] if fused != entries else [dict(entries)]
+    return [fused, dict(entries)] if fused != entries else [dict(entries)]
 
 
 def _divide_copy(
