@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from questions import Chart
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-IN_README = ("recovery", "step-tiny", "launch-8", "damage")
+IN_README = ("recovery", "step-tiny", "launch-16", "damage")
 THEMES = {
     "light": {"text": "#1f2328", "ours": "#3f51b5", "others": "#b8bec8"},
     "dark": {"text": "#e6edf3", "ours": "#8c9eff", "others": "#5b6370"},

@@ -65,6 +65,9 @@ class Answer:
     """What was aimed at and not reached, and what the comparison does not show."""
 
 
+LAUNCH_FILES = ("dtctl/launch", "dtctl/supervisor", "dtctl/transport", "dtctl/plan", "dtctl/cli/launch.py")
+
+
 def newest(name: str, part: str = "") -> dict[str, Any]:
     """The newest kept result of a benchmark that has the part.
 
@@ -119,7 +122,9 @@ def step() -> Answer:
     """The loop's own cost."""
     tiny, small, start = newest("loop", "tiny"), newest("loop", "small"), newest("loop", "start-up")
     pair, elastic = newest("loop", "two workers"), newest("loop", "elastic")
-    versions = tiny["versions"]
+    versions = ", ".join(
+        f"{name} {tiny['versions'][name]}" for name in ("torch", "lightning", "accelerate") if name in tiny["versions"]
+    )
 
     def bars(rows: dict[str, Any]) -> tuple[Bar, ...]:
         own = (name for name in rows if name != "bare (peers)")
@@ -145,8 +150,7 @@ def step() -> Answer:
             ),
             Chart("step-small", "a step of a small model", "microseconds, median", bars(small["small"]), digits=0),
         ),
-        f"Fresh processes in turn, one thread, torch {versions['torch']}, Lightning {versions['lightning']}, accelerate "
-        f"{versions['accelerate']}. From the start of the process to the end of its first step: {start['start-up']['ratio']:.2f} times "
+        f"Fresh processes in turn, one thread, {versions}. From the start of the process to the end of its first step: {start['start-up']['ratio']:.2f} times "
         f"a bare script. Two workers reach {share['dtctl DDP']:.0%} of the throughput of two that have nothing to do with each "
         f"other, torch's DDP by hand {share['bare DDP']:.0%}. `train.exact: elastic` takes {elastic['elastic']['ratio']:.2f} "
         "times a step of DDP.",
@@ -158,20 +162,14 @@ def step() -> Answer:
 
 def start() -> Answer:
     """Launch latency."""
-    kept, heavy = newest("launch", "true on 16 nodes"), newest("launch", "true on 8 nodes")
-    wide, full = kept["true on 16 nodes"], heavy["true on 8 nodes"]
+    kept = newest("launch", "true on 16 nodes")
+    wide = kept["true on 16 nodes"]
     return Answer(
         "launch",
         "How fast does a launch start?",
         f"`true` on 16 nodes: {wide['dtctl']['median_s']:.2f} s, of which bare SSH connections take "
         f"{wide['bare paramiko']['median_s']:.2f} s.",
         (
-            Chart(
-                "launch-8",
-                "`true` on 8 nodes by launchers of jobs",
-                "seconds, median",
-                tuple(_programs(full, "median_s")),
-            ),
             Chart(
                 "launch-16",
                 "`true` on 16 nodes beside what only runs commands",
@@ -183,14 +181,38 @@ def start() -> Answer:
         "imports, connections, the push of the code, the start and the count of what is left; pdsh, clush, parallel-ssh and "
         f"bare paramiko only connect and run `true`. The launcher takes {kept['client CPU ms per node']} ms of processor time per node.",
         "python benchmarks/launch.py",
-        tuple(dict.fromkeys((kept["file"], heavy["file"]))),
-        ("dtctl/launch", "dtctl/supervisor", "dtctl/transport", "dtctl/plan", "dtctl/cli/launch.py"),
+        (kept["file"],),
+        LAUNCH_FILES,
+    )
+
+
+def launchers() -> Answer:
+    """Launch latency beside programs that launch jobs."""
+    kept = newest("launch", "true on 8 nodes")
+    rows = kept["true on 8 nodes"]
+    return Answer(
+        "launchers",
+        "How fast are other launchers of jobs?",
+        f"`true` on 8 nodes: dtctl {rows['dtctl']['median_s']:.2f} s, deepspeed {rows['deepspeed']['median_s']:.1f} s, torchrunx "
+        f"{rows['torchrunx']['median_s']:.1f} s.",
+        (
+            Chart(
+                "launch-8",
+                "`true` on 8 nodes by launchers of jobs",
+                "seconds, median",
+                tuple(_programs(rows, "median_s")),
+            ),
+        ),
+        f"Fresh processes in turn, {kept['date']}, all nodes on one machine of {kept['versions']['cores']} cores.",
+        "python benchmarks/launch.py",
+        (kept["file"],),
+        LAUNCH_FILES,
     )
 
 
 def push() -> Answer:
     """Files to nodes."""
-    kept = newest("launch", "push to 4 nodes")
+    kept = newest("launch", "push to 16 nodes")
     charts = []
     for nodes in (4, 16):
         for state in ("fresh", "unchanged"):
@@ -528,6 +550,7 @@ ANSWERS: tuple[Callable[[], Answer], ...] = (
     recovery,
     step,
     start,
+    launchers,
     push,
     snapshots,
     damage,

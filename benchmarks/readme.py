@@ -13,7 +13,7 @@ from ages import find_age
 from questions import Answer, Chart, answers
 
 ROOT = Path(__file__).resolve().parent.parent
-IN_README = {"recovery": "recovery", "step": "step-tiny", "launch": "launch-8", "damage": "damage"}
+IN_README = {"recovery": "recovery", "step": "step-tiny", "launch": "launch-16", "damage": "damage"}
 """Question -> the one of its charts that the README shows."""
 BEGIN, END = "<!-- figures: benchmarks/readme.py -->", "<!-- end of figures -->"
 
