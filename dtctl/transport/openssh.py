@@ -493,6 +493,8 @@ def config_text(ssh_config: str | None, known_hosts: str | None) -> str:
         lines += ["Include ~/.ssh/config", "Include /etc/ssh/ssh_config"]
     elif ssh_config != NO_CONFIG:
         lines.append(f"Include {_quoted(ssh_config, is_pattern=True)}")
+    # Workers have the variables that the spec names, and not the locale of whoever launches.
+    lines += ["Match all", "SendEnv -*"]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -29,6 +29,7 @@ Host *
   RequestTTY force
   ControlMaster auto
   ControlPersist yes
+  SendEnv LANG WANDB_*
 """
 HELD = {
     "batchmode": "yes", "stricthostkeychecking": "true", "updatehostkeys": "false", "forwardagent": "no",
@@ -53,6 +54,7 @@ def test_what_must_hold_does_whatever_the_users_configuration_says(tmp_path: Pat
     found = settings(made)
     assert {key: found.get(key) for key in HELD} == HELD
     assert "remotecommand" not in found or found["remotecommand"] == "none"
+    assert "sendenv" not in found
     assert found["port"] == "2222", "the user's configuration counts"
     assert found["userknownhostsfile"].replace('"', "") == str(known).replace('"', "")
 
