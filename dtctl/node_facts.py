@@ -55,6 +55,16 @@ def first_free(ports: list[int]) -> int:
     return 0
 
 
+def has_socket_at(port: int) -> bool:
+    """Whether a TCP socket of this machine listens at a port, or a connection to it stands or has just ended."""
+    end = ":%04X" % port
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in read(path).splitlines()[1:]:
+            if any(address.endswith(end) for address in line.split()[1:3]):
+                return True
+    return False
+
+
 def address_towards(peer: str) -> str:
     """This machine's address on the way to a numeric address; empty when there is no route.
 

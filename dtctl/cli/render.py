@@ -61,9 +61,12 @@ def render(
     if name is not None:
         check_run_name(name)
     run = name or jobset.stable_run(checked)
+    nodes, settings = resolve_nodes(checked), checked.kubernetes
+    has_devices = settings is None or settings.gpu or any("/" in resource for resource in settings.resources)
+    gpus = {} if has_devices else {node.name: 0 for node in nodes}
     # The address is one of a pod, which nobody knows yet.
-    facts = PlanFacts(environ=os.environ, address="pod-0", source=source_of(checked))
-    plan = build(checked, resolve_nodes(checked), run=run, facts=facts)
+    facts = PlanFacts(environ=os.environ, address="pod-0", source=source_of(checked), gpus=gpus)
+    plan = build(checked, nodes, run=run, facts=facts)
     text = jobset.text(checked, plan)
     if apply or delete or logs:
         _hand_over(checked, text, apply=apply, delete=delete)

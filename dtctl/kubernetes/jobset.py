@@ -29,7 +29,6 @@ from dtctl.spec.nodes import resolve_nodes
 
 TEMPLATE: Final = "pod.sh.j2"
 API: Final = "jobset.x-k8s.io/v1alpha2"
-PLACE: Final = "dtctl: place in the job"
 NAME_LIMIT: Final = 40
 """Of a JobSet's name: a pod's has its job's, two indexes and a random part behind it, and may have 63 characters."""
 QUANTITY: Final = re.compile(r"\d+(\.\d+)?([munkMGTPE]|[KMGTPE]i|[eE]\d+)?")
@@ -160,12 +159,26 @@ def _python(spec: Spec, node: NodePlan) -> str:
 
 def _script(spec: Spec, plan: Plan, name: str) -> str:
     node = plan.head
+    attempt = shell.Late(f"${names.ATTEMPT}")
     values = {
         "version": dtctl.__version__,
         "names": names,
         "plan": plan,
         "node": node,
-        "groups": [*_threads(node), *(group for group in node.env_by_origin if group.origin != PLACE)],
+        "place": environment.node_variables(
+            plan.kind,
+            node_rank=shell.Late("$JOB_COMPLETION_INDEX"),
+            nodes=str(len(plan.nodes)),
+            slots=str(node.slots),
+            world_size=str(plan.world_size),
+            rendezvous_id=shell.Late(f"${names.RUN_ID}.{attempt}"),
+            attempt=attempt,
+            max_restarts=str(plan.max_restarts),
+        ),
+        "worker": environment.worker_variables(
+            plan.kind, rank=shell.Late("$rank"), local_rank=shell.Late("$local_rank")
+        ),
+        "groups": [*_threads(node), *(group for group in node.env_by_origin if group.origin != environment.PLACE)],
         "python": _python(spec, node),
         "head": f"{name}-{WORKERS}-0-0.{name}",
         "port": plan.rendezvous.port,

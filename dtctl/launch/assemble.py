@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from dtctl import folders, names, shell
@@ -24,7 +24,7 @@ from dtctl.launch.files.tree import Tree, scan
 from dtctl.launch.records.events import PushProgress
 from dtctl.launch.records.record import RunRecord, check_no_link
 from dtctl.plan.build import PlanFacts, build
-from dtctl.plan.environment import check_text
+from dtctl.plan.environment import ON_CPUS, check_text
 from dtctl.plan.model import Plan, Threads
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
@@ -93,8 +93,10 @@ def attempt_of_run(record: RunRecord, job: LaunchJob) -> Plan:
     rendezvous = facts["rendezvous"]
     slots = {node["name"]: int(node["slots"]) for node in facts["nodes"]}
     threads = Threads(**facts["threads"]) if facts.get("threads") else None
+    on_cpus = asdict(ON_CPUS) in facts["nodes"][0].get("env", [])
+    gpus = dict.fromkeys(slots, 0) if on_cpus else slots
     return job.make_plan(
-        int(facts["attempt"]), list(slots), rendezvous["address"], int(rendezvous["port"]), gpus=slots, threads=threads
+        int(facts["attempt"]), list(slots), rendezvous["address"], int(rendezvous["port"]), gpus=gpus, threads=threads
     )
 
 

@@ -108,6 +108,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         generated=generated,
         total=total,
         threads=threads,
+        on_cpus=all(_gpus(node, facts, {**spec.job.env, **node.env}) == 0 for node in nodes),
     )
     costs = _recovery(spec, kind, nodes, workers=total)
     return Plan(
@@ -171,6 +172,8 @@ class _Shared:
     generated: Generated
     total: int
     threads: Threads | None
+    on_cpus: bool
+    """Whether no node has a GPU for its workers."""
 
 
 def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFacts, *, count: int) -> NodePlan:
@@ -184,7 +187,9 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFact
         rendezvous=shared.meeting,
     )
     variables = env.merge(
-        env.defaults(kind=kind, slots=placement.slots, share=facts.share, threads=shared.threads),
+        env.defaults(
+            kind=kind, slots=placement.slots, share=facts.share, threads=shared.threads, on_cpus=shared.on_cpus
+        ),
         env.generated(shared.generated.env, framework=kind),
         env.from_environ(spec.job.env_from, facts.environ),
         _interface(spec, node),
@@ -199,6 +204,7 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFact
             nodes=count,
             world_size=shared.total,
             rendezvous=shared.meeting,
+            max_restarts=spec.job.max_restarts,
             rack=node.rack,
         ),
     )
@@ -278,10 +284,14 @@ def _program(spec: Spec, generated: Generated, source: str) -> Program:
 
 
 def _slots(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]) -> int:
-    if isinstance(node.slots, int):
-        return node.slots
+    return node.slots if isinstance(node.slots, int) else max(1, _gpus(node, facts, given) or 0)
+
+
+def _gpus(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]) -> int | None:
+    """GPUs that a node shows its workers; None as long as it was not asked."""
+    count = facts.gpus.get(node.name)
     # The node has counted by its own variables; those of the job may show fewer.
-    return max(1, node_facts.visible_gpus(given, facts.gpus.get(node.name, 0)))
+    return None if count is None else node_facts.visible_gpus(given, count)
 
 
 def _interface(spec: Spec, node: NodeSpec) -> list[EnvVar]:

@@ -11,7 +11,6 @@ import json
 from typing import Any
 
 from dtctl.plan.frameworks import FrameworkSettings
-from dtctl.plan.model import Placement
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees
 
@@ -21,9 +20,9 @@ PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
 """Position of the node, number of nodes, workers on the node."""
 
 
-def place(placement: Placement, *, nodes: int) -> dict[str, str]:
+def place(node_rank: str, *, nodes: str, slots: str) -> dict[str, str]:
     """What DeepSpeed's launcher sets beside torch's variables."""
-    return dict(zip(PLACE, (str(placement.node_rank), str(nodes), str(placement.slots)), strict=True))
+    return dict(zip(PLACE, (node_rank, nodes, slots), strict=True))
 
 
 def config(settings: FrameworkSettings) -> dict[str, Any]:

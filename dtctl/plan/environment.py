@@ -27,11 +27,26 @@ RESERVED = frozenset(
         names.LOCAL_RANK,
         names.WORLD_SIZE,
         names.LOCAL_WORLD_SIZE,
+        names.GROUP_RANK,
         names.NODE_RANK,
         names.MASTER_ADDR,
         names.MASTER_PORT,
+        names.ERROR_FILE,
+        "ROLE_RANK",
+        "ROLE_NAME",
+        "ROLE_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_USE_AGENT_STORE",
     }
 )
+PLACE = "dtctl: place in the job"
+"""Origin of these."""
+ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+ON_CPUS = EnvVar(name="ACCELERATE_USE_CPU", value="true", origin="dtctl: no node has a GPU")
+"""Without it Accelerate trains as many models as there are workers on machines without GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +61,9 @@ class Share:
     """OMP_NUM_THREADS of the shell that launches, where workers inherit it."""
 
 
-def defaults(*, kind: str, slots: int, share: Share | None, threads: Threads | None) -> list[EnvVar]:
+def defaults(
+    *, kind: str, slots: int, share: Share | None, threads: Threads | None, on_cpus: bool = False
+) -> list[EnvVar]:
     """What dtctl sets unless somebody else does; as little as possible.
 
     Args:
@@ -54,6 +71,7 @@ def defaults(*, kind: str, slots: int, share: Share | None, threads: Threads | N
         slots: workers of the node.
         share: what the node has of the control machine, if it lies there.
         threads: of each worker, if the nodes were asked for their cores.
+        on_cpus: whether no node has a GPU, as far as they were asked.
     """
     variables = [EnvVar(name="PYTHONUNBUFFERED", value="1", origin="dtctl: lines reach the log when they are printed")]
     if share is not None:
@@ -63,6 +81,14 @@ def defaults(*, kind: str, slots: int, share: Share | None, threads: Threads | N
     if kind == "torchrun":
         origin = "dtctl: tells the ranks' lines apart"
         variables.append(EnvVar(name="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", value=RANK_PREFIX, origin=origin))
+    if kind in WORKER_KINDS:
+        # torchrun sets 1, its default of old. Programs that look for the name find it, and torch does what it would.
+        value, origin = shell.Late(f"${{{ASYNC_ERRORS}:-3}}"), "torch's own default, unless the node sets it"
+        variables.append(EnvVar(name=ASYNC_ERRORS, value=value, origin=origin))
+        signals, origin = "SIGTERM,SIGINT,SIGHUP", "dtctl: what it passes on, or ends the job for"
+        variables.append(EnvVar(name="TORCHELASTIC_SIGNALS_TO_HANDLE", value=signals, origin=origin))
+    if kind == "accelerate" and on_cpus:
+        variables.append(ON_CPUS)
     return variables
 
 
@@ -162,6 +188,7 @@ def identity(
     nodes: int,
     world_size: int,
     rendezvous: Rendezvous,
+    max_restarts: int,
     rack: str | None = None,
 ) -> list[EnvVar]:
     """The node's place in the job, the same for all of its workers; `worker_variables` has what differs."""
@@ -175,19 +202,71 @@ def identity(
     }
     if rack is not None:
         values[names.RACK] = rack
-    if kind != "torchrun":  # torchrun gives these to its workers itself
+    if kind != "torchrun":
+        values |= {names.MASTER_ADDR: rendezvous.address, names.MASTER_PORT: str(rendezvous.port)}
+    values |= node_variables(
+        kind,
+        node_rank=str(placement.node_rank),
+        nodes=str(nodes),
+        slots=str(placement.slots),
+        world_size=str(world_size),
+        rendezvous_id=rendezvous.run_id,
+        attempt=str(attempt),
+        max_restarts=str(max_restarts),
+    )
+    return [EnvVar(name=name, value=value, origin=PLACE) for name, value in values.items()]
+
+
+def node_variables(
+    kind: str,
+    *,
+    node_rank: str,
+    nodes: str,
+    slots: str,
+    world_size: str,
+    rendezvous_id: str,
+    attempt: str,
+    max_restarts: str,
+) -> dict[str, str]:
+    """What launchers of torch tell the workers of a node alike; the values may be text for a shell.
+
+    Workers that dtctl starts itself get each variable that torchrun sets: programs ask by them whether they are part of
+    a job. Source: torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.13.
+
+    Args:
+        kind: of the job.
+        node_rank: position of the node.
+        nodes: number of nodes.
+        slots: workers of the node.
+        world_size: workers of the job.
+        rendezvous_id: id of the attempt's rendezvous.
+        attempt: how often the workers were started before.
+        max_restarts: how often they may be started again.
+    """
+    if kind == "torchrun":  # which tells its workers the rest itself
+        return {names.NODE_RANK: node_rank}
+    values = {
+        names.WORLD_SIZE: world_size,
+        names.LOCAL_WORLD_SIZE: slots,
+        names.GROUP_RANK: node_rank,
+        names.NODE_RANK: node_rank,
+    }
+    if kind in WORKER_KINDS:
         values |= {
-            names.MASTER_ADDR: rendezvous.address,
-            names.MASTER_PORT: str(rendezvous.port),
-            names.WORLD_SIZE: str(world_size),
-            names.LOCAL_WORLD_SIZE: str(placement.slots),
-            names.NODE_RANK: str(placement.node_rank),
+            "GROUP_WORLD_SIZE": nodes,
+            "ROLE_NAME": "default",
+            "ROLE_WORLD_SIZE": world_size,
+            "TORCHELASTIC_RUN_ID": rendezvous_id,
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+            "TORCHELASTIC_MAX_RESTARTS": max_restarts,
+            # There is no agent with a store: rank 0 opens it.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
     if kind == "deepspeed":
         from dtctl.plan import deepspeed
 
-        values |= deepspeed.place(placement, nodes=nodes)
-    return [EnvVar(name=name, value=value, origin="dtctl: place in the job") for name, value in values.items()]
+        values |= deepspeed.place(node_rank, nodes=nodes, slots=slots)
+    return values
 
 
 def train_config(train: Mapping[str, Any]) -> list[EnvVar]:
@@ -203,11 +282,11 @@ def generated(variables: Mapping[str, str], *, framework: str) -> list[EnvVar]:
     return [EnvVar(name=name, value=value, origin=f"spec: train, for {framework}") for name, value in variables.items()]
 
 
-def worker_variables(kind: str, first_rank: int, local_rank: int) -> dict[str, str]:
-    """What differs between the workers of a node, when dtctl starts them itself."""
+def worker_variables(kind: str, *, rank: str, local_rank: str) -> dict[str, str]:
+    """What differs between the workers of a node, when dtctl starts them itself; the values may be text for a shell."""
     if kind not in WORKER_KINDS:
         return {}
-    return {names.RANK: str(first_rank + local_rank), names.LOCAL_RANK: str(local_rank)}
+    return {names.RANK: rank, names.LOCAL_RANK: local_rank, "ROLE_RANK": rank}
 
 
 def merge(*layers: Iterable[EnvVar]) -> tuple[EnvVar, ...]:

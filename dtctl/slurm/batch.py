@@ -30,7 +30,6 @@ from dtctl.supervisor import processes, work
 TEMPLATE: Final = "job.sbatch.j2"
 CONTROL_FOLDER: Final = "control"
 """Below the folder of the run: the records of the launcher inside of the job (job_control.py)."""
-PLACE: Final = "dtctl: place in the job"
 _RUN: Final = "import sys; sys.path.append(sys.path.pop(0)); from dtctl.slurm.{} import main; main()"
 """Python code: modules of the job's own code, which is the working folder, come last."""
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
@@ -74,6 +73,8 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, fol
     several = len(component_list) > 1
     own_folder = slurm.array is not None and chdir == folder / work.FOLDER
     options, wrapper = _container(slurm, chdir=chdir, folder=folder, own_folder=own_folder)
+    # Of several kinds of nodes, each task is told its own number.
+    slots = shell.Late("$slots") if several else str(node.slots)
     values = {
         "version": dtctl.__version__,
         "names": names,
@@ -81,11 +82,11 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, fol
         "node": node,
         "notes": [*ignored_names(spec), *_about_recovery(plan, followed=followed)],
         "secret_words": {name: "${" + name + "+set}" for name in plan.secrets},
-        "groups": [group for group in node.env_by_origin if group.origin != PLACE],
+        "groups": [group for group in node.env_by_origin if group.origin != environment.PLACE],
         "components": component_list,
         "each": " or ".join(dict.fromkeys(str(part.slots) for part in component_list)),
-        # Of several kinds of nodes, each task is told its own number.
-        "slots": shell.Late("$slots") if several else node.slots,
+        "slots": slots,
+        "place": _place(plan, slots),
         "unit": "worker" if direct else "node",
         "array": slurm.array is not None,
         "srun": [*_srun_options(slurm), *options, *slurm.srun],
@@ -96,6 +97,8 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, fol
         "meeting": standalone(package_folder / "pick_endpoint.py"),
         "threads": _threads(slurm, plan),
         "count_threads": standalone(package_folder / "count_threads.py"),
+        "count_gpus": standalone(package_folder / "count_gpus.py") if _may_lack_gpus(slurm, plan) else "",
+        "on_cpus": f"{environment.ON_CPUS.name}=${{{environment.ON_CPUS.name}-{environment.ON_CPUS.value}}}",
         "route": standalone(package_folder / "find_interface.py"),
         "argv": _with_late_values(node.argv) if plan.kind == "torchrun" else node.argv,
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
@@ -125,6 +128,25 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, fol
         "requeue_exit": names.REQUEUE_EXIT,
     }
     return render(TEMPLATE, values, folders=template_folders(spec.base_dir))
+
+
+def _place(plan: Plan, slots: str) -> dict[str, str]:
+    """The place of a task in the job, which it works out where it runs."""
+    rank, run_id, attempt = shell.Late("$SLURM_PROCID"), names.RUN_ID, names.ATTEMPT
+    place = environment.node_variables(
+        plan.kind,
+        node_rank=shell.Late("$SLURM_NODEID"),
+        nodes=shell.Late("$SLURM_NNODES"),
+        slots=slots,
+        world_size=str(plan.world_size),
+        rendezvous_id=shell.Late(f"${run_id}.${attempt}"),
+        attempt=shell.Late(f"${attempt}"),
+        max_restarts=str(plan.max_restarts),
+    )
+    if plan.per_worker:
+        place |= environment.worker_variables(plan.kind, rank=rank, local_rank=shell.Late("$SLURM_LOCALID"))
+        place[names.ERROR_FILE] = shell.Late(f"${names.PROGRESS}/error-{rank}.json")
+    return place
 
 
 def ignored_names(spec: Spec) -> list[str]:
@@ -225,6 +247,12 @@ def _threads(slurm: Slurm, plan: Plan) -> int | None:
     if slurm.cpus_per_task is None:
         return 0
     return max(1, slurm.cpus_per_task // (1 if plan.per_worker else node.slots))
+
+
+def _may_lack_gpus(slurm: Slurm, plan: Plan) -> bool:
+    """Whether workers have to be told if there are no GPUs, which a job that asks for some has in any case."""
+    asked = " ".join(map(str, (*slurm.extra.items(), *slurm.srun, *(node.gres for node in plan.nodes))))
+    return plan.kind == "accelerate" and "gpu" not in asked
 
 
 def _srun_options(slurm: Slurm) -> list[str]:

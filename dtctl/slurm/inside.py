@@ -19,7 +19,9 @@ from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.site import LocalSite, Site
 from dtctl.supervisor import processes
 
-OF_ONE_WORKER: Final = ("RANK", "LOCAL_RANK", "CROSS_RANK", "SLURM_PROCID", "SLURM_LOCALID")
+OF_ONE_WORKER: Final = (
+    "RANK", "LOCAL_RANK", "ROLE_RANK", "CROSS_RANK", names.ERROR_FILE, "SLURM_PROCID", "SLURM_LOCALID",
+)  # fmt: skip
 _ENTER: Final = r"""
 for each in /proc/[0-9]*; do
   tr '\0' '\n' <"$each/environ" 2>/dev/null | grep -qxF {run} || continue

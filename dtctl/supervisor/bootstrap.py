@@ -29,8 +29,8 @@ MODULES = (
         f"dtctl.supervisor.{name}"
         for name in (
             "exit_cause", "work", "worker_start", "environment", "facts", "frames", "group", "link", "main", "messages",
-            "metrics", "output_log", "fork_server", "live", "processes", "progress", "receive", "stacks", "supervisor",
-            "fork_server_main",
+            "metrics", "output_log", "fork_server", "live", "processes", "progress", "receive", "rendezvous", "stacks",
+            "supervisor", "fork_server_main",
         )
     ),
 )  # fmt: skip

@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 
 from dtctl import folders
-from dtctl.supervisor.messages import StartAttempt
+from dtctl.supervisor.messages import StartAttempt, WorkerSpec
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 STEP = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS")
 """Variables that number the tasks of a step of Slurm."""
@@ -38,3 +40,14 @@ def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, s
         env["GLOO_SOCKET_IFNAME"] = interface
         env["NCCL_SOCKET_IFNAME"] = "=" + interface  # "=": this one, not all whose names begin like it
     return {**env, **start.env}
+
+
+def with_error_file(worker: WorkerSpec, folder: str) -> WorkerSpec:
+    """The worker with a file for its exception, as torchrun gives each of its workers one.
+
+    torchrun itself, and a command that starts workers by its own means, see to that themselves.
+    """
+    if "RANK" not in worker.env:
+        return worker
+    path = os.path.join(folder, f"error-{worker.rank}.json")
+    return WorkerSpec(rank=worker.rank, env={**worker.env, ERROR_FILE: path})

@@ -327,6 +327,7 @@ def replay(link: frames.FdLink, run_dir: str, offsets: dict[str, int]) -> None:
             log_bytes_lost=record.log_bytes_lost,
             log_bytes_unstored=record.log_bytes_unstored,
             outputs=record.outputs,
+            met=record.met,
             gone=True,
         )
     )

@@ -189,6 +189,8 @@ class StartAttempt(Message):
     """Most that is kept of the output of a rank; 0: all of it."""
     peer: str = value(_NAME)
     """Address of the head node."""
+    meeting_port: int = value(PORT, default=0)
+    """At which the workers meet on this node; 0: they do so elsewhere, or need not."""
     grace_s: float = value(number)
     """Between SIGTERM and SIGKILL."""
     snapshots: str = value(_NAME, default="")
@@ -401,6 +403,8 @@ class AttemptStopped(Message):
     """In the exit record: what the log of a rank has, where that is not all of its output (output_log.py)."""
     outputs: OutputSummary | None = value(nullable(OutputSummary.parse), default=None)
     """What the run's programs have put out so far."""
+    met: bool | None = value(nullable(flag), default=None)
+    """Whether anybody has opened the port at which the workers meet; None: nobody has looked here."""
     gone: bool = value(flag, default=False)
     """Whether the run had ended before the link stood: no supervisor waits for another attempt."""
     record: str = value(prose, default="")

@@ -26,6 +26,7 @@ from dtctl.supervisor.link import CHUNK, ControlLink
 from dtctl.supervisor.live import LIVE, LIVE_EPOCH, Live, end_session
 from dtctl.supervisor.messages import StandBy, StartAttempt
 from dtctl.supervisor.metrics import MetricsTail
+from dtctl.supervisor.rendezvous import RendezvousPort
 from dtctl.supervisor.worker_start import WorkerStart
 
 TYPE_CHECKING = False  # typing is slow to import on a node
@@ -114,6 +115,7 @@ class Supervisor:
         self.exits: list[messages.WorkerExit] = []
         self.metrics = MetricsTail(self.run_dir)
         self.progress_dir = ""
+        self.rendezvous_port = RendezvousPort(0)
         self.stack_dump: StackDump | None = None
         self.memory: exit_cause.OomCounters | None = None
         self.deadline: float | None = None  # of the SIGTERM phase, while an attempt is being ended
@@ -171,6 +173,7 @@ class Supervisor:
         self.memory = exit_cause.OomCounters()
         self.exits, self.stopped, self.stopped_sent, self.deadline, self.stray_deadline = [], None, False, None, None
         self.metrics.sent = 0
+        self.rendezvous_port = RendezvousPort(message.meeting_port)
         reserve(os.path.join(self.attempt_dir, EXIT_RECORD), RECORD_BYTES)
         group = Group(self.attempt_dir, message.split_ranks, message.log_bytes)
         self.group = group
@@ -183,7 +186,8 @@ class Supervisor:
                 base[LIVE_EPOCH] = str(message.live_epoch)
                 for log in self._own_logs(group):
                     log.sent = log.size  # what is there was sent by the supervisor before this one, or is asked for
-        self.worker_start = WorkerStart(group, script, cwd, base, message.workers)
+        workers = [environment.with_error_file(worker, self.progress_dir) for worker in message.workers]
+        self.worker_start = WorkerStart(group, script, cwd, base, workers)
         self._start_workers(message.preload)
         self.send(messages.Started(interface=interface))
 
@@ -313,7 +317,9 @@ class Supervisor:
             return
         if self.worker_start is not None and self.worker_start.waiting and self.fork_server is not None:
             self._continue_worker_start(self.worker_start, self.fork_server)
-        for process in group.collect():
+        ended = group.collect()
+        self.rendezvous_port.look(at_once=bool(ended))
+        for process in ended:
             group.drain(process)
             if self._report_exit(process) and not self._may_be_replaced(process):
                 self.end_attempt()
@@ -459,6 +465,7 @@ class Supervisor:
             log_bytes_lost=sum(log.lost(is_linked=self.link is not None) for log in logs),
             log_bytes_unstored=sum(log.unstored for log in logs),
             outputs=self.put_out,
+            met=self.rendezvous_port.opened,
             **more,
         )
 

@@ -56,6 +56,17 @@ def test_the_same_spec_gives_the_same_file(tmp_path: Path) -> None:
     assert names[2] == "again"
 
 
+@pytest.mark.parametrize(
+    ("more", "told"), [("", False), (", gpu: ''", True), (", gpu: '', resources: {example.com/accelerator: 1}", False)]
+)
+def test_accelerate_is_told_that_pods_have_no_gpus(tmp_path: Path, more: str, told: bool) -> None:
+    spec = SPEC.replace("script: train.py", "script: train.py, kind: accelerate")
+    (tmp_path / "dtctl.yaml").write_text(spec.replace("namespace: lab", f"namespace: lab{more}"))
+    done = dtctl("render", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("export ACCELERATE_USE_CPU=true" in done.stdout) is told
+
+
 @pytest.mark.parametrize("option", ["--apply", "--delete"])
 def test_the_objects_are_handed_over(tmp_path: Path, kubectl: dict[str, str], option: str) -> None:
     done = dtctl("render", option, cwd=tmp_path, env=kubectl)

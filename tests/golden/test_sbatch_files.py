@@ -32,6 +32,7 @@ CASES = {
     + "job: {name: gpt, script: train.py, kind: direct, max_restarts: 2, recovery: live}\ntrain: {strategy: ddp}\n",
     "deepspeed": NODES
     + "job: {name: gpt, script: train.py, kind: deepspeed}\ntrain: {strategy: zero1, micro_batch: 2, accumulate: 4}",
+    "accelerate": NODES + "job: {name: bert, script: train.py, kind: accelerate, max_restarts: 2}",
     "het": "cluster: {transport: slurm, nodes: [{name: big, slots: 8}, {name: 'small[1-2]', slots: 4}]}\n"
     + "job: {name: gpt, script: train.py, kind: direct}\nslurm: {partition: main, time: '4:00:00'}",
     "keys": "cluster: {transport: slurm, nodes: ['node[1-2]']}\n"

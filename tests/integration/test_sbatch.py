@@ -29,6 +29,7 @@ train: {{steps: 5}}
 PYTHON = f"python: {json.dumps(sys.executable)}"
 GOLDEN = Path(__file__).parents[1] / "golden" / "sbatch"
 PLACES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "DTCTL_NNODES", "DTCTL_NODE_RANK"}
+PLACES |= {"NODE_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"}
 PLACES |= {"DTCTL_SLOTS", "DTCTL_NODE", "DTCTL_ATTEMPT", "DTCTL_TRAIN_CONFIG", "VALUE", "LIST", "OMP_NUM_THREADS"}
 TELL = f"""\
 import json, os, sys

@@ -33,6 +33,22 @@ def test_a_port_that_a_client_has_just_left_counts_as_free() -> None:
     assert node_facts.first_free([port]) == port
 
 
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_socket_shows_while_it_listens_and_after_a_connection(family: socket.AddressFamily) -> None:
+    address = "127.0.0.1" if family == socket.AF_INET else "::1"
+    with socket.create_server((address, 0), family=family) as server:
+        port = server.getsockname()[1]
+        assert node_facts.has_socket_at(port)
+        client = socket.create_connection((address, port))
+        peer, _ = server.accept()
+        peer.close()
+        client.close()
+    assert node_facts.has_socket_at(port), "the end of a connection shows for a minute"
+    with socket.create_server((address, 0), family=family) as server:
+        unused = server.getsockname()[1]
+    assert not node_facts.has_socket_at(unused)
+
+
 def test_the_interface_towards_an_address() -> None:
     assert node_facts.interface_towards("127.0.0.1") == "lo"
     assert node_facts.interface_towards("not-a-number.invalid") == ""

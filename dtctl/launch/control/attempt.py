@@ -125,6 +125,8 @@ class AttemptOutcome:
     """Node -> processes left there; None when the node could not be asked."""
     lost_nodes: list[str] = field(default_factory=list)
     """Nodes whose link was lost."""
+    is_unmet: bool = False
+    """Whether nobody has ever opened the port at which the workers were to meet."""
     already_ended: list[str] = field(default_factory=list)
     """Nodes where the run had ended before this launcher came; no supervisor waits there for another attempt."""
     lost_output: dict[str, int] = field(default_factory=dict)
@@ -309,6 +311,7 @@ class Attempt:
         if stopped.outputs is not None:
             summary = stopped.outputs
             self.outcome.outputs[name] = Outputs(folder=summary.folder, files=summary.files, bytes=summary.bytes)
+        self.outcome.is_unmet = self.outcome.is_unmet or stopped.met is False
         if stopped.gone:
             self.outcome.already_ended.append(name)
         self.gang.emit(NodeChanged(node=name, state="stopped", left=stopped.left))

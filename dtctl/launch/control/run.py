@@ -305,7 +305,14 @@ class NodesBackend:
     def _end(self) -> None:
         """No attempt follows."""
         self.ledger.enter("stop")
-        self.ledger.close(succeeded=self.failure is None and self.outcome.stopped_by is None)
+        has_succeeded = self.failure is None and self.outcome.stopped_by is None
+        self.ledger.close(succeeded=has_succeeded)
+        if has_succeeded and self.outcome.is_unmet:
+            text = (
+                f"no worker has ever opened {self.plan.rendezvous.endpoint}, where they meet: the "
+                f"{self.plan.world_size} workers were separate programs, unless theirs meets elsewhere"
+            )
+            self.emit(Note(text=text))
         self._sweep_lost_nodes(self.plan, self.outcome)
 
     def _judge(self, outcome: AttemptOutcome, failure: Failure) -> RestartDecision:
@@ -557,7 +564,9 @@ class NodesBackend:
     def _take_up(self, plan: Plan) -> None:
         """Watch an attempt that another launcher has started; a node that cannot be reached is called again."""
         self._attempt_begun = time.monotonic()
-        self.descriptions |= {node.name: NodeDescription(gpus=node.slots, address="", port=0) for node in plan.nodes}
+        for node in plan.nodes:  # as far as the launcher before has counted
+            gpus = 0 if environment.ON_CPUS in node.env else node.slots
+            self.descriptions[node.name] = NodeDescription(gpus=gpus, address="", port=0)
         self.ledger.resume(self.record.folder / names.LEDGER_FILE)
         self.logs.rejoin()
         code = self.record.code_folders()
@@ -579,10 +588,13 @@ class NodesBackend:
         workers = [
             WorkerSpec(
                 rank=node.first_rank + local_rank if plan.kind != "torchrun" else AGENT,
-                env=dict(environment.worker_variables(plan.kind, node.first_rank, local_rank)),
+                env=environment.worker_variables(
+                    plan.kind, rank=str(node.first_rank + local_rank), local_rank=str(local_rank)
+                ),
             )
             for local_rank in range(node.processes)
         ]
+        meets_here = plan.per_worker and plan.world_size > 1 and node.name == plan.head.name and not live_epoch
         return kind(
             run=plan.run,
             token=self.job.token,
@@ -598,6 +610,7 @@ class NodesBackend:
             log_bytes=self.job.log_bytes,
             origin=self.job.origin,
             peer=plan.rendezvous.address,
+            meeting_port=plan.rendezvous.port if meets_here else 0,
             grace_s=plan.grace_s,
             snapshots=self.job.snapshots.get(node.name, ""),
             keep=self.job.keep,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from dtctl import names
 from dtctl.errors import PlanError, SpecError
 from dtctl.runtime.distributed import affinity, network
 from dtctl.runtime.distributed.worker import Worker, identify
@@ -24,8 +25,6 @@ from dtctl.runtime.exactness import determinism
 from dtctl.runtime.exactness.randomness import seed_all
 from dtctl.runtime.live.control import Control
 
-ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
-"""Set by torchrun: where a worker leaves its exception for the agent's summary."""
 DEVICE_KEY: Final = "dtctl/device"
 KINDS: Final = {"cpu": "CPU", "cuda": "GPU"}
 TEAR_DOWN_S: Final = 5.0
@@ -154,7 +153,7 @@ def _let_gloo_finish() -> None:
 
 def record_failure(error: BaseException) -> None:
     """Leave the exception where torchrun looks for it, so that its summary names the first failure."""
-    if os.environ.get(ERROR_FILE):
+    if os.environ.get(names.ERROR_FILE):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)

@@ -114,7 +114,7 @@ def identify(environ: Mapping[str, str]) -> Worker:
         local_rank=local_rank,
         world_size=world_size,
         local_world_size=local_world_size,
-        node_rank=_number(environ, names.NODE_RANK, 0),
+        node_rank=_number(environ, names.GROUP_RANK, 0),
         device=device,
         # The GPU build carries both: collectives on CPU tensors (flags, headers) never wait for the GPU.
         backend=None if world_size == 1 else "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -25,7 +25,7 @@ READING: Final = frozenset(("read_text", "read_bytes", "read", "readline", "read
 SEEDING: Final = frozenset(("manual_seed", "seed", "default_rng", "Random", "RandomState", "PCG64", "SeedSequence"))
 _VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9_]+")
 _OF_A_LAUNCH: Final = re.compile(
-    r"(DTCTL|SLURM|TORCHELASTIC|OMPI|PMI|XDG|SSH|KUBERNETES|CUDA_VISIBLE)_?.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)"
+    r"(DTCTL|SLURM|TORCHELASTIC|OMPI|PMI|XDG|SSH|KUBERNETES|CUDA_VISIBLE)_?.*|(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)"
     r"|MASTER_(ADDR|PORT)|HOST(NAME)?|HOME|PATH|PWD|OLDPWD|USER|LOGNAME|TMPDIR|TEMP|TERM|LANG|SHELL|DISPLAY"
 )
 """Variables that may be others on each node and in each attempt."""

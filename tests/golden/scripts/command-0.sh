@@ -20,6 +20,7 @@ export MASTER_PORT=31399
 export WORLD_SIZE=1
 export LOCAL_WORLD_SIZE=1
 export GROUP_RANK=0
+export NODE_RANK=0
 
 # Last, and with exec: signals and the exit code pass straight through.
 exec nvidia-smi \

@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
 # Made by dtctl 0.1.0 for run run-1, attempt 0: node a, node rank 0 of 2, workers 0-1 of 3, spec 7a3d4a5cdc88fd18.
-# Started in the folder of the pushed code, 2 times, each with its own RANK and LOCAL_RANK. Set on the node before this runs:
+# Started in the folder of the pushed code, 2 times, each with its own RANK, ROLE_RANK, LOCAL_RANK and TORCHELASTIC_ERROR_FILE. Set on the node before this runs:
 # DTCTL_RUN_DIR, DTCTL_METRICS, DTCTL_SNAPSHOT_DIR, DTCTL_PROGRESS, PET_LOG_DIR; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (the interface
 # towards the head node); WANDB_API_KEY (secret).
 set -e -o pipefail
 
 # dtctl: lines reach the log when they are printed
 export PYTHONUNBUFFERED=1
+
+# torch's own default, unless the node sets it
+export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
+
+# dtctl: what it passes on, or ends the job for
+export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP
 
 # network.interface
 export GLOO_SOCKET_IFNAME=eth0
@@ -24,6 +30,14 @@ export MASTER_PORT=31399
 export WORLD_SIZE=3
 export LOCAL_WORLD_SIZE=2
 export GROUP_RANK=0
+export NODE_RANK=0
+export GROUP_WORLD_SIZE=2
+export ROLE_NAME=default
+export ROLE_WORLD_SIZE=3
+export TORCHELASTIC_RUN_ID=run-1.0
+export TORCHELASTIC_RESTART_COUNT=0
+export TORCHELASTIC_MAX_RESTARTS=0
+export TORCHELASTIC_USE_AGENT_STORE=False
 
 # setup
 trap 'echo "dtctl: this line of job.setup has failed: $BASH_COMMAND" >&2' ERR

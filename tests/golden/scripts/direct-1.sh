@@ -8,6 +8,12 @@ set -e -o pipefail
 # dtctl: lines reach the log when they are printed
 export PYTHONUNBUFFERED=1
 
+# torch's own default, unless the node sets it
+export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
+
+# dtctl: what it passes on, or ends the job for
+export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP
+
 # network.interface
 export GLOO_SOCKET_IFNAME=eth0
 export NCCL_SOCKET_IFNAME==eth0
@@ -24,6 +30,14 @@ export MASTER_PORT=31399
 export WORLD_SIZE=3
 export LOCAL_WORLD_SIZE=1
 export GROUP_RANK=1
+export NODE_RANK=1
+export GROUP_WORLD_SIZE=2
+export ROLE_NAME=default
+export ROLE_WORLD_SIZE=3
+export TORCHELASTIC_RUN_ID=run-1.0
+export TORCHELASTIC_RESTART_COUNT=0
+export TORCHELASTIC_MAX_RESTARTS=0
+export TORCHELASTIC_USE_AGENT_STORE=False
 
 # setup
 trap 'echo "dtctl: this line of job.setup has failed: $BASH_COMMAND" >&2' ERR

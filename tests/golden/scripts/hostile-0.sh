@@ -26,6 +26,7 @@ export DTCTL_NODE='a;b'
 export DTCTL_NODE_RANK=0
 export DTCTL_NNODES=1
 export DTCTL_SLOTS=2
+export NODE_RANK=0
 
 # Last, and with exec: signals and the exit code pass straight through.
 exec torchrun \

@@ -21,6 +21,7 @@ export DTCTL_NODE=a
 export DTCTL_NODE_RANK=0
 export DTCTL_NNODES=2
 export DTCTL_SLOTS=4
+export NODE_RANK=0
 
 # Last, and with exec: signals and the exit code pass straight through.
 exec torchrun \

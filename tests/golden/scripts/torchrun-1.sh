@@ -21,6 +21,7 @@ export DTCTL_NODE=b
 export DTCTL_NODE_RANK=1
 export DTCTL_NNODES=2
 export DTCTL_SLOTS=4
+export NODE_RANK=1
 
 # Last, and with exec: signals and the exit code pass straight through.
 exec torchrun \

@@ -151,6 +151,23 @@ def test_the_variables_of_accelerate(train: str, variables: dict[str, str]) -> N
     assert generated(plan("accelerate", train)) == variables
 
 
+@pytest.mark.parametrize(
+    ("gpus", "job", "told"),
+    [
+        ({"a": 0, "b": 0}, "", "true"),
+        ({"a": 0, "b": 8}, "", None),
+        ({"a": 0}, "", None),  # nobody has counted those of b
+        ({}, "", None),
+        ({"a": 8, "b": 8}, ", env: {CUDA_VISIBLE_DEVICES: ''}", "true"),
+        ({"a": 0, "b": 0}, ", env: {ACCELERATE_USE_CPU: 'false'}", "false"),
+    ],
+)
+def test_accelerate_is_told_where_no_node_has_a_gpu(gpus: dict[str, int], job: str, told: str | None) -> None:
+    """On such nodes each of its workers would train a model of its own."""
+    assert environment(plan("accelerate", "", job=job, gpus=gpus)).get("ACCELERATE_USE_CPU") == told
+    assert environment(plan("direct", "", gpus=gpus)).get("ACCELERATE_USE_CPU") is None
+
+
 def test_what_the_user_sets_wins() -> None:
     found = plan("accelerate", "{precision: bf16}", job=", env: {ACCELERATE_MIXED_PRECISION: fp8}")
     assert environment(found)["ACCELERATE_MIXED_PRECISION"] == "fp8"

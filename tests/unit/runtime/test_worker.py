@@ -16,7 +16,7 @@ import dtctl
 from dtctl import names, node_facts
 from dtctl.errors import PlanError
 from dtctl.runtime import main
-from dtctl.runtime.distributed.process_group import ERROR_FILE, start
+from dtctl.runtime.distributed.process_group import start
 from dtctl.runtime.distributed.worker import identify
 from dtctl.runtime.exactness.randomness import seed_all
 from tests.facts import raises
@@ -26,7 +26,7 @@ TORCHRUN = {
     names.LOCAL_RANK: "1",
     names.WORLD_SIZE: "4",
     names.LOCAL_WORLD_SIZE: "2",
-    names.NODE_RANK: "1",
+    names.GROUP_RANK: "1",
 }
 
 
@@ -62,7 +62,7 @@ def test_an_environment_that_makes_no_sense(changes: dict[str, str], message: st
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, ERROR_FILE):
+    for name in (*TORCHRUN, names.ERROR_FILE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -78,11 +78,11 @@ def test_start_seeds_and_needs_no_group() -> None:
 
 @pytest.mark.usefixtures("no_launcher")
 def test_an_exception_is_left_for_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    monkeypatch.setenv(names.ERROR_FILE, str(tmp_path / "error.json"))
     with raises(RuntimeError, "luck"), start():
         raise RuntimeError("out of luck")
     assert "out of luck" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
-    assert os.environ[ERROR_FILE]
+    assert os.environ[names.ERROR_FILE]
 
 
 def test_seeds_beyond_32_bits_are_fine() -> None:
