@@ -182,6 +182,8 @@ def _change(event: Healed | NodeReplaced | NodeLeftOut) -> tuple[str, str]:
 
 def ending(failure: WorkerExited | FirstFailure) -> str:
     """`was ended by signal 9 (SIGKILL)`, `ended with exit code 1`, `was lost`."""
+    if isinstance(failure, WorkerExited) and failure.killed:
+        return "was killed by dtctl: it did not end when it was asked to"
     if failure.signal:
         name = next((f" ({number.name})" for number in signal.Signals if number == failure.signal), "")
         return f"was ended by signal {failure.signal}{name}"

@@ -376,6 +376,8 @@ class WorkerExit(Message):
     """Whether a signal from outside has ended it that asks to stop."""
     told: bool = value(flag, default=False)
     """Whether the supervisor had asked it to end."""
+    killed: bool = value(flag, default=False)
+    """Whether the supervisor has killed it, since it did not."""
     time: float = value(number, default=0.0)
     """By the node's clock, in seconds since the epoch."""
 

@@ -101,10 +101,20 @@ def find(token: str, keepers: frozenset[int] = frozenset()) -> list[int]:
 
 
 def spawn(argv: list[str], cwd: str, env: dict[str, str], files: dict[int, int]) -> int:
-    """Start a program in a session of its own, with these descriptors (there -> here), without input; its id."""
+    """Start a program in a session of its own, with these descriptors (there -> here), without input; its id.
+
+    A signal that reaches it at once has the effect that it has on the program: it waits until the handlers of this
+    process are gone, which would take it for themselves.
+    """
     parent = os.getpid()
-    pid = os.fork()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        raise
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
     try:
         os.setsid()
@@ -117,6 +127,7 @@ def spawn(argv: list[str], cwd: str, env: dict[str, str], files: dict[int, int])
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         os.chdir(cwd)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.execvpe(argv[0], argv, env)
     except OSError as exc:
         os.write(2, f"dtctl: cannot start {argv[0]} in {cwd}: {exc.strerror}\n".encode())
@@ -134,7 +145,10 @@ def send(pids: list[int], number: int) -> None:
 
 
 def kill(token: str, keepers: frozenset[int] = frozenset()) -> int:
-    """End every process of a run with SIGKILL; the number still there after two seconds (stuck in the kernel)."""
+    """End every process of a run with SIGKILL; the number still there after two seconds (stuck in the kernel).
+
+    Children of this process are left to be collected, for how they have ended is somebody's business.
+    """
     deadline = time.monotonic() + 2.0
     while True:
         remaining = find(token, keepers)
@@ -144,7 +158,6 @@ def kill(token: str, keepers: frozenset[int] = frozenset()) -> int:
         send(remaining, signal.SIGSTOP)
         send(remaining, signal.SIGKILL)
         time.sleep(0.01)
-        reap()
 
 
 def has_children() -> bool:

@@ -123,13 +123,18 @@ class Supervisor:
         self.stopped: messages.AttemptStopped | None = None  # goes out when all output has
         self.stopped_sent = False
         self.leaving = False
+        self.is_killing = False
+        """Whether the processes of the attempt were sent SIGKILL."""
+        self._signals: list[int] = []
+        """That have arrived and are to be acted on."""
         self.wake_fd, write_end = os.pipe()
         os.set_blocking(self.wake_fd, False)
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+            # Acted on in the loop: not while a worker is being started, which could not be told.
+            signal.signal(number, lambda number, _: self._signals.append(number))
         # How batch systems warn, often all processes at once: for the workers, who answer it with a snapshot.
         signal.signal(signal.SIGUSR1, lambda *_: None)
         self.adopts = processes.become_subreaper()
@@ -147,7 +152,11 @@ class Supervisor:
         guard = (self.guard,) if os.getppid() == self.guard else ()
         return frozenset((os.getpid(), *guard, *warm)) - {0}
 
-    def _on_signal(self, number: int, _frame: object) -> None:
+    def _act_on_signals(self) -> None:
+        while self._signals:
+            self._act_on_signal(self._signals.pop(0))
+
+    def _act_on_signal(self, number: int) -> None:
         if number == signal.SIGHUP and self.keep:
             return
         if number == signal.SIGTERM and os.path.exists(os.path.join(self.run_dir, STOP_REQUEST)):
@@ -172,6 +181,7 @@ class Supervisor:
         os.makedirs(self.progress_dir, mode=0o700, exist_ok=True)
         self.memory = exit_cause.OomCounters()
         self.exits, self.stopped, self.stopped_sent, self.deadline, self.stray_deadline = [], None, False, None, None
+        self.is_killing = False
         self.metrics.sent = 0
         self.rendezvous_port = RendezvousPort(message.meeting_port)
         reserve(os.path.join(self.attempt_dir, EXIT_RECORD), RECORD_BYTES)
@@ -329,7 +339,7 @@ class Supervisor:
             return
         if group.running() or (self.worker_start is not None and self.worker_start.waiting):
             if self.deadline is not None and now >= self.deadline:
-                self._close_attempt(processes.kill(self.token, self.helpers))
+                self._close_attempt(self._kill())
             return
         self.end_attempt()
         strays = self._strays()
@@ -339,7 +349,12 @@ class Supervisor:
             self.stray_deadline = now + STRAY_GRACE_S
             processes.send(strays, signal.SIGTERM)
         elif now >= self.stray_deadline:
-            self._close_attempt(processes.kill(self.token, self.helpers))
+            self._close_attempt(self._kill())
+
+    def _kill(self) -> int:
+        """End all processes of the attempt; the number of those that are still there."""
+        self.is_killing = True
+        return processes.kill(self.token, self.helpers)
 
     def _may_be_replaced(self, process: Process) -> bool:
         """Whether the launcher is to say what follows from the end of a worker; until it does, nothing is ended."""
@@ -393,11 +408,14 @@ class Supervisor:
         """Report how a process ended, and what the node knows about the cause; its exit code."""
         code, number = exit_facts(process.status or 0)
         ended_at, reason = time.time(), ""
+        killed = self.is_killing and number == signal.SIGKILL
         self.send(messages.ProgressReport(workers=self._progress()))
         if code and self.deadline is None:  # a process that we ended needs no explanation
             if number == signal.SIGKILL and self.memory is not None:
                 reason = self.memory.reason(process.pid)
             reason = reason or exit_cause.full_disk(self.run_dir)
+        elif killed:
+            reason = "it did not end when it was asked to, so dtctl killed it"
         self.exits.append(
             messages.WorkerExit(
                 rank=process.rank,
@@ -407,6 +425,7 @@ class Supervisor:
                 # From outside, to a worker that does not listen to it.
                 asked=number in (signal.SIGTERM, signal.SIGUSR1) and self.deadline is None,
                 told=self.deadline is not None,  # it may have ended because it was asked to
+                killed=killed,
                 time=ended_at,
             )
         )
@@ -574,6 +593,7 @@ class Supervisor:
     def run(self) -> None:
         """Serve until told to quit, or until the run has ended and no control machine is connected."""
         while True:
+            self._act_on_signals()
             self.watch()
             self._send_stacks()
             self.queue_output()

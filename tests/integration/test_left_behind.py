@@ -160,6 +160,25 @@ def test_the_supervisor_of_a_node_is_killed(
     assert (done.code, done.done["left_behind"]) == (8, 0)
 
 
+def test_the_supervisor_of_a_node_is_told_to_end_and_its_worker_is_not_heard(
+    project: Project, sandbox: Sandbox, other_run: dict[str, set[int]]
+) -> None:
+    """The worker is killed, and a run that has lost it so has not succeeded."""
+    process = launch(project, sandbox, STUBBORN, other_run)
+    node = sandbox.nodes[2]
+    found = {pid: line for pid, line in workers(node).items() if pid not in other_run[node.name] and " -I -S " in line}
+    os.kill(max(found), signal.SIGTERM)
+    done = project.finish(process)
+    nothing_left(sandbox, other_run, LIMIT_S + GRACE_S)
+    assert (done.code, done.done["status"], done.done["left_behind"]) == (8, "failed", 0), done.err
+    failure = done.done["first_failure"]
+    assert isinstance(failure, dict)
+    assert (failure["node"], failure["rank"], failure["signal"]) == ("node3", 2, signal.SIGKILL)
+    assert "dtctl killed it" in failure["summary"]
+    exits = [event for event in done.events if event["event"] == "exit"]
+    assert {event["node"]: event.get("killed") for event in exits} == dict.fromkeys(("node1", "node2", "node3"), True)
+
+
 def test_the_link_to_a_node_is_cut(project: Project, sandbox: Sandbox, other_run: dict[str, set[int]]) -> None:
     process = launch(project, sandbox, STUBBORN, other_run)
     node = sandbox.nodes[0]

@@ -90,6 +90,8 @@ def _line(event: Event) -> tuple[str, str]:
         case WorkerExited() if event.exit_code:
             process = f"rank {event.rank}" if event.rank is not None and event.rank >= 0 else "agent"
             cause = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
+            if event.killed:
+                return "dim", f"{event.node}: {process} was killed by dtctl: it did not end when it was asked to"
             return "yellow", f"{event.node}: {process} ended with {cause}"
         case Stopping():
             return "yellow", f"stopping all nodes: {event.reason}"

@@ -321,7 +321,11 @@ class Attempt:
     def _on_exit(self, name: str, worker: WorkerExit) -> None:
         if (name, worker.rank) in self.ended_workers:
             return  # repeated in the summary at the end, in case the first message was lost
-        self.gang.emit(WorkerExited(node=name, rank=worker.rank, exit_code=worker.code, signal=worker.signal))
+        self.gang.emit(
+            WorkerExited(
+                node=name, rank=worker.rank, exit_code=worker.code, signal=worker.signal, killed=worker.killed or None
+            )
+        )
         if self._is_replaced(name, worker):
             return
         self.ended_workers.add((name, worker.rank))
@@ -330,6 +334,8 @@ class Attempt:
             self.hang_monitor.worker_ended(worker.rank)
             self._end_healing_without(name, worker.rank)
             return
+        if worker.killed and self.stop_deadline is not None:
+            return  # by dtctl itself, for whatever has ended the attempt
         if not worker.told:
             self.failed_ranks.add(worker.rank)
         if self._is_explained():

@@ -146,6 +146,8 @@ class WorkerExited(Event):
     """-1: torchrun's agent."""
     exit_code: Index | None = None
     signal: Index | None = None
+    killed: bool | None = field(default=None, metadata=_OPTIONAL)
+    """Whether dtctl has killed it, since it did not end when it was asked to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

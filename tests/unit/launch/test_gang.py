@@ -21,7 +21,7 @@ from dtctl.launch.control.hang import HangMonitor
 from dtctl.launch.control.healing import Healing
 from dtctl.launch.control.link import NodeLink
 from dtctl.launch.control.session import Content, LinkLost, NodeMessage, NodeSetup, Session, SessionFailed
-from dtctl.launch.records.events import Event, Note, Stopping
+from dtctl.launch.records.events import Event, Note, Stopping, WorkerExited
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import Logs
 from dtctl.launch.records.record import RunRecord
@@ -134,6 +134,22 @@ def test_the_first_failure_ends_the_others_once(rig: Rig) -> None:
 def test_a_worker_that_ends_well_does_not_stop_the_others(rig: Rig) -> None:
     rig.exit("b")
     assert rig.sent_to("a") == []
+
+
+def test_a_worker_that_dtctl_has_killed_has_not_failed(rig: Rig) -> None:
+    rig.exit("b", code=3)
+    rig.say("c", "exit", rank=2, code=137, signal=9, time=0.0, told=True, killed=True)
+    assert [failure.node for failure in rig.attempt.outcome.failures] == ["b"]
+    exits = [event for event in rig.events if isinstance(event, WorkerExited)]
+    assert [(event.node, event.signal, event.killed) for event in exits] == [("b", None, None), ("c", 9, True)]
+
+
+def test_a_worker_that_was_killed_without_a_cause_that_is_known_is_the_failure(rig: Rig) -> None:
+    """Somebody has told its supervisor to end, and a run without that worker has not succeeded."""
+    rig.say("c", "exit", rank=2, code=137, signal=9, time=0.0, told=True, killed=True, why="dtctl killed it")
+    (failure,) = rig.attempt.outcome.failures
+    assert (failure.node, failure.signal, failure.node_reason) == ("c", 9, "dtctl killed it")
+    assert rig.sent_to("a") == ["stop"]
 
 
 def test_an_exit_that_is_told_twice_counts_once(rig: Rig) -> None:
