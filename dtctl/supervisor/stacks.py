@@ -1,8 +1,9 @@
 """Where the workers of a node are when they make no progress: their stacks and their last collectives.
 
 py-spy reads stacks from outside, also of a process that is stopped; where it is not installed, a signal makes Python's
-faulthandler write them, which needs no lock of the interpreter. The last collectives come from torch's flight recorder,
-if a thread of the worker still gets to run. Stdlib only, Python 3.8.
+faulthandler write that of the main thread, which needs no lock of the interpreter. The stacks of the other threads, and
+the last collectives from torch's flight recorder, come from a thread of the worker, if it still gets to run. Stdlib
+only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class StackDump:
             self.tool_of_rank[report.rank] = self._ask(report)
 
     def path(self, rank: int, kind: str) -> str:
-        """Where the answer of a rank lies: `stack` or `flight`."""
+        """Where the answer of a rank lies: `stack`, `threads` or `flight`."""
         return os.path.join(self.folder, f"rank-{rank}.{kind}")
 
     def _ask(self, report: WorkerProgress) -> str:
@@ -51,7 +52,7 @@ class StackDump:
                 os.write(ask, b"?")
                 os.close(ask)
             except OSError:
-                pass  # it has no flight recorder, or does not listen any more
+                pass  # it does not listen any more
             spy = _py_spy(pid)
             if spy:
                 processes.spawn([spy, "dump", "--pid", str(pid)], "/", dict(os.environ), {1: stack, 2: stack})
@@ -68,7 +69,7 @@ class StackDump:
         now = time.monotonic()
         expected = [rank for rank, tool in self.tool_of_rank.items() if tool != "none"]
         sizes = [_size(self.path(rank, "stack")) for rank in expected]
-        total = sum(sizes) + sum(_size(self.path(rank, "flight")) for rank in self.tool_of_rank)
+        total = sum(sizes) + sum(_size(self.path(r, kind)) for r in self.tool_of_rank for kind in ("threads", "flight"))
         if total != self.sizes[0]:
             self.sizes = (total, now)
         return now >= self.deadline or (all(sizes) and now - self.sizes[1] >= SETTLED_S)
@@ -80,11 +81,18 @@ class StackDump:
                 rank=report.rank,
                 state=node_facts.state(report.pid),
                 how=self.tool_of_rank[report.rank],
-                text=_text(self.path(report.rank, "stack"), TEXT_BYTES),
+                text=self._stacks(report.rank),
                 flight=_flight(self.path(report.rank, "flight")),
             )
             for report in self.reports
         ]
+
+    def _stacks(self, rank: int) -> str:
+        """The stacks of a worker, that of its main thread last."""
+        stack = _text(self.path(rank, "stack"), TEXT_BYTES)
+        if self.tool_of_rank[rank] != "faulthandler":
+            return stack
+        return _text(self.path(rank, "threads"), TEXT_BYTES) + stack
 
 
 def _py_spy(pid: int) -> str:

@@ -68,11 +68,11 @@ class Stack:
     @property
     def frames(self) -> list[tuple[str, int, str]]:
         """Frames of the main thread as (file, line, function), the innermost first."""
-        blocks = re.split(r"(?m)^(?=(?:Current thread|Thread) )", self.text)
-        blocks = [block for block in blocks if block.startswith(("Thread ", "Current "))]
+        blocks = re.split(r"(?m)^(?=(?:Stack|Thread) )", self.text)
+        blocks = [block for block in blocks if block.startswith(("Thread ", "Stack "))]
         if not blocks:
             return []
-        # faulthandler has the main thread last; py-spy names it.
+        # The main thread is the last one, or py-spy names it.
         main = next((block for block in blocks if '"MainThread"' in block.split("\n", 1)[0]), blocks[-1])
         matches = _FRAME.findall(main) or [(file, line, name) for name, file, line in _SPY_FRAME.findall(main)]
         return [(file, int(line), name) for file, line, name in matches]

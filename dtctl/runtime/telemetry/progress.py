@@ -2,8 +2,9 @@
 
 Noting costs half a microsecond and no system call, and nothing of this process has to run for it to be read. Under no
 supervisor the numbers go to a piece of memory that nobody reads. When a run makes no progress, the supervisor asks
-where it stands: a signal makes faulthandler write the stacks (it needs no lock of the interpreter), a byte in a pipe
-wakes a thread that writes torch's record of the last collectives.
+where it stands: a signal makes faulthandler write the stack of the main thread, which needs no lock of the interpreter,
+and a byte in a pipe wakes a thread that writes those of the others and torch's record of the last collectives. A signal
+handler cannot read the others: the frames of a thread that runs change meanwhile, and the process may end with SIGSEGV.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import struct
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -185,22 +187,46 @@ def _mapped(path: Path) -> mmap.mmap:
 def _listen(folder: Path, rank: int, *, collectives: bool) -> int:
     """Be ready to say where this worker stands; the signal that asks for its stacks."""
     number = signal.SIGRTMIN + 6
-    stacks = os.open(folder / f"rank-{rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    faulthandler.register(number, file=stacks, all_threads=True)  # which keeps the descriptor as a number
-    if collectives:
-        ask = folder / f"rank-{rank}.ask"
-        ask.unlink(missing_ok=True)
-        os.mkfifo(ask, 0o600)
-        threading.Thread(target=_answer, args=(ask, folder / f"rank-{rank}.flight"), daemon=True).start()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, signal.SIG_IGN)  # which faulthandler puts back when the interpreter ends
+    stack = os.open(folder / f"rank-{rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.register(number, file=stack, all_threads=False)  # which keeps the descriptor as a number
+    ask = folder / f"rank-{rank}.ask"
+    ask.unlink(missing_ok=True)
+    os.mkfifo(ask, 0o600)
+    flight = folder / f"rank-{rank}.flight" if collectives else None
+    threading.Thread(target=_answer, args=(ask, folder / f"rank-{rank}.threads", flight), daemon=True).start()
     return int(number)
 
 
-def _answer(ask: Path, answer: Path) -> None:
-    """Write torch's record of the last collectives whenever somebody asks; a thread that sleeps until then."""
+def _answer(ask: Path, threads: Path, flight: Path | None) -> None:
+    """Write the stacks of threads and the last collectives whenever asked; a thread that sleeps until then."""
     pipe = os.open(ask, os.O_RDWR)  # to write as well, so that there is never an end
     while os.read(pipe, 1):
-        from dtctl.runtime.telemetry.flight import dump
+        _put(threads, _stacks_of_threads().encode())
+        if flight is not None:
+            from dtctl.runtime.telemetry.flight import dump
 
-        draft = answer.with_suffix(".part")
-        draft.write_bytes(dump())
-        draft.replace(answer)
+            _put(flight, dump())
+
+
+def _put(path: Path, content: bytes) -> None:
+    draft = path.with_name(f"{path.name}.part")
+    draft.write_bytes(content)
+    draft.replace(path)
+
+
+def _stacks_of_threads() -> str:
+    """The stacks of all threads but the main one and this one, in faulthandler's form."""
+    left_out = {threading.main_thread().ident, threading.get_ident()}
+    lines = []
+    for ident, innermost in sys._current_frames().items():
+        if ident not in left_out:
+            lines.append(f"Thread 0x{ident:016x} (most recent call first):")
+            frame: types.FrameType | None = innermost
+            while frame is not None:
+                code = frame.f_code
+                lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+                frame = frame.f_back
+            lines.append("")
+    return "".join(f"{line}\n" for line in lines)

@@ -350,7 +350,7 @@ def test_who_hangs_is_asked_named_and_ended_at_once(rig: Rig, tmp_path: Path) ->
     assert rig.attempt.outcome.failures == [], "nobody has answered yet"
     for node in "abc":
         rig.say(node, "pong", workers=[worker("abc".index(node), stale_s=0.0)])  # too late to matter
-        text = f'Current thread 0x1 (most recent call first):\n  File "/{node}.py", line 3 in f\n'
+        text = f'Stack (most recent call first):\n  File "/{node}.py", line 3 in f\n'
         rig.say(node, "stack", rank="abc".index(node), pid=1, state="S", how="faulthandler", text=text, flight="{}")
         rig.say(node, "stacks-end")
     rig.attempt.check_deadlines()

@@ -21,7 +21,7 @@ WORKER = Standing(
 WAITS = Stack(
     state="S", tool="faulthandler", flight="",
     text='Thread 0x01 (most recent call first):\n  File "/x/threading.py", line 3 in run\n\n'
-    'Current thread 0x02 (most recent call first):\n'
+    'Stack (most recent call first):\n'
     '  File "/lib/torch/autograd/graph.py", line 979 in _engine_run_backward\n  File "/me/train.py", line 8 in train\n',
 )  # fmt: skip
 SLEEPS = Stack(
