@@ -401,7 +401,9 @@ class OpenSshTransport:
                     return login
             is_last = attempt == TRIES - 1 or time.monotonic() + wait_s > deadline
             if is_last or not is_busy(login.words):
-                raise explain_login(login.words, target, lambda: self._debug_host_key(target))
+                raise explain_login(
+                    login.words, target, lambda: self._debug_host_key(target), lambda: self._jump_hosts(target)
+                )
             # Not all at the same moment again.
             time.sleep(wait_s * random.uniform(0.5, 1.5))
             wait_s *= 2
@@ -412,6 +414,13 @@ class OpenSshTransport:
             self._count += 1
             log = self._folder / f"log-{self._count}"
         return Login(target, [*self.argv(target), *options], log)
+
+    def _jump_hosts(self, target: Target) -> str:
+        """The jump hosts of a node, as its configuration names them; empty without."""
+        argv = [*self.argv(target), "-G", "--", target.address]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        found = re.search(r"^proxyjump (.+)$", done.stdout, re.MULTILINE)
+        return found[1] if found and found[1] != "none" else ""
 
     def _debug_host_key(self, target: Target) -> str:
         """What `ssh -v` says on the way to a host key that it refuses, which comes before any login."""

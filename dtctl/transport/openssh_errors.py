@@ -56,21 +56,24 @@ def no_session(words: Words) -> str:
     return next((line for line in words.lines() if _NO_SESSION.search(line)), "")
 
 
-def explain_login(words: Words, target: Target, debug: Callable[[], str]) -> TransportError:
+def explain_login(words: Words, target: Target, debug: Callable[[], str], jump: Callable[[], str]) -> TransportError:
     """Return the error of a login that failed.
 
     Args:
         words: of ssh.
         target: the node.
         debug: what `ssh -v` says, for the fingerprint of a host key that was refused.
+        jump: the jump hosts of the node, as its configuration names them; empty without.
     """
     lines = words.lines()
     text = "\n".join(lines)
+    # The ssh of a jump host speaks first, and what this one says of its end is a consequence.
+    hop = jump() if words.stderr.strip() else ""
     if _HOST_KEY.search(text):
-        return _explain_host_key(words, target, debug())
+        return _explain_host_key(words, target, debug(), hop)
     if _REFUSED.search(text):
-        return _explain_refusal(words, target)
-    return _explain_connection(lines, target)
+        return _explain_refusal(words, target, hop)
+    return _explain_connection(lines, target, hop)
 
 
 def login_command(target: Target, *, batch: bool = True) -> str:
@@ -90,10 +93,10 @@ def login_command(target: Target, *, batch: bool = True) -> str:
     return shell.join([*argv, "true"])
 
 
-def _explain_host_key(words: Words, target: Target, debug: str) -> HostKeyError:
-    at_jump_host = _HOST_KEY.search(words.stderr) is not None
+def _explain_host_key(words: Words, target: Target, debug: str, hop: str) -> HostKeyError:
+    at_jump_host = bool(hop) and _HOST_KEY.search(words.stderr) is not None
     said = words.stderr if at_jump_host else words.log
-    node = f"{target.name} (jump host)" if at_jump_host else target.name
+    node = f"{target.name} (jump host {hop})" if at_jump_host else target.name
     # The last one: a jump host's own stands before that of the node, which is not reached if that is refused.
     keys = _FINGERPRINT.findall(debug)
     key_type, fingerprint = keys[-1] if keys else ("a key", "")
@@ -121,9 +124,8 @@ def _explain_host_key(words: Words, target: Target, debug: str) -> HostKeyError:
     accept = f"log in once by hand: {login_command(target, batch=False)}"
     if named and is_direct:
         accept = f"{hostkeys.scan_command(named[1])} >> {record_file}"
-    where = f" of {named[1]}" if named and at_jump_host else ""
     return HostKeyError(
-        f"{node}: its host key{where} is unknown: {presents}",
+        f"{node}: its host key is unknown: {presents}",
         node=target.name,
         fingerprint=fingerprint,
         where=record_file,
@@ -131,12 +133,12 @@ def _explain_host_key(words: Words, target: Target, debug: str) -> HostKeyError:
     )
 
 
-def _explain_refusal(words: Words, target: Target) -> AuthError:
-    at_jump_host = _REFUSED.search(words.stderr) is not None
-    said = (words.stderr if at_jump_host else words.log).splitlines()
-    last = next(" ".join(line.split()) for line in reversed(said) if _REFUSED.search(line))
-    name = "its jump host" if at_jump_host else "it"
-    if _SECOND_FACTOR.search(words.log):
+def _explain_refusal(words: Words, target: Target, hop: str) -> AuthError:
+    at_jump_host = bool(hop) and _REFUSED.search(words.stderr) is not None
+    said_text = words.stderr if at_jump_host else words.log or words.stderr
+    last = next(" ".join(line.split()) for line in reversed(said_text.splitlines()) if _REFUSED.search(line))
+    name = f"its jump host {hop}" if at_jump_host else "it"
+    if _SECOND_FACTOR.search(said_text):
         hint = (
             "it wants a second factor: set ControlPath for it in ~/.ssh/config, open a connection by hand "
             f"(`{login_command(target, batch=False).replace('ssh', 'ssh -M', 1).removesuffix(' true')}`), and launch "
@@ -155,23 +157,24 @@ def _explain_refusal(words: Words, target: Target) -> AuthError:
     return AuthError(f"{name} accepted no key: {last}", node=target.name, hint=hint)
 
 
-def _explain_connection(lines: Sequence[str], target: Target) -> ConnectError:
+def _explain_connection(lines: Sequence[str], target: Target, hop: str) -> ConnectError:
     text = "\n".join(lines)
-    last = lines[-1] if lines else "ssh ended with status 255 and said nothing"
+    at = f"jump host {hop}: " if hop else ""
+    first = lines[0 if hop else -1] if lines else "ssh ended with status 255 and said nothing"
     address = f"{target.address}" + (f" port {target.port}" if target.port else "")
     if found := re.search(r"Could not resolve hostname (\S+?): (.*)", text):
         return ConnectError(
-            f"its name cannot be resolved: {found[2]} ({found[1]})",
+            f"{at}its name cannot be resolved: {found[2]} ({found[1]})",
             node=target.name,
             hint="check the spelling, or give `address` in `cluster.nodes`",
         )
     if "Connection refused" in text:
         hint = "is its SSH server running, and is `port` right?"
-        return ConnectError(f"its SSH port refuses connections: {last}", node=target.name, hint=hint)
+        return ConnectError(f"{at}its SSH port refuses connections: {first}", node=target.name, hint=hint)
     if re.search(r"timed out|Operation timed|Timeout", text, re.IGNORECASE):
         hint = "is it up, and does a firewall drop the packets?"
-        return ConnectError(f"no answer while connecting to {address}: {last}", node=target.name, hint=hint)
+        return ConnectError(f"{at}no answer while connecting to {address}: {first}", node=target.name, hint=hint)
     hint = f"does `{login_command(target)}` work?"
     if "Bad configuration option" in text or "bad configuration" in text or "terminating" in text:
         return ConnectError(f"OpenSSH refuses its configuration: {lines[0]}", node=target.name, hint=hint)
-    return ConnectError(f"connecting to {address} failed: {last}", node=target.name, hint=hint)
+    return ConnectError(f"{at}connecting to {address} failed: {first}", node=target.name, hint=hint)

@@ -197,9 +197,14 @@ def test_the_link_to_a_node_is_cut(project: Project, sandbox: Sandbox, other_run
     assert done.done["left_behind"] == 0, "the launcher looks again over a new connection"
 
 
-def _client_ports(pid: int, address: str) -> list[str]:
+def _client_ports(launcher: int, address: str) -> list[str]:
+    """Ports of the connections to an address that a launcher and its children have."""
+    children = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True, check=False).stdout
+    pids = [str(launcher), *children.split()]
     lines = subprocess.run(["ss", "-Htnp", "dst", address], capture_output=True, text=True, check=True).stdout
-    found = [line.split()[3].rsplit(":", 1)[1] for line in lines.splitlines() if f"pid={pid}," in line]
+    found = [
+        line.split()[3].rsplit(":", 1)[1] for line in lines.splitlines() if any(f"pid={pid}," in line for pid in pids)
+    ]
     assert found
     return found
 

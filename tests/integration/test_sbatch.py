@@ -145,7 +145,7 @@ def test_what_is_kept_is_for_this_user_alone(shared: Project) -> None:
         ("slurm: {partition: nowhere}", 4, "there is no partition nowhere"),
         ('slurm: {time: "2-0"}', 4, "2-0 is more than partition main allows"),
         ("slurm: {gres: 'gpu:9'}", 4, "0 of the 2 nodes of partition main have gpu:9, and the job needs 2"),
-        ("slurm: {extra: {nodes: 99}}", 7, "node configuration is not available"),
+        ("slurm: {extra: {mincpus: 9999}}", 7, "node configuration is not available"),
     ],
 )
 def test_what_can_never_start_is_refused_before_it_is_submitted(

@@ -117,7 +117,7 @@ def test_a_command_in_one_line_is_the_same_command(command: str) -> None:
         ('Authenticated using "publickey" with partial success.\r\nme@a: Permission denied (password).\r\n', "",
          AuthError, "denied", "second factor"),
         ("kex_exchange_identification: Connection closed by remote host\r\n",
-         "me@jump: Permission denied (publickey).\r\n", AuthError, "jump host accepted no key", "ssh-add"),
+         "me@jump: Permission denied (publickey).\r\n", AuthError, "jump host login accepted no key", "ssh-add"),
         ("No ED25519 host key is known for a and you have requested strict checking.\nHost key verification failed.\n",
          "", HostKeyError, "is unknown", "administrator"),
         ("/x/config: line 1: Bad configuration option: foo\r\n/x/config: terminating, 1 bad configuration options\r\n",
@@ -126,7 +126,7 @@ def test_a_command_in_one_line_is_the_same_command(command: str) -> None:
     ],
 )  # fmt: skip
 def test_words_of_ssh(log: str, stderr: str, kind: type[TransportError], fact: str, hint: str) -> None:
-    error = explain_login(Words(log, stderr), TARGET, lambda: "")
+    error = explain_login(Words(log, stderr), TARGET, lambda: "", lambda: "login")
     assert type(error) is kind
     assert error.node == "gpu1"
     assert fact in error.message
@@ -140,7 +140,7 @@ def test_a_changed_key_is_shown_with_its_fingerprint_and_the_line_to_remove() ->
         "Offending ED25519 key in /home/me/.ssh/known_hosts:7\r\nHost key verification failed.\r\n"
     )
     debug = "debug1: Connecting to a [10.0.0.1] port 22.\r\ndebug1: Server host key: ssh-ed25519 SHA256:abc\r\n"
-    error = explain_login(Words(log), TARGET, lambda: debug)
+    error = explain_login(Words(log), TARGET, lambda: debug, lambda: "")
     assert isinstance(error, HostKeyError)
     assert (error.fingerprint, error.where) == ("SHA256:abc", "/home/me/.ssh/known_hosts:7")
 
