@@ -6,10 +6,13 @@ comes out of a library, a file, the network, a download or an import says someth
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+import dtctl
 from dtctl.doctor.explain import signatures
 from dtctl.doctor.explain.signatures import Signature
 from dtctl.doctor.explain.tracebacks import Raised, TracebackFrame
@@ -24,6 +27,9 @@ _CLONED = re.compile(
     r"flash_attn|apex|bitsandbytes|timm|diffusers|torchvision|torchaudio|ray|horovod|fairscale|triton|torch)/(?=.*\.py$)"
 )
 """Libraries that are often run from a clone, below a folder that is called like them."""
+_OWN = re.compile(r"(?:.*/)?dtctl/(?P<file>(?:\w+/)*\w+\.py)")
+OWN = "dtctl"
+"""The package that dtctl's own files belong to, wherever they lie."""
 _LAUNCHER = re.compile(
     r"/bin/[\w.-]+$|/torch/distributed/(?:run|launch|launcher|elastic)|/accelerate/commands/|/deepspeed/launcher/|/torchelastic/|/multiprocessing/spawn\.py|runpy"
 )
@@ -212,6 +218,8 @@ class Explained:
 def library_of(frame: TracebackFrame) -> str:
     """The package that a file belongs to; empty for a file of the user's."""
     path = frame.path.replace("\\", "/")
+    if (found := _OWN.fullmatch(path)) and _is_own(found["file"]):
+        return OWN
     if found := _INSTALLED.search(path):
         return found["name"].removesuffix(".py").partition("-")[0]
     if found := _STANDARD.search(path):
@@ -223,6 +231,12 @@ def library_of(frame: TracebackFrame) -> str:
         if above in ("src", "source") or found["name"] in above:  # a folder of the user's may be called like it
             return found["name"]
     return ""
+
+
+@functools.cache
+def _is_own(file: str) -> bool:
+    """Whether dtctl has such a file; a folder of the user's may be called like it."""
+    return (Path(dtctl.__file__).parent / file).is_file()
 
 
 def explain(last: Raised) -> Explained:
@@ -313,9 +327,14 @@ def _groups(raised: Raised, later: Raised | None) -> dict[str, str]:
         text = f"{frames[-1].source}"
     elif not raised.message and frames and frames[-1].source.startswith(("raise", "assert")):
         text = f"{text} ({frames[-1].source})"
+    where = "the line that its traceback names"
+    if users:
+        where = users[-1].where
+    elif frames:  # nobody is to correct dtctl's own files
+        where = "the line of the program that calls dtctl" if library_of(frames[-1]) == OWN else frames[-1].where
     return {
         "text": text.rstrip(": "),
-        "where": users[-1].where if users else (frames[-1].where if frames else "the line that its traceback names"),
+        "where": where,
         "inner": frames[-1].where if frames else "the line that its traceback names",
         "library": library or "a library",
     }
@@ -391,6 +410,8 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
         return "bad-configuration", 2
     if _is_os(name) and _ERRNO.search(text):
         return "storage-failed", 2
+    if libraries and libraries[-1] == OWN:
+        return ("exception", 1) if root == OWN else ("dtctl-error", 2)  # its own errors are about what it was given
     if (
         _OTHER_VERSION.search(text)
         and name

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import dtctl
 from dtctl.cli import fetch
 from dtctl.cli.common import launcher
 from dtctl.cli.common.doctor_view import show_cause
@@ -49,6 +50,24 @@ def test_the_cause_beside_a_failure_is_that_of_its_worker(
     assert f"(rank {rank}" in capsys.readouterr().err, "the logs alone have this cause"
     show_cause(tmp_path, FAILURE)
     assert ("cause: " in capsys.readouterr().err) is shown
+
+
+@pytest.mark.parametrize("place", [str(Path(dtctl.__file__).parent), "/opt/venv/lib/python3.11/site-packages/dtctl"])
+def test_nobody_is_told_to_correct_dtctls_own_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    (tmp_path / "gpu2").mkdir()
+    (tmp_path / "gpu2" / "rank-1.log").write_text(
+        'Traceback (most recent call last):\n  File "/job/train.py", line 3, in <module>\n    trainer.run()\n'
+        f'  File "{place}/runtime/strategies/zero1.py", line 120, in step\n    assert part is not None\n'
+        "AssertionError\n"
+    )
+    show_cause(tmp_path, FAILURE)
+    cause, fix = capsys.readouterr().err.splitlines()
+    assert cause.startswith("cause: dtctl itself failed: assert part is not None")
+    assert "bug in dtctl" in fix
+    assert "/job/train.py:3" in fix
+    assert "zero1" not in fix
 
 
 def recorded(folder: Path, *events: Event, job: str = "") -> RunRecord:
