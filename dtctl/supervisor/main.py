@@ -142,6 +142,7 @@ def describe_node(workdir: str, ports: list[int]) -> messages.NodeDescription:
         address=facts.server_address(),
         port=node_facts.first_free(ports),
         python=".".join(str(part) for part in sys.version_info[:3]),
+        host=os.uname().nodename[:255],
         workdir=workdir,
         running=runs_under_way(os.path.join(workdir, "runs")),
     )

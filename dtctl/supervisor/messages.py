@@ -297,6 +297,8 @@ class NodeDescription(Message):
     port: int = value(PORT)
     """The first of the candidates that is free; 0: none, or none was named."""
     python: str = value(text(40), default="")
+    host: str = value(text(255), default="")
+    """How the machine calls itself; empty when not known."""
     workdir: str = value(_NAME, default="")
     running: list[str] = value(list_of(prose, RUNS), default=[])
     """Runs of this user that are under way here already."""

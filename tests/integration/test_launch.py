@@ -147,6 +147,77 @@ def test_over_ssh_all_workers_of_all_attempts_have_the_same_share_of_cores(proje
     assert {threads for _, _, threads in lines} == {share}
 
 
+NAMES_HOSTS = """\
+import os, socket, time
+if os.environ["RANK"] == "1":
+    raise RuntimeError(f"no answer from [{socket.gethostname()}]:29500")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", ["direct", "torchrun"])
+def test_what_a_worker_says_of_a_host_has_the_name_of_the_spec(project: Project, sandbox: Sandbox, kind: str) -> None:
+    if sandbox.rootless:
+        pytest.skip("ssh reaches the hosts of a rootless sandbox through its keeper alone")
+    spec = {
+        "cluster": {
+            "transport": "ssh",
+            "nodes": [{"name": f"gpu{i}", "address": node.address} for i, node in enumerate(sandbox.nodes[:2])],
+            "slots": 1,
+            "user": sandbox.user,
+            "identity_file": str(sandbox.identity_file),
+            "known_hosts": str(sandbox.known_hosts),
+            "ssh_config": "none",
+            "python": sys.executable,
+        },
+        "job": {"script": "train.py", "kind": kind, "grace_s": 1},
+    }
+    project.write("dtctl.yaml", yaml.safe_dump(spec))
+    project.write("train.py", NAMES_HOSTS)
+    done = project.run("launch", "--json", "--yes", "--name", project.unique)
+    assert done.code == 8, done.err
+    failure = done.done["first_failure"]
+    assert isinstance(failure, dict)
+    assert (failure["node"], failure["rank"]) == ("gpu1", 1)
+    assert failure["summary"] == "RuntimeError: no answer from [gpu1]:29500"
+    end = done.err[done.err.index("first failure:") :]
+    assert "[gpu1]:29500" in end
+    assert "[node2]" not in end
+    status = project.run("status", project.unique)
+    assert "no answer from [gpu1]:29500" in status.out
+    told = json.loads(project.run("doctor", "--log", f".dtctl/runs/{project.unique}", "--json").out)
+    assert "[gpu1]:29500" in told["diagnoses"][0]["cause"]
+
+
+LEAVES = """\
+import os
+import torch.distributed as dist
+import torch
+dist.init_process_group("gloo")
+dist.all_reduce(torch.zeros(1))
+if os.environ["RANK"] == "1":
+    os._exit(0)
+for _ in range(1000):
+    dist.all_reduce(torch.zeros(1))
+"""
+
+
+def test_a_worker_of_a_program_without_steps_that_ends_early_is_told_so(project: Project) -> None:
+    """It reports nothing, so nobody can say that it left a training, or after which step."""
+    project.write("dtctl.yaml", spec_text(nodes=2))
+    project.write("train.py", LEAVES)
+    done = project.run("launch", "--json")
+    assert done.code == 8
+    failure = done.done["first_failure"]
+    assert isinstance(failure, dict)
+    assert (failure["node"], failure["rank"]) == ("node2", 1)
+    assert failure["summary"] == (
+        "rank 1 ended while others ran, without an error, and rank 0 on node1 lost the connection to it"
+    )
+    assert "first failure: rank 1 on node2 ended while others ran" in done.err
+    assert "step" not in done.err[done.err.index("first failure") :].partition("log:")[0]
+
+
 def test_the_restarts_are_counted(project: Project) -> None:
     project.write("dtctl.yaml", spec_text())
     project.write("train.py", "import sys; sys.exit(3)")

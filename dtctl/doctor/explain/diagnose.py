@@ -23,6 +23,7 @@ from dtctl.doctor.explain.hits import collect
 from dtctl.doctor.explain.lines import LogLine, shown
 from dtctl.doctor.explain.read import LogLayout, Unread, dump_files, layout_of, log_files, read
 from dtctl.doctor.explain.sharpen import blame, sharpen
+from dtctl.launch.records.host_names import HostNames
 
 MAX_EVIDENCE = 4
 DUMPS_SOURCE = "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"
@@ -92,6 +93,7 @@ def _with_dumps(
 def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, list[Diagnosis]]:
     """As `explain_all`, of files that were read."""
     found = collect(sources)
+    _name_nodes(found, HostNames(layout.hosts))
     found.ranks |= set(layout.node_of)
     found.node_of = {**found.node_of, **layout.node_of}
     _settle_ranks(found.hits)
@@ -142,6 +144,16 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
     if verdict == "failed-unknown":
         first = _with_last_words(first, found)
     return verdict, [first, *rest]
+
+
+def _name_nodes(found: Found, host_names: HostNames) -> None:
+    """Call nodes as the spec does in all that is told of them."""
+    for hit in (*found.hits, *found.complaints):
+        hit.node = host_names.node_of(hit.node) if hit.node is not None else None
+        named = {key: host_names.node_of(text) for key, text in hit.groups.items() if key in ("node", "head")}
+        hit.groups = {key: host_names.rename(text) for key, text in hit.groups.items()} | named
+    found.nodes = {host_names.node_of(node) for node in found.nodes}
+    found.node_of = {rank: host_names.node_of(node) for rank, node in found.node_of.items()}
 
 
 def _with_exit(first: Diagnosis, group: list[Hit], found: Found) -> Diagnosis:

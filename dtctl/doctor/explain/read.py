@@ -37,6 +37,8 @@ class LogLayout:
     """rank -> node"""
     address_of: dict[str, str] = field(default_factory=dict)
     """address -> node"""
+    hosts: dict[str, str] = field(default_factory=dict)
+    """node -> how it calls itself, as far as known"""
 
 
 def dump_files(paths: Iterable[Path]) -> list[Path]:
@@ -87,6 +89,7 @@ def layout_of(paths: Iterable[Path]) -> LogLayout:
     return LogLayout(
         node_of=_agreed([layout.node_of for layout in layouts]),
         address_of=_agreed([layout.address_of for layout in layouts]),
+        hosts=_agreed([layout.hosts for layout in layouts]),
     )
 
 
@@ -109,7 +112,11 @@ def _layout(plan: Path) -> LogLayout:
         found = json.loads(folders.read_regular(str(plan), PLAN_BYTES))
         nodes: list[dict[str, Any]] = found["nodes"] if validate_records.plan(found) else []
         node_of = {node["first_rank"] + i: node["name"] for node in nodes for i in range(node["slots"])}
-        return LogLayout(node_of=node_of, address_of={node["address"]: node["name"] for node in nodes})
+        return LogLayout(
+            node_of=node_of,
+            address_of={node["address"]: node["name"] for node in nodes},
+            hosts={node["name"]: node["host"] for node in nodes if node.get("host")},
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return LogLayout()
 

@@ -343,9 +343,11 @@ class Attempt:
         elif self.outcome.stopped_by is None:
             failure = _failure_of(name, worker)
             subject = f"rank {worker.rank} on {name}" if worker.rank >= 0 else name
-            self._end_healing(f"{subject} {describe(failure)}, meanwhile")
+            end = f"{subject} {describe(failure)}"
+            self._end_healing(f"{end}, meanwhile")
             self.outcome.failures.append(failure)
-            self._stop_others("a worker was told to stop" if worker.code == names.REQUEUE_EXIT else f"{name} failed")
+            # Not as the failure: which of those that end now was the first is known when all have.
+            self._stop_others("a worker was told to stop" if worker.code == names.REQUEUE_EXIT else end)
 
     # -- lost workers that are replaced -----------------------------------------------------------------------------
 

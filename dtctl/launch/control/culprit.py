@@ -11,6 +11,7 @@ from dtctl.launch.control import failure as failures
 from dtctl.launch.control import hang
 from dtctl.launch.control.failure import AGENT, Failure
 from dtctl.launch.control.progress import Standing
+from dtctl.launch.records.host_names import HostNames
 
 
 class Output(Protocol):
@@ -25,19 +26,26 @@ class Output(Protocol):
         ...
 
 
-def first_failure(reported: Iterable[Failure], left_early: Iterable[Standing], output: Output) -> Failure | None:
+def first_failure(
+    reported: Iterable[Failure],
+    left_early: Iterable[Standing],
+    output: Output,
+    host_names: HostNames | None = None,
+) -> Failure | None:
     """The failure that the others follow from; None when there was none.
 
     Args:
         reported: what has failed in the attempt.
         left_early: workers that had left although their training had steps left, and have not failed.
         output: of the workers.
+        host_names: how the nodes call themselves, which gives way to their names in what workers have printed.
     """
-    failure = failures.first(_explained(failure, output) for failure in reported)
+    host_names = host_names or HostNames({})
+    failure = failures.first(_explained(failure, output, host_names) for failure in reported)
     if failure is None or not failures.is_consequence(failure):
         return failure
     for worker in left_early:
-        tail = failures.last_lines(output.tail(worker.node, worker.rank))
+        tail = failures.last_lines(host_names.rename(output.tail(worker.node, worker.rank)))
         cause = failures.from_early_exit(
             failure, node=worker.node, rank=worker.rank, early_exit=hang.early_exit(worker), tail=tail
         )
@@ -46,7 +54,7 @@ def first_failure(reported: Iterable[Failure], left_early: Iterable[Standing], o
     return failure
 
 
-def _explained(failure: Failure, output: Output) -> Failure:
+def _explained(failure: Failure, output: Output, host_names: HostNames) -> Failure:
     """The failure with what the logs say about it."""
     if failure.exit_code is None:
         return failure
@@ -55,12 +63,12 @@ def _explained(failure: Failure, output: Output) -> Failure:
         failure = failures.from_torchrun(failure, output.tail(failure.node, AGENT))
         named_by_agent = failure.rank is not None
     rank = AGENT if failure.rank is None else failure.rank
-    tail = failures.last_lines(output.tail(failure.node, rank))
+    tail = failures.last_lines(host_names.rename(output.tail(failure.node, rank)))
     if not tail and named_by_agent:  # the agent's table of failures has been read, and has nothing more to say
         summary = f"it {failures.describe(failure)}, and had printed nothing"
         return replace(failure, summary=summary, log=str(output.path(failure.node, AGENT)))
     if not tail:  # a worker that said nothing; torchrun's agent may have
-        tail = failures.last_lines(output.tail(failure.node, AGENT))
+        tail = failures.last_lines(host_names.rename(output.tail(failure.node, AGENT)))
     log_summary, reason = failures.summary(tail), failure.node_reason
     summary = f"{log_summary} ({reason})" if log_summary and reason else log_summary or reason
     return replace(failure, tail=tail, summary=summary, log=str(output.path(failure.node, rank)))

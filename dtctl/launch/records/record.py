@@ -24,7 +24,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -346,9 +346,17 @@ class RunRecord:
         """Record the spec, so that the run's nodes are found again when the file has changed since."""
         self.write(names.RUN_SPEC_FILE, text)
 
-    def write_plan(self, plan: Plan) -> None:
-        """Record the plan of the attempt that is about to start."""
-        self.write(names.PLAN_FILE, json.dumps(asdict(plan), indent=1) + "\n")
+    def write_plan(self, plan: Plan, hosts: Mapping[str, str] | None = None) -> None:
+        """Record the plan of the attempt that is about to start, and how its nodes call themselves, as far as known."""
+        facts = asdict(plan)
+        for node in facts["nodes"]:
+            if host := (hosts or {}).get(node["name"]):
+                node["host"] = host
+        self.write(names.PLAN_FILE, json.dumps(facts, indent=1) + "\n")
+
+    def hosts(self) -> dict[str, str]:
+        """The names that the nodes of the newest attempt have themselves, by node; of those of which it is known."""
+        return {node["name"]: node["host"] for node in self.plan().get("nodes", ()) if node.get("host")}
 
     def plan(self) -> dict[str, Any]:
         """The plan of the newest attempt as plain data; empty when none was made."""

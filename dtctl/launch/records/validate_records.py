@@ -51,7 +51,7 @@ _NODE: Final = form(
     optional={
         "address": _WORD, "node_rank": COUNT, "slots": integer(0, WORKERS), "first_rank": COUNT, "workdir": _WORD,
         "python": nullable(_WORD), "argv": list_of(_TEXT), "setup": list_of(_TEXT), "processes": COUNT,
-        "gres": nullable(_WORD), "env": list_of(form(name=_WORD, value=_TEXT, origin=_WORD)),
+        "gres": nullable(_WORD), "host": _WORD, "env": list_of(form(name=_WORD, value=_TEXT, origin=_WORD)),
     },
 )  # fmt: skip
 _PLAN: Final = _partial_form(

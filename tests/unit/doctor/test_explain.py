@@ -169,6 +169,30 @@ def test_the_folder_of_a_run_tells_nodes_and_the_rank_that_died_without_a_word(t
     assert (first.ranks, first.nodes, first.confidence) == ((1,), ("node2",), "medium")
 
 
+def test_a_cause_calls_nodes_as_the_spec_does(tmp_path: Path) -> None:
+    """What a program and torchrun print has the names that hosts have themselves."""
+    hosts = ("ip-10-0-0-6.internal", "ip-10-0-0-7.internal")
+    nodes = [
+        {"name": f"gpu{i + 1}", "address": f"10.0.0.{6 + i}", "first_rank": i, "slots": 1, "host": host}
+        for i, host in enumerate(hosts)
+    ]
+    (tmp_path / "plan.json").write_text(json.dumps({"nodes": nodes}))
+    text = (
+        'Traceback (most recent call last):\n  File "/job/train.py", line 3, in <module>\n    main()\n'
+        '  File "/job/train.py", line 2, in main\n    raise ValueError()\n'
+        "ValueError: no samples came from ip-10-0-0-7 or [ip-10-0-0-7.internal]:4000\n"
+    )
+    log = tmp_path / "logs" / "gpu1" / "rank-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(text)
+    first = explain([tmp_path / "logs"])[0]
+    assert "no samples came from gpu2 or [gpu2]:4000" in first.cause
+    assert first.nodes == ("gpu1",)
+    log.write_text("socket.gaierror: [Errno -2] Name or service not known: ip-10-0-0-7.internal\n")
+    told = f"{explain([tmp_path / 'logs'])[0]}".partition("evidence")[0]
+    assert "ip-10" not in told
+
+
 def test_a_hosts_own_name_does_not_stand_beside_that_of_the_spec(tmp_path: Path) -> None:
     table = (
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"

@@ -128,7 +128,9 @@ def test_the_first_failure_ends_the_others_once(rig: Rig) -> None:
         ("b", 1, 3, None),
         ("c", 2, 143, 15),
     ]
-    assert [type(event) for event in rig.events].count(Stopping) == 1
+    assert [event.reason for event in rig.events if isinstance(event, Stopping)] == [
+        "rank 1 on b ended with exit code 3"
+    ]
 
 
 def test_a_worker_that_ends_well_does_not_stop_the_others(rig: Rig) -> None:
