@@ -71,6 +71,8 @@ class StateRule:
     check: str
     """Method of `Attempt` that looks at that time."""
     next: tuple[State, ...]
+    open_ended: str = ""
+    """When nothing but the program and its user bounds it; empty: never."""
 
 
 STATES: Final[Mapping[State, StateRule]] = {
@@ -85,6 +87,7 @@ STATES: Final[Mapping[State, StateRule]] = {
         limit="job.hang_s without a step, where the job tells its steps; job.time_s",
         check="check_progress",
         next=(State.HEALING, State.ENDING, State.CLOSING, State.STOPPING),
+        open_ended="the program tells no steps, and the spec has no job.time_s",
     ),
     State.HEALING: StateRule(
         ended_by="the news that all workers have joined, or that one has ended: it cannot join any more",
@@ -97,6 +100,7 @@ STATES: Final[Mapping[State, StateRule]] = {
         limit="job.hang_s without a step, where the job tells its steps; job.time_s",
         check="check_progress",
         next=(State.CLOSING, State.STOPPING),
+        open_ended="the program tells no steps, and the spec has no job.time_s",
     ),
     State.CLOSING: StateRule(
         ended_by="the report of the last node",

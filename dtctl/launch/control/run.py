@@ -21,7 +21,7 @@ from dtctl.launch.control import failure as failures
 from dtctl.launch.control.attempt import Attempt, AttemptOutcome
 from dtctl.launch.control.controller import Result, control
 from dtctl.launch.control.failure import AGENT, Failure
-from dtctl.launch.control.gang import Gang
+from dtctl.launch.control.gang import PING_S, Gang
 from dtctl.launch.control.hang import HangLimit, HangMonitor
 from dtctl.launch.control.link import NodeLink
 from dtctl.launch.control.session import NodeMessage, NodeSetup, Session
@@ -622,8 +622,13 @@ class NodesBackend:
             grace_s=plan.grace_s,
             snapshots=self.job.snapshots.get(node.name, ""),
             keep=self.job.keep,
-            link_timeout_s=self.job.link_timeout_s,
+            link_timeout_s=self._fence_s(),
         )
+
+    def _fence_s(self) -> float:
+        """Seconds of silence after which a node ends its workers: before a spare has their ranks."""
+        limit_s = self.job.link_timeout_s
+        return limit_s - min(PING_S, limit_s / 4) if self.job.spares else limit_s
 
     def _first_failure(self, outcome: AttemptOutcome) -> Failure | None:
         if not outcome.failures:

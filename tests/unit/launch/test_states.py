@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,40 @@ def test_no_state_lasts_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if rig.attempt.state is State.OVER:
             break
     assert seen[-1] is State.OVER, seen
+
+
+@pytest.mark.parametrize("state", State)
+def test_a_program_without_steps_is_bounded_by_its_time_where_by_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State
+) -> None:
+    """Nobody can say of it that it hangs: it may be a server. `job.time_s` and the user end it."""
+    if state in (State.HEALING, State.OVER):  # only what tells its steps is healed
+        return
+    rig = Rig(tmp_path)
+    if state is not State.STARTING:
+        for node in "abc":
+            rig.say(node, "started")
+    ended = {State.ENDING: "a", State.CLOSING: "abc"}.get(state, "")
+    for node in ended:
+        rig.exit(node)
+    if state is State.STOPPING:
+        rig.attempt.interrupt(15, hard=False)
+    assert rig.attempt.state is state
+    now = time.monotonic() + LONG_S
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for node in "abc":
+        rig.nodes[node].last_heard = now
+        rig.say(node, "pong", workers=[])
+    rig.gang.notice_absence()
+    rig.gang.away_s = 0.0
+    rig.attempt.check_deadlines()
+    assert (rig.attempt.state is state) is bool(STATES[state].open_ended)
+    if STATES[state].open_ended:
+        rig.gang.time_s = 60.0
+        rig.gang.next_message(0.0)
+        assert rig.gang.signals == [signal.SIGUSR1]
+        rig.attempt.interrupt(rig.gang.signals[0], hard=False)
+        assert rig.attempt.state is State.STOPPING
 
 
 @pytest.mark.parametrize("number", [9, 11])
