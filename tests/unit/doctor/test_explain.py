@@ -189,8 +189,12 @@ def test_a_cause_calls_nodes_as_the_spec_does(tmp_path: Path) -> None:
     assert "no samples came from gpu2 or [gpu2]:4000" in first.cause
     assert first.nodes == ("gpu1",)
     log.write_text("socket.gaierror: [Errno -2] Name or service not known: ip-10-0-0-7.internal\n")
-    told = f"{explain([tmp_path / 'logs'])[0]}".partition("evidence")[0]
-    assert "ip-10" not in told
+    first = explain([tmp_path / "logs"])[0]
+    assert "ip-10" not in f"{first.cause} {first.fix} {first.nodes}"
+    log.write_text("step 1 with ip-10-0-0-7\nFATAL: the frobnicator of ip-10-0-0-7 has failed\nexited with code 3\n")
+    first = explain([tmp_path / "logs"])[0]
+    assert "gpu2" in first.cause
+    assert "ip-10" not in f"{first.cause} {first.fix} {first.nodes}"
 
 
 def test_a_hosts_own_name_does_not_stand_beside_that_of_the_spec(tmp_path: Path) -> None:
