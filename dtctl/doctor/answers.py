@@ -88,10 +88,12 @@ def _call(value: Any) -> dict[str, Any]:
 
 def _measured(value: Any) -> dict[str, Any]:
     measurement: dict[str, Any] = _MEASURED(value)
-    if measurement.get("lost") is not None and not measurement["lost"] <= measurement.get("sent", 0):
+    lost = measurement.get("lost")
+    if lost is not None and not ("sent" in measurement and lost <= measurement["sent"]):
         raise InvalidMessage("more datagrams were lost than sent")
-    if measurement.get("result", "error") not in _RESULTS:
-        raise InvalidMessage(f"no result of a call: {quoted(measurement['result'])}")
+    result = measurement.get("result")  # of a connection that was not made, and why
+    if result is not None and (result not in _RESULTS or "error" not in measurement):
+        raise InvalidMessage(f"no result of a call: {quoted(result)}")
     return measurement
 
 
@@ -130,10 +132,9 @@ _MEASURED: Final = form(
         "result": text(20),
     }
 )  # fmt: skip
-_SPACE: Final = form(
-    path=text(4096), total=_COUNT, free=_COUNT, inodes=_COUNT, free_inodes=_COUNT, noexec=flag,
-    optional={"why": prose, "origin": text(40)},
-)  # fmt: skip
+_SPACE: Final[Mapping[str, Check[Any]]] = {
+    "path": text(4096), "total": _COUNT, "free": _COUNT, "inodes": _COUNT, "free_inodes": _COUNT, "noexec": flag,
+}  # fmt: skip
 _FACTS: Final = form(
     hostname=_NAME, user=_NAME, time=_time, python=text(40), kernel=_NAME, machine=_NAME, cpus=nullable(_COUNT),
     looked_up=mapping_of(_NAME, nullable(list_of(text(64), _ROWS)), _ROWS),
@@ -145,7 +146,8 @@ _FACTS: Final = form(
     ),
     machine_cpus=_COUNT, cpu_quota=number, memory_limit=integer(-1), memory_free=integer(-1), pids_free=integer(-1),
     ports=list_of(_COUNT, 2), neighbours=mapping_of(text(64), _mac, _ROWS),
-    shm=_SPACE, disk=_SPACE, tmp=_SPACE, files=mapping_of(_NAME, prose, _ROWS), writable=prose,
+    shm=form(None, **_SPACE, why=prose), disk=form(None, **_SPACE),
+    tmp=form(None, **_SPACE, why=prose, origin=text(40)), files=mapping_of(_NAME, prose, _ROWS), writable=prose,
     missing=list_of(text(4096), _ROWS),
     env=mapping_of(_NAME, _WORDS, _ROWS), conf=mapping_of(text(4096), _conf, 16),
     code=text(64), gpus=integer(0, 4096), gpu=_tool, remapped=_tool, nvlink=_tool, topology=_tool, xid=_tool,
@@ -194,7 +196,7 @@ def answer(message: Mapping[str, Any], said: Mapping[str, Any], *, node: str) ->
         raise NodeError(f"the node answered {quoted(said.get('op'))}, and was asked {op!r}", node=node)
     reply: dict[str, Any] = checked(_ANSWERS.get(op, _WORKER), said, subject=f"its answer to `{op}`", node=node)
     for one in (reply, *reply.get("each", ())):
-        if one.get("stage") == "done":
+        if one.get("stage") == "done" or "seconds" in one:
             checked(form(seconds=_above(1e-9), bytes=_COUNT), one, subject="its worker's answer", node=node)
     asked = {"look": "wanted", "listen": "ports"}.get(op, "asks" if "each" in reply and op == "round" else None)
     if asked is not None:

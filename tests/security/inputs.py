@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import shutil
 import sys
@@ -19,13 +18,7 @@ from typing import Any
 
 import torch
 
-from dtctl.doctor import answers
-from dtctl.doctor.checks import environment, hardware, links, network, node
 from dtctl.doctor.explain.diagnose import explain_all
-from dtctl.doctor.findings import ordered
-from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.probe import facts as probe
-from dtctl.doctor.probe.python import job_python
 from dtctl.errors import DtctlError
 from dtctl.launch import trust
 from dtctl.launch.assemble import CodePush, job_of
@@ -49,6 +42,7 @@ from dtctl.spec.load import dump_spec, parse_spec
 from dtctl.supervisor import frames, messages
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalConnection, LocalStream
+from tests.security import probe_answers
 from tests.security.mutate import as_json, bent, odd
 
 ROOT = Path(__file__).parents[2]
@@ -234,64 +228,16 @@ def records(real: Path) -> One:
 
 
 def probes(_: Path) -> One:
-    asked = {
-        "names": ["localhost"],
-        "peers": ["127.0.0.1"],
-        "workdir": "~/.dtctl",
-        "paths": [],
-        "env": {},
-        "code": "",
-    }
-    told = json.loads(json.dumps(probe.gather(asked)))
-    job = {"op": "job_python", "job": job_python(sys.executable, dict(os.environ), "", [])}
-    tools = {
-        "gpus": 2, "gpu": "0, H100, 10, 80000, 550, 0\n1, H100, 9000, 80000, 550, 1",
-        "vendor": "nvidia", "state": "0, Enabled, 500, 700, 0x48, 8, 16, Enabled, Enabled",
-        "xid": "NVRM: Xid (PCI:0000:01:00): 79, x\namdgpu 0000:c1:00.0: GPU reset begin!",
-        "nvlink": "GPU 0: H100\n Link 0: 25 GB/s\n Link 1: 25 GB/s",
-        "topology": "GPU0 X NV4\nGPU1 NV4 X",
-        "rdma": [{"device": "mlx5_0", "port": "1", "state": "4: ACTIVE", "rate": "400 Gb/sec", "link_layer": "IB"}],
-        "remapped": "0, No, No\n1, Yes, No",
-        "conf": {"/etc/nccl.conf": "NCCL_DEBUG=INFO\n#x\n"}, "env": {"NCCL_DEBUG": "WARN"},
-    }  # fmt: skip
-    good = {"facts": {**told, **tools}, "job_python": job}
-    good["call"] = {
-        "op": "call",
-        "answers": [{"node": "a", "port": 9, "kind": "data-0", "result": "ok", "seen": "1", "own": "1"}],
-    }
-    good["measure"] = {
-        "op": "measure",
-        "rtt_ms": [0.1, 0.2],
-        "sent": 500,
-        "lost": 0,
-        "mbit_s": 900.0,
-        "retransmitted": 1,
-    }
-    good["listen"] = {"op": "listen", "ports": [4000, 4001]}
+    good = probe_answers.real_answers()
 
     def one(_: Path, chance: random.Random) -> object:
-        seen = [NodeReport(name=name, address="127.0.0.1", facts={**good["facts"], "job": job["job"]}) for name in "ab"]
         said = {name: odd(value, chance) if chance.random() < 0.6 else value for name, value in good.items()}
-        liar = seen[1]
+        reports = probe_answers.reports(good)
         for op, value in said.items():
             if isinstance(value, dict):
-                value = {**json.loads(as_json(value)), "op": op}
                 with contextlib.suppress(DtctlError):
-                    found = answers.answer({"op": op, "ports": [0, 0], "wanted": []}, value, node="b")
-                    if op in ("facts", "job_python"):
-                        liar.facts |= found
-                    elif op == "call":
-                        liar.answers = [one for one in found["answers"] if one["node"] == "a"]
-                    elif op == "measure":
-                        liar.measured = {"a": [found, found]}
-                    else:
-                        liar.ports = {"rendezvous": found["ports"][0], "data-0": found["ports"][1]}
-        found = [
-            *node.reach(seen), *node.limits(seen), *node.storage(seen, "~/d"), *node.alike(seen), *node.clock(seen),
-            *hardware.hardware(seen, {"a": 2, "b": 2}), *environment.environment(seen, {}), *network.names(seen),
-            *network.addresses(seen), *network.pairs(seen[::-1], rendezvous=(1,), fixed=True), *links.links(seen),
-        ]  # fmt: skip
-        return json.dumps([finding.as_json() for finding in ordered(found, ran=())], allow_nan=False)
+                    probe_answers.take(reports[1], op, json.loads(as_json(value)))
+        return probe_answers.judge(reports)
 
     return one
 

@@ -256,11 +256,7 @@ def limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     )
     yield from per_node(
         "shm",
-        {
-            n.name: n.facts["shm"]["why"]
-            for n in reports
-            if n.facts["shm"].get("why") and n.name not in {**small, **full}
-        },
+        {n.name: n.facts["shm"]["why"] for n in reports if n.facts["shm"]["why"] and n.name not in {**small, **full}},
         "sudo mount -o remount,rw /dev/shm, or sudo mount -t tmpfs -o mode=1777,size=50% tmpfs /dev/shm",
         summary="nothing can be written to shared memory (/dev/shm)",
     )

@@ -1,0 +1,119 @@
+"""Answers of a probe to every question, and all that reads them: one node tells the truth, another one may not."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dtctl.doctor import answers, coverage, tables
+from dtctl.doctor.checks import collective, environment, gpu_speed, hardware, links, network, node
+from dtctl.doctor.examine import Examination
+from dtctl.doctor.findings import ordered
+from dtctl.doctor.node_report import NodeReport
+from dtctl.doctor.probe import facts, python
+
+Answers = dict[str, dict[str, Any]]
+"""Question -> answer."""
+
+
+def real_answers() -> Answers:
+    """Return what a probe answers on this machine, with GPUs, and with every key that it may have."""
+    asked = {"names": ["localhost"], "peers": ["127.0.0.1"], "workdir": "~/.dtctl", "paths": [], "env": {}, "code": ""}
+    told = json.loads(json.dumps(facts.gather(asked)))
+    told |= {
+        "gpus": 2, "gpu": "0, H100, 10, 80000, 550, 0\n1, H100, 9000, 80000, 550, 1",
+        "vendor": "nvidia", "state": "0, Enabled, 500, 700, 0x48, 8, 16, Enabled, Enabled",
+        "xid": "NVRM: Xid (PCI:0000:01:00): 79, x\namdgpu 0000:c1:00.0: GPU reset begin!",
+        "nvlink": "GPU 0: H100\n Link 0: 25 GB/s\n Link 1: 25 GB/s",
+        "topology": "GPU0 X NV4\nGPU1 NV4 X",
+        "rdma": [{"device": "mlx5_0", "port": "1", "state": "4: ACTIVE", "rate": "400 Gb/sec", "link_layer": "IB",
+                  "roce": "v2", "verbs": "no"}],
+        "remapped": "0, No, No\n1, Yes, No",
+        "conf": {"/etc/nccl.conf": "NCCL_DEBUG=INFO\n#x\n"}, "env": {"NCCL_DEBUG": "WARN"},
+    }  # fmt: skip
+    job = python.job_python(sys.executable, dict(os.environ), "", [])
+    call = {
+        "node": "a", "port": 9, "kind": "data-0", "result": "ok", "said": "", "took_ms": 0.1, "seen": "1", "own": "1",
+    }  # fmt: skip
+    measured = {
+        "rtt_ms": [0.1, 0.2], "sent": 500, "lost": 0, "twice": 0, "mbit_s": 900.0, "retransmitted": 1, "segments": 9,
+        "carried": 9000, "broken": "",
+    }  # fmt: skip
+    gpu = {"name": "H100", "error": "", "tflops": 700.0, "to_gb_s": 50.0, "from_gb_s": 50.0, "within_gb_s": 2000.0}
+    worker = {
+        "stage": "done", "bytes": 4, "seconds": 0.1, "wrong": 0, "silent": False, "complained": "", "error": "",
+        "nccl": "2.21.5", "uses": ["random"], "devices": 1, "gpus": [gpu], "busbw_gb_s": 1.0,
+    }  # fmt: skip
+    return {
+        "facts": told,
+        "job_python": {"job": json.loads(json.dumps(job))},
+        "call": {"answers": [call]},
+        "measure": measured,
+        "listen": {"ports": [4000, 4001]},
+        "round": {"each": [worker, worker]},
+        "start": worker,
+    }
+
+
+def reports(good: Answers) -> list[NodeReport]:
+    """Return two nodes that have answered well."""
+    found = []
+    for name, other in ("ab", "ba"):
+        report = NodeReport(name=name, address="127.0.0.1", target=name, slots=2)
+        for op in ("facts", "job_python", "listen"):
+            take(report, op, good[op])
+        report.measured = {other: [good["measure"]]}
+        found.append(report)
+    return found
+
+
+def take(report: NodeReport, op: str, value: Mapping[str, Any]) -> None:
+    """Let a node give this answer.
+
+    Raises:
+        NodeError: it has not the form that was asked for.
+    """
+    message = {"op": op, "ports": [0, 0], "wanted": [], "asks": [0, 0]}
+    found = answers.answer(message, {**value, "op": op}, node=report.name)
+    if op in ("facts", "job_python"):
+        report.facts = {**report.facts, **found}
+    elif op == "call":
+        report.answers = [one for one in found["answers"] if one["node"] in ("a", "b")]
+    elif op == "measure":
+        report.measured, report.own = {"a": [found] * links.TRIES}, [found]
+    elif op == "listen":
+        report.ports = {"rendezvous": found["ports"][0], "data-0": found["ports"][1]}
+    else:
+        _read_worker(report.name, found)
+
+
+def _read_worker(name: str, found: Mapping[str, Any]) -> None:
+    """Read what the job's Python says, as the checks do that let it compute."""
+    said = {name: collective.merged(found)}
+    collective.culprits(said)
+    list(collective.apart_failed(said, {name: 2}))
+    list(collective.other_nccl({name: ("2.21.5", str(said[name].get("nccl", "")))}))
+    if collective.well(said):
+        collective._figures("gloo", said, 2)
+    measured = {name: found}
+    list(gpu_speed.judge(measured))
+    rows = gpu_speed.rows(measured)
+    tables.gpu_table(Examination(findings=(), seen=(), gpus=rows))
+
+
+def judge(seen: Sequence[NodeReport]) -> str:
+    """Return all findings about the nodes as JSON, after people's tables were made of them."""
+    found = [
+        *node.reach(seen), *node.limits(seen), *node.storage(seen, "~/d"), *node.alike(seen), *node.clock(seen),
+        *node.python(seen, {}), *hardware.hardware(seen, {"a": 2, "b": 2}), *environment.environment(seen, {}),
+        *network.names(seen), *network.addresses(seen), *network.ports(seen),
+        *network.pairs(seen[::-1], rendezvous=(1,), fixed=True), *links.links(seen),
+    ]  # fmt: skip
+    links.doubtful(seen)
+    lost = coverage.unexamined(seen, skip=(), ran=(), rendezvous=True, found=found)
+    done = Examination(findings=tuple(ordered(found, ran=(), unexamined=lost)), seen=tuple(seen))
+    tables.node_table(done), tables.pair_table(done), tables.link_table(done), tables.links_of(seen)
+    return json.dumps([finding.as_json() for finding in done.findings], allow_nan=False)
