@@ -23,7 +23,16 @@ from dtctl.advise.sizes import count, gibibytes
 from dtctl.advise.usual import usual
 from dtctl.errors import PlanError, UsageError
 from dtctl.estimate.frameworks import FRAMEWORKS, held
-from dtctl.estimate.memory import Layout, MemoryEstimate, Precision, Recipe, memory, of_mesh
+from dtctl.estimate.memory import (
+    OPTIMIZERS,
+    RUNTIME,
+    Layout,
+    MemoryEstimate,
+    Precision,
+    Recipe,
+    memory,
+    of_mesh,
+)
 from dtctl.estimate.model import Model, from_inspection
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import resolve_nodes
@@ -35,8 +44,6 @@ INSPECT_S = 120.0
 """Seconds that building a model on the meta device may take."""
 
 MOST_GPUS = 1_000_000
-MOMENTS: Final[Mapping[str, int]] = {"adamw": 8, "sgd": 4, "muon": 4}
-"""Optimizer -> bytes of its fp32 state for a parameter; Muon's of a matrix, of which nearly all parameters are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,20 +166,20 @@ def _recipe(options: AdviseOptions, written: Mapping[str, Any], precision: Preci
         )
     recipe = held(FRAMEWORKS[name], precision)
     optimizer = options.optimizer or written.get("optimizer") or "adamw"
-    if optimizer not in MOMENTS:
+    if optimizer not in OPTIMIZERS:
         raise UsageError(
-            f"optimizer {optimizer} is not known", where="--optimizer", hint=f"there are {', '.join(MOMENTS)}"
+            f"optimizer {optimizer} is not known", where="--optimizer", hint=f"there are {', '.join(OPTIMIZERS)}"
         )
-    moments = MOMENTS[optimizer] if optimizer != "sgd" or written.get("momentum", 0.9) else 0
-    average = 4 if written.get("ema") else 0
-    recipe = replace(recipe, optimizer_bytes=recipe.optimizer_bytes * moments // 8, average_bytes=average)
+    has_momentum = bool(written.get("momentum", 0.9))
     if options.states == "bf16":
-        recipe = replace(recipe, weight_bytes=2, gradient_bytes=2, master_bytes=0, optimizer_bytes=moments // 2,
-                         autocast=False)  # fmt: skip
+        recipe = replace(recipe, weight_bytes=2, gradient_bytes=2, master_bytes=0, optimizer_bytes=4, autocast=False)
     elif options.states not in (None, "fp32"):
         raise UsageError(f"states are kept in fp32 or bf16, and not in {options.states}", where="--states")
+    recipe = replace(
+        recipe.with_optimizer(optimizer, momentum=has_momentum), average_bytes=4 if written.get("ema") else 0
+    )
     if written.get("kernel") in ("foreach", "loop"):
-        recipe = replace(recipe, step_bytes=moments)
+        recipe = replace(recipe, step_bytes=RUNTIME.with_optimizer(optimizer, momentum=has_momentum).optimizer_bytes)
     in_memory = (written.get("snapshot") or {}).get("memory")
     sharding = written.get("fsdp") or {}
     parallel = written.get("tp") or {}

@@ -7,8 +7,9 @@ hold is in frameworks.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from dtctl.estimate.model import Model
 from dtctl.train.mesh import Degrees
@@ -37,6 +38,16 @@ BUDGET = 1 - RESERVE
 """Share of a GPU's memory that may be planned for."""
 
 
+OPTIMIZERS: Final[Mapping[str, tuple[int, int, int]]] = {
+    "adamw": (8, 8, 8),
+    "sgd": (4, 4, 4),
+    "muon": (4, 8, 8),  # AdamW for whatever is no matrix, and for tables of embeddings
+    "adafactor": (0, 0, 4),  # of a matrix one number for each row and each column
+}
+"""Bytes of the fp32 state of an optimizer for a parameter: of a matrix; of a table of embeddings or a tensor of more
+dimensions; of a vector."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How a framework holds a model; the defaults are dtctl.runtime's. Bytes are for each parameter."""
@@ -51,6 +62,10 @@ class Recipe:
     """Of an fp32 copy that lies with the optimizer's state and is divided like it."""
     optimizer_bytes: int = 8
     """Of the optimizer's state: AdamW's two moments."""
+    table_bytes: int = 0
+    """Of the optimizer's state besides, in tables of embeddings and tensors of three and more dimensions."""
+    vector_bytes: int = 0
+    """Of the optimizer's state besides, in tensors of one dimension."""
     average_bytes: int = 0
     """Of an average that is kept beside the weights."""
     step_bytes: int = 0
@@ -113,6 +128,17 @@ class Recipe:
     """Bytes that a worker needs before it has a tensor."""
     exchange: float = EXCHANGE
     """Bytes of the buffers that it exchanges with others through."""
+
+    def with_optimizer(self, name: str, *, momentum: bool = True) -> Recipe:
+        """Return the recipe with another optimizer than AdamW.
+
+        Args:
+            name: of `OPTIMIZERS`.
+            momentum: whether SGD has one.
+        """
+        sizes = OPTIMIZERS[name] if momentum or name != "sgd" else (0, 0, 0)
+        matrix, table, vector = (size * self.optimizer_bytes // 8 for size in sizes)
+        return replace(self, optimizer_bytes=matrix, table_bytes=table - matrix, vector_bytes=vector - matrix)
 
     def at(self, layout: Layout) -> Recipe:
         """What holds for a layout."""
@@ -261,7 +287,9 @@ def _stage(
     gradients = trained * recipe.gradient_bytes / layout.shards / (layout.dp if layout.zero > 1 else 1)
     if recipe.whole_bytes and _whole(layout, recipe):
         gradients = 0.0
-    optimizer = trained * (recipe.optimizer_bytes + recipe.master_bytes) / layout.shards
+    optimizer = trained * (recipe.optimizer_bytes + recipe.master_bytes)
+    optimizer += trained / params * _state_beside_matrices(model, layout, recipe, blocks, last=last)
+    optimizer /= layout.shards
     if layout.zero:  # what is parted already has fewer workers to divide it among
         optimizer *= whole / params / layout.dp
     weight_bytes = (params * recipe.weight_bytes + trained * recipe.average_bytes) / layout.shards
@@ -292,6 +320,14 @@ def _stage(
         overhead=recipe.context + exchange + SETTLED * state + FRAGMENTS * (work + temporary),
         host=host,
     )
+
+
+def _state_beside_matrices(model: Model, layout: Layout, recipe: Recipe, blocks: int, *, last: bool) -> float:
+    """Bytes of the optimizer's state that a stage has for other tensors beyond what matrices of their size would."""
+    has_tables = layout.pp == 1 or model.tied or not last
+    share = blocks / model.layers
+    stacked = share * model.stacked_params + (model.table_params if has_tables else 0.0)
+    return (recipe.table_bytes * stacked + recipe.vector_bytes * share * model.vector_params) / layout.tp
 
 
 def _kept(model: Model, layout: Layout, recipe: Recipe, *, compiled: bool, fp8: bool) -> float:

@@ -49,6 +49,12 @@ class Model:
     """Part of `block_products` that is in experts."""
     frozen: float = 0.0
     """Part of `params` that is not trained: it has neither gradients nor optimizer state."""
+    table_params: float = 0.0
+    """Part of `params` in tables of embeddings, also where the output has the same."""
+    stacked_params: float = 0.0
+    """Part of `params` in tensors of three and more dimensions, such as the experts of dtctl.runtime."""
+    vector_params: float = 0.0
+    """Part of `params` in tensors of one dimension; 0 where nobody has counted these few."""
     ffn: int = 0
     """Inner width of a plain GPT, which can be built from these figures; 0 of other models."""
     assumed: str = ""
@@ -99,6 +105,9 @@ def from_inspection(data: Mapping[str, Any], *, name: str) -> Model:
         block_kept=kept_values,
         block_products=kept_values / 2,
         frozen=float(data.get("frozen") or 0.0),
+        table_params=float(data.get("tables") or 0.0),
+        stacked_params=float(data.get("stacked") or 0.0),
+        vector_params=float(data.get("vectors") or 0.0),
         assumed=f"{layers} blocks, width {hidden}, vocabulary {int(data['vocab'])}, activations measured: "
         f"{float(data['params']) / 1e9:.3g}B parameters",
     )

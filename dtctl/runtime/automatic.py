@@ -275,10 +275,8 @@ def _recompute(config: TrainConfig) -> Recompute:
 
 def _recipe(config: TrainConfig, worker: Worker) -> Recipe:
     """How this training holds a model; an optimizer of the script's own is taken to have the state of AdamW."""
-    state = {"adamw": 8, "sgd": 4 if config.momentum else 0, "muon": 4}[config.optimizer]
     recipe = dataclasses.replace(
-        RUNTIME,
-        optimizer_bytes=state,
+        RUNTIME.with_optimizer(config.optimizer, momentum=bool(config.momentum)),
         average_bytes=4 if config.ema else 0,
         reshard=config.fsdp.reshard_after_forward,
     )

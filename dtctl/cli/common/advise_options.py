@@ -30,11 +30,12 @@ class FrameworkName(str, Enum):
 
 
 class OptimizerName(str, Enum):
-    """Optimizers of dtctl.runtime."""
+    """Optimizers whose state is known: those of dtctl.runtime, and Adafactor."""
 
     adamw = "adamw"
     sgd = "sgd"
     muon = "muon"
+    adafactor = "adafactor"
 
 
 class RecomputeName(str, Enum):
