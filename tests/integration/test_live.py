@@ -22,8 +22,9 @@ job:
   {{name: live, script: train.py, kind: direct, grace_s: 1, max_restarts: 1, recovery: live, heal_s: 600,
     env: {{OMP_NUM_THREADS: "1", PYTHONPATH: "{here}", KILL: "{kill}", KEEPS: "{keeps}"}}}}
 train:
-  {{strategy: {strategy}, steps: 16, micro_batch: 2, accumulate: 2, clip_norm: 1.0, weight_decay: 0.1,
-    data_workers: 1, log_every: 4, eval_every: 8, ema: {{decay: 0.9}}, timeout_s: 600, snapshot: {{every_steps: 6}}}}
+  {{strategy: {strategy}, optimizer: {optimizer}, steps: 16, micro_batch: 2, accumulate: 2, clip_norm: 1.0,
+    weight_decay: 0.1, data_workers: 1, log_every: 4, eval_every: 8, ema: {{decay: 0.9}}, timeout_s: 600,
+    snapshot: {{every_steps: 6}}}}
 """
 TRAIN = """\
 import os, signal, time
@@ -134,19 +135,36 @@ if __name__ == "__main__":
 """
 
 
-def write(project: Project, *, kill: str = "", keeps: int = 0, spare: bool = False, strategy: str = "ddp") -> None:
+def write(
+    project: Project,
+    *,
+    kill: str = "",
+    keeps: int = 0,
+    spare: bool = False,
+    strategy: str = "ddp",
+    optimizer: str = "adamw",
+) -> None:
     """The project: ddp on three nodes, or on two with a spare; others on two with two workers each."""
     nodes, spares = ("[node1, node2]", "[node3]") if spare else ("[node1, node2, node3]", "[]")
     if strategy != "ddp":
         nodes = "[node1, node2]"
     slots = 1 if strategy == "ddp" else 2
-    spec = SPEC.format(here=HERE, kill=kill, keeps=keeps, nodes=nodes, spares=spares, strategy=strategy, slots=slots)
+    spec = SPEC.format(
+        here=HERE, kill=kill, keeps=keeps, nodes=nodes, spares=spares, strategy=strategy, slots=slots,
+        optimizer=optimizer,
+    )  # fmt: skip
     project.write("train.py", TRAIN)
     project.write("dtctl.yaml", spec)
 
 
 def launched(
-    project: Project, *, kill: str = "", keeps: int = 0, spare: bool = False, strategy: str = "ddp"
+    project: Project,
+    *,
+    kill: str = "",
+    keeps: int = 0,
+    spare: bool = False,
+    strategy: str = "ddp",
+    optimizer: str = "adamw",
 ) -> tuple[Finished, str]:
     """A run in which the workers kill themselves as told, and the digest that it ends with.
 
@@ -159,8 +177,9 @@ def launched(
         keeps: 1 if the loss function keeps state.
         spare: whether it is two nodes and a spare.
         strategy: of the training.
+        optimizer: of the training.
     """
-    write(project, kill=kill, keeps=keeps, spare=spare, strategy=strategy)
+    write(project, kill=kill, keeps=keeps, spare=spare, strategy=strategy, optimizer=optimizer)
     return ended(project, project.run("launch", "--json"))
 
 
@@ -238,6 +257,28 @@ def test_where_it_would_not_be_exact_all_are_restarted(project: Project, kill: s
     assert "heal" not in [event["event"] for event in done.events]
     notes = [str(event["text"]) for event in done.events if event["event"] == "note"]
     assert any("not healed" in text and why in text for text in notes), notes
+
+
+@pytest.mark.slow
+def test_muon_goes_on_where_each_worker_has_whole_matrices(project: Project) -> None:
+    whole, straight = launched(project, optimizer="muon")
+    done, healed = launched(project, kill="0:2 7:1", optimizer="muon")
+    assert healed == straight
+    assert logged(project, done) == logged(project, whole)
+    assert done.done["attempts"] == 1, done.err
+    heals = [event for event in done.events if event["event"] == "heal"]
+    assert [[each["rank"] for each in event["replaced"]] for event in heals] == [[2], [1]], done.err
+
+
+@pytest.mark.slow
+def test_muon_that_gathers_matrices_is_restarted_as_a_whole(project: Project) -> None:
+    _, straight = launched(project, strategy="hsdp", optimizer="muon")
+    done, restarted = launched(project, strategy="hsdp", kill="9:1", optimizer="muon")
+    assert restarted == straight
+    assert done.done["attempts"] == 2, done.err
+    assert "heal" not in [event["event"] for event in done.events]
+    notes = [str(event["text"]) for event in done.events if event["event"] == "note"]
+    assert any("not healed" in text and "its optimizer" in text for text in notes), notes
 
 
 @pytest.mark.slow
