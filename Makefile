@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # longest modules begin first; see tests/conftest.py. (nproc would count OMP_NUM_THREADS.)
 HOSTS_TESTS := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2) --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: help demo test test-slow check unit integration test-frameworks soak fuzz bench gate dist-check gpu clean
+.PHONY: help demo test test-lowest test-slow check unit integration test-frameworks soak fuzz bench gate dist-check gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show what there is to make.
@@ -31,6 +31,9 @@ demo: $(BIN)/.ready-for-demo  ## Train a small GPT on 3 virtual hosts, kill a wo
 test: $(BIN)/.ready check  ## Everything but the slow tests; a quarter of an hour on two cores.
 	$(BIN)/python -m pytest tests/unit tests/golden tests/cli tests/security -q -m "not slow" -n auto --dist loadfile
 	$(BIN)/python -m pytest tests/integration tests/fault -q -m "not slow" $(HOSTS_TESTS)
+
+test-lowest: $(BIN)/.ready  ## Unit and CLI tests with the oldest Python and packages that dtctl allows; three minutes.
+	VENV=$(VENV) bash .ci/lowest.sh
 
 test-slow: $(BIN)/.ready  ## The slow tests, which CI runs, too.
 	$(BIN)/python -m pytest tests/unit tests/golden tests/cli tests/security tests/integration tests/fault -q -m slow $(HOSTS_TESTS)

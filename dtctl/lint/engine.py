@@ -6,9 +6,6 @@ import ast
 import functools
 import gc
 import os
-import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +42,7 @@ from dtctl.lint.project import Project
 from dtctl.lint.rules import SYNTAX
 from dtctl.lint.shell_files import check_shell
 from dtctl.lint.source_file import SourceFile
+from dtctl.python_source import NestedTooDeeply, parse_python, run_on_large_stack
 
 PARALLEL_FROM = 100
 """Files from which several processes are worth starting."""
@@ -57,10 +55,6 @@ FAMILIES = (
 """The modules of checkers."""
 PYTHON_CHECKS: tuple[Checker, ...] = tuple(checker for family in FAMILIES for checker in family.CHECKS)
 """The checkers of all rules for Python."""
-_DEEP = 60_000
-"""Frames allowed for a file that is nested deeper than usual: an elif chain of thousands is one."""
-_STACK = 512 << 20
-"""Bytes of stack for it; only what is used is taken."""
 
 
 def lint(
@@ -204,14 +198,19 @@ def _file(path: Path, cluster: ClusterFacts, project: Project) -> list[Problem]:
 def _python(path: Path, text: str, cluster: ClusterFacts, project: Project) -> list[Problem]:
     try:
         return _checked(path, text, cluster, project)
-    except RecursionError:
-        return _with_a_large_stack(lambda: _checked(path, text, cluster, project), path)
+    except RecursionError:  # of a rule that goes down the tree
+        try:
+            return run_on_large_stack(lambda: _checked(path, text, cluster, project))
+        except NestedTooDeeply as exc:
+            return [unreadable(path, 1, 1, exc.msg)]
 
 
 def _checked(path: Path, text: str, cluster: ClusterFacts, project: Project) -> list[Problem]:
     whole = True
     try:
-        tree = _parsed(text)
+        tree = parse_python(text)
+    except NestedTooDeeply as exc:
+        return [unreadable(path, 1, 1, exc.msg)]
     except SyntaxError as exc:
         again = newer.older(text)
         older_tree = _parsed_or_none(again) if again is not None else None
@@ -219,10 +218,6 @@ def _checked(path: Path, text: str, cluster: ClusterFacts, project: Project) -> 
             reason = versions.reason(text, exc)
             return [unreadable(path, exc.lineno or 1, exc.offset or 1, reason or f"is not Python: {exc.msg}")]
         text, tree, whole = again, older_tree, False
-    except MemoryError:
-        return [unreadable(path, 1, 1, "is nested deeper than Python's parser allows")]
-    except ValueError as exc:
-        return [unreadable(path, 1, 1, f"is not Python: {exc}")]
     if not any(word in text for word in names.RELEVANT):
         return []
     module = project.parsed(path, text)
@@ -237,16 +232,9 @@ def _checked(path: Path, text: str, cluster: ClusterFacts, project: Project) -> 
     return problems if whole else [replace(problem, edits=()) for problem in problems]
 
 
-def _parsed(text: str) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return ast.parse(text)
-
-
 def _parsed_or_none(text: str) -> ast.Module | None:
     try:
-        return _parsed(text)
+        return parse_python(text)
     except SyntaxError:
         return None
 
@@ -260,31 +248,6 @@ def _guarded(work: Callable[[], Iterable[Problem]], path: Path, name: str) -> li
     except Exception as exc:  # noqa: BLE001 - whatever it is
         message = f"{type(exc).__name__}: {exc}"
         return [failed(path, f"the rule {name} failed on this file ({message}); this is a bug in dtctl")]
-
-
-def _with_a_large_stack(work: Callable[[], list[Problem]], path: Path) -> list[Problem]:
-    """What a function returns that needs more stack than usual: it runs in a thread that has it."""
-    problems: list[Problem] = []
-    too_deep = unreadable(path, 1, 1, "is nested too deeply to be analyzed")
-
-    def run() -> None:
-        try:
-            problems.extend(work())
-        except (RecursionError, MemoryError):
-            problems.append(too_deep)
-
-    before, stack = sys.getrecursionlimit(), threading.stack_size(_STACK)
-    sys.setrecursionlimit(_DEEP)
-    try:
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    except RuntimeError:  # there is no memory for such a stack
-        return [too_deep]
-    finally:
-        sys.setrecursionlimit(before)
-        threading.stack_size(stack)
-    return problems
 
 
 def unreadable(path: Path, line: int, column: int, message: str) -> Problem:

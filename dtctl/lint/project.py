@@ -12,6 +12,7 @@ from pathlib import Path
 from dtctl.lint import names
 from dtctl.lint.source import decoded, read
 from dtctl.lint.source_file import Definition, Function, SourceFile, key
+from dtctl.python_source import parse_python
 
 MAX_FILES = 40
 """Local files that are looked at for one file."""
@@ -66,9 +67,9 @@ class Project:
         if path not in self._modules:
             try:
                 text = self._source(path)
-                module = self._modules[path] = SourceFile(Path(path), text, ast.parse(text))
+                module = self._modules[path] = SourceFile(Path(path), text, parse_python(text))
                 module.neighbours = self
-            except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            except (OSError, SyntaxError, RecursionError):
                 self._modules[path] = None
         return self._modules[path]
 

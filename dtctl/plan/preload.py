@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from dtctl.python_source import parse_python
+
 WORTH = ("torch", "numpy", "dtctl.runtime")
 """Slow to import, and safe to fork after: they start no threads and touch no GPU by being imported."""
 WITH_TORCH = "torch._dynamo"
@@ -20,8 +22,8 @@ def modules_of(source: str) -> tuple[str, ...]:
     Empty for a script that is not Python: whoever runs it will say so.
     """
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+        tree = parse_python(source)
+    except SyntaxError:
         return ()
     names = dict.fromkeys(name for name in _imported(tree.body) if _is_worth(name))
     if any(name.partition(".")[0] in ("torch", "dtctl") for name in names):

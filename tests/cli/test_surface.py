@@ -153,7 +153,7 @@ def test_a_job_on_this_machine_needs_no_ssh(tmp_path: Path) -> None:
             "cluster: {transport: ssh, nodes: ['n[1-2]'], slots: 2}\njob: {script: t.py, kind: direct}\n"
             "train: {strategy: ddp, micro_batch: 2}\n",
             ("--dry-run",),
-            56,
+            57,
         ),
         ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 70),
     ],

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -26,6 +25,8 @@ from dtctl.plan.build import PlanFacts, build
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
 from tests.facts import raises
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 HERE = Path(__file__).parent
 NODES = "cluster: {transport: slurm, nodes: 4, slots: 8}\n"

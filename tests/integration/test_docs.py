@@ -44,7 +44,7 @@ NOT_RUN = {
     "make bench": "it takes minutes and needs an idle machine; tests/unit/benchmarks runs its parts",
     "pip install '.[train]'": "it needs the network",
     "pip install .": "test_install.py installs the packages",
-    "uv tool install .": "likewise; uv is none of the tests' packages",
+    "uv tool install .": "likewise",
     "pipx install .": "likewise",
     "kubectl apply --filename job.yaml": "there is no Kubernetes here; schemas are checked elsewhere",
     "srun --overlap --nodes=1 --ntasks=1 bash job.sbatch": "it is inside an allocation; test_slurm_allocation.py",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-import re._parser as _parser  # type: ignore[import-not-found]
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from importlib import resources
+from importlib import import_module, resources
 from typing import Any, Literal
+
+# Python 3.10 has it under its old name, which newer ones warn of.
+_parser = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 
 Role = Literal["cause", "symptom", "effect", "note"]
 Blames = Literal["self", "group", "all"]

@@ -195,7 +195,7 @@ def _code_of(name: str) -> types.CodeType | None:
         if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return None
         return spec.loader.get_code(name)
-    except (ImportError, OSError, SyntaxError, ValueError):
+    except (ImportError, OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 

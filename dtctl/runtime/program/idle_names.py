@@ -13,6 +13,8 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from dtctl.python_source import parse_python
+
 HARMLESS: Final = frozenset(
     {
         "print",
@@ -65,8 +67,8 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 @functools.lru_cache(maxsize=256)
 def _functions(path: str) -> dict[tuple[int, str], list[_Function]]:
     try:
-        tree = ast.parse("".join(linecache.getlines(path)))
-    except (SyntaxError, ValueError):
+        tree = parse_python("".join(linecache.getlines(path)))
+    except SyntaxError:
         return {}
     functions: dict[tuple[int, str], list[_Function]] = {}
     for node in ast.walk(tree):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from torch import nn
 from dtctl.errors import PlanError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.strategies.blocks import Blocks
+
+if TYPE_CHECKING:
+    from typing import Self  # since Python 3.11
 
 Probe = Callable[[nn.Module], torch.Tensor]
 """The loss of one batch, the same batch on all workers, with a model that is called as the user's is."""

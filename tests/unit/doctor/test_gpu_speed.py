@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from dtctl.doctor import worker
 from dtctl.doctor.answers import answer
@@ -18,6 +17,8 @@ from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.observe import NodeQuery, Probes
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalTransport
+
+torch = pytest.importorskip("torch")
 
 H100 = "NVIDIA H100 80GB HBM3"
 GOOD = {"name": H100, "error": "", "tflops": 720.0, "to_gb_s": 52.0, "from_gb_s": 51.0, "within_gb_s": 2700.0}

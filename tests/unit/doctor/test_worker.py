@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from dtctl.doctor import worker
 from dtctl.doctor.checks.collective import TIMEOUT_S
+
+torch = pytest.importorskip("torch")
 
 ASKED = {"rank": 1, "world": 2, "address": "10.0.0.1", "port": 20_000, "timeout_s": 60.0}
 

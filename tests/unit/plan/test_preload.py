@@ -23,6 +23,8 @@ from dtctl.plan.preload import TRAINING, WITH_TORCH, modules_of
         ("from . import torch", ()),
         ("this is no Python", ()),
         ("import torch\n\0", ()),
+        ("import torch\nx = 1" + " + 1" * 5000, ("torch", WITH_TORCH)),
+        ("import torch\nx = " + "not " * 50_000 + "1", ()),
         ("", ()),
     ],
 )

@@ -26,6 +26,7 @@ def why(folder: Path, module: str) -> str:
 
 
 def test_the_threads_of_numpy_are_no_obstacle_and_others_are(tmp_path: Path) -> None:
+    pytest.importorskip("numpy")
     assert why(tmp_path, "numpy") == ""
     (tmp_path / "busy.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"

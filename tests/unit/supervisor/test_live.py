@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from dtctl import names
-from dtctl.runtime.live import control
 from dtctl.supervisor import live
 from dtctl.supervisor.live import Live
 from dtctl.supervisor.messages import Heal, Join
+
+control = pytest.importorskip("dtctl.runtime.live.control", reason="it needs torch")
 
 
 def heard(folder: Path, rank: int) -> list[dict[str, object]]:
