@@ -163,10 +163,12 @@ def choose(
     begin_alike(model)
     halves = None if config.precision == "fp32" else autocast(config.precision, worker.device)
     names = compared_modules(model, config, degrees)
-    with trial.Stream(blocks.find(model, config.blocks) if degrees.pp > 1 else None) as stream:
+    parts = blocks.find(model, config.blocks) if degrees.pp > 1 else None
+    with trial.Stream(parts) as stream:
         with recording(model, names) as calls:
             expected, probe, rounding = trial.whole(probe, model, halves)
         stream.pause()
+        trial.require_results_alone(probe, model, parts)
         seen = Seen(calls, halves)
         divided: Strategy
         try:

@@ -65,6 +65,63 @@ def measure(probe: Probe, model: nn.Module) -> float:
     return value
 
 
+def require_results_alone(probe: Probe, model: nn.Module, found: Blocks | None) -> None:
+    """See that the loss depends on the weights of blocks by way of the model's results alone.
+
+    In a pipeline the loss function runs where the last blocks are. A term that it has of the weights of others, such as
+    a penalty, has no gradient there, and may be too small to show in the loss of a few samples.
+
+    Args:
+        probe: computes the loss.
+        model: in one piece.
+        found: its blocks.
+
+    Raises:
+        PlanError: the loss function reads the weights of a block.
+    """
+    if found is None or model._compiled_call_impl is not None:  # whose forward pass cannot be told apart
+        return
+    held, forward, was_training = model.__dict__.get("forward"), model.forward, model.training
+
+    def without_graph(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return forward(*args, **kwargs)
+
+    model.__dict__["forward"] = without_graph
+    model.eval()
+    try:
+        with torch.enable_grad():
+            reached = _parameters_behind(probe(model))
+    finally:
+        model.train(was_training)
+        del model.__dict__["forward"]
+        if held is not None:
+            model.__dict__["forward"] = held
+    for block, module in zip(found.names, found.modules, strict=True):
+        for name, parameter in module.named_parameters(block):
+            if id(parameter) in reached:
+                raise PlanError(
+                    f"the loss function reads {name} besides calling the model, and in a pipeline it has the last "
+                    "blocks only",
+                    where="the loss function of the Trainer",
+                    hint="`train.weight_decay` is a penalty of all weights; or use ddp, which has them on each worker",
+                )
+
+
+def _parameters_behind(value: torch.Tensor) -> set[int]:
+    """Return the ids of the leaf tensors that gradients of a value would reach."""
+    found, seen, todo = set[int](), set[Any](), [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        todo += [before for before, _ in node.next_functions]
+    return found
+
+
 class Stream:
     """What blocks are given in a forward pass; with noise behind each, while the context lasts."""
 

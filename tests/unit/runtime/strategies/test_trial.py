@@ -10,7 +10,16 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime import Worker
-from dtctl.runtime.strategies.trial import ROUNDING, ROUNDING_OF_HALVES, measure, require_agreement, whole
+from dtctl.runtime.strategies.blocks import Blocks
+from dtctl.runtime.strategies.trial import (
+    ROUNDING,
+    ROUNDING_OF_HALVES,
+    Probe,
+    measure,
+    require_agreement,
+    require_results_alone,
+    whole,
+)
 from tests.facts import raises
 
 
@@ -33,6 +42,43 @@ def test_rounding_is_allowed(worker: Worker, whole: float, divided: float) -> No
 def test_more_is_not(worker: Worker, whole: float, divided: float) -> None:
     with raises(PlanError, "model loss"):
         require_agreement(whole, divided, worker, how="split")
+
+
+class Blocky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(3, 3), nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def penalized(of: str) -> Probe:
+    """A loss with a penalty that is far below what rounding explains."""
+
+    def probe(model: nn.Module) -> torch.Tensor:
+        read = [value for name, value in model.named_parameters() if name.startswith(of)]
+        return model(torch.ones(2, 3)).square().mean() + 1e-9 * sum(value.square().sum() for value in read)
+
+    return probe
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loss_that_reads_the_weights_of_blocks_is_no_loss_for_a_pipeline(training: bool) -> None:
+    model = Blocky().train(training)
+    found = Blocks(name="blocks", container=model.blocks)
+    before = dict(vars(model))
+    for of in ("first", "none"):  # what is on all stages has its gradients added up
+        require_results_alone(penalized(of), model, found)
+    with raises(PlanError, "blocks.1.weight"):
+        require_results_alone(penalized("blocks.1"), model, found)
+    with raises(PlanError, "blocks.0.weight"):
+        require_results_alone(lambda model: model.blocks[0](torch.ones(1, 3)).sum(), model, found)
+    assert vars(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def halves_only(model: nn.Module) -> torch.Tensor:
