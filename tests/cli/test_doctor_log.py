@@ -32,6 +32,17 @@ def test_several_paths_may_follow_one_option_and_a_folder_means_its_logs(tmp_pat
     assert {diagnosis["id"] for diagnosis in json.loads(done.stdout)["diagnoses"]} == {"disk-full", "cuda-oom"}
 
 
+def test_a_link_that_leads_nowhere_keeps_nobody_from_the_other_logs(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "a.log").write_text("OSError: [Errno 28] No space left on device\n")
+    (tmp_path / "more" / "b.log").symlink_to("nowhere")
+    (tmp_path / "more" / "c.log").symlink_to("x" * 300)
+    (tmp_path / "more" / "d.log").symlink_to("d.log")
+    done = dtctl("doctor", "--log", "more", "--json", cwd=tmp_path)
+    assert done.returncode == 9, done.stderr
+    assert json.loads(done.stdout)["diagnoses"][0]["id"] == "disk-full"
+
+
 def test_a_log_without_a_failure_has_exit_code_0(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("all is well\n")
     done = dtctl("doctor", "--log", "a.log", cwd=tmp_path)

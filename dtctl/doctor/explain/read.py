@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,7 @@ def dump_files(paths: Iterable[Path]) -> list[Path]:
     """The flight-recorder dumps that these paths mean, each once, in order."""
     found: dict[Path, None] = {}
     for path in paths:
-        inside = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        inside = _files_in(path) if path.is_dir() else [path]
         found.update(dict.fromkeys(file for file in inside if is_dump(file)))
     return list(found)
 
@@ -62,7 +63,7 @@ def log_files(paths: Sequence[Path], unread: list[Unread]) -> list[Path]:
     empty: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if _is_log(file) and file.is_file())
+            inside = [file for file in _files_in(path) if _is_log(file)]
             if not inside and not dump_files([path]):
                 empty.append(path)
             found.update(dict.fromkeys(inside))
@@ -75,6 +76,12 @@ def log_files(paths: Sequence[Path], unread: list[Unread]) -> list[Path]:
         raise UsageError(what, where=", ".join(map(str, empty)), hint="name the files themselves")
     unread += [Unread(file=str(path), why="there are no logs in this folder") for path in empty]
     return list(found)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The regular files of a folder and of those in it; without links that lead nowhere or have impossible names."""
+    found = (Path(inside, name) for inside, _, names in os.walk(folder) for name in names)
+    return sorted(file for file in found if os.path.isfile(file))  # noqa: PTH113  # is_file() fails at such a link
 
 
 def _is_log(file: Path) -> bool:
