@@ -94,9 +94,9 @@ def test_parts_of_a_fused_matrix_follow_from_the_next_one() -> None:
         {"qkv": nn.Linear(8, 24), "o": nn.Linear(8, 8), "up": nn.Linear(8, 32), "down": nn.Linear(16, 8)}
     )
     plan = {"qkv": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}
-    assert _attempts(model, plan, 2) == [plan, plan | {"qkv": "colwise-3", "up": "colwise-2"}]
+    assert _attempts(model, plan, 2) == [plan | {"qkv": "colwise-3", "up": "colwise-2"}, plan]
     grouped = nn.ModuleDict({"qkv": nn.Linear(8, 12), "o": nn.Linear(8, 8)})
-    assert _attempts(grouped, {"qkv": "colwise", "o": "rowwise"}, 2)[1]["qkv"] == "colwise-8:2:2"
+    assert _attempts(grouped, {"qkv": "colwise", "o": "rowwise"}, 2)[0]["qkv"] == "colwise-8:2:2"
     assert proportions("colwise-8:2:2") == [8, 2, 2]
     assert proportions("colwise-3") == [1, 1, 1]
     assert not any(map(proportions, ("colwise", "colwise-gather", "colwise-0", "rowwise-2", "colwise-2:")))
