@@ -553,3 +553,21 @@ def test_the_death_of_a_shared_connection_ends_the_run(rig: Rig, project: Projec
     done = project.finish(process)
     assert done.code == 8, done.out + done.err
     assert "ControlMaster" in done.err + done.out, done.err
+
+
+def test_paramiko_is_not_imported_where_there_is_an_ssh(rig: Rig, project: Project) -> None:
+    trap = rig.folder / "trap"
+    trap.mkdir()
+    (trap / "paramiko.py").write_text("raise SystemExit('paramiko was imported')\n")
+    project.write("dtctl.yaml", SPEC.format(config=plain(rig)))
+    path = os.pathsep.join(filter(None, [str(trap), os.environ.get("PYTHONPATH")]))
+    project.env = project.env | {"PYTHONPATH": path}
+    for command in (
+        ["launch", "--yes", "--name", project.unique],
+        ["doctor"],
+        ["stop", project.unique],
+        ["clean", "--yes"],
+    ):
+        done = project.finish(project.start(*command))
+        assert "paramiko" not in done.out + done.err, command
+        assert done.code == 0, done.err
