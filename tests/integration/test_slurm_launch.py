@@ -350,7 +350,8 @@ def train(config, worker):
     def loss(model, batch):
         if slow and trainer.step >= 5:
             print("slow", flush=True)
-            time.sleep(1)
+            # Longer than it takes until all are interrupted, also beside other tests.
+            time.sleep(1 if trainer.step < 20 else 4)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     trainer = Trainer(config, worker, model, loss, data)
