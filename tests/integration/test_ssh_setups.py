@@ -524,7 +524,7 @@ def test_the_doctor_agrees(rig: Rig, project: Project, set_up: Callable[[Rig], P
     config = set_up(rig)
     logs_in = rig.ssh(config, "-o", "BatchMode=yes", "gpu1", "true").returncode == 0
     project.write("dtctl.yaml", SPEC.format(config=config))
-    looked = project.run("doctor", "--json", env=rig.env)
+    looked = project.run("doctor", "--yes", "--json", env=rig.env)
     assert (looked.code == 0) == logs_in, looked.out + looked.err
 
 
