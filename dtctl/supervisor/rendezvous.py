@@ -24,8 +24,8 @@ class RendezvousPort:
         self._begun = time.monotonic()
         self._next = 0.0
 
-    def look(self, at_once: bool = False) -> None:
-        """Look whether it is open, unless it was, or the last look was just now."""
+    def check_port(self, at_once: bool = False) -> None:
+        """Check whether it is open, unless it was, or the last look was just now."""
         now = time.monotonic()
         if self.opened is False and (at_once or now >= self._next):
             self.opened = node_facts.has_socket_at(self.port)

@@ -328,7 +328,7 @@ class Supervisor:
         if self.worker_start is not None and self.worker_start.waiting and self.fork_server is not None:
             self._continue_worker_start(self.worker_start, self.fork_server)
         ended = group.collect()
-        self.rendezvous_port.look(at_once=bool(ended))
+        self.rendezvous_port.check_port(at_once=bool(ended))
         for process in ended:
             group.drain(process)
             if self._report_exit(process) and not self._may_be_replaced(process):

@@ -106,3 +106,19 @@ def test_what_they_start_is_what_the_plan_says(case: str, tmp_path: Path) -> Non
         said = {v.name: v.value for v in node.env if v.name not in late}
         assert {name: found["env"][name] for name in said} == said
         assert {name: found["env"][name] for name in late} == dict.fromkeys(late, "3")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [("exit 0", 1, "job.setup has ended the script"), ("exit 7", 7, ""), ("false", 1, "line of job.setup has failed")],
+)
+def test_a_set_up_that_ends_the_script_is_a_failure(line: str, code: int, words: str, tmp_path: Path) -> None:
+    """`exit 0` in a file that is sourced ended each worker with success, and none had begun."""
+    scripts = node_scripts(plan("direct"), base_dir=HERE)
+    script = next(iter(scripts.values())).replace("source ~/venv/bin/activate", line)
+    assert f"\n{line}\n" in script
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert bool(words) == bool(done.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -175,3 +176,37 @@ def test_a_machine_without_slurm(shared: Project, tmp_path: Path) -> None:
     done = shared.run("sbatch", "--submit", env={"PATH": str(tmp_path)})
     assert done.code == 7
     assert "there is no sbatch on this machine" in done.err
+
+
+CHATTY = """\
+#!/bin/sh
+echo "3 jobs wait before yours"
+echo 12
+exec {sbatch} "$@"
+"""
+FAILING = """\
+#!/bin/sh
+{sbatch} "$@" >/dev/null || exit $?
+case $* in *--test-only*) exit 0;; esac
+echo "your job is counted" >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize("wrapper", [CHATTY, FAILING], ids=["chatty", "failing"])
+def test_a_sites_own_sbatch_leaves_no_job_that_nobody_knows(shared: Project, tmp_path: Path, wrapper: str) -> None:
+    """It prints more than the number, or fails after Slurm has taken the job."""
+    real = shutil.which("sbatch", path=shared.env["PATH"])
+    own = tmp_path / "bin" / "sbatch"
+    own.parent.mkdir()
+    own.write_text(wrapper.format(sbatch=real))
+    own.chmod(0o755)
+    shared.write("tell.py", TELL)
+    shared.write(
+        "dtctl.yaml",
+        SPEC.format(transport="slurm", program="script: tell.py").replace("slots: 2", "slots: 2, " + PYTHON),
+    )
+    done = shared.run("launch", "--json", env={"PATH": f"{own.parent}:{shared.env['PATH']}"})
+    assert done.code == 0, done.err
+    assert done.done["status"] == "succeeded"
+    assert "SAID" in done.err

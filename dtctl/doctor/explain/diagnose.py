@@ -153,12 +153,12 @@ def _name_nodes(found: Found, host_names: HostNames) -> None:
     for hit in (*found.hits, *found.complaints):
         hit.node = host_names.node_of(hit.node) if hit.node is not None else None
         named = {key: host_names.node_of(text) for key, text in hit.groups.items() if key in ("node", "head")}
-        hit.groups = {key: host_names.rename(text) for key, text in hit.groups.items()} | named
-        hit.line = replace(hit.line, text=host_names.rename(hit.line.text))  # which may be quoted
+        hit.groups = {key: host_names.replace_names(text) for key, text in hit.groups.items()} | named
+        hit.line = replace(hit.line, text=host_names.replace_names(hit.line.text))  # which may be quoted
         if hit.before is not None:
-            hit.before = replace(hit.before, line=host_names.rename(hit.before.line))
+            hit.before = replace(hit.before, line=host_names.replace_names(hit.before.line))
     if found.last_said is not None:
-        found.last_said = replace(found.last_said, line=host_names.rename(found.last_said.line))
+        found.last_said = replace(found.last_said, line=host_names.replace_names(found.last_said.line))
     found.nodes = {host_names.node_of(node) for node in found.nodes}
     found.node_of = {rank: host_names.node_of(node) for rank, node in found.node_of.items()}
 

@@ -45,7 +45,7 @@ def first_failure(
     if failure is None or not failures.is_consequence(failure):
         return failure
     for worker in left_early:
-        tail = failures.last_lines(host_names.rename(output.tail(worker.node, worker.rank)))
+        tail = failures.last_lines(host_names.replace_names(output.tail(worker.node, worker.rank)))
         cause = failures.from_early_exit(
             failure, node=worker.node, rank=worker.rank, early_exit=hang.early_exit(worker), tail=tail
         )
@@ -63,12 +63,12 @@ def _explained(failure: Failure, output: Output, host_names: HostNames) -> Failu
         failure = failures.from_torchrun(failure, output.tail(failure.node, AGENT))
         named_by_agent = failure.rank is not None
     rank = AGENT if failure.rank is None else failure.rank
-    tail = failures.last_lines(host_names.rename(output.tail(failure.node, rank)))
+    tail = failures.last_lines(host_names.replace_names(output.tail(failure.node, rank)))
     if not tail and named_by_agent:  # the agent's table of failures has been read, and has nothing more to say
         summary = f"it {failures.describe(failure)}, and had printed nothing"
         return replace(failure, summary=summary, log=str(output.path(failure.node, AGENT)))
     if not tail:  # a worker that said nothing; torchrun's agent may have
-        tail = failures.last_lines(host_names.rename(output.tail(failure.node, AGENT)))
+        tail = failures.last_lines(host_names.replace_names(output.tail(failure.node, AGENT)))
     log_summary, reason = failures.summary(tail), failure.node_reason
     summary = f"{log_summary} ({reason})" if log_summary and reason else log_summary or reason
     return replace(failure, tail=tail, summary=summary, log=str(output.path(failure.node, rank)))

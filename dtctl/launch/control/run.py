@@ -188,7 +188,7 @@ class NodesBackend:
         self.restart_policy: RestartPolicy | None = None
         self.descriptions: dict[str, NodeDescription] = {}
         """What nodes have said about themselves."""
-        self._hosts: dict[str, str] = {}
+        self._earlier_host_names: dict[str, str] = {}
         """How nodes called themselves when an earlier launcher asked."""
         self.spares = list(job.spares)
         self.replaced_nodes: dict[str, NodePlan] = {}
@@ -222,8 +222,8 @@ class NodesBackend:
         if self.gang.signals:
             self._end()
             return False
-        self._hosts = {} if self.under_way is None else self.record.hosts()
-        self.record.write_plan(plan, self.hosts)
+        self._earlier_host_names = {} if self.under_way is None else self.record.read_host_names()
+        self.record.write_plan(plan, self.host_names)
         if self.under_way is not None:
             self._take_up(plan)
         else:
@@ -231,9 +231,9 @@ class NodesBackend:
         return True
 
     @property
-    def hosts(self) -> dict[str, str]:
+    def host_names(self) -> dict[str, str]:
         """How each node calls itself."""
-        return self._hosts | {name: each.host for name, each in self.descriptions.items() if each.host}
+        return self._earlier_host_names | {name: each.host for name, each in self.descriptions.items() if each.host}
 
     @property
     def is_running(self) -> bool:
@@ -273,7 +273,7 @@ class NodesBackend:
         if not goes_on:
             self._end()
             return False
-        self.record.write_plan(self.plan, self.hosts)
+        self.record.write_plan(self.plan, self.host_names)
         self._attempt(self.plan)
         return True
 
@@ -518,7 +518,7 @@ class NodesBackend:
             self.replaced_nodes.pop(name, None)
             self.emit(NodeReplaced(node=lost, by=name, reason="it was lost"))
         self.plan = new
-        self.record.write_plan(new, self.hosts)
+        self.record.write_plan(new, self.host_names)
         if self.attempt is not None:
             self.attempt.replace_node(lost, name, new)
         node = next(node for node in new.nodes if node.name == name)
@@ -636,7 +636,7 @@ class NodesBackend:
         from dtctl.launch.control.culprit import first_failure  # most runs need none
         from dtctl.launch.records.host_names import HostNames
 
-        return first_failure(outcome.failures, outcome.left_early, self.logs, HostNames(self.hosts))
+        return first_failure(outcome.failures, outcome.left_early, self.logs, HostNames(self.host_names))
 
     def _history_env(self) -> dict[str, str]:
         """What workers cannot know of earlier attempts if the node that knew is gone."""

@@ -47,6 +47,6 @@ class HostNames:
         """The node that a host is; the name itself of a host that is none."""
         return self.nodes.get(host) or self.nodes.get(host.partition(".")[0], host)
 
-    def rename(self, text: str) -> str:
-        """The text with the nodes' names in it."""
+    def replace_names(self, text: str) -> str:
+        """Return the text with the nodes' names in it."""
         return self._pattern.sub(lambda found: self.node_of(found[0]), text) if self.nodes else text

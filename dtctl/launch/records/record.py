@@ -354,8 +354,8 @@ class RunRecord:
                 node["host"] = host
         self.write(names.PLAN_FILE, json.dumps(facts, indent=1) + "\n")
 
-    def hosts(self) -> dict[str, str]:
-        """The names that the nodes of the newest attempt have themselves, by node; of those of which it is known."""
+    def read_host_names(self) -> dict[str, str]:
+        """Return the names that the nodes of the newest attempt have themselves, by node, as far as they are known."""
         return {node["name"]: node["host"] for node in self.plan().get("nodes", ()) if node.get("host")}
 
     def plan(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ HOSTS = HostNames(
     ],
 )
 def test_a_hosts_own_name_gives_way(said: str, told: str) -> None:
-    assert HOSTS.rename(said) == told
+    assert HOSTS.replace_names(said) == told
 
 
 @pytest.mark.parametrize(
@@ -40,16 +40,16 @@ def test_a_hosts_own_name_gives_way(said: str, told: str) -> None:
     ],
 )
 def test_a_word_that_only_looks_like_a_host_stays(said: str) -> None:
-    assert HOSTS.rename(said) == said
+    assert HOSTS.replace_names(said) == said
 
 
 def test_hosts_that_are_called_like_each_others_nodes_are_told_apart() -> None:
     crossed = HostNames({"n1": "n2", "n2": "n1"})
-    assert crossed.rename("n1 lost n2") == "n2 lost n1"
+    assert crossed.replace_names("n1 lost n2") == "n2 lost n1"
     assert (crossed.node_of("n1"), crossed.node_of("n3")) == ("n2", "n3")
 
 
 def test_without_names_nothing_is_replaced() -> None:
-    assert HostNames({}).rename("[gpu1]:1") == "[gpu1]:1"
-    assert HostNames({"a": "not a name!"}).rename("not a name!") == "not a name!"
-    assert HostNames({"a": "10.0.0.1"}).rename("[10.0.0.1]:5 and 10") == "[a]:5 and 10"
+    assert HostNames({}).replace_names("[gpu1]:1") == "[gpu1]:1"
+    assert HostNames({"a": "not a name!"}).replace_names("not a name!") == "not a name!"
+    assert HostNames({"a": "10.0.0.1"}).replace_names("[10.0.0.1]:5 and 10") == "[a]:5 and 10"

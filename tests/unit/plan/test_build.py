@@ -331,3 +331,23 @@ def test_a_script_that_is_not_python_is_run_once_per_node() -> None:
     with pytest.raises(PlanError, match="torchrun starts a Python script") as caught:
         plan(TWO + "job: {script: run.sh, kind: torchrun}")
     assert "job.kind: command" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("slurm", "kind", "words"),
+    [
+        ("gres: gpu:8", "torchrun", "8 workers of a node share one core"),
+        ("gres: gpu:8", "direct", "each worker gets one core"),
+        ("gres: gpu:8, cpus_per_task: 64", "torchrun", ""),
+        ("gres: gpu:8, exclusive: true", "torchrun", ""),
+        ("gres: gpu:8, extra: {cpus-per-gpu: 8}", "torchrun", ""),
+        ("time: '1:00'", "torchrun", ""),
+    ],
+)
+def test_gpus_without_cores_are_noted(slurm: str, kind: str, words: str) -> None:
+    notes = plan(
+        f"{{cluster: {{transport: slurm, nodes: 2}}, job: {{script: t.py, kind: {kind}}}, slurm: {{{slurm}}}}}"
+    ).notes
+    found = [note for note in notes if "slurm.cpus_per_task" in note]
+    assert len(found) == bool(words)
+    assert all(words in note for note in found)

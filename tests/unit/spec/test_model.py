@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from dtctl.errors import SpecError
 from dtctl.spec.load import dump_spec, parse_spec
-from dtctl.spec.model import Cluster, Job, Network, Spec
+from dtctl.spec.model import _OWN_DIRECTIVES, Cluster, Job, Network, Spec
 from dtctl.spec.section import Section
 
 
@@ -217,3 +217,11 @@ def test_a_spec_cannot_be_changed_or_share_its_defaults() -> None:
     spec.job.env["A"] = "leaks"
     assert parse("job: {script: a.py}").job.env == {}
     assert Job().env == {}
+
+
+@pytest.mark.parametrize("name", _OWN_DIRECTIVES)
+def test_a_directive_that_dtctl_writes_itself_is_refused_by_name(name: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(f"slurm: {{extra: {{{name}: 1}}}}\n", source="dtctl.yaml", base_dir=Path())
+    assert caught.value.key == "slurm.extra"
+    assert f"the directive {name} itself" in caught.value.message

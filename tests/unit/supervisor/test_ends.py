@@ -62,7 +62,10 @@ def test_workers_that_the_supervisor_kills_are_recorded_as_killed(tmp_path: Path
 
 
 def test_a_worker_that_others_have_killed_is_not_recorded_as_killed_by_dtctl(tmp_path: Path) -> None:
-    found = exits(tmp_path, "[ $RANK = 1 ] && kill -KILL $$\ntrap '' TERM\nwhile :; do sleep 0.05; done\n")
+    """It is killed when the others have said that they ignore the request to end, which follows at once."""
+    others = " && ".join(f"[ -e {tmp_path}/ready-{rank} ]" for rank in (0, 2))
+    killed = f"if [ $RANK = 1 ]; then until {others}; do sleep 0.05; done; kill -KILL $$; fi\n"
+    found = exits(tmp_path, killed + f"trap '' TERM\ntouch {tmp_path}/ready-$RANK\nwhile :; do sleep 0.05; done\n")
     assert [(found[rank].signal, found[rank].killed, found[rank].told) for rank in range(3)] == [
         (signal.SIGKILL, True, True), (signal.SIGKILL, False, False), (signal.SIGKILL, True, True),
     ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dtctl import names
 from dtctl.folders import memory_folder
-from dtctl.supervisor.environment import of_workers
+from dtctl.supervisor.environment import of_workers, without_step
 from dtctl.supervisor.messages import StartAttempt
 
 
@@ -34,3 +34,8 @@ def test_the_interface_towards_the_peer_is_named_to_both_libraries() -> None:
 def test_what_the_user_has_set_stays() -> None:
     own = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "mlx5", names.SNAPSHOT_DIR: "/big", "MORE": "x"}
     assert own.items() <= of_workers(start(own), "/r", "lo").items()
+
+
+def test_workers_have_no_numbers_of_a_step_of_slurm() -> None:
+    environ = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_NPROCS": "1", "SLURM_JOB_ID": "7"}
+    assert without_step(environ) == {"SLURM_JOB_ID": "7"}

@@ -31,14 +31,14 @@ def work():
 def waits_for_the_end():
     time.sleep(1000)
 
-for _ in range(3):
-    threading.Thread(target=work, daemon=True).start()
 Progress(0, folder=sys.argv[1])
-if sys.argv[2] == "ends":
+if sys.argv[2] == "ends":  # without threads: with them, Python 3.10 itself fails after its end
     c = ctypes.CDLL(None)
     getattr(c, "__cxa_atexit")(c.pause, None, None)  # after the interpreter
     print("ready", flush=True)
 else:
+    for _ in range(3):
+        threading.Thread(target=work, daemon=True).start()
     threading.Thread(target=waits_for_the_end).start()
     print("ready", flush=True)  # the main thread has ended, and waits for this one
 """
@@ -46,7 +46,7 @@ else:
 
 @contextmanager
 def worker(folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
-    """A worker whose threads never rest."""
+    """A worker, whose threads never rest if it waits."""
     env = {**os.environ, processes.TOKEN: TOKEN}
     argv = [sys.executable, "-c", WORKER, str(folder), how]
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
