@@ -57,7 +57,7 @@ def spec_of_run(record: RunRecord) -> Spec:
         text = folders.read_regular(str(path), SPEC_BYTES).decode(errors="replace")
     except OSError as exc:
         raise SpecError(f"the run's copy of its spec cannot be read: {exc.strerror}", where=str(path)) from exc
-    return parse_spec(text, source=str(path), base_dir=record.base_dir)
+    return parse_spec(text, source=str(path), base_dir=record.base_dir, is_of_run=True)
 
 
 def cluster_of_run(record: RunRecord) -> ResolvedCluster:

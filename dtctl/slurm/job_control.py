@@ -164,7 +164,7 @@ def spec_of(folder: Path) -> Spec:
         text = path.read_text(encoding="utf-8")
     except OSError as exc:
         raise LaunchError(f"the job's copy of its spec cannot be read: {exc.strerror}", where=str(path)) from exc
-    spec = parse_spec(text, source=str(path), base_dir=folder / work.FOLDER)
+    spec = parse_spec(text, source=str(path), base_dir=folder / work.FOLDER, is_of_run=True)
     files = spec.job.files.model_copy(update={"root": ".", "push": False})
     setup = (HEEDLESS, *spec.job.setup)
     return spec.model_copy(update={"job": spec.job.model_copy(update={"files": files, "setup": setup})})

@@ -66,7 +66,9 @@ def _text(raw: bytes, source: str) -> str:
         raise SpecError("the spec is not UTF-8 text", where=f"{source}:{line}", hint="save it as UTF-8") from exc
 
 
-def parse_spec(text: str, *, source: str, base_dir: Path, overrides: Sequence[str] = ()) -> Spec:
+def parse_spec(
+    text: str, *, source: str, base_dir: Path, overrides: Sequence[str] = (), is_of_run: bool = False
+) -> Spec:
     """The spec that `text` says.
 
     Args:
@@ -74,6 +76,8 @@ def parse_spec(text: str, *, source: str, base_dir: Path, overrides: Sequence[st
         source: name of the text in messages.
         base_dir: folder that relative paths are relative to.
         overrides: `KEY=VALUE`, applied in order; a value is YAML.
+        is_of_run: whether it is the copy of a run, which may be older than this version: keys that were removed since
+            are left out.
 
     Raises:
         SpecError: as `load_spec`.
@@ -85,10 +89,10 @@ def parse_spec(text: str, *, source: str, base_dir: Path, overrides: Sequence[st
         raise SpecError(
             "a spec has sections (cluster, job, ...), and this is something else", where=document.places.of(())
         )
-    return check(document, base_dir=base_dir, overrides=overrides)
+    return check(document, base_dir=base_dir, overrides=overrides, is_of_run=is_of_run)
 
 
-def check(document: positions.Document, *, base_dir: Path, overrides: Sequence[str]) -> Spec:
+def check(document: positions.Document, *, base_dir: Path, overrides: Sequence[str], is_of_run: bool = False) -> Spec:
     """The spec that the data of a document says, with `--set` values applied; the data is changed.
 
     Raises:
@@ -106,7 +110,7 @@ def check(document: positions.Document, *, base_dir: Path, overrides: Sequence[s
 
         raise SpecError(f"base_dir: {problems.unknown(('base_dir',))}", where=places.of(("base_dir",)), key="base_dir")
     try:
-        spec = _validated(data, texts)
+        spec = _validated(data, texts, is_of_run=is_of_run)
     except ValidationError as exc:
         from dtctl.spec import problems
 
@@ -121,14 +125,15 @@ def dump_spec(spec: Spec) -> str:
     return positions.write(spec.model_dump(mode="json", exclude_none=True, exclude_unset=True))
 
 
-def _validated(data: dict[str, Any], texts: Mapping[Key, str]) -> Spec:
+def _validated(data: dict[str, Any], texts: Mapping[Key, str], *, is_of_run: bool) -> Spec:
     if not Spec.__pydantic_complete__:
         with _without_plugins():
             Spec.model_rebuild()
     try:
         return Spec.model_validate(data)
     except ValidationError as exc:
-        if not _retype(exc, data, texts):
+        is_changed = _retype(exc, data, texts)
+        if not ((is_of_run and _leave_out_removed(exc, data)) or is_changed):
             raise
     return Spec.model_validate(data)
 
@@ -164,6 +169,21 @@ def _retype(error: ValidationError, data: dict[str, Any], texts: Mapping[Key, st
                 place = place[step]
             place[path[-1]] = texts[path]
             changed = True
+    return changed
+
+
+def _leave_out_removed(error: ValidationError, data: dict[str, Any]) -> bool:
+    """Take keys out that were removed since some version, and values that are refused since; return whether any was."""
+    from dtctl.spec import problems
+
+    changed = False
+    for problem in error.errors(include_url=False, include_context=False):
+        path = problems.path_in(problem["loc"], data)
+        if problems.dotted(path) in {*problems.REMOVED, *problems.REFUSED_SINCE}:
+            place: Any = data
+            for step in path[:-1]:
+                place = place[step]
+            changed = place.pop(path[-1], None) is not None or changed
     return changed
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Final, get_args, get_origin
 
 from dtctl.errors import SpecError
 from dtctl.spec.model import Spec
@@ -78,6 +78,8 @@ REMOVED: Mapping[str, str] = {
     "metrics.alerts.mail": "let Alertmanager send mails, as a receiver of `metrics.alerts.webhook`",
 }
 """Keys of earlier versions, and what serves instead."""
+REFUSED_SINCE: Final = ("slurm.extra",)
+"""Keys with values that earlier versions took and this one refuses; following a run does not need them."""
 
 
 def unknown(path: Path) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dtctl.errors import SpecError
 from dtctl.spec.load import MAX_BYTES, dump_spec, load_spec, parse_spec
 from dtctl.spec.model import Spec
+from dtctl.spec.problems import REMOVED
 from tests.facts import raises
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
@@ -199,3 +200,35 @@ def test_what_sbatch_would_refuse_is_refused_with_its_key(key: str, value: str) 
     with pytest.raises(SpecError) as caught:
         parse(f"slurm: {{{key}: '{value}'}}\njob: {{script: a.py}}\n")
     assert f"slurm.{key}" in str(caught.value)
+
+
+OLDER = """\
+job: {script: train.py}
+slurm: {extra: {output: mine.log}}
+metrics:
+  port: 9200
+  pushgateway: http://127.0.0.1:9091
+  otlp: http://127.0.0.1:4318
+  headers: {env: HEADERS}
+  interval_s: 5
+  alerts:
+    webhook: {env: HOOK}
+    slack: {env: SLACK}
+    mail: {host: localhost, to: [a@b.c], sender: d@e.f}
+"""
+
+
+def test_the_copy_of_an_older_run_is_read_without_the_keys_that_are_gone() -> None:
+    """It can be followed and stopped; as a spec of today it is refused, with every key."""
+    spec = parse_spec(OLDER, source="spec.yaml", base_dir=Path(), is_of_run=True)
+    assert (spec.metrics.port, spec.slurm.extra) == (9200, {})
+    assert spec.metrics.alerts is not None
+    assert spec.metrics.alerts.webhook is not None
+    with pytest.raises(SpecError) as caught:
+        parse_spec(OLDER, source="spec.yaml", base_dir=Path())
+    assert str(caught.value).count("this key was removed") == len(REMOVED)
+
+
+def test_the_copy_of_a_run_with_other_problems_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"job\.skript: unknown key"):
+        parse_spec("job: {skript: train.py}\nmetrics: {otlp: a}\n", source="s", base_dir=Path(), is_of_run=True)
