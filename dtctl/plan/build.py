@@ -28,8 +28,9 @@ from dtctl.plan.model import (
     world_size,
 )
 from dtctl.plan.rendezvous import numeric, port_candidates, rendezvous
+from dtctl.plan.warnings import list_warnings
 from dtctl.spec.model import Spec
-from dtctl.spec.nodes import NodeSpec, gpus_of_gres
+from dtctl.spec.nodes import NodeSpec
 
 if TYPE_CHECKING:
     from dtctl.plan.recovery import Recovery
@@ -131,6 +132,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         live=costs is not None and costs.live,
         notes=(
             *([costs.note] if costs is not None and costs.note else []),
+            *list_warnings(spec, nodes, per_worker=kind in WORKER_KINDS, live=costs is not None and costs.live),
             *_notes(spec, kind, nodes, meeting, facts),
             *_program_notes(spec, kind, program),
             *generated.notes,
@@ -347,23 +349,4 @@ def _notes(spec: Spec, kind: Kind, nodes: Sequence[NodeSpec], meeting: Rendezvou
             "strategy: auto is decided by the workers, which see model and memory: the first of ddp, zero1, hsdp and "
             "fsdp that fits"
         )
-    if spec.cluster.transport == "slurm" and (scarce := _scarce_cores(spec, kind, nodes)):
-        notes.append(scarce)
     return notes
-
-
-def _scarce_cores(spec: Spec, kind: Kind, nodes: Sequence[NodeSpec]) -> str:
-    """A sentence if a job of Slurm asks for GPUs and not for cores, of which most sites then give one a task."""
-    slurm = spec.slurm
-    said = ("cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus")
-    if slurm is None or slurm.cpus_per_task or slurm.exclusive or any(key in slurm.extra for key in said):
-        return ""
-    gpus = max((gpus_of_gres(node.gres or "") for node in nodes), default=0)
-    if gpus < 1:
-        return ""
-    tasks = gpus if kind in WORKER_KINDS else 1
-    shared = f"{gpus} workers of a node share one" if tasks == 1 and gpus > 1 else "each worker gets one"
-    return (
-        f"slurm.cpus_per_task is not set: unless the site gives more, {shared} core, and the memory of that core; "
-        f"for 64 cores on a node: `slurm: {{cpus_per_task: {64 // tasks}}}`"
-    )

@@ -20,11 +20,12 @@ from dtctl import names, shell
 from dtctl.errors import PlanError
 from dtctl.plan import environment
 from dtctl.plan.model import Plan
+from dtctl.plan.warnings import list_warnings
 from dtctl.render import render, template_folders
 from dtctl.render.standalone import standalone
 from dtctl.slurm import placement
 from dtctl.spec.model import Slurm, Spec
-from dtctl.spec.nodes import resolve_spares
+from dtctl.spec.nodes import resolve_nodes, resolve_spares
 from dtctl.supervisor import processes, work
 
 TEMPLATE: Final = "job.sbatch.j2"
@@ -80,7 +81,7 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, fol
         "names": names,
         "plan": plan,
         "node": node,
-        "notes": [*ignored_names(spec), *_about_recovery(plan, followed=followed)],
+        "notes": [*job_warnings(spec, plan, followed=followed), *_about_recovery(plan, followed=followed)],
         "secret_words": {name: "${" + name + "+set}" for name in plan.secrets},
         "groups": [group for group in node.env_by_origin if group.origin != environment.PLACE],
         "components": component_list,
@@ -149,12 +150,9 @@ def _place(plan: Plan, slots: str) -> dict[str, str]:
     return place
 
 
-def ignored_names(spec: Spec) -> list[str]:
-    """A sentence if the spec names nodes that Slurm is not asked for."""
-    nodes = spec.cluster.nodes
-    if isinstance(nodes, int) or not nodes or (spec.slurm and (spec.slurm.nodelist or "nodelist" in spec.slurm.extra)):
-        return []
-    return ["Slurm chooses the nodes; those of cluster.nodes are only counted, slurm.nodelist asks for some by name"]
+def job_warnings(spec: Spec, plan: Plan, *, followed: bool) -> list[str]:
+    """Return what whoever launches (`followed`) or submits this job should know about it."""
+    return list_warnings(spec, resolve_nodes(spec), per_worker=plan.per_worker, live=plan.live and followed)
 
 
 def _about_recovery(plan: Plan, *, followed: bool) -> list[str]:

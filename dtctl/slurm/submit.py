@@ -123,7 +123,7 @@ def submit(
     return Submission(
         ref=replace(ref, job=answer.job),
         tasks=tuple(tasks),
-        notes=(*batch.ignored_names(spec), *away, *_about_variables(answer)),
+        notes=(*batch.job_warnings(spec, plan, followed=followed), *away, *_about_variables(answer)),
     )
 
 

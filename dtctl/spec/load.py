@@ -16,7 +16,7 @@ from dtctl.names import SPEC_FILE
 from dtctl.spec import positions
 from dtctl.spec.model import Cluster, Spec
 from dtctl.spec.places import Path as Key
-from dtctl.spec.places import Places
+from dtctl.spec.places import Places, dotted
 
 MAX_BYTES = 4 * 1024 * 1024
 """Largest spec that is read; more is another file, or no file at all (/dev/zero)."""
@@ -179,7 +179,7 @@ def _leave_out_removed(error: ValidationError, data: dict[str, Any]) -> bool:
     changed = False
     for problem in error.errors(include_url=False, include_context=False):
         path = problems.path_in(problem["loc"], data)
-        if problems.dotted(path) in {*problems.REMOVED, *problems.REFUSED_SINCE}:
+        if dotted(path) in {*problems.REMOVED, *problems.REFUSED_SINCE}:
             place: Any = data
             for step in path[:-1]:
                 place = place[step]

@@ -79,7 +79,7 @@ REMOVED: Mapping[str, str] = {
 }
 """Keys of earlier versions, and what serves instead."""
 REFUSED_SINCE: Final = ("slurm.extra",)
-"""Keys with values that earlier versions took and this one refuses; following a run does not need them."""
+"""Keys with values that earlier versions took and this one refuses; following a job does not need them."""
 
 
 def unknown(path: Path) -> str:

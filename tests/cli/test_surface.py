@@ -148,14 +148,14 @@ def test_a_job_on_this_machine_needs_no_ssh(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "options", "most"),
     [
-        ("cluster: {slots: 2, workdir: NODE}\njob: {script: t.py}\n", ("--dry-run",), 49),
+        ("cluster: {slots: 2, workdir: NODE}\njob: {script: t.py}\n", ("--dry-run",), 50),
         (
             "cluster: {transport: ssh, nodes: ['n[1-2]'], slots: 2}\njob: {script: t.py, kind: direct}\n"
             "train: {strategy: ddp, micro_batch: 2}\n",
             ("--dry-run",),
-            57,
+            58,
         ),
-        ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 70),
+        ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 71),
     ],
 )
 def test_a_command_loads_what_it_needs(tmp_path: Path, spec: str, options: tuple[str, ...], most: int) -> None:

@@ -204,7 +204,8 @@ def real_launch(options: LaunchOptions) -> int:
     from dtctl.cli.common.launcher import create_run, emitter, measured
     from dtctl.launch.assemble import CodePush, job_of
     from dtctl.launch.cluster import cluster_of
-    from dtctl.launch.records.events import RunPlanned, RunProgress
+    from dtctl.launch.records.events import Note, RunPlanned, RunProgress
+    from dtctl.plan.warnings import list_warnings
 
     code = CodePush(spec) if spec.pushes else None
     cluster = cluster_of(spec, start=True)
@@ -230,6 +231,8 @@ def real_launch(options: LaunchOptions) -> int:
     plan = job.first_plan
     emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size, nodes=tuple(cluster.targets)))
     view.begin(job.first_plan)
+    for text in list_warnings(spec, cluster.nodes, per_worker=plan.per_worker, live=plan.live):
+        emit(Note(text=text))
     with measured(spec, record, emit):
         return _run(job, record, emit, view, progress)
 

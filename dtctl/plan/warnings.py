@@ -1,0 +1,91 @@
+"""What `dtctl validate`, a dry run and a launch say of a spec that can be launched and may not do what it seems to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from dtctl.spec.model import Spec
+from dtctl.spec.nodes import NodeSpec, gpus_of_gres
+
+_LOGIN: Final = (
+    "cluster.user", "cluster.port", "cluster.identity_file", "cluster.known_hosts", "cluster.ssh_config",
+)  # fmt: skip
+_LOST_NODES: Final = ("cluster.spares", "cluster.min_nodes", "cluster.return_s")
+UNUSED: Final[Mapping[str, tuple[str, ...]]] = {
+    "local": (*_LOGIN, *_LOST_NODES, "cluster.ssh", "cluster.login"),
+    "ssh": ("cluster.login",),
+    "sandbox": (*_LOGIN, "cluster.login"),
+    "slurm": (),
+}
+"""Transport -> keys that no job uses there."""
+UNUSED_IN_BATCH: Final = (
+    *_LOST_NODES, "cluster.link_timeout_s", "job.grace_s", "job.heal_s", "job.log_mib", "job.preload", "job.time_s",
+)  # fmt: skip
+"""Keys that a job of Slurm without live recovery does not use: no supervisor of dtctl is on its nodes."""
+
+
+def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool, live: bool) -> list[str]:
+    """Return a sentence for each matter.
+
+    Args:
+        spec: the checked spec.
+        nodes: its nodes.
+        per_worker: whether each worker is started by itself, and not all of a node by one program.
+        live: whether lost workers are replaced while the others stay.
+    """
+    warnings = []
+    transport = spec.cluster.transport
+    if keys := unused_keys(spec, live=live):
+        where = "slurm without live recovery (job.recovery)" if transport == "slurm" and not live else transport
+        warnings.append(f"set, and without effect with transport {where}: {', '.join(keys)}")
+    if transport == "slurm" and _names_nodes(spec):
+        warnings.append(
+            "Slurm chooses the nodes; those of cluster.nodes are only counted, slurm.nodelist asks for some by name"
+        )
+    if transport == "slurm" and (scarce := _scarce_cores(spec, nodes, per_worker=per_worker)):
+        warnings.append(scarce)
+    return warnings
+
+
+def unused_keys(spec: Spec, *, live: bool) -> list[str]:
+    """Return the keys that a spec sets and its launch does not use, sorted.
+
+    Args:
+        spec: the checked spec.
+        live: whether lost workers are replaced while the others stay.
+    """
+    unused = {*UNUSED[spec.cluster.transport]}
+    if spec.cluster.transport == "slurm":
+        unused |= set() if live else {*UNUSED_IN_BATCH}
+        unused |= set() if spec.cluster.login else {*_LOGIN, "cluster.ssh"}
+    return sorted(key for key in unused if _is_set(spec, key))
+
+
+def _is_set(spec: Spec, key: str) -> bool:
+    section, name = key.split(".")
+    return name in getattr(spec, section).model_fields_set
+
+
+def _names_nodes(spec: Spec) -> bool:
+    """Whether the spec names nodes that Slurm is not asked for."""
+    slurm = spec.slurm
+    is_asked = slurm is not None and bool(slurm.nodelist or "nodelist" in slurm.extra)
+    return bool(spec.cluster.nodes) and not isinstance(spec.cluster.nodes, int) and not is_asked
+
+
+def _scarce_cores(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) -> str:
+    """A sentence if a job of Slurm asks for GPUs and not for cores, of which most sites then give one a task."""
+    slurm = spec.slurm
+    said = ("cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus")
+    if slurm is None or slurm.cpus_per_task or slurm.exclusive or any(key in slurm.extra for key in said):
+        return ""
+    gpus = max((gpus_of_gres(node.gres or "") for node in nodes), default=0)
+    if gpus < 1:
+        return ""
+    tasks = gpus if per_worker else 1
+    shared = f"{gpus} workers of a node share one" if tasks == 1 and gpus > 1 else "each worker gets one"
+    return (
+        f"slurm.cpus_per_task is not set: unless the site gives more, {shared} core, and the memory of that core; "
+        f"for 64 cores on a node: `slurm: {{cpus_per_task: {64 // tasks}}}`"
+    )

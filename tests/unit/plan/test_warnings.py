@@ -1,0 +1,69 @@
+"""Every key of `cluster` and `job` is used on each way to launch, or named where it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from dtctl.plan.build import build
+from dtctl.plan.warnings import UNUSED, UNUSED_IN_BATCH, unused_keys
+from dtctl.spec.load import parse_spec
+from dtctl.spec.model import Cluster, Job, Spec
+from dtctl.spec.nodes import resolve_nodes
+
+USED_BY_A_BATCH_FILE: Final = {
+    # What a plan, a node's script, the directives and the loop are made of.
+    "cluster.transport", "cluster.nodes", "cluster.hostfile", "cluster.slots", "cluster.python", "cluster.workdir",
+    "cluster.login", "cluster.connect_timeout_s",
+    "job.name", "job.script", "job.module", "job.shell", "job.command", "job.args", "job.add_args", "job.deepspeed",
+    "job.env", "job.env_from", "job.secrets", "job.files", "job.outputs", "job.max_restarts", "job.setup", "job.kind",
+    "job.hang_s", "job.hang_start_s", "job.recovery",
+    # With a login node alone.
+    "cluster.user", "cluster.port", "cluster.identity_file", "cluster.known_hosts", "cluster.ssh_config", "cluster.ssh",
+}  # fmt: skip
+IGNORED_KEYS: Final = """
+cluster: {transport: slurm, nodes: 2, slots: 2, spares: [n3], min_nodes: 1, return_s: 5}
+job: {script: train.py, kind: direct, max_restarts: 3, recovery: restart, log_mib: 1, time_s: 60, grace_s: 3, \
+preload: [json]}
+"""
+
+
+def spec_of(text: str) -> Spec:
+    return parse_spec(text, source="dtctl.yaml", base_dir=Path("/project"))
+
+
+def test_every_key_is_known_to_be_used_or_unused_by_a_batch_file() -> None:
+    keys = {f"cluster.{name}" for name in Cluster.model_fields} | {f"job.{name}" for name in Job.model_fields}
+    assert keys - USED_BY_A_BATCH_FILE == {*UNUSED_IN_BATCH}
+    assert {key for unused in UNUSED.values() for key in unused} <= keys
+
+
+def test_what_a_job_of_slurm_ignores_is_named() -> None:
+    """Seven of these were left out without a word."""
+    spec = spec_of(IGNORED_KEYS)
+    (note,) = (note for note in build(spec, resolve_nodes(spec), run="r").notes if "without effect" in note)
+    assert note == (
+        "set, and without effect with transport slurm without live recovery (job.recovery): cluster.min_nodes, "
+        "cluster.return_s, cluster.spares, job.grace_s, job.log_mib, job.preload, job.time_s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cluster: {transport: ssh, nodes: [a, b], spares: [c], return_s: 1}", []),
+        ("cluster: {transport: ssh, nodes: [a], login: b}", ["cluster.login"]),
+        ("cluster: {spares: [c], user: me}", ["cluster.spares", "cluster.user"]),
+        ("cluster: {transport: slurm, nodes: 2, user: me}", ["cluster.user"]),
+        ("cluster: {transport: slurm, nodes: 2, user: me, login: there}", []),
+        ("cluster: {transport: sandbox, port: 2222}", ["cluster.port"]),
+    ],
+)
+def test_a_key_is_named_where_it_has_no_effect(text: str, expected: list[str]) -> None:
+    assert unused_keys(spec_of(text + "\njob: {script: t.py}"), live=False) == expected
+
+
+def test_with_live_recovery_a_job_uses_them() -> None:
+    assert unused_keys(spec_of(IGNORED_KEYS), live=True) == []
