@@ -26,7 +26,7 @@ start = StartAttempt(
     run="r", token=token, attempt=0, script=script, workers=workers, split_ranks=False, env={}, peer="", grace_s=0.5,
     keep=False, link_timeout_s=1,
 )
-server = Supervisor(start, run_dir, None, None, os.getppid())
+server = Supervisor(start, run_dir, None, None, 0)  # no guard: the parent has other children
 server.try_start(start)
 
 def stop():
