@@ -100,6 +100,13 @@ def fetch(url: str) -> str:
         return answer.read().decode()
 
 
+def answers(url: str) -> bool:
+    try:
+        return bool(fetch(url))
+    except OSError:
+        return False
+
+
 def has_page(training: Training, text: str) -> bool:
     try:
         return text in training.page()
@@ -172,7 +179,9 @@ def prometheus(folder: Path, targets: Path, *, gpus: str) -> Iterator[str]:
             return listening(process.pid)
 
         wait_until(port, what="Prometheus listens")
-        yield f"http://127.0.0.1:{port()}"
+        url = f"http://127.0.0.1:{port()}"
+        wait_until(lambda: answers(f"{url}/-/ready"), what="Prometheus has read what it stores")
+        yield url
     finally:
         process.terminate()
         process.wait()
