@@ -1,4 +1,4 @@
-"""What `dtctl validate`, a dry run and a launch say of a spec that can be launched and may not do what it seems to."""
+"""Warnings about a spec that can be launched and may not do what it seems to; told before and at a launch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNUSED_IN_BATCH: Final = (
 
 
 def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool, live: bool) -> list[str]:
-    """Return a sentence for each matter.
+    """Return the warnings about a spec, one sentence each.
 
     Args:
         spec: the checked spec.
@@ -38,7 +38,8 @@ def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool, li
     transport = spec.cluster.transport
     if keys := unused_keys(spec, live=live):
         where = "slurm without live recovery (job.recovery)" if transport == "slurm" and not live else transport
-        warnings.append(f"set, and without effect with transport {where}: {', '.join(keys)}")
+        verb = "has" if len(keys) == 1 else "have"
+        warnings.append(f"{', '.join(keys)} {verb} no effect with transport {where}")
     if transport == "slurm" and _names_nodes(spec):
         warnings.append(
             "Slurm chooses the nodes; those of cluster.nodes are only counted, slurm.nodelist asks for some by name"
@@ -68,7 +69,7 @@ def _is_set(spec: Spec, key: str) -> bool:
 
 
 def _names_nodes(spec: Spec) -> bool:
-    """Whether the spec names nodes that Slurm is not asked for."""
+    """Return whether the spec names nodes that Slurm is not asked for."""
     slurm = spec.slurm
     is_asked = slurm is not None and bool(slurm.nodelist or "nodelist" in slurm.extra)
     return bool(spec.cluster.nodes) and not isinstance(spec.cluster.nodes, int) and not is_asked

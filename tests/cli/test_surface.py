@@ -145,6 +145,15 @@ def test_a_job_on_this_machine_needs_no_ssh(tmp_path: Path) -> None:
     assert done.stderr.endswith("0 processes left on 1 node\n")
 
 
+@pytest.mark.parametrize("command", [("validate",), ("launch", "--dry-run"), ("launch",)], ids=" ".join)
+def test_a_key_without_effect_is_named(tmp_path: Path, command: tuple[str, ...]) -> None:
+    cluster = f"slots: 1, workdir: {tmp_path / 'node'}, spares: [b]"
+    (tmp_path / "dtctl.yaml").write_text(f"cluster: {{{cluster}}}\njob: {{command: ['true']}}\n")
+    done = dtctl(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "cluster.spares has no effect with transport local" in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("spec", "options", "most"),
     [

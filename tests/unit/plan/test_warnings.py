@@ -43,10 +43,10 @@ def test_every_key_is_known_to_be_used_or_unused_by_a_batch_file() -> None:
 def test_what_a_job_of_slurm_ignores_is_named() -> None:
     """Seven of these were left out without a word."""
     spec = spec_of(IGNORED_KEYS)
-    (note,) = (note for note in build(spec, resolve_nodes(spec), run="r").notes if "without effect" in note)
+    (note,) = (note for note in build(spec, resolve_nodes(spec), run="r").notes if "no effect" in note)
     assert note == (
-        "set, and without effect with transport slurm without live recovery (job.recovery): cluster.min_nodes, "
-        "cluster.return_s, cluster.spares, job.grace_s, job.log_mib, job.preload, job.time_s"
+        "cluster.min_nodes, cluster.return_s, cluster.spares, job.grace_s, job.log_mib, job.preload, job.time_s "
+        "have no effect with transport slurm without live recovery (job.recovery)"
     )
 
 
