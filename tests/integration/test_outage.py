@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dtctl.sandbox import faults
+from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox
 from tests.hosts import Project, wait_until
 
 OUTAGE_S = 12.0
+BUSY = "import os\nos.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\nwhile True: pass"
 SPEC = """\
 cluster: {{transport: sandbox, nodes: [node1, node2], slots: 1{spares}}}
 job: {{name: test, script: train.py, kind: direct, grace_s: 1, max_restarts: 1, env: {{FOLDER: "{folder}"}}}}
@@ -87,6 +91,34 @@ def test_without_a_spare_the_run_goes_on_with_the_same_workers(
     printed = log.read_text().splitlines()
     assert set(printed) == {"alive"}
     assert len(printed) == sum(len(times) for name, times in lives(folder, 0).items() if "node2" in name)
+
+
+@pytest.mark.slow
+def test_a_node_at_a_load_of_30_is_not_lost(project: Project, sandbox: Sandbox, folder: Path) -> None:
+    """Its processes share one core with 30 that never rest, for longer than its link may be silent."""
+    project.write("train.py", TRAIN.replace("STUBBORN", ""))
+    spec = SPEC.format(spares="", folder=folder).replace("slots: 1", "slots: 1, link_timeout_s: 10")
+    project.write("dtctl.yaml", spec)
+    process = project.start("launch", "--json", "--name", project.unique)
+    wait_until(lambda: len(lives(folder, 0)) == 2, what="both run")
+    node = sandbox.node("node2")
+    argv = control.enter_argv(sandbox, node, [sys.executable, "-c", BUSY])
+    for pid in control.host_processes(node):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(pid, {max(os.sched_getaffinity(0))})
+    others = [subprocess.Popen(argv) for _ in range(30)]
+    try:
+        time.sleep(15)
+        assert process.poll() is None
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    (folder / "end").touch()
+    done = project.finish(process)
+    assert done.code == 0, done.err
+    assert (done.done["attempts"], done.done["left_behind"]) == (1, 0)
+    assert not {"lost", "away"} & {str(event.get("state")) for event in done.events}
 
 
 @pytest.mark.slow
