@@ -26,7 +26,7 @@ done
 "${uv[@]}" pip freeze --quiet --exclude-editable --python "$venv/bin/python" > "$venv/lowest.txt"
 "${uv[@]}" pip install --quiet --python "$venv/bin/python" --constraint "$venv/lowest.txt" \
   pytest pytest-xdist pytest-timeout hypothesis pyte jsonschema cryptography aiosmtpd
-echo "$("$venv/bin/python" -V), $(grep -E '^(typer|click|pydantic|jinja2|paramiko|pyyaml|rich|annotated-types)==' "$venv/lowest.txt" | tr '\n' ' ')"
+echo "$("$venv/bin/python" -V), $(grep -E '^(typer|click|pydantic|jinja2|paramiko|pyyaml|rich)==' "$venv/lowest.txt" | tr '\n' ' ')"
 # Tests that need torch or numpy say so by importorskip or by the mark `torch`; those of the repository itself need the
 # tools for development.
 "$venv/bin/python" -m pytest tests/unit tests/golden tests/cli -q -m "not slow and not torch" \

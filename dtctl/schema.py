@@ -84,6 +84,13 @@ def number(value: object) -> float:
     return value
 
 
+def moment(value: object) -> float:
+    """Seconds since the epoch that a clock can show."""
+    if not 0 <= number(value) < 1 << 36:
+        raise InvalidMessage("not a time")
+    return number(value)
+
+
 def flag(value: object) -> bool:
     """True or false."""
     if not isinstance(value, bool):

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from dtctl import node_facts
 from dtctl.errors import PlanError
 from dtctl.plan import environment as env
-from dtctl.plan.commands import Program, interpreter_of, node_argv
+from dtctl.plan.bind import Attempt, NodeTemplate, PlanTemplate, bind
+from dtctl.plan.commands import Program, interpreter_of
 from dtctl.plan.model import (
     WORKER_KINDS,
     EnvVar,
     Generated,
     Kind,
-    NodePlan,
     Placement,
     Plan,
     Rendezvous,
@@ -63,7 +63,19 @@ _TAKES_ARGUMENTS = re.compile(r"\$\{?[@*1-9#]")
 
 
 def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, facts: PlanFacts | None = None) -> Plan:
-    """What will run where.
+    """What will run where; see `make_template` for arguments and errors."""
+    facts = facts or PlanFacts()
+    template, meeting = make_template(spec, nodes, run=run, attempt=attempt, facts=facts)
+    return bind(
+        template,
+        Attempt(number=attempt, rendezvous=meeting, gpus=facts.gpus, cores=facts.cores, threads=facts.threads),
+    )
+
+
+def make_template(
+    spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, facts: PlanFacts
+) -> tuple[PlanTemplate, Rendezvous]:
+    """Make the template of a run's plans, and the rendezvous of an attempt.
 
     Args:
         spec: the checked spec.
@@ -75,7 +87,6 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     Raises:
         PlanError: no job can be made of this, or its workers would refuse their mesh or batch.
     """
-    facts = facts or PlanFacts()
     kind = _kind(spec, facts.source)
     _check_transport(spec, nodes)
     placements = place({node.name: _slots(node, facts, {**spec.job.env, **node.env}) for node in nodes})
@@ -91,7 +102,6 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     slots_known = all(isinstance(node.slots, int) or node.name in facts.gpus for node in nodes)
     generated = _generated(spec, kind, placements, slots_known=slots_known)
     program = _program(spec, generated, facts.source)
-    threads = None if facts.share else facts.threads or env.threads_of(facts.cores, placements)
     training: list[str] = []
     # Later attempts may have fewer workers, and the script may mean that; the workers decide.
     if generated.runtime and slots_known and attempt == 0:
@@ -99,37 +109,23 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
 
         sizes = {placement.slots for placement in placements}
         training = check_training(spec, workers=total, per_node=sizes.pop() if len(sizes) == 1 else 0, nodes=len(nodes))
-    shared = _Shared(
-        spec=spec,
-        kind=kind,
-        run=run,
-        attempt=attempt,
-        meeting=meeting,
-        program=program,
-        generated=generated,
-        total=total,
-        threads=threads,
-        on_cpus=all(_gpus(node, facts, {**spec.job.env, **node.env}) == 0 for node in nodes),
-    )
     costs = _recovery(spec, kind, nodes, workers=total)
-    return Plan(
+    template = PlanTemplate(
         run=run,
         job=spec.job.name,
         kind=kind,
         transport=spec.cluster.transport,
-        attempt=attempt,
         max_restarts=spec.job.max_restarts,
-        nodes=tuple(
-            _node(node, placement, shared, facts, count=len(nodes))
-            for node, placement in zip(nodes, placements, strict=True)
-        ),
-        rendezvous=meeting,
-        world_size=total,
         grace_s=spec.job.grace_s,
-        threads=threads,
         secrets=tuple(spec.job.secrets),
         spec_digest=digest(spec),
         live=costs is not None and costs.live,
+        program=program,
+        share=facts.share,
+        nodes=tuple(
+            _node(spec, kind, node, placement, program, generated, facts)
+            for node, placement in zip(nodes, placements, strict=True)
+        ),
         notes=(
             *([costs.note] if costs is not None and costs.note else []),
             *list_warnings(spec, nodes, per_worker=kind in WORKER_KINDS, live=costs is not None and costs.live),
@@ -139,6 +135,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
             *training,
         ),
     )
+    return template, meeting
 
 
 def _recovery(spec: Spec, kind: Kind, nodes: Sequence[NodeSpec], *, workers: int) -> Recovery | None:
@@ -161,74 +158,37 @@ def digest(spec: Spec) -> str:
     ).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shared:
-    """What all nodes of a plan have in common."""
-
-    spec: Spec
-    kind: Kind
-    run: str
-    attempt: int
-    meeting: Rendezvous
-    program: Program
-    generated: Generated
-    total: int
-    threads: Threads | None
-    on_cpus: bool
-    """Whether no node has a GPU for its workers."""
-
-
-def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFacts, *, count: int) -> NodePlan:
-    spec, kind = shared.spec, shared.kind
-    argv = node_argv(
-        shared.program,
-        kind=kind,
-        python=node.python,
-        placement=placement,
-        nodes=count,
-        rendezvous=shared.meeting,
-    )
+def _node(
+    spec: Spec,
+    kind: Kind,
+    node: NodeSpec,
+    placement: Placement,
+    program: Program,
+    generated: Generated,
+    facts: PlanFacts,
+) -> NodeTemplate:
     variables = env.merge(
-        env.defaults(
-            kind=kind, slots=placement.slots, share=facts.share, threads=shared.threads, on_cpus=shared.on_cpus
-        ),
-        env.generated(shared.generated.env, framework=kind),
+        env.generated(generated.env, framework=kind),
         env.from_environ(spec.job.env_from, facts.environ),
         _interface(spec, node),
         env.from_spec(spec.job.env, origin="job.env"),
         env.from_spec(node.env, origin=f"cluster.nodes: {node.name}"),
         env.train_config(spec.settings),
-        env.identity(
-            run=shared.run,
-            attempt=shared.attempt,
-            kind=kind,
-            placement=placement,
-            nodes=count,
-            world_size=shared.total,
-            rendezvous=shared.meeting,
-            max_restarts=spec.job.max_restarts,
-            rack=node.rack,
-        ),
     )
     script = spec.job.script
-    return NodePlan(
+    return NodeTemplate(
         name=node.name,
         address=node.address,
-        node_rank=placement.node_rank,
         slots=placement.slots,
-        first_rank=placement.first_rank,
         workdir=node.workdir,
-        argv=argv,
-        processes=placement.slots if kind in WORKER_KINDS else 1,
-        env=tuple(variable for variable in variables if variable.name not in spec.job.secrets),
         python=node.python,
+        env=tuple(variable for variable in variables if variable.name not in spec.job.secrets),
         setup=tuple(spec.job.setup),
         path=posixpath.dirname(node.python) if kind == "command" and node.python else "",
         gres=node.gres,
-        preload=_preload(spec, kind, placement, facts) if shared.program.is_python else (),
+        rack=node.rack,
+        preload=_preload(spec, kind, placement, facts) if program.is_python else (),
         files=(script,) if script else (),
-        # With setup lines the PATH is not known before they have run.
-        programs=() if spec.job.setup else (argv[0],),
     )
 
 

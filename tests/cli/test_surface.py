@@ -157,14 +157,14 @@ def test_a_key_without_effect_is_named(tmp_path: Path, command: tuple[str, ...])
 @pytest.mark.parametrize(
     ("spec", "options", "most"),
     [
-        ("cluster: {slots: 2, workdir: NODE}\njob: {script: t.py}\n", ("--dry-run",), 50),
+        ("cluster: {slots: 2, workdir: NODE}\njob: {script: t.py}\n", ("--dry-run",), 51),
         (
             "cluster: {transport: ssh, nodes: ['n[1-2]'], slots: 2}\njob: {script: t.py, kind: direct}\n"
             "train: {strategy: ddp, micro_batch: 2}\n",
             ("--dry-run",),
-            58,
+            59,
         ),
-        ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 71),
+        ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 72),
     ],
 )
 def test_a_command_loads_what_it_needs(tmp_path: Path, spec: str, options: tuple[str, ...], most: int) -> None:

@@ -12,19 +12,17 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
+from dtctl import schema
+from dtctl.schema import Check, InvalidMessage
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
-Moment = Annotated[float, Ge(0), Lt(1 << 36)]
+Moment = Annotated[float, schema.moment]
 """Seconds since the epoch."""
-Seconds = Annotated[float, Gt(-1e300), Lt(1e300)]
+Seconds = Annotated[float, schema.number]
 """A duration; neither infinite nor NaN."""
-Index = Annotated[int, Ge(-(1 << 31)), Le(1 << 31)]
-Count = Annotated[int, Ge(0), Le(1 << 63)]
+Index = Annotated[int, schema.integer(-(1 << 31), 1 << 31)]
+Count = Annotated[int, schema.integer(0)]
 
 _OPTIONAL: Final = {"optional": True}
 """Of fields that are left out of the JSON object while they are None or empty."""
@@ -459,22 +457,50 @@ Emit = Callable[[Event], None]
 TYPES: Final[Mapping[str, type[Event]]] = {each.event: each for each in Event.__subclasses__() if each.recorded}
 
 
-@functools.cache
-def _adapter(kind: str) -> TypeAdapter[Event]:
-    from pydantic import TypeAdapter  # only to read a record, which a launch does not
-
-    return TypeAdapter(TYPES[kind])
-
-
 def parse(line: str) -> Event | None:
     """The event in a line of events.jsonl; None when the line holds none."""
-    from pydantic import ValidationError
-
     try:
-        kind = json.loads(line)["event"]
-        return _adapter(kind).validate_json(line, strict=True) if kind in TYPES else None
-    except (ValueError, TypeError, KeyError, RecursionError, ValidationError):
+        document = json.loads(line)
+        kind: Any = TYPES.get(document["event"])
+        event: Event | None = None if kind is None else _check_of(kind)(document)
+        return event
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
+
+
+@functools.cache
+def _check_of(hint: Any) -> Check[Any]:
+    """Make the check of the values that an annotation allows."""
+    if is_dataclass(hint):
+        kind: Any = hint
+        hints = get_type_hints(kind, include_extras=True)
+        keys = schema.form({each.name: _check_of(hints[each.name]) for each in fields(kind)})
+        return lambda document: kind(**keys(document))
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        check: Check[Any] = hint.__metadata__[0]
+        return check
+    if origin is tuple:
+        items = schema.list_of(_check_of(inner[0]))
+        return lambda value: tuple(items(value))
+    if origin is Mapping:
+        return schema.mapping_of(_text, _check_of(inner[1]))
+    if inner:
+        return schema.nullable(_check_of(inner[0]))
+    return {str: _text, bool: schema.flag, int: schema.integer(-(1 << 63))}[hint]
+
+
+def _text(value: object) -> str:
+    """A text that can be printed anywhere."""
+    text = _ANY_TEXT(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidMessage("half a character") from None
+    return text
+
+
+_ANY_TEXT: Final = schema.text(1 << 24)
 
 
 @dataclass(slots=True)

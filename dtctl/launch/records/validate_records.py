@@ -16,22 +16,15 @@ from dtctl.schema import (
     form,
     integer,
     list_of,
+    moment,
     nullable,
     text,
 )
 from dtctl.schema import number as finite
 from dtctl.supervisor.messages import COUNT, WORKERS
 
-MOMENT_S: Final = 1 << 36
-"""No clock shows a later time."""
 _WORD: Final = text(4096)
 _TEXT: Final = text(1 << 20)
-
-
-def _moment(value: Any) -> float:
-    if not 0 <= finite(value) < MOMENT_S:
-        raise InvalidMessage("not a time")
-    return float(value)
 
 
 def _texts(value: Any) -> Any:
@@ -60,7 +53,7 @@ _PLAN: Final = _partial_form(
     notes=list_of(_TEXT), threads=nullable(form(number=integer(1, 1 << 16), reason=_TEXT)),
 )  # fmt: skip
 _INFO: Final = form(
-    run=_WORD, token=_WORD, pid=integer(-(1 << 63)), started=_moment, spec=_WORD, command=list_of(_TEXT), detached=flag,
+    run=_WORD, token=_WORD, pid=integer(-(1 << 63)), started=moment, spec=_WORD, command=list_of(_TEXT), detached=flag,
     optional={"pid_started": COUNT, "boot": _WORD, "slurm": flag, "snapshots": _texts},
 )  # fmt: skip
 

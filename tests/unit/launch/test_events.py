@@ -65,6 +65,8 @@ def test_nested_facts_are_read() -> None:
         "", "[]", "12", "{}", '{"event": "node"', '{"event": ["node"]}', '{"event": "no such event", "time": 1}',
         '{"event": "node", "node": 3, "state": "ready"}', '{"event": "node", "node": "a"}',
         '{"event": "start", "time": NaN}',
+        '{"event": "start", "attempt": true}', '{"event": "note", "text": "\\ud800"}', '{"event": "note", "node": 3}',
+        '{"event": "allocated", "nodes": "ab"}', '{"event": "heal", "replaced": [{"node": "a"}]}',
         '{"event": "start", "time": -1}', '{"event": "start", "attempt": "1"}', '{"event": "start", "attempt": 1e400}',
         '{"event": "done", "status": "failed", "lost_output": {"a": "x"}}', "[" * 100_000,
     ],

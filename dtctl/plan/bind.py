@@ -1,0 +1,199 @@
+"""From the template of a plan to the plan of one attempt, with what is known where the workers start.
+
+build.py makes the template from a spec, on the control machine. What it leaves open are names and addresses of nodes,
+the rendezvous, the attempt's number, cores and GPUs: all that a launcher inside a Slurm job learns there, where neither
+the spec nor what reads it has to be. Standard library alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from dtctl import node_facts
+from dtctl.plan import environment as env
+from dtctl.plan.commands import Program, node_argv
+from dtctl.plan.model import (
+    WORKER_KINDS,
+    EnvVar,
+    Kind,
+    NodePlan,
+    Placement,
+    Plan,
+    Rendezvous,
+    Threads,
+    place,
+    world_size,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTemplate:
+    """What a node does in each attempt; see `NodePlan` for the fields of the same names."""
+
+    name: str
+    address: str
+    slots: int
+    workdir: str
+    python: str | None
+    env: tuple[EnvVar, ...]
+    """Variables that say nothing of the node's place."""
+    setup: tuple[str, ...]
+    path: str
+    gres: str | None
+    rack: str | None
+    """Where nodes of the same name are lost together; None: nothing is known of it."""
+    preload: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTemplate:
+    """What the attempts of a run have in common; see `Plan` for the fields of the same names."""
+
+    run: str
+    job: str
+    kind: Kind
+    transport: str
+    max_restarts: int
+    grace_s: float
+    secrets: tuple[str, ...]
+    spec_digest: str
+    live: bool
+    notes: tuple[str, ...]
+    program: Program
+    share: env.Share | None
+    """What each node has of the control machine; None: the nodes are machines of their own."""
+    nodes: tuple[NodeTemplate, ...]
+    """By node rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What a plan needs to know of one attempt."""
+
+    number: int
+    rendezvous: Rendezvous
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    """Node -> GPUs found on it."""
+    cores: Mapping[str, int] = field(default_factory=dict)
+    """Node -> cores that its processes may use, as found on it."""
+    threads: Threads | None = None
+    """What an earlier attempt of the run has made of them, which holds for all attempts."""
+
+
+def bind(template: PlanTemplate, attempt: Attempt) -> Plan:
+    """Return the plan of an attempt.
+
+    Raises:
+        PlanError: the kind of the job cannot run its program.
+    """
+    placements = place({node.name: node.slots for node in template.nodes})
+    threads = None if template.share else attempt.threads or env.threads_of(attempt.cores, placements)
+    total = world_size(placements)
+    on_cpus = all(_gpus(node, attempt.gpus) == 0 for node in template.nodes)
+    nodes = []
+    for node, placement in zip(template.nodes, placements, strict=True):
+        variables = env.merge(
+            env.defaults(
+                kind=template.kind, slots=placement.slots, share=template.share, threads=threads, on_cpus=on_cpus
+            ),
+            node.env,
+            env.identity(
+                run=template.run,
+                attempt=attempt.number,
+                kind=template.kind,
+                placement=placement,
+                nodes=len(placements),
+                world_size=total,
+                rendezvous=attempt.rendezvous,
+                max_restarts=template.max_restarts,
+                rack=node.rack,
+            ),
+        )
+        nodes.append(_node(template, node, placement, attempt.rendezvous, variables))
+    return Plan(
+        run=template.run,
+        job=template.job,
+        kind=template.kind,
+        transport=template.transport,
+        attempt=attempt.number,
+        max_restarts=template.max_restarts,
+        nodes=tuple(nodes),
+        rendezvous=attempt.rendezvous,
+        world_size=total,
+        grace_s=template.grace_s,
+        threads=threads,
+        secrets=template.secrets,
+        spec_digest=template.spec_digest,
+        live=template.live,
+        notes=template.notes,
+    )
+
+
+def _node(
+    template: PlanTemplate, node: NodeTemplate, placement: Placement, meeting: Rendezvous, env: tuple[EnvVar, ...]
+) -> NodePlan:
+    argv = node_argv(
+        template.program,
+        kind=template.kind,
+        python=node.python,
+        placement=placement,
+        nodes=len(template.nodes),
+        rendezvous=meeting,
+    )
+    return NodePlan(
+        name=node.name,
+        address=node.address,
+        node_rank=placement.node_rank,
+        slots=placement.slots,
+        first_rank=placement.first_rank,
+        workdir=node.workdir,
+        argv=argv,
+        processes=placement.slots if template.kind in WORKER_KINDS else 1,
+        env=tuple(variable for variable in env if variable.name not in template.secrets),
+        python=node.python,
+        setup=node.setup,
+        path=node.path,
+        gres=node.gres,
+        preload=node.preload,
+        files=node.files,
+        # With setup lines the PATH is not known before they have run.
+        programs=() if node.setup else (argv[0],),
+    )
+
+
+def _gpus(node: NodeTemplate, found: Mapping[str, int]) -> int | None:
+    """GPUs that a node shows its workers; None as long as it was not asked."""
+    count = found.get(node.name)
+    # The node has counted by its own variables; those of the job may show fewer.
+    given = {variable.name: variable.value for variable in node.env}
+    return None if count is None else node_facts.visible_gpus(given, count)
+
+
+def to_json(template: PlanTemplate) -> dict[str, Any]:
+    """Return a template as a JSON object."""
+    return asdict(template)
+
+
+def from_json(document: Mapping[str, Any]) -> PlanTemplate:
+    """Return the template that `to_json` has made an object of.
+
+    Raises:
+        KeyError, TypeError: it has made none of this.
+    """
+    values = {**document}
+    values["nodes"] = tuple(
+        NodeTemplate(**{**_tuples(NodeTemplate, node), "env": tuple(EnvVar(**variable) for variable in node["env"])})
+        for node in document["nodes"]
+    )
+    values["program"] = Program(**_tuples(Program, document["program"]))
+    values["share"] = None if document["share"] is None else env.Share(**document["share"])
+    return PlanTemplate(**_tuples(PlanTemplate, values))
+
+
+def _tuples(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a dataclass with tuples where JSON has lists."""
+    known = {each.name for each in fields(kind)}
+    return {name: tuple(each) if isinstance(each, list) else each for name, each in values.items() if name in known}
