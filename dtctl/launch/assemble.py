@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtctl import folders, names, shell
-from dtctl.errors import PlanError, SpecError
+from dtctl.errors import SpecError
 from dtctl.launch import cluster as clusters
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
 from dtctl.launch.control.link import NodeLink
@@ -24,7 +24,7 @@ from dtctl.launch.files.tree import Tree, scan
 from dtctl.launch.records.events import PushProgress
 from dtctl.launch.records.record import RunRecord, check_no_link
 from dtctl.plan.build import PlanFacts, build
-from dtctl.plan.environment import ON_CPUS, check_text
+from dtctl.plan.environment import ON_CPUS, read_secrets
 from dtctl.plan.model import Plan, Threads
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
@@ -100,24 +100,6 @@ def attempt_of_run(record: RunRecord, job: LaunchJob) -> Plan:
     )
 
 
-def read_secrets(spec: Spec) -> dict[str, str]:
-    """Values of the secrets that the spec names, from this machine's environment.
-
-    Raises:
-        PlanError: one of them is not set.
-    """
-    missing = [name for name in spec.job.secrets if name not in os.environ]
-    if missing:
-        raise PlanError(
-            f"the job needs {', '.join(missing)}, which is not set here",
-            where="job.secrets",
-            hint=f"export {missing[0]}=... in the shell that runs dtctl",
-        )
-    for name in spec.job.secrets:
-        check_text(name, os.environ[name], where="job.secrets")
-    return {name: os.environ[name] for name in spec.job.secrets}
-
-
 def this_user() -> str:
     """User and machine."""
     try:
@@ -185,8 +167,7 @@ def job_of(
     from dtctl.launch.control.run import LaunchJob
 
     plan = clusters.first_plan(spec, cluster, run=run)
-    values = read_secrets(spec)
-    fixed = spec.network.rendezvous_port
+    values = read_secrets(spec.job.secrets, os.environ)
     source, share = clusters.source_of(spec), clusters.share_of(spec)
 
     known_nodes = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
@@ -228,23 +209,31 @@ def job_of(
         transport=cluster.make_transport(),
         targets=cluster.targets,
         spares={spare.name: spare_plan(spare) for spare in cluster.spares},
-        min_nodes=spec.cluster.min_nodes or len(cluster.nodes),
-        return_s=spec.cluster.return_s,
         push=code,
         code_folder="" if spec.pushes else spec.code_folder,
-        fixed_address=spec.network.rendezvous_address is not None,
-        fixed_port=fixed if isinstance(fixed, int) else None,
         secrets=values,
-        link_timeout_s=spec.cluster.link_timeout_s or (SPARED_S if cluster.spares else UNSPARED_S),
-        hang_s=spec.job.hang_s,
-        hang_start_s=spec.job.hang_start_s,
-        heal_s=spec.job.heal_s,
-        time_s=spec.job.time_s,
-        trains=spec.train is not None,
         snapshots=snapshots or {},
-        outputs=tuple(spec.job.outputs),
         earlier=earlier,
-        log_bytes=spec.job.log_mib << 20,
         origin=origin(shell.join(["dtctl", *sys.argv[1:]]), time.time()),
         keep=keep,
+        **settings_of(spec, nodes=len(cluster.nodes), has_spares=bool(cluster.spares)),
     )
+
+
+def settings_of(spec: Spec, *, nodes: int, has_spares: bool) -> dict[str, Any]:
+    """Return the fields of a `LaunchJob` that are settings of the spec; JSON can hold them."""
+    fixed = spec.network.rendezvous_port
+    return {
+        "min_nodes": spec.cluster.min_nodes or nodes,
+        "return_s": spec.cluster.return_s,
+        "fixed_address": spec.network.rendezvous_address or "",
+        "fixed_port": fixed if isinstance(fixed, int) else None,
+        "link_timeout_s": spec.cluster.link_timeout_s or (SPARED_S if has_spares else UNSPARED_S),
+        "hang_s": spec.job.hang_s,
+        "hang_start_s": spec.job.hang_start_s,
+        "heal_s": spec.job.heal_s,
+        "time_s": spec.job.time_s,
+        "trains": spec.train is not None,
+        "outputs": tuple(spec.job.outputs),
+        "log_bytes": spec.job.log_mib << 20,
+    }

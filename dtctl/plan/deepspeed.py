@@ -16,13 +16,6 @@ from dtctl.train.mesh import Degrees
 
 CONFIG_ARGUMENT = "--deepspeed_config"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
-"""Position of the node, number of nodes, workers on the node."""
-
-
-def place(node_rank: str, *, nodes: str, slots: str) -> dict[str, str]:
-    """What DeepSpeed's launcher sets beside torch's variables."""
-    return dict(zip(PLACE, (node_rank, nodes, slots), strict=True))
 
 
 def config(settings: FrameworkSettings) -> dict[str, Any]:

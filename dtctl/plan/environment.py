@@ -44,6 +44,8 @@ RESERVED = frozenset(
 )
 PLACE = "dtctl: place in the job"
 """Origin of these."""
+DEEPSPEED_PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
+"""Position of the node, number of nodes and workers on the node, which DeepSpeed's launcher sets beside these."""
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ON_CPUS = EnvVar(name="ACCELERATE_USE_CPU", value="true", origin="dtctl: no node has a GPU")
 """Without it Accelerate trains as many models as there are workers on machines without GPUs."""
@@ -145,6 +147,24 @@ def from_environ(patterns: Iterable[str], environ: Mapping[str, str]) -> list[En
             check_text(name, environ[name], where=f"job.env_from: {pattern}")
             variables.append(EnvVar(name=name, value=environ[name], origin=f"job.env_from: {pattern}"))
     return variables
+
+
+def read_secrets(secrets: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of `job.secrets` from the environment of a launcher.
+
+    Raises:
+        PlanError: one of them is not set, or is not text.
+    """
+    missing = [name for name in secrets if name not in environ]
+    if missing:
+        raise PlanError(
+            f"the job needs {', '.join(missing)}, which is not set here",
+            where="job.secrets",
+            hint=f"export {missing[0]}=... in the shell that runs dtctl",
+        )
+    for name in secrets:
+        check_text(name, environ[name], where="job.secrets")
+    return {name: environ[name] for name in secrets}
 
 
 def check_text(name: str, value: str, *, where: str) -> None:
@@ -263,9 +283,7 @@ def node_variables(
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
     if kind == "deepspeed":
-        from dtctl.plan import deepspeed
-
-        values |= deepspeed.place(node_rank, nodes=nodes, slots=slots)
+        values |= dict(zip(DEEPSPEED_PLACE, (node_rank, nodes, slots), strict=True))
     return values
 
 

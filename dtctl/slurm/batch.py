@@ -24,20 +24,18 @@ from dtctl.plan.warnings import list_warnings
 from dtctl.render import render, template_folders
 from dtctl.render.standalone import standalone
 from dtctl.slurm import placement
+from dtctl.slurm.job_control import LOST_EXIT
+from dtctl.slurm.job_file import LAUNCHER_FILE
 from dtctl.spec.model import Slurm, Spec
 from dtctl.spec.nodes import resolve_nodes, resolve_spares
 from dtctl.supervisor import processes, work
 
 TEMPLATE: Final = "job.sbatch.j2"
-CONTROL_FOLDER: Final = "control"
-"""Below the folder of the run: the records of the launcher inside of the job (job_control.py)."""
 _RUN: Final = "import sys; sys.path.append(sys.path.pop(0)); from dtctl.slurm.{} import main; main()"
 """Python code: modules of the job's own code, which is the working folder, come last."""
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
 GUARDS: Final = 2
 """Nodes that look whether the first one of a job is still there, if it outlives its nodes."""
-LOST_EXIT: Final = 71
-"""Exit code of the launcher inside of a job if a node was lost, and there is none for its place (EX_OSERR)."""
 LATE_OPTIONS: Final = {
     "--node-rank": shell.Late("--node-rank=$SLURM_NODEID"),
     "--master-addr": shell.Late("--master-addr=$MASTER_ADDR"),
@@ -47,7 +45,16 @@ LATE_OPTIONS: Final = {
 """Options of torchrun whose values are known only inside the allocation."""
 
 
-def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, followed: bool = False) -> str:
+def text(
+    spec: Spec,
+    plan: Plan,
+    *,
+    chdir: Path,
+    output: Path,
+    folder: Path,
+    followed: bool = False,
+    launcher_digest: str = "",
+) -> str:
     """The file.
 
     Args:
@@ -58,6 +65,7 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, fol
         folder: folder of the run, which all nodes see: for what the job finds out of itself.
         followed: whether somebody follows the run, so that each worker's output has a file of its own, and metrics and
             snapshots are in `folder`. If not, what workers print goes to `output`, and the rest where they put it.
+        launcher_digest: SHA-256 of the launcher that lies in the folder, if lost workers are to be replaced.
 
     Raises:
         PlanError: a key of the spec cannot be said to Slurm.
@@ -121,7 +129,8 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, fol
         "placement": placement.to_text(_placement(plan)),
         "restarts": plan.max_restarts,
         "live": live,
-        "control": _RUN.format("job_control"),
+        "launcher": str(folder / LAUNCHER_FILE),
+        "launcher_digest": launcher_digest,
         "count": len(plan.nodes),
         "guards": list(range(1, len(plan.nodes) + spares))[:GUARDS],
         "lost_exit": LOST_EXIT,

@@ -45,7 +45,7 @@ from dtctl.launch.records.state import progress_of
 from dtctl.slurm import batchlog, job_record, login_client, placement
 from dtctl.slurm.answers import JobFacts, JobLook
 from dtctl.slurm.attempt_facts import AttemptFacts, begin
-from dtctl.slurm.batch import CONTROL_FOLDER
+from dtctl.slurm.job_control import CONTROL_FOLDER
 from dtctl.slurm.job_ledger import JobLedger
 from dtctl.slurm.job_output import JOB_LOG, by_rank
 from dtctl.slurm.job_ref import JobRef

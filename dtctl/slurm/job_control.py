@@ -1,9 +1,10 @@
 """The launcher inside of a job: replaces lost workers while the others stay, and restarts what cannot be replaced.
 
-Run by the batch file on the job's first node, with the workers' own Python, if a lost worker is to be replaced alone.
-It is a launch as over SSH (dtctl/launch/control), with three differences: nodes are reached by srun, a supervisor on
-each; code, snapshots and records lie in the job's folder, which all nodes see; and the nodes that the job has beyond
-those of the spec are the spares. Whoever follows the job copies its records (mirror.py); it needs nobody who does.
+Run by the batch file on the job's first node, from the zip in the job's folder (launcher_files.py), by any Python of
+version 3.10 or newer, if a lost worker is to be replaced alone. It is a launch as over SSH (dtctl/launch/control), with
+three differences: nodes are reached by srun, a supervisor on each; code, snapshots and records lie in the job's folder,
+which all nodes see; and the nodes that the job has beyond those of the spec are the spares. Whoever follows the job
+copies its records (mirror.py); it needs nobody who does.
 """
 
 from __future__ import annotations
@@ -14,16 +15,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import dtctl
 from dtctl import names, node_facts
 from dtctl.errors import DtctlError, LaunchError, TransportError
-from dtctl.launch.assemble import job_of
-from dtctl.launch.cluster import ResolvedCluster
 from dtctl.launch.control.controller import control
 from dtctl.launch.control.run import LaunchJob, NodesBackend
 from dtctl.launch.records.events import (
@@ -39,13 +37,19 @@ from dtctl.launch.records.events import (
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import BEGUN_FILE
 from dtctl.launch.records.record import RunRecord
-from dtctl.slurm.allocation import cluster_of_allocation
-from dtctl.slurm.batch import CONTROL_FOLDER, LOST_EXIT
-from dtctl.spec.load import parse_spec
-from dtctl.spec.model import Spec
-from dtctl.spec.nodes import resolve_nodes
+from dtctl.plan import environment, rendezvous
+from dtctl.plan.bind import Attempt, PlanTemplate, bind
+from dtctl.plan.model import NodePlan, Plan, Threads
+from dtctl.slurm.addresses import read_addresses
+from dtctl.slurm.job_file import JobFile, read_job_file
 from dtctl.supervisor import work
+from dtctl.transport.base import Target
+from dtctl.transport.srun import SrunTransport
 
+CONTROL_FOLDER: Final = "control"
+"""Below the folder of the run: this launcher's records."""
+LOST_EXIT: Final = 71
+"""Its exit code if a node was lost, and there is none for its place (EX_OSERR)."""
 TOKEN: Final = "START_TOKEN"  # a variable of the batch file
 NODES_FOLDER: Final = "nodes"
 """Below the job's folder: of each of its nodes, what its supervisor keeps."""
@@ -66,10 +70,10 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main() -> None:
-    """`check VERSION`: whether this Python can do it; `run`: do it, and exit as a launcher does."""
+    """`check`: whether it can be done here; `run`: do it, and exit as a launcher does."""
     folder = Path(os.environ[names.RUN_DIR])
     if sys.argv[1] == "check":
-        raise SystemExit(0 if dtctl.__version__ == sys.argv[2] and _has_pipes(folder) else 1)
+        raise SystemExit(0 if _has_pipes(folder) else 1)
     raise SystemExit(run(folder, os.environ))
 
 
@@ -105,14 +109,14 @@ def run(folder: Path, environ: Mapping[str, str]) -> int:
     for number in SIGNALS:
         signal.signal(number, lambda number, _frame: signals.append(number))
     try:
-        spec = spec_of(folder)
-        cluster = cluster_of(spec, folder, environ)
-        job = job_in(spec, cluster, folder, environ, attempt=before.attempt + 1)
+        file = read_job_file(folder)
+        addresses = addresses_of(file, environ)
         attempt = before.attempt + 1
+        job = job_in(file, addresses, folder, environ, attempt=attempt)
         is_told = bool(before.restarts) and before.restarts[-1].attempt == attempt
         if attempt and not is_told:  # else the launcher before has said why, and found no nodes
-            emit(Restarting(attempt=attempt, of=attempt + spec.job.max_restarts, reason=REQUEUED))
-        emit(NodesAllocated(nodes=tuple(node.name for node in cluster.nodes)))
+            emit(Restarting(attempt=attempt, of=attempt + file.template.max_restarts, reason=REQUEUED))
+        emit(NodesAllocated(nodes=tuple(node.name for node in job.first_plan.nodes)))
         backend = NodesBackend(job, record, emit=emit, signals=signals, ledger=_ledger(folder, record), under_way=None)
         if (record.folder / BEGUN_FILE).exists():
             backend.logs.rejoin()
@@ -153,43 +157,18 @@ class _Emitter:
             sys.stdout.flush()
 
 
-def spec_of(folder: Path) -> Spec:
-    """The spec of a job, whose code lies in its folder.
-
-    Raises:
-        DtctlError: it cannot be read.
-    """
-    path = folder / names.RUN_SPEC_FILE
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as exc:
-        raise LaunchError(f"the job's copy of its spec cannot be read: {exc.strerror}", where=str(path)) from exc
-    spec = parse_spec(text, source=str(path), base_dir=folder / work.FOLDER, is_of_run=True)
-    files = spec.job.files.model_copy(update={"root": ".", "push": False})
-    setup = (HEEDLESS, *spec.job.setup)
-    return spec.model_copy(update={"job": spec.job.model_copy(update={"files": files, "setup": setup})})
-
-
-def cluster_of(spec: Spec, folder: Path, environ: Mapping[str, str]) -> ResolvedCluster:
-    """The nodes of this allocation: as many as the spec has, in Slurm's order, and after them the spares.
+def addresses_of(file: JobFile, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the nodes of this allocation, in Slurm's order, and the address of each; those beyond the plan are spares.
 
     Raises:
         DtctlError: Slurm does not say which they are, or they are fewer.
     """
-    allocated, planned = cluster_of_allocation(spec, environ), resolve_nodes(spec)
-    if len(allocated.nodes) < len(planned):
-        raise LaunchError(
-            f"the job has {len(allocated.nodes)} nodes, and needs {len(planned)}", where="SLURM_JOB_NODELIST"
-        )
-    nodes = tuple(
-        replace(planned[0], name=node.name, address=node.address, workdir=str(folder / NODES_FOLDER / node.name))
-        for node in allocated.nodes
-    )
+    found, needed = read_addresses(environ), len(file.template.nodes)
+    if len(found) < needed:
+        raise LaunchError(f"the job has {len(found)} nodes, and needs {needed}", where="SLURM_JOB_NODELIST")
     # This is the first of them, and its own name may mean its loopback address here.
-    address = own_address(nodes[-1].address)
-    nodes = (replace(nodes[0], address=address or nodes[0].address), *nodes[1:])
-    count = len(planned)
-    return replace(allocated, nodes=nodes[:count], spares=nodes[count:])
+    first, *_, last = [*found, *found]
+    return {**found, first: own_address(found[last]) or found[first]}
 
 
 def own_address(peer: str) -> str:
@@ -202,21 +181,67 @@ def own_address(peer: str) -> str:
 
 
 def job_in(
-    spec: Spec, cluster: ResolvedCluster, folder: Path, environ: Mapping[str, str], *, attempt: int
+    file: JobFile, addresses: Mapping[str, str], folder: Path, environ: Mapping[str, str], *, attempt: int
 ) -> LaunchJob:
     """What to launch; `attempt` is the number of the first attempt.
 
     Raises:
-        DtctlError: no job can be made of the spec on these nodes.
+        DtctlError: no job can be made of it on these nodes.
     """
-    job = job_of(spec, cluster, run=environ[names.RUN_ID], keep=False, code=None, token=environ[TOKEN])
-    return replace(
-        job,
-        first_plan=replace(job.first_plan, attempt=attempt),
+    run, settings = environ[names.RUN_ID], file.settings
+    count = len(file.template.nodes)
+    planned, spares = [*addresses][:count], [*addresses][count:]
+
+    def placed(nodes: Sequence[str]) -> PlanTemplate:
+        """The template for these nodes of the allocation."""
+        return replace(
+            file.template,
+            run=run,
+            nodes=tuple(
+                replace(each, name=name, address=addresses[name], workdir=str(folder / NODES_FOLDER / name))
+                for each, name in zip(file.template.nodes, nodes, strict=False)  # a restart may do with fewer
+            ),
+        )
+
+    def make_plan(
+        attempt: int,
+        nodes: Sequence[str],
+        address: str,
+        port: int,
+        *,
+        gpus: Mapping[str, int],
+        cores: Mapping[str, int] | None = None,
+        threads: Threads | None = None,
+    ) -> Plan:
+        meeting = rendezvous.rendezvous(run, attempt, address=settings["fixed_address"] or address, port=port)
+        known = Attempt(number=attempt, rendezvous=meeting, gpus=gpus, cores=cores or {}, threads=threads)
+        return bind(placed(nodes), known)
+
+    def first_plan(nodes: Sequence[str]) -> Plan:
+        port = rendezvous.port_candidates(run, attempt, settings["fixed_port"])[0]
+        return make_plan(attempt, nodes, rendezvous.numeric(addresses[nodes[0]]), port, gpus={})
+
+    def make_script(_: Plan, node: NodePlan) -> str:
+        return file.make_script(node)
+
+    return LaunchJob(
+        run=run,
+        token=environ[TOKEN],
+        first_plan=first_plan(planned),
+        make_plan=make_plan,
+        make_script=make_script,
+        transport=SrunTransport(environ["SLURM_JOB_ID"]),
+        targets={name: Target(name=name, address=address) for name, address in addresses.items()},
+        # As in the place of the last node: a plan of spares alone would be another training.
+        spares={spare: first_plan([*planned[:-1], spare]).nodes[-1] for spare in spares},
+        push=None,
         code_folder=str(folder / work.FOLDER),
         is_shared=True,
-        return_s=min(job.return_s, RETURN_S),
-        snapshots={node.name: str(folder / "snapshots") for node in (*cluster.nodes, *cluster.spares)},
+        secrets=environment.read_secrets(file.template.secrets, environ),
+        snapshots=dict.fromkeys(addresses, str(folder / "snapshots")),
+        origin=file.origin,
+        keep=False,
+        **{**settings, "return_s": min(settings["return_s"], RETURN_S)},
     )
 
 

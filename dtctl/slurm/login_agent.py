@@ -89,6 +89,9 @@ def fill(request: Json) -> Json:
     for name, text in request["files"].items():
         with open(os.path.join(request["folder"], name), "w", encoding="utf-8") as file:
             file.write(text)
+    for name, encoded in request["binary"].items():
+        with open(os.path.join(request["folder"], name), "wb") as file:
+            file.write(base64.b64decode(encoded))
     for name in ("", *request["folders"]):
         with open(os.path.join(request["folder"], name, "work.json"), "w", encoding="utf-8") as file:
             file.write(record)

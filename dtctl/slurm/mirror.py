@@ -39,7 +39,7 @@ from dtctl.launch.records.events import (
 from dtctl.launch.records.ledger import LedgerFacts
 from dtctl.launch.records.logs import BEGUN_FILE, Lines, rank_of
 from dtctl.launch.records.record import RUN_BYTES, RunRecord
-from dtctl.slurm.batch import CONTROL_FOLDER
+from dtctl.slurm.job_control import CONTROL_FOLDER
 
 EVENTS_COPY: Final = "job-events.jsonl"
 """The job's own events, in the run's folder here, whose events are told of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shutil
@@ -13,14 +14,17 @@ from pathlib import Path
 
 from dtctl import names
 from dtctl.errors import LaunchError, PlanError, UsageError
-from dtctl.launch.assemble import CodePush, read_secrets
+from dtctl.launch.assemble import CodePush
 from dtctl.launch.cluster import cluster_of, first_plan
 from dtctl.launch.files.tree import Tree, check_program_files
 from dtctl.launch.records.record import state_folder
+from dtctl.plan.environment import read_secrets
 from dtctl.slurm import arrays, batch, login_client
 from dtctl.slurm.answers import Filled, Offer, RunPlace, Submitted
+from dtctl.slurm.job_file import JOB_FILE, LAUNCHER_FILE
 from dtctl.slurm.job_output import JOB_LOG
 from dtctl.slurm.job_ref import JobRef
+from dtctl.slurm.launcher_files import digest_of, make_job_file, make_launcher
 from dtctl.slurm.partition_checks import lacks
 from dtctl.slurm.site import LocalSite, LoginSite, Site
 from dtctl.spec.load import dump_spec
@@ -82,7 +86,7 @@ def submit(
     if followed:
         _check_allocation(site, os.environ)
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
-    secrets = read_secrets(spec)
+    secrets = read_secrets(spec.job.secrets, os.environ)
     if code is not None:
         check_program_files(spec, code.tree)
     python = python_at(spec, site)
@@ -91,6 +95,7 @@ def submit(
     workdir = spec.cluster.workdir if isinstance(site, LoginSite) else str(state_folder(spec.base_dir, "slurm").parent)
     folder = Path(login_client.ask(site, python, RunPlace, workdir=workdir, run=run).folder)
     code_folder = _bring(site, code, folder, python=python, workdir=workdir) if code is not None else spec.code_folder
+    launcher = make_launcher() if plan.live and followed else b""
     text = batch.text(
         spec,
         plan,
@@ -98,12 +103,17 @@ def submit(
         output=Path(batch.literal(folder)) / _output(followed=followed, array=bool(tasks)),
         folder=folder,
         followed=followed,
+        launcher_digest=digest_of(launcher),
     )
     files = {BATCH_FILE: text, names.RUN_SPEC_FILE: dump_spec(spec)}
+    binary = {}
+    if launcher:
+        files[JOB_FILE] = make_job_file(spec, run).to_text()
+        binary[LAUNCHER_FILE] = base64.b64encode(launcher).decode()
     task_folders = [str(index) for index in tasks] if followed else []
     login_client.ask(
         site, python, Filled, folder=str(folder), code=code_folder, pushed=code is not None, files=files,
-        folders=task_folders, earlier=earlier, outputs=list(spec.job.outputs),
+        binary=binary, folders=task_folders, earlier=earlier, outputs=list(spec.job.outputs),
     )  # fmt: skip
     if out is not None:
         write(out, text)

@@ -65,6 +65,7 @@ def made(spec_text: str, folder: Path | None = None) -> str:
         output=Path("/logs/%j.log"),
         folder=folder or Path("/code/.dtctl/slurm/run-1"),
         followed=folder is not None,
+        launcher_digest="0" * 64,
     )
     return re.sub(r"dtctl [0-9.]+", "dtctl VERSION", made)
 

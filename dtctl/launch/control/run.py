@@ -111,8 +111,8 @@ class LaunchJob:
     is_shared: bool = False
     """Whether that is one folder for all nodes, in which the workers start, and what nodes keep is the run's alone."""
     fixed_port: int | None
-    fixed_address: bool
-    """Whether the spec names the head node's address itself, so that the nodes need not be asked."""
+    fixed_address: str
+    """The head node's address, if the spec names it, so that the nodes need not be asked; empty: they are."""
     secrets: Mapping[str, str]
     link_timeout_s: float
     hang_s: HangLimit

@@ -24,8 +24,8 @@ AGENT = Path(slurm.__file__).with_name("login_agent.py")
 def fill(folder: Path, code: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     request = {
-        "op": "fill", "folder": str(folder), "code": str(code), "pushed": False, "files": {}, "folders": [],
-        "outputs": [], "earlier": "",
+        "op": "fill", "folder": str(folder), "code": str(code), "pushed": False, "binary": {}, "files": {},
+        "folders": [], "outputs": [], "earlier": "",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(AGENT)], input=json.dumps(request), capture_output=True, text=True, check=True

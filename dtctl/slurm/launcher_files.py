@@ -1,0 +1,121 @@
+"""The launcher that a job brings along: dtctl's own modules in a zip, and what they are told of the job.
+
+The nodes need a Python of version 3.10 or newer, and nothing of dtctl.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import io
+import marshal
+import os
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import dtctl
+from dtctl import names, shell
+from dtctl.launch.assemble import COMMAND_CHARACTERS, settings_of, this_user
+from dtctl.launch.cluster import source_of
+from dtctl.plan.bind import Attempt, PlanTemplate, bind
+from dtctl.plan.build import PlanFacts, digest, make_template
+from dtctl.plan.model import Rendezvous
+from dtctl.render import node_script
+from dtctl.shell import Late
+from dtctl.slurm.job_control import HEEDLESS
+from dtctl.slurm.job_file import JobFile
+from dtctl.spec.model import Spec
+from dtctl.spec.nodes import resolve_nodes, resolve_spares
+
+MODULES: Final = (
+    "*.py", "launch/__init__.py", "launch/sweep.py", "launch/control/*.py", "launch/records/*.py", "plan/__init__.py",
+    "plan/bind.py", "plan/commands.py", "plan/environment.py", "plan/model.py", "plan/rendezvous.py",
+    "slurm/__init__.py", "slurm/addresses.py", "slurm/job_control.py", "slurm/job_file.py", "supervisor/*.py",
+    "transport/__init__.py", "transport/base.py", "transport/fanout.py", "transport/local.py", "transport/srun.py",
+)  # fmt: skip
+"""Patterns of the files in dtctl's package that a launcher inside a job may import."""
+START: Final = "from dtctl.slurm.job_control import main\nmain()\n"
+DATE: Final = (1980, 1, 1, 0, 0, 0)
+"""Of all files in the zip, so that the same modules give the same bytes."""
+
+
+def make_job_file(spec: Spec, run: str) -> JobFile:
+    """Make what the launcher inside a job of a spec is told.
+
+    Raises:
+        PlanError: no job can be made of the spec.
+        RenderError: the template of the nodes' script is missing or wrong.
+    """
+    setup = (HEEDLESS, *spec.job.setup)
+    files = spec.job.files.model_copy(update={"root": ".", "push": False})
+    inside = spec.model_copy(update={"job": spec.job.model_copy(update={"setup": setup, "files": files})})
+    nodes = resolve_nodes(spec)
+    facts = PlanFacts(environ=os.environ, source=source_of(spec))
+    template, _ = make_template(inside, nodes, run=run, facts=facts)
+    return JobFile(
+        template=replace(template, spec_digest=digest(spec)),
+        script=_script_of(template, spec.base_dir),
+        settings=settings_of(spec, nodes=len(nodes), has_spares=bool(resolve_spares(spec))),
+        launched_from=this_user(),
+        command=shell.join(["dtctl", *sys.argv[1:]])[:COMMAND_CHARACTERS],
+        started=time.time(),
+    )
+
+
+def _script_of(template: PlanTemplate, base_dir: Path) -> str:
+    """The script of the nodes, which are alike, with names of variables where it tells of a place or an attempt."""
+    meeting = Rendezvous(run_id=f"{template.run}.0", address=Late("$MASTER_ADDR"), port=0)
+    plan = bind(template, Attempt(number=0, rendezvous=meeting))
+    node = replace(
+        plan.head,
+        name=Late(f"${names.NODE}"),
+        node_rank=Late(f"${names.NODE_INDEX}"),  # type: ignore[arg-type]
+        first_rank=Late("$RANK"),  # type: ignore[arg-type]
+        env=template.nodes[0].env,
+    )
+    late = replace(plan, attempt=Late(f"${names.ATTEMPT}"))  # type: ignore[arg-type]
+    return node_script(late, node, base_dir=base_dir)
+
+
+@functools.cache
+def make_launcher() -> bytes:
+    """Return a zip of the launcher's modules, as text and compiled for this Python, which starts when it is run."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in _files():
+            archive.writestr(zipfile.ZipInfo(f"{name}.py", DATE), text, zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(f"{name}.pyc", DATE), _compiled(name, text), zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def digest_of(launcher: bytes) -> str:
+    """Return the SHA-256 of a zip, as `sha256sum` prints it."""
+    return hashlib.sha256(launcher).hexdigest()
+
+
+def _files() -> Iterator[tuple[str, str]]:
+    """Name in the zip without its end, and text, of each module."""
+    package = Path(dtctl.__file__).parent
+    for path in sorted({path for pattern in MODULES for path in package.glob(pattern)}):
+        yield f"dtctl/{path.relative_to(package).with_suffix('').as_posix()}", path.read_text(encoding="utf-8")
+    yield "__main__", START
+
+
+def _compiled(name: str, text: str) -> bytes:
+    """A .pyc file that is used without a look at the text: both have one digest."""
+    code = compile(text, f"{name}.py", "exec", dont_inherit=True, optimize=2)  # its descriptions stay in the text
+    hashed = 0b01  # by PEP 552: named by a hash of the text, which is not checked
+    return b"".join(
+        [
+            importlib.util.MAGIC_NUMBER,
+            hashed.to_bytes(4, "little"),
+            importlib.util.source_hash(text.encode()),
+            marshal.dumps(code),
+        ]
+    )

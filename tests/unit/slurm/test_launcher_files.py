@@ -1,0 +1,168 @@
+"""What a job brings along: a launcher that needs the standard library alone, and is told what a launch here knows."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import dtctl
+from dtctl import names
+from dtctl.errors import LaunchError
+from dtctl.plan.bind import Attempt, bind
+from dtctl.plan.build import PlanFacts, build
+from dtctl.plan.model import Threads
+from dtctl.render import node_script
+from dtctl.slurm.job_control import job_in
+from dtctl.slurm.job_file import JobFile, read_job_file
+from dtctl.slurm.launcher_files import make_job_file, make_launcher
+from dtctl.spec.load import parse_spec
+from dtctl.spec.model import Spec
+from dtctl.spec.nodes import resolve_nodes
+
+PACKAGE = Path(dtctl.__file__).parent
+SLURM = "cluster: {transport: slurm, nodes: 2, slots: 2}\n"
+SPECS = {
+    "direct": "job: {script: t.py, kind: direct, max_restarts: 2, env: {A: \"it's $HOME\", OMP_NUM_THREADS: '3'}}\n",
+    "secret": "job: {module: m, kind: direct, secrets: [KEY], env_from: [FROM_*], setup: ['module load x']}\n",
+    "deepspeed": "job: {script: t.py, kind: deepspeed, deepspeed: {fp16: {enabled: true}}}\n",
+    "accelerate": "job: {script: t.py, kind: accelerate}\n",
+    "command": "job: {command: [echo, $X, '', \"'\"]}\n",
+    "train": "job: {script: t.py, kind: direct}\ntrain: {steps: 3, micro_batch: 2, seed: 1}\n",
+}
+
+
+def spec_of(name: str, folder: Path) -> Spec:
+    return parse_spec(SLURM + SPECS[name], source="dtctl.yaml", base_dir=folder)
+
+
+def path_of(module: str) -> Path | None:
+    path = PACKAGE.parent / Path(*module.split("."))
+    return next((each for each in (path / "__init__.py", path.with_suffix(".py")) if each.is_file()), None)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """All that a module imports when it runs, at any time."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module.startswith("dtctl"))
+
+
+def reachable(start: str) -> tuple[set[Path], set[str]]:
+    """Files of dtctl, and packages of others, that a module may import."""
+    files, others, todo = set[Path](), set[str](), [start]
+    while todo:
+        module = todo.pop()
+        todo += [module.rpartition(".")[0]] if "." in module else []
+        if module.partition(".")[0] != "dtctl":
+            others.add(module.partition(".")[0])
+        elif (path := path_of(module)) is not None and path not in files:
+            files.add(path)
+            todo += imports(path)
+    return files, others - set(sys.stdlib_module_names)
+
+
+def test_the_zip_has_all_that_the_launcher_may_import_and_that_is_of_dtctl() -> None:
+    files, others = reachable("dtctl.slurm.job_control")
+    assert others == set()
+    packed = set(zipfile.ZipFile(io.BytesIO(make_launcher())).namelist())
+    assert {path.relative_to(PACKAGE.parent).as_posix() for path in files} - packed == set()
+
+
+def test_the_same_modules_give_the_same_bytes() -> None:
+    assert make_launcher() == make_launcher.__wrapped__()
+
+
+def test_it_runs_without_any_package(tmp_path: Path) -> None:
+    path = tmp_path / "launcher.zip"
+    path.write_bytes(make_launcher())
+    environ = {names.RUN_DIR: str(tmp_path), "PATH": os.environ["PATH"]}
+    argv = [sys.executable, "-I", "-S", str(path)]
+    subprocess.run([*argv, "check"], env=environ, check=True)
+    missing = subprocess.run(
+        [*argv, "run"], env={**environ, names.RUN_ID: "r"}, capture_output=True, text=True, check=False
+    )
+    assert missing.returncode == LaunchError.exit_code
+    assert "the job's description cannot be read" in missing.stdout
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_plan_inside_the_job_is_the_plan_outside(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "secret")
+    monkeypatch.setenv("FROM_HERE", "a b")
+    file = written(make_job_file(spec_of(name, tmp_path), "run-1"), tmp_path)
+    spec = spec_of(name, tmp_path)
+    nodes = tuple(replace(node, address=f"10.0.0.{at}") for at, node in enumerate(resolve_nodes(spec), 1))
+    facts = PlanFacts(
+        environ=os.environ, address="10.0.0.1", port=20100, gpus={node.name: 0 for node in nodes},
+        cores={node.name: 6 for node in nodes},
+    )  # fmt: skip
+    outside = build(spec, nodes, run="run-1", attempt=2, facts=facts)
+    template = replace(
+        file.template,
+        nodes=tuple(replace(each, address=node.address) for each, node in zip(file.template.nodes, nodes, strict=True)),
+    )
+    inside = bind(template, Attempt(number=2, rendezvous=outside.rendezvous, gpus=facts.gpus, cores=facts.cores))
+    assert inside.nodes[1].env == outside.nodes[1].env
+    assert inside.nodes[1].argv == outside.nodes[1].argv
+    assert inside.nodes[1].setup[1:] == outside.nodes[1].setup
+    for one, other in zip(inside.nodes, outside.nodes, strict=True):
+        assert environment_of(file.make_script(one)) == environment_of(node_script(outside, other, base_dir=tmp_path))
+
+
+def written(file: JobFile, folder: Path) -> JobFile:
+    (folder / "job.json").write_text(file.to_text())
+    return read_job_file(folder)
+
+
+def environment_of(script: str) -> dict[str, str]:
+    """What a script gives the program that it ends with."""
+    head = script[: script.rindex("\nexec ")].replace("module load x", "true")
+    done = subprocess.run(
+        ["bash", "-c", f"{head}\nexec env -0"], env={"HOME": "/h", "PATH": os.environ["PATH"]}, check=True,
+        capture_output=True,
+    )  # fmt: skip
+    return dict(entry.partition("=")[::2] for entry in done.stdout.decode().split("\0") if entry[:2] != "_=")
+
+
+def test_a_launch_inside_is_the_launch_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares, a restart on other nodes, and the threads that the first attempt has had."""
+    monkeypatch.setenv("KEY", "secret")
+    file = written(make_job_file(spec_of("secret", tmp_path), "run-1"), tmp_path)
+    environ = {names.RUN_ID: "run-1", "START_TOKEN": "t", "SLURM_JOB_ID": "7", "KEY": "value"}
+    addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2", "n3": "10.0.0.3"}
+    job = job_in(file, addresses, tmp_path, environ, attempt=0)
+    assert [node.name for node in job.first_plan.nodes] == ["n1", "n2"]
+    assert [*job.spares] == ["n3"]
+    assert job.spares["n3"].node_rank == 1
+    assert job.secrets == {"KEY": "value"}
+    assert job.first_plan.rendezvous.address == "10.0.0.1"
+    threads = Threads(number=5, reason="counted before")
+    again = job.make_plan(1, ["n3", "n1"], "10.0.0.3", 20200, gpus={}, threads=threads)
+    assert [(node.name, node.address, node.first_rank) for node in again.nodes] == [
+        ("n3", "10.0.0.3", 0), ("n1", "10.0.0.1", 2),
+    ]  # fmt: skip
+    assert again.threads == threads
+    assert 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-5}"\n' in job.make_script(again, again.nodes[0])
+    assert "value" not in job.make_script(again, again.nodes[0])
+
+
+def test_a_damaged_description_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"template": {}}')
+    with pytest.raises(LaunchError, match="damaged"):
+        read_job_file(tmp_path)
