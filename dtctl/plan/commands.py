@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
@@ -114,3 +115,14 @@ def _torchrun(
     )
     target = ("-m", program.module) if program.module else (str(program.script),)
     return (*start, *options, *target, *program.args)
+
+
+def with_options(argv: Sequence[str], options: Mapping[str, str]) -> list[str]:
+    """Return an argv of torchrun with other words for some of its options; nothing behind the script is touched."""
+    end = next(
+        (at for at, argument in enumerate(argv) if at and not argument.startswith("-") and argv[at - 1] != "-m"),
+        len(argv),
+    )
+    return [
+        options.get(argument.partition("=")[0], argument) if at < end else argument for at, argument in enumerate(argv)
+    ]

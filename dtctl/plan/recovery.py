@@ -58,7 +58,7 @@ def _restart_note(spec: Spec, obstacle: str, workers: int) -> str:
 def _obstacle(spec: Spec, kind: Kind, *, workers: int, kinds_of_nodes: int) -> tuple[str, str]:
     """Why not, and what to do about it; empty if it can be done."""
     train = spec.settings
-    if spec.cluster.transport == "slurm" and (found := _obstacle_of_job(spec, kinds_of_nodes)):
+    if spec.cluster.transport == "slurm" and (found := obstacle_of_launcher(spec, kinds_of_nodes)):
         return found
     if kind != "direct":
         return f"kind {kind} starts all workers of a node together", "use `job.kind: direct`, or `recovery: restart`"
@@ -88,8 +88,8 @@ def _obstacle(spec: Spec, kind: Kind, *, workers: int, kinds_of_nodes: int) -> t
     return "", ""
 
 
-def _obstacle_of_job(spec: Spec, kinds_of_nodes: int) -> tuple[str, str] | None:
-    """The same of what the spec says to Slurm: supervisors are the tasks of such a job, and not workers."""
+def obstacle_of_launcher(spec: Spec, kinds_of_nodes: int) -> tuple[str, str] | None:
+    """Why dtctl's launcher does not run inside a job of Slurm, whose tasks are then workers; and what to do."""
     slurm, instead = spec.slurm or Slurm(), "leave it out, or use `recovery: restart`"
     if slurm.container is not None:
         return "Slurm starts the workers in their container (slurm.container)", instead

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,23 +19,24 @@ import dtctl
 from dtctl import names, shell
 from dtctl.errors import PlanError
 from dtctl.plan import environment
+from dtctl.plan.commands import with_options
 from dtctl.plan.model import Plan
+from dtctl.plan.recovery import obstacle_of_launcher
 from dtctl.plan.warnings import list_warnings
 from dtctl.render import render, template_folders
 from dtctl.render.standalone import standalone
 from dtctl.slurm import placement
-from dtctl.slurm.job_control import LOST_EXIT
 from dtctl.slurm.job_file import LAUNCHER_FILE
 from dtctl.spec.model import Slurm, Spec
 from dtctl.spec.nodes import resolve_nodes, resolve_spares
 from dtctl.supervisor import processes, work
 
 TEMPLATE: Final = "job.sbatch.j2"
+LAUNCHER_TEMPLATE: Final = "launcher.sbatch.j2"
+"""Of a job that dtctl's launcher is inside of."""
 _RUN: Final = "import sys; sys.path.append(sys.path.pop(0)); from dtctl.slurm.{} import main; main()"
 """Python code: modules of the job's own code, which is the working folder, come last."""
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
-GUARDS: Final = 2
-"""Nodes that look whether the first one of a job is still there, if it outlives its nodes."""
 LATE_OPTIONS: Final = {
     "--node-rank": shell.Late("--node-rank=$SLURM_NODEID"),
     "--master-addr": shell.Late("--master-addr=$MASTER_ADDR"),
@@ -76,9 +77,11 @@ def text(
     _check(spec, plan)
     package_folder = Path(__file__).parent
     fixed_port = spec.network.rendezvous_port
-    live = plan.live and followed
-    spares = len(resolve_spares(spec)) if live else 0
-    component_list = components(slurm, plan, chdir=chdir, output=output, live=live, spares=spares)
+    has_launcher_inside = followed and has_launcher(spec, plan)
+    spares = len(resolve_spares(spec)) if has_launcher_inside else 0
+    component_list = components(
+        slurm, plan, chdir=chdir, output=output, outlives_nodes=has_launcher_inside, spares=spares
+    )
     several = len(component_list) > 1
     own_folder = slurm.array is not None and chdir == folder / work.FOLDER
     options, wrapper = _container(slurm, chdir=chdir, folder=folder, own_folder=own_folder)
@@ -109,7 +112,7 @@ def text(
         "count_gpus": standalone(package_folder / "count_gpus.py") if _may_lack_gpus(slurm, plan) else "",
         "on_cpus": f"{environment.ON_CPUS.name}=${{{environment.ON_CPUS.name}-{environment.ON_CPUS.value}}}",
         "route": standalone(package_folder / "find_interface.py"),
-        "argv": _with_late_values(node.argv) if plan.kind == "torchrun" else node.argv,
+        "argv": with_options(node.argv, LATE_OPTIONS) if plan.kind == "torchrun" else node.argv,
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
         "folder": str(folder),
         # What one task writes is not for the others.
@@ -128,16 +131,20 @@ def text(
         "hang_start_s": str(spec.job.hang_start_s),
         "placement": placement.to_text(_placement(plan)),
         "restarts": plan.max_restarts,
-        "live": live,
         "launcher": str(folder / LAUNCHER_FILE),
         "launcher_digest": launcher_digest,
-        "count": len(plan.nodes),
-        "guards": list(range(1, len(plan.nodes) + spares))[:GUARDS],
-        "lost_exit": LOST_EXIT,
         "requeues": slurm.requeues if slurm.requeue else 0,
         "requeue_exit": names.REQUEUE_EXIT,
     }
-    return render(TEMPLATE, values, folders=template_folders(spec.base_dir))
+    return render(
+        LAUNCHER_TEMPLATE if has_launcher_inside else TEMPLATE, values, folders=template_folders(spec.base_dir)
+    )
+
+
+def has_launcher(spec: Spec, plan: Plan) -> bool:
+    """Return whether dtctl's launcher runs inside the job, if the run is followed."""
+    kinds = len({(node.slots, node.gres) for node in plan.nodes})
+    return plan.transport == "slurm" and obstacle_of_launcher(spec, kinds) is None
 
 
 def _place(plan: Plan, slots: str) -> dict[str, str]:
@@ -161,7 +168,9 @@ def _place(plan: Plan, slots: str) -> dict[str, str]:
 
 def job_warnings(spec: Spec, plan: Plan, *, followed: bool) -> list[str]:
     """Return what whoever launches (`followed`) or submits this job should know about it."""
-    return list_warnings(spec, resolve_nodes(spec), per_worker=plan.per_worker, live=plan.live and followed)
+    return list_warnings(
+        spec, resolve_nodes(spec), per_worker=plan.per_worker, live=followed and has_launcher(spec, plan)
+    )
 
 
 def _about_recovery(plan: Plan, *, followed: bool) -> list[str]:
@@ -186,7 +195,7 @@ class BatchComponent:
 
 
 def components(
-    slurm: Slurm, plan: Plan, *, chdir: Path, output: Path, live: bool = False, spares: int = 0
+    slurm: Slurm, plan: Plan, *, chdir: Path, output: Path, outlives_nodes: bool = False, spares: int = 0
 ) -> list[BatchComponent]:
     """The nodes in runs of equal numbers of workers and equal resources, in the order of their ranks.
 
@@ -195,7 +204,7 @@ def components(
         plan: what it comes to.
         chdir: folder of the code.
         output: file for the output of the job.
-        live: whether the job outlives its nodes, since lost ones are replaced.
+        outlives_nodes: whether the job does so, since lost ones are replaced.
         spares: nodes to ask for beside those that begin.
 
     Raises:
@@ -207,7 +216,7 @@ def components(
         options = _node_options(slurm, nodes=nodes + spares, tasks=tasks, gres=gres)
         if not result:  # what is said of the job as a whole stands before its first nodes
             options = {"job-name": plan.job, **options, **_job_options(slurm, chdir=chdir, output=output)}
-            options |= {"no-kill": True} if live else {}
+            options |= {"no-kill": True} if outlives_nodes else {}
         result.append(
             BatchComponent(nodes=nodes, slots=slots, tasks=tasks, directives=tuple(_lines({**options, **slurm.extra})))
         )
@@ -309,18 +318,6 @@ def _quoted(key: str, value: str) -> str:
 def literal(path: Path) -> str:
     """A path in a file name pattern of Slurm, where `%` begins a replacement."""
     return str(path).replace("%", "%%")
-
-
-def _with_late_values(argv: Sequence[str]) -> list[str]:
-    """The argv of torchrun with what is known in the allocation only; nothing behind the script is touched."""
-    end = next(
-        (at for at, argument in enumerate(argv) if at and not argument.startswith("-") and argv[at - 1] != "-m"),
-        len(argv),
-    )
-    return [
-        LATE_OPTIONS.get(argument.partition("=")[0], argument) if at < end else argument
-        for at, argument in enumerate(argv)
-    ]
 
 
 def _check(spec: Spec, plan: Plan) -> None:

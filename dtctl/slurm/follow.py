@@ -496,9 +496,12 @@ class Follower:
 
     def left_behind(self) -> Left:
         """What is left of the job on the nodes that it was given; call it when it is over."""
-        counted = {node: self._counted[node] for node in sorted(self._all_nodes) if node in self._counted}
+        known = {**self._counted}
+        if self.mirror.end is not None:
+            known |= {node: left for node, left in self.mirror.progress.left.items() if left is not None}
+        counted = {node: known[node] for node in sorted(self._all_nodes) if node in known}
         if counted and len(counted) == len(self._all_nodes):
-            return Left(counts=counted, evidence="counted by the job's last step")
+            return Left(counts=counted, evidence="counted on the nodes when the job ended")
         others = look(self.site, self.ref.python, self.ref.job, self._facts, sorted(self._all_nodes - counted.keys()))
         return Left(counts={**counted, **others.counts}, evidence=others.evidence)
 

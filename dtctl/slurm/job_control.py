@@ -9,7 +9,10 @@ copies its records (mirror.py); it needs nobody who does.
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+import secrets
 import signal
 import socket
 import sys
@@ -39,18 +42,16 @@ from dtctl.launch.records.logs import BEGUN_FILE
 from dtctl.launch.records.record import RunRecord
 from dtctl.plan import environment, rendezvous
 from dtctl.plan.bind import Attempt, PlanTemplate, bind
-from dtctl.plan.model import NodePlan, Plan, Threads
+from dtctl.plan.model import Plan, Threads
 from dtctl.slurm.addresses import read_addresses
 from dtctl.slurm.job_file import JobFile, read_job_file
+from dtctl.slurm.job_life import JobLife, tell
 from dtctl.supervisor import work
 from dtctl.transport.base import Target
 from dtctl.transport.srun import SrunTransport
 
 CONTROL_FOLDER: Final = "control"
 """Below the folder of the run: this launcher's records."""
-LOST_EXIT: Final = 71
-"""Its exit code if a node was lost, and there is none for its place (EX_OSERR)."""
-TOKEN: Final = "START_TOKEN"  # a variable of the batch file
 NODES_FOLDER: Final = "nodes"
 """Below the job's folder: of each of its nodes, what its supervisor keeps."""
 RETURN_S: Final = 10.0
@@ -61,20 +62,89 @@ OF_TASKS: Final = (
     "SLURM_TASKS_PER_NODE",
 )  # fmt: skip
 """What sbatch was told of tasks, which are workers there; srun would take it for the supervisors."""
+FOR_WORKERS: Final = ("SLURM_CPUS_PER_TASK",)
+"""Those of them that workers are told all the same: programs take it for the number of their data set's readers."""
 HEEDLESS: Final = "trap '' USR1"
 """The warning of the time limit reaches all processes: workers that listen are to react, and nobody to die of it."""
 SAYS: Final = "dtctl: launcher: "
 """Before its lines in the job's log, which are for people."""
 REQUEUED: Final = "Slurm requeued it"
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
-    """`check`: whether it can be done here; `run`: do it, and exit as a launcher does."""
-    folder = Path(os.environ[names.RUN_DIR])
-    if sys.argv[1] == "check":
-        raise SystemExit(0 if _has_pipes(folder) else 1)
-    raise SystemExit(run(folder, os.environ))
+    """Run the job of this allocation, and exit as its batch script does."""
+    environ = {**os.environ}
+    for name in OF_TASKS:
+        os.environ.pop(name, None)
+    os.umask(0o077)
+    raise SystemExit(run(Path(environ[names.RUN_DIR]), environ))
+
+
+def run(folder: Path, environ: Mapping[str, str]) -> int:
+    """Launch the job of a folder on the nodes of this allocation, to its end; the exit code.
+
+    Args:
+        folder: of the run, which all nodes see.
+        environ: with Slurm's variables, and those of the batch file.
+    """
+    record = RunRecord(folder / CONTROL_FOLDER)
+    (record.folder / names.LOGS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
+    record.reserve()
+    emit = _Emitter(record)
+    signals: list[int] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _frame: signals.append(number))
+    life = JobLife(environ["SLURM_JOB_ID"], restarts=int(environ.get("SLURM_RESTART_COUNT") or 0))
+    lost = False
+    try:
+        file = read_job_file(folder)
+        life.requeues, life.nodes_needed = file.requeues, len(file.template.nodes)
+        life.begin(record.folder)
+        addresses = addresses_of(file, environ)
+        life.guard(record.folder, [*addresses])
+        code, lost = _launch(file, addresses, folder, environ, record, emit, signals)
+    except DtctlError as exc:
+        status, code = ("stopped", 128 + signals[-1]) if signals else ("failed", exc.exit_code)
+        emit(RunEnded(run=environ[names.RUN_ID], status=status, exit_code=code, error=str(exc)))
+        tell(f"error: {exc}")
+        lost = isinstance(exc, TransportError) and emit.has_started and not signals
+    return life.end(code, lost=lost, is_ended=bool(signals))
+
+
+def _launch(
+    file: JobFile,
+    addresses: Mapping[str, str],
+    folder: Path,
+    environ: Mapping[str, str],
+    record: RunRecord,
+    emit: _Emitter,
+    signals: list[int],
+) -> tuple[int, bool]:
+    """Launch the job; its exit code, and whether it has failed of a lost node.
+
+    Raises:
+        DtctlError: it could not be started, or not again.
+    """
+    before = RunProgress()
+    for event in record.events():
+        before.apply(event)
+    attempt = before.attempt + 1
+    if file.template.live and not _has_pipes(folder):
+        tell(f"lost workers are not replaced alone: the disk of {folder} has no named pipes")
+        file = replace(file, template=replace(file.template, live=False))
+    job = job_in(file, addresses, folder, environ, attempt=attempt)
+    is_told = bool(before.restarts) and before.restarts[-1].attempt == attempt
+    if attempt and not is_told:  # else the launcher before has said why, and found no nodes
+        emit(Restarting(attempt=attempt, of=attempt + file.template.max_restarts, reason=REQUEUED))
+    emit(NodesAllocated(nodes=tuple(node.name for node in job.first_plan.nodes)))
+    backend = NodesBackend(job, record, emit=emit, signals=signals, ledger=_ledger(folder, record), under_way=None)
+    if (record.folder / BEGUN_FILE).exists():
+        backend.logs.rejoin()
+    result = control(backend, signals)
+    emit(result.to_event())
+    first = result.first_failure
+    return result.exit_code, first is not None and first.node in backend.outcome.lost_nodes
 
 
 def _has_pipes(folder: Path) -> bool:
@@ -86,49 +156,6 @@ def _has_pipes(folder: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def run(folder: Path, environ: Mapping[str, str]) -> int:
-    """Launch the job of a folder on the nodes of this allocation, to its end; the exit code.
-
-    Args:
-        folder: of the run, which all nodes see.
-        environ: with Slurm's variables, and those of the batch file.
-    """
-    for name in OF_TASKS:
-        os.environ.pop(name, None)
-    os.umask(0o077)
-    record = RunRecord(folder / CONTROL_FOLDER)
-    (record.folder / names.LOGS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
-    record.reserve()
-    before = RunProgress()
-    for event in record.events():
-        before.apply(event)
-    emit = _Emitter(record)
-    signals: list[int] = []
-    for number in SIGNALS:
-        signal.signal(number, lambda number, _frame: signals.append(number))
-    try:
-        file = read_job_file(folder)
-        addresses = addresses_of(file, environ)
-        attempt = before.attempt + 1
-        job = job_in(file, addresses, folder, environ, attempt=attempt)
-        is_told = bool(before.restarts) and before.restarts[-1].attempt == attempt
-        if attempt and not is_told:  # else the launcher before has said why, and found no nodes
-            emit(Restarting(attempt=attempt, of=attempt + file.template.max_restarts, reason=REQUEUED))
-        emit(NodesAllocated(nodes=tuple(node.name for node in job.first_plan.nodes)))
-        backend = NodesBackend(job, record, emit=emit, signals=signals, ledger=_ledger(folder, record), under_way=None)
-        if (record.folder / BEGUN_FILE).exists():
-            backend.logs.rejoin()
-        result = control(backend, signals)
-    except DtctlError as exc:
-        status, code = ("stopped", 128 + signals[-1]) if signals else ("failed", exc.exit_code)
-        emit(RunEnded(run=environ[names.RUN_ID], status=status, exit_code=code, error=str(exc)))
-        sys.stdout.write(f"dtctl: error: {exc}\n")
-        return LOST_EXIT if isinstance(exc, TransportError) and emit.has_started and not signals else code
-    emit(result.to_event())
-    first = result.first_failure
-    return LOST_EXIT if first is not None and first.node in backend.outcome.lost_nodes else result.exit_code
 
 
 class _Emitter:
@@ -189,6 +216,8 @@ def job_in(
         DtctlError: no job can be made of it on these nodes.
     """
     run, settings = environ[names.RUN_ID], file.settings
+    given = {name: environ[name] for name in FOR_WORKERS if name in environ}
+    granted = granted_cores([*addresses], environ)
     count = len(file.template.nodes)
     planned, spares = [*addresses][:count], [*addresses][count:]
 
@@ -214,22 +243,20 @@ def job_in(
         threads: Threads | None = None,
     ) -> Plan:
         meeting = rendezvous.rendezvous(run, attempt, address=settings["fixed_address"] or address, port=port)
-        known = Attempt(number=attempt, rendezvous=meeting, gpus=gpus, cores=cores or {}, threads=threads)
+        own = {name: min(count, granted.get(name, count)) for name, count in (cores or {}).items()}
+        known = Attempt(number=attempt, rendezvous=meeting, gpus=gpus, cores=own, threads=threads)
         return bind(placed(nodes), known)
 
     def first_plan(nodes: Sequence[str]) -> Plan:
         port = rendezvous.port_candidates(run, attempt, settings["fixed_port"])[0]
         return make_plan(attempt, nodes, rendezvous.numeric(addresses[nodes[0]]), port, gpus={})
 
-    def make_script(_: Plan, node: NodePlan) -> str:
-        return file.make_script(node)
-
     return LaunchJob(
         run=run,
-        token=environ[TOKEN],
+        token=secrets.token_hex(16),
         first_plan=first_plan(planned),
         make_plan=make_plan,
-        make_script=make_script,
+        make_script=functools.partial(file.make_script, given=given),
         transport=SrunTransport(environ["SLURM_JOB_ID"]),
         targets={name: Target(name=name, address=address) for name, address in addresses.items()},
         # As in the place of the last node: a plan of spares alone would be another training.
@@ -243,6 +270,18 @@ def job_in(
         keep=False,
         **{**settings, "return_s": min(settings["return_s"], RETURN_S)},
     )
+
+
+def granted_cores(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
+    """Return the processors that Slurm has given to the job on each of its nodes, as far as it says so.
+
+    A site that binds no processes shows a process all cores of a node, of which the job may have a few.
+    """
+    counts: list[int] = []
+    for group in environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(","):  # 72(x2),36
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group):
+            counts += [int(match[1])] * int(match[2] or 1)
+    return dict(zip(nodes, counts, strict=False))
 
 
 def _ledger(folder: Path, record: RunRecord) -> Ledger:

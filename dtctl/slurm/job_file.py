@@ -11,15 +11,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dtctl import shell
+from dtctl import names, shell
 from dtctl.errors import LaunchError
 from dtctl.plan import bind
 from dtctl.plan.bind import PlanTemplate
-from dtctl.plan.model import NodePlan
+from dtctl.plan.model import NodePlan, Plan
+from dtctl.shell import Late
 from dtctl.supervisor.messages import RunOrigin
 
 JOB_FILE: Final = "job.json"
 LAUNCHER_FILE: Final = "launcher.zip"
+LATE_OPTIONS: Final = {
+    "--nnodes": Late(f"--nnodes=${names.NODES}"),
+    "--node-rank": Late(f"--node-rank=${names.NODE_INDEX}"),
+    "--rdzv-id": Late(f"--rdzv-id=${names.RUN_ID}.${names.ATTEMPT}"),
+    "--master-addr": Late("--master-addr=$DTCTL_MASTER_ADDR"),
+    "--master-port": Late("--master-port=$DTCTL_MASTER_PORT"),
+}
+"""Options of torchrun in the nodes' script, whose values are known when an attempt begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +40,8 @@ class JobFile:
     """What each node runs, but for the variables that depend on its place and on the attempt."""
     settings: Mapping[str, Any]
     """Fields of a `LaunchJob`."""
+    requeues: int
+    """How often Slurm may start the job again."""
     launched_from: str
     command: str
     """Who has submitted the job, and how."""
@@ -46,14 +57,24 @@ class JobFile:
         """Return the text of the file."""
         return json.dumps(asdict(self), indent=1)
 
-    def make_script(self, node: NodePlan) -> str:
-        """Return the script of a node in an attempt: that of the job, behind the variables that it lacks."""
+    def make_script(self, plan: Plan, node: NodePlan, given: Mapping[str, str] | None = None) -> str:
+        """Return the script of a node in an attempt: that of the job, behind the variables that it lacks.
+
+        Args:
+            plan: the attempt.
+            node: one of its nodes.
+            given: further variables.
+        """
         known = {variable.name for variable in self.template.nodes[0].env}
-        lines = [
-            f"export {variable.name}={shell.quote(variable.value)}\n"
-            for variable in node.env
-            if variable.name not in known
-        ]
+        variables = {**(given or {})} | {
+            variable.name: variable.value for variable in node.env if variable.name not in known
+        }
+        if plan.kind == "torchrun":
+            variables |= {
+                "DTCTL_MASTER_ADDR": plan.rendezvous.address,
+                "DTCTL_MASTER_PORT": str(plan.rendezvous.port),
+            }
+        lines = [f"export {name}={shell.quote(value)}\n" for name, value in variables.items()]
         first, end, rest = self.script.partition("\n")
         return "".join([first, end, *lines, rest]) if first.startswith("#!") else "".join([*lines, self.script])
 

@@ -25,18 +25,20 @@ from dtctl.launch.assemble import COMMAND_CHARACTERS, settings_of, this_user
 from dtctl.launch.cluster import source_of
 from dtctl.plan.bind import Attempt, PlanTemplate, bind
 from dtctl.plan.build import PlanFacts, digest, make_template
+from dtctl.plan.commands import with_options
 from dtctl.plan.model import Rendezvous
 from dtctl.render import node_script
 from dtctl.shell import Late
 from dtctl.slurm.job_control import HEEDLESS
-from dtctl.slurm.job_file import JobFile
-from dtctl.spec.model import Spec
+from dtctl.slurm.job_file import LATE_OPTIONS, JobFile
+from dtctl.spec.model import Slurm, Spec
 from dtctl.spec.nodes import resolve_nodes, resolve_spares
 
 MODULES: Final = (
     "*.py", "launch/__init__.py", "launch/sweep.py", "launch/control/*.py", "launch/records/*.py", "plan/__init__.py",
     "plan/bind.py", "plan/commands.py", "plan/environment.py", "plan/model.py", "plan/rendezvous.py",
-    "slurm/__init__.py", "slurm/addresses.py", "slurm/job_control.py", "slurm/job_file.py", "supervisor/*.py",
+    "slurm/__init__.py", "slurm/addresses.py", "slurm/job_control.py", "slurm/job_file.py", "slurm/job_life.py",
+    "supervisor/*.py",
     "transport/__init__.py", "transport/base.py", "transport/fanout.py", "transport/local.py", "transport/srun.py",
 )  # fmt: skip
 """Patterns of the files in dtctl's package that a launcher inside a job may import."""
@@ -55,13 +57,14 @@ def make_job_file(spec: Spec, run: str) -> JobFile:
     setup = (HEEDLESS, *spec.job.setup)
     files = spec.job.files.model_copy(update={"root": ".", "push": False})
     inside = spec.model_copy(update={"job": spec.job.model_copy(update={"setup": setup, "files": files})})
-    nodes = resolve_nodes(spec)
+    nodes, slurm = resolve_nodes(spec), spec.slurm or Slurm()
     facts = PlanFacts(environ=os.environ, source=source_of(spec))
     template, _ = make_template(inside, nodes, run=run, facts=facts)
     return JobFile(
         template=replace(template, spec_digest=digest(spec)),
         script=_script_of(template, spec.base_dir),
         settings=settings_of(spec, nodes=len(nodes), has_spares=bool(resolve_spares(spec))),
+        requeues=slurm.requeues if slurm.requeue else 0,
         launched_from=this_user(),
         command=shell.join(["dtctl", *sys.argv[1:]])[:COMMAND_CHARACTERS],
         started=time.time(),
@@ -78,6 +81,7 @@ def _script_of(template: PlanTemplate, base_dir: Path) -> str:
         node_rank=Late(f"${names.NODE_INDEX}"),  # type: ignore[arg-type]
         first_rank=Late("$RANK"),  # type: ignore[arg-type]
         env=template.nodes[0].env,
+        argv=tuple(with_options(plan.head.argv, LATE_OPTIONS)) if plan.kind == "torchrun" else plan.head.argv,
     )
     late = replace(plan, attempt=Late(f"${names.ATTEMPT}"))  # type: ignore[arg-type]
     return node_script(late, node, base_dir=base_dir)

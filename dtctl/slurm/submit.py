@@ -90,12 +90,13 @@ def submit(
     if code is not None:
         check_program_files(spec, code.tree)
     python = python_at(spec, site)
-    spares = len(resolve_spares(spec)) if plan.live and followed else 0
+    has_launcher = followed and batch.has_launcher(spec, plan)
+    spares = len(resolve_spares(spec)) if has_launcher else 0
     away = check_offer(spec, len(plan.nodes) + spares, login_client.ask(site, python, Offer))
     workdir = spec.cluster.workdir if isinstance(site, LoginSite) else str(state_folder(spec.base_dir, "slurm").parent)
     folder = Path(login_client.ask(site, python, RunPlace, workdir=workdir, run=run).folder)
     code_folder = _bring(site, code, folder, python=python, workdir=workdir) if code is not None else spec.code_folder
-    launcher = make_launcher() if plan.live and followed else b""
+    launcher = make_launcher() if has_launcher else b""
     text = batch.text(
         spec,
         plan,

@@ -8,7 +8,7 @@ from dtctl.runtime.telemetry.progress import Progress, WorkerPhase as Phase
 
 attempt, rank, world = (int(os.environ[name]) for name in ("DTCTL_ATTEMPT", "RANK", "WORLD_SIZE"))
 progress = Progress(rank)
-there = pathlib.Path(os.environ["DTCTL_RUN_DIR"])
+there = pathlib.Path.cwd()  # which all nodes of a Slurm job see
 time.sleep(0.3)
 first = 20 if attempt else 0
 progress.begin(first, until=40)

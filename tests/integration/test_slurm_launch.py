@@ -167,7 +167,7 @@ def test_a_worker_that_is_killed_is_started_again_in_the_same_job(shared: Projec
         "train.py",
         "import os, pathlib, signal, time\n"
         "print('attempt', os.environ['DTCTL_ATTEMPT'], flush=True)\n"
-        "said = pathlib.Path(os.environ['DTCTL_RUN_DIR'])\n"
+        "said = pathlib.Path.cwd()  # which all nodes see\n"
         "(said / ('said-' + os.environ['RANK'])).touch()\n"
         "if os.environ['DTCTL_ATTEMPT'] == '0':\n"
         "    while os.environ['RANK'] == '1' and len(list(said.glob('said-*'))) < 4: time.sleep(0.01)\n"

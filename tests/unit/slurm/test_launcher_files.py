@@ -32,6 +32,7 @@ PACKAGE = Path(dtctl.__file__).parent
 SLURM = "cluster: {transport: slurm, nodes: 2, slots: 2}\n"
 SPECS = {
     "direct": "job: {script: t.py, kind: direct, max_restarts: 2, env: {A: \"it's $HOME\", OMP_NUM_THREADS: '3'}}\n",
+    "torchrun": "job: {script: t.py, args: [--node-rank=9]}\n",
     "secret": "job: {module: m, kind: direct, secrets: [KEY], env_from: [FROM_*], setup: ['module load x']}\n",
     "deepspeed": "job: {script: t.py, kind: deepspeed, deepspeed: {fp16: {enabled: true}}}\n",
     "accelerate": "job: {script: t.py, kind: accelerate}\n",
@@ -122,7 +123,8 @@ def test_a_plan_inside_the_job_is_the_plan_outside(name: str, tmp_path: Path, mo
     assert inside.nodes[1].argv == outside.nodes[1].argv
     assert inside.nodes[1].setup[1:] == outside.nodes[1].setup
     for one, other in zip(inside.nodes, outside.nodes, strict=True):
-        assert environment_of(file.make_script(one)) == environment_of(node_script(outside, other, base_dir=tmp_path))
+        expected = node_script(outside, other, base_dir=tmp_path)
+        assert environment_of(file.make_script(inside, one)) == environment_of(expected)
 
 
 def written(file: JobFile, folder: Path) -> JobFile:
@@ -131,13 +133,19 @@ def written(file: JobFile, folder: Path) -> JobFile:
 
 
 def environment_of(script: str) -> dict[str, str]:
-    """What a script gives the program that it ends with."""
-    head = script[: script.rindex("\nexec ")].replace("module load x", "true")
-    done = subprocess.run(
-        ["bash", "-c", f"{head}\nexec env -0"], env={"HOME": "/h", "PATH": os.environ["PATH"]}, check=True,
-        capture_output=True,
-    )  # fmt: skip
-    return dict(entry.partition("=")[::2] for entry in done.stdout.decode().split("\0") if entry[:2] != "_=")
+    """What a script gives the program that it ends with: variables, and its words by their places."""
+    head, _, last = script.replace("module load x", "true").rpartition("\nexec ")
+    via = '${DTCTL_VIA:+sh "$DTCTL_VIA"} '
+    end = f"\nprintf 'word %s\\0' {last.removeprefix(via)}\nexec env -0"
+    environ = {"HOME": "/h", "PATH": os.environ["PATH"], "X": "x"}
+    done = subprocess.run(["bash", "-c", head + end], env=environ, check=True, capture_output=True)
+    entries = [entry for entry in done.stdout.decode().split("\0") if entry[:2] != "_="]
+    words = [entry for entry in entries if entry.startswith("word ")]
+    ours = ("DTCTL_MASTER_ADDR", "DTCTL_MASTER_PORT")
+    variables = (entry.partition("=") for entry in entries if entry not in words)
+    return {name: value for name, _, value in variables if name not in ours} | {
+        f"word {at}": word for at, word in enumerate(words)
+    }
 
 
 def test_a_launch_inside_is_the_launch_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

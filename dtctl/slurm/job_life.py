@@ -1,0 +1,161 @@
+"""What a launcher inside a job does for the job: waits for Slurm, warns of the time limit, has the job started again.
+
+Its lines in the job's log are read by whoever follows the job (batchlog.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Final
+
+from dtctl.names import REQUEUE_EXIT
+
+ALIVE_FILE: Final = "alive"
+"""Below the folder of this launcher's records: is written anew as long as it lives."""
+ALIVE_S: Final = 10.0
+SILENT_S: Final = 60
+"""After so long without a word from the launcher, others ask Slurm whether its node is still the job's."""
+GUARDS: Final = 2
+"""Nodes that look after the first one, if the job outlives its nodes."""
+WARN_AGAIN_S: Final = 15.0
+"""A worker that is just being started does not listen yet."""
+CONTROLLER_S: Final = 600.0
+"""How long Slurm's controller is waited for. srun gives up after seconds when it does not answer."""
+# A job that outlives its nodes outlives the first one, too, and then nobody has it started again: Slurm leaves it as it
+# is. The launcher's file is opened, since a folder of the network may show an old size for long; Slurm is asked last.
+GUARD: Final = r"""
+job=$1 first=$2 restarts=$3 folder=$4 before= silent=0
+while sleep 10; do
+  now=$(cat "$folder/alive" 2>/dev/null)
+  [ "$now" = "$before" ] && silent=$((silent + 10)) || silent=0
+  before=$now
+  [ "$silent" -ge SILENT ] || continue
+  silent=0
+  has=$(squeue --noheader --jobs="$job" --states=RUNNING --format=%N) && [ -n "$has" ] || continue
+  scontrol show hostnames "$has" | grep -qxF "$first" && continue
+  mkdir "$folder/lost-$first-$restarts" 2>/dev/null || exit 0
+  echo "dtctl: a node was lost, and no other one is left for its place: the first one" >>"$folder/../job.log"
+  scontrol requeue "$job" || scancel "$job"
+done
+""".replace("SILENT", str(SILENT_S))
+
+
+class JobLife:
+    """One start of a job, from its first node."""
+
+    def __init__(self, job: str, *, restarts: int) -> None:
+        """Nothing is asked of Slurm yet.
+
+        Args:
+            job: its number.
+            restarts: how often Slurm has started it again.
+        """
+        self.job, self.restarts = job, restarts
+        self.requeues = 0
+        """How often it may."""
+        self.nodes_needed = 1
+        """With fewer left, it is started again."""
+        self._warned, self._over = threading.Event(), threading.Event()
+        self._guards: list[subprocess.Popen[bytes]] = []
+
+    def begin(self, folder: Path) -> None:
+        """Listen for the warning of the time limit, and wait for Slurm's controller; `folder` has the records."""
+        signal.signal(signal.SIGUSR1, lambda *_: self._warned.set())
+        for work in (self._warn, lambda: self._stay_alive(folder / ALIVE_FILE)):
+            threading.Thread(target=work, daemon=True).start()
+        self._wait_for_controller()
+
+    def guard(self, folder: Path, nodes: Sequence[str]) -> None:
+        """Have others look after this node, the first of `nodes`."""
+        for node in nodes[1 : 1 + GUARDS]:
+            argv = ["srun", "--jobid", self.job, "--overlap", "--mem=0", f"--nodelist={node}", "--nodes=1"]
+            argv += ["--ntasks=1", "--export=ALL", "--quiet", "bash", "-c", GUARD, "guard"]
+            argv += [self.job, nodes[0], str(self.restarts), str(folder)]
+            quiet = subprocess.DEVNULL
+            self._guards.append(subprocess.Popen(argv, stdin=quiet, stdout=quiet, stderr=quiet))
+
+    def end(self, code: int, *, lost: bool, is_ended: bool) -> int:
+        """Have the job started again where that is right; its exit code.
+
+        Args:
+            code: with which the launcher would end.
+            lost: whether a node was lost, and there is none for its place.
+            is_ended: whether Slurm, or somebody, ends the job.
+        """
+        self._over.set()
+        for guard in self._guards:
+            guard.terminate()
+        if is_ended:
+            tell(f"ended with exit code {code}, {_now()}")
+            return code
+        if code and (lost or self._has_too_few_nodes()):
+            lost = True
+            tell("a node was lost, and no other one is left for its place")
+        if code == REQUEUE_EXIT or lost or (self._warned.is_set() and code):
+            if self.restarts < self.requeues:
+                tell(f"to be started again, {_now()}")
+                if _ask("scontrol", "requeue", self.job) is not None:
+                    return 0
+            else:
+                tell(f"started {self.requeues} times again, which is all that slurm.requeues allows")
+        tell(f"ended with exit code {code}, {_now()}")
+        return code
+
+    def _wait_for_controller(self) -> None:
+        until, is_told = time.monotonic() + CONTROLLER_S, False
+        while _ask("scontrol", "show", "job", self.job) is None:
+            if not is_told:
+                tell(f"waiting for Slurm's controller, which does not answer, {_now()}")
+                is_told = True
+            if self._warned.wait(5.0) or time.monotonic() > until:
+                return
+
+    def _warn(self) -> None:
+        """Once Slurm warns this process, warn the workers, which save and end."""
+        self._warned.wait()
+        tell("the time is nearly over, the workers save")
+        while not self._over.is_set():
+            _ask("scancel", "--signal=USR1", self.job)
+            self._over.wait(WARN_AGAIN_S)
+
+    def _stay_alive(self, path: Path) -> None:
+        while not self._over.wait(ALIVE_S):
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+                with os.fdopen(fd, "w", encoding="ascii") as file:
+                    file.write(str(time.time()))
+            except OSError:
+                continue  # a full disk
+
+    def _has_too_few_nodes(self) -> bool:
+        """Whether Slurm has taken nodes from the job, so that it could not go on."""
+        held = _ask("squeue", "--noheader", f"--jobs={self.job}", "--format=%N")
+        names = _ask("scontrol", "show", "hostnames", held.strip()) if held and held.strip() else None
+        return names is not None and 0 < len(names.split()) < self.nodes_needed
+
+
+def tell(text: str) -> None:
+    """Write a line into the job's log."""
+    sys.stdout.write(f"dtctl: {text}\n")
+    sys.stdout.flush()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _ask(*argv: str) -> str | None:
+    """What a command of Slurm prints; None where it fails or is not there."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
