@@ -24,6 +24,9 @@ def sbatch(
         Path | None, typer.Option(help="Write the file here.  [default: print it]", show_default=False)
     ] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit it to Slurm, with a copy of the code.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="A short file in which srun alone starts the workers; no restarts.")
+    ] = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
     ] = None,
@@ -37,7 +40,8 @@ def sbatch(
     from dtctl.launch.records.record import new_run_id
     from dtctl.spec.load import load_spec
 
-    checked = _for_slurm(load_spec(spec, set_ or ()))
+    checked = load_spec(spec, (*(set_ or ()), *(("slurm.launcher=none",) if plain else ())))
+    checked = _for_slurm(checked)
     tell_unmeasured(checked)
     run = new_run_id(checked.job.name, now=time.time())
     if submit:

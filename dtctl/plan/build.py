@@ -115,7 +115,7 @@ def make_template(
         job=spec.job.name,
         kind=kind,
         transport=spec.cluster.transport,
-        max_restarts=spec.job.max_restarts,
+        max_restarts=spec.max_restarts,
         grace_s=spec.job.grace_s,
         secrets=tuple(spec.job.secrets),
         spec_digest=digest(spec),
@@ -128,7 +128,7 @@ def make_template(
         ),
         notes=(
             *([costs.note] if costs is not None and costs.note else []),
-            *list_warnings(spec, nodes, per_worker=kind in WORKER_KINDS, live=costs is not None and costs.live),
+            *list_warnings(spec, nodes, per_worker=kind in WORKER_KINDS),
             *_notes(spec, kind, nodes, meeting, facts),
             *_program_notes(spec, kind, program),
             *generated.notes,
@@ -277,6 +277,12 @@ def _check_transport(spec: Spec, nodes: Sequence[NodeSpec]) -> None:
             f"transport local is this machine alone, and the spec has {len(nodes)} nodes",
             where="cluster.transport",
             hint="use `transport: ssh`, or `transport: sandbox` for virtual hosts on this machine",
+        )
+    if spec.is_plain and len({(node.slots, node.gres) for node in nodes}) > 1:
+        raise PlanError(
+            "plain mode (slurm.launcher: none) starts the same number of workers on every node",
+            where=spec.written_at("cluster.nodes"),
+            hint="give all nodes the same slots and gres, or use `slurm.launcher: auto`",
         )
 
 

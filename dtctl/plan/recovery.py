@@ -31,7 +31,8 @@ def recovery(spec: Spec, kind: Kind, *, workers: int, kinds_of_nodes: int = 1) -
     wanted = spec.job.recovery
     if wanted == "restart" or (wanted == "auto" and (why or not spec.job.max_restarts)):
         trains = spec.train is not None and workers > 1 and kind in ("direct", "torchrun")
-        return Recovery(live=False, note=_restart_note(spec, why, workers) if trains else "")
+        # For plain mode, list_warnings names this for every job, trainings or not.
+        return Recovery(live=False, note=_restart_note(spec, why, workers) if trains and not spec.is_plain else "")
     if why:
         raise PlanError(f"lost workers cannot be replaced: {why}", where="job.recovery", hint=hint)
     return Recovery(
@@ -91,6 +92,8 @@ def _obstacle(spec: Spec, kind: Kind, *, workers: int, kinds_of_nodes: int) -> t
 def obstacle_of_launcher(spec: Spec, kinds_of_nodes: int) -> tuple[str, str] | None:
     """Why dtctl's launcher does not run inside a job of Slurm, whose tasks are then workers; and what to do."""
     slurm, instead = spec.slurm or Slurm(), "leave it out, or use `recovery: restart`"
+    if spec.is_plain:
+        return "nothing in the job watches the workers (slurm.launcher: none)", "use `slurm.launcher: auto`"
     if slurm.container is not None:
         return "Slurm starts the workers in their container (slurm.container)", instead
     if slurm.array is not None:

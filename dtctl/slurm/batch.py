@@ -34,6 +34,10 @@ from dtctl.supervisor import processes, work
 TEMPLATE: Final = "job.sbatch.j2"
 LAUNCHER_TEMPLATE: Final = "launcher.sbatch.j2"
 """Of a job that dtctl's launcher is inside of."""
+PLAIN_TEMPLATE: Final = "job_plain.sbatch.j2"
+"""Template of plain mode (`slurm.launcher: none`): srun starts the workers once; nothing of dtctl runs in the job."""
+MOST_PLAIN_BYTES: Final = 120_000
+"""Size of the largest file in plain mode: its tasks' script is one argument of srun, of which Linux allows 128 KiB."""
 _RUN: Final = "import sys; sys.path.append(sys.path.pop(0)); from dtctl.slurm.{} import main; main()"
 """Python code: modules of the job's own code, which is the working folder, come last."""
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
@@ -98,7 +102,7 @@ def text(
         "components": component_list,
         "each": " or ".join(dict.fromkeys(str(part.slots) for part in component_list)),
         "slots": slots,
-        "place": _place(plan, slots),
+        "place": _place(plan, slots, plain=spec.is_plain),
         "unit": "worker" if direct else "node",
         "array": slurm.array is not None,
         "srun": [*_srun_options(slurm), *options, *slurm.srun],
@@ -109,6 +113,8 @@ def text(
         "meeting": standalone(package_folder / "pick_endpoint.py"),
         "threads": _threads(slurm, plan),
         "count_threads": standalone(package_folder / "count_threads.py"),
+        "count": len(plan.nodes),
+        "may_lack_gpus": _may_lack_gpus(slurm, plan),
         "count_gpus": standalone(package_folder / "count_gpus.py") if _may_lack_gpus(slurm, plan) else "",
         "on_cpus": f"{environment.ON_CPUS.name}=${{{environment.ON_CPUS.name}-{environment.ON_CPUS.value}}}",
         "route": standalone(package_folder / "find_interface.py"),
@@ -136,9 +142,15 @@ def text(
         "requeues": slurm.requeues if slurm.requeue else 0,
         "requeue_exit": names.REQUEUE_EXIT,
     }
-    return render(
-        LAUNCHER_TEMPLATE if has_launcher_inside else TEMPLATE, values, folders=template_folders(spec.base_dir)
-    )
+    template = PLAIN_TEMPLATE if spec.is_plain else LAUNCHER_TEMPLATE if has_launcher_inside else TEMPLATE
+    made = render(template, values, folders=template_folders(spec.base_dir))
+    if spec.is_plain and len(made.encode()) > MOST_PLAIN_BYTES:
+        raise PlanError(
+            f"the script of the workers has more than {MOST_PLAIN_BYTES:,} bytes, too many for one argument of srun",
+            where=spec.written_at("slurm.launcher"),
+            hint="move job.setup, job.args or job.env into files of the job's folder, or use `slurm.launcher: auto`",
+        )
+    return made
 
 
 def has_launcher(spec: Spec, plan: Plan) -> bool:
@@ -147,7 +159,7 @@ def has_launcher(spec: Spec, plan: Plan) -> bool:
     return plan.transport == "slurm" and obstacle_of_launcher(spec, kinds) is None
 
 
-def _place(plan: Plan, slots: str) -> dict[str, str]:
+def _place(plan: Plan, slots: str, *, plain: bool) -> dict[str, str]:
     """The place of a task in the job, which it works out where it runs."""
     rank, run_id, attempt = shell.Late("$SLURM_PROCID"), names.RUN_ID, names.ATTEMPT
     place = environment.node_variables(
@@ -162,15 +174,14 @@ def _place(plan: Plan, slots: str) -> dict[str, str]:
     )
     if plan.per_worker:
         place |= environment.worker_variables(plan.kind, rank=rank, local_rank=shell.Late("$SLURM_LOCALID"))
+    if plan.per_worker and not plain:
         place[names.ERROR_FILE] = shell.Late(f"${names.PROGRESS}/error-{rank}.json")
     return place
 
 
 def job_warnings(spec: Spec, plan: Plan, *, followed: bool) -> list[str]:
     """Return what whoever launches (`followed`) or submits this job should know about it."""
-    return list_warnings(
-        spec, resolve_nodes(spec), per_worker=plan.per_worker, live=followed and has_launcher(spec, plan)
-    )
+    return list_warnings(spec, resolve_nodes(spec), per_worker=plan.per_worker, is_followed=followed)
 
 
 def _about_recovery(plan: Plan, *, followed: bool) -> list[str]:

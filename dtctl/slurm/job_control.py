@@ -99,7 +99,7 @@ def run(folder: Path, environ: Mapping[str, str]) -> int:
     lost = False
     try:
         file = read_job_file(folder)
-        life.requeues, life.nodes_needed = file.requeues, len(file.template.nodes)
+        life.requeues, life.warn_s, life.nodes_needed = file.requeues, file.warn_s, len(file.template.nodes)
         life.begin(record.folder)
         addresses = addresses_of(file, environ)
         life.guard(record.folder, [*addresses])

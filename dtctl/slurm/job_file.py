@@ -42,6 +42,8 @@ class JobFile:
     """Fields of a `LaunchJob`."""
     requeues: int
     """How often Slurm may start the job again."""
+    warn_s: int
+    """How long before the end of its time the workers are warned."""
     launched_from: str
     command: str
     """Who has submitted the job, and how."""

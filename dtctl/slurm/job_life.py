@@ -6,6 +6,8 @@ Its lines in the job's log are read by whoever follows the job (batchlog.py).
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +29,8 @@ GUARDS: Final = 2
 """Nodes that look after the first one, if the job outlives its nodes."""
 WARN_AGAIN_S: Final = 15.0
 """A worker that is just being started does not listen yet."""
+WARN_LOOK_S: Final = 3600.0
+"""Between two looks when the job ends."""
 CONTROLLER_S: Final = 600.0
 """How long Slurm's controller is waited for. srun gives up after seconds when it does not answer."""
 # A job that outlives its nodes outlives the first one, too, and then nobody has it started again: Slurm leaves it as it
@@ -61,17 +65,21 @@ class JobLife:
         self.job, self.restarts = job, restarts
         self.requeues = 0
         """How often it may."""
+        self.warn_s = 0
+        """How long before its end the workers are warned."""
         self.nodes_needed = 1
         """With fewer left, it is started again."""
         self._warned, self._over = threading.Event(), threading.Event()
+        self._ends: float | None = None
+        """When the job ends at the latest, in seconds since the epoch; None while that is not known."""
         self._guards: list[subprocess.Popen[bytes]] = []
 
     def begin(self, folder: Path) -> None:
         """Listen for the warning of the time limit, and wait for Slurm's controller; `folder` has the records."""
         signal.signal(signal.SIGUSR1, lambda *_: self._warned.set())
+        self._wait_for_controller()
         for work in (self._warn, lambda: self._stay_alive(folder / ALIVE_FILE)):
             threading.Thread(target=work, daemon=True).start()
-        self._wait_for_controller()
 
     def guard(self, folder: Path, nodes: Sequence[str]) -> None:
         """Have others look after this node, the first of `nodes`."""
@@ -110,8 +118,11 @@ class JobLife:
         return code
 
     def _wait_for_controller(self) -> None:
+        if shutil.which("scontrol") is None:
+            tell("there is no scontrol on this node: names of nodes stand for their addresses, and nothing is requeued")
+            return
         until, is_told = time.monotonic() + CONTROLLER_S, False
-        while _ask("scontrol", "show", "job", self.job) is None:
+        while not self._read_end():
             if not is_told:
                 tell(f"waiting for Slurm's controller, which does not answer, {_now()}")
                 is_told = True
@@ -119,12 +130,34 @@ class JobLife:
                 return
 
     def _warn(self) -> None:
-        """Once Slurm warns this process, warn the workers, which save and end."""
-        self._warned.wait()
+        """Warn the workers, which save and end, once Slurm warns this process or the time is nearly over.
+
+        Slurm sends its signal once, up to a minute early, and so perhaps before anybody here listens.
+        """
+        while not self._warned.wait(self._until_warning()):
+            if self._over.is_set():
+                return
+            self._read_end()  # somebody may have given the job more time
+            if self._until_warning() == 0.0:
+                self._warned.set()
         tell("the time is nearly over, the workers save")
         while not self._over.is_set():
             _ask("scancel", "--signal=USR1", self.job)
             self._over.wait(WARN_AGAIN_S)
+
+    def _until_warning(self) -> float:
+        """Seconds until the workers are to be warned, at most an hour."""
+        remaining_s = WARN_LOOK_S if self._ends is None else self._ends - self.warn_s - time.time()
+        return min(max(0.0, remaining_s), WARN_LOOK_S)
+
+    def _read_end(self) -> bool:
+        """Ask Slurm when the job ends at the latest; whether it has answered."""
+        told = _ask("scontrol", "show", "job", "-o", self.job)
+        if told is None:
+            return False
+        found = re.search(r"\bEndTime=(\d[\dT:-]+)", told)
+        self._ends = datetime.fromisoformat(found[1]).timestamp() if found else None
+        return True
 
     def _stay_alive(self, path: Path) -> None:
         while not self._over.wait(ALIVE_S):
@@ -155,7 +188,8 @@ def _now() -> str:
 def _ask(*argv: str) -> str | None:
     """What a command of Slurm prints; None where it fails or is not there."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+        env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

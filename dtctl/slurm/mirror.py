@@ -100,7 +100,9 @@ class Mirror:
         if not (isinstance(event, Restarting) and event.node is None and self.requeue_reason):
             return event
         reason, self.requeue_reason = self.requeue_reason, ""
-        return replace(event, reason=reason)
+        first = self.end.first_failure if self.end is not None else None
+        lost = first.node if first is not None and first.exit_code is None else None
+        return replace(event, reason=reason, node=lost)
 
     def _apply(self, event: Event | None) -> None:
         self.has_begun = self.has_begun or event is not None

@@ -400,6 +400,9 @@ class Slurm(Section):
     """Container for the workers. Default: none."""
     array: SlurmArray | None = None
     """Indexes of a job array: `0-9%2`; each task is a run of its own, `RUN.INDEX`."""
+    launcher: Literal["auto", "none"] = "auto"
+    """none: plain mode, a short batch file in which srun alone starts the workers. Nothing then detects hangs, restarts
+    workers or replaces lost ones. auto: the job does all of this itself."""
     requeue: bool = True
     """Whether the job is started again after a warning of the time limit, a preemption or the loss of a node."""
     requeues: int = Field(default=10, ge=0)
@@ -617,6 +620,16 @@ class Spec(Section):
     def pushes(self) -> bool:
         """Whether code is copied to the nodes."""
         return self.job.files.push
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a Slurm job whose workers are started by srun alone, without a launcher of dtctl."""
+        return self.cluster.transport == "slurm" and self.slurm is not None and self.slurm.launcher == "none"
+
+    @property
+    def max_restarts(self) -> int:
+        """Number of times that failed workers are started again."""
+        return 0 if self.is_plain else self.job.max_restarts
 
     @property
     def code_folder(self) -> str:

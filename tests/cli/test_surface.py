@@ -53,7 +53,7 @@ def test_the_commands() -> None:
         ("snapshot export", "--out --part --json"),
         ("doctor", "--log --quick --yes --json"),
         ("render", "--target --out --name --set --apply --delete --logs"),
-        ("sbatch", "--out --submit --set --yes --json"),
+        ("sbatch", "--out --submit --plain --set --yes --json"),
         ("advise", "--config --model --params --gpus --gpu-memory --batch --write --measure --plot --json"),
         ("lint", "--format --fix --select --severity --spec --explain"),
         ("report", "--out"),

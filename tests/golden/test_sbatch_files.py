@@ -18,6 +18,7 @@ from tests.facts import raises
 
 HERE = Path(__file__).parent
 NODES = "cluster: {transport: slurm, nodes: 4, slots: 8}\n"
+HOSTILE_JOB = r"""job: {name: "x $(id) 'a' \"b\"", command: "echo '$HOME'", env: {A: "TASK\nb\n`c`"}}"""
 CASES = {
     "plain": NODES
     + "job: {name: gpt, script: train.py, args: [--lr, 1e-3]}\nslurm: {partition: main, time: '4:00:00'}",
@@ -46,13 +47,24 @@ CASES = {
     + "slurm: {container: {image: /images/a b.sif, runtime: apptainer, options: [--nv]}}",
     "het-gres": "cluster: {transport: slurm, slots: 4, nodes: [{name: a, gres: 'gpu:8'}, {name: h, gres: 'gpu:4'}]}\n"
     + "job: {name: gpt, script: train.py, kind: direct}",
-    "hostile": NODES
-    + r"""job: {name: "x $(id) 'a' \"b\"", command: "echo '$HOME'", env: {A: "TASK\nb\n`c`"}}"""
-    + "\nslurm: {extra: {comment: 'a # b \"c\"'}}",
+    "plain-mode": NODES.replace("nodes: 4", "nodes: 4, spares: [one]")
+    + "job: {name: gpt, script: train.py, args: [--lr, 1e-3], max_restarts: 3, hang_s: 60}\n"
+    + "slurm: {launcher: none, partition: main, time: '4:00:00', gres: 'gpu:8', cpus_per_task: 48}",
+    "plain-mode-most": "cluster: {transport: slurm, nodes: 2, slots: 2, python: /host/python}\n"
+    + "job: {name: gpt, script: train.py, kind: accelerate, secrets: [KEY], setup: [module load a, module load b]}\n"
+    + "train: {strategy: ddp}\n"
+    + "slurm: {launcher: none, array: 0-9, srun: ['--mpi=pmix'],"
+    + " container: {image: 'nvcr.io#nvidia/pytorch', python: python}}",
+    "plain-mode-one-node": "cluster: {transport: slurm, nodes: 1, slots: 8}\n"
+    + "job: {name: gpt, script: train.py, kind: direct}\nslurm: {launcher: none}",
+    "hostile": NODES + HOSTILE_JOB + "\nslurm: {extra: {comment: 'a # b \"c\"'}}",
+    "plain-mode-hostile": NODES + HOSTILE_JOB + "\nslurm: {launcher: none, extra: {comment: 'a # b \"c\"'}}",
 }
 
 
-FOLDERS = {"launch": Path("/shared/a 100%/run-1"), "live": Path("/shared/run-1")}
+OWN_FOLDER = Path("/shared/run-2")
+"""Of a run whose tasks each work on a copy of its code."""
+FOLDERS = {"plain-mode-most": OWN_FOLDER, "launch": Path("/shared/a 100%/run-1"), "live": Path("/shared/run-1")}
 
 
 def made(spec_text: str, folder: Path | None = None) -> str:
@@ -61,7 +73,7 @@ def made(spec_text: str, folder: Path | None = None) -> str:
     made = text(
         spec,
         plan,
-        chdir=Path("/code"),
+        chdir=folder / "work" if folder == OWN_FOLDER else Path("/code"),
         output=Path("/logs/%j.log"),
         folder=folder or Path("/code/.dtctl/slurm/run-1"),
         followed=folder is not None,
@@ -77,6 +89,15 @@ def test_the_file_is_as_kept(case: str) -> None:
         kept.parent.mkdir(exist_ok=True)
         kept.write_text(found)
     assert found == kept.read_text()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("plain-mode")])
+def test_a_file_of_plain_mode_is_short(case: str) -> None:
+    """Beside directives and set-up; nothing is sourced, and no program of another language stands in it."""
+    lines = made(CASES[case], FOLDERS.get(case)).splitlines()
+    others = [line for line in lines if line and not line.startswith(("#SBATCH ", "module load "))]
+    assert len(others) <= 60
+    assert not [line for line in lines if re.match(r"(source|\.) |.*\bpython\S* .*-[cI]\b", line)]
 
 
 def test_slots_are_the_gpus_that_the_job_gets() -> None:
@@ -111,6 +132,7 @@ def test_bash_reads_it(case: str, tmp_path: Path) -> None:
     ("more", "message"),
     [
         ("train: {snapshot: {dir: d}}\nslurm: {array: 0-1}", "same snapshots"),
+        ("train: {snapshot: {dir: d}}\nslurm: {array: 0-1, launcher: none}", "same snapshots"),
         ("slurm: {extra: {'a b': 1}}", "option sbatch"),
         ('slurm: {partition: "a\\nb"}', "batch file"),
     ],
@@ -118,3 +140,14 @@ def test_bash_reads_it(case: str, tmp_path: Path) -> None:
 def test_what_cannot_be_said_to_slurm(more: str, message: str) -> None:
     with raises(PlanError, message):
         made(NODES + "job: {script: a.py}\n" + more)
+
+
+def test_what_plain_mode_cannot_start() -> None:
+    nodes = "cluster: {transport: slurm, nodes: [{name: big, slots: 8}, {name: small, slots: 4}]}\n"
+    with raises(PlanError, "number workers slurm.launcher none dtctl.yaml:1 slots gres auto"):
+        made(nodes + "job: {script: a.py, kind: direct}\nslurm: {launcher: none}")
+    with raises(PlanError, "120,000 bytes srun slurm.launcher"):
+        made(NODES + f"job: {{script: a.py, env: {{LONG: {'x' * 120_000}}}}}\nslurm: {{launcher: none}}")
+    with raises(PlanError, "slurm.launcher none auto"):
+        live = "job: {script: a.py, kind: direct, recovery: live}\ntrain: {strategy: ddp}\n"
+        made(NODES + live + "slurm: {launcher: none}")

@@ -478,6 +478,7 @@ SCENES: dict[tuple[str, str], Scene] = {
     ("docs/guides/kubernetes.md", "dtctl render --out job.yaml"): for_kubernetes,
     ("docs/guides/slurm.md", "dtctl doctor"): on_slurm,
     ("docs/guides/slurm.md", "dtctl sbatch"): batch,
+    ("docs/guides/slurm.md", "dtctl sbatch --plain"): batch,
     ("docs/guides/slurm.md", "dtctl validate"): batch,
     ("docs/guides/slurm.md", "dtctl sbatch --out job.sbatch"): batch,
     ("docs/guides/snapshots.md", "dtctl snapshot ls"): past_runs,

@@ -113,10 +113,11 @@ def test_slurm_takes_every_kept_batch_file(sandbox_env: dict[str, str], tmp_path
         control.down(mine.name)
 
 
-def test_every_index_of_an_array_is_a_run_of_its_own(shared: Project) -> None:
+@pytest.mark.parametrize("launcher", ["auto", "none"])
+def test_every_index_of_an_array_is_a_run_of_its_own(shared: Project, launcher: str) -> None:
     shared.write("tell.py", "import os\nprint('RUN', os.environ['DTCTL_RUN_ID'], os.environ['RANK'], flush=True)\n")
     spec = SPEC.format(transport="slurm", program="kind: direct\n  script: tell.py")
-    shared.write("dtctl.yaml", spec + 'slurm: {array: "3-4"}\n')
+    shared.write("dtctl.yaml", spec + f'slurm: {{array: "3-4", launcher: {launcher}}}\n')
     done = shared.run("sbatch", "--submit", "--json")
     said = json.loads(done.out)
 

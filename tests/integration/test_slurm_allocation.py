@@ -16,13 +16,13 @@ from tests.integration.slurm_hosts import cluster, shared
 __all__ = ["cluster", "shared"]
 
 
-@pytest.mark.parametrize("kind", ["direct", "command"])
-def test_the_sentence_of_the_refusal_uses_the_allocation(shared: Project, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "launcher"), [("direct", "auto"), ("command", "auto"), ("direct", "none")])
+def test_the_sentence_of_the_refusal_uses_the_allocation(shared: Project, kind: str, launcher: str) -> None:
     program = "script: train.py" if kind == "direct" else f"command: [{json.dumps(sys.executable)}, train.py]"
     shared.write(
         "dtctl.yaml",
         f"cluster: {{transport: slurm, nodes: 2, slots: 2, python: {json.dumps(sys.executable)}}}\n"
-        f"job: {{name: test, kind: {kind}, {program}}}\n",
+        f"job: {{name: test, kind: {kind}, {program}}}\nslurm: {{launcher: {launcher}}}\n",
     )
     names = ("DTCTL_NODE", "MASTER_ADDR", "DTCTL_NODE_RANK", "SLURM_JOB_ID")
     shared.write("train.py", f"import os\nprint('SAID', *(os.environ[name] for name in {names}), flush=True)\n")

@@ -333,15 +333,14 @@ def test_a_stopped_slurmd_is_a_lost_node(shared: Project, cluster: Sandbox) -> N
     for daemon in daemons:
         os.kill(int(daemon), signal.SIGSTOP)
     try:
-        job_log = record(shared).folder / "job.log"
-        wait_until(lambda: "Node failure on node2" in job_log.read_text(), 120, "Slurm has given the node up")
+        events = record(shared).folder / "events.jsonl"
+        wait_until(lambda: "Node failure on node2" in events.read_text(), 120, "Slurm has given the node up")
         wait_until(lambda: state(shared, job) == "PENDING", 60, "it is requeued")
     finally:
         for daemon in daemons:
             os.kill(int(daemon), signal.SIGCONT)
     clean(shared, job)
     hasten(shared, job)
-    events = record(shared).folder / "events.jsonl"
     wait_until(lambda: '"restart"' in events.read_text(), 120, "it is started again")
     launcher.send_signal(signal.SIGINT)
     done = shared.finish(launcher)

@@ -231,7 +231,7 @@ def real_launch(options: LaunchOptions) -> int:
     plan = job.first_plan
     emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size, nodes=tuple(cluster.targets)))
     view.begin(job.first_plan)
-    for text in list_warnings(spec, cluster.nodes, per_worker=plan.per_worker, live=plan.live):
+    for text in list_warnings(spec, cluster.nodes, per_worker=plan.per_worker):
         emit(Note(text=text))
     with measured(spec, record, emit):
         return _run(job, record, emit, view, progress)

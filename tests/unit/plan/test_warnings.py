@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from dtctl.plan.build import build
-from dtctl.plan.warnings import UNUSED, UNUSED_IN_BATCH, unused_keys
+from dtctl.plan.warnings import UNUSED, UNUSED_IN_BATCH, UNUSED_IN_PLAIN_MODE, unused_keys
 from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Cluster, Job, Spec
 from dtctl.spec.nodes import resolve_nodes
@@ -23,6 +23,8 @@ USED_BY_A_BATCH_FILE: Final = {
     # With a login node alone.
     "cluster.user", "cluster.port", "cluster.identity_file", "cluster.known_hosts", "cluster.ssh_config", "cluster.ssh",
 }  # fmt: skip
+USED_BY_THE_JOB_ITSELF: Final = {"job.hang_s", "job.hang_start_s", "job.max_restarts", "job.recovery"}
+"""Of these, keys that the launcher in the job obeys, and a file of plain mode does not."""
 IGNORED_KEYS: Final = """
 cluster: {transport: slurm, nodes: 2, slots: 2, spares: [n3], min_nodes: 1, return_s: 5}
 job: {script: train.py, kind: direct, max_restarts: 3, recovery: restart, log_mib: 1, time_s: 60, grace_s: 3, \
@@ -37,17 +39,31 @@ def spec_of(text: str) -> Spec:
 def test_every_key_is_known_to_be_used_or_unused_by_a_batch_file() -> None:
     keys = {f"cluster.{name}" for name in Cluster.model_fields} | {f"job.{name}" for name in Job.model_fields}
     assert keys - USED_BY_A_BATCH_FILE == {*UNUSED_IN_BATCH}
+    assert {*UNUSED_IN_PLAIN_MODE} == {*UNUSED_IN_BATCH} | USED_BY_THE_JOB_ITSELF
     assert {key for unused in UNUSED.values() for key in unused} <= keys
 
 
 def test_what_a_job_of_slurm_ignores_is_named() -> None:
     """Seven of these were left out without a word."""
-    spec = spec_of(IGNORED_KEYS)
+    spec = spec_of(IGNORED_KEYS + "slurm: {array: 0-3}")
     (note,) = (note for note in build(spec, resolve_nodes(spec), run="r").notes if "no effect" in note)
     assert note == (
         "cluster.min_nodes, cluster.return_s, cluster.spares, job.grace_s, job.log_mib, job.preload, job.time_s "
-        "have no effect with transport slurm without live recovery (job.recovery)"
+        "have no effect with transport slurm, since each task of an array starts its own workers (slurm.array)"
     )
+
+
+def test_what_plain_mode_lacks_is_named_with_its_keys() -> None:
+    text = "cluster: {transport: slurm, nodes: 2, slots: 2}\nslurm: {launcher: none}\n"
+    spec = spec_of(text + "job: {script: train.py, hang_s: 60, hang_start_s: 60, max_restarts: 3, recovery: auto}")
+    plan = build(spec, resolve_nodes(spec), run="r")
+    assert plan.notes[:2] == (
+        "slurm.launcher is none: nothing in the job detects a hang, restarts failed workers or replaces lost ones",
+        "job.hang_s, job.hang_start_s, job.max_restarts, job.recovery have no effect with slurm.launcher: none",
+    )
+    assert plan.max_restarts == 0
+    spec = spec_of(text + "job: {script: train.py}\ntrain: {strategy: ddp}")
+    assert not [note for note in build(spec, resolve_nodes(spec), run="r").notes if "job.recovery" in note]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +78,10 @@ def test_what_a_job_of_slurm_ignores_is_named() -> None:
     ],
 )
 def test_a_key_is_named_where_it_has_no_effect(text: str, expected: list[str]) -> None:
-    assert unused_keys(spec_of(text + "\njob: {script: t.py}"), live=False) == expected
+    assert unused_keys(spec_of(text + "\njob: {script: t.py}"), has_launcher=False) == expected
 
 
-def test_with_live_recovery_a_job_uses_them() -> None:
-    assert unused_keys(spec_of(IGNORED_KEYS), live=True) == []
+def test_a_job_with_a_launcher_inside_uses_them() -> None:
+    spec = spec_of(IGNORED_KEYS)
+    assert unused_keys(spec, has_launcher=True) == []
+    assert not [note for note in build(spec, resolve_nodes(spec), run="r").notes if "no effect" in note]

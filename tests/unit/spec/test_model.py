@@ -131,6 +131,7 @@ kubernetes: {image: i, workdir: w, claim: c, namespace: n, gpu: g, resources: {c
   exclusive_topology: t, termination_s: 60, ttl_s: 60, runtime_class: r, env_secrets: [s], active_deadline_s: 1,
   volumes: [{mount: /d, claim: c}], extra: {spec: {suspend: true}}}
 slurm: {partition: p, account: a, time: "1-12:00:00", qos: q, gres: "gpu:8", array: 0-3, requeues: 2, warn_s: 60,
+  launcher: none,
   srun: [--exact], extra: {constraint: h100}, cpus_per_task: 8, mem: 200G, exclusive: true, nodelist: "n[1-2]",
   requeue: false, container: {image: i, runtime: apptainer, mounts: ["/a:/a"], python: p, options: [--nv]}}
 metrics:
