@@ -253,7 +253,7 @@ class Follower:
     @property
     def taken_back(self) -> str:
         """Why Slurm, or the batch file, has taken the job back; empty when neither has."""
-        return "" if self.attempt is None else self.attempt.taken_back
+        return self.mirror.requeue_reason if self.attempt is None else self.attempt.taken_back
 
     @property
     def number(self) -> int:

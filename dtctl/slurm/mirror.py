@@ -148,7 +148,7 @@ class Mirror:
             log=log,
             summary=first.summary or "",
             tail=tail,
-            hang=f"/{names.HANGS_DIR}/" in (first.log or ""),
+            hang=bool(first.hang),
         )
 
     def goodput(self) -> float | None:

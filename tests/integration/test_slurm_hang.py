@@ -113,8 +113,8 @@ def test_the_last_hang_is_the_jobs_failure(shared: Project, cluster: Sandbox) ->
 @pytest.mark.slow
 def test_a_failure_that_comes_back_at_the_same_step_ends_the_job(shared: Project) -> None:
     """As over SSH, tests/integration/test_ledger.py."""
-    write(shared, "pass", restarts=20)
-    shared.write("train.py", fails_after_7(noted_s=2))  # a node tells of its workers once a second
+    write(shared, "pass", restarts=20, hang_s="60")
+    shared.write("train.py", fails_after_7())
     done = shared.run("launch", "--json")
     assert (done.code, done.done["attempts"]) == (8, 2), done.err
     notes = [event["text"] for event in done.events if event["event"] == "note"]

@@ -79,6 +79,7 @@ class Result:
                 signal=failure.signal,
                 log=failure.log,
                 summary=failure.summary,
+                hang=failure.hang or None,
             )
         return RunEnded(
             run=self.run,

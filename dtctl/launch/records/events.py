@@ -391,6 +391,8 @@ class FirstFailure:
     log: str | None = None
     """File on the control machine."""
     summary: str | None = None
+    hang: bool | None = field(default=None, metadata=_OPTIONAL)
+    """Whether it was ended because it made no progress."""
 
 
 def subject_of(node: str | None, rank: int | None, exit_code: int | None) -> str:
