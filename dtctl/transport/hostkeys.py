@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
+from dtctl import shell
 from dtctl.errors import HostKeyError
 
 
@@ -130,6 +131,37 @@ def scan_command(name: str) -> str:
     return f"ssh-keyscan -p {port} {host[1:]}" if port else f"ssh-keyscan {name}"
 
 
+def remove_command(name: str, file: str) -> str:
+    """Return the command that takes the host keys of a name out of a file."""
+    return shell.join(["ssh-keygen", "-R", name, "-f", file])
+
+
+def recorded_fingerprint(file: str, number: int) -> str:
+    """Return the fingerprint of the key in a line of a known_hosts file; empty where there is none."""
+    line = dict(_lines(file)).get(number, "")
+    fields = [field for field in line.split() if not field.startswith("@")]
+    try:
+        return fingerprint(base64.b64decode(fields[2], validate=True))
+    except (IndexError, binascii.Error):
+        return ""
+
+
+def describe_change(presented: str, recorded: str, remedy: str) -> tuple[str, str]:
+    """Return the fact and the hint of a host key that is not the one on record.
+
+    Args:
+        presented: type and fingerprint of the key that the node has shown.
+        recorded: fingerprint on record; empty if it is not known.
+        remedy: what takes the old key out of the record.
+    """
+    record = f"the recorded key is {recorded}" if recorded else "not the key on record"
+    return (
+        f"its host key has changed: it presents {presented}, {record}",
+        "either the node was reinstalled or another machine answers in its place. If its administrator confirms the "
+        f"new fingerprint: {remedy}",
+    )
+
+
 def check(
     name: str, key_type: str, blob: bytes, recorded_keys: Sequence[KnownKey], *, node: str, files: Sequence[str]
 ) -> None:
@@ -162,14 +194,15 @@ def check(
     record_file = next((file for file in files if file not in ("/dev/null", "none")), "~/.ssh/known_hosts")
     if valid:
         recorded = next((key for key in valid if key.key_type == key_type), valid[0])
+        message, hint = describe_change(
+            f"{key_type} {node_fingerprint}", fingerprint(recorded.blob), remove_command(name, record_file)
+        )
         raise HostKeyError(
-            f"{node}: its host key has changed: it presents {key_type} {node_fingerprint}, "
-            f"the recorded key is {fingerprint(recorded.blob)}",
+            f"{node}: {message}",
             node=node,
             fingerprint=node_fingerprint,
             where=recorded.place,
-            hint="either the node was reinstalled or another machine answers in its place. If its administrator "
-            f"confirms the new fingerprint: ssh-keygen -R '{name}' -f {record_file}, then connect once with ssh",
+            hint=f"{hint}, then connect once with ssh",
         )
     raise HostKeyError(
         f"{node}: its host key is unknown: it presents {key_type} {node_fingerprint}",

@@ -11,7 +11,6 @@ an option counts, and ssh hands the file on to the ssh that it starts for a jump
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import math
 import os
@@ -65,6 +64,10 @@ TRIES: Final = 6
 FIRST_WAIT_S: Final = 0.1
 SHELL_LIMIT_S: Final = 120.0
 """Seconds for a login shell to start after the node was reached."""
+COMMAND_LIMIT_S: Final = 300
+"""Seconds that a node's shell waits for the command it shall run."""
+COMMAND_MARGIN_S: Final = 60
+"""Seconds before that from which on a login counts as too old."""
 DEBUG_S: Final = 10.0
 END_S: Final = 2.0
 """For ssh to end after its output has."""
@@ -75,7 +78,10 @@ MAX_SOCKET_LENGTH: Final = 80
 FOLDER_PREFIX: Final = "dtctl-ssh-"
 EARLY_BYTES: Final = 1 << 16
 """Of what a shell's start-up files may print before the command."""
-_AUTHENTICATED: Final = re.compile(r"Authenticated to \S+ \((?:\[(?P<address>[^\]]+)\]:\d+|via proxy)\)")
+LOG_LIMIT: Final = 1 << 16
+"""Characters of a log from which on lines for debugging are dropped."""
+_PASS_LINE: Final = r'''IFS= read -r line && printf "%s\n" "$line"'''
+_AUTHENTICATED: Final = re.compile(r"^Authenticated to \S+ \((?:\[(?P<address>[^\]]+)\]:\d+|via proxy)\)", re.MULTILINE)
 
 
 class Login:
@@ -101,8 +107,9 @@ class Login:
         # Before ssh opens it to write, which would otherwise wait.
         self._log = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._log_path = log
-        waiting = f'echo {self.mark.decode().strip()}; IFS= read -r dtctl && eval "$dtctl"'
-        command = f"exec /bin/sh -c {quote(waiting)}"
+        self._log_lock = threading.Lock()
+        self._begun = time.monotonic()
+        command = f"exec /bin/sh -c {quote(waiting_script(self.mark.decode().strip(), COMMAND_LIMIT_S))}"
         try:
             self.process = start_process([*argv, "-E", str(log), "--", target.address, command], node=target.name)
         except BaseException:
@@ -124,7 +131,7 @@ class Login:
             left_s = deadline - time.monotonic()
             ready = waiting.poll(left_s * 1000) if left_s > 0 else []
             if not ready:
-                self.kill()
+                self.discard()
                 raise ConnectError(
                     f"no answer within {self._limit_s():g} s while logging in",
                     node=self.target.name,
@@ -146,6 +153,11 @@ class Login:
         return self.mark in self.early or self.has_own_connection
 
     @property
+    def has_expired(self) -> bool:
+        """Whether the node's shell may have ended before a command reaches it."""
+        return time.monotonic() - self._begun > COMMAND_LIMIT_S - COMMAND_MARGIN_S
+
+    @property
     def has_own_connection(self) -> bool:
         """Whether ssh has logged in itself, and does not share a connection that the user has opened."""
         return _AUTHENTICATED.search(self.words.log) is not None
@@ -158,15 +170,17 @@ class Login:
 
     def read_log(self) -> bool:
         """Take up what ssh has logged; return False at its end."""
-        try:
-            while data := os.read(self._log, 1 << 12):
-                self.words.log += data.decode(errors="replace")
-        except BlockingIOError:
-            return True
-        except OSError as exc:
-            if exc.errno != errno.EBADF:
-                raise
-        return False
+        with self._log_lock:
+            if self._log < 0:
+                return False
+            try:
+                while data := os.read(self._log, 1 << 12):
+                    self.words.log += data.decode(errors="replace")
+                    if len(self.words.log) > LOG_LIMIT:
+                        self.words.forget_debug()
+            except BlockingIOError:
+                return True
+            return False
 
     def kill(self) -> None:
         """End ssh; the node then sees the end of the connection."""
@@ -174,13 +188,25 @@ class Login:
             self.process.terminate()
         self.close_log()
 
+    def discard(self) -> None:
+        """End ssh and close its pipes, which nothing reads."""
+        self.kill()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
     def close_log(self) -> None:
         """Close the log, and remove its name."""
         with contextlib.suppress(OSError):
             self._log_path.unlink()
-        log, self._log = self._log, -1
-        if log >= 0:
-            os.close(log)
+        with self._log_lock:
+            log, self._log = self._log, -1
+            if log >= 0:
+                os.close(log)
 
     def _limit_s(self) -> float:
         return self.target.connect_timeout_s + SHELL_LIMIT_S
@@ -193,8 +219,23 @@ class Login:
             return True
         if self.process.stderr is not None:
             self.words.stderr = _read_all(self.process.stderr.fileno()).decode(errors="replace")
-        self.close_log()
+        self.discard()
         return False
+
+
+def waiting_script(mark: str, limit_s: int) -> str:
+    """Return a script for a node's shell that prints a line, reads a command in one line, and runs it.
+
+    Without the limit a shell would wait for hours on a node whose link was cut: nothing tells the SSH server.
+
+    Args:
+        mark: the line.
+        limit_s: seconds within which the command has to come. Without effect where there is no `timeout`.
+    """
+    # `read` has no limit in POSIX. A second shell reads, since only a shell's `read` takes no more than the line.
+    read = f"timeout {limit_s} /bin/sh -c {quote(_PASS_LINE)} 2>/dev/null"
+    is_expired = "[ $? -eq 124 ]"
+    return f'echo {mark}; dtctl=$({read}) || {is_expired} || IFS= read -r dtctl || exit; eval "$dtctl"'
 
 
 class OpenSshStream(LocalStream):
@@ -223,7 +264,14 @@ class OpenSshStream(LocalStream):
         if self._early:
             data, self._early = self._early[:size], self._early[size:]
             return data
+        # ssh would wait for room there: it logs each exchange of keys, and a run may take weeks.
+        self._login.read_log()
         return super().read(size)
+
+    def write(self, data: bytes) -> None:
+        """See `dtctl.transport.base.ByteStream`."""
+        self._login.read_log()
+        super().write(data)
 
     def _require_session(self) -> None:
         """Refuse an end without any output where the server takes logins and opens no session (MaxSessions).
@@ -274,6 +322,14 @@ class OpenSshStream(LocalStream):
         super().close()
 
 
+def _usable(login: Login | None) -> Login | None:
+    """The login, unless its node may not wait for a command any more."""
+    if login is not None and login.has_expired:
+        login.discard()
+        return None
+    return login
+
+
 class OpenSshConnection:
     """A node that has accepted a login.
 
@@ -300,7 +356,10 @@ class OpenSshConnection:
         """See `dtctl.transport.base.Connection`."""
         with self._lock:
             login, self._first = self._first, None
+            login = _usable(login)
             if login is None and not self._is_shared_by_user and (self._master is None or self._master.has_ended):
+                # One that has expired serves those who share it already.
+                self._streams += [OpenSshStream(self._master.login)] if self._master else []
                 self._master = self._transport.open_master(self.target)
             master = self._master
         stream = OpenSshStream(login or self._transport.log_in(self.target, master=master))
@@ -340,7 +399,7 @@ class Master:
     @property
     def has_ended(self) -> bool:
         """Whether it can be shared no more."""
-        return self.login.process.poll() is not None
+        return self.login.has_expired or self.login.process.poll() is not None
 
 
 class OpenSshTransport:
@@ -353,12 +412,13 @@ class OpenSshTransport:
             targets: nodes whose logins begin at once; of many, the first ones.
         """
         self._folder = _make_folder()
-        self._cleanup = weakref.finalize(self, _remove_folder, self._folder, os.getpid())
+        self._begun: dict[str, Login] = {}
+        self._cleanup = weakref.finalize(self, _clean_up, self._folder, self._begun, os.getpid())
         self._lock = threading.Lock()
         self._configs: dict[tuple[str | None, str | None], Path] = {}
         self._count = 0
         self._wave = threading.Semaphore(WAVE)
-        self._begun = {target.name: self._begin(target) for target in [*targets][:WAVE]}
+        self._begun |= {target.name: self._begin(target) for target in [*targets][:WAVE]}
 
     def connect(self, target: Target) -> OpenSshConnection:
         """See `dtctl.transport.base.Transport`."""
@@ -375,7 +435,9 @@ class OpenSshTransport:
             socket = self._folder / f"m{self._count}"
         if len(str(socket)) > MAX_SOCKET_LENGTH:
             return None
-        return Master(self.log_in(target, options=("-o", "ControlMaster=yes", "-S", str(socket))), socket)
+        # Its log is not read later.
+        options = ("-o", "LogLevel=VERBOSE", "-o", "ControlMaster=yes", "-S", str(socket))
+        return Master(self.log_in(target, options=options), socket)
 
     def log_in(self, target: Target, *, master: Master | None = None, options: Sequence[str] = ()) -> Login:
         """Log in to a node; again where a server has too many logins under way to take one more (MaxStartups).
@@ -394,7 +456,7 @@ class OpenSshTransport:
             options = ("-S", str(master.socket))
         for attempt in range(TRIES):
             with self._lock:
-                login = None if options else self._begun.pop(target.name, None)
+                login = None if options else _usable(self._begun.pop(target.name, None))
             with self._wave:
                 login = login or self._begin(target, options)
                 if login.wait():
@@ -413,7 +475,7 @@ class OpenSshTransport:
         with self._lock:
             self._count += 1
             log = self._folder / f"log-{self._count}"
-        return Login(target, [*self.argv(target), *options], log)
+        return Login(target, self.argv(target, options), log)
 
     def _jump_hosts(self, target: Target) -> str:
         """The jump hosts of a node, as its configuration names them; empty without."""
@@ -432,9 +494,10 @@ class OpenSshTransport:
             return ""
         return done.stderr.decode(errors="replace")
 
-    def argv(self, target: Target) -> list[str]:
-        """Return the command line of ssh, without the node's address and what it runs."""
-        argv = ["ssh", "-F", str(self._config(target)), "-T", "-x", "-o", "LogLevel=VERBOSE"]
+    def argv(self, target: Target, options: Sequence[str] = ()) -> list[str]:
+        """Return the command line of ssh, without the node's address and what it runs; `options` take precedence."""
+        # The level tells which keys are offered and which host key is shown, without a second login.
+        argv = ["ssh", *options, "-F", str(self._config(target)), "-T", "-x", "-o", "LogLevel=DEBUG1"]
         argv += ["-o", f"ConnectTimeout={math.ceil(target.connect_timeout_s)}"]
         if target.user:
             argv += ["-l", target.user]
@@ -483,9 +546,15 @@ def _lock_folder(folder: Path) -> int:
     return fd
 
 
-def _remove_folder(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # and not a process that it has forked
-        shutil.rmtree(folder, ignore_errors=True)
+def _clean_up(folder: Path, begun: dict[str, Login], pid: int) -> None:
+    """End logins that were begun and not used, and remove the folder of a transport."""
+    if os.getpid() != pid:  # a process that was forked
+        return
+    for login in begun.values():
+        login.kill()
+    for login in begun.values():
+        login.discard()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def config_text(ssh_config: str | None, known_hosts: str | None) -> str:

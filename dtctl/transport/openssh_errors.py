@@ -13,13 +13,22 @@ from dtctl.transport import hostkeys
 from dtctl.transport.base import Target
 
 USER_KNOWN_HOSTS: Final = "~/.ssh/known_hosts"
+_LOGGED_IN: Final = re.compile(r"^Authenticated to .*\n", re.MULTILINE)
+_DEBUG: Final = re.compile(r"debug\d: ")
 # What ssh logs at each login and at each end, whatever happened.
-_USUAL: Final = re.compile(r"Authenticated |Transferred: |Bytes per second: |debug\d: ")
+_USUAL: Final = re.compile(rf"Authenticated |Transferred: |Bytes per second: |{_DEBUG.pattern}")
 _BUSY: Final = re.compile(r"kex_exchange_identification|banner exchange|Connection reset by|Connection closed by")
 _HOST_KEY: Final = re.compile(r"Host key verification failed|HOST IDENTIFICATION HAS CHANGED|REVOKED HOST KEY")
 _REFUSED: Final = re.compile(r"Permission denied|Too many authentication failures|No more authentication methods")
 _FINGERPRINT: Final = re.compile(r"Server host (?:key|certificate): (\S+) (SHA256:\S+)")
 _CHANGED: Final = re.compile(r"Offending \S+ key in (?P<file>.+):(?P<line>\d+)")
+_CHANGED_NAME: Final = re.compile(r"ost key for (\S+) has changed")
+_OFFERED: Final = re.compile(r"Offering (?:\S+ )?public key: (.+?)(?: explicit)?\s*$", re.MULTILINE)
+_ACCEPTED: Final = re.compile(r"Server accepts key: (.+?)(?: explicit)?\s*$", re.MULTILINE)
+# Why a key was not offered, or was of no use.
+_UNUSABLE: Final = re.compile(
+    r"Load key |signing failed|no mutual signature|Identity file .* not accessible|no such identity"
+)
 _SECOND_FACTOR: Final = re.compile(r"partial success")
 _NO_SESSION: Final = re.compile(r"channel \d+: open failed")
 
@@ -35,14 +44,23 @@ class Words:
 
     def lines(self) -> list[str]:
         """Return the lines that say something, those of a jump host first, since it comes first."""
-        texts = [" ".join(line.split()) for text in (self.stderr, self.log) for line in text.splitlines()]
-        return [text for text in texts if text and not text.startswith("@") and not _USUAL.match(text)]
+        return [*_telling(self.stderr), *_telling(self.log)]
 
     def after_login(self) -> str:
         """Return what ssh has said since it logged in, other than at each end; empty if nothing."""
-        _, _, after = self.log.partition("Authenticated ")
-        lines = [" ".join(line.split()) for line in after.splitlines()[1:]]
-        return "; ".join(line for line in lines if line and not _USUAL.match(line))
+        _, *after = _LOGGED_IN.split(self.log, maxsplit=1)
+        return "; ".join(_telling("".join(after)))
+
+    def forget_debug(self) -> None:
+        """Drop what ssh logs for debugging; the last line may not be whole yet."""
+        *lines, last = self.log.splitlines(keepends=True) or [""]
+        self.log = "".join([*(line for line in lines if not _DEBUG.match(line)), last])
+
+
+def _telling(text: str) -> list[str]:
+    """The lines of a log that say something."""
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("@") and not _USUAL.match(line)]
 
 
 def is_busy(words: Words) -> bool:
@@ -62,7 +80,7 @@ def explain_login(words: Words, target: Target, debug: Callable[[], str], jump: 
     Args:
         words: of ssh.
         target: the node.
-        debug: what `ssh -v` says, for the fingerprint of a host key that was refused.
+        debug: what `ssh -v` says, for the fingerprint of a jump host's key that was refused.
         jump: the jump hosts of the node, as its configuration names them; empty without.
     """
     lines = words.lines()
@@ -70,7 +88,7 @@ def explain_login(words: Words, target: Target, debug: Callable[[], str], jump: 
     # The ssh of a jump host speaks first, and what this one says of its end is a consequence.
     hop = jump() if words.stderr.strip() else ""
     if _HOST_KEY.search(text):
-        return _explain_host_key(words, target, debug(), hop)
+        return _explain_host_key(words, target, debug, hop)
     if _REFUSED.search(text):
         return _explain_refusal(words, target, hop)
     return _explain_connection(lines, target, hop)
@@ -93,39 +111,41 @@ def login_command(target: Target, *, batch: bool = True) -> str:
     return shell.join([*argv, "true"])
 
 
-def _explain_host_key(words: Words, target: Target, debug: str, hop: str) -> HostKeyError:
+def _explain_host_key(words: Words, target: Target, debug: Callable[[], str], hop: str) -> HostKeyError:
     at_jump_host = bool(hop) and _HOST_KEY.search(words.stderr) is not None
-    said = words.stderr if at_jump_host else words.log
+    said = "\n".join(_telling(words.stderr if at_jump_host else words.log))
+    debugged = debug() if at_jump_host else words.log
     node = f"{target.name} (jump host {hop})" if at_jump_host else target.name
     # The last one: a jump host's own stands before that of the node, which is not reached if that is refused.
-    keys = _FINGERPRINT.findall(debug)
+    keys = _FINGERPRINT.findall(debugged)
     key_type, fingerprint = keys[-1] if keys else ("a key", "")
-    presents = f"it presents {key_type} {fingerprint}".rstrip()
+    presented = f"{key_type} {fingerprint}".rstrip()
     record_file = target.known_hosts or USER_KNOWN_HOSTS
+    log_in = f"log in once by hand: {login_command(target, batch=False)}"
     if "revoked" in said.lower():
         return HostKeyError(
-            f"{node}: {presents}, which is marked as revoked",
+            f"{node}: it presents {presented}, which is marked as revoked",
             node=target.name,
             fingerprint=fingerprint,
             hint="do not connect; ask whoever revoked it",
         )
     if found := _CHANGED.search(said):
+        file, line = found["file"], int(found["line"])
+        named = _CHANGED_NAME.search(said)
+        remedy = hostkeys.remove_command(named[1], file) if named else f"remove line {line} of {file}"
+        message, hint = hostkeys.describe_change(presented, hostkeys.recorded_fingerprint(file, line), remedy)
         return HostKeyError(
-            f"{node}: its host key has changed: {presents}, not the key on record",
+            f"{node}: {message}",
             node=target.name,
             fingerprint=fingerprint,
-            where=f"{found['file']}:{found['line']}",
-            hint="either the node was reinstalled or another machine answers in its place. If its administrator "
-            f"confirms the new fingerprint: remove line {found['line']} of {found['file']}, then log in once by hand: "
-            f"{login_command(target, batch=False)}",
+            where=f"{file}:{line}",
+            hint=f"{hint}, then {log_in}",
         )
     named = re.search(r"host key is known for (\S+)", said)
-    is_direct = not at_jump_host and "Connecting to " in debug and "proxy" not in debug.lower()
-    accept = f"log in once by hand: {login_command(target, batch=False)}"
-    if named and is_direct:
-        accept = f"{hostkeys.scan_command(named[1])} >> {record_file}"
+    is_direct = not at_jump_host and "Connecting to " in debugged and "proxy" not in debugged.lower()
+    accept = f"{hostkeys.scan_command(named[1])} >> {record_file}" if named and is_direct else log_in
     return HostKeyError(
-        f"{node}: its host key is unknown: {presents}",
+        f"{node}: its host key is unknown: it presents {presented}",
         node=target.name,
         fingerprint=fingerprint,
         where=record_file,
@@ -135,15 +155,22 @@ def _explain_host_key(words: Words, target: Target, debug: str, hop: str) -> Hos
 
 def _explain_refusal(words: Words, target: Target, hop: str) -> AuthError:
     at_jump_host = bool(hop) and _REFUSED.search(words.stderr) is not None
-    said_text = words.stderr if at_jump_host else words.log or words.stderr
-    last = next(" ".join(line.split()) for line in reversed(said_text.splitlines()) if _REFUSED.search(line))
+    said = words.stderr if at_jump_host else words.log or words.stderr
+    last = next(line for line in reversed(_telling(said)) if _REFUSED.search(line))
     name = f"its jump host {hop}" if at_jump_host else "it"
-    if _SECOND_FACTOR.search(said_text):
+    # The ssh of a jump host does not log which keys it offers.
+    tried = "" if at_jump_host else f"; tried: {', '.join(_OFFERED.findall(said)) or 'none'}"
+    unusable = [line for line in words.lines() if _UNUSABLE.search(line)]
+    message = f"{name} accepted no key{tried}: {'; '.join([*unusable, last])}"
+    if _SECOND_FACTOR.search(said):
         hint = (
             "it wants a second factor: set ControlPath for it in ~/.ssh/config, open a connection by hand "
             f"(`{login_command(target, batch=False).replace('ssh', 'ssh -M', 1).removesuffix(' true')}`), and launch "
             "while that is open"
         )
+    elif accepted := _ACCEPTED.findall(said):
+        message = f"it accepts {accepted[-1]}, and ssh cannot sign with that key: {'; '.join([*unusable, last])}"
+        hint = "unlock the key with `ssh-add` before the launch; an agent that has it must sign without a question"
     elif "password" in last or "keyboard-interactive" in last:
         arguments = login_command(target, batch=False).removeprefix("ssh ").removesuffix(" true")
         hint = f"dtctl never asks for passwords: `ssh-copy-id {arguments}` lets your key in there"
@@ -154,7 +181,7 @@ def _explain_refusal(words: Words, target: Target, hop: str) -> AuthError:
             f"try `{login_command(target)}`; `cluster.user` and `cluster.identity_file` name another login, and a key "
             "with a passphrase has to be in the agent (`ssh-add`)"
         )
-    return AuthError(f"{name} accepted no key: {last}", node=target.name, hint=hint)
+    return AuthError(message, node=target.name, hint=hint)
 
 
 def _explain_connection(lines: Sequence[str], target: Target, hop: str) -> ConnectError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dtctl.sandbox.layout import Sandbox
 from tests.facts import missing
 from tests.hosts import Project, spec_text, wait_until, workers
 
+CLIENTS = pytest.mark.parametrize("client", ["openssh", "paramiko"])
 JOB = "job: {script: train.py, kind: direct}\n"
 
 
@@ -56,36 +58,51 @@ def key(tmp_path: Path) -> Path:
     return tmp_path / "id"
 
 
-def test_ssh_works_at_all(project: Project, sandbox: Sandbox) -> None:
-    project.write("dtctl.yaml", ssh_spec(sandbox))
+@CLIENTS
+def test_ssh_works_at_all(project: Project, sandbox: Sandbox, client: str) -> None:
+    project.write("dtctl.yaml", ssh_spec(sandbox, ssh=client))
     project.write("train.py", "print('started')")
     done = project.run("launch")
     assert done.code == 0, done.err
     assert done.out.count("started") == 3
 
 
-def test_an_unknown_host_key(project: Project, sandbox: Sandbox, tmp_path: Path) -> None:
+@CLIENTS
+def test_an_unknown_host_key(project: Project, sandbox: Sandbox, tmp_path: Path, client: str) -> None:
     (tmp_path / "empty").write_text("")
     text = refused(
         project, sandbox, 6, "3 nodes failed", "host key is unknown: it presents ssh-ed25519 SHA256:", "ssh-keyscan",
-        spec=ssh_spec(sandbox, known_hosts=tmp_path / "empty"),
+        spec=ssh_spec(sandbox, known_hosts=tmp_path / "empty", ssh=client),
     )  # fmt: skip
     assert text.count("SHA256:") == 3
 
 
-def test_a_changed_host_key(project: Project, sandbox: Sandbox, tmp_path: Path) -> None:
+@CLIENTS
+def test_a_changed_host_key(project: Project, sandbox: Sandbox, tmp_path: Path, client: str) -> None:
     lines = sandbox.known_hosts.read_text().splitlines()
     keys = [line.split(" ", 1)[1] for line in lines]
     lines[0] = f"{lines[0].split(' ', 1)[0]} {keys[1]}"
     (tmp_path / "changed").write_text("\n".join(lines) + "\n")
     refused(
         project, sandbox, 6, "host key has changed: it presents", "the recorded key is SHA256:",
-        f"{tmp_path / 'changed'}:1", "ssh-keygen -R", spec=ssh_spec(sandbox, known_hosts=tmp_path / "changed"),
+        f"{tmp_path / 'changed'}:1", "ssh-keygen -R",
+        spec=ssh_spec(sandbox, known_hosts=tmp_path / "changed", ssh=client),
     )  # fmt: skip
 
 
-def test_a_wrong_key(project: Project, sandbox: Sandbox, key: Path) -> None:
-    refused(project, sandbox, 6, "accepted no key; tried:", str(key), spec=ssh_spec(sandbox, identity_file=key))
+@CLIENTS
+def test_a_wrong_key(project: Project, sandbox: Sandbox, key: Path, client: str) -> None:
+    spec = ssh_spec(sandbox, identity_file=key, ssh=client)
+    refused(project, sandbox, 6, "accepted no key; tried:", str(key), spec=spec)
+
+
+@CLIENTS
+def test_a_locked_key(project: Project, sandbox: Sandbox, tmp_path: Path, client: str) -> None:
+    locked = tmp_path / "locked"
+    locked.write_bytes(sandbox.identity_file.read_bytes())
+    locked.chmod(0o600)
+    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "secret", "-f", locked], check=True, capture_output=True)
+    refused(project, sandbox, 6, str(locked), "ssh-add", spec=ssh_spec(sandbox, identity_file=locked, ssh=client))
 
 
 def test_a_name_that_does_not_resolve(project: Project, sandbox: Sandbox) -> None:
@@ -93,8 +110,9 @@ def test_a_name_that_does_not_resolve(project: Project, sandbox: Sandbox) -> Non
     refused(project, sandbox, 6, "no-such-host.invalid", "cannot be resolved", spec=ssh_spec(sandbox, nodes=nodes))
 
 
-def test_a_port_where_nobody_listens(project: Project, sandbox: Sandbox) -> None:
-    refused(project, sandbox, 6, "its SSH port refuses connections", spec=ssh_spec(sandbox, port=2))
+@CLIENTS
+def test_a_port_where_nobody_listens(project: Project, sandbox: Sandbox, client: str) -> None:
+    refused(project, sandbox, 6, "its SSH port refuses connections", spec=ssh_spec(sandbox, port=2, ssh=client))
 
 
 def test_a_host_that_does_not_answer(project: Project, sandbox: Sandbox) -> None:

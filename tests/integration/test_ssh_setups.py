@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +19,12 @@ from typing import Final
 
 import pytest
 
-from dtctl.sandbox import control
+from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox, SandboxNode
-from tests.hosts import Project, wait_until
+from dtctl.transport import openssh
+from dtctl.transport.base import Target
+from dtctl.transport.openssh import LOG_LIMIT, OpenSshTransport
+from tests.hosts import Project, wait_until, workers
 
 PORTS = itertools.count(2300)
 SERVER: Final = """\
@@ -571,3 +575,58 @@ def test_paramiko_is_not_imported_where_there_is_an_ssh(rig: Rig, project: Proje
         done = project.finish(project.start(*command))
         assert "paramiko" not in done.out + done.err, command
         assert done.code == 0, done.err
+
+
+def target_of(config: Path) -> Target:
+    return Target(name="gpu1", address="gpu1", ssh_config=str(config))
+
+
+def test_ssh_does_not_wait_for_its_log_to_be_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It logs each exchange of keys; these are many in a connection that lasts for weeks."""
+    monkeypatch.setenv("SSH_AUTH_SOCK", "")
+    key = rig.key("one")
+    config = rig.configure(host(rig.serve(0, key), f"IdentityFile {key}", "RekeyLimit 16K"))
+    connection = OpenSshTransport().connect(target_of(config))
+    stream = connection.open("exec head -c 20000000 /dev/zero")
+    size = 0
+    while data := stream.read(1 << 16):
+        size += len(data)
+    assert size == 20_000_000
+    assert stream.exit_status(60) == 0
+    assert len(connection._streams[0]._login.words.log) < 2 * LOG_LIMIT
+    connection.close()
+
+
+def test_a_login_that_was_not_used_ends_on_a_node_whose_link_was_cut(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSH_AUTH_SOCK", "")
+    monkeypatch.setattr(openssh, "COMMAND_LIMIT_S", 5)
+    node = rig.sandbox.nodes[0]
+    transport = OpenSshTransport([target_of(plain(rig))])
+
+    def waiting() -> list[str]:
+        return [line for line in workers(node).values() if "echo dtctl-" in line]
+
+    wait_until(waiting, what="the shell on the node waits")
+    faults.cut(rig.sandbox, node, None)
+    faults.record(rig.sandbox, ["cut node1"])
+    del transport
+    time.sleep(1)
+    assert waiting(), "nothing tells it that the link was cut"
+    wait_until(lambda: not waiting(), 10, "it ends by itself")
+    assert "timeout" not in " ".join(workers(node).values())
+
+
+def test_a_login_that_is_too_old_is_begun_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSH_AUTH_SOCK", "")
+    monkeypatch.setattr(openssh, "COMMAND_LIMIT_S", 2)
+    monkeypatch.setattr(openssh, "COMMAND_MARGIN_S", 1)
+    target = target_of(plain(rig))
+    transport = OpenSshTransport([target])
+    time.sleep(3)
+    connection = transport.connect(target)
+    for word in ("one", "two", "three"):
+        time.sleep(3)
+        stream = connection.open(f"echo {word}")
+        assert stream.read(100) == f"{word}\n".encode()
+        assert stream.exit_status(60) == 0
+    connection.close()

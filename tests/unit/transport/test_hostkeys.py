@@ -100,7 +100,7 @@ def test_another_key_than_the_one_on_record_has_changed(keys: dict[str, Key], kn
     assert keys["other"].printed in error.message
     assert keys["ed25519"].printed in error.message, "of the same type, if there is one"
     assert error.where == f"{known}:3"
-    assert f"ssh-keygen -R 'gpu1' -f {known}" in str(error.hint)
+    assert f"ssh-keygen -R gpu1 -f {known}" in str(error.hint)
     # A key of a type that is not on record is not taken for a first meeting.
     assert "has changed" in refused(keys["rsa"], "gpu1", known).message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 
 from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError
 from dtctl.transport.base import Target
-from dtctl.transport.openssh import Login, OpenSshTransport, _line_of, config_text
+from dtctl.transport.openssh import Login, OpenSshTransport, _line_of, config_text, waiting_script
 from dtctl.transport.openssh_errors import Words, explain_login, is_busy, login_command
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh")
@@ -31,6 +32,7 @@ Host *
   ControlPersist yes
   SendEnv LANG WANDB_*
 """
+SHELLS = [path for name in ("sh", "dash", "bash", "ksh", "zsh") if (path := shutil.which(name))]
 HELD = {
     "batchmode": "yes", "stricthostkeychecking": "true", "updatehostkeys": "false", "forwardagent": "no",
     "forwardx11": "no", "permitlocalcommand": "no", "requesttty": "false", "controlmaster": "false",
@@ -74,7 +76,7 @@ def test_what_the_spec_says_comes_before_the_configuration(tmp_path: Path) -> No
     found = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
     assert (found["user"], found["port"], found["connecttimeout"]) == ("me", "22022", "3")
     assert found["identitiesonly"] == "yes"
-    assert found["loglevel"] == "VERBOSE"
+    assert found["loglevel"] == "DEBUG"
 
 
 def test_the_folder_of_a_transport_goes_with_it_and_one_that_was_left_goes_with_the_next(
@@ -92,14 +94,63 @@ def test_the_folder_of_a_transport_goes_with_it_and_one_that_was_left_goes_with_
 
 
 @pytest.mark.parametrize(
-    "command", ["echo a", "printf '%s\\n' 'a\\nb'", "echo 'a\nb\n'\necho \"c d\"", "exec printf %s 'x\\\\y'", "echo é"]
+    "command",
+    [
+        "echo a",
+        "printf '%s\\n' 'a\\nb'",
+        "echo 'a\nb\n'\necho \"c d\"",
+        "exec printf %s 'x\\\\y'",
+        "echo é",
+        "echo ā\u0081ł",
+    ],
 )
 def test_a_command_in_one_line_is_the_same_command(command: str) -> None:
     line = _line_of(command)
     assert line.count(b"\n") == 1
     plain = subprocess.run(["sh", "-c", command], capture_output=True, check=True).stdout
-    waiting = 'IFS= read -r dtctl && eval "$dtctl"'
-    assert subprocess.run(["sh", "-c", waiting], input=line, capture_output=True, check=True).stdout == plain
+    for shell in SHELLS:
+        assert run_waiting(shell, line) == (0, b"ready\n" + plain)
+
+
+def run_waiting(shell: str, data: bytes, **environ: str) -> tuple[int, bytes]:
+    """Exit status and output of a shell that is given a command and its input."""
+    done = subprocess.run(
+        [shell, "-c", waiting_script("ready", 10_000)], input=data, stdout=subprocess.PIPE, check=False, timeout=100,
+        env={**os.environ, **environ},
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_command_has_the_input_after_its_line_and_its_own_status(shell: str, tmp_path: Path) -> None:
+    data = bytes(range(256)) * 1000
+    expected = 3, b"ready\n" + data
+    assert run_waiting(shell, b"cat; exit 3\n" + data) == expected
+    (tmp_path / "cat").symlink_to("/bin/cat")
+    assert run_waiting(shell, b"cat; exit 3\n" + data, PATH=str(tmp_path)) == expected, "without `timeout`"
+    (tmp_path / "timeout").write_text("#!/bin/sh\nexec 300 2>/dev/null\n")
+    (tmp_path / "timeout").chmod(0o755)
+    assert run_waiting(shell, b"cat; exit 3\n" + data, PATH=str(tmp_path)) == expected, "with an old one of busybox"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_half_a_command_is_not_run(shell: str) -> None:
+    assert run_waiting(shell, b"echo marker") == (1, b"ready\n")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("given", [b"", b"echo marker"], ids=["nothing", "half a line"])
+def test_a_shell_that_waits_for_its_command_ends_by_itself(shell: str, given: bytes) -> None:
+    """Nothing tells it that a link was cut: its input does not end."""
+    argv = [shell, "-c", waiting_script("ready", 1)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(given)
+        process.stdin.flush()
+        # It ends when all who have inherited it have ended.
+        assert process.stdout.read() == b"ready\n"
+        assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize(
@@ -134,15 +185,77 @@ def test_words_of_ssh(log: str, stderr: str, kind: type[TransportError], fact: s
     assert hint in error.hint
 
 
-def test_a_changed_key_is_shown_with_its_fingerprint_and_the_line_to_remove() -> None:
-    log = (
-        "@@@@@@\r\n@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\r\n@@@@@@\r\n"
-        "Offending ED25519 key in /home/me/.ssh/known_hosts:7\r\nHost key verification failed.\r\n"
-    )
-    debug = "debug1: Connecting to a [10.0.0.1] port 22.\r\ndebug1: Server host key: ssh-ed25519 SHA256:abc\r\n"
-    error = explain_login(Words(log), TARGET, lambda: debug, lambda: "")
+CHANGED = (
+    "@@@@@@\r\n@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\r\n@@@@@@\r\n"
+    "Offending ED25519 key in {known}:2\r\n"
+    "Host key for [a]:2222 has changed and you have requested strict checking.\r\n"
+    "Host key verification failed.\r\n"
+)
+DEBUG = "debug1: Connecting to a [10.0.0.1] port 22.\r\ndebug1: Server host key: ssh-ed25519 SHA256:abc\r\n"
+
+
+def test_a_changed_key_is_shown_with_both_fingerprints_and_how_to_take_the_old_one_out(tmp_path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
+    listed = subprocess.run(["ssh-keygen", "-lf", tmp_path / "key"], capture_output=True, text=True, check=True).stdout
+    known = tmp_path / "known"
+    known.write_text(f"# a comment\n[a]:2222 {(tmp_path / 'key.pub').read_text()}")
+    error = explain_login(Words(DEBUG + CHANGED.format(known=known)), TARGET, lambda: "", lambda: "")
     assert isinstance(error, HostKeyError)
-    assert (error.fingerprint, error.where) == ("SHA256:abc", "/home/me/.ssh/known_hosts:7")
+    assert (error.fingerprint, error.where) == ("SHA256:abc", f"{known}:2")
+    assert f"it presents ssh-ed25519 SHA256:abc, the recorded key is {listed.split()[1]}" in error.message
+    assert f"ssh-keygen -R '[a]:2222' -f {known}" in str(error.hint)
+
+
+def test_a_changed_key_of_a_jump_host_is_the_jump_hosts() -> None:
+    words = Words(log="kex_exchange_identification: closed\r\n", stderr=CHANGED.format(known="/nowhere"))
+    error = explain_login(words, TARGET, lambda: DEBUG, lambda: "login")
+    assert isinstance(error, HostKeyError)
+    assert (error.fingerprint, error.where) == ("SHA256:abc", "/nowhere:2")
+    assert "jump host login" in error.message
+
+
+DENIED = "me@a: Permission denied (publickey).\r\n"
+OFFERS = (
+    "debug1: Offering public key: /k 1 ED25519 SHA256:abc explicit\r\n"
+    "debug1: Offering public key: me@b RSA SHA256:def agent\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "fact", "hint"),
+    [
+        (OFFERS + DENIED, "accepted no key; tried: /k 1 ED25519 SHA256:abc, me@b RSA SHA256:def agent: me@a: Perm",
+         "ssh-add"),
+        ('Load key "/k": bad permissions\r\n' + DENIED, 'tried: none: Load key "/k": bad permissions; me@a: Per',
+         "identity_file"),
+        (OFFERS + "debug1: Server accepts key: /k 1 ED25519 SHA256:abc explicit\r\n" + DENIED,
+         "accepts /k 1 ED25519 SHA256:abc, and ssh cannot sign", "unlock"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_keys_that_were_offered(log: str, fact: str, hint: str) -> None:
+    error = explain_login(Words(log), TARGET, lambda: "", lambda: "")
+    assert isinstance(error, AuthError)
+    assert fact in error.message
+    assert hint in str(error.hint)
+
+
+def test_what_a_server_calls_itself_is_no_login(tmp_path: Path) -> None:
+    log = "debug1: Remote protocol version 2.0, remote software version Authenticated to a ([10.0.0.1]:22)\n"
+    login = Login(TARGET, ["true"], tmp_path / "log")
+    login.words.log = log
+    assert not login.has_own_connection
+    login.words.log += 'Authenticated to a ([10.0.0.1]:22) using "publickey".\n'
+    assert login.has_own_connection
+    login.kill()
+    login.process.communicate()
+
+
+def test_a_log_that_grows_for_weeks_is_drained_and_keeps_what_tells() -> None:
+    words = Words('debug1: a\nAuthenticated to a ([10.0.0.1]:22) using "publickey".\ndebug1: b\nConnection lost\ndebu')
+    words.forget_debug()
+    words.log += "g1: c\n"
+    assert words.after_login() == "Connection lost"
+    assert "debug1: a" not in words.log
 
 
 @pytest.mark.parametrize(
