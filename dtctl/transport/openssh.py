@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dtctl.errors import ConnectError
+from dtctl.errors import ConnectError, LaunchError
 from dtctl.shell import quote
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalStream, start_process
@@ -76,6 +76,9 @@ LOST_STATUS: Final = 255
 MAX_SOCKET_LENGTH: Final = 80
 """Of a path; the system takes 107 bytes, and ssh makes it under a longer name first."""
 FOLDER_PREFIX: Final = "dtctl-ssh-"
+ROOM_HINT: Final = "set TMPDIR to a folder on a local disk that has room"
+NEW_PREFIX: Final = "dtctl-new-ssh-"
+"""Of a folder that is not locked yet."""
 EARLY_BYTES: Final = 1 << 16
 """Of what a shell's start-up files may print before the command."""
 LOG_LIMIT: Final = 1 << 16
@@ -410,15 +413,24 @@ class OpenSshTransport:
 
         Args:
             targets: nodes whose logins begin at once; of many, the first ones.
+
+        Raises:
+            LaunchError: there is no place for ssh's configuration.
         """
-        self._folder = _make_folder()
+        try:
+            self._folder = _make_folder()
+        except OSError as exc:
+            raise LaunchError(f"no folder for ssh's configuration can be made: {exc.strerror}", hint=ROOM_HINT) from exc
         self._begun: dict[str, Login] = {}
         self._cleanup = weakref.finalize(self, _clean_up, self._folder, self._begun, os.getpid())
         self._lock = threading.Lock()
         self._configs: dict[tuple[str | None, str | None], Path] = {}
         self._count = 0
         self._wave = threading.Semaphore(WAVE)
-        self._begun |= {target.name: self._begin(target) for target in [*targets][:WAVE]}
+        for target in [*targets][:WAVE]:
+            # Why one cannot be begun is told when its node is connected.
+            with contextlib.suppress(ConnectError):
+                self._begun[target.name] = self._begin(target)
 
     def connect(self, target: Target) -> OpenSshConnection:
         """See `dtctl.transport.base.Transport`."""
@@ -475,7 +487,12 @@ class OpenSshTransport:
         with self._lock:
             self._count += 1
             log = self._folder / f"log-{self._count}"
-        return Login(target, self.argv(target, options), log)
+        try:
+            return Login(target, self.argv(target, options), log)
+        except OSError as exc:
+            raise ConnectError(
+                f"files for ssh cannot be made in {self._folder}: {exc.strerror}", node=target.name, hint=ROOM_HINT
+            ) from exc
 
     def _jump_hosts(self, target: Target) -> str:
         """The jump hosts of a node, as its configuration names them; empty without."""
@@ -520,8 +537,10 @@ class OpenSshTransport:
 
 def _make_folder() -> Path:
     """Make a private folder, and remove those that killed processes have left."""
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-    _lock_folder(folder)
+    # It has this name only when it is locked: until then, another process would take it for one that was left.
+    unlocked = Path(tempfile.mkdtemp(prefix=NEW_PREFIX))
+    _lock_folder(unlocked)
+    folder = unlocked.rename(unlocked.with_name(unlocked.name.replace(NEW_PREFIX, FOLDER_PREFIX, 1)))
     for other in folder.parent.glob(f"{FOLDER_PREFIX}*"):
         # Whoever uses one holds a lock on it, also in another container that shares the folder around it.
         with contextlib.suppress(OSError):

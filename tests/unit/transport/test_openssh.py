@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError
+from dtctl.errors import AuthError, ConnectError, HostKeyError, LaunchError, TransportError
+from dtctl.transport import openssh
 from dtctl.transport.base import Target
 from dtctl.transport.openssh import Login, OpenSshTransport, _line_of, config_text, waiting_script
 from dtctl.transport.openssh_errors import Words, explain_login, is_busy, login_command
@@ -91,6 +92,36 @@ def test_the_folder_of_a_transport_goes_with_it_and_one_that_was_left_goes_with_
     assert len(list(tmp_path.iterdir())) == 2, "that of a living process stays"
     del first, second
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_being_made_is_not_taken_for_one_that_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    lock, others = openssh._lock_folder, []
+
+    def make_another_first(folder: Path) -> int:
+        monkeypatch.setattr(openssh, "_lock_folder", lock)
+        others.append(OpenSshTransport())
+        return lock(folder)
+
+    monkeypatch.setattr(openssh, "_lock_folder", make_another_first)
+    transport = OpenSshTransport()
+    assert transport._folder.is_dir()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_disk_without_room_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(LaunchError, match="no folder for ssh") as failed:
+        OpenSshTransport()
+    assert "TMPDIR" in str(failed.value.hint)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    transport = OpenSshTransport()
+    shutil.rmtree(transport._folder)
+    with pytest.raises(ConnectError, match="cannot be made") as refused:
+        transport.connect(TARGET)
+    assert "TMPDIR" in str(refused.value.hint)
 
 
 @pytest.mark.parametrize(
