@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,7 +119,9 @@ def ssh_transport(targets: Iterable[Target], client: SshClient = "auto") -> Tran
 
 def choose_client(client: SshClient) -> Literal["openssh", "paramiko"]:
     """Return the program that connects to nodes, given what the spec says."""
-    return "paramiko" if client == "auto" else client
+    if client != "auto":
+        return client
+    return "openssh" if shutil.which("ssh") else "paramiko"
 
 
 def _allow_open_files(nodes: int) -> None:

@@ -164,7 +164,7 @@ class Cluster(Section):
     """OpenSSH configuration file. Default: the user's and the system's. none: no configuration at all."""
     ssh: SshClient = "auto"
     """Program that connects to the nodes: `openssh` is this machine's own `ssh`, which can log in wherever you can;
-    `paramiko` a library that needs no `ssh`. auto: paramiko."""
+    `paramiko` a library that needs no `ssh`. auto: openssh where there is an `ssh`."""
     python: PathText | None = None
     """Python on the nodes, for dtctl and for the job. Default: `python3` and `torchrun` from the node's PATH; with
     transport local and sandbox the Python that runs dtctl."""

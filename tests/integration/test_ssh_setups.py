@@ -491,7 +491,7 @@ REFUSED: Final[dict[Callable[[Rig], Path], str]] = {
     bad_configuration: "nosuchkey",
 }
 SPEC: Final = """\
-cluster: {{ssh: openssh, transport: ssh, nodes: [gpu1], ssh_config: {config}, python: /usr/bin/python3}}
+cluster: {{transport: ssh, nodes: [gpu1], ssh_config: {config}, python: /usr/bin/python3}}
 job: {{name: test, command: "echo hello from the node", kind: command}}
 """
 
@@ -538,7 +538,7 @@ def test_a_key_that_a_user_accepts_is_not_accepted_by_a_launch(rig: Rig, project
     key = rig.key("one")
     server = rig.serve(0, key, is_known=False)
     config = rig.configure(host(server, f"IdentityFile {key}", "StrictHostKeyChecking no"))
-    project.write("dtctl.yaml", SPEC.format(config=config).replace("ssh: openssh", f"ssh: {client}"))
+    project.write("dtctl.yaml", SPEC.format(config=config).replace("cluster: {", f"cluster: {{ssh: {client}, "))
     launched = project.run("launch", "--yes", env=rig.env)
     assert launched.code == 6, launched.out + launched.err
     assert "is unknown" in launched.err

@@ -5,8 +5,31 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from dtctl.launch.cluster import choose_client
+from dtctl.spec.model import SshClient
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_ssh", "chosen"),
+    [
+        ("auto", True, "openssh"),
+        ("auto", False, "paramiko"),
+        ("paramiko", True, "paramiko"),
+        ("openssh", False, "openssh"),
+    ],
+)
+def test_nodes_are_reached_by_ssh_where_there_is_one(
+    asked: SshClient, has_ssh: bool, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_ssh:
+        (tmp_path / "ssh").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert choose_client(asked) == chosen
+
 
 LIMITED = """\
 import resource, sys
