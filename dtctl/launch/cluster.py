@@ -30,6 +30,8 @@ FILES = 256
 """Open files of a launcher, connections apart."""
 FILES_PER_NODE = 5
 """Three pipes of an ssh, its log, and one more while it is being started."""
+TASKS_PER_NODE = 3
+"""An ssh and two threads; or three threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +108,11 @@ def ssh_transport(targets: Iterable[Target], client: SshClient = "auto") -> Tran
         client: as the spec says.
 
     Raises:
-        LaunchError: this process may not open as many files as that takes.
+        LaunchError: this process may not open as many files as that takes, or not start as many processes.
     """
     targets = [*targets]
     _allow_open_files(len(targets))
+    _allow_processes(len(targets))
     if choose_client(client) == "openssh":
         from dtctl.transport.openssh import OpenSshTransport
 
@@ -140,6 +143,24 @@ def _allow_open_files(nodes: int) -> None:
             hint=f"raise the limit for your user (`nofile` in /etc/security/limits.conf, `ulimit -Hn`) to {needed}",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _allow_processes(nodes: int) -> None:
+    """Raise the limit of the user's processes and threads to what the system allows.
+
+    Raises:
+        LaunchError: that is less than connections to so many nodes take.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    needed = TASKS_PER_NODE * nodes
+    is_bound = os.geteuid() != 0 and hard != resource.RLIM_INFINITY
+    if is_bound and hard < needed:
+        raise LaunchError(
+            f"{nodes} nodes take {needed} processes and threads, and this machine allows {hard}",
+            hint=f"raise the limit for your user (`nproc` in /etc/security/limits.conf, `ulimit -Hu`) by {needed}",
+        )
+    # How many others the user has is not known, so as many as may be.
+    resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
 
 
 def _paramiko_transport(targets: Iterable[Target], connect: OpenSocket | None = None) -> Transport:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import threading
 from pathlib import Path
+from typing import Final
 
 from dtctl.errors import ConnectError
 from dtctl.transport.base import Target
+
+PROCESSES_HINT: Final = (
+    "you may not start more processes and threads here: raise `ulimit -u`, or the limit of the container (`pids.max`)"
+)
 
 
 class LocalStream:
@@ -98,7 +104,8 @@ def start_process(argv: list[str], *, node: str, cwd: Path | None = None) -> sub
         # Its own session, as under sshd: Ctrl-C in the terminal is for the launcher, which passes it on.
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, cwd=cwd, start_new_session=True)
     except OSError as exc:
-        raise ConnectError(f"{argv[0]} cannot be started: {exc.strerror}", node=node) from exc
+        hint = PROCESSES_HINT if exc.errno == errno.EAGAIN else None
+        raise ConnectError(f"{argv[0]} cannot be started: {exc.strerror}", node=node, hint=hint) from exc
 
 
 class LocalConnection:

@@ -32,18 +32,31 @@ def test_nodes_are_reached_by_ssh_where_there_is_one(
 
 
 LIMITED = """\
-import resource, sys
+import os, resource, sys
 from dtctl.errors import LaunchError
-from dtctl.launch.cluster import _allow_open_files
-soft, hard, nodes = map(int, sys.argv[1:])
-resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from dtctl.launch.cluster import _allow_open_files, _allow_processes
+limit, allow = (resource.RLIMIT_NOFILE, _allow_open_files) if sys.argv[1] == "files" else (
+    resource.RLIMIT_NPROC, _allow_processes)
+soft, hard, nodes = map(int, sys.argv[2:])
+if os.getuid() == 0:
+    os.setuid(65534)  # root has no limit of processes
+resource.setrlimit(limit, (soft, hard))
 try:
-    _allow_open_files(nodes)
+    allow(nodes)
 except LaunchError as exc:
     print("refused", exc.message)
 else:
-    print("allowed", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    print("allowed", resource.getrlimit(limit)[0])
 """
+
+
+def run_limited(kind: str, soft: int, hard: int, nodes: int) -> str:
+    limit = resource.RLIMIT_NOFILE if kind == "files" else resource.RLIMIT_NPROC
+    allowed = resource.getrlimit(limit)[1]
+    if allowed != resource.RLIM_INFINITY and allowed < hard:
+        pytest.skip("this machine allows fewer")
+    argv = [sys.executable, "-c", LIMITED, kind, str(soft), str(hard), str(nodes)]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +70,15 @@ else:
 def test_the_limit_of_open_files_is_raised_or_told_before_the_start(
     soft: int, hard: int, nodes: int, said: str
 ) -> None:
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
-        pytest.skip("this machine allows fewer")
-    argv = [sys.executable, "-c", LIMITED, str(soft), str(hard), str(nodes)]
-    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip() == said
+    assert run_limited("files", soft, hard, nodes) == said
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "said"),
+    [
+        (100, 4000, "allowed 4000"),
+        (100, 700, "refused 250 nodes take 750 processes and threads, and this machine allows 700"),
+    ],
+)
+def test_the_limit_of_processes_is_raised_or_told_before_the_start(soft: int, hard: int, said: str) -> None:
+    assert run_limited("processes", soft, hard, 250) == said

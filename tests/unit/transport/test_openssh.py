@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -319,3 +320,23 @@ def test_a_program_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConnectError, match="cannot be started"):
         Login(TARGET, [str(tmp_path / "nowhere")], tmp_path / "log")
     assert list(tmp_path.iterdir()) == []
+
+
+WITHOUT_PROCESSES = """\
+import os, resource
+from dtctl.errors import ConnectError
+from dtctl.transport.local import start_process
+if os.getuid() == 0:
+    os.setuid(65534)  # root has no limit of processes
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+try:
+    start_process(["/bin/true"], node="gpu1")
+except ConnectError as exc:
+    print(exc.message, exc.hint)
+"""
+
+
+def test_a_limit_of_processes_is_named() -> None:
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_PROCESSES], capture_output=True, text=True, check=True)
+    assert "cannot be started: Resource temporarily unavailable" in ran.stdout
+    assert "ulimit -u" in ran.stdout
