@@ -77,7 +77,7 @@ def main() -> None:
     environ = {**os.environ}
     for name in OF_TASKS:
         os.environ.pop(name, None)
-    os.umask(0o077)
+    os.environ["DTCTL_UMASK"] = f"{os.umask(0o077):03o}"  # srun would hand on this process's own
     raise SystemExit(run(Path(environ[names.RUN_DIR]), environ))
 
 

@@ -95,6 +95,7 @@ codes = take(int(sizes[16:]))
 check_version()
 if not os.path.isabs(workdir):
     workdir = os.path.join(os.path.expanduser("~"), workdir)
+os.environ.setdefault("DTCTL_UMASK", "%03o" % os.umask(0o077))
 os.umask(0o077)
 import zlib
 try:

@@ -95,9 +95,15 @@ def test_a_large_environment_reaches_the_workers(shared: Project) -> None:
 
 def test_files_of_progress_lie_in_the_folder_of_the_job(shared: Project) -> None:
     """Not in /tmp, where a job that Slurm kills would leave them."""
-    write(shared, nodes=2, script="import os\nprint('FOLDER', os.environ['DTCTL_PROGRESS'], flush=True)\n")
-    done = shared.run("launch", "--json")
+    script = "import os\nprint('UMASK', oct(os.umask(0)))\nprint('FOLDER', os.environ['DTCTL_PROGRESS'], flush=True)\n"
+    write(shared, nodes=2, script=script)
+    before = os.umask(0o002)  # sbatch keeps it for the job
+    try:
+        done = shared.run("launch", "--json")
+    finally:
+        os.umask(before)
     assert done.code == 0, done.err
+    assert done.err.count("UMASK 0o2") == 2, done.err
     job = Path(reference(list_runs(shared.folder)[-1]).folder)
     found = {Path(line.split()[-1]) for line in done.err.splitlines() if "FOLDER" in line}
     assert len(found) == 2, "one for each node"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -194,3 +195,18 @@ def test_a_folder_that_is_not_pushed_is_as_safe_as_one_that_is(project: Project,
     missing = project.run("launch", "--set", "job.files={push: false, root: /nowhere}", "--json")
     assert missing.code == 6, missing.err
     assert "/nowhere" in missing.err
+
+
+@pytest.mark.parametrize("preload", ["[]", "[json]"], ids=["fresh", "forked"])
+def test_what_programs_write_has_the_modes_of_the_login(project: Project, preload: str) -> None:
+    """What dtctl writes is for its user alone; a checkpoint for the group is not dtctl's to hide."""
+    workdir = write(project, "import os\nprint('UMASK', oct(os.umask(0)))\n")
+    spec = project.folder / "dtctl.yaml"
+    spec.write_text(spec.read_text().replace("preload: []", f"preload: {preload}").replace("slots: 1", "slots: 2"))
+    before = os.umask(0o002)
+    try:
+        done = project.run("launch")
+    finally:
+        os.umask(before)
+    assert done.out.count("UMASK 0o2") == 2, done.out + done.err
+    assert workdir.stat().st_mode & 0o777 == 0o700

@@ -4,6 +4,7 @@
 # DTCTL_RUN_DIR, DTCTL_METRICS, DTCTL_SNAPSHOT_DIR, DTCTL_PROGRESS, PET_LOG_DIR; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (the interface
 # towards the head node).
 set -e -o pipefail
+umask "${DTCTL_UMASK:-$(umask)}"  # of the login; what dtctl writes is for its user alone
 
 # dtctl: lines reach the log when they are printed
 export PYTHONUNBUFFERED=1
