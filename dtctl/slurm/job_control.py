@@ -68,6 +68,8 @@ HEEDLESS: Final = "trap '' USR1"
 """The warning of the time limit reaches all processes: workers that listen are to react, and nobody to die of it."""
 SAYS: Final = "dtctl: launcher: "
 """Before its lines in the job's log, which are for people."""
+CANNOT_WRITE: Final = 73
+"""Exit code, EX_CANTCREAT of sysexits.h."""
 REQUEUED: Final = "Slurm requeued it"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -88,14 +90,18 @@ def run(folder: Path, environ: Mapping[str, str]) -> int:
         folder: of the run, which all nodes see.
         environ: with Slurm's variables, and those of the batch file.
     """
+    life = JobLife(environ["SLURM_JOB_ID"], restarts=int(environ.get("SLURM_RESTART_COUNT") or 0))
     record = RunRecord(folder / CONTROL_FOLDER)
-    (record.folder / names.LOGS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
-    record.reserve()
+    try:
+        (record.folder / names.LOGS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
+        record.reserve()
+    except (OSError, DtctlError) as exc:
+        tell(f"error: the run's folder {folder} cannot be written on {socket.gethostname()}: {exc}")
+        return life.end(CANNOT_WRITE, lost=False, is_ended=True)
     emit = _Emitter(record)
     signals: list[int] = []
     for number in SIGNALS:
         signal.signal(number, lambda number, _frame: signals.append(number))
-    life = JobLife(environ["SLURM_JOB_ID"], restarts=int(environ.get("SLURM_RESTART_COUNT") or 0))
     lost = False
     try:
         file = read_job_file(folder)
