@@ -17,6 +17,9 @@ from dtctl.cli.common.unfollowed import tell_unmeasured
 if TYPE_CHECKING:
     from dtctl.spec.model import Spec
 
+BATCH_FILE = "job.sbatch"
+"""Name of the file in examples."""
+
 
 def sbatch(
     spec: Annotated[Path, typer.Argument(help="The spec; - is standard input.")] = Path(names.SPEC_FILE),
@@ -35,7 +38,7 @@ def sbatch(
 ) -> None:
     """Write the job as an sbatch file, or submit it.
 
-    The file needs no dtctl where it runs, and a folder that all nodes see.
+    It needs no dtctl where it runs, and a folder that all nodes see.
     """
     from dtctl.launch.records.record import new_run_id
     from dtctl.spec.load import load_spec
@@ -48,14 +51,19 @@ def sbatch(
         agreed(checked, yes=yes)
         _submit(checked, run, out=out, as_json=json_)
         return
-    text = _text(checked, run)
+    beside = (out or Path(BATCH_FILE)).with_suffix(".launcher.zip").absolute()
+    text, launcher = _file(checked, run, launcher=beside)
     if out is None:
         output.raw(text)
+        if launcher:
+            output.err(f"it starts {beside.name}, which `dtctl sbatch --out FILE` writes beside FILE")
         return
     from dtctl.slurm.submit import write
 
-    write(out, text)
-    output.err(f"wrote {out}; submit it with: sbatch --parsable {out}")
+    if launcher:
+        write(beside, launcher)
+    write(out, text.encode())
+    output.err(f"wrote {out}{f' and {beside.name}' if launcher else ''}; submit it with: sbatch --parsable {out}")
 
 
 def _for_slurm(spec: Spec) -> Spec:
@@ -67,15 +75,26 @@ def _for_slurm(spec: Spec) -> Spec:
     return spec.model_copy(update={"cluster": cluster.model_copy(update={"transport": "slurm", "nodes": nodes})})
 
 
-def _text(spec: Spec, run: str) -> str:
+def _file(spec: Spec, run: str, *, launcher: Path) -> tuple[str, bytes]:
+    """The batch file, and the launcher that it starts, if one is inside the job."""
     from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.slurm import batch
+    from dtctl.slurm.launcher_files import digest_of, make_launcher
 
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
     base = spec.base_dir.resolve()
-    job = "%A_%a" if spec.slurm is not None and spec.slurm.array is not None else "%j"
-    output_file = Path(batch.literal(base)) / f"{run}-{job}.log"
-    return batch.text(spec, plan, chdir=base, output=output_file, folder=base / names.STATE_DIR / "slurm" / run)
+    is_array = spec.slurm is not None and spec.slurm.array is not None
+    content = b""
+    if not spec.is_plain:
+        snapshots = "" if is_array else str(base / "snapshots")
+        content = make_launcher(spec, run, code=str(base), snapshots=snapshots, is_followed=False)
+    output_file = Path(batch.literal(base)) / f"{run}-{'%A_%a' if is_array else '%j'}.log"
+    folder = base / names.STATE_DIR / "slurm" / run
+    text = batch.text(
+        spec, plan, chdir=base, output=output_file, folder=folder, launcher=launcher,
+        launcher_digest=digest_of(content),
+    )  # fmt: skip
+    return text, content
 
 
 def _submit(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:

@@ -109,7 +109,7 @@ def make_template(
 
         sizes = {placement.slots for placement in placements}
         training = check_training(spec, workers=total, per_node=sizes.pop() if len(sizes) == 1 else 0, nodes=len(nodes))
-    costs = _recovery(spec, kind, nodes, workers=total)
+    costs = _recovery(spec, kind, workers=total)
     template = PlanTemplate(
         run=run,
         job=spec.job.name,
@@ -138,14 +138,13 @@ def make_template(
     return template, meeting
 
 
-def _recovery(spec: Spec, kind: Kind, nodes: Sequence[NodeSpec], *, workers: int) -> Recovery | None:
+def _recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery | None:
     """What a lost worker will cost; None for what is no training."""
     if spec.train is None and spec.job.recovery != "live":
         return None
     from dtctl.plan.recovery import recovery
 
-    kinds = len({(node.slots, node.gres) for node in nodes})
-    return recovery(spec, kind, workers=workers, kinds_of_nodes=kinds)
+    return recovery(spec, kind, workers=workers)
 
 
 def digest(spec: Spec) -> str:
@@ -280,9 +279,9 @@ def _check_transport(spec: Spec, nodes: Sequence[NodeSpec]) -> None:
         )
     if spec.is_plain and len({(node.slots, node.gres) for node in nodes}) > 1:
         raise PlanError(
-            "plain mode (slurm.launcher: none) starts the same number of workers on every node",
+            f"{spec.plain_reason}, and srun then starts the same number of workers on every node",
             where=spec.written_at("cluster.nodes"),
-            hint="give all nodes the same slots and gres, or use `slurm.launcher: auto`",
+            hint="give all nodes the same slots and gres",
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dtctl.errors import PlanError
 from dtctl.plan.model import Kind
-from dtctl.spec.model import Slurm, Spec
+from dtctl.spec.model import Spec
 from dtctl.train.mesh import resolve
 
 
@@ -21,13 +21,13 @@ class Recovery:
     """That, for people; empty for what is no training with dtctl.runtime."""
 
 
-def recovery(spec: Spec, kind: Kind, *, workers: int, kinds_of_nodes: int = 1) -> Recovery:
+def recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery:
     """What `job.recovery` comes to. The workers look further: what their program keeps decides, too.
 
     Raises:
         PlanError: the spec wants lost workers to be replaced, and this kind of run cannot do it.
     """
-    why, hint = _obstacle(spec, kind, workers=workers, kinds_of_nodes=kinds_of_nodes)
+    why, hint = _obstacle(spec, kind, workers=workers)
     wanted = spec.job.recovery
     if wanted == "restart" or (wanted == "auto" and (why or not spec.job.max_restarts)):
         trains = spec.train is not None and workers > 1 and kind in ("direct", "torchrun")
@@ -56,11 +56,12 @@ def _restart_note(spec: Spec, obstacle: str, workers: int) -> str:
     )
 
 
-def _obstacle(spec: Spec, kind: Kind, *, workers: int, kinds_of_nodes: int) -> tuple[str, str]:
+def _obstacle(spec: Spec, kind: Kind, *, workers: int) -> tuple[str, str]:
     """Why not, and what to do about it; empty if it can be done."""
     train = spec.settings
-    if spec.cluster.transport == "slurm" and (found := obstacle_of_launcher(spec, kinds_of_nodes)):
-        return found
+    if spec.is_plain:
+        why = f"nothing in the job watches the workers: {spec.plain_reason}"
+        return why, "leave it out, or use `recovery: restart`"
     if kind != "direct":
         return f"kind {kind} starts all workers of a node together", "use `job.kind: direct`, or `recovery: restart`"
     if spec.train is None:
@@ -87,22 +88,6 @@ def _obstacle(spec: Spec, kind: Kind, *, workers: int, kinds_of_nodes: int) -> t
     if train.get("snapshot", {}).get("replicas"):
         return "all workers write the snapshots together (train.snapshot.replicas)", "use `recovery: restart`"
     return "", ""
-
-
-def obstacle_of_launcher(spec: Spec, kinds_of_nodes: int) -> tuple[str, str] | None:
-    """Why dtctl's launcher does not run inside a job of Slurm, whose tasks are then workers; and what to do."""
-    slurm, instead = spec.slurm or Slurm(), "leave it out, or use `recovery: restart`"
-    if spec.is_plain:
-        return "nothing in the job watches the workers (slurm.launcher: none)", "use `slurm.launcher: auto`"
-    if slurm.container is not None:
-        return "Slurm starts the workers in their container (slurm.container)", instead
-    if slurm.array is not None:
-        return "each task of an array starts its own workers (slurm.array)", instead
-    if slurm.srun:
-        return "srun is told how to start workers (slurm.srun)", instead
-    if kinds_of_nodes > 1:
-        return "nodes of several kinds are several jobs of Slurm", "give all nodes the same slots and gres"
-    return None
 
 
 def _held_once(strategy: str | Mapping[str, int], workers: int) -> str:

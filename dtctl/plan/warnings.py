@@ -19,37 +19,31 @@ UNUSED: Final[Mapping[str, tuple[str, ...]]] = {
     "slurm": (),
 }
 """Transport -> keys that no job uses there."""
-UNUSED_IN_BATCH: Final = (
-    *_LOST_NODES, "cluster.link_timeout_s", "job.grace_s", "job.heal_s", "job.log_mib", "job.preload", "job.time_s",
+UNUSED_IN_PLAIN_MODE: Final = (
+    *_LOST_NODES, "cluster.link_timeout_s", "job.grace_s", "job.hang_s", "job.hang_start_s", "job.heal_s",
+    "job.log_mib", "job.max_restarts", "job.preload", "job.recovery", "job.time_s",
 )  # fmt: skip
 """Keys that a job of Slurm without dtctl's launcher inside does not use: no supervisor of dtctl is on its nodes."""
-UNUSED_IN_PLAIN_MODE: Final = (
-    *UNUSED_IN_BATCH, "job.hang_s", "job.hang_start_s", "job.max_restarts", "job.recovery",
-)  # fmt: skip
-"""Keys that a job of Slurm with `slurm.launcher: none` does not use."""
 
 
-def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool, is_followed: bool = True) -> list[str]:
+def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) -> list[str]:
     """Return the warnings about a spec, one sentence each.
 
     Args:
         spec: the checked spec.
         nodes: its nodes.
         per_worker: whether each worker is started by itself, and not all of a node by one program.
-        is_followed: whether `dtctl launch` carries it out, and not a file of `dtctl sbatch`.
     """
     warnings = []
     transport = spec.cluster.transport
     if spec.is_plain:
         warnings.append(
-            "slurm.launcher is none: nothing in the job detects a hang, restarts failed workers or replaces lost ones"
+            f"{spec.plain_reason}: nothing in the job detects a hang, restarts failed workers or replaces lost ones"
         )
-    why = _lack_of_launcher(spec, nodes, is_followed=is_followed) if transport == "slurm" else ""
-    if keys := unused_keys(spec, has_launcher=not why):
+    if keys := unused_keys(spec):
         verb = "has" if len(keys) == 1 else "have"
-        where = "slurm.launcher: none" if spec.is_plain else f"transport {transport}"
-        since = f", since {why}" if why and not spec.is_plain else ""
-        warnings.append(f"{', '.join(keys)} {verb} no effect with {where}{since}")
+        where = "without dtctl's launcher in the job" if spec.is_plain else f"with transport {transport}"
+        warnings.append(f"{', '.join(keys)} {verb} no effect {where}")
     if transport == "slurm" and _names_nodes(spec):
         warnings.append(
             "Slurm chooses the nodes; those of cluster.nodes are only counted, slurm.nodelist asks for some by name"
@@ -59,29 +53,11 @@ def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool, is
     return warnings
 
 
-def _lack_of_launcher(spec: Spec, nodes: Sequence[NodeSpec], *, is_followed: bool) -> str:
-    """Why dtctl's launcher is not inside the job of Slurm; empty if it is."""
-    from dtctl.plan.recovery import obstacle_of_launcher  # the other transports need none of it
-
-    obstacle = obstacle_of_launcher(spec, len({(node.slots, node.gres) for node in nodes}))
-    if obstacle is not None:
-        return obstacle[0]
-    return "" if is_followed else "a file of `dtctl sbatch` has no launcher"
-
-
-def unused_keys(spec: Spec, *, has_launcher: bool) -> list[str]:
-    """Return the keys that a spec sets and its launch does not use, sorted.
-
-    Args:
-        spec: the checked spec.
-        has_launcher: whether dtctl's launcher is inside the job, if that is one of Slurm.
-    """
+def unused_keys(spec: Spec) -> list[str]:
+    """Return the keys that a spec sets and its launch does not use, sorted."""
     unused = {*UNUSED[spec.cluster.transport]}
     if spec.cluster.transport == "slurm":
-        if spec.is_plain:
-            unused |= {*UNUSED_IN_PLAIN_MODE}
-        elif not has_launcher:
-            unused |= {*UNUSED_IN_BATCH}
+        unused |= {*UNUSED_IN_PLAIN_MODE} if spec.is_plain else set()
         unused |= set() if spec.cluster.login else {*_LOGIN, "cluster.ssh"}
     return sorted(key for key in unused if _is_set(spec, key))
 

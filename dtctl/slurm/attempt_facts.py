@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtctl.launch.control.culprit import Output, first_failure
 from dtctl.launch.control.failure import AGENT, Failure
 from dtctl.launch.control.progress import Standing
-from dtctl.slurm import batchlog, job_record, placement
+from dtctl.slurm import batchlog, job_record
 from dtctl.slurm.batchlog import Ended, Start
 
 
@@ -22,8 +21,6 @@ class AttemptFacts:
     """In seconds since the epoch."""
     workers_apart: bool
     """Whether each worker is a task of its own (kind direct)."""
-    first_ranks: Mapping[str, int] = field(default_factory=dict)
-    """Node -> rank of the first task of its component."""
     failures: list[Failure] = field(default_factory=list)
     hangs: bool = False
     """Whether it was ended because it made no progress; what ends from then on was ended."""
@@ -75,9 +72,7 @@ class AttemptFacts:
         return first_failure(self.failures, left_early, output)
 
     def _rank_of(self, event: Ended) -> int | None:
-        if not self.workers_apart or event.task is None:
-            return None
-        return self.first_ranks.get(event.node, 0) + event.task
+        return event.task if self.workers_apart else None
 
     def rank_of(self, event: Ended) -> int:
         """The rank that has ended; that of torchrun's agent where srun knows only those."""
@@ -85,7 +80,6 @@ class AttemptFacts:
         return AGENT if rank is None else rank
 
 
-def begin(event: Start, *, workers_apart: bool, components: Sequence[placement.Component]) -> AttemptFacts:
+def begin(event: Start, *, workers_apart: bool) -> AttemptFacts:
     """An attempt that begins with this event."""
-    ranks = placement.first_ranks(event.nodes, components)
-    return AttemptFacts(number=event.attempt, begun=event.time, workers_apart=workers_apart, first_ranks=ranks)
+    return AttemptFacts(number=event.attempt, begun=event.time, workers_apart=workers_apart)

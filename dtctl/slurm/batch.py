@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -21,25 +19,19 @@ from dtctl.errors import PlanError
 from dtctl.plan import environment
 from dtctl.plan.commands import with_options
 from dtctl.plan.model import Plan
-from dtctl.plan.recovery import obstacle_of_launcher
 from dtctl.plan.warnings import list_warnings
 from dtctl.render import render, template_folders
-from dtctl.render.standalone import standalone
-from dtctl.slurm import placement
 from dtctl.slurm.job_file import LAUNCHER_FILE
 from dtctl.spec.model import Slurm, Spec
 from dtctl.spec.nodes import resolve_nodes, resolve_spares
 from dtctl.supervisor import processes, work
 
 TEMPLATE: Final = "job.sbatch.j2"
-LAUNCHER_TEMPLATE: Final = "launcher.sbatch.j2"
 """Of a job that dtctl's launcher is inside of."""
 PLAIN_TEMPLATE: Final = "job_plain.sbatch.j2"
-"""Template of plain mode (`slurm.launcher: none`): srun starts the workers once; nothing of dtctl runs in the job."""
+"""Of plain mode: srun starts the workers once; nothing of dtctl runs in the job."""
 MOST_PLAIN_BYTES: Final = 120_000
 """Size of the largest file in plain mode: its tasks' script is one argument of srun, of which Linux allows 128 KiB."""
-_RUN: Final = "import sys; sys.path.append(sys.path.pop(0)); from dtctl.slurm.{} import main; main()"
-"""Python code: modules of the job's own code, which is the working folder, come last."""
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
 LATE_OPTIONS: Final = {
     "--node-rank": shell.Late("--node-rank=$SLURM_NODEID"),
@@ -58,6 +50,7 @@ def text(
     output: Path,
     folder: Path,
     followed: bool = False,
+    launcher: Path = Path(LAUNCHER_FILE),
     launcher_digest: str = "",
 ) -> str:
     """The file.
@@ -69,55 +62,43 @@ def text(
         output: file for the output of the job; `%j` in it is the job's id.
         folder: folder of the run, which all nodes see: for what the job finds out of itself.
         followed: whether somebody follows the run, so that each worker's output has a file of its own, and metrics and
-            snapshots are in `folder`. If not, what workers print goes to `output`, and the rest where they put it.
-        launcher_digest: SHA-256 of the launcher that lies in the folder, if lost workers are to be replaced.
+            snapshots are in `folder`. If not, what workers print goes to `output`, and snapshots where they put them.
+        launcher: the zip with dtctl's launcher, if it is inside the job.
+        launcher_digest: SHA-256 of it.
 
     Raises:
         PlanError: a key of the spec cannot be said to Slurm.
         RenderError: the template is missing or wrong.
     """
     slurm = spec.slurm or Slurm()
-    node, direct = plan.head, plan.per_worker
+    node, plain = plan.head, spec.is_plain
     _check(spec, plan)
-    package_folder = Path(__file__).parent
     fixed_port = spec.network.rendezvous_port
-    has_launcher_inside = followed and has_launcher(spec, plan)
-    spares = len(resolve_spares(spec)) if has_launcher_inside else 0
-    component_list = components(
-        slurm, plan, chdir=chdir, output=output, outlives_nodes=has_launcher_inside, spares=spares
-    )
-    several = len(component_list) > 1
     own_folder = slurm.array is not None and chdir == folder / work.FOLDER
     options, wrapper = _container(slurm, chdir=chdir, folder=folder, own_folder=own_folder)
-    # Of several kinds of nodes, each task is told its own number.
-    slots = shell.Late("$slots") if several else str(node.slots)
+    spares = 0 if plain else len(resolve_spares(spec))
     values = {
         "version": dtctl.__version__,
         "names": names,
         "plan": plan,
         "node": node,
-        "notes": [*job_warnings(spec, plan, followed=followed), *_about_recovery(plan, followed=followed)],
+        "notes": job_warnings(spec, plan),
         "secret_words": {name: "${" + name + "+set}" for name in plan.secrets},
         "groups": [group for group in node.env_by_origin if group.origin != environment.PLACE],
-        "components": component_list,
-        "each": " or ".join(dict.fromkeys(str(part.slots) for part in component_list)),
-        "slots": slots,
-        "place": _place(plan, slots, plain=spec.is_plain),
-        "unit": "worker" if direct else "node",
+        "directives": directives(slurm, plan, chdir=chdir, output=output, outlives_nodes=not plain, spares=spares),
+        "tasks": _tasks(plan),
+        "each": " or ".join(dict.fromkeys(str(each.slots) for each in plan.nodes)),
+        "place": _place(plan, str(node.slots)),
+        "unit": "worker" if plan.per_worker else "node",
         "array": slurm.array is not None,
         "srun": [*_srun_options(slurm), *options, *slurm.srun],
         "container": wrapper,
-        "python": spec.cluster.python or "python3" if slurm.container else node.python or "python3",
-        "task_python": node.python or "python3",
+        "python": node.python or "python3",
         "port": fixed_port if isinstance(fixed_port, int) else 0,
-        "meeting": standalone(package_folder / "pick_endpoint.py"),
         "threads": _threads(slurm, plan),
-        "count_threads": standalone(package_folder / "count_threads.py"),
         "count": len(plan.nodes),
         "may_lack_gpus": _may_lack_gpus(slurm, plan),
-        "count_gpus": standalone(package_folder / "count_gpus.py") if _may_lack_gpus(slurm, plan) else "",
         "on_cpus": f"{environment.ON_CPUS.name}=${{{environment.ON_CPUS.name}-{environment.ON_CPUS.value}}}",
-        "route": standalone(package_folder / "find_interface.py"),
         "argv": with_options(node.argv, LATE_OPTIONS) if plan.kind == "torchrun" else node.argv,
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
         "folder": str(folder),
@@ -128,23 +109,15 @@ def text(
         "followed": followed,
         # Tasks of an array would go on from each other's snapshots.
         "own_files": followed or slurm.array is not None,
-        "log": shell.Late("rank-$SLURM_PROCID.log") if direct else "agent.log",
-        "monitor": _RUN.format("monitor"),
-        "next_start": _RUN.format("next_start"),
-        "trains": spec.train is not None,
+        "log": shell.Late("rank-$SLURM_PROCID.log") if plan.per_worker else "agent.log",
         "run_token": processes.TOKEN,
-        "hang_s": str(spec.job.hang_s),
-        "hang_start_s": str(spec.job.hang_start_s),
-        "placement": placement.to_text(_placement(plan)),
-        "restarts": plan.max_restarts,
-        "launcher": str(folder / LAUNCHER_FILE),
+        "launcher": str(launcher),
         "launcher_digest": launcher_digest,
         "requeues": slurm.requeues if slurm.requeue else 0,
         "requeue_exit": names.REQUEUE_EXIT,
     }
-    template = PLAIN_TEMPLATE if spec.is_plain else LAUNCHER_TEMPLATE if has_launcher_inside else TEMPLATE
-    made = render(template, values, folders=template_folders(spec.base_dir))
-    if spec.is_plain and len(made.encode()) > MOST_PLAIN_BYTES:
+    made = render(PLAIN_TEMPLATE if plain else TEMPLATE, values, folders=template_folders(spec.base_dir))
+    if plain and len(made.encode()) > MOST_PLAIN_BYTES:
         raise PlanError(
             f"the script of the workers has more than {MOST_PLAIN_BYTES:,} bytes, too many for one argument of srun",
             where=spec.written_at("slurm.launcher"),
@@ -153,13 +126,7 @@ def text(
     return made
 
 
-def has_launcher(spec: Spec, plan: Plan) -> bool:
-    """Return whether dtctl's launcher runs inside the job, if the run is followed."""
-    kinds = len({(node.slots, node.gres) for node in plan.nodes})
-    return plan.transport == "slurm" and obstacle_of_launcher(spec, kinds) is None
-
-
-def _place(plan: Plan, slots: str, *, plain: bool) -> dict[str, str]:
+def _place(plan: Plan, slots: str) -> dict[str, str]:
     """The place of a task in the job, which it works out where it runs."""
     rank, run_id, attempt = shell.Late("$SLURM_PROCID"), names.RUN_ID, names.ATTEMPT
     place = environment.node_variables(
@@ -174,41 +141,18 @@ def _place(plan: Plan, slots: str, *, plain: bool) -> dict[str, str]:
     )
     if plan.per_worker:
         place |= environment.worker_variables(plan.kind, rank=rank, local_rank=shell.Late("$SLURM_LOCALID"))
-    if plan.per_worker and not plain:
-        place[names.ERROR_FILE] = shell.Late(f"${names.PROGRESS}/error-{rank}.json")
     return place
 
 
-def job_warnings(spec: Spec, plan: Plan, *, followed: bool) -> list[str]:
-    """Return what whoever launches (`followed`) or submits this job should know about it."""
-    return list_warnings(spec, resolve_nodes(spec), per_worker=plan.per_worker, is_followed=followed)
+def job_warnings(spec: Spec, plan: Plan) -> list[str]:
+    """Return what whoever launches or submits this job should know about it."""
+    return list_warnings(spec, resolve_nodes(spec), per_worker=plan.per_worker)
 
 
-def _about_recovery(plan: Plan, *, followed: bool) -> list[str]:
-    """What differs from the note of the plan where nobody launches the file."""
-    if followed or not plan.live:
-        return []
-    return [
-        "a lost worker costs a restart of all in this file; with `dtctl launch` it is replaced while the others stay"
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchComponent:
-    """Nodes of one kind: what Slurm calls a component of a heterogeneous job, or all of the job."""
-
-    nodes: int
-    slots: int
-    tasks: int
-    """Per node."""
-    directives: tuple[str, ...]
-    """What follows `#SBATCH `, an option each."""
-
-
-def components(
+def directives(
     slurm: Slurm, plan: Plan, *, chdir: Path, output: Path, outlives_nodes: bool = False, spares: int = 0
-) -> list[BatchComponent]:
-    """The nodes in runs of equal numbers of workers and equal resources, in the order of their ranks.
+) -> list[str]:
+    """What follows `#SBATCH `, an option each.
 
     Args:
         slurm: what the spec says to Slurm.
@@ -221,21 +165,18 @@ def components(
     Raises:
         PlanError: a value cannot be said in a batch file.
     """
-    result: list[BatchComponent] = []
-    for (slots, gres), alike in groupby(plan.nodes, key=lambda node: (node.slots, node.gres)):
-        tasks, nodes = slots if plan.per_worker else 1, len(list(alike))
-        options = _node_options(slurm, nodes=nodes + spares, tasks=tasks, gres=gres)
-        if not result:  # what is said of the job as a whole stands before its first nodes
-            options = {"job-name": plan.job, **options, **_job_options(slurm, chdir=chdir, output=output)}
-            options |= {"no-kill": True} if outlives_nodes else {}
-        result.append(
-            BatchComponent(nodes=nodes, slots=slots, tasks=tasks, directives=tuple(_lines({**options, **slurm.extra})))
-        )
-    return result
+    options = {
+        "job-name": plan.job,
+        **_node_options(slurm, nodes=len(plan.nodes) + spares, tasks=_tasks(plan), gres=plan.head.gres),
+        **_job_options(slurm, chdir=chdir, output=output),
+        "no-kill": outlives_nodes,
+    }
+    return _lines({**options, **slurm.extra})
 
 
-def _placement(plan: Plan) -> list[placement.Component]:
-    return placement.components((node.slots, node.gres) for node in plan.nodes)
+def _tasks(plan: Plan) -> int:
+    """Tasks of each node, by which Slurm counts its processors; of unequal nodes all get what the largest needs."""
+    return max(node.slots for node in plan.nodes) if plan.per_worker else 1
 
 
 def _node_options(slurm: Slurm, *, nodes: int, tasks: int, gres: str | None) -> dict[str, object]:
@@ -332,19 +273,11 @@ def literal(path: Path) -> str:
 
 
 def _check(spec: Spec, plan: Plan) -> None:
-    slots = {node.slots for node in plan.nodes}
-    parts = _placement(plan)
-    if len(slots) > 1 and not plan.per_worker:
+    if len({node.gres for node in plan.nodes}) > 1:
         raise PlanError(
-            f"nodes with {' and '.join(map(str, sorted(slots)))} workers are more than one kind of node",
+            "nodes that ask for different resources would be several jobs of Slurm",
             where="cluster.nodes",
-            hint="with `kind: direct` they are the components of a heterogeneous job",
-        )
-    if len(parts) > 1 and spec.slurm and spec.slurm.array:
-        raise PlanError(
-            "Slurm has no arrays of heterogeneous jobs",
-            where=spec.written_at("slurm.array"),
-            hint="give all nodes the same slots and gres",
+            hint="give all nodes the same gres; their slots may differ",
         )
     if spec.slurm and spec.slurm.array and spec.snapshot_dir:
         raise PlanError(

@@ -42,7 +42,7 @@ from dtctl.launch.records.ledger import WRITE_S
 from dtctl.launch.records.logs import BEGUN_FILE, METRICS, Logs
 from dtctl.launch.records.record import RUN_BYTES, RunRecord, write_private
 from dtctl.launch.records.state import progress_of
-from dtctl.slurm import batchlog, job_record, login_client, placement
+from dtctl.slurm import batchlog, job_record, login_client
 from dtctl.slurm.answers import JobFacts, JobLook
 from dtctl.slurm.attempt_facts import AttemptFacts, begin
 from dtctl.slurm.job_control import CONTROL_FOLDER
@@ -302,8 +302,7 @@ class Follower:
             self._tell(
                 replace(cause, time=event.time, attempt=event.attempt, of=self._last_attempt, wait_s=self._wait_s)
             )
-        components = placement.of_plan(self.record.plan())
-        self.attempt = begin(event, workers_apart=self.ref.workers_apart, components=components)
+        self.attempt = begin(event, workers_apart=self.ref.workers_apart)
         self._script_code = None
         for node in event.nodes:
             self._counted.pop(node, None)

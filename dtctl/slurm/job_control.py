@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -31,8 +32,10 @@ from dtctl.launch.records.events import (
     AttemptStarting,
     Event,
     Healed,
+    Hung,
     NodesAllocated,
     Note,
+    OutputLine,
     Restarting,
     RunEnded,
     RunProgress,
@@ -56,7 +59,6 @@ NODES_FOLDER: Final = "nodes"
 """Below the job's folder: of each of its nodes, what its supervisor keeps."""
 RETURN_S: Final = 10.0
 """How long a lost node is called again before a restart: one that was off is no longer the job's."""
-BATCH_FILE: Final = "job.sbatch"
 OF_TASKS: Final = (
     "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS", "SLURM_NPROCS",
     "SLURM_TASKS_PER_NODE",
@@ -68,6 +70,8 @@ HEEDLESS: Final = "trap '' USR1"
 """The warning of the time limit reaches all processes: workers that listen are to react, and nobody to die of it."""
 SAYS: Final = "dtctl: launcher: "
 """Before its lines in the job's log, which are for people."""
+ANYWHERE: Final = "192.0.2.1"
+"""An address that no machine has (RFC 5737); nothing is sent to it."""
 CANNOT_WRITE: Final = 73
 """Exit code, EX_CANTCREAT of sysexits.h."""
 REQUEUED: Final = "Slurm requeued it"
@@ -80,17 +84,18 @@ def main() -> None:
     for name in OF_TASKS:
         os.environ.pop(name, None)
     os.environ["DTCTL_UMASK"] = f"{os.umask(0o077):03o}"  # srun would hand on this process's own
-    raise SystemExit(run(Path(environ[names.RUN_DIR]), environ))
+    raise SystemExit(run(Path(sys.argv[0]), Path(environ[names.RUN_DIR]), environ))
 
 
-def run(folder: Path, environ: Mapping[str, str]) -> int:
-    """Launch the job of a folder on the nodes of this allocation, to its end; the exit code.
+def run(launcher: Path, folder: Path, environ: Mapping[str, str]) -> int:
+    """Launch a job on the nodes of this allocation, to its end; the exit code.
 
     Args:
+        launcher: the zip that this is run from.
         folder: of the run, which all nodes see.
         environ: with Slurm's variables, and those of the batch file.
     """
-    life = JobLife(environ["SLURM_JOB_ID"], restarts=int(environ.get("SLURM_RESTART_COUNT") or 0))
+    life = JobLife(job_number(environ), restarts=int(environ.get("SLURM_RESTART_COUNT") or 0))
     record = RunRecord(folder / CONTROL_FOLDER)
     try:
         (record.folder / names.LOGS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,12 +109,14 @@ def run(folder: Path, environ: Mapping[str, str]) -> int:
         signal.signal(number, lambda number, _frame: signals.append(number))
     lost = False
     try:
-        file = read_job_file(folder)
+        file = read_job_file(launcher)
+        emit.is_followed = file.is_followed
         life.requeues, life.warn_s, life.nodes_needed = file.requeues, file.warn_s, len(file.template.nodes)
         life.begin(record.folder)
         addresses = addresses_of(file, environ)
         life.guard(record.folder, [*addresses])
-        code, lost = _launch(file, addresses, folder, environ, record, emit, signals)
+        ledger = _ledger(record, since=launcher.stat().st_mtime if file.is_followed else time.time())
+        code, lost = _launch(file, addresses, folder, environ, record, emit, signals, ledger)
     except DtctlError as exc:
         status, code = ("stopped", 128 + signals[-1]) if signals else ("failed", exc.exit_code)
         emit(RunEnded(run=environ[names.RUN_ID], status=status, exit_code=code, error=str(exc)))
@@ -126,6 +133,7 @@ def _launch(
     record: RunRecord,
     emit: _Emitter,
     signals: list[int],
+    ledger: Ledger,
 ) -> tuple[int, bool]:
     """Launch the job; its exit code, and whether it has failed of a lost node.
 
@@ -144,7 +152,7 @@ def _launch(
     if attempt and not is_told:  # else the launcher before has said why, and found no nodes
         emit(Restarting(attempt=attempt, of=attempt + file.template.max_restarts, reason=REQUEUED))
     emit(NodesAllocated(nodes=tuple(node.name for node in job.first_plan.nodes)))
-    backend = NodesBackend(job, record, emit=emit, signals=signals, ledger=_ledger(folder, record), under_way=None)
+    backend = NodesBackend(job, record, emit=emit, signals=signals, ledger=ledger, under_way=None)
     if (record.folder / BEGUN_FILE).exists():
         backend.logs.rejoin()
     result = control(backend, signals)
@@ -169,6 +177,8 @@ class _Emitter:
 
     def __init__(self, record: RunRecord) -> None:
         self._record, self._lock = record, threading.Lock()
+        self.is_followed = True
+        """Whether somebody reads the records; if not, this job's output has what the workers print."""
         self.has_started = False
         """Whether workers were started: all nodes were there then."""
 
@@ -184,10 +194,22 @@ class _Emitter:
                     text = f"attempt {event.attempt}: {event.cause}"
                 case Note():
                     text = f"{event.node}: {event.text}" if event.node else event.text
+                case OutputLine() if not self.is_followed:
+                    sys.stdout.write(f"[{event.node}:{event.rank}] {event.text}\n")
+                    sys.stdout.flush()
+                    return
+                case Hung() if not self.is_followed:
+                    text = f"no progress for {event.silent_s:.0f} s; stacks: {self._record.folder / names.HANGS_DIR}"
                 case _:
                     return
             sys.stdout.write(f"{SAYS}{text}\n")
             sys.stdout.flush()
+
+
+def job_number(environ: Mapping[str, str]) -> str:
+    """Return the number of the job; of a task of an array, what Slurm calls that task alone."""
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else environ["SLURM_JOB_ID"]
 
 
 def addresses_of(file: JobFile, environ: Mapping[str, str]) -> dict[str, str]:
@@ -201,16 +223,23 @@ def addresses_of(file: JobFile, environ: Mapping[str, str]) -> dict[str, str]:
         raise LaunchError(f"the job has {len(found)} nodes, and needs {needed}", where="SLURM_JOB_NODELIST")
     # This is the first of them, and its own name may mean its loopback address here.
     first, *_, last = [*found, *found]
-    return {**found, first: own_address(found[last]) or found[first]}
+    return {**found, first: own_address(found[last], last) or found[first]}
 
 
-def own_address(peer: str) -> str:
-    """This machine's numeric address on the way to another one; empty when there is none."""
-    try:
-        found = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return ""
-    return node_facts.address_towards(str(found[0][4][0]))
+def own_address(*peers: str) -> str:
+    """Return this machine's numeric address on the way to the first of these that is elsewhere; empty without one.
+
+    The last resort is the way to anywhere: on some machines all names of nodes mean the loopback interface.
+    """
+    for peer in (*peers, ANYWHERE):
+        try:
+            found = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
+        except OSError:
+            continue
+        address = node_facts.address_towards(str(found[0][4][0]))
+        if address and not ip_address(address).is_loopback:
+            return address
+    return ""
 
 
 def job_in(
@@ -268,10 +297,10 @@ def job_in(
         # As in the place of the last node: a plan of spares alone would be another training.
         spares={spare: first_plan([*planned[:-1], spare]).nodes[-1] for spare in spares},
         push=None,
-        code_folder=str(folder / work.FOLDER),
+        code_folder=file.code or str(folder / work.FOLDER),
         is_shared=True,
         secrets=environment.read_secrets(file.template.secrets, environ),
-        snapshots=dict.fromkeys(addresses, str(folder / "snapshots")),
+        snapshots=dict.fromkeys(addresses, file.snapshots or str(folder / "snapshots")),
         origin=file.origin,
         keep=False,
         **{**settings, "return_s": min(settings["return_s"], RETURN_S)},
@@ -290,11 +319,15 @@ def granted_cores(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     return dict(zip(nodes, counts, strict=False))
 
 
-def _ledger(folder: Path, record: RunRecord) -> Ledger:
-    """A ledger that begins when the job was submitted, and goes on from that of the job's last start."""
-    now, path = time.monotonic(), record.folder / names.LEDGER_FILE
-    since_s = max(0.0, time.time() - (folder / BATCH_FILE).stat().st_mtime)
-    ledger = Ledger(time.monotonic, begun=now - since_s)
+def _ledger(record: RunRecord, *, since: float) -> Ledger:
+    """A ledger that begins when the job was submitted, and goes on from that of the job's last start.
+
+    Args:
+        record: of this launcher.
+        since: seconds since the epoch.
+    """
+    path = record.folder / names.LEDGER_FILE
+    ledger = Ledger(time.monotonic, begun=time.monotonic() - max(0.0, time.time() - since))
     if path.exists():
         away_s = max(0.0, time.time() - path.stat().st_mtime)
         ledger.resume(path)

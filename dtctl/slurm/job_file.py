@@ -1,4 +1,4 @@
-"""What a launcher inside a job is told, decided when the job was submitted: job.json in the job's folder.
+"""What a launcher inside a job is told, decided when the job was submitted: job.json in the launcher's zip.
 
 Written where the spec is, read on the job's first node, where neither pydantic nor Jinja has to be.
 """
@@ -6,6 +6,7 @@ Written where the spec is, read on the job's first node, where neither pydantic 
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,14 +37,20 @@ class JobFile:
     """See the module."""
 
     template: PlanTemplate
-    script: str
-    """What each node runs, but for the variables that depend on its place and on the attempt."""
+    scripts: tuple[str, ...]
+    """By node rank: what the node runs, but for the variables that depend on its place and on the attempt."""
     settings: Mapping[str, Any]
     """Fields of a `LaunchJob`."""
     requeues: int
     """How often Slurm may start the job again."""
     warn_s: int
     """How long before the end of its time the workers are warned."""
+    code: str
+    """Folder of the code, which all nodes see; empty: below that of the run."""
+    snapshots: str
+    """Folder of the snapshots; empty: below that of the run."""
+    is_followed: bool
+    """Whether somebody follows the run. If not, what workers print goes into the job's output."""
     launched_from: str
     command: str
     """Who has submitted the job, and how."""
@@ -67,7 +74,8 @@ class JobFile:
             node: one of its nodes.
             given: further variables.
         """
-        known = {variable.name for variable in self.template.nodes[0].env}
+        rank = node.node_rank
+        known = {variable.name for variable in self.template.nodes[rank].env}
         variables = {**(given or {})} | {
             variable.name: variable.value for variable in node.env if variable.name not in known
         }
@@ -77,22 +85,22 @@ class JobFile:
                 "DTCTL_MASTER_PORT": str(plan.rendezvous.port),
             }
         lines = [f"export {name}={shell.quote(value)}\n" for name, value in variables.items()]
-        first, end, rest = self.script.partition("\n")
-        return "".join([first, end, *lines, rest]) if first.startswith("#!") else "".join([*lines, self.script])
+        first, end, rest = self.scripts[rank].partition("\n")
+        return "".join([first, end, *lines, rest]) if first.startswith("#!") else "".join([*lines, self.scripts[rank]])
 
 
-def read_job_file(folder: Path) -> JobFile:
-    """Read the file of a job.
+def read_job_file(launcher: Path) -> JobFile:
+    """Read what the launcher in a zip is told.
 
     Raises:
         LaunchError: it cannot be read.
     """
-    path = folder / JOB_FILE
+    where = f"{JOB_FILE} in {launcher}"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        with zipfile.ZipFile(launcher) as archive:
+            document = json.loads(archive.read(JOB_FILE))
         settings = {**document["settings"], "outputs": tuple(document["settings"]["outputs"])}
-        return JobFile(**{**document, "template": bind.from_json(document["template"]), "settings": settings})
-    except OSError as exc:
-        raise LaunchError(f"the job's description cannot be read: {exc.strerror}", where=str(path)) from exc
-    except (ValueError, KeyError, TypeError) as exc:
-        raise LaunchError(f"the job's description is damaged: {exc}", where=str(path)) from exc
+        template, scripts = bind.from_json(document["template"]), tuple(document["scripts"])
+        return JobFile(**{**document, "template": template, "scripts": scripts, "settings": settings})
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as exc:
+        raise LaunchError(f"what the launcher is told cannot be read: {exc}", where=where) from exc

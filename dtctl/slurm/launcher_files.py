@@ -26,11 +26,11 @@ from dtctl.launch.cluster import source_of
 from dtctl.plan.bind import Attempt, PlanTemplate, bind
 from dtctl.plan.build import PlanFacts, digest, make_template
 from dtctl.plan.commands import with_options
-from dtctl.plan.model import Rendezvous
+from dtctl.plan.model import NodePlan, Rendezvous
 from dtctl.render import node_script
 from dtctl.shell import Late
 from dtctl.slurm.job_control import HEEDLESS
-from dtctl.slurm.job_file import LATE_OPTIONS, JobFile
+from dtctl.slurm.job_file import JOB_FILE, LATE_OPTIONS, JobFile
 from dtctl.spec.model import Slurm, Spec
 from dtctl.spec.nodes import resolve_nodes, resolve_spares
 
@@ -47,13 +47,29 @@ DATE: Final = (1980, 1, 1, 0, 0, 0)
 """Of all files in the zip, so that the same modules give the same bytes."""
 
 
-def make_job_file(spec: Spec, run: str) -> JobFile:
-    """Make what the launcher inside a job of a spec is told.
+def make_launcher(spec: Spec, run: str, *, code: str, snapshots: str, is_followed: bool) -> bytes:
+    """Make the zip of a job's launcher, which starts when it is run.
+
+    Args:
+        spec: the checked spec.
+        run: run id.
+        code: folder of the code, which all nodes see; empty: below that of the run.
+        snapshots: folder of the snapshots; empty: below that of the run.
+        is_followed: whether somebody follows the run.
 
     Raises:
         PlanError: no job can be made of the spec.
         RenderError: the template of the nodes' script is missing or wrong.
     """
+    told = make_job_file(spec, run, code=code, snapshots=snapshots, is_followed=is_followed).to_text()
+    buffer = io.BytesIO(pack_modules())
+    with zipfile.ZipFile(buffer, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(zipfile.ZipInfo(JOB_FILE, DATE), told, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def make_job_file(spec: Spec, run: str, *, code: str, snapshots: str, is_followed: bool) -> JobFile:
+    """Make what the launcher inside a job is told; see `make_launcher`."""
     setup = (HEEDLESS, *spec.job.setup)
     files = spec.job.files.model_copy(update={"root": ".", "push": False})
     inside = spec.model_copy(update={"job": spec.job.model_copy(update={"setup": setup, "files": files})})
@@ -62,35 +78,45 @@ def make_job_file(spec: Spec, run: str) -> JobFile:
     template, _ = make_template(inside, nodes, run=run, facts=facts)
     return JobFile(
         template=replace(template, spec_digest=digest(spec)),
-        script=_script_of(template, spec.base_dir),
+        scripts=_scripts_of(template, spec.base_dir),
         settings=settings_of(spec, nodes=len(nodes), has_spares=bool(resolve_spares(spec))),
         requeues=slurm.requeues if slurm.requeue else 0,
         warn_s=slurm.warn_s,
+        code=code,
+        snapshots=snapshots,
+        is_followed=is_followed,
         launched_from=this_user(),
         command=shell.join(["dtctl", *sys.argv[1:]])[:COMMAND_CHARACTERS],
         started=time.time(),
     )
 
 
-def _script_of(template: PlanTemplate, base_dir: Path) -> str:
-    """The script of the nodes, which are alike, with names of variables where it tells of a place or an attempt."""
+def _scripts_of(template: PlanTemplate, base_dir: Path) -> tuple[str, ...]:
+    """The script of each node, with names of variables where it tells of a place or an attempt."""
     meeting = Rendezvous(run_id=f"{template.run}.0", address=Late("$MASTER_ADDR"), port=0)
     plan = bind(template, Attempt(number=0, rendezvous=meeting))
-    node = replace(
-        plan.head,
-        name=Late(f"${names.NODE}"),
-        node_rank=Late(f"${names.NODE_INDEX}"),  # type: ignore[arg-type]
-        first_rank=Late("$RANK"),  # type: ignore[arg-type]
-        env=template.nodes[0].env,
-        argv=tuple(with_options(plan.head.argv, LATE_OPTIONS)) if plan.kind == "torchrun" else plan.head.argv,
-    )
     late = replace(plan, attempt=Late(f"${names.ATTEMPT}"))  # type: ignore[arg-type]
-    return node_script(late, node, base_dir=base_dir)
+    scripts: dict[NodePlan, str] = {}
+    made = []
+    for node, of_node in zip(plan.nodes, template.nodes, strict=True):
+        anywhere = replace(
+            node,
+            name=Late(f"${names.NODE}"),
+            address="",
+            node_rank=Late(f"${names.NODE_INDEX}"),  # type: ignore[arg-type]
+            first_rank=Late("$RANK"),  # type: ignore[arg-type]
+            env=of_node.env,
+            argv=tuple(with_options(node.argv, LATE_OPTIONS)) if plan.kind == "torchrun" else node.argv,
+        )
+        if anywhere not in scripts:  # most nodes are alike
+            scripts[anywhere] = node_script(late, anywhere, base_dir=base_dir)
+        made.append(scripts[anywhere])
+    return tuple(made)
 
 
 @functools.cache
-def make_launcher() -> bytes:
-    """Return a zip of the launcher's modules, as text and compiled for this Python, which starts when it is run."""
+def pack_modules() -> bytes:
+    """Return a zip of the launcher's modules, as text and compiled for this Python."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in _files():

@@ -21,10 +21,10 @@ from dtctl.launch.records.record import state_folder
 from dtctl.plan.environment import read_secrets
 from dtctl.slurm import arrays, batch, login_client
 from dtctl.slurm.answers import Filled, Offer, RunPlace, Submitted
-from dtctl.slurm.job_file import JOB_FILE, LAUNCHER_FILE
+from dtctl.slurm.job_file import LAUNCHER_FILE
 from dtctl.slurm.job_output import JOB_LOG
 from dtctl.slurm.job_ref import JobRef
-from dtctl.slurm.launcher_files import digest_of, make_job_file, make_launcher
+from dtctl.slurm.launcher_files import digest_of, make_launcher
 from dtctl.slurm.partition_checks import lacks
 from dtctl.slurm.site import LocalSite, LoginSite, Site
 from dtctl.spec.load import dump_spec
@@ -90,34 +90,35 @@ def submit(
     if code is not None:
         check_program_files(spec, code.tree)
     python = python_at(spec, site)
-    has_launcher = followed and batch.has_launcher(spec, plan)
-    spares = len(resolve_spares(spec)) if has_launcher else 0
+    spares = 0 if spec.is_plain else len(resolve_spares(spec))
     away = check_offer(spec, len(plan.nodes) + spares, login_client.ask(site, python, Offer))
     workdir = spec.cluster.workdir if isinstance(site, LoginSite) else str(state_folder(spec.base_dir, "slurm").parent)
     folder = Path(login_client.ask(site, python, RunPlace, workdir=workdir, run=run).folder)
     code_folder = _bring(site, code, folder, python=python, workdir=workdir) if code is not None else spec.code_folder
-    launcher = make_launcher() if has_launcher else b""
+    top = folder / work.FOLDER
+    launcher = b"" if spec.is_plain else make_launcher(
+        spec, run, code="" if tasks else str(top), is_followed=followed,
+        snapshots="" if followed or tasks else str(top / "snapshots"),
+    )  # fmt: skip
     text = batch.text(
         spec,
         plan,
-        chdir=folder / work.FOLDER,
+        chdir=top,
         output=Path(batch.literal(folder)) / _output(followed=followed, array=bool(tasks)),
         folder=folder,
         followed=followed,
+        launcher=folder / LAUNCHER_FILE,
         launcher_digest=digest_of(launcher),
     )
     files = {BATCH_FILE: text, names.RUN_SPEC_FILE: dump_spec(spec)}
-    binary = {}
-    if launcher:
-        files[JOB_FILE] = make_job_file(spec, run).to_text()
-        binary[LAUNCHER_FILE] = base64.b64encode(launcher).decode()
+    binary = {LAUNCHER_FILE: base64.b64encode(launcher).decode()} if launcher else {}
     task_folders = [str(index) for index in tasks] if followed else []
     login_client.ask(
         site, python, Filled, folder=str(folder), code=code_folder, pushed=code is not None, files=files,
         binary=binary, folders=task_folders, earlier=earlier, outputs=list(spec.job.outputs),
     )  # fmt: skip
     if out is not None:
-        write(out, text)
+        write(out, text.encode())
     ref = JobRef(
         job="",
         folder=str(folder),
@@ -134,7 +135,7 @@ def submit(
     return Submission(
         ref=replace(ref, job=answer.job),
         tasks=tuple(tasks),
-        notes=(*batch.job_warnings(spec, plan, followed=followed), *away, *_about_variables(answer)),
+        notes=(*batch.job_warnings(spec, plan), *away, *_about_variables(answer)),
     )
 
 
@@ -194,8 +195,8 @@ def check_offer(spec: Spec, nodes: int, offer: Offer) -> list[str]:
     return [f"{lack.summary}; it waits for them: {lack.fix}" for lack in found if lack.check == "job-nodes"]
 
 
-def write(path: Path, text: str) -> None:
-    """Write a batch file.
+def write(path: Path, content: bytes) -> None:
+    """Write a batch file, or its launcher.
 
     Raises:
         UsageError: it cannot be written.
@@ -204,10 +205,10 @@ def write(path: Path, text: str) -> None:
     try:
         # It holds the job's variables, which are nobody else's business.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
+        with os.fdopen(fd, "wb") as file:
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 os.fchmod(fd, 0o600)
-            file.write(text)
+            file.write(content)
     except OSError as exc:
         if is_new:  # on a full disk it would stay, empty
             path.unlink(missing_ok=True)

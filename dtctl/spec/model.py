@@ -402,7 +402,8 @@ class Slurm(Section):
     """Indexes of a job array: `0-9%2`; each task is a run of its own, `RUN.INDEX`."""
     launcher: Literal["auto", "none"] = "auto"
     """none: plain mode, a short batch file in which srun alone starts the workers. Nothing then detects hangs, restarts
-    workers or replaces lost ones. auto: the job does all of this itself."""
+    workers or replaces lost ones. auto: dtctl's launcher does all of this inside the job; with `container` or `srun`,
+    it is plain mode."""
     requeue: bool = True
     """Whether the job is started again after a warning of the time limit, a preemption or the loss of a node."""
     requeues: int = Field(default=10, ge=0)
@@ -622,9 +623,21 @@ class Spec(Section):
         return self.job.files.push
 
     @property
+    def plain_reason(self) -> str:
+        """Why srun alone starts the workers of a Slurm job, without a launcher of dtctl; empty where it does not."""
+        slurm = self.slurm
+        if self.cluster.transport != "slurm" or slurm is None:
+            return ""
+        if slurm.launcher == "none":
+            return "slurm.launcher is none"
+        if slurm.container is not None:
+            return "srun starts the workers in their container (slurm.container)"
+        return "srun is told how to start workers (slurm.srun)" if slurm.srun else ""
+
+    @property
     def is_plain(self) -> bool:
-        """True for a Slurm job whose workers are started by srun alone, without a launcher of dtctl."""
-        return self.cluster.transport == "slurm" and self.slurm is not None and self.slurm.launcher == "none"
+        """Whether a job of Slurm has no launcher of dtctl inside."""
+        return bool(self.plain_reason)
 
     @property
     def max_restarts(self) -> int:

@@ -34,7 +34,7 @@ CASES = {
     "deepspeed": NODES
     + "job: {name: gpt, script: train.py, kind: deepspeed}\ntrain: {strategy: zero1, micro_batch: 2, accumulate: 4}",
     "accelerate": NODES + "job: {name: bert, script: train.py, kind: accelerate, max_restarts: 2}",
-    "het": "cluster: {transport: slurm, nodes: [{name: big, slots: 8}, {name: 'small[1-2]', slots: 4}]}\n"
+    "unequal": "cluster: {transport: slurm, nodes: [{name: big, slots: 8}, {name: 'small[1-2]', slots: 4}]}\n"
     + "job: {name: gpt, script: train.py, kind: direct}\nslurm: {partition: main, time: '4:00:00'}",
     "keys": "cluster: {transport: slurm, nodes: ['node[1-2]']}\n"
     + "job: {name: gpt, script: train.py, kind: direct, secrets: [KEY]}\n"
@@ -45,8 +45,6 @@ CASES = {
     + "slurm: {container: {image: 'nvcr.io#nvidia/pytorch:25.09-py3', mounts: ['/data:/data'], python: /opt/python}}",
     "apptainer": "cluster: {transport: slurm, nodes: 2, slots: 2}\njob: {name: gpt, script: train.py, kind: direct}\n"
     + "slurm: {container: {image: /images/a b.sif, runtime: apptainer, options: [--nv]}}",
-    "het-gres": "cluster: {transport: slurm, slots: 4, nodes: [{name: a, gres: 'gpu:8'}, {name: h, gres: 'gpu:4'}]}\n"
-    + "job: {name: gpt, script: train.py, kind: direct}",
     "plain-mode": NODES.replace("nodes: 4", "nodes: 4, spares: [one]")
     + "job: {name: gpt, script: train.py, args: [--lr, 1e-3], max_restarts: 3, hang_s: 60}\n"
     + "slurm: {launcher: none, partition: main, time: '4:00:00', gres: 'gpu:8', cpus_per_task: 48}",
@@ -91,23 +89,21 @@ def test_the_file_is_as_kept(case: str) -> None:
     assert found == kept.read_text()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("plain-mode")])
-def test_a_file_of_plain_mode_is_short(case: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_is_short(case: str) -> None:
     """Beside directives and set-up; nothing is sourced, and no program of another language stands in it."""
     lines = made(CASES[case], FOLDERS.get(case)).splitlines()
     others = [line for line in lines if line and not line.startswith(("#SBATCH ", "module load "))]
     assert len(others) <= 60
-    assert not [line for line in lines if re.match(r"(source|\.) |.*\bpython\S* .*-[cI]\b", line)]
+    assert not [line for line in lines if re.match(r"(source|\.) ", line)]
 
 
 def test_slots_are_the_gpus_that_the_job_gets() -> None:
     lines = made(CASES["keys"]).splitlines()
     assert "#SBATCH --ntasks-per-node=4" in lines
     assert "#SBATCH --gres=gpu:4" in lines
-    assert [line for line in made(CASES["het-gres"]).splitlines() if "SBATCH --gres" in line] == [
-        "#SBATCH --gres=gpu:8",
-        "#SBATCH --gres=gpu:4",
-    ]
+    lines = made(CASES["unequal"]).splitlines()
+    assert "#SBATCH --ntasks-per-node=8" in lines, "of unequal nodes all get what the largest needs"
 
 
 def test_the_python_of_a_container_is_its_own() -> None:
@@ -115,8 +111,7 @@ def test_the_python_of_a_container_is_its_own() -> None:
     before, _, rest = text.partition("<<'TASK_")
     task, _, after = rest.partition("\nTASK_")
     assert "/opt/python -m torch.distributed.run" in task.replace(" \\\n  ", " ")
-    assert "/host/python" not in task
-    assert "/host/python" in after
+    assert "/host/python" not in text
     assert "/opt/python" not in before + after
     assert "--container-image=nvcr.io#nvidia/pytorch:25.09-py3" in after
 
@@ -144,10 +139,13 @@ def test_what_cannot_be_said_to_slurm(more: str, message: str) -> None:
 
 def test_what_plain_mode_cannot_start() -> None:
     nodes = "cluster: {transport: slurm, nodes: [{name: big, slots: 8}, {name: small, slots: 4}]}\n"
-    with raises(PlanError, "number workers slurm.launcher none dtctl.yaml:1 slots gres auto"):
+    with raises(PlanError, "number workers slurm.launcher none dtctl.yaml:1 slots gres"):
         made(nodes + "job: {script: a.py, kind: direct}\nslurm: {launcher: none}")
+    with raises(PlanError, "several jobs gres"):
+        unlike = "cluster: {transport: slurm, slots: 4, nodes: [{name: a, gres: 'gpu:8'}, {name: h, gres: 'gpu:4'}]}\n"
+        made(unlike + "job: {script: a.py, kind: direct}")
     with raises(PlanError, "120,000 bytes srun slurm.launcher"):
         made(NODES + f"job: {{script: a.py, env: {{LONG: {'x' * 120_000}}}}}\nslurm: {{launcher: none}}")
-    with raises(PlanError, "slurm.launcher none auto"):
+    with raises(PlanError, "slurm.launcher none"):
         live = "job: {script: a.py, kind: direct, recovery: live}\ntrain: {strategy: ddp}\n"
         made(NODES + live + "slurm: {launcher: none}")

@@ -114,17 +114,24 @@ def test_under_slurm_it_is_live_as_elsewhere() -> None:
     "change",
     [
         {"slurm": "slurm: {container: {image: a}}"},
-        {"slurm": "slurm: {array: 0-3}"},
         {"slurm": "slurm: {srun: [--mpi=pmix]}"},
-        {"nodes": "nodes: [{name: big, slots: 2}, {name: small, slots: 1}]"},
+        {"slurm": "slurm: {launcher: none}"},
     ],
-    ids=["container", "array", "srun", "kinds of nodes"],
+    ids=["container", "srun", "plain mode"],
 )
 def test_what_a_job_cannot_do_is_refused_and_left_by_itself(change: dict[str, str]) -> None:
     plan = in_a_job(**change)
     assert not plan.live
-    [note] = [note for note in plan.notes if "lost worker" in note]
-    assert missing(note, "restart since") == []
+    assert [note for note in plan.notes if "replaces lost ones" in note]
     with pytest.raises(PlanError, match="cannot be replaced") as caught:
         in_a_job(", recovery: live", **change)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"slurm": "slurm: {array: 0-3}"}, {"nodes": "nodes: [{name: big, slots: 2}, {name: small, slots: 1}]"}],
+    ids=["array", "unequal nodes"],
+)
+def test_a_job_of_any_shape_is_live(change: dict[str, str]) -> None:
+    assert in_a_job(**change).live

@@ -8,23 +8,20 @@ from typing import Final
 import pytest
 
 from dtctl.plan.build import build
-from dtctl.plan.warnings import UNUSED, UNUSED_IN_BATCH, UNUSED_IN_PLAIN_MODE, unused_keys
+from dtctl.plan.warnings import UNUSED, UNUSED_IN_PLAIN_MODE, unused_keys
 from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Cluster, Job, Spec
 from dtctl.spec.nodes import resolve_nodes
 
-USED_BY_A_BATCH_FILE: Final = {
+USED_BY_PLAIN_MODE: Final = {
     # What a plan, a node's script, the directives and the loop are made of.
     "cluster.transport", "cluster.nodes", "cluster.hostfile", "cluster.slots", "cluster.python", "cluster.workdir",
     "cluster.login", "cluster.connect_timeout_s",
     "job.name", "job.script", "job.module", "job.shell", "job.command", "job.args", "job.add_args", "job.deepspeed",
-    "job.env", "job.env_from", "job.secrets", "job.files", "job.outputs", "job.max_restarts", "job.setup", "job.kind",
-    "job.hang_s", "job.hang_start_s", "job.recovery",
+    "job.env", "job.env_from", "job.secrets", "job.files", "job.outputs", "job.setup", "job.kind",
     # With a login node alone.
     "cluster.user", "cluster.port", "cluster.identity_file", "cluster.known_hosts", "cluster.ssh_config", "cluster.ssh",
 }  # fmt: skip
-USED_BY_THE_JOB_ITSELF: Final = {"job.hang_s", "job.hang_start_s", "job.max_restarts", "job.recovery"}
-"""Of these, keys that the launcher in the job obeys, and a file of plain mode does not."""
 IGNORED_KEYS: Final = """
 cluster: {transport: slurm, nodes: 2, slots: 2, spares: [n3], min_nodes: 1, return_s: 5}
 job: {script: train.py, kind: direct, max_restarts: 3, recovery: restart, log_mib: 1, time_s: 60, grace_s: 3, \
@@ -36,20 +33,19 @@ def spec_of(text: str) -> Spec:
     return parse_spec(text, source="dtctl.yaml", base_dir=Path("/project"))
 
 
-def test_every_key_is_known_to_be_used_or_unused_by_a_batch_file() -> None:
+def test_every_key_is_known_to_be_used_or_unused_by_plain_mode() -> None:
     keys = {f"cluster.{name}" for name in Cluster.model_fields} | {f"job.{name}" for name in Job.model_fields}
-    assert keys - USED_BY_A_BATCH_FILE == {*UNUSED_IN_BATCH}
-    assert {*UNUSED_IN_PLAIN_MODE} == {*UNUSED_IN_BATCH} | USED_BY_THE_JOB_ITSELF
+    assert keys - USED_BY_PLAIN_MODE == {*UNUSED_IN_PLAIN_MODE}
     assert {key for unused in UNUSED.values() for key in unused} <= keys
 
 
 def test_what_a_job_of_slurm_ignores_is_named() -> None:
     """Seven of these were left out without a word."""
-    spec = spec_of(IGNORED_KEYS + "slurm: {array: 0-3}")
+    spec = spec_of(IGNORED_KEYS + "slurm: {srun: [--mpi=pmix]}")
     (note,) = (note for note in build(spec, resolve_nodes(spec), run="r").notes if "no effect" in note)
     assert note == (
-        "cluster.min_nodes, cluster.return_s, cluster.spares, job.grace_s, job.log_mib, job.preload, job.time_s "
-        "have no effect with transport slurm, since each task of an array starts its own workers (slurm.array)"
+        "cluster.min_nodes, cluster.return_s, cluster.spares, job.grace_s, job.log_mib, job.max_restarts, job.preload, "
+        "job.recovery, job.time_s have no effect without dtctl's launcher in the job"
     )
 
 
@@ -59,7 +55,8 @@ def test_what_plain_mode_lacks_is_named_with_its_keys() -> None:
     plan = build(spec, resolve_nodes(spec), run="r")
     assert plan.notes[:2] == (
         "slurm.launcher is none: nothing in the job detects a hang, restarts failed workers or replaces lost ones",
-        "job.hang_s, job.hang_start_s, job.max_restarts, job.recovery have no effect with slurm.launcher: none",
+        "job.hang_s, job.hang_start_s, job.max_restarts, job.recovery have no effect without dtctl's launcher in the "
+        "job",
     )
     assert plan.max_restarts == 0
     spec = spec_of(text + "job: {script: train.py}\ntrain: {strategy: ddp}")
@@ -78,10 +75,10 @@ def test_what_plain_mode_lacks_is_named_with_its_keys() -> None:
     ],
 )
 def test_a_key_is_named_where_it_has_no_effect(text: str, expected: list[str]) -> None:
-    assert unused_keys(spec_of(text + "\njob: {script: t.py}"), has_launcher=False) == expected
+    assert unused_keys(spec_of(text + "\njob: {script: t.py}")) == expected
 
 
 def test_a_job_with_a_launcher_inside_uses_them() -> None:
     spec = spec_of(IGNORED_KEYS)
-    assert unused_keys(spec, has_launcher=True) == []
+    assert unused_keys(spec) == []
     assert not [note for note in build(spec, resolve_nodes(spec), run="r").notes if "no effect" in note]

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 import dtctl
-from dtctl import names
+from dtctl import names, node_facts
 from dtctl.errors import LaunchError
 from dtctl.plan.bind import Attempt, bind
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Threads
 from dtctl.render import node_script
-from dtctl.slurm.job_control import job_in
+from dtctl.slurm.job_control import granted_cores, job_in, own_address
 from dtctl.slurm.job_file import JobFile, read_job_file
-from dtctl.slurm.launcher_files import make_job_file, make_launcher
+from dtctl.slurm.launcher_files import make_launcher, pack_modules
 from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import resolve_nodes
@@ -81,31 +81,31 @@ def reachable(start: str) -> tuple[set[Path], set[str]]:
 def test_the_zip_has_all_that_the_launcher_may_import_and_that_is_of_dtctl() -> None:
     files, others = reachable("dtctl.slurm.job_control")
     assert others == set()
-    packed = set(zipfile.ZipFile(io.BytesIO(make_launcher())).namelist())
+    packed = set(zipfile.ZipFile(io.BytesIO(pack_modules())).namelist())
     assert {path.relative_to(PACKAGE.parent).as_posix() for path in files} - packed == set()
 
 
 def test_the_same_modules_give_the_same_bytes() -> None:
-    assert make_launcher() == make_launcher.__wrapped__()
+    assert pack_modules() == pack_modules.__wrapped__()
 
 
 def test_it_runs_without_any_package(tmp_path: Path) -> None:
     path = tmp_path / "launcher.zip"
-    path.write_bytes(make_launcher())
+    path.write_bytes(pack_modules())
     environ = {names.RUN_DIR: str(tmp_path), "PATH": os.environ["PATH"]}
     missing = subprocess.run(
         [sys.executable, "-I", "-S", str(path)], env={**environ, names.RUN_ID: "r", "SLURM_JOB_ID": "7"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert missing.returncode == LaunchError.exit_code
-    assert "the job's description cannot be read" in missing.stdout
+    assert "what the launcher is told cannot be read" in missing.stdout
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_plan_inside_the_job_is_the_plan_outside(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "secret")
     monkeypatch.setenv("FROM_HERE", "a b")
-    file = written(make_job_file(spec_of(name, tmp_path), "run-1"), tmp_path)
+    file = told(spec_of(name, tmp_path))
     spec = spec_of(name, tmp_path)
     nodes = tuple(replace(node, address=f"10.0.0.{at}") for at, node in enumerate(resolve_nodes(spec), 1))
     facts = PlanFacts(
@@ -126,9 +126,11 @@ def test_a_plan_inside_the_job_is_the_plan_outside(name: str, tmp_path: Path, mo
         assert environment_of(file.make_script(inside, one)) == environment_of(expected)
 
 
-def written(file: JobFile, folder: Path) -> JobFile:
-    (folder / "job.json").write_text(file.to_text())
-    return read_job_file(folder)
+def told(spec: Spec) -> JobFile:
+    """What the launcher inside the job of a spec is told."""
+    path = spec.base_dir / "launcher.zip"
+    path.write_bytes(make_launcher(spec, "run-1", code="", snapshots="", is_followed=True))
+    return read_job_file(path)
 
 
 def environment_of(script: str) -> dict[str, str]:
@@ -150,8 +152,8 @@ def environment_of(script: str) -> dict[str, str]:
 def test_a_launch_inside_is_the_launch_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares, a restart on other nodes, and the threads that the first attempt has had."""
     monkeypatch.setenv("KEY", "secret")
-    file = written(make_job_file(spec_of("secret", tmp_path), "run-1"), tmp_path)
-    environ = {names.RUN_ID: "run-1", "START_TOKEN": "t", "SLURM_JOB_ID": "7", "KEY": "value"}
+    file = told(spec_of("secret", tmp_path))
+    environ = {names.RUN_ID: "run-1", "SLURM_JOB_ID": "7", "KEY": "value"}
     addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2", "n3": "10.0.0.3"}
     job = job_in(file, addresses, tmp_path, environ, attempt=0)
     assert [node.name for node in job.first_plan.nodes] == ["n1", "n2"]
@@ -169,7 +171,33 @@ def test_a_launch_inside_is_the_launch_outside(tmp_path: Path, monkeypatch: pyte
     assert "value" not in job.make_script(again, again.nodes[0])
 
 
-def test_a_damaged_description_is_named(tmp_path: Path) -> None:
-    (tmp_path / "job.json").write_text('{"template": {}}')
-    with pytest.raises(LaunchError, match="damaged"):
-        read_job_file(tmp_path)
+def test_nodes_that_differ_have_scripts_of_their_own(tmp_path: Path) -> None:
+    nodes = "cluster: {transport: slurm, nodes: [{name: a, slots: 2}, {name: b, slots: 1, env: {ONLY: here}}]}\n"
+    spec = parse_spec(nodes + SPECS["direct"], source="dtctl.yaml", base_dir=tmp_path)
+    job = job_in(
+        told(spec), {"n1": "10.0.0.1", "n2": "10.0.0.2"}, tmp_path,
+        {names.RUN_ID: "run-1", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "3"}, attempt=0,
+    )  # fmt: skip
+    first, second = (job.make_script(job.first_plan, node) for node in job.first_plan.nodes)
+    assert ("ONLY=here" in first, "ONLY=here" in second) == (False, True)
+    assert environment_of(second)["SLURM_CPUS_PER_TASK"] == "3", "programs take it for the number of their readers"
+    assert [node.slots for node in job.first_plan.nodes] == [2, 1]
+
+
+def test_processors_are_those_that_slurm_has_given() -> None:
+    environ = {"SLURM_JOB_CPUS_PER_NODE": "72(x2),36"}
+    assert granted_cores(["a", "b", "c", "d"], environ) == {"a": 72, "b": 72, "c": 36}
+    assert granted_cores(["a"], {}) == {}
+
+
+def test_several_nodes_never_meet_at_an_address_that_each_has_for_itself() -> None:
+    """A name that only Slurm knows, or that /etc/hosts takes for this machine."""
+    assert own_address("nowhere.invalid", "localhost") == node_facts.address_towards("192.0.2.1")
+
+
+def test_a_damaged_launcher_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "launcher.zip"
+    for content in (b"", b"no zip", pack_modules()):
+        path.write_bytes(content)
+        with pytest.raises(LaunchError, match="cannot be read"):
+            read_job_file(path)
