@@ -184,12 +184,12 @@ class Project:
         digest: dict[str, object] = json.loads(done.out)
         return digest
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start a command as a user does."""
+    def start(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a command as a user does, with these variables beside the usual ones."""
         process = subprocess.Popen(
             [*DTCTL, *arguments],
             cwd=self.folder,
-            env=self.env,
+            env={**self.env, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

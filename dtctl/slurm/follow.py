@@ -103,6 +103,8 @@ class Follower:
         """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
         self._early: list[tuple[float, job_record.Event]] = []
         """What was recorded of an attempt whose start was not read yet."""
+        self.is_cancelled = False
+        """Whether this process has asked Slurm to end it."""
         self.is_asked_to_stop = False
         """Whether `dtctl stop` has asked for its end."""
         self.launch_s: float | None = None
@@ -130,8 +132,9 @@ class Follower:
             ConnectError: it cannot be reached.
         """
         answer = login_client.ask(
-            self.site, self.ref.python, JobLook, job=self.ref.job, folder=self.ref.folder, have=self._offsets
-        )
+            self.site, self.ref.python, JobLook, job=self.ref.job, folder=self.ref.folder, have=self._offsets,
+            urgent=self.ends,
+        )  # fmt: skip
         self.state, files = answer.job, answer.files
         self.nodes = self.state.nodes or self.nodes
         self._all_nodes.update(self.nodes)
@@ -173,6 +176,12 @@ class Follower:
         return self.state is not None and not is_on(self.state)
 
     @property
+    def ends(self) -> bool:
+        """Whether it is about to end, or has ended, for all that is known."""
+        has_word = self._script_code is not None or self.mirror.end is not None or self._is_taken_back
+        return self.is_cancelled or self.is_asked_to_stop or has_word or self.over
+
+    @property
     def is_waiting(self) -> bool:
         """Whether Slurm has not started it, or will start it again."""
         return self.state is not None and self.state.state in WAITING
@@ -180,6 +189,8 @@ class Follower:
     @property
     def settled(self) -> bool:
         """Whether it has ended for good: one that is being requeued looks cancelled for a moment."""
+        if self._script_code == 0 and self.mirror.end is not None:
+            return True  # the launcher inside has counted what is left, and said that all is well
         if self.state is None or not self.over or self._over_since is None:
             return False
         # A lost node ends the script, too, and its job is requeued all the same.
@@ -431,7 +442,7 @@ class Follower:
         """
         state, code = self._facts.state, self._exit_code()
         failure, asked_to_stop, is_success = self._first_failure(), False, False
-        if state in ("COMPLETED", "FORGOTTEN") and code == 0:
+        if (state in ("COMPLETED", "FORGOTTEN") and code == 0) or (self._script_code == 0 and state not in TIME_IS_UP):
             failure, stopped_by, is_success = None, None, True
         elif state in TIME_IS_UP and self._has_succeeded:
             text = f"Slurm reports {state}: the time limit was reached after all workers had ended with exit code 0"

@@ -47,7 +47,7 @@ def check_node(record: RunRecord, site: Site, ref: JobRef, node: str) -> None:
     Raises:
         LaunchError: it says which the job has, or that it does not run.
     """
-    state = login_client.ask(site, ref.python, JobAsked, job=ref.job).job
+    state = login_client.ask(site, ref.python, JobAsked, job=ref.job, folder=ref.folder, urgent=True).job
     if state.state not in RUNNING:
         reason = f": {state.reason}" if state.reason not in ("", "None") else ""
         raise LaunchError(f"job {ref.job} of run {record.run} does not run ({state.state}{reason})", where=site.name)

@@ -80,7 +80,7 @@ class JobBackend:
         if self._cancelled_by is None:
             self.emit(Stopping(reason=f"signal {number}"))
             cancel(self.site, self.job.job)
-            self._cancelled_by = number
+            self._cancelled_by, self.follower.is_cancelled = number, True
         elif again:
             raise Interrupted(f"job {self.job.job} is left to Slurm, which was asked to end it", signal=number)
 

@@ -30,6 +30,8 @@ PROGRESS_BYTES = 1 << 26
 
 MOST_COPIED_BYTES = 1 << 30
 """Of a folder that was not pushed; as supervisor/work.py."""
+ASK_S = 15.0
+"""Between two questions to Slurm's controller, of all who follow a run."""
 ANSWER_S = 10
 """A controller that has not said how a job is by then is down, as far as anybody waits for it."""
 
@@ -233,13 +235,51 @@ def test(request: Json) -> Json:
 
 def look(request: Json) -> Json:
     """How the job is, and what its files hold beyond what the requester has."""
-    job = state(request["job"])
+    job = known_state(request)
     return {"job": job, "files": news(request["folder"], request["have"])}
 
 
 def standing(request: Json) -> Json:
     """How the job is."""
-    return {"job": state(request["job"])}
+    return {"job": known_state(request)}
+
+
+def known_state(request: Json) -> Json:
+    """How the job is, by Slurm's last answer to anybody who follows it, or by a new one.
+
+    The controller is asked every 15 s for each run, from however many machines. What is urgent comes sooner, up to four
+    times in a minute: the job's files say that it begins or ends, or somebody ends it.
+    """
+    job, path = request["job"], os.path.join(request["folder"], "slurm-state.json")
+    known, now = {}, time.time()
+    try:
+        with open(path, encoding="utf-8") as file:  # opened: a folder of the network may show an old state for long
+            known = json.load(file)
+    except (OSError, ValueError):
+        pass
+    asked = [at for at in known.get("asked", ()) if now - 60 < at <= now] if known.get("job") == job else []
+    if asked and "state" in known:
+        waits = known["state"].get("JobState") == "PENDING"
+        begins = waits and os.path.exists(os.path.join(request["folder"], "job.log"))
+        urgent = (request["urgent"] or begins) and len(asked) < 4
+        if now - asked[-1] < (1.0 if urgent else ASK_S):
+            return dict(known["state"])
+    if asked:  # others are not to ask meanwhile
+        keep(path, {**known, "asked": [*asked, now]})
+    found = state(job)
+    keep(path, {"job": job, "asked": [*asked, now], "state": found})
+    return found
+
+
+def keep(path: str, document: Json) -> None:
+    """Replace a small file; what cannot be kept is asked again."""
+    try:
+        fd = os.open("%s.%d" % (path, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            json.dump(document, file)
+        os.rename("%s.%d" % (path, os.getpid()), path)
+    except OSError:
+        pass
 
 
 def state(job: str) -> Json:

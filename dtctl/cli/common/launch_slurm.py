@@ -245,7 +245,7 @@ def _end(site: Site, ref: JobRef) -> JobFacts:
 
     deadline, cancelled = time.monotonic() + CANCEL_LIMIT_S, False
     silent_until = time.monotonic() + SILENT_S
-    while is_on(state := login_client.ask(site, ref.python, JobAsked, job=ref.job).job):
+    while is_on(state := login_client.ask(site, ref.python, JobAsked, job=ref.job, folder=ref.folder, urgent=True).job):
         if state.state == "UNKNOWN":
             if time.monotonic() > silent_until:
                 raise LaunchError(
