@@ -31,6 +31,7 @@ from dtctl.launch.control.run import LaunchJob, NodesBackend
 from dtctl.launch.records.events import (
     AttemptStarting,
     Event,
+    FirstFailure,
     Healed,
     Hung,
     NodesAllocated,
@@ -39,6 +40,7 @@ from dtctl.launch.records.events import (
     Restarting,
     RunEnded,
     RunProgress,
+    subject_of,
 )
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import BEGUN_FILE
@@ -200,10 +202,20 @@ class _Emitter:
                     return
                 case Hung() if not self.is_followed:
                     text = f"no progress for {event.silent_s:.0f} s; stacks: {self._record.folder / names.HANGS_DIR}"
+                case RunEnded() if not self.is_followed and event.first_failure is not None:
+                    text = f"first failure: {_describe(event.first_failure)}"
                 case _:
                     return
             sys.stdout.write(f"{SAYS}{text}\n")
             sys.stdout.flush()
+
+
+def _describe(first: FirstFailure) -> str:
+    """Who has failed first, and how; for the output of a job that nobody follows."""
+    subject = subject_of(first.node, first.rank, first.exit_code)
+    ended = "was lost" if first.exit_code is None else f"ended with exit code {first.exit_code}"
+    how = "made no progress" if first.hang else ended
+    return f"{subject} {how}{f': {first.summary}' if first.summary else ''}"
 
 
 def job_number(environ: Mapping[str, str]) -> str:

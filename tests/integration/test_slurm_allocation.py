@@ -46,7 +46,7 @@ def test_the_sentence_of_the_refusal_uses_the_allocation(shared: Project, kind: 
     assert hint, refused.stderr
     done = inside(re.sub(r"\bdtctl\b", dtctl, hint[1], count=1))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = sorted(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SAID"))
+    rows = sorted(line.partition("SAID ")[2].split() for line in done.stdout.splitlines() if "SAID " in line)
     assert len(rows) == (4 if kind == "direct" else 2), done.stdout + done.stderr
     assert {(node, index) for node, _, index, _ in rows} == {("node1", "0"), ("node2", "1")}
     assert len({address for _, address, _, _ in rows}) == len({job for *_, job in rows}) == 1

@@ -73,7 +73,7 @@ def test_each_task_is_a_run_with_its_own_files(shared: Project) -> None:
         assert told["DTCTL_RUN_ID"] == run
         assert told["DTCTL_ATTEMPT"] == "0"
         folder = told["DTCTL_RUN_DIR"]
-        assert told["DTCTL_SNAPSHOT_DIR"] == f"{folder}/snapshots"
+        assert told["DTCTL_SNAPSHOT_DIR"] == f"{folder.partition('/nodes/')[0]}/snapshots", "of all nodes"
         assert told["DTCTL_METRICS"] == f"{folder}/metrics.jsonl"
         folders.add(folder)
     assert len(folders) == 3

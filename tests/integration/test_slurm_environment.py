@@ -119,8 +119,8 @@ def test_a_batch_file_notices_that_its_job_hangs(shared: Project) -> None:
     wait_until(lambda: state(shared, answer["job"]) in ("COMPLETED", "FAILED"), 120, "it ends")
     log = Path(answer["log"]).read_text()
     assert state(shared, answer["job"]) == "COMPLETED", log
-    (stacks,) = Path(answer["log"]).parent.glob("*/hangs/attempt-0")
-    assert str(stacks) in log
+    (stacks,) = Path(answer["log"]).parent.glob("*/control/hangs/attempt-0")
+    assert str(stacks.parent) in log
     assert [path.read_text()[:7] for path in stacks.glob("*/rank-1.txt")] == ["state T"]
 
 

@@ -88,7 +88,7 @@ def test_a_launch_is_followed_to_its_end(shared: Project, cluster: Sandbox, kind
     assert shared.run("logs").out.count("sum 6.0") == 4
     told_notes = "\n".join(map(str, notes(done.events)))
     assert not missing(told_notes, "slurm.launcher none hang restarts")
-    assert not missing(told_notes, "job.hang_s job.max_restarts effect slurm.launcher none")
+    assert not missing(told_notes, "job.hang_s job.max_restarts effect launcher")
 
 
 @pytest.fixture
