@@ -1,7 +1,6 @@
 """A job of Slurm as a back end of the controller: followed, cancelled, and told of as a run on nodes is.
 
-The job itself starts its workers again when they fail (next_start.py, with the rules of a launch over SSH), so that it
-needs nobody to follow it.
+The launcher inside the job (job_control.py) starts its workers again when they fail; it needs nobody to follow it.
 """
 
 from __future__ import annotations

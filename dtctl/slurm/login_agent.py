@@ -250,7 +250,10 @@ def known_state(request: Json) -> Json:
     The controller is asked every 15 s for each run, from however many machines. What is urgent comes sooner, up to four
     times in a minute: the job's files say that it begins or ends, or somebody ends it.
     """
-    job, path = request["job"], os.path.join(request["folder"], "slurm-state.json")
+    job, folder = request["job"], request.get("folder", "")
+    path = os.path.join(folder, "slurm-state.json")
+    if not folder:
+        return state(job)
     known, now = {}, time.time()
     try:
         with open(path, encoding="utf-8") as file:  # opened: a folder of the network may show an old state for long
@@ -260,8 +263,8 @@ def known_state(request: Json) -> Json:
     asked = [at for at in known.get("asked", ()) if now - 60 < at <= now] if known.get("job") == job else []
     if asked and "state" in known:
         waits = known["state"].get("JobState") == "PENDING"
-        begins = waits and os.path.exists(os.path.join(request["folder"], "job.log"))
-        urgent = (request["urgent"] or begins) and len(asked) < 4
+        begins = waits and os.path.exists(os.path.join(folder, "job.log"))
+        urgent = (request.get("urgent") or begins) and len(asked) < 4
         if now - asked[-1] < (1.0 if urgent else ASK_S):
             return dict(known["state"])
     if asked:  # others are not to ask meanwhile

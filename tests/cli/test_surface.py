@@ -254,7 +254,7 @@ def test_the_batch_file_of_a_spec_that_is_tried_here_has_nothing_of_this_machine
     made = []
     for text in (cluster, f"{{transport: slurm, nodes: {2 if 'nodes' in cluster else 1}, slots: 2}}".strip("{}")):
         (tmp_path / "dtctl.yaml").write_text(f"cluster: {{{text}}}\njob: {{name: t, script: t.py}}\n")
-        done = dtctl("sbatch", cwd=tmp_path)
+        done = dtctl("sbatch", "--plain", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert sys.executable not in done.stdout
         made.append([line for line in done.stdout.splitlines() if "THREADS" in line or line.startswith("exec ")])

@@ -211,3 +211,17 @@ def test_a_sites_own_sbatch_leaves_no_job_that_nobody_knows(shared: Project, tmp
     assert done.code == 0, done.err
     assert done.done["status"] == "succeeded"
     assert "SAID" in done.err
+
+
+def test_a_launcher_that_was_changed_is_not_started(shared: Project) -> None:
+    shared.write("tell.py", "print('RAN')\n")
+    shared.write("dtctl.yaml", SPEC.format(transport="slurm", program="kind: direct\n  script: tell.py"))
+    assert shared.run("sbatch", "--out", "job.sbatch").code == 0
+    with (shared.folder / "job.launcher.zip").open("ab") as file:
+        file.write(b"more")
+    argv = ["sbatch", "--wait", "--output=job.log", "job.sbatch"]
+    done = subprocess.run(argv, cwd=shared.folder, env=shared.env, capture_output=True, text=True, check=False)
+    assert done.returncode == 73
+    log = (shared.folder / "job.log").read_text()
+    assert "RAN" not in log
+    assert not missing(log, "dtctl error job.launcher.zip submitted disk")
