@@ -19,6 +19,7 @@ from dtctl.launch.cluster import cluster_of, first_plan
 from dtctl.launch.files.tree import Tree, check_program_files
 from dtctl.launch.records.record import state_folder
 from dtctl.plan.environment import read_secrets
+from dtctl.plan.model import Plan
 from dtctl.slurm import arrays, batch, login_client
 from dtctl.slurm.answers import Filled, Offer, RunPlace, Submitted
 from dtctl.slurm.job_file import LAUNCHER_FILE
@@ -95,21 +96,7 @@ def submit(
     workdir = spec.cluster.workdir if isinstance(site, LoginSite) else str(state_folder(spec.base_dir, "slurm").parent)
     folder = Path(login_client.ask(site, python, RunPlace, workdir=workdir, run=run).folder)
     code_folder = _bring(site, code, folder, python=python, workdir=workdir) if code is not None else spec.code_folder
-    top = folder / work.FOLDER
-    launcher = b"" if spec.is_plain else make_launcher(
-        spec, run, code="" if tasks else str(top), is_followed=followed,
-        snapshots="" if followed or tasks else str(top / "snapshots"),
-    )  # fmt: skip
-    text = batch.text(
-        spec,
-        plan,
-        chdir=top,
-        output=Path(batch.literal(folder)) / _output(followed=followed, array=bool(tasks)),
-        folder=folder,
-        followed=followed,
-        launcher=folder / LAUNCHER_FILE,
-        launcher_digest=digest_of(launcher),
-    )
+    text, launcher = make_files(spec, plan, folder, followed=followed)
     files = {BATCH_FILE: text, names.RUN_SPEC_FILE: dump_spec(spec)}
     binary = {LAUNCHER_FILE: base64.b64encode(launcher).decode()} if launcher else {}
     task_folders = [str(index) for index in tasks] if followed else []
@@ -137,6 +124,43 @@ def submit(
         tasks=tuple(tasks),
         notes=(*batch.job_warnings(spec, plan), *away, *_about_variables(answer)),
     )
+
+
+def make_files(spec: Spec, plan: Plan, folder: Path, *, followed: bool) -> tuple[str, bytes]:
+    """Make the batch file of a job, and its launcher; empty in plain mode.
+
+    Args:
+        spec: the checked spec.
+        plan: what it comes to.
+        folder: of the run, which all nodes see.
+        followed: whether somebody follows the run.
+
+    Raises:
+        PlanError: a key of the spec cannot be said to Slurm.
+        RenderError: a template is missing or wrong.
+    """
+    top, is_array = folder / work.FOLDER, bool(array_of(spec))
+    launcher = b"" if spec.is_plain else make_launcher(
+        spec, plan.run, code="" if is_array else str(top), is_followed=followed,
+        snapshots="" if followed or is_array else str(top / "snapshots"),
+    )  # fmt: skip
+    text = batch.text(
+        spec,
+        plan,
+        chdir=top,
+        output=Path(batch.literal(folder)) / _output(followed=followed, array=is_array),
+        folder=folder,
+        followed=followed,
+        launcher=folder / LAUNCHER_FILE,
+        launcher_digest=digest_of(launcher),
+    )
+    return text, launcher
+
+
+def folder_of(spec: Spec, run: str) -> Path:
+    """Return where the folder of a run would be, as far as that is known before the login node is asked."""
+    above = Path(spec.cluster.workdir) if spec.cluster.login else spec.base_dir.resolve() / names.STATE_DIR
+    return above / "slurm" / run
 
 
 def _about_variables(answer: Submitted) -> list[str]:

@@ -262,6 +262,21 @@ def test_the_batch_file_of_a_spec_that_is_tried_here_has_nothing_of_this_machine
     assert any("THREADS" in line for line in made[0])
 
 
+def test_a_dry_run_shows_what_slurm_would_get(tmp_path: Path) -> None:
+    """The batch file; and the nodes' script, where the launcher inside the job has it."""
+    (tmp_path / "t.py").write_text("")
+    (tmp_path / "dtctl.yaml").write_text("cluster: {transport: slurm, nodes: 2}\njob: {name: t, script: t.py}\n")
+    shown = dtctl("launch", "--dry-run", cwd=tmp_path).stdout
+    assert [line for line in shown.splitlines() if line.startswith("---")] == [
+        "--- job.sbatch", "--- node1: node.sh", "--- node2: node.sh",
+    ]  # fmt: skip
+    plain = json.loads(dtctl("launch", "--dry-run", "--json", "--set", "slurm.launcher=none", cwd=tmp_path).stdout)
+    assert plain["scripts"] == {}
+    assert plain["batch"].count("#SBATCH") > 5
+    assert dtctl("launch", "--out", "made", cwd=tmp_path).returncode == 0
+    assert {path.name for path in (tmp_path / "made").iterdir()} == {"job.sbatch", "node1.sh", "node2.sh", "plan.json"}
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -79,6 +79,10 @@ def spec_of(options: LaunchOptions) -> Spec:
     return spec.model_copy(update={"job": job})
 
 
+BATCH_FILE = "job.sbatch"
+"""Name of the batch file among the scripts of a dry run."""
+
+
 def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     """Print, or write to `folder`, exactly what a launch would send."""
     import time
@@ -94,23 +98,36 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
         output.err(text, "yellow")
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
-    scripts = node_scripts(plan, base_dir=spec.base_dir)
+    batch = _batch_file(spec, plan)
+    # In plain mode the batch file is all that there is.
+    scripts = {} if spec.is_plain else node_scripts(plan, base_dir=spec.base_dir)
     if folder is not None:
-        write_scripts(folder, plan, scripts)
-        output.err(f"wrote {len(scripts)} scripts and plan.json to {folder}")
+        write_scripts(folder, plan, {**batch, **scripts})
+        output.err(f"wrote {len(batch) + len(scripts)} scripts and plan.json to {folder}")
     if options.json_lines:
         from dtctl.cli.common.files_view import as_json
 
         files = as_json(spec, tree) if tree is not None else None
-        output.emit_json({"event": "plan", "time": time.time(), **asdict(plan), "files": files, "scripts": scripts})
+        document = {"event": "plan", "time": time.time(), **asdict(plan), "files": files, "scripts": scripts}
+        output.emit_json(document | ({"batch": batch[BATCH_FILE]} if batch else {}))
     elif folder is None:
         show_plan(plan)
         if tree is not None:
             from dtctl.cli.common.files_view import show_files
 
             show_files(spec, tree)
-        show_scripts(scripts)
+        show_scripts({**batch, **scripts})
     return 0
+
+
+def _batch_file(spec: Spec, plan: Plan) -> dict[str, str]:
+    """The batch file that Slurm would get, by its name; none on other ways."""
+    if plan.transport != "slurm":
+        return {}
+    from dtctl.slurm.submit import folder_of, make_files
+
+    text, _ = make_files(spec, plan, folder_of(spec, plan.run), followed=True)
+    return {BATCH_FILE: text}
 
 
 def _tree(spec: Spec) -> Tree | None:
@@ -130,7 +147,7 @@ def _tree(spec: Spec) -> Tree | None:
 
 
 def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str]) -> None:
-    """Write each node's script as `NODE.sh`, and the plan as `plan.json`.
+    """Write each node's script as `NODE.sh`, the batch file, and the plan as `plan.json`.
 
     Raises:
         UsageError: the folder cannot be written to.
@@ -141,9 +158,10 @@ def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str]) -> None:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for node, text in scripts.items():
-            write_private(folder / f"{node}.sh", text)
-            (folder / f"{node}.sh").chmod(0o700)
+        for name, text in scripts.items():
+            path = folder / (name if name.endswith(".sbatch") else f"{name}.sh")
+            write_private(path, text)
+            path.chmod(0o700)
         write_private(folder / names.PLAN_FILE, json.dumps(asdict(plan), indent=1) + "\n")
     except LaunchError as exc:
         raise UsageError(exc.message, where=exc.where) from exc
@@ -164,9 +182,9 @@ def show_plan(plan: Plan) -> None:
 
 
 def show_scripts(scripts: dict[str, str]) -> None:
-    """Print the script of every node."""
-    for node, text in scripts.items():
-        output.out(f"\n--- {node}: node.sh", "bold")
+    """Print the script of every node, and the batch file."""
+    for name, text in scripts.items():
+        output.out(f"\n--- {name if name.endswith('.sbatch') else f'{name}: node.sh'}", "bold")
         output.raw(text)
 
 
