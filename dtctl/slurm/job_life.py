@@ -43,8 +43,8 @@ while sleep 10; do
   before=$now
   [ "$silent" -ge SILENT ] || continue
   silent=0
-  has=$(squeue --noheader --jobs="$job" --states=RUNNING --format=%N) && [ -n "$has" ] || continue
-  scontrol show hostnames "$has" | grep -qxF "$first" && continue
+  runs=$(squeue --noheader --jobs="$job" --states=RUNNING --format=%i) && [ -n "$runs" ] || continue
+  has=$(squeue --noheader --jobs="$job" --nodelist="$first" --format=%i) && [ -z "$has" ] || continue
   mkdir "$folder/lost-$first-$restarts" 2>/dev/null || exit 0
   echo "dtctl: a node was lost, and no other one is left for its place: the first one" >>"$folder/../job.log"
   scontrol requeue "$job" || scancel "$job"

@@ -225,3 +225,22 @@ def test_a_launcher_that_was_changed_is_not_started(shared: Project) -> None:
     log = (shared.folder / "job.log").read_text()
     assert "RAN" not in log
     assert not missing(log, "dtctl error job.launcher.zip submitted disk")
+
+
+def test_a_job_runs_where_compute_nodes_have_no_scontrol(shared: Project) -> None:
+    """Some sites keep it on login nodes; srun is what a job needs."""
+    shared.write("tell.py", "import os\nprint('RUN', os.environ['RANK'], flush=True)\n")
+    shared.write("dtctl.yaml", SPEC.format(transport="slurm", program="kind: direct\n  script: tell.py"))
+    assert shared.run("sbatch", "--out", "job.sbatch").code == 0
+    tools = shared.folder / "tools"
+    tools.mkdir()
+    for folder in map(Path, shared.env["PATH"].split(":")):
+        for program in folder.glob("*"):
+            if program.name not in ("scontrol", "squeue") and not (tools / program.name).is_symlink():
+                (tools / program.name).symlink_to(program)
+    argv = ["sbatch", "--wait", "--output=job.log", f"--export=PATH={tools}", "job.sbatch"]
+    done = subprocess.run(argv, cwd=shared.folder, env=shared.env, capture_output=True, text=True, check=False)
+    log = (shared.folder / "job.log").read_text()
+    assert done.returncode == 0, log
+    assert sorted(line.partition("RUN ")[2] for line in log.splitlines() if "RUN " in line) == ["0", "1", "2", "3"]
+    assert "dtctl: there is no scontrol on this node" in log
