@@ -54,6 +54,7 @@ from dtctl.slurm.mirror import METRICS as CONTROL_METRICS
 from dtctl.slurm.mirror import WHOLE, Mirror
 from dtctl.slurm.outputs import count_outputs
 from dtctl.slurm.site import LocalSite, Site
+from dtctl.slurm.wait_reasons import NEVER, explain_wait
 from dtctl.supervisor import work
 
 STATE_FILE: Final = "slurm.json"
@@ -103,6 +104,8 @@ class Follower:
         """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
         self._early: list[tuple[float, job_record.Event]] = []
         """What was recorded of an attempt whose start was not read yet."""
+        self.never = ""
+        """Why Slurm will never start it; empty as far as is known."""
         self.is_cancelled = False
         """Whether this process has asked Slurm to end it."""
         self.is_asked_to_stop = False
@@ -384,6 +387,7 @@ class Follower:
         self._shown_state = shown_state
         if state in WAITING:
             self.nodes = []
+            self.never = explain_wait(self.ref.job, reason) if reason in NEVER else ""
             self.emit(JobQueued(job=self.ref.job, state=state, reason=reason, start=self.state.start))
 
     # -- what is kept -----------------------------------------------------------------------------------------------
@@ -448,6 +452,8 @@ class Follower:
             text = f"Slurm reports {state}: the time limit was reached after all workers had ended with exit code 0"
             self.emit(Note(node=self.site.name, text=text))
             failure, stopped_by, is_success = None, None, True
+        elif self.never and stopped_by is None:
+            failure = replace(self._without_a_word(state), exit_code=1, summary=f"it could never start: {self.never}")
         elif stopped_by is not None or state == "CANCELLED":
             if stopped_by is None and not self.is_asked_to_stop:
                 text = f"job {self.ref.job} was cancelled, by scancel or the site, and not by this launcher"

@@ -56,6 +56,10 @@ class JobBackend:
             self._is_lost = True
             self._wait(AGAIN_S)
             return
+        if self.follower.never and not self.follower.is_cancelled:
+            self.emit(Stopping(reason=f"it can never start: {self.follower.never}"))
+            cancel(self.site, self.job.job)
+            self.follower.is_cancelled = True
         is_waiting = self.follower.is_waiting
         if is_waiting is not self._is_waiting:
             self._is_waiting, self._delay_s = is_waiting, FIRST_POLL_S

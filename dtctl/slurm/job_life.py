@@ -110,8 +110,10 @@ class JobLife:
         if code == REQUEUE_EXIT or lost or (self._warned.is_set() and code):
             if self.restarts < self.requeues:
                 tell(f"to be started again, {_now()}")
-                if _ask("scontrol", "requeue", self.job) is not None:
+                refusal = _refusal("scontrol", "requeue", self.job)
+                if not refusal:
                     return 0
+                tell(f"Slurm does not start it again: {refusal}")
             else:
                 tell(f"started {self.requeues} times again, which is all that slurm.requeues allows")
         tell(f"ended with exit code {code}, {_now()}")
@@ -183,6 +185,15 @@ def tell(text: str) -> None:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _refusal(*argv: str) -> str:
+    """Why a command of Slurm fails, in its own words; empty if it does not."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        return str(exc)
+    return "" if done.returncode == 0 else done.stderr.strip() or f"{argv[0]} exited with status {done.returncode}"
 
 
 def _ask(*argv: str) -> str | None:

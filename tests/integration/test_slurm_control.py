@@ -17,6 +17,7 @@ from dtctl.launch.records.events import JobSubmitted, JobSubmitting, RunEnded
 from dtctl.launch.records.record import RunRecord, list_runs
 from dtctl.sandbox.layout import Sandbox
 from dtctl.slurm.follow import reference
+from tests.facts import missing
 from tests.hosts import Project, wait_until
 from tests.integration.slurm_hosts import ask, clean, cluster, fields, hasten, shared, state
 
@@ -294,6 +295,21 @@ def test_what_kept_the_workers_from_starting_is_named(shared: Project, wrong: st
     failure = done.done["first_failure"]
     assert isinstance(failure, dict)
     assert ("/nowhere/python" if wrong == "python" else "cannot be written") in failure["summary"], failure
+
+
+def test_a_job_that_can_never_start_does_not_wait_for_ever(shared: Project) -> None:
+    argv = ["sbatch", "--parsable", "--output=/dev/null", "--wrap", "exit 1"]
+    failed = subprocess.run(argv, env=shared.env, capture_output=True, text=True, check=True).stdout.strip()
+    wait_until(lambda: state(shared, failed) == "FAILED", 60, "what it depends on has failed")
+    write(shared)
+    spec = shared.folder / "dtctl.yaml"
+    spec.write_text(f"{spec.read_text()}slurm: {{extra: {{dependency: 'afterok:{failed}'}}}}\n")
+    done = shared.run("launch", "--json")
+    assert done.code == 8, done.err
+    failure = done.done["first_failure"]
+    assert isinstance(failure, dict)
+    assert not missing(str(failure["summary"]), "DependencyNeverSatisfied slurm.extra")
+    assert state(shared, reference(record(shared)).job) == "CANCELLED"
 
 
 def begun(project: Project, workers: int) -> subprocess.Popen[str]:

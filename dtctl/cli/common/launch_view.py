@@ -73,9 +73,9 @@ def waits(event: JobQueued) -> str:
     """Why a job of Slurm waits, and until when Slurm thinks that it does."""
     when = f", expected to start at {time.strftime('%H:%M:%S', time.localtime(event.start))}" if event.start else ""
     reason = event.reason if event.reason not in (None, "", "None") else "for Slurm"
-    if "held" in reason.lower():  # JobHeldUser, JobHeldAdmin, job_requeued_in_held_state
-        return f"{reason}: somebody holds it; `scontrol release {event.job}` lets it begin"
-    return f"{reason}{when}"
+    from dtctl.slurm.wait_reasons import explain_wait
+
+    return f"{explain_wait(event.job, reason)}{when}"
 
 
 def _line(event: Event) -> tuple[str, str]:
