@@ -265,7 +265,7 @@ def known_state(request: Json) -> Json:
         waits = known["state"].get("JobState") == "PENDING"
         begins = waits and os.path.exists(os.path.join(folder, "job.log"))
         urgent = (request.get("urgent") or begins) and len(asked) < 4
-        if now - asked[-1] < (1.0 if urgent else ASK_S):
+        if now - asked[-1] < ((0.3 if begins else 1.0) if urgent else ASK_S):
             return dict(known["state"])
     if asked:  # others are not to ask meanwhile
         keep(path, {**known, "asked": [*asked, now]})

@@ -147,7 +147,8 @@ def test_the_terminal_goes_and_the_job_stays(shared: Project) -> None:
     launcher.send_signal(signal.SIGHUP)
     assert launcher.wait(timeout=600) == 128 + signal.SIGHUP
     assert state(shared, job) == "RUNNING"
-    assert json.loads(shared.run("status", "--json").out)["status"] == "running"
+    # Slurm is asked seldom, so that a job may run for a moment before anybody knows.
+    wait_until(lambda: json.loads(shared.run("status", "--json").out)["status"] == "running", 20, "that is known")
     assert shared.run("stop").code == 0
 
 
