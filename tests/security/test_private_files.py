@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,14 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return command_line.dtctl(*words, cwd=folder, env=env, before=partial(os.umask, 0))
 
 
+def contents(path: Path) -> bytes:
+    """Of a file; of a zip, those of the files in it."""
+    if not zipfile.is_zipfile(path):
+        return path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        return b"".join(map(archive.read, archive.namelist()))
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("before", [None, 0o600])
 def test_nobody_else_can_read_what_holds_the_environment(tmp_path: Path, command: str, before: int | None) -> None:
@@ -36,7 +45,7 @@ def test_nobody_else_can_read_what_holds_the_environment(tmp_path: Path, command
     (tmp_path / "t.py").write_text("")
     (tmp_path / "dtctl.yaml").write_text(SPEC)
     if before is not None:
-        for name in ("job.sbatch", "a.sh", "job.yaml", "page.html"):
+        for name in ("job.sbatch", "job.launcher.zip", "a.sh", "job.yaml", "page.html"):
             (tmp_path / "out" / name).touch(before)
     words = COMMANDS[command]
     if command == "report":
@@ -44,7 +53,7 @@ def test_nobody_else_can_read_what_holds_the_environment(tmp_path: Path, command
     done = run(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     holders = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "dtctl.yaml"]
-    holders = [path for path in holders if b"nobody-else" in path.read_bytes()]
+    holders = [path for path in holders if b"nobody-else" in contents(path)]
     assert holders
     assert {oct(path.stat().st_mode & 0o077) for path in holders} == {"0o0"}, holders
 
