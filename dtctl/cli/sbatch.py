@@ -17,9 +17,6 @@ from dtctl.cli.common.unfollowed import tell_unmeasured
 if TYPE_CHECKING:
     from dtctl.spec.model import Spec
 
-BATCH_FILE = "job.sbatch"
-"""Name of the file in examples."""
-
 
 def sbatch(
     spec: Annotated[Path, typer.Argument(help="The spec; - is standard input.")] = Path(names.SPEC_FILE),
@@ -51,12 +48,12 @@ def sbatch(
         agreed(checked, yes=yes)
         _submit(checked, run, out=out, as_json=json_)
         return
-    beside = (out or Path(BATCH_FILE)).with_suffix(".launcher.zip").absolute()
+    beside = (out or Path(names.BATCH_FILE)).with_suffix(".launcher.zip").absolute()
     text, launcher = _file(checked, run, launcher=beside)
     if out is None:
         output.raw(text)
         if launcher:
-            output.err(f"it starts {beside.name}, which `dtctl sbatch --out FILE` writes beside FILE")
+            output.err(f"it starts {beside.name}, which `dtctl sbatch --out {names.BATCH_FILE}` writes beside it")
         return
     from dtctl.slurm.submit import write
 
@@ -76,7 +73,7 @@ def _for_slurm(spec: Spec) -> Spec:
 
 
 def _file(spec: Spec, run: str, *, launcher: Path) -> tuple[str, bytes]:
-    """The batch file, and the launcher that it starts, if one is inside the job."""
+    """Make the batch file, and the launcher that it starts, if one is inside the job."""
     from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.slurm import batch
     from dtctl.slurm.launcher_files import digest_of, make_launcher
@@ -101,7 +98,7 @@ def _submit(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:
     """Copy the code, so that later edits do not change a job that waits; then hand the file over."""
     from dtctl.launch.assemble import CodePush
     from dtctl.slurm.site import site_of
-    from dtctl.slurm.submit import BATCH_FILE, submit
+    from dtctl.slurm.submit import submit
 
     with closing(site_of(spec)) as site:
         submission = submit(spec, site, run, CodePush(spec) if spec.pushes else None, followed=False, out=out)
@@ -110,7 +107,7 @@ def _submit(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:
         output.err(note, "yellow")
     log = f"{ref.folder}/{ref.job}{'_%a' if submission.tasks else ''}.log"
     if as_json:
-        file = str(out or Path(ref.folder) / BATCH_FILE)
+        file = str(out or Path(ref.folder) / names.BATCH_FILE)
         output.emit_json({"job": ref.job, "run": run, "file": file, "log": log})
     else:
         output.out(f"job {ref.job}: run {run}")

@@ -83,7 +83,7 @@ class Attempt:
     """What an earlier attempt of the run has made of them, which holds for all attempts."""
 
 
-def bind(template: PlanTemplate, attempt: Attempt) -> Plan:
+def bind_plan(template: PlanTemplate, attempt: Attempt) -> Plan:
     """Return the plan of an attempt.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dtctl import node_facts
 from dtctl.errors import PlanError
 from dtctl.plan import environment as env
-from dtctl.plan.bind import Attempt, NodeTemplate, PlanTemplate, bind
+from dtctl.plan.bind import Attempt, NodeTemplate, PlanTemplate, bind_plan
 from dtctl.plan.commands import Program, interpreter_of
 from dtctl.plan.model import (
     WORKER_KINDS,
@@ -66,7 +66,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     """What will run where; see `make_template` for arguments and errors."""
     facts = facts or PlanFacts()
     template, meeting = make_template(spec, nodes, run=run, attempt=attempt, facts=facts)
-    return bind(
+    return bind_plan(
         template,
         Attempt(number=attempt, rendezvous=meeting, gpus=facts.gpus, cores=facts.cores, threads=facts.threads),
     )

@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict, fields
 from typing import Final
 
+from dtctl import names
 from dtctl.errors import LaunchError
 from dtctl.launch.records.events import JobSubmitted, JobSubmitting, RunEnded
 from dtctl.launch.records.record import RunRecord
@@ -14,7 +15,6 @@ from dtctl.slurm.answers import JobFound
 from dtctl.slurm.arrays import job_of_task
 from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.site import Site
-from dtctl.slurm.submit import BATCH_FILE
 
 SUBMISSION_S: Final = 30.0
 """How long a submission that was begun may take to be seen."""
@@ -31,7 +31,7 @@ def intent(ref: JobRef, site: str, *, index: int | None = None) -> JobSubmitting
     """
     facts = {key: value for key, value in asdict(ref).items() if key not in ("job", "folder")}
     folder = ref.folder if index is None else f"{ref.folder}/{index}"
-    return JobSubmitting(script=f"{ref.folder}/{BATCH_FILE}", index=index, site=site, folder=folder, **facts)
+    return JobSubmitting(script=f"{ref.folder}/{names.BATCH_FILE}", index=index, site=site, folder=folder, **facts)
 
 
 def open_intent(record: RunRecord) -> JobSubmitting | None:
@@ -73,6 +73,6 @@ def outcome(run: str, submitting: JobSubmitting, site: Site) -> JobSubmitted | R
         time.sleep(POLL_S)  # what the launcher had begun may still be under way
     if not jobs:
         return never(run)
-    names = [field.name for field in fields(JobSubmitted) if field.name not in ("job", "time")]
+    keys = [field.name for field in fields(JobSubmitted) if field.name not in ("job", "time")]
     job = jobs[-1] if index is None else job_of_task(jobs[-1], index)
-    return JobSubmitted(job=job, **{name: getattr(submitting, name) for name in names})
+    return JobSubmitted(job=job, **{name: getattr(submitting, name) for name in keys})

@@ -53,7 +53,7 @@ def text(
     launcher: Path = Path(LAUNCHER_FILE),
     launcher_digest: str = "",
 ) -> str:
-    """The file.
+    """Return the batch file.
 
     Args:
         spec: the spec.
@@ -85,7 +85,7 @@ def text(
         "notes": job_warnings(spec, plan),
         "secret_words": {name: "${" + name + "+set}" for name in plan.secrets},
         "groups": [group for group in node.env_by_origin if group.origin != environment.PLACE],
-        "directives": directives(slurm, plan, chdir=chdir, output=output, outlives_nodes=not plain, spares=spares),
+        "directives": list_directives(slurm, plan, chdir=chdir, output=output, outlives_nodes=not plain, spares=spares),
         "tasks": _tasks(plan),
         "each": " or ".join(dict.fromkeys(str(each.slots) for each in plan.nodes)),
         "place": _place(plan, str(node.slots)),
@@ -149,10 +149,10 @@ def job_warnings(spec: Spec, plan: Plan) -> list[str]:
     return list_warnings(spec, resolve_nodes(spec), per_worker=plan.per_worker)
 
 
-def directives(
+def list_directives(
     slurm: Slurm, plan: Plan, *, chdir: Path, output: Path, outlives_nodes: bool = False, spares: int = 0
 ) -> list[str]:
-    """What follows `#SBATCH `, an option each.
+    """Return what follows `#SBATCH `, an option each.
 
     Args:
         slurm: what the spec says to Slurm.

@@ -136,7 +136,7 @@ class Follower:
         """
         answer = login_client.ask(
             self.site, self.ref.python, JobLook, job=self.ref.job, folder=self.ref.folder, have=self._offsets,
-            urgent=self.ends,
+            urgent=self.is_ending,
         )  # fmt: skip
         self.state, files = answer.job, answer.files
         self.nodes = self.state.nodes or self.nodes
@@ -179,7 +179,7 @@ class Follower:
         return self.state is not None and not is_on(self.state)
 
     @property
-    def ends(self) -> bool:
+    def is_ending(self) -> bool:
         """Whether it is about to end, or has ended, for all that is known."""
         has_word = self._script_code is not None or self.mirror.end is not None or self._is_taken_back
         return self.is_cancelled or self.is_asked_to_stop or has_word or self.over

@@ -46,11 +46,11 @@ from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import BEGUN_FILE
 from dtctl.launch.records.record import RunRecord
 from dtctl.plan import environment, rendezvous
-from dtctl.plan.bind import Attempt, PlanTemplate, bind
+from dtctl.plan.bind import Attempt, PlanTemplate, bind_plan
 from dtctl.plan.model import Plan, Threads
 from dtctl.slurm.addresses import read_addresses
 from dtctl.slurm.job_file import JobFile, read_job_file
-from dtctl.slurm.job_life import JobLife, tell
+from dtctl.slurm.job_life import JobLife, write_line
 from dtctl.supervisor import work
 from dtctl.transport.base import Target
 from dtctl.transport.srun import SrunTransport
@@ -90,21 +90,23 @@ def main() -> None:
 
 
 def run(launcher: Path, folder: Path, environ: Mapping[str, str]) -> int:
-    """Launch a job on the nodes of this allocation, to its end; the exit code.
+    """Launch a job on the nodes of this allocation, to its end; return the exit code.
 
     Args:
         launcher: the zip that this is run from.
         folder: of the run, which all nodes see.
         environ: with Slurm's variables, and those of the batch file.
     """
-    life = JobLife(job_number(environ), restarts=int(environ.get("SLURM_RESTART_COUNT") or 0))
+    life = JobLife(
+        read_job_name(environ), number=environ["SLURM_JOB_ID"], restarts=int(environ.get("SLURM_RESTART_COUNT") or 0)
+    )
     record = RunRecord(folder / CONTROL_FOLDER)
     try:
         (record.folder / names.LOGS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
         record.reserve()
     except (OSError, DtctlError) as exc:
-        tell(f"error: the run's folder {folder} cannot be written on {socket.gethostname()}: {exc}")
-        return life.end(CANNOT_WRITE, lost=False, is_ended=True)
+        write_line(f"error: the run's folder {folder} cannot be written on {socket.gethostname()}: {exc}")
+        return life.finish_job(CANNOT_WRITE, lost=False, is_ended=True)
     emit = _Emitter(record)
     signals: list[int] = []
     for number in SIGNALS:
@@ -114,17 +116,17 @@ def run(launcher: Path, folder: Path, environ: Mapping[str, str]) -> int:
         file = read_job_file(launcher)
         emit.is_followed = file.is_followed
         life.requeues, life.warn_s, life.nodes_needed = file.requeues, file.warn_s, len(file.template.nodes)
-        life.begin(record.folder)
+        life.await_controller(record.folder)
         addresses = addresses_of(file, environ)
-        life.guard(record.folder, [*addresses])
+        life.start_guards(record.folder, [*addresses])
         ledger = _ledger(record, since=launcher.stat().st_mtime if file.is_followed else time.time())
         code, lost = _launch(file, addresses, folder, environ, record, emit, signals, ledger)
     except DtctlError as exc:
         status, code = ("stopped", 128 + signals[-1]) if signals else ("failed", exc.exit_code)
         emit(RunEnded(run=environ[names.RUN_ID], status=status, exit_code=code, error=str(exc)))
-        tell(f"error: {exc}")
+        write_line(f"error: {exc}")
         lost = isinstance(exc, TransportError) and emit.has_started and not signals
-    return life.end(code, lost=lost, is_ended=bool(signals))
+    return life.finish_job(code, lost=lost, is_ended=bool(signals))
 
 
 def _launch(
@@ -137,7 +139,7 @@ def _launch(
     signals: list[int],
     ledger: Ledger,
 ) -> tuple[int, bool]:
-    """Launch the job; its exit code, and whether it has failed of a lost node.
+    """Launch the job; return its exit code, and whether it has failed of a lost node.
 
     Raises:
         DtctlError: it could not be started, or not again.
@@ -147,7 +149,7 @@ def _launch(
         before.apply(event)
     attempt = before.attempt + 1
     if file.template.live and not _has_pipes(folder):
-        tell(f"lost workers are not replaced alone: the disk of {folder} has no named pipes")
+        write_line(f"lost workers are not replaced alone: the disk of {folder} has no named pipes")
         file = replace(file, template=replace(file.template, live=False))
     job = job_in(file, addresses, folder, environ, attempt=attempt)
     is_told = bool(before.restarts) and before.restarts[-1].attempt == attempt
@@ -211,15 +213,15 @@ class _Emitter:
 
 
 def _describe(first: FirstFailure) -> str:
-    """Who has failed first, and how; for the output of a job that nobody follows."""
+    """Describe who has failed first, for the output of a job that nobody follows."""
     subject = subject_of(first.node, first.rank, first.exit_code)
     ended = "was lost" if first.exit_code is None else f"ended with exit code {first.exit_code}"
     how = "made no progress" if first.hang else ended
     return f"{subject} {how}{f': {first.summary}' if first.summary else ''}"
 
 
-def job_number(environ: Mapping[str, str]) -> str:
-    """Return the number of the job; of a task of an array, what Slurm calls that task alone."""
+def read_job_name(environ: Mapping[str, str]) -> str:
+    """Return what Slurm calls the job: its number, or that of its array and its index."""
     array = environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else environ["SLURM_JOB_ID"]
 
@@ -257,7 +259,7 @@ def own_address(*peers: str) -> str:
 def job_in(
     file: JobFile, addresses: Mapping[str, str], folder: Path, environ: Mapping[str, str], *, attempt: int
 ) -> LaunchJob:
-    """What to launch; `attempt` is the number of the first attempt.
+    """Make what is to be launched; `attempt` is the number of the first attempt.
 
     Raises:
         DtctlError: no job can be made of it on these nodes.
@@ -292,7 +294,7 @@ def job_in(
         meeting = rendezvous.rendezvous(run, attempt, address=settings["fixed_address"] or address, port=port)
         own = {name: min(count, granted.get(name, count)) for name, count in (cores or {}).items()}
         known = Attempt(number=attempt, rendezvous=meeting, gpus=gpus, cores=own, threads=threads)
-        return bind(placed(nodes), known)
+        return bind_plan(placed(nodes), known)
 
     def first_plan(nodes: Sequence[str]) -> Plan:
         port = rendezvous.port_candidates(run, attempt, settings["fixed_port"])[0]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from dtctl.names import REQUEUE_EXIT
+from dtctl.spec import nodeset
 
 ALIVE_FILE: Final = "alive"
 """Below the folder of this launcher's records: is written anew as long as it lives."""
@@ -55,14 +56,15 @@ done
 class JobLife:
     """One start of a job, from its first node."""
 
-    def __init__(self, job: str, *, restarts: int) -> None:
+    def __init__(self, job: str, *, number: str, restarts: int) -> None:
         """Nothing is asked of Slurm yet.
 
         Args:
-            job: its number.
+            job: what Slurm calls it: its number, or `NUMBER_INDEX` of a task of an array.
+            number: its number, which such a task has for itself, too.
             restarts: how often Slurm has started it again.
         """
-        self.job, self.restarts = job, restarts
+        self.job, self.number, self.restarts = job, number, restarts
         self.requeues = 0
         """How often it may."""
         self.warn_s = 0
@@ -74,24 +76,24 @@ class JobLife:
         """When the job ends at the latest, in seconds since the epoch; None while that is not known."""
         self._guards: list[subprocess.Popen[bytes]] = []
 
-    def begin(self, folder: Path) -> None:
+    def await_controller(self, folder: Path) -> None:
         """Listen for the warning of the time limit, and wait for Slurm's controller; `folder` has the records."""
         signal.signal(signal.SIGUSR1, lambda *_: self._warned.set())
         self._wait_for_controller()
         for work in (self._warn, lambda: self._stay_alive(folder / ALIVE_FILE)):
             threading.Thread(target=work, daemon=True).start()
 
-    def guard(self, folder: Path, nodes: Sequence[str]) -> None:
+    def start_guards(self, folder: Path, nodes: Sequence[str]) -> None:
         """Have others look after this node, the first of `nodes`."""
         for node in nodes[1 : 1 + GUARDS]:
-            argv = ["srun", "--jobid", self.job, "--overlap", "--mem=0", f"--nodelist={node}", "--nodes=1"]
+            argv = ["srun", "--jobid", self.number, "--overlap", "--mem=0", f"--nodelist={node}", "--nodes=1"]
             argv += ["--ntasks=1", "--export=ALL", "--quiet", "bash", "-c", GUARD, "guard"]
             argv += [self.job, nodes[0], str(self.restarts), str(folder)]
             quiet = subprocess.DEVNULL
             self._guards.append(subprocess.Popen(argv, stdin=quiet, stdout=quiet, stderr=quiet))
 
-    def end(self, code: int, *, lost: bool, is_ended: bool) -> int:
-        """Have the job started again where that is right; its exit code.
+    def finish_job(self, code: int, *, lost: bool, is_ended: bool) -> int:
+        """Have the job started again where that is right; return its exit code.
 
         Args:
             code: with which the launcher would end.
@@ -102,31 +104,33 @@ class JobLife:
         for guard in self._guards:
             guard.terminate()
         if is_ended:
-            tell(f"ended with exit code {code}, {_now()}")
+            write_line(f"ended with exit code {code}, {_now()}")
             return code
         if code and (lost or self._has_too_few_nodes()):
             lost = True
-            tell("a node was lost, and no other one is left for its place")
+            write_line("a node was lost, and no other one is left for its place")
         if code == REQUEUE_EXIT or lost or (self._warned.is_set() and code):
             if self.restarts < self.requeues:
-                tell(f"to be started again, {_now()}")
+                write_line(f"to be started again, {_now()}")
                 refusal = _refusal("scontrol", "requeue", self.job)
                 if not refusal:
                     return 0
-                tell(f"Slurm does not start it again: {refusal}")
+                write_line(f"Slurm does not start it again: {refusal}")
             else:
-                tell(f"started {self.requeues} times again, which is all that slurm.requeues allows")
-        tell(f"ended with exit code {code}, {_now()}")
+                write_line(f"started {self.requeues} times again, which is all that slurm.requeues allows")
+        write_line(f"ended with exit code {code}, {_now()}")
         return code
 
     def _wait_for_controller(self) -> None:
         if shutil.which("scontrol") is None:
-            tell("there is no scontrol on this node: names of nodes stand for their addresses, and nothing is requeued")
+            write_line(
+                "there is no scontrol on this node: names of nodes stand for their addresses, and nothing is requeued"
+            )
             return
         until, is_told = time.monotonic() + CONTROLLER_S, False
         while not self._read_end():
             if not is_told:
-                tell(f"waiting for Slurm's controller, which does not answer, {_now()}")
+                write_line(f"waiting for Slurm's controller, which does not answer, {_now()}")
                 is_told = True
             if self._warned.wait(5.0) or time.monotonic() > until:
                 return
@@ -142,18 +146,18 @@ class JobLife:
             self._read_end()  # somebody may have given the job more time
             if self._until_warning() == 0.0:
                 self._warned.set()
-        tell("the time is nearly over, the workers save")
+        write_line("the time is nearly over, the workers save")
         while not self._over.is_set():
             _ask("scancel", "--signal=USR1", self.job)
             self._over.wait(WARN_AGAIN_S)
 
     def _until_warning(self) -> float:
-        """Seconds until the workers are to be warned, at most an hour."""
+        """Return the seconds until the workers are to be warned, at most an hour."""
         remaining_s = WARN_LOOK_S if self._ends is None else self._ends - self.warn_s - time.time()
         return min(max(0.0, remaining_s), WARN_LOOK_S)
 
     def _read_end(self) -> bool:
-        """Ask Slurm when the job ends at the latest; whether it has answered."""
+        """Ask Slurm when the job ends at the latest; return whether it has answered."""
         told = _ask("scontrol", "show", "job", "-o", self.job)
         if told is None:
             return False
@@ -171,13 +175,12 @@ class JobLife:
                 continue  # a full disk
 
     def _has_too_few_nodes(self) -> bool:
-        """Whether Slurm has taken nodes from the job, so that it could not go on."""
-        held = _ask("squeue", "--noheader", f"--jobs={self.job}", "--format=%N")
-        names = _ask("scontrol", "show", "hostnames", held.strip()) if held and held.strip() else None
-        return names is not None and 0 < len(names.split()) < self.nodes_needed
+        """Return whether Slurm has taken nodes from the job, so that it could not go on."""
+        held = (_ask("squeue", "--noheader", f"--jobs={self.job}", "--format=%N") or "").strip()
+        return bool(held) and len(nodeset.expand(held)) < self.nodes_needed
 
 
-def tell(text: str) -> None:
+def write_line(text: str) -> None:
     """Write a line into the job's log."""
     sys.stdout.write(f"dtctl: {text}\n")
     sys.stdout.flush()
@@ -188,7 +191,7 @@ def _now() -> str:
 
 
 def _refusal(*argv: str) -> str:
-    """Why a command of Slurm fails, in its own words; empty if it does not."""
+    """Run a command of Slurm; return why it fails, in its own words, or nothing."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as exc:
@@ -197,7 +200,7 @@ def _refusal(*argv: str) -> str:
 
 
 def _ask(*argv: str) -> str | None:
-    """What a command of Slurm prints; None where it fails or is not there."""
+    """Run a command of Slurm; return what it prints, or None where it fails or is not there."""
     try:
         env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, env=env)

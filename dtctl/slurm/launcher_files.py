@@ -23,7 +23,7 @@ import dtctl
 from dtctl import names, shell
 from dtctl.launch.assemble import COMMAND_CHARACTERS, settings_of, this_user
 from dtctl.launch.cluster import source_of
-from dtctl.plan.bind import Attempt, PlanTemplate, bind
+from dtctl.plan.bind import Attempt, PlanTemplate, bind_plan
 from dtctl.plan.build import PlanFacts, digest, make_template
 from dtctl.plan.commands import with_options
 from dtctl.plan.model import NodePlan, Rendezvous
@@ -94,7 +94,7 @@ def make_job_file(spec: Spec, run: str, *, code: str, snapshots: str, is_followe
 def _scripts_of(template: PlanTemplate, base_dir: Path) -> tuple[str, ...]:
     """The script of each node, with names of variables where it tells of a place or an attempt."""
     meeting = Rendezvous(run_id=f"{template.run}.0", address=Late("$MASTER_ADDR"), port=0)
-    plan = bind(template, Attempt(number=0, rendezvous=meeting))
+    plan = bind_plan(template, Attempt(number=0, rendezvous=meeting))
     late = replace(plan, attempt=Late(f"${names.ATTEMPT}"))  # type: ignore[arg-type]
     scripts: dict[NodePlan, str] = {}
     made = []

@@ -245,7 +245,7 @@ def standing(request: Json) -> Json:
 
 
 def known_state(request: Json) -> Json:
-    """How the job is, by Slurm's last answer to anybody who follows it, or by a new one.
+    """Return how the job is, by Slurm's last answer to anybody who follows it, or by a new one.
 
     The controller is asked every 15 s for each run, from however many machines. What is urgent comes sooner, up to four
     times in a minute: the job's files say that it begins or ends, or somebody ends it.
@@ -268,13 +268,13 @@ def known_state(request: Json) -> Json:
         if now - asked[-1] < ((0.3 if begins else 1.0) if urgent else ASK_S):
             return dict(known["state"])
     if asked:  # others are not to ask meanwhile
-        keep(path, {**known, "asked": [*asked, now]})
+        write_state(path, {**known, "asked": [*asked, now]})
     found = state(job)
-    keep(path, {"job": job, "asked": [*asked, now], "state": found})
+    write_state(path, {"job": job, "asked": [*asked, now], "state": found})
     return found
 
 
-def keep(path: str, document: Json) -> None:
+def write_state(path: str, document: Json) -> None:
     """Replace a small file; what cannot be kept is asked again."""
     try:
         fd = os.open("%s.%d" % (path, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)

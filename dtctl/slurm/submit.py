@@ -33,8 +33,6 @@ from dtctl.spec.model import Slurm, Spec
 from dtctl.spec.nodes import resolve_spares
 from dtctl.supervisor import work
 
-BATCH_FILE = "job.sbatch"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
@@ -97,7 +95,7 @@ def submit(
     folder = Path(login_client.ask(site, python, RunPlace, workdir=workdir, run=run).folder)
     code_folder = _bring(site, code, folder, python=python, workdir=workdir) if code is not None else spec.code_folder
     text, launcher = make_files(spec, plan, folder, followed=followed)
-    files = {BATCH_FILE: text, names.RUN_SPEC_FILE: dump_spec(spec)}
+    files = {names.BATCH_FILE: text, names.RUN_SPEC_FILE: dump_spec(spec)}
     binary = {LAUNCHER_FILE: base64.b64encode(launcher).decode()} if launcher else {}
     task_folders = [str(index) for index in tasks] if followed else []
     login_client.ask(
@@ -118,7 +116,7 @@ def submit(
         before(ref)
     answer = login_client.ask(site, python, Submitted, folder=str(folder), env=secrets, test=not away)
     if answer.code:
-        raise LaunchError(f"Slurm refuses the job: {words(answer.said)}", where=str(out or folder / BATCH_FILE))
+        raise LaunchError(f"Slurm refuses the job: {words(answer.said)}", where=str(out or folder / names.BATCH_FILE))
     return Submission(
         ref=replace(ref, job=answer.job),
         tasks=tuple(tasks),
@@ -157,7 +155,7 @@ def make_files(spec: Spec, plan: Plan, folder: Path, *, followed: bool) -> tuple
     return text, launcher
 
 
-def folder_of(spec: Spec, run: str) -> Path:
+def locate_folder(spec: Spec, run: str) -> Path:
     """Return where the folder of a run would be, as far as that is known before the login node is asked."""
     above = Path(spec.cluster.workdir) if spec.cluster.login else spec.base_dir.resolve() / names.STATE_DIR
     return above / "slurm" / run

@@ -134,7 +134,7 @@ class Login:
             left_s = deadline - time.monotonic()
             ready = waiting.poll(left_s * 1000) if left_s > 0 else []
             if not ready:
-                self.discard()
+                self.close_process()
                 raise ConnectError(
                     f"no answer within {self._limit_s():g} s while logging in",
                     node=self.target.name,
@@ -191,7 +191,7 @@ class Login:
             self.process.terminate()
         self.close_log()
 
-    def discard(self) -> None:
+    def close_process(self) -> None:
         """End ssh and close its pipes, which nothing reads."""
         self.kill()
         try:
@@ -222,7 +222,7 @@ class Login:
             return True
         if self.process.stderr is not None:
             self.words.stderr = _read_all(self.process.stderr.fileno()).decode(errors="replace")
-        self.discard()
+        self.close_process()
         return False
 
 
@@ -328,7 +328,7 @@ class OpenSshStream(LocalStream):
 def _usable(login: Login | None) -> Login | None:
     """The login, unless its node may not wait for a command any more."""
     if login is not None and login.has_expired:
-        login.discard()
+        login.close_process()
         return None
     return login
 
@@ -572,7 +572,7 @@ def _clean_up(folder: Path, begun: dict[str, Login], pid: int) -> None:
     for login in begun.values():
         login.kill()
     for login in begun.values():
-        login.discard()
+        login.close_process()
     shutil.rmtree(folder, ignore_errors=True)
 
 

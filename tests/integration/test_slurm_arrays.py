@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
 
+from dtctl.sandbox import control
+from dtctl.sandbox.layout import Sandbox
 from tests.hosts import Project, wait_until
 from tests.integration.slurm_hosts import ask, clean, cluster, fields, hasten, shared, state
 
@@ -139,3 +142,13 @@ def test_what_cannot_be_an_array(shared: Project, more: str, where: str) -> None
     done = shared.run("launch")
     assert done.code == 4, done.err
     assert where in done.err or "dtctl.yaml:" in done.err
+
+
+def test_the_other_nodes_look_after_the_first_one_of_each_task(shared: Project, cluster: Sandbox) -> None:
+    """srun takes the number of a task's job, and not the name that Slurm has for the task."""
+    shared.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(1000)\n")
+    shared.write("dtctl.yaml", spec("3-4%1").replace("nodes: 1", "nodes: 2"))
+    (run, _) = launched(shared)
+    argv = control.enter_argv(cluster, cluster.nodes[1], ["pgrep", "-f", f"guard {job_of(shared, run)} "])
+    wait_until(lambda: subprocess.run(argv, capture_output=True, check=False).returncode == 0, 60, "it is looked after")
+    assert shared.run("stop", "many").code == 0

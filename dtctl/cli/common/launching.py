@@ -79,10 +79,6 @@ def spec_of(options: LaunchOptions) -> Spec:
     return spec.model_copy(update={"job": job})
 
 
-BATCH_FILE = "job.sbatch"
-"""Name of the batch file among the scripts of a dry run."""
-
-
 def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     """Print, or write to `folder`, exactly what a launch would send."""
     import time
@@ -102,32 +98,31 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     # In plain mode the batch file is all that there is.
     scripts = {} if spec.is_plain else node_scripts(plan, base_dir=spec.base_dir)
     if folder is not None:
-        write_scripts(folder, plan, {**batch, **scripts})
-        output.err(f"wrote {len(batch) + len(scripts)} scripts and plan.json to {folder}")
+        write_scripts(folder, plan, scripts, batch)
+        output.err(f"wrote {len(scripts) + bool(batch)} scripts and plan.json to {folder}")
     if options.json_lines:
         from dtctl.cli.common.files_view import as_json
 
         files = as_json(spec, tree) if tree is not None else None
         document = {"event": "plan", "time": time.time(), **asdict(plan), "files": files, "scripts": scripts}
-        output.emit_json(document | ({"batch": batch[BATCH_FILE]} if batch else {}))
+        output.emit_json(document | ({"batch": batch} if batch else {}))
     elif folder is None:
         show_plan(plan)
         if tree is not None:
             from dtctl.cli.common.files_view import show_files
 
             show_files(spec, tree)
-        show_scripts({**batch, **scripts})
+        show_scripts(scripts, batch)
     return 0
 
 
-def _batch_file(spec: Spec, plan: Plan) -> dict[str, str]:
-    """The batch file that Slurm would get, by its name; none on other ways."""
+def _batch_file(spec: Spec, plan: Plan) -> str:
+    """Return the batch file that Slurm would get; empty on other ways."""
     if plan.transport != "slurm":
-        return {}
-    from dtctl.slurm.submit import folder_of, make_files
+        return ""
+    from dtctl.slurm.submit import locate_folder, make_files
 
-    text, _ = make_files(spec, plan, folder_of(spec, plan.run), followed=True)
-    return {BATCH_FILE: text}
+    return make_files(spec, plan, locate_folder(spec, plan.run), followed=True)[0]
 
 
 def _tree(spec: Spec) -> Tree | None:
@@ -146,7 +141,7 @@ def _tree(spec: Spec) -> Tree | None:
     return tree
 
 
-def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str]) -> None:
+def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str], batch: str) -> None:
     """Write each node's script as `NODE.sh`, the batch file, and the plan as `plan.json`.
 
     Raises:
@@ -158,10 +153,11 @@ def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str]) -> None:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in scripts.items():
-            path = folder / (name if name.endswith(".sbatch") else f"{name}.sh")
-            write_private(path, text)
-            path.chmod(0o700)
+        for node, text in scripts.items():
+            write_private(folder / f"{node}.sh", text)
+            (folder / f"{node}.sh").chmod(0o700)
+        if batch:
+            write_private(folder / names.BATCH_FILE, batch)
         write_private(folder / names.PLAN_FILE, json.dumps(asdict(plan), indent=1) + "\n")
     except LaunchError as exc:
         raise UsageError(exc.message, where=exc.where) from exc
@@ -181,10 +177,13 @@ def show_plan(plan: Plan) -> None:
         output.out(f"note: {note}", "cyan")
 
 
-def show_scripts(scripts: dict[str, str]) -> None:
-    """Print the script of every node, and the batch file."""
-    for name, text in scripts.items():
-        output.out(f"\n--- {name if name.endswith('.sbatch') else f'{name}: node.sh'}", "bold")
+def show_scripts(scripts: dict[str, str], batch: str) -> None:
+    """Print the batch file, if there is one, and the script of every node."""
+    if batch:
+        output.out(f"\n--- {names.BATCH_FILE}", "bold")
+        output.raw(batch)
+    for node, text in scripts.items():
+        output.out(f"\n--- {node}: node.sh", "bold")
         output.raw(text)
 
 

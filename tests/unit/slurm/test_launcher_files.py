@@ -17,7 +17,7 @@ import pytest
 import dtctl
 from dtctl import names, node_facts
 from dtctl.errors import LaunchError
-from dtctl.plan.bind import Attempt, bind
+from dtctl.plan.bind import Attempt, bind_plan
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Threads
 from dtctl.render import node_script
@@ -117,7 +117,7 @@ def test_a_plan_inside_the_job_is_the_plan_outside(name: str, tmp_path: Path, mo
         file.template,
         nodes=tuple(replace(each, address=node.address) for each, node in zip(file.template.nodes, nodes, strict=True)),
     )
-    inside = bind(template, Attempt(number=2, rendezvous=outside.rendezvous, gpus=facts.gpus, cores=facts.cores))
+    inside = bind_plan(template, Attempt(number=2, rendezvous=outside.rendezvous, gpus=facts.gpus, cores=facts.cores))
     assert inside.nodes[1].env == outside.nodes[1].env
     assert inside.nodes[1].argv == outside.nodes[1].argv
     assert inside.nodes[1].setup[1:] == outside.nodes[1].setup
