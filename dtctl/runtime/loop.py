@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from dtctl.runtime import blocks, diagnose, kernels, optim, resume, snapshot_sav
 from dtctl.runtime.automatic import Subject, settle
 from dtctl.runtime.batch_norm import describe_batch_norm
 from dtctl.runtime.best import Best
-from dtctl.runtime.console import say
+from dtctl.runtime.console import complain, say
 from dtctl.runtime.data_loading import datasets
 from dtctl.runtime.data_loading.feed import Feed
 from dtctl.runtime.data_loading.order import InSequence, Order, Schedule
@@ -42,6 +42,7 @@ from dtctl.runtime.ema import Ema
 from dtctl.runtime.evaluation import Score, evaluate
 from dtctl.runtime.exactness import account, circumstances, determinism, randomness
 from dtctl.runtime.exactness.consistency import fingerprint, require_equal, settings
+from dtctl.runtime.exactness.record import STEPS, StepRecorder, Verdict, read_record
 from dtctl.runtime.guards.nonfinite import NonFiniteGuard
 from dtctl.runtime.guards.oom import MemoryWatch, enough_memory, smaller
 from dtctl.runtime.guards.origin import spoilt
@@ -49,6 +50,8 @@ from dtctl.runtime.live import recovery
 from dtctl.runtime.memory_snapshots import MemorySnapshots
 from dtctl.runtime.moe import balance
 from dtctl.runtime.precision import LossScale, autocast, multiply
+from dtctl.runtime.snapshot import state_sum
+from dtctl.runtime.snapshot.format.pieces import find_buffers
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot.state import configured
@@ -66,6 +69,10 @@ from dtctl.train.config import DEFAULT_SNAPSHOT_S, TrainConfig
 from dtctl.train.mesh import Coordinate
 
 Data = datasets.Samples | datasets.Batches | datasets.SampleStream
+
+
+AHEAD_S: Final = 3.0
+"""What the steps after an agreed stop may take, of a grace of 10 s by default."""
 
 
 class Trainer:
@@ -144,6 +151,7 @@ class Trainer:
         self.constants: int | None = None
         self.scale_before: Mapping[str, Any] = {}
         self._account: account.Account | None = None
+        self.recorder = StepRecorder(worker, self.model, self.optimizer)
 
     def _settle(self, config: TrainConfig, worker: Worker, subject: Subject) -> None:
         """What all workers have to agree on: configuration, mesh, batch and length; collective."""
@@ -268,6 +276,8 @@ class Trainer:
             else:
                 self.strategy.prepare(self.optimizer)
         self._watch_strategy()
+        self._conclude_resume(self.recorder.forget(f"a worker was replaced in step {self.step + 1}"))
+        self.recorder = StepRecorder(self.worker, self.model, self.optimizer)
         if snapshot_saver.is_in_pieces(self.config.snapshot, sharded_state=self.strategy.sharded_state):
             self._write_together()
         self.account.program.load(self._warm_up())
@@ -315,6 +325,9 @@ class Trainer:
     def run(self) -> Outcome:
         """Train until all steps are done or a signal asks to stop; there is a snapshot of the end in both cases.
 
+        After a stop, that snapshot is what counts: the model may have taken two more steps, by which the next attempt
+        sees whether it goes on with the same bits.
+
         Raises:
             SnapshotError: a snapshot does not fit this model, or cannot be written.
         """
@@ -339,7 +352,8 @@ class Trainer:
         self.began_at = self.step
         outcome, error = Outcome.FINISHED, None
         listening = StopRequest().listening()
-        reporting = self.report.open(self.step, self.steps, kept=self.step - self.is_owed)
+        kept = self.step - self.is_owed
+        reporting = self.report.open(self.step, self.steps, kept=kept, hold=self._is_held)
         with listening as asked, self.profiler.listening(), self.feed.running(), reporting, self.saver:
             while True:
                 self.agreement = Agreement(self.worker, step=self.step)
@@ -354,6 +368,8 @@ class Trainer:
                 # Not in the handler, which would hold on to the passes that are to be repeated.
                 if not recovery.heal(self, error):
                     raise error
+            if outcome is Outcome.STOPPED:
+                self._step_ahead()
         if self.worker.is_first and outcome is Outcome.STOPPED:
             say(f"stopped after step {self.step} of {self.steps}, with a snapshot")
         return outcome
@@ -369,6 +385,22 @@ class Trainer:
                 return asked.granted()
         return Outcome.FINISHED
 
+    def _step_ahead(self) -> None:
+        """Take the next steps for their record alone: this process ends, and the next attempt repeats them.
+
+        Whatever happens in them has no consequence. They are taken if they can be expected to take less than
+        `AHEAD_S`: the launcher waits for this worker no longer than its grace.
+        """
+        step_s, stopped_at = self.report.progress.slowest_s, (self.step, self.position)
+        try:
+            if not self.recorder.is_recording or max(gathered_json(step_s, self.worker)) * STEPS > AHEAD_S:
+                return
+            while self.step < self.steps and self.recorder.is_wanted(self.step + 1) and self._advance():
+                self.recorder.exchange(self.step)
+        except Exception as exc:  # noqa: BLE001  # a peer that is gone, data that end: the snapshot is there
+            complain(WorkerFailed(f"step {self.step + 1} could not be recorded for the next attempt: {exc}"))
+        self.step, self.position = stopped_at
+
     def _advance(self) -> bool:
         """One optimizer step; False if it went back to a snapshot instead. Until the end the state is that before."""
         recovery.before_step(self)
@@ -379,6 +411,9 @@ class Trainer:
         loss = self.backward()
         self.guard.note(number, loss)
         is_logged = self._is_logged(number)
+        self._unscale()
+        if self.recorder.is_wanted(number):
+            self.recorder.take_gradient(number, loss)
         norm = self._clip(is_logged)
         verdict = self.guard.judge(number, norm, wanted=is_logged or self.guard.always)
         if verdict == "rollback":
@@ -420,6 +455,8 @@ class Trainer:
         self.step += 1
         if self.ema is not None:
             self.ema.update(self.step)
+        if self.recorder.is_wanted(self.step):
+            self.recorder.take_update(self.step)
         self.newest, self.unused, self.is_owed = result, unused, True
         self.is_torn = False
 
@@ -430,6 +467,8 @@ class Trainer:
         last = self.step == self.steps
         self.report.step(self.step)
         self.profiler.after(self.step, last=last)
+        if self.recorder.is_wanted(self.step):
+            self._conclude_resume(self.recorder.exchange(self.step))
         scores = self.evaluate() if self._is_evaluated(self.step) else {}
         if self._is_logged(self.step) or not newest.is_taken:
             use = newest.use if newest.is_taken else {**newest.use, "skipped": 1.0}
@@ -437,11 +476,36 @@ class Trainer:
         best = bool(scores) and self.best is not None and self.best.take(self.step, scores)
         save = self.worker.is_first and self._is_time()
         decision = agreement.after(self.step, stop=asked.signal is not None, save=save)
+        if self._is_held:
+            return decision.stop
         if last or best or decision.stop or decision.save or _due(self.step, self.config.snapshot.every_steps):
             self.save(needed=last or best or decision.stop)
         elif self.in_memory is not None and self.in_memory.is_due(self.step):
             self._save_in_memory(self.in_memory)
         return decision.stop
+
+    def _conclude_resume(self, verdict: Verdict | None) -> None:
+        """Say what repeating steps has shown, once it is known, and go on or not.
+
+        Raises:
+            SnapshotError: it was to be exact, and is not; on every worker.
+        """
+        if verdict is None:
+            return
+        if verdict.verdict == "not-exact" and self.config.require_exact:
+            raise SnapshotError(
+                f"going on from step {verdict.step} is {verdict.describe()}",
+                where=str(self.folder),
+                hint="undo what differs, or remove `train.require_exact`; nothing of the steps since was kept",
+            )
+        if self.worker.is_first:
+            say(verdict.describe())
+        self.report.release()
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether nothing may be kept yet, since it is not known whether the resume is exact."""
+        return self.config.require_exact and self.recorder.is_pending
 
     def _is_evaluated(self, step: int) -> bool:
         return self.validation is not None and (step == self.steps or _due(step, self.config.eval_every))
@@ -531,10 +595,13 @@ class Trainer:
         """Of the parameters that have one."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
-    def _clip(self, is_due: bool) -> torch.Tensor | None:
-        """Scale the gradient down if it is too long. Its length before that; None if neither clipping nor wanted."""
+    def _unscale(self) -> None:
+        """Take the factor out of the gradients that kept them within the range of fp16."""
         if self.loss_scale is not None:
             multiply(self.gradients(), self._replicas / self.loss_scale.scale)
+
+    def _clip(self, is_due: bool) -> torch.Tensor | None:
+        """Scale the gradient down if it is too long. Its length before that; None if neither clipping nor wanted."""
         limit = self.config.clip_norm
         if limit is None:
             return self._norm() if is_due or self.guard.always else None
@@ -590,6 +657,12 @@ class Trainer:
                 best = self.best.steps if self.best else ()
                 self.saver.save(self.step, parts, facts={**self.counters(), **facts}, best=best, needed=needed)
         self.saved_s = time.monotonic()
+        self._record_next_steps(self.saver)
+
+    def _record_next_steps(self, saver: Saver) -> None:
+        """Have the bits of the steps after this one recorded, beside the snapshot that was just begun; collective."""
+        if self.step < self.steps:
+            self.recorder.follow(self.step, saver)
 
     def _save_in_memory(self, memory: MemorySnapshots) -> None:
         """Begin a snapshot of this step in the memory of the nodes; collective over all workers."""
@@ -599,6 +672,7 @@ class Trainer:
                 self.guard.judge(self.step, self._norm())
             parts, facts = self.state.collect(in_pieces=True)
             memory.save(self.step, parts, {**self.counters(), **facts}, began_s=began_s)
+        self._record_next_steps(memory.saver)
 
     def _newest_snapshot(self) -> resume.ResumePoint:
         """The newest good snapshot, in memory or on disk; collective over all workers."""
@@ -663,22 +737,62 @@ class Trainer:
         """Take the newest good snapshot, or begin; and say which on rank 0."""
         point = self._newest_snapshot()
         lines = [f"snapshot skipped: {reason}" for reason in point.rejected]
-        resumed = self.restore(point) if point.path is not None else None
+        known = self.restore(point) if point.path is not None else None
         lines.append(self.report.introduction(self.strategy.name, self.batch, self.steps))
         lines += describe_batch_norm(self.model, self._replicas)
-        if resumed is None:
+        verdict = None
+        if known is None:
             randomness.begin(self.config.seed, self.place.stream)
             if os.environ.get(names.ATTEMPT, "0") != "0":
                 lines.append("there is no snapshot yet: this attempt begins at step 0 again")
         else:
             origin = " from memory" if point.is_in_memory else ""
-            lines.append(f"resumed at step {self.step} of {self.steps}{origin}: {resumed}")
+            verdict = self._expect(point, known)
+            differing = f"known to differ: {'; '.join(known)}" if known else "nothing known differs"
+            lines.append(f"resumed at step {self.step} of {self.steps}{origin}: {differing}")
             if self.step >= self.steps:
                 lines.append(
                     f"nothing is left to do: raise `train.steps` to go on, or start over without {self.folder}"
                 )
         if self.worker.is_first:
             say("\n".join(lines))
+        self._conclude_resume(verdict)
+
+    def _expect(self, point: resume.ResumePoint, known: Sequence[str]) -> Verdict | None:
+        """Have the next steps compared with what was recorded of them; collective over all workers.
+
+        Args:
+            point: what was resumed from.
+            known: what is known to differ.
+
+        Returns:
+            The verdict, if it is known without them.
+
+        Raises:
+            SnapshotError: it is to be exact, something is known to differ, and nothing was recorded that could show
+                whether that matters.
+        """
+        assert point.path is not None  # noqa: S101  # for the type checker
+        saved = point.facts.get(state_sum.FACT)
+        total = state_sum.sum_state(self.state.own_parts(), self.worker, find_buffers(self.model))
+        if saved is not None and saved != state_sum.to_fact(total):
+            return Verdict(verdict="not-exact", step=self.step, steps=0, differs="state", why=tuple(known))
+        rows = read_record(point.path, self.worker) if self.step < self.steps else []
+        then, now = point.facts["circumstances"], self.circumstances
+        same_shares = all(then.get(key) == now.get(key) for key in ("workers", "micro_batch", "accumulate"))
+        self.recorder.expect(self.step, rows, known, end=self.steps, losses=same_shares and not self.elastic)
+        if self.recorder.is_pending:
+            return None
+        if known and self.config.require_exact:
+            raise SnapshotError(
+                f"going on from step {self.step} would not be exact: {'; '.join(known)}",
+                where=point.path,
+                hint="undo these differences, or remove `train.require_exact`",
+            )
+        if self.step >= self.steps:
+            return None
+        why = f"step {self.step + 1} was not recorded before the last attempt ended"
+        return Verdict(verdict="not-confirmed", step=self.step, steps=0, why=(why,))
 
     def _go_back(self) -> None:
         """To the newest snapshot, and past the samples that were seen since: among them is what spoilt the gradient."""
@@ -690,6 +804,7 @@ class Trainer:
         if point.path is None:
             raise WorkerFailed(f"the gradient of step {step} is not finite, and there is no snapshot to go back to")
         self.is_torn = True
+        self._conclude_resume(self.recorder.forget(f"the gradient of step {step} is not finite"))
         self.restore(point, going_back=True)
         if self.worker.is_first:
             skipped = position - self.position
@@ -698,11 +813,11 @@ class Trainer:
         self.use(self.batch)
         self.is_torn = False
 
-    def restore(self, found: resume.ResumePoint, *, going_back: bool = False) -> str:
+    def restore(self, found: resume.ResumePoint, *, going_back: bool = False) -> list[str]:
         """Go on from a snapshot, one of this process's own if it is `going_back`.
 
         Returns:
-            Whether that is exact, and why not.
+            What is known to be another than when the snapshot was made, a phrase each.
         """
         self.step, self.position = found.step, found.facts["position"]
         sizes, self.rate.factor = resume.batch(self.config, self.asked, found.facts)
@@ -718,17 +833,8 @@ class Trainer:
         if self.worker.is_first:
             differing += circumstances.differences(found.facts["circumstances"], self.circumstances)
         reports = gathered_json(differing, self.worker)  # else one worker might stop where the others go on
-        differing = list(dict.fromkeys(phrase for phrases in reports for phrase in phrases))
         doubt = determinism.doubt(self.worker, elastic=self.elastic)
-        if doubt is not None and self.config.require_exact:
-            differing.append(doubt)
-        if differing and self.config.require_exact:
-            raise SnapshotError(
-                f"going on from step {self.step} would not be exact: {'; '.join(differing)}",
-                where=found.path,
-                hint="undo these differences, or remove `train.require_exact`",
-            )
-        return (doubt or "exact") if not differing else "not exact: " + "; ".join(differing)
+        return [*dict.fromkeys(phrase for phrases in reports for phrase in phrases), *([doubt] if doubt else [])]
 
     def _warm_up(self) -> dict[str, Any]:
         """A pass that is thrown away, if the strategy needs one: it changes gradients, buffers and random state.

@@ -24,7 +24,7 @@ from dtctl.errors import PlanError, SnapshotError
 from dtctl.runtime.console import say
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.distributed_saver import DistributedSaver
-from dtctl.runtime.snapshot.format.pieces import Key
+from dtctl.runtime.snapshot.format.pieces import find_buffers
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.saver import Saver
 from dtctl.train.config import MemorySnapshotConfig
@@ -91,13 +91,8 @@ class MemorySnapshots:
         worker = self._worker
         if worker.backend is None:
             return Saver(self.folder, keep=2, max_failed=MOST_FAILED + 1)
-        trained = {name for name, _ in model.named_parameters()}
-
-        def firsts(key: Key) -> bool:
-            return key[0] == "model" and key[1] not in trained
-
         return DistributedSaver(
-            self.folder, worker, keep=2, replicas=config.copies, firsts=firsts, max_failed=MOST_FAILED + 1
+            self.folder, worker, keep=2, replicas=config.copies, firsts=find_buffers(model), max_failed=MOST_FAILED + 1
         )
 
     def is_due(self, step: int) -> bool:

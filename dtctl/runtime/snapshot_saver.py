@@ -11,7 +11,7 @@ from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime import resume
 from dtctl.runtime.console import complain
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.snapshot.format.pieces import Key
+from dtctl.runtime.snapshot.format.pieces import find_buffers
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot.storage.place import Place, Remote, place
@@ -69,12 +69,6 @@ def saver(
     # Its process group costs a few milliseconds, which others should not pay.
     from dtctl.runtime.snapshot.distributed_saver import DistributedSaver
 
-    trained = {name for name, _ in model.named_parameters()}
-
-    def firsts(key: Key) -> bool:
-        """Buffers: running means are of each worker's own samples, and the first one's count."""
-        return key[0] == "model" and key[1] not in trained
-
     return DistributedSaver(
         folder,
         worker,
@@ -82,7 +76,7 @@ def saver(
         keep_every_s=config.keep_every_s,
         in_pieces=in_pieces,
         replicas=replicas,
-        firsts=firsts,
+        firsts=find_buffers(model),
         when_busy=config.when_busy,
         max_failed=config.max_failed_saves,
         committed=resume.marker(folder, progress) if worker.local_rank == 0 else lambda _: None,

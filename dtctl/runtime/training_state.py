@@ -49,7 +49,7 @@ class TrainingState:
         """
         everyone = randomness.gather(self.worker)
         local, lost = self._local(in_pieces=in_pieces)
-        parts = self._own() if in_pieces else self._whole()
+        parts = self.own_parts() if in_pieces else self._whole()
         parts |= {"local": local} if local else {}
         if self.worker.is_first:
             parts["random"] = everyone
@@ -127,8 +127,8 @@ class TrainingState:
         own = {str(worker.rank): mine}
         return (own if in_pieces else gathered(own, worker) or {}), everywhere
 
-    def _own(self) -> dict[str, Any]:
-        """What this worker has."""
+    def own_parts(self) -> dict[str, Any]:
+        """Return what this worker has of the state; tensors are not copied."""
         tree = state.optimizer_tree(self.model, self.optimizer, self.configured)
         if any(True for _ in state.tensors(tree["groups"])):
             raise SnapshotError(

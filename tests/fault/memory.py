@@ -94,7 +94,7 @@ def train(config, worker):
 if __name__ == "__main__":
     raise SystemExit(run(train))
 """
-RESUMED = re.compile(r"resumed at step (\d+) of \d+( from memory)?: exact$", re.MULTILINE)
+RESUMED = re.compile(r"resumed at step (\d+) of \d+( from memory)?: nothing known differs$", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ def train(
     printed = "".join(path.read_text() for path in (record / names.LOGS_DIR).rglob("rank-*.log"))
     found = [(int(match[1]), bool(match[2])) for match in RESUMED.finditer(printed)]
     ended.resumed = [step for step, from_memory in found if from_memory]
-    ended.otherwise = len(_rows(record, "restart")) - len(ended.resumed)
+    ended.otherwise = len(_rows(record, "restart")) - len(ended.resumed) + printed.count("not exact: ")
     if ended.code == 0:
         ended.digest = str(commands.digest(folder / "snapshots")["digest"])
     else:

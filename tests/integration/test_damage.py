@@ -83,7 +83,7 @@ def test_all_damage_is_noticed(
         run(workers, folder)
         out = capfd.readouterr().out
         assert "snapshot skipped: step-00000006 is " in out, what
-        assert "resumed at step 3 of 9: exact" in out, what
+        assert "resumed at step 3 of 9: nothing known differs\nexact: steps 4 to 5 repeated bit for bit" in out, what
         assert commands.digest(folder)["digest"] == expected, what
         assert commands.verify(folder)["newest_good"] == str(layout.folder_of(folder, 9))
         shutil.rmtree(folder)

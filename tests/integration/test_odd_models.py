@@ -76,5 +76,7 @@ def test_a_rate_that_follows_the_loss_goes_on_exactly(tmp_path: Path) -> None:
         ended = forked.launch([WORKER], 1, cwd=folder, environ={"PLATEAU": "1"})
         assert ended.code == 0, ended.output
         weights.append(torch.load(folder / "weights.pt"))
-    assert "resumed at step 10 of 20: exact" in ended.output, ended.output
+    assert "resumed at step 10 of 20: nothing known differs\nexact: steps 11 to 12 repeated" in ended.output, (
+        ended.output
+    )
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

@@ -63,13 +63,13 @@ def doubt(worker: Worker, *, elastic: bool) -> str | None:
         return None
     if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
         return (
-            "exact state, not exact kernels: those of a GPU may add up in another order each time "
+            "kernels of a GPU may add up in another order each time "
             "(`train.deterministic: true` rules that out, and is slower)"
         )
     unset = [name for name in EXCHANGE if not os.environ.get(name)]
     if worker.world_size > worker.local_world_size and not elastic and unset:
         return (
-            "exact state and kernels, not exact sums over nodes: NCCL may add up in another order on other nodes "
+            "NCCL may add up in another order on other nodes "
             f"(set {' and '.join(unset)} in `job.env`, such as Ring and Simple, or `train.exact: elastic`)"
         )
     return None

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from dtctl.errors import DtctlError, SnapshotError
+from dtctl.runtime.bits import MODULUS
 from dtctl.runtime.console import complain
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.snapshot import write
+from dtctl.runtime.snapshot import state_sum, write
 from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.format.pieces import Division, Key, local
 from dtctl.runtime.snapshot.json_collectives import gathered_json
@@ -149,8 +150,10 @@ class DistributedSaver(Saver):
         divided = self._division.mine(local(parts))
         return {layout.piece_name(part, self._worker.rank): tree for part, tree in divided.items()}
 
-    def _write_staged(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.RetentionRule) -> None:
-        """One snapshot; every worker learns of a failure on any, and all fail together."""
+    def _write_staged(
+        self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.RetentionRule
+    ) -> Place | None:
+        """As `Saver._write_staged`; every worker learns of a failure on any, and all fail together."""
         folders, worker = self._stores, self._worker
         assert folders is not None  # noqa: S101  # for the type checker
         name = None
@@ -166,7 +169,7 @@ class DistributedSaver(Saver):
             own = {
                 write.file_name(file): write.write_part(draft, file, folders.hash).document() for file in staged.files
             }
-            return {"files": own, "facts": facts if worker.is_first else None}
+            return {"files": own, "facts": facts if worker.is_first else None, "sum": state_sum.sum_staged(staged)}
 
         try:
             reports = self._attempt(step, written)
@@ -176,7 +179,11 @@ class DistributedSaver(Saver):
             if isinstance(draft, Path):  # else there is one store, and no copies
                 send = partial(copies.exchange, sent, draft, staged, every, folders.hash, worker, self._group)
                 self._attempt(step, send)
-            manifest = layout.Manifest(step=step, hash=folders.hash, facts=reports[0]["facts"], files=every)
+            facts = {
+                **reports[0]["facts"],
+                state_sum.FACT: state_sum.to_fact(sum(row["sum"] for row in reports) % MODULUS),
+            }
+            manifest = layout.Manifest(step=step, hash=folders.hash, facts=facts, files=every)
             own_ranks = folders.ranks[folders.own]
             has_some = any(files[rank] for rank in own_ranks) or any(copy.taker in own_ranks for copy in sent)
             self._attempt(step, lambda: self._commit(draft, target, manifest) if leads and has_some else None)
@@ -191,6 +198,7 @@ class DistributedSaver(Saver):
 
         # Together: nobody begins the next draft while drafts are cleared away.
         self._attempt(step, pruned)
+        return target if leads and has_some else None
 
     def _commit(self, draft: Place, target: Place, manifest: layout.Manifest) -> None:
         assert self._lease is not None  # noqa: S101  # for the type checker

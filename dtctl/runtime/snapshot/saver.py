@@ -5,17 +5,19 @@ The thread holds the interpreter's lock for microseconds at a time: hashing, wri
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.console import complain
 from dtctl.runtime.snapshot import write
 from dtctl.runtime.snapshot.storage import retention
+from dtctl.runtime.snapshot.storage.durable import written
 from dtctl.runtime.snapshot.storage.lease import Lease
-from dtctl.runtime.snapshot.storage.place import Place, place
+from dtctl.runtime.snapshot.storage.place import Place, Remote, place
 from dtctl.runtime.snapshot.storage.staging import Staged, Staging
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: DtctlError | None = None
         self._lease: Lease | None = None
+        self._notes = Notes()
         self.failed = 0
 
     def open(self) -> None:
@@ -123,9 +126,22 @@ class Saver:
         # No daemon: should the process end with an error, what was begun is finished.
         rule = retention.RetentionRule(keep=self._keep, every_s=self._keep_every_s, best=frozenset(best))
         now = json.loads(json.dumps({**facts, retention.FACT: rule.document()}))  # who gave them may change them
+        self._notes.begin(step)
         self._thread = threading.Thread(target=self._write, args=(step, staged, now, rule), name="snapshot")
         self._thread.start()
         return True
+
+    def annotate(self, step: int, name: str, text: str) -> None:
+        """Write a small file beside the snapshot of a step, now or when that is committed.
+
+        It is no part of the snapshot: after a failure of the machine, or of the disk, it may be missing.
+
+        Args:
+            step: of a snapshot that was begun; nothing is written if there is none.
+            name: of the file, which is replaced.
+            text: what it has.
+        """
+        self._notes.put(step, name, text)
 
     def rejoin(self) -> None:
         """The workers have another process group; collective, if saving is."""
@@ -158,11 +174,13 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._notes.wait()
 
     def _write(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.RetentionRule) -> None:
         try:
-            self._write_staged(step, staged, facts, rule)
+            target = self._write_staged(step, staged, facts, rule)
             self._committed(step)
+            self._notes.commit(step, target)
         except Exception as exc:  # noqa: BLE001  # whatever it is, training must learn of it
             wrapped = SnapshotError(f"the snapshot of step {step} cannot be written: {exc!r}", where=str(self._folder))
             self._error = exc if isinstance(exc, DtctlError) else wrapped
@@ -171,6 +189,81 @@ class Saver:
         else:
             self._error, self.failed = None, 0
 
-    def _write_staged(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.RetentionRule) -> None:
+    def _write_staged(
+        self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.RetentionRule
+    ) -> Place | None:
+        """Write and commit a snapshot. Returns its folder, if this worker is the one that writes there."""
         assert self._lease is not None  # noqa: S101  # for the type checker
-        write.write(self._folder, step, staged, facts=facts, rule=rule, before_commit=self._lease.require)
+        return write.write(self._folder, step, staged, facts=facts, rule=rule, before_commit=self._lease.require)
+
+
+class Notes:
+    """Small files beside snapshots, which may be asked for before there is a folder to write them to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._folders: dict[int, Place | None] = {}
+        """Step -> its snapshot's folder, once that is committed; of the newest ones."""
+        self._texts: dict[int, dict[str, str]] = {}
+        self._upload: threading.Thread | None = None
+
+    def begin(self, step: int) -> None:
+        """Take texts for the snapshot of a step."""
+        with self._lock:
+            self._folders[step], self._texts[step] = None, {}
+            for old in list(self._folders)[: -2 - MOST_WAITING]:
+                del self._folders[old], self._texts[old]
+
+    def put(self, step: int, name: str, text: str) -> None:
+        """Write a text if the snapshot is committed; else keep it until then."""
+        with self._lock:
+            if step in self._folders:
+                self._texts[step][name] = text
+                self._write(step)
+
+    def commit(self, step: int, folder: Place | None) -> None:
+        """Write what there is for a snapshot that was committed, and from now on what comes."""
+        with self._lock:
+            if step in self._folders:
+                self._folders[step] = folder
+                self._write(step)
+
+    def wait(self) -> None:
+        """Return when nothing is being uploaded."""
+        if self._upload is not None:
+            self._upload.join()
+            self._upload = None
+
+    def _write(self, step: int) -> None:
+        folder = self._folders[step]
+        if folder is None:
+            return
+        texts, self._texts[step] = self._texts[step], {}
+        if isinstance(folder, Remote):  # training doesn't wait for a store
+            before = self._upload
+            self._upload = threading.Thread(target=_upload, args=(before, folder, texts), name="notes")
+            self._upload.start()
+        else:
+            _write_texts(folder, texts)
+
+
+MOST_WAITING: Final = 2
+"""Snapshots before the newest that may still get notes."""
+
+
+def _upload(before: threading.Thread | None, folder: Place, texts: Mapping[str, str]) -> None:
+    if before is not None:
+        before.join()
+    _write_texts(folder, texts)
+
+
+def _write_texts(folder: Place, texts: Mapping[str, str]) -> None:
+    with contextlib.suppress(OSError, SnapshotError):  # it may be full, or removed, since there is a newer one
+        for name, text in texts.items():
+            if isinstance(folder, Remote):
+                with written(folder / name) as out:
+                    write.write_all(out, memoryview(text.encode()))
+            else:
+                draft = folder / f".{name}.part"
+                draft.write_text(text)
+                draft.replace(folder / name)

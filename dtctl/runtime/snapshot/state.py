@@ -63,8 +63,8 @@ def _inline(tree: Any) -> Any:
     return [_inline(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    """The name of each parameter; one that the model does not have is called by its place in the optimizer."""
+def name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """Return the name of each parameter; one that the model does not have is called by its place in the optimizer."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -89,7 +89,7 @@ def optimizer_tree(
     Raises:
         NotEncodable: a parameter's state has something that snapshots do not keep.
     """
-    names = _names(model, optimizer)
+    names = name_parameters(model, optimizer)
     groups = []
     for group in optimizer.param_groups:
         initial = configured.get(group["params"][0]) if configured is not None and group["params"] else None
@@ -166,7 +166,7 @@ def load_optimizer(
             f"the optimizer of the snapshot is {tree['class']}, and this one is {class_name(optimizer)}",
             hint="resume with the optimizer that the run began with, or start over with `train.snapshot.dir`",
         )
-    names = _names(model, optimizer)
+    names = name_parameters(model, optimizer)
     own = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
     then = {name for group in tree["groups"] for name in group["params"]}
     if own != then if whole else not own <= then:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtctl.errors import SnapshotError
+from dtctl.runtime.snapshot import state_sum
 from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.storage import retention
 from dtctl.runtime.snapshot.storage.durable import ByteSink, exchanged, make_folder, sync_folder, written
@@ -60,6 +61,7 @@ def write(
         make_folder(folder)
         draft.mkdir()
         staged.wait()
+        facts = {**facts, state_sum.FACT: state_sum.to_fact(state_sum.sum_staged(staged))}
         name = layout.default_hash()
         entries = {file_name(file): write_part(draft, file, name) for file in staged.files}
         before_commit()

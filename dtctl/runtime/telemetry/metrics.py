@@ -48,7 +48,9 @@ def _step(line: str) -> float:
 class MetricsWriter:
     """The log of one attempt. Opened on rank 0 only."""
 
-    def __init__(self, path: Path, *, step: int, steps: int, sinks: Sequence[MetricsSink] = ()) -> None:
+    def __init__(
+        self, path: Path, *, step: int, steps: int, sinks: Sequence[MetricsSink] = (), hold: bool = False
+    ) -> None:
         """Open the log.
 
         Args:
@@ -56,9 +58,13 @@ class MetricsWriter:
             step: steps done before this attempt.
             steps: length of the training.
             sinks: where numbers go beside.
+            hold: whether nothing is removed or written until `release`.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        cut(path, step)
+        self._held: list[Callable[[], None]] | None = [] if hold else None
+        self._began = step
+        if not hold:
+            cut(path, step)
         self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._steps = steps
@@ -110,12 +116,29 @@ class MetricsWriter:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in row.items()
         }
-        self._file.write(json.dumps(known) + "\n")
-        self._file.flush()
-        say(self._line(row, extra))
         numbers = {name: value for name, value in row.items() if isinstance(value, float) and name != "time"}
-        for sink in self._sinks:
-            sink.log(step, numbers)
+
+        def write() -> None:
+            self._file.write(json.dumps(known) + "\n")
+            self._file.flush()
+            say(self._line(row, extra))
+            for sink in self._sinks:
+                sink.log(step, numbers)
+
+        if self._held is not None:
+            self._held.append(write)
+        else:
+            write()
+
+    def release(self) -> None:
+        """Write what was held back, in the place of what an earlier attempt has written of these steps."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._file.close()
+            cut(self._path, self._began)
+            self._file = self._path.open("a", encoding="utf-8")
+        for write in held or ():
+            write()
 
     def _line(self, row: Mapping[str, Any], extra: Mapping[str, float]) -> str:
         speed = (

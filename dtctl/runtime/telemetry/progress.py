@@ -106,6 +106,11 @@ class Progress:
         self._began_ns = self._note(Place.DATA)
         self._set("begun_ns", self._began_ns)
 
+    @property
+    def slowest_s(self) -> float:
+        """How long the slowest step has taken; 0 while only the first ones were taken."""
+        return self._slowest_ns / 1e9
+
     def committed(self, step: int) -> None:
         """A snapshot of this step is there; told by the worker that has committed it, from any thread."""
         self._set("committed", step)

@@ -70,13 +70,14 @@ class Report:
         )
 
     @contextmanager
-    def open(self, step: int, steps: int, *, kept: int | None = None) -> Iterator[None]:
+    def open(self, step: int, steps: int, *, kept: int | None = None, hold: bool = False) -> Iterator[None]:
         """The context in which lines are written.
 
         Args:
             step: steps done.
             steps: length of the training.
             kept: step of the last line that stays. None: `step`.
+            hold: whether lines are held back until `release`.
 
         Raises:
             PlanError: metrics are to go to a package that is not installed.
@@ -84,7 +85,7 @@ class Report:
         if self._worker.is_first:
             path = Path(os.environ.get(names.METRICS) or names.METRICS_FILE)
             kept = step if kept is None else kept
-            self._metrics = MetricsWriter(path, step=kept, steps=steps, sinks=self._sinks(step))
+            self._metrics = MetricsWriter(path, step=kept, steps=steps, sinks=self._sinks(step), hold=hold)
         self.times = meter.StepTimes(self.clock)
         self._steps = steps
         self.progress.begin(step, until=steps)
@@ -157,6 +158,11 @@ class Report:
             extra=extra,
             measured=lambda samples_per_s: measured | self._use.of(samples_per_s),
         )
+
+    def release(self) -> None:
+        """Write the lines that were held back, if any were."""
+        if self._metrics is not None:
+            self._metrics.release()
 
     def mean(self, loss: torch.Tensor) -> float:
         """Return the mean of the loss over all workers; collective."""

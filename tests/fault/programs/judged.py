@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import forked
+from tests.verdicts import is_unrecorded, read_verdict
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SCRIPTS = HERE / "scripts"
 LIMIT_S = 60.0
-SAID = re.compile(r"resumed at step \d+(?: of \d+)?: (exact|not exact: .*)")
 FALSE = "false exact"
 NEEDLESS = ("needless not exact", "needless refusal")
 BROKEN = ("failed", "silent")
@@ -110,7 +110,7 @@ def judge(program: Program, folder: Path) -> list[Judged]:
         ended, change = killed, program.changes.get(name or "", "")
         if "killed\n" in killed.output:
             ended = _attempt(program, here, change=change)
-        said = next(iter(SAID.findall(ended.output)), "")
+        said = read_verdict(ended.output)
         equal = None if ended.code else same and _bits(here, program) == bits
         verdict = _verdict(killed, ended, said, equal, changed=name is not None)
         if verdict == "right" and not same:
@@ -132,6 +132,8 @@ def _verdict(killed: forked.Ended, ended: forked.Ended, said: str, equal: bool |
         return "silent"
     if said == "exact":
         return "right" if equal else FALSE
+    if is_unrecorded(said):
+        return "right"
     return "needless not exact" if equal else "right"
 
 

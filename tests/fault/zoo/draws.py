@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import commands
 from tests import forked
 from tests.fault.zoo.models import DEFAULTS, KINDS, Kind
+from tests.verdicts import is_unrecorded, read_verdict
 
 ROOT = Path(__file__).parents[3]
 STEPS = int(DEFAULTS["steps"])
@@ -38,7 +38,6 @@ def altered(loss):
 if __name__ == "__main__":
     raise SystemExit(main({kind!r}, altered))
 """
-SAID = re.compile(r"resumed at step (\d+)(?: of \d+)?: (exact|not exact: .*)")
 ELASTIC = "exact: elastic is not possible"
 CHANGING = (
     *("running mean", "hidden mean", "queue", "step buffer", "hidden step buffer", "attribute", "undeclared attribute"),
@@ -287,7 +286,7 @@ def _kill(found: Drawn, run: Run, here: Path, source: random.Random, start: Star
         resumed = _said(ended.output)
         if furthest:
             found.said.append(resumed or _last(ended.output))
-        if resumed not in (None, "exact"):
+        if resumed not in (None, "exact") and not is_unrecorded(resumed):
             if not _explained(found, resumed):
                 found.verdict, found.note = "needless not exact", resumed
             return found.verdict == ""
@@ -325,6 +324,8 @@ def _judge(found: Drawn, run: Run, change: Change | None, folder: Path, source: 
         found.note = "" if found.good else f"nothing was said of the resume: {ended.output[-1000:]}"
     elif said == "exact":
         found.verdict = "equal" if not found.differing else "false exact"
+    elif is_unrecorded(said):
+        found.verdict = "equal" if not found.differing else "not exact, not recorded"
     elif _explained(found, said):
         found.verdict = "not exact, named"
     elif change is None or not change.words:
@@ -351,8 +352,7 @@ def _undeclared(kind: str, said: str) -> bool:
 
 
 def _said(output: str) -> str | None:
-    said = SAID.search(output)
-    return said[2] if said else None
+    return read_verdict(output) or None
 
 
 def _last(output: str) -> str:

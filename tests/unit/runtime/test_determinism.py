@@ -17,7 +17,8 @@ from dtctl.runtime.exactness import determinism
 from dtctl.train.config import TrainConfig, load
 from tests.facts import raises
 from tests.unit.runtime.conftest import Make, squared
-from tests.unit.runtime.test_exactness import HALF, WHOLE, said
+from tests.unit.runtime.test_exactness import HALF, WHOLE
+from tests.verdicts import read_verdict
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def test_an_operation_without_such_a_kernel_is_refused_by_name(make: Make) -> No
 def test_the_snapshot_keeps_what_was_set(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     make({"steps": HALF}).run()
     make({"steps": WHOLE, "deterministic": True, "schedule": "constant"}).run()
-    text = said(capsys.readouterr().out)
+    text = read_verdict(capsys.readouterr().out)
     assert "deterministic algorithms changed from False to True" in text
     assert "CUBLAS_WORKSPACE_CONFIG is new: :4096:8" in text
 
@@ -76,7 +77,7 @@ def test_what_a_gpu_may_promise(worker: Worker, monkeypatch: pytest.MonkeyPatch)
     assert determinism.doubt(worker, elastic=False) is None, "CPUs"
     nodes = on_gpu(worker, world_size=16, local_world_size=8, backend="cpu:gloo,cuda:nccl")
     for one in (on_gpu(worker), nodes):
-        assert str(determinism.doubt(one, elastic=True)).startswith("exact state, not exact kernels: ")
+        assert str(determinism.doubt(one, elastic=True)).startswith("kernels of a GPU may add up in another order")
     determinism.apply()
     assert determinism.doubt(on_gpu(worker), elastic=False) is None
     assert determinism.doubt(nodes, elastic=True) is None
@@ -93,7 +94,7 @@ def test_a_resume_says_so_and_is_refused_where_exactness_is_required(
     monkeypatch.setattr(determinism, "doubt", lambda worker, *, elastic: gpu(on_gpu(worker), elastic=elastic))
     make({"steps": HALF}).run()
     make({"steps": HALF}).run()
-    assert said(capsys.readouterr().out).startswith("exact state, not exact kernels: ")
+    assert read_verdict(capsys.readouterr().out).startswith("known to differ: kernels of a GPU may add up")
     with raises(SnapshotError, "kernels"):
         make({"steps": HALF, "require_exact": True}).run()
     determinism.apply()

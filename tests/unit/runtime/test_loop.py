@@ -19,6 +19,7 @@ from dtctl.runtime.snapshot import read, state
 from dtctl.runtime.snapshot.format import layout
 from tests.facts import missing, raises
 from tests.unit.runtime.conftest import Make, points, squared
+from tests.verdicts import read_verdict
 
 
 class Killed(Exception):
@@ -123,7 +124,7 @@ def test_a_signal_stops_with_a_snapshot(make: Make, tmp_path: Path, capsys: pyte
     assert not missing(capsys.readouterr().out, "stopped 5 12")
     again = make(loss=loss)
     assert again.run() is Outcome.FINISHED
-    assert "resumed at step 5 of 12: exact" in capsys.readouterr().out
+    assert read_verdict(capsys.readouterr().out) == "exact"
 
 
 def test_a_damaged_snapshot_gives_way(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +138,7 @@ def test_a_damaged_snapshot_gives_way(make: Make, tmp_path: Path, capsys: pytest
     resumed.run()
     out = capsys.readouterr().out
     assert "skipped: step-00000012 is corrupt: model.safetensors does not have the digest" in out
-    assert "resumed at step 10 of 12: exact" in out
+    assert "resumed at step 10 of 12: nothing known differs\nexact: steps 11 to 12 repeated bit for bit" in out
     assert digest(resumed) == digest(straight)
     assert read.verify(path.parent).status == "ok"
 
@@ -146,7 +147,7 @@ def test_what_differs_is_said(make: Make, capsys: pytest.CaptureFixture[str]) ->
     make({"seed": 1, "steps": 6}).run()
     make({"seed": 2, "steps": 8, "weight_decay": 0.1}).run()
     out = capsys.readouterr().out
-    assert "resumed at step 6 of 8: not exact: " in out
+    assert "resumed at step 6 of 8: known to differ: " in out
     for phrase in ("seed changed from 1 to 2", "steps changed from 6 to 8", "weight_decay changed from 0.0 to 0.1"):
         assert phrase in out
 

@@ -410,7 +410,7 @@ def usual_precision() -> Iterator[None]:
 def test_what_cannot_be_put_back_is_named(program: str, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     parts, words = NAMED[program]
     _, text = halves(make, capsys, parts)
-    assert text.startswith("not exact: "), text
+    assert text != "exact"
     assert words in text
 
 
@@ -428,7 +428,8 @@ def test_an_attribute_that_is_deleted_is_named(make: Make, capsys: pytest.Captur
             return found
 
     equal, text = halves(make, capsys, lambda: weighted(Warm().weight))
-    assert (equal, text.partition(":")[0]) == (False, "not exact"), text
+    assert not equal
+    assert text.startswith("not exact: the loss of step "), text
     assert "gains changes in training" in text
 
 

@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_the_mean(make: Make, precision: str) -> None:
     if trainer.loss_scale is not None:
         trainer.loss_scale.scale = 64.0
     trainer.backward()
-    trainer._clip(is_due=True)  # takes the scale out
+    trainer._unscale()
     found = [gradient.clone() for gradient in trainer.gradients()]
     total, count = per_token(trainer.model, texts().tensors)
     expected = torch.autograd.grad(total / count, list(trainer.model.parameters()))

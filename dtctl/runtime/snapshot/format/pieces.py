@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot import assembly
@@ -81,6 +82,15 @@ def sharded_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def find_buffers(model: nn.Module) -> Callable[[Key], bool]:
+    """Return what tells buffers of a model from other state: running means are of each worker's own samples.
+
+    Of these the first worker's count, for a snapshot as for its sum.
+    """
+    trained = {name for name, _ in model.named_parameters()}
+    return lambda key: key[0] == "model" and key[1] not in trained
 
 
 class Division:

@@ -41,7 +41,7 @@ def gan(options: Mapping[str, Any], altered: Altered) -> int:
             for group, lr in zip(second.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = lr
             torch.set_rng_state(found.parts["random"].clone())
-            print(f"resumed at step {step}: exact", flush=True)
+            print(f"resumed at step {step}: nothing known differs", flush=True)
         while step < 12:
             tick(0)
             real = data[torch.randint(0, len(data), (8,))]

@@ -1,0 +1,335 @@
+"""A record of the steps after a snapshot, by which a resume that repeats them is confirmed or refuted.
+
+Of each of these steps there are the bits of every worker's own loss, a sum of all gradients before they are clipped,
+and one of all parameters after the update (bits.py); they lie beside the snapshot, on every node that has it. A resumed
+training computes them again. No list of what might differ decides whether it is exact: the bits do.
+
+Sums are of what a worker holds, each piece once, and are added up over workers, so that they do not depend on how
+many there are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+from dtctl.errors import SnapshotError
+from dtctl.runtime.bits import MODULUS, sum_tensors
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.snapshot.format.layout import size_bytes
+from dtctl.runtime.snapshot.format.pieces import Division, local
+from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.saver import Saver
+from dtctl.runtime.snapshot.state import name_parameters
+from dtctl.runtime.snapshot.storage.place import Place, Remote, place
+
+STEPS: Final = 2
+"""Steps after a snapshot that are recorded: the second one begins from what the first has made."""
+FILE: Final = "next-steps.json"
+"""In the folder of a snapshot."""
+MAX_BYTES: Final = 16 << 20
+"""A longer record is none."""
+Kind = Literal["state", "loss", "gradient", "update"]
+CAUSES: Final[Mapping[Kind, str]] = {
+    "state": "a file of another run, or a load_state_dict that leaves something out",
+    "loss": "the data, the code of the model or the loss, or random numbers",
+    "gradient": "the backward pass: its kernels, the number of threads, or the order in which workers add up",
+    "update": "the optimizer, its settings or the learning rate",
+}
+"""What usually makes it differ where what comes before it is equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBits:
+    """What one step came to, over all workers."""
+
+    step: int
+    losses: tuple[int | None, ...]
+    """Bits of each worker's own loss, by rank; None of one that took the step over from another."""
+    gradient: int
+    update: int
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        losses = [None if bits is None else f"{bits:016x}" for bits in self.losses]
+        return {
+            "step": self.step, "losses": losses, "gradient": f"{self.gradient:016x}", "update": f"{self.update:016x}"
+        }  # fmt: skip
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> StepBits:
+        """Read what `document` has made.
+
+        Raises:
+            LookupError, TypeError, ValueError: It is something else.
+        """
+        losses = tuple(None if text is None else int(text, 16) for text in document["losses"])
+        gradient, update = int(document["gradient"], 16), int(document["update"], 16)
+        return cls(step=int(document["step"]), losses=losses, gradient=gradient, update=update)
+
+    def compare(self, then: StepBits, *, losses: bool) -> Kind | None:
+        """Return the first thing that is not as it was; None if the step was repeated.
+
+        Args:
+            then: the same step, as it was recorded.
+            losses: whether each worker had the same samples then.
+        """
+        if losses and len(self.losses) == len(then.losses):
+            for one, other in zip(self.losses, then.losses, strict=True):
+                if one is not None and other is not None and one != other:
+                    return "loss"
+        if self.gradient != then.gradient:
+            return "gradient"
+        return "update" if self.update != then.update else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What repeating steps has shown."""
+
+    verdict: Literal["exact", "not-exact", "not-confirmed"]
+    """Not confirmed is also what was repeated although something is known to differ: that may show later."""
+    step: int
+    """Of the snapshot."""
+    steps: int
+    """How many were repeated bit for bit."""
+    differs: Kind | None = None
+    at: int = 0
+    """The step in which it differs."""
+    why: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return it as a sentence."""
+        repeated = f"{_name_steps(self.step + 1, self.step + self.steps)} repeated bit for bit"
+        known = f"; known to differ: {'; '.join(self.why)}" if self.why else ""
+        if self.verdict == "exact":
+            return f"exact: {repeated}"
+        if self.verdict == "not-confirmed":
+            return f"not confirmed: {f'{repeated}, and yet ' if self.steps else ''}{'; '.join(self.why)}"
+        assert self.differs is not None  # noqa: S101  # for the type checker
+        if self.differs == "state":
+            what = "the state that was loaded is not the one that was saved"
+        else:
+            equal = {"loss": "", "gradient": ", its loss is equal", "update": ", its gradient is equal"}[self.differs]
+            thing = {"loss": "loss", "gradient": "gradient", "update": "update"}[self.differs]
+            what = f"the {thing} of step {self.at} differs{equal}"
+        return f"not exact: {what} (usually {CAUSES[self.differs]}){known}"
+
+
+def _name_steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+@dataclass(slots=True)
+class _Target:
+    """A snapshot whose next steps are recorded."""
+
+    step: int
+    saver: Saver
+    rows: list[StepBits] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A snapshot that was resumed from."""
+
+    step: int
+    rows: dict[int, StepBits]
+    losses: bool
+    known: tuple[str, ...]
+    repeated: int = 0
+
+
+class StepRecorder:
+    """Records steps after snapshots, and compares those that are repeated."""
+
+    def __init__(self, worker: Worker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing is recorded yet.
+
+        Args:
+            worker: this worker.
+            model: as this worker has it.
+            optimizer: of its parameters.
+        """
+        self._worker, self._model, self._optimizer = worker, model, optimizer
+        self._owned: dict[str, torch.Tensor] | None = None
+        self._targets: list[_Target] = []
+        self._expected: _Expected | None = None
+        self._wanted: set[int] = set()
+        self._gradient: tuple[int, int] | None = None
+        """Step, and the sum of this worker's pieces."""
+        self._update: tuple[int, int] | None = None
+        self._loss: tuple[int, int | None] | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether steps are being repeated whose verdict is not known yet."""
+        return self._expected is not None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether there is a snapshot whose next steps are not all recorded."""
+        return bool(self._targets)
+
+    def is_wanted(self, number: int) -> bool:
+        """Whether the bits of this step are of interest; the same on all workers."""
+        return number in self._wanted
+
+    def follow(self, step: int, saver: Saver) -> None:
+        """Record the steps after this one for the snapshot of it that was just begun; collective.
+
+        Args:
+            step: steps done.
+            saver: who writes the snapshot.
+        """
+        self._own()
+        self._targets.append(_Target(step, saver))
+        self._want()
+
+    def expect(self, step: int, rows: Sequence[StepBits], known: Sequence[str], *, end: int, losses: bool) -> None:
+        """Compare the next steps with what was recorded of them; collective.
+
+        Args:
+            step: of the snapshot.
+            rows: of the steps after it, as they were recorded.
+            known: what is known to differ, a phrase each.
+            end: the last step of the training.
+            losses: whether each worker has the same samples as then.
+        """
+        self._own()
+        following = {row.step: row for row in rows if step < row.step <= end}
+        in_order = {
+            number: following[number] for number in range(step + 1, step + 1 + len(following)) if number in following
+        }
+        self._expected = _Expected(step, in_order, losses, tuple(known)) if in_order else None
+        self._want()
+
+    def forget(self, why: str) -> Verdict | None:
+        """Record and compare nothing of what is under way.
+
+        Args:
+            why: what has happened to it.
+
+        Returns:
+            What can be said of a resume whose steps were being compared.
+        """
+        expected = self._expected
+        self._owned, self._expected = None, None
+        self._targets.clear()
+        self._want()
+        if expected is None:
+            return None
+        if expected.repeated:
+            return self._confirm(expected)
+        return Verdict(verdict="not-confirmed", step=expected.step, steps=0, why=(why,))
+
+    def _want(self) -> None:
+        self._wanted = {target.step + i for target in self._targets for i in range(1, STEPS + 1)}
+        if self._expected is not None:
+            self._wanted |= self._expected.rows.keys()
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """The parameters of which this worker's piece counts: each piece of all workers' once. Collective at first."""
+        if self._owned is None:
+            names = name_parameters(self._model, self._optimizer)
+            parameters = {name: parameter.detach() for parameter, name in names.items()}
+            mine = Division(self._worker, lambda _: False).mine(local({"parameters": parameters}))
+            self._owned = {name: parameter for parameter, name in names.items() if name in mine.get("parameters", {})}
+        return self._owned
+
+    def take_gradient(self, number: int, loss: torch.Tensor | None) -> None:
+        """Take the gradients of a step, before they are clipped, and this worker's loss."""
+        owned = self._owned or {}
+        gradients = {name: tensor.grad for name, tensor in owned.items() if tensor.grad is not None}
+        self._gradient = number, sum_tensors(gradients)
+        self._loss = number, None if loss is None else sum_tensors({"loss": loss})
+
+    def take_update(self, number: int) -> None:
+        """Take the parameters after a step."""
+        self._update = number, sum_tensors(self._owned or {})
+
+    def exchange(self, step: int) -> Verdict | None:
+        """Bring together what a step came to, record it, and compare it; collective.
+
+        Args:
+            step: steps done, the newest of which is wanted.
+
+        Returns:
+            What repeating steps has shown, once it is known.
+        """
+        taken = [
+            held[1] if held is not None and held[0] == step else None
+            for held in (self._loss, self._gradient, self._update)
+        ]
+        reports = gathered_json(taken, self._worker)
+        row = None
+        if all(None not in report[1:] for report in reports):
+            sums = [sum(report[i] for report in reports) % MODULUS for i in (1, 2)]
+            row = StepBits(step=step, losses=tuple(report[0] for report in reports), gradient=sums[0], update=sums[1])
+        for target in self._targets:
+            if row is not None and step == target.step + len(target.rows) + 1:
+                target.rows.append(row)
+                target.saver.annotate(target.step, FILE, to_text(target.rows))
+        self._targets = [target for target in self._targets if step < target.step + STEPS]
+        verdict = self._judge(row) if self._expected is not None and step in self._expected.rows else None
+        if verdict is not None:
+            self._expected = None
+        self._want()
+        return verdict
+
+    def _judge(self, row: StepBits | None) -> Verdict | None:
+        expected = self._expected
+        assert expected is not None  # noqa: S101  # for the type checker
+        if row is None:  # not all workers took this step
+            return self.forget(f"a worker was replaced in step {expected.step + 1}")
+        differs = row.compare(expected.rows[row.step], losses=expected.losses)
+        if differs is not None:
+            return Verdict(
+                verdict="not-exact", step=expected.step, steps=expected.repeated, differs=differs, at=row.step,
+                why=expected.known,
+            )  # fmt: skip
+        expected.repeated += 1
+        return self._confirm(expected) if expected.repeated == len(expected.rows) else None
+
+    def _confirm(self, expected: _Expected) -> Verdict:
+        return Verdict(
+            verdict="not-confirmed" if expected.known else "exact", step=expected.step, steps=expected.repeated,
+            why=expected.known,
+        )  # fmt: skip
+
+
+def to_text(rows: Sequence[StepBits]) -> str:
+    """Return what stands in the file beside a snapshot."""
+    return json.dumps({"steps": [row.document() for row in rows]}, indent=1) + "\n"
+
+
+def read_record(snapshot: str, worker: Worker) -> list[StepBits]:
+    """Return what was recorded after a snapshot, by whichever node has most; collective.
+
+    Args:
+        snapshot: its folder, or URL; on each node that has it.
+        worker: this worker.
+    """
+    path = place(snapshot)
+    looks = worker.is_first if isinstance(path, Remote) else worker.local_rank == 0
+    texts = gathered_json(_read_text(path / FILE) if looks else None, worker)
+    best: list[StepBits] = []
+    for text in texts:
+        try:
+            rows = [StepBits.from_document(row) for row in json.loads(text)["steps"]] if text else []
+        except (LookupError, TypeError, ValueError):
+            continue  # half a file, or another one
+        best = rows if len(rows) > len(best) else best
+    return best
+
+
+def _read_text(path: Place) -> str | None:
+    try:
+        return path.read_text() if size_bytes(path) <= MAX_BYTES else None
+    except (OSError, ValueError, SnapshotError):  # none, or not text
+        return None

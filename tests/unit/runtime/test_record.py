@@ -1,0 +1,252 @@
+"""The record of the steps after a snapshot confirms a resume that repeats them, and names what differs first."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtctl.errors import SnapshotError
+from dtctl.runtime import Outcome, TensorData, Trainer
+from dtctl.runtime.exactness.record import FILE
+from dtctl.runtime.snapshot.format import layout
+from tests.facts import missing, raises
+from tests.unit.runtime.conftest import Make, network, points, squared
+from tests.verdicts import read_verdict
+
+pytestmark = pytest.mark.torch
+
+HALF, WHOLE = 6, 12
+SETTINGS: dict[str, Any] = {
+    "schedule": "constant", "lr": 0.05, "log_every": 1, "steps": WHOLE, "snapshot": {"every_steps": HALF, "keep": 9},
+}  # fmt: skip
+
+
+def begin(make: Make, settings: dict[str, Any] | None = None, **parts: Any) -> Trainer:
+    """Train to the end, and leave the snapshot of the half alone, as if the run had been killed."""
+    trainer = make({**SETTINGS, **(settings or {})}, **parts)
+    trainer.run()
+    shutil.rmtree(layout.folder_of(Path("snapshots"), WHOLE))
+    return trainer
+
+
+def record(step: int = HALF) -> Path:
+    return Path(layout.folder_of(Path("snapshots"), step)) / FILE
+
+
+def scaled(factor: float) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """A loss that hides from every list: it asks an object that nobody looks into."""
+    values = (factor,)
+    return lambda model, batch: squared(model, batch) * next(iter(values), 1.0)
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, whose gradient is another."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(_context: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_context: Any, *gradients: Any) -> Any:
+        return gradients[0] * Scaled.factor
+
+
+def with_scaled_gradient(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    return nn.functional.mse_loss(Scaled.apply(model(inputs)), targets)
+
+
+class Forgetful(nn.Linear):
+    """Leaves its bias as it is when it is told to load one."""
+
+    forgets = False
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+        if self.forgets:
+            state[f"{prefix}bias"] = self.bias.detach()
+        super()._load_from_state_dict(state, prefix, *more)
+
+
+def test_two_steps_are_recorded_and_repeated(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    straight = begin(make)
+    rows = json.loads(record().read_text())["steps"]
+    assert [row["step"] for row in rows] == [7, 8]
+    assert all(len(row["losses"]) == 1 and int(row["gradient"], 16) and int(row["update"], 16) for row in rows)
+    capsys.readouterr()
+    again = make(SETTINGS)
+    again.run()
+    out = capsys.readouterr().out
+    assert f"resumed at step {HALF} of {WHOLE}: nothing known differs\n" in out
+    assert "exact: steps 7 to 8 repeated bit for bit\n" in out
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters, again.parameters, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("more", [{}, {"accumulate": 3}, {"ema": {"decay": 0.9}}, {"clip_norm": 0.1}], ids=str)
+def test_other_ways_to_train(
+    precision: str, more: dict[str, Any], make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(make, {"precision": precision, **more})
+    capsys.readouterr()
+    make({**SETTINGS, "precision": precision, **more}).run()
+    assert read_verdict(capsys.readouterr().out) == "exact"
+
+
+def test_what_differs_first_is_named(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of these is in a list of what to compare."""
+
+    def go_on(settings: dict[str, Any] | None = None, **parts: Any) -> str:
+        for number, path in layout.listing(Path("snapshots")):
+            if number > HALF:
+                shutil.rmtree(path)
+        make({**SETTINGS, **(settings or {})}, **parts).run()
+        return read_verdict(capsys.readouterr().out)
+
+    model = lambda: nn.Sequential(Forgetful(8, 4), nn.Linear(4, 1))  # noqa: E731
+    begin(make, model=model(), loss=with_scaled_gradient)
+    assert go_on(model=model(), loss=with_scaled_gradient) == "exact"
+
+    monkeypatch.setattr(Scaled, "factor", 1.0 + 1e-3)
+    text = go_on(model=model(), loss=with_scaled_gradient)
+    assert text.startswith("not exact: the gradient of step 7 differs, its loss is equal"), text
+    monkeypatch.setattr(Scaled, "factor", 1.0)
+
+    monkeypatch.setattr(Forgetful, "forgets", True)
+    text = go_on(model=model(), loss=with_scaled_gradient)
+    assert text.startswith("not exact: the state that was loaded is not the one that was saved"), text
+    monkeypatch.setattr(Forgetful, "forgets", False)
+
+    text = go_on({"weight_decay": 0.1}, model=model(), loss=with_scaled_gradient)
+    assert text.startswith("not exact: the update of step 7 differs, its gradient is equal"), text
+    assert "weight_decay changed from 0.0 to 0.1" in text.partition("known to differ: ")[2]
+
+    data = points()
+    inputs, targets = data.tensors[0].clone(), data.tensors[1]
+    changed = next(i for i in read_order(make) if i not in (0, len(inputs) - 1))
+    inputs[changed] += 1e-3
+    text = go_on(model=model(), loss=with_scaled_gradient, samples=TensorData(inputs, targets))
+    assert text.startswith("not exact: the loss of step 7 differs ("), text
+
+
+def read_order(make: Make) -> list[int]:
+    """Samples of step 7."""
+    trainer = make(SETTINGS)
+    position = HALF * trainer.batch.total
+    return [int(index) for indices in trainer.schedule(position) for index in indices]
+
+
+def test_a_known_difference_that_changes_no_bit(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    begin(make)
+    capsys.readouterr()
+    make({**SETTINGS, "steps": WHOLE + 2, "require_exact": True}).run()
+    text = read_verdict(capsys.readouterr().out)
+    assert text == "not confirmed: steps 7 to 8 repeated bit for bit, and yet steps changed from 12 to 14"
+
+
+@pytest.mark.parametrize("content", [None, "", "{", '{"steps": [{"step": "x"}]}', "[]", '{"steps": 3}'])
+def test_a_record_that_is_not_there_confirms_nothing(
+    content: str | None, make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(make)
+    if content is None:
+        record().unlink()
+    else:
+        record().write_text(content)
+    capsys.readouterr()
+    make({**SETTINGS, "require_exact": True}).run()
+    assert read_verdict(capsys.readouterr().out).startswith("not confirmed: step 7 was not recorded before")
+
+
+def test_half_a_record_confirms_one_step(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    begin(make)
+    rows = json.loads(record().read_text())["steps"]
+    record().write_text(json.dumps({"steps": rows[:1]}))
+    capsys.readouterr()
+    make(SETTINGS).run()
+    assert "exact: step 7 repeated bit for bit\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("field", ["losses", "gradient", "update"])
+def test_one_bit_is_enough(field: str, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    begin(make)
+    document = json.loads(record().read_text())
+    row = document["steps"][1]
+    value = row[field][0] if field == "losses" else row[field]
+    changed = f"{int(value, 16) ^ 1:016x}"
+    row[field] = [changed] if field == "losses" else changed
+    record().write_text(json.dumps(document))
+    capsys.readouterr()
+    make(SETTINGS).run()
+    assert read_verdict(capsys.readouterr().out).startswith(
+        f"not exact: the {'loss' if field == 'losses' else field} of step 8 differs"
+    )
+
+
+def test_nothing_is_kept_before_the_verdict(make: Make, tmp_path: Path) -> None:
+    begin(make)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with raises(SnapshotError, "step 6 gradient 7 require_exact") as caught:
+        make(
+            {**SETTINGS, "require_exact": True, "snapshot": {"every_steps": 1, "keep": 9}},
+            optimizer=hook_gradients,
+        ).run()
+    assert caught.value.exit_code == 10
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def hook_gradients(model: nn.Module) -> torch.optim.Optimizer:
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 1.001)
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
+
+
+def test_what_was_held_back_is_kept_after_the_verdict(make: Make, tmp_path: Path) -> None:
+    begin(make)
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    make({**SETTINGS, "require_exact": True}).run()
+    again = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["loss"] for row in again] == [json.loads(row)["loss"] for row in rows]
+    assert [step for step, _ in layout.listing(Path("snapshots"))] == [WHOLE, HALF]
+
+
+def test_a_stop_takes_two_more_steps_for_the_record(
+    make: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return squared(model, batch)
+
+    trainer = make({**SETTINGS, "snapshot": {"every_steps": 100}}, loss=loss)
+    assert trainer.run() is Outcome.STOPPED
+    assert trainer.step == 5
+    assert not missing(capsys.readouterr().out, "stopped 5 12")
+    assert [row["step"] for row in json.loads(record(5).read_text())["steps"]] == [6, 7]
+    logged = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert logged == [1, 2, 3, 4, 5]
+    again = make({**SETTINGS, "snapshot": {"every_steps": 100}}, loss=loss)
+    assert again.run() is Outcome.FINISHED
+    assert "exact: steps 6 to 7 repeated bit for bit" in capsys.readouterr().out
+
+
+def test_snapshots_at_every_step_have_a_record_each(make: Make) -> None:
+    make({**SETTINGS, "snapshot": {"every_steps": 1, "keep": 99}}, model=network()).run()
+    found = {
+        step: [row["step"] for row in json.loads(record(step).read_text())["steps"]] if record(step).exists() else []
+        for step, _ in layout.listing(Path("snapshots"))
+    }
+    assert found == {step: [n for n in (step + 1, step + 2) if n <= WHOLE] for step in range(1, WHOLE + 1)}
