@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtctl.runtime.snapshot import load, read, state
+from dtctl.runtime.snapshot import load, read, state, state_sum
 from dtctl.runtime.snapshot.format import layout
 from tests import forked
 from tests.integration.equality_worker import Case, written
@@ -226,6 +226,13 @@ def digest(folder: Path) -> str:
     return state.digest(found["model"], found["optimizer"])
 
 
+def state_sum_of(folder: Path) -> str:
+    ((_, newest), *_) = layout.listing(folder)
+    manifest = read.record(newest).manifest
+    assert manifest is not None
+    return str(manifest.facts[state_sum.FACT])
+
+
 def apart(one: torch.Tensor, two: torch.Tensor) -> float:
     """The largest difference, relative to the largest entry."""
     assert one.shape == two.shape
@@ -260,3 +267,7 @@ def test_a_strategy_trains_what_one_process_trains(trained: dict[int, Path], wor
     # A snapshot holds all there is, and can be taken by any other strategy.
     assert digest(folder / "again") == digest(folder / "snapshots")
     assert digest(folder / "taken") == digest(single_folder / "snapshots")
+    # So does the sum by which a resume sees that the state was loaded as it was saved, however it is divided.
+    assert state_sum_of(folder / "again") == state_sum_of(folder / "snapshots")
+    assert state_sum_of(folder / "taken") == state_sum_of(single_folder / "snapshots")
+    assert "the state that was loaded is not" not in (trained[workers] / "output").read_text()
