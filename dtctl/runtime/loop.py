@@ -40,7 +40,7 @@ from dtctl.runtime.distributed.device_mesh import limit_groups
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.evaluation import Score, evaluate
-from dtctl.runtime.exactness import account, circumstances, determinism, randomness
+from dtctl.runtime.exactness import account, circumstances, determinism, other_optimizers, randomness
 from dtctl.runtime.exactness.consistency import fingerprint, require_equal, settings
 from dtctl.runtime.exactness.record import STEPS, StepRecorder, Verdict, read_record
 from dtctl.runtime.guards.nonfinite import NonFiniteGuard
@@ -152,6 +152,7 @@ class Trainer:
         self.scale_before: Mapping[str, Any] = {}
         self._account: account.Account | None = None
         self.recorder = StepRecorder(worker, self.model, self.optimizer)
+        self.others: other_optimizers.OtherOptimizers | None = None
 
     def _settle(self, config: TrainConfig, worker: Worker, subject: Subject) -> None:
         """What all workers have to agree on: configuration, mesh, batch and length; collective."""
@@ -350,6 +351,8 @@ class Trainer:
             self._resume()
         recovery.begin(self)
         self.began_at = self.step
+        if self.worker.backend is not None and self.step - self.is_owed < max(other_optimizers.STEPS):
+            self.others = other_optimizers.OtherOptimizers(self.optimizer, self.model, self.loss)
         outcome, error = Outcome.FINISHED, None
         listening = StopRequest().listening()
         kept = self.step - self.is_owed
@@ -469,6 +472,8 @@ class Trainer:
         self.profiler.after(self.step, last=last)
         if self.recorder.is_wanted(self.step):
             self._conclude_resume(self.recorder.exchange(self.step))
+        if self.others is not None:
+            self._compare_others(self.others)
         scores = self.evaluate() if self._is_evaluated(self.step) else {}
         if self._is_logged(self.step) or not newest.is_taken:
             use = newest.use if newest.is_taken else {**newest.use, "skipped": 1.0}
@@ -483,6 +488,14 @@ class Trainer:
         elif self.in_memory is not None and self.in_memory.is_due(self.step):
             self._save_in_memory(self.in_memory)
         return decision.stop
+
+    def _compare_others(self, others: other_optimizers.OtherOptimizers) -> None:
+        """See that what the program trains beside the model is the same on all workers."""
+        if self.step in other_optimizers.STEPS:
+            others.require_equal(self.step, self.worker)
+        if self.step >= max(other_optimizers.STEPS):
+            others.stop()
+            self.others = None
 
     def _conclude_resume(self, verdict: Verdict | None) -> None:
         """Say what repeating steps has shown, once it is known, and go on or not.

@@ -1,0 +1,100 @@
+"""Optimizers of the program beside the Trainer's, such as that of a critic in the loss function's closure.
+
+Nobody exchanges the gradients of what they train, unless the program does. Without that each worker trains another
+critic by its own samples, and nothing fails. So what they have trained is summed on each worker after the first steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from dtctl.errors import WorkerFailed
+from dtctl.runtime.bits import sum_tensors
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.snapshot.json_collectives import gathered_json
+
+STEPS: Final = (1, 2, 10)
+"""After which workers are compared; from the first step on, or some steps later."""
+
+
+class OtherOptimizers:
+    """Those that have made a step in this process, but for the Trainer's."""
+
+    def __init__(self, own: torch.optim.Optimizer, model: nn.Module, loss: Any) -> None:
+        """Listen to the steps of all optimizers.
+
+        Args:
+            own: the Trainer's.
+            model: whose parameters the strategy takes care of, whichever optimizer has them.
+            loss: the loss function, in which names of what others train are looked for.
+        """
+        self._own, self._model, self._loss = own, model, loss
+        self._seen: dict[int, torch.optim.Optimizer] = {}
+        self._hook = register_optimizer_step_post_hook(self._note)
+
+    def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer is not self._own:
+            self._seen[id(optimizer)] = optimizer
+
+    def stop(self) -> None:
+        """Listen no more."""
+        self._hook.remove()
+        self._seen.clear()
+
+    def require_equal(self, step: int, worker: Worker) -> None:
+        """See that workers that train something beside the model train the same; collective over all workers.
+
+        Args:
+            step: steps done.
+            worker: this worker.
+
+        Raises:
+            WorkerFailed: They do not; on every worker.
+        """
+        known = {*self._model.parameters(), *_list_parameters(self._own)}
+        every = [parameter for optimizer in self._seen.values() for parameter in _list_parameters(optimizer)]
+        # Of what is divided, each worker has another part.
+        trained = [each for each in every if each not in known and not hasattr(each, "device_mesh")]
+        own = sum_tensors({str(number): parameter for number, parameter in enumerate(trained)}) if trained else None
+        sums = gathered_json(own, worker)
+        if len({total for total in sums if total is not None}) <= 1:
+            return
+        names = gathered_json(self._name(trained), worker)
+        what = next(name for name, total in zip(names, sums, strict=True) if total is not None)
+        raise WorkerFailed(
+            f"after step {step} workers have trained different {what}: the Trainer has not been given that, "
+            "and its gradients are not exchanged",
+            where="the loss function",
+            hint="average its gradients with torch.distributed.all_reduce before its optimizer steps, or train it as "
+            "a part of the model",
+        )
+
+    def _name(self, trained: list[torch.Tensor]) -> str:
+        """What an optimizer beside the Trainer's trains, in words."""
+        for name, module in _list_modules(self._loss):
+            if trained and any(parameter is trained[0] for parameter in module.parameters()):
+                return f"weights of `{name}` ({type(module).__qualname__})"
+        kinds = ", ".join(sorted({type(optimizer).__qualname__ for optimizer in self._seen.values()}))
+        return f"weights with an optimizer of the program's own ({kinds or 'none'}, {len(trained)} tensors)"
+
+
+def _list_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _list_modules(function: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that a function names: in its closure, as global variables, or as attributes of what it is bound to."""
+    try:
+        held = inspect.getclosurevars(inspect.unwrap(getattr(function, "__func__", function)))
+        named = {**held.globals, **held.nonlocals}
+    except TypeError:
+        named = {}
+    owner = getattr(function, "__self__", function)
+    named |= {f"{type(owner).__name__}.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
+    yield from ((name, value) for name, value in named.items() if isinstance(value, nn.Module))
