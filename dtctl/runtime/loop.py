@@ -632,7 +632,8 @@ class Trainer:
             "its state takes as much in the first step as later, whatever the batch: divide it with `strategy: zero1` "
             "or `fsdp`, or look at `dtctl advise`"
         )
-        with enough_memory(f"the optimizer's step {self.step + 1}", hint, self.worker):
+        apart = nullcontext() if self.others is None else self.others.ignoring()
+        with enough_memory(f"the optimizer's step {self.step + 1}", hint, self.worker), apart:
             self.optimizer.step()
 
     def evaluate(self) -> dict[str, float]:

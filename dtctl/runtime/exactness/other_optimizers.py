@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -36,11 +37,21 @@ class OtherOptimizers:
         """
         self._own, self._model, self._loss = own, model, loss
         self._seen: dict[int, torch.optim.Optimizer] = {}
+        self._is_listening = True
         self._hook = register_optimizer_step_post_hook(self._note)
 
     def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer is not self._own:
+        if self._is_listening and optimizer is not self._own:
             self._seen[id(optimizer)] = optimizer
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """The context of a step of the Trainer's optimizer, which may be made of others (SAM, Muon beside AdamW)."""
+        self._is_listening = False
+        try:
+            yield
+        finally:
+            self._is_listening = True
 
     def stop(self) -> None:
         """Listen no more."""

@@ -10,6 +10,7 @@ many there are.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -304,8 +305,23 @@ class StepRecorder:
 
 
 def to_text(rows: Sequence[StepBits]) -> str:
-    """Return what stands in the file beside a snapshot."""
-    return json.dumps({"steps": [row.document() for row in rows]}, indent=1) + "\n"
+    """Return what stands in the file beside a snapshot: the steps, and a digest of them."""
+    steps = [row.document() for row in rows]
+    return json.dumps({"steps": steps, "digest": _digest(steps)}, indent=1) + "\n"
+
+
+def from_text(text: str) -> list[StepBits]:
+    """Return the steps in a text of `to_text`; none of one that was damaged, or is something else."""
+    try:
+        document = json.loads(text)
+        steps = document["steps"]
+        return [StepBits.from_document(row) for row in steps] if document["digest"] == _digest(steps) else []
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return []
+
+
+def _digest(steps: object) -> str:
+    return hashlib.sha256(json.dumps(steps).encode()).hexdigest()
 
 
 def read_record(snapshot: str, worker: Worker) -> list[StepBits]:
@@ -320,10 +336,7 @@ def read_record(snapshot: str, worker: Worker) -> list[StepBits]:
     texts = gathered_json(_read_text(path / FILE) if looks else None, worker)
     best: list[StepBits] = []
     for text in texts:
-        try:
-            rows = [StepBits.from_document(row) for row in json.loads(text)["steps"]] if text else []
-        except (LookupError, TypeError, ValueError):
-            continue  # half a file, or another one
+        rows = from_text(text or "")
         best = rows if len(rows) > len(best) else best
     return best
 

@@ -204,6 +204,7 @@ class DistributedSaver(Saver):
         assert self._lease is not None  # noqa: S101  # for the type checker
         self._lease.require()
         write.write_record(draft, manifest)
+        self._notes.add(manifest.step, draft)
         write.publish(draft, target)
 
     def _attempt(self, step: int, action: Callable[[], Any]) -> list[Any]:

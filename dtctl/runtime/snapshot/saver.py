@@ -9,6 +9,8 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dtctl.errors import DtctlError, SnapshotError
@@ -194,7 +196,10 @@ class Saver:
     ) -> Place | None:
         """Write and commit a snapshot. Returns its folder, if this worker is the one that writes there."""
         assert self._lease is not None  # noqa: S101  # for the type checker
-        return write.write(self._folder, step, staged, facts=facts, rule=rule, before_commit=self._lease.require)
+        return write.write(
+            self._folder, step, staged, facts=facts, rule=rule, before_commit=self._lease.require,
+            add_notes=partial(self._notes.add, step),
+        )  # fmt: skip
 
 
 class Notes:
@@ -220,6 +225,12 @@ class Notes:
             if step in self._folders:
                 self._texts[step][name] = text
                 self._write(step)
+
+    def add(self, step: int, draft: Place) -> None:
+        """Write what there is to a draft that is about to get its name: who sees the snapshot sees that, too."""
+        with self._lock:
+            if isinstance(draft, Path) and step in self._texts:
+                _write_texts(draft, self._texts[step])
 
     def commit(self, step: int, folder: Place | None) -> None:
         """Write what there is for a snapshot that was committed, and from now on what comes."""

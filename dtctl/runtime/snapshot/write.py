@@ -51,10 +51,12 @@ def write(
     facts: Mapping[str, Any],
     rule: retention.RetentionRule,
     before_commit: Callable[[], None] = lambda: None,
+    add_notes: Callable[[Place], None] = lambda _: None,
 ) -> Place:
     """As `save`, of a state that was copied before; may run in another thread.
 
-    `before_commit` raises if there should be no snapshot after all.
+    `before_commit` raises if there should be no snapshot after all; `add_notes` is given the folder before it gets its
+    name.
     """
     target, draft = target_and_draft(folder, step, token=str(os.getpid()))
     try:
@@ -66,6 +68,7 @@ def write(
         entries = {file_name(file): write_part(draft, file, name) for file in staged.files}
         before_commit()
         write_record(draft, layout.Manifest(step=step, hash=name, facts=facts, files=entries))
+        add_notes(draft)
         publish(draft, target)
     except OSError as exc:
         abandon(draft)

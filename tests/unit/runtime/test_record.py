@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import nn
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Outcome, TensorData, Trainer
-from dtctl.runtime.exactness.record import FILE
+from dtctl.runtime.exactness.record import FILE, from_text, to_text
 from dtctl.runtime.snapshot.format import layout
 from tests.facts import missing, raises
 from tests.unit.runtime.conftest import Make, network, points, squared
@@ -170,10 +172,19 @@ def test_a_record_that_is_not_there_confirms_nothing(
     assert read_verdict(capsys.readouterr().out).startswith("not confirmed: step 7 was not recorded before")
 
 
+def test_a_record_that_was_damaged_says_nothing(make: Make) -> None:
+    """A bit of it must not make an exact resume another one."""
+    begin(make)
+    whole, source = record().read_bytes(), random.Random(2)
+    for _ in range(300):
+        changed = bytearray(whole)
+        changed[source.randrange(len(whole))] ^= 1 << source.randrange(8)
+        assert from_text(bytes(changed).decode(errors="replace")) in ([], from_text(whole.decode()))
+
+
 def test_half_a_record_confirms_one_step(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     begin(make)
-    rows = json.loads(record().read_text())["steps"]
-    record().write_text(json.dumps({"steps": rows[:1]}))
+    record().write_text(to_text(from_text(record().read_text())[:1]))
     capsys.readouterr()
     make(SETTINGS).run()
     assert "exact: step 7 repeated bit for bit\n" in capsys.readouterr().out
@@ -182,12 +193,10 @@ def test_half_a_record_confirms_one_step(make: Make, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("field", ["losses", "gradient", "update"])
 def test_one_bit_is_enough(field: str, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     begin(make)
-    document = json.loads(record().read_text())
-    row = document["steps"][1]
-    value = row[field][0] if field == "losses" else row[field]
-    changed = f"{int(value, 16) ^ 1:016x}"
-    row[field] = [changed] if field == "losses" else changed
-    record().write_text(json.dumps(document))
+    first, second = from_text(record().read_text())
+    held = getattr(second, field)
+    changed = tuple(bits ^ 1 for bits in held) if field == "losses" else held ^ 1
+    record().write_text(to_text([first, replace(second, **{field: changed})]))
     capsys.readouterr()
     make(SETTINGS).run()
     assert read_verdict(capsys.readouterr().out).startswith(

@@ -88,7 +88,8 @@ def test_nothing_of_torch_is_needed(tmp_path: Path) -> None:
 def test_show_names_every_tensor(tmp_path: Path) -> None:
     save(tmp_path, 5)
     found = commands.show(tmp_path)
-    assert found["facts"] == {"position": 5}
+    assert found["facts"]["position"] == 5
+    assert int(found["facts"]["state_sum"], 16)
     assert found["tensors"]["model.0.weight"] == {"dtype": "float32", "shape": [4, 3]}
     assert found["tensors"]["optimizer.state.2.bias.exp_avg"] == {"dtype": "bfloat16", "shape": [1]}
 
