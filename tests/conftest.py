@@ -26,7 +26,7 @@ LONGEST: Final = (
     "test_slurm_hang", "test_gpu_checks", "test_strategies", "test_doctor_links", "test_doctor_node",
     "test_doctor_network", "test_slurm_environment", "test_memory_snapshots", "test_urls", "test_continue",
     "test_doctor", "test_spares", "test_doctor_ports", "test_metrics", "test_doctor_torch", "test_doctor_grammar",
-    "test_slurm_arrays", "test_damage", "test_advise_module",
+    "test_slurm_arrays", "test_damage", "test_advise_module", "test_back_ends",
 )  # fmt: skip
 """The modules that take a minute or more, longest first: begun last, one of them would keep a single worker busy while
 the others have nothing left to do. xdist hands modules out in this order with --no-loadscope-reorder."""

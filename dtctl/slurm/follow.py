@@ -522,8 +522,9 @@ class Follower:
         return Left(counts={**counted, **others.counts}, evidence=others.evidence)
 
     def _duration_s(self) -> float:
-        """From the launch to the end, as Slurm has it; to now where Slurm does not know it any more."""
-        return max(0.0, (self._facts.end or time.time()) - self.record.info().started)
+        """From the launch to the end, as Slurm has it; to now where Slurm does not know it, or has not noticed it."""
+        end = self._facts.end if self.over else None  # of a job that runs it is the time limit
+        return max(0.0, (end or time.time()) - self.record.info().started)
 
     def _exit_code(self) -> int:
         """Exit code of the batch script, 128 + N for a signal; that in its log where Slurm has forgotten the job."""

@@ -84,6 +84,7 @@ class JobBackend:
             self.emit(Stopping(reason=f"signal {number}"))
             cancel(self.site, self.job.job)
             self._cancelled_by, self.follower.is_cancelled = number, True
+            self.follower.mirror.is_stop_told = True
         elif again:
             raise Interrupted(f"job {self.job.job} is left to Slurm, which was asked to end it", signal=number)
 

@@ -411,7 +411,7 @@ def add(grown: Json, folder: str, name: str, have: dict[str, int], limit: int = 
     path = os.path.join(folder, name)
     try:
         size, known_size = os.path.getsize(path), have.get(name, 0)
-        if size == known_size:
+        if size == known_size and name in have:
             return False
         with open(path, "rb") as file:
             file.seek(known_size if size > known_size else 0)

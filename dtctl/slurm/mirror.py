@@ -67,6 +67,8 @@ class Mirror:
         """How the newest start of the job has ended."""
         self.requeue_reason = ""
         """Why Slurm has taken the job back, for the start that follows, which does not know."""
+        self.is_stop_told = False
+        """Whether whoever follows the job has had it stopped, and told so."""
         self.has_begun = False
         """Whether there is a launcher inside of the job, or was one."""
         for line in _text(record.folder / EVENTS_COPY).splitlines():
@@ -90,7 +92,7 @@ class Mirror:
             for line in data.decode(errors="replace").splitlines():
                 event = parse(line)
                 self._apply(event)
-                if isinstance(event, TOLD):
+                if isinstance(event, TOLD) and not (self.is_stop_told and isinstance(event, Stopping)):
                     self._emit(self._explained(event))
                 again = again or isinstance(event, Restarting | Healed)
         return again

@@ -168,11 +168,14 @@ class Session:
 
     def _try_connection(self, answer: list[bool]) -> None:
         try:
-            self._transport.connect(self.target).close()
+            connection = self._transport.connect(self.target)
+            try:  # of srun only a command shows that there is a node
+                answers = connection.open("exit 0").exit_status(self.target.connect_timeout_s) == 0
+            finally:
+                connection.close()
         except Exception:  # noqa: BLE001 - whatever it is, there is no connection
-            answer.append(False)
-        else:
-            answer.append(True)
+            answers = False
+        answer.append(answers)
 
     def mute(self) -> None:
         """Report nothing more, but keep reading."""
