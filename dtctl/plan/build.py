@@ -277,11 +277,11 @@ def _check_transport(spec: Spec, nodes: Sequence[NodeSpec]) -> None:
             where="cluster.transport",
             hint="use `transport: ssh`, or `transport: sandbox` for virtual hosts on this machine",
         )
-    if spec.is_plain and len({(node.slots, node.gres) for node in nodes}) > 1:
+    if spec.is_plain and len({(node.slots, node.gres, node.python, *sorted(node.env.items())) for node in nodes}) > 1:
         raise PlanError(
-            f"{spec.plain_reason}, and srun then starts the same number of workers on every node",
+            f"{spec.plain_reason}, and srun then starts the same workers on every node",
             where=spec.written_at("cluster.nodes"),
-            hint="give all nodes the same slots and gres",
+            hint="give all nodes the same slots, gres, python and env",
         )
 
 

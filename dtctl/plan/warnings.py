@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dtctl.spec.model import Spec
+from dtctl.spec.model import NodeEntry, Spec
 from dtctl.spec.nodes import NodeSpec, gpus_of_gres
 
 _LOGIN: Final = (
     "cluster.user", "cluster.port", "cluster.identity_file", "cluster.known_hosts", "cluster.ssh_config",
 )  # fmt: skip
+_AT_LOGIN: Final = ("cluster.ssh", "cluster.connect_timeout_s", "cluster.workdir")
+"""Keys that a job of Slurm uses on its login node alone."""
 _LOST_NODES: Final = ("cluster.spares", "cluster.min_nodes", "cluster.return_s")
 UNUSED: Final[Mapping[str, tuple[str, ...]]] = {
-    "local": (*_LOGIN, *_LOST_NODES, "cluster.ssh", "cluster.login"),
+    "local": (*_LOGIN, *_LOST_NODES, "cluster.ssh", "cluster.login", "cluster.connect_timeout_s"),
     "ssh": ("cluster.login",),
     "sandbox": (*_LOGIN, "cluster.login"),
     "slurm": (),
 }
 """Transport -> keys that no job uses there."""
+UNUSED_OF_NODES: Final[Mapping[str, tuple[str, ...]]] = {
+    "local": ("port", "user", "gres"),
+    "ssh": ("gres",),
+    "sandbox": ("port", "user", "gres"),
+    "slurm": ("address", "port", "user", "rack", "workdir"),
+}
+"""Transport -> keys of an entry of `cluster.nodes` that no job uses there."""
 UNUSED_IN_PLAIN_MODE: Final = (
     *_LOST_NODES, "cluster.link_timeout_s", "job.grace_s", "job.hang_s", "job.hang_start_s", "job.heal_s",
-    "job.log_mib", "job.max_restarts", "job.preload", "job.recovery", "job.time_s",
+    "job.log_mib", "job.max_restarts", "job.preload", "job.recovery", "job.time_s", "network.rendezvous_address",
 )  # fmt: skip
 """Keys that a job of Slurm without dtctl's launcher inside does not use: no supervisor of dtctl is on its nodes."""
 
@@ -58,13 +67,26 @@ def unused_keys(spec: Spec) -> list[str]:
     unused = {*UNUSED[spec.cluster.transport]}
     if spec.cluster.transport == "slurm":
         unused |= {*UNUSED_IN_PLAIN_MODE} if spec.is_plain else set()
-        unused |= set() if spec.cluster.login else {*_LOGIN, "cluster.ssh"}
-    return sorted(key for key in unused if _is_set(spec, key))
+        unused |= set() if spec.cluster.login else {*_LOGIN, *_AT_LOGIN}
+    sections = [name for name in _unused_sections(spec) if getattr(spec, name) is not None]
+    return sorted([*(key for key in unused if _is_set(spec, key)), *_unused_of_nodes(spec), *sections])
 
 
 def _is_set(spec: Spec, key: str) -> bool:
     section, name = key.split(".")
     return name in getattr(spec, section).model_fields_set
+
+
+def _unused_of_nodes(spec: Spec) -> set[str]:
+    """Return the keys of entries of `cluster.nodes` that no job uses."""
+    nodes, unused = spec.cluster.nodes, UNUSED_OF_NODES[spec.cluster.transport]
+    entries = [] if isinstance(nodes, int) else [entry for entry in nodes if isinstance(entry, NodeEntry)]
+    return {f"cluster.nodes.{name}" for entry in entries for name in unused if name in entry.model_fields_set}
+
+
+def _unused_sections(spec: Spec) -> tuple[str, ...]:
+    """Return the sections that no launch on this transport reads, as `dtctl sbatch` and `dtctl render` do."""
+    return ("kubernetes",) if spec.cluster.transport == "slurm" else ("kubernetes", "slurm")
 
 
 def _names_nodes(spec: Spec) -> bool:

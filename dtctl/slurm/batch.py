@@ -145,7 +145,8 @@ def _place(plan: Plan, slots: str) -> dict[str, str]:
 
 
 def job_warnings(spec: Spec, plan: Plan) -> list[str]:
-    """Return what whoever launches or submits this job should know about it."""
+    """Return what whoever launches or submits this job should know about it, whatever else the spec is launched on."""
+    spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"transport": "slurm"})})
     return list_warnings(spec, resolve_nodes(spec), per_worker=plan.per_worker)
 
 

@@ -201,7 +201,7 @@ def _node(spec: Spec, entry: NodeEntry, name: str) -> NodeSpec:
         port=entry.port or cluster.port,
         python=container.python if container else entry.python or cluster.python or interpreter,
         env=dict(entry.env),
-        rack=None if slurm else entry.rack,
+        rack=None if cluster.transport == "slurm" else entry.rack,
         gres=gres,
     )
 

@@ -139,7 +139,7 @@ def test_what_cannot_be_said_to_slurm(more: str, message: str) -> None:
 
 def test_what_plain_mode_cannot_start() -> None:
     nodes = "cluster: {transport: slurm, nodes: [{name: big, slots: 8}, {name: small, slots: 4}]}\n"
-    with raises(PlanError, "number workers slurm.launcher none dtctl.yaml:1 slots gres"):
+    with raises(PlanError, "same workers slurm.launcher none dtctl.yaml:1 slots gres python env"):
         made(nodes + "job: {script: a.py, kind: direct}\nslurm: {launcher: none}")
     with raises(PlanError, "several jobs gres"):
         unlike = "cluster: {transport: slurm, slots: 4, nodes: [{name: a, gres: 'gpu:8'}, {name: h, gres: 'gpu:4'}]}\n"

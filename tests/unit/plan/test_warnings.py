@@ -35,7 +35,7 @@ def spec_of(text: str) -> Spec:
 
 def test_every_key_is_known_to_be_used_or_unused_by_plain_mode() -> None:
     keys = {f"cluster.{name}" for name in Cluster.model_fields} | {f"job.{name}" for name in Job.model_fields}
-    assert keys - USED_BY_PLAIN_MODE == {*UNUSED_IN_PLAIN_MODE}
+    assert keys - USED_BY_PLAIN_MODE == {key for key in UNUSED_IN_PLAIN_MODE if not key.startswith("network.")}
     assert {key for unused in UNUSED.values() for key in unused} <= keys
 
 
