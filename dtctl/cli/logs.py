@@ -11,6 +11,7 @@ import typer
 
 from dtctl.cli import output
 from dtctl.cli.common.completion import Run, node_names
+from dtctl.cli.common.job_number import name_run
 from dtctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def logs(
     from dtctl.launch.records.record import find_run
     from dtctl.launch.records.state import state_of
 
+    run = name_run(run)
     elsewhere = find_elsewhere(run)
     if elsewhere is not None:
         return show_logs(*elsewhere, follow=follow, node=node, rank=rank, pattern=_pattern(grep))

@@ -60,6 +60,7 @@ def sbatch(
     if launcher:
         write(beside, launcher)
     write(out, text.encode())
+    _keep_spec(checked, run)
     output.err(f"wrote {out}{f' and {beside.name}' if launcher else ''}; submit it with: sbatch --parsable {out}")
 
 
@@ -92,6 +93,16 @@ def _file(spec: Spec, run: str, *, launcher: Path) -> tuple[str, bytes]:
         launcher_digest=digest_of(content),
     )  # fmt: skip
     return text, content
+
+
+def _keep_spec(spec: Spec, run: str) -> None:
+    """Keep what `status`, `logs` and `stop` of a job of the file need, where its jobs will have their folders."""
+    from dtctl.launch.records.record import state_folder, write_private
+    from dtctl.spec.load import dump_spec
+
+    folder = state_folder(spec.base_dir, "slurm") / run
+    folder.mkdir(mode=0o700, exist_ok=True)
+    write_private(folder / names.RUN_SPEC_FILE, dump_spec(spec))
 
 
 def _submit(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:

@@ -12,6 +12,7 @@ import typer
 from dtctl import names
 from dtctl.cli import output
 from dtctl.cli.common.completion import Run
+from dtctl.cli.common.job_number import name_run
 
 if TYPE_CHECKING:
     from dtctl.launch.records.record import RunInfo, RunRecord
@@ -31,6 +32,7 @@ def status(
     from dtctl.launch.records.record import find_run
     from dtctl.launch.records.state import state_of, where_the_time_went
 
+    run = name_run(run)
     elsewhere = find_elsewhere(run)
     if elsewhere is not None:
         show_status(elsewhere[1], json_=json_)

@@ -9,6 +9,7 @@ import typer
 
 from dtctl.cli import output
 from dtctl.cli.common.completion import Run
+from dtctl.cli.common.job_number import name_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +28,7 @@ def stop(
     """
     from dtctl.launch.records.record import find_run, tasks_of
 
+    run = name_run(run)
     tasks = tasks_of(Path.cwd(), run) if run is not None else []
     if tasks:
         return max(_stop(record, json_=json_) for record in tasks)

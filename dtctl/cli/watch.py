@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dtctl.cli import output
 from dtctl.cli.common.completion import Run
+from dtctl.cli.common.job_number import name_run
 
 
 def watch(
@@ -22,6 +23,7 @@ def watch(
     from dtctl.launch.records.record import find_run
     from dtctl.launch.records.state import state_of
 
+    run = name_run(run)
     elsewhere = find_elsewhere(run)
     if elsewhere is not None:
         return watch_run(*elsewhere)

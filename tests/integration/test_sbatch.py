@@ -76,6 +76,60 @@ def test_a_worker_that_fails_fails_the_job(shared: Project) -> None:
     assert "first failure: rank 1 on node1 ended with exit code 3" in log.read_text()
 
 
+BY_HAND = """\
+cluster: {{transport: slurm, nodes: 2, slots: 1, python: {python}}}
+job: {{name: hand, script: wait.py, kind: direct, grace_s: 1}}
+slurm: {{partition: main{more}}}
+"""
+
+
+def by_hand(project: Project, script: str, *, more: str = "") -> str:
+    """The number of a job whose file was written by dtctl, and submitted by its user."""
+    project.write("wait.py", script)
+    project.write("dtctl.yaml", BY_HAND.format(python=json.dumps(sys.executable), more=more))
+    written = project.run("sbatch", "--out", "job.sbatch")
+    assert written.code == 0, written.err
+    argv = ["sbatch", "--parsable", "job.sbatch"]
+    done = subprocess.run(argv, cwd=project.folder, env=project.env, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_a_file_that_was_submitted_by_hand_is_known_by_its_number(shared: Project) -> None:
+    job = by_hand(shared, "import os, time\nprint('rank', os.environ['RANK'], flush=True)\ntime.sleep(1000)\n")
+    wait_until(lambda: shared.run("logs", job).out.count("rank ") == 2, what="its workers have printed")
+    told = json.loads(shared.run("status", job, "--json").out)
+    assert (told["status"], told["job"], told["nodes"]) == ("running", job, {"node1": "running", "node2": "running"})
+    stopped = shared.run("stop", job, "--json")
+    assert (stopped.code, json.loads(stopped.out)["left_behind"]) == (0, 0), stopped.err
+    assert state(shared, job) == "CANCELLED"
+    ended = json.loads(shared.run("status", job, "--json").out)
+    assert (ended["status"], ended["done"]["exit_code"]) == ("stopped", 143)
+    unknown = shared.run("status", "987654")
+    assert unknown.code == 7
+    assert not missing(unknown.err, "job 987654 folder")
+
+
+def test_a_task_of_an_array_is_known_by_its_number_and_a_failure_is_told(shared: Project) -> None:
+    fails = "import os, sys\nprint('task', os.environ['SLURM_ARRAY_TASK_ID'])\nsys.exit(int(os.environ['RANK']) * 3)\n"
+    job = by_hand(shared, fails, more=", array: 3-4")
+    wait_until(lambda: state(shared, f"{job}_4") == "FAILED", 60, "the last task fails")
+    told = json.loads(shared.run("status", f"{job}_4", "--json").out)
+    assert told["status"] == "failed"
+    assert (told["done"]["first_failure"]["rank"], told["done"]["first_failure"]["exit_code"]) == (1, 3)
+    assert "task 4" in shared.run("logs", f"{job}_4").out
+    array = shared.run("status", job)
+    assert array.code == 7
+    assert not missing(array.err, f"job {job} array {job}_3 {job}_4")
+
+
+def test_a_job_that_waits_is_known_by_its_number(shared: Project) -> None:
+    job = by_hand(shared, "", more=", extra: {begin: now+1hour}")
+    told = json.loads(shared.run("status", job, "--json").out)
+    assert (told["status"], told["job"]) == ("queued", job)
+    assert shared.run("stop", job).code == 0
+    assert state(shared, job) == "CANCELLED"
+
+
 @pytest.mark.parametrize(("requeues", "ends"), [(1, "PENDING"), (0, "FAILED")])
 def test_what_is_warned_saves_and_is_started_again_within_its_budget(shared: Project, requeues: int, ends: str) -> None:
     shared.write("wait.py", WAIT)
