@@ -2,6 +2,7 @@
 
     python -m tests.fault.soak                    10 seeds each of ddp and fsdp on 2 x 2 workers, 3 of 3 x 1; an hour
     python -m tests.fault.soak --seeds 1 --kills 6
+    python -m tests.fault.soak --seeds 5 --only ddp --slurm       in jobs of Slurm; no hosts
 
 A training with dropout, accumulation and processes that read data runs on virtual hosts; workers and their readers,
 supervisors and whole hosts get SIGKILL at random steps, some while a snapshot is being written. Checked for each seed:
@@ -30,9 +31,10 @@ from dtctl import names
 from dtctl.launch.control.progress import ReportedPhase
 from dtctl.runtime.snapshot import commands
 from dtctl.runtime.snapshot.format import layout
-from dtctl.sandbox import control, faults
+from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox, SandboxNode
 from dtctl.supervisor import progress
+from tests.integration.slurm_hosts import python_path
 
 ROOT = Path(dtctl.__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -43,7 +45,7 @@ WARM = "warm process"
 STUCK_S = 90.0
 SPEC = """\
 cluster:
-  {{transport: sandbox, nodes: {nodes}, slots: {slots}, connect_timeout_s: 5, link_timeout_s: 3}}
+  {{{way}, slots: {slots}, connect_timeout_s: 5, link_timeout_s: 3}}
 job:
   {{name: soak, script: train.py, kind: direct, grace_s: 2, max_restarts: 200, recovery: restart,
     env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1}}}}
@@ -126,7 +128,9 @@ def soak(sandbox: Sandbox, folder: Path, shape: Shape, *, seed: int | None, kill
     nodes = [node.name for node in sandbox.nodes[: shape.nodes]]
     snapshots = folder / "snapshots"
     text = SPEC.format(
-        nodes=json.dumps(nodes),
+        way=f"transport: slurm, nodes: {len(nodes)}, python: {json.dumps(sys.executable)}"
+        if sandbox.slurm
+        else f"transport: sandbox, nodes: {json.dumps(nodes)}",
         slots=shape.slots,
         root=ROOT,
         strategy=shape.strategy,
@@ -139,7 +143,7 @@ def soak(sandbox: Sandbox, folder: Path, shape: Shape, *, seed: int | None, kill
     argv = [sys.executable, "-m", "dtctl", "launch", "--json", "--name", name]
     begun = time.monotonic()
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        environ = os.environ | {"DTCTL_SANDBOX": sandbox.name}
+        environ = os.environ | {"DTCTL_SANDBOX": sandbox.name, "PATH": python_path()} | slurm.environment(sandbox)
         process = subprocess.Popen(argv, cwd=folder, stdout=out, stderr=err, env=environ)
     killed: list[str] = []
     try:
@@ -187,9 +191,11 @@ def kill_at_random(
     dead = -1  # the attempt that the last kill has ended
     for wanted in sorted(source.randrange(1, shape.steps - 12) for _ in range(kills)):
         kind, name = source.choice(KINDS), source.choice(nodes)
+        if kind == "host" and host(sandbox_name, name)[0].slurm:
+            kind = "worker"  # Slurm takes a host out of service by its own rules, which tests/integration look at
         deadline = time.monotonic() + STUCK_S
         while time.monotonic() < deadline and process.poll() is None:
-            now = where(sandbox_name, run)
+            now = where(sandbox_name, run, folder)
             early = kind == "start" and not now.begun and now.known
             # Not before the attempt after the last kill has come that far: else most kills would hit the start.
             if now.attempt > dead and (early or (now.begun and now.step >= wanted)):
@@ -225,12 +231,15 @@ class Where:
     """Whether a worker has said anything at all."""
 
 
-def where(sandbox_name: str, run: str) -> Where:
+def where(sandbox_name: str, run: str, folder: Path) -> Where:
     """How far a run is, by what its workers note of themselves in the newest attempt."""
     sandbox = control.find(sandbox_name)
     if sandbox is None:
         raise RuntimeError("the sandbox has gone down")
-    folders = list(sandbox.state.glob(f"hosts/*/home/.dtctl/node/runs/{run}/attempt-*/progress"))
+    top, nodes = sandbox.state, "hosts/*/home/.dtctl/node"
+    if sandbox.slurm:
+        top, nodes = folder, f"{names.STATE_DIR}/slurm/{run}/nodes/*"
+    folders = list(top.glob(f"{nodes}/runs/{run}/attempt-*/progress"))
     attempt = max((int(folder.parent.name.partition("-")[2]) for folder in folders), default=-1)
     rows = [
         row for folder in folders if folder.parent.name == f"attempt-{attempt}" for row in progress.read(str(folder))
@@ -300,6 +309,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--only", choices=["ddp", "fsdp", "three"])
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no further seed after this many seconds")
+    parser.add_argument("--slurm", action="store_true", help="in jobs of Slurm instead of over SSH")
     options = parser.parse_args()
     base = Path(tempfile.mkdtemp(dir=Path.home(), prefix=".dtctl-soak-"))
     os.environ["DTCTL_SANDBOX_DIR"] = str(base / "sandbox")
@@ -309,7 +319,7 @@ def main() -> int:
     kept: dict[str, object] = {"date": time.strftime("%Y-%m-%d %H:%M"), "kills per seed": options.kills}
     good = True
     try:
-        sandbox = control.up("soak", nodes=3)
+        sandbox = control.up("soak", nodes=3, with_slurm=options.slurm)
         for label, shape in shapes.items():
             if options.only not in (None, label) or time.monotonic() - begun > options.limit_s:
                 continue
