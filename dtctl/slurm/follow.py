@@ -120,6 +120,8 @@ class Follower:
         self.state: JobFacts | None = None
         """None before the first look."""
         self._script_code: int | None = None
+        self._script_ended_at = 0.0
+        """When its word was read."""
         self._over_since: float | None = None
         self._shown_state = ""
         self._offsets: dict[str, int] = {}
@@ -192,8 +194,11 @@ class Follower:
     @property
     def settled(self) -> bool:
         """Whether it has ended for good: one that is being requeued looks cancelled for a moment."""
-        if self._script_code == 0 and self.mirror.end is not None:
+        has_ended = self._script_code is not None and self.mirror.end is not None
+        if has_ended and self._script_code == 0:
             return True  # the launcher inside has counted what is left, and said that all is well
+        if self.state is not None and self.state.state == "UNKNOWN" and has_ended:
+            return time.monotonic() - self._script_ended_at >= TAKEN_S  # Slurm is silent, and nothing begins anew
         if self.state is None or not self.over or self._over_since is None:
             return False
         # A lost node ends the script, too, and its job is requeued all the same.
@@ -251,7 +256,7 @@ class Follower:
         elif isinstance(event, batchlog.NotLive):
             self._tell(Note(time=at, text=f"lost workers are not replaced alone: {event.reason}"))
         elif isinstance(event, batchlog.ScriptEnded):
-            self._script_code = event.exit_code
+            self._script_code, self._script_ended_at = event.exit_code, time.monotonic()
         elif isinstance(event, batchlog.NotRestarted):
             first = self._first_failure()
             self._tell(Note(time=at, node=first.node if first else None, text=f"not restarted: {event.reason}"))

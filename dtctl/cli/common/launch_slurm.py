@@ -196,6 +196,8 @@ def refresh(record: RunRecord) -> None:
         return
     with _follower(record) as follower:
         _catch_up(follower)
+        if follower.state is not None and follower.state.state == "UNKNOWN":
+            output.err(f"Slurm does not answer, so this is what the job's files say: {follower.state.reason}", "yellow")
         _close(follower, None)
 
 
