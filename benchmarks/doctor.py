@@ -36,11 +36,11 @@ import machine
 from dtctl.doctor.checks import links, network
 from dtctl.doctor.examine import DATA_PORTS, MEASURE_S
 from dtctl.doctor.observe import NodeQuery, Probes
-from dtctl.doctor.probe import pairs, quality
 from dtctl.launch.cluster import cluster_of
 from dtctl.sandbox import control
 from dtctl.spec.load import parse_spec
 from dtctl.supervisor import frames
+from dtctl.supervisor.probe import pairs, quality
 from dtctl.transport.base import Target
 
 CALL_S = 0.002

@@ -365,7 +365,7 @@ def faults() -> Answer:
         "anything ran, one half learned from, the other scored once. `docs/guides/doctor.md` has all figures.",
         "python benchmarks/doctor_faults.py --grammar",
         (first["file"], second["file"]),
-        ("dtctl/doctor/checks", "dtctl/doctor/probe", "dtctl/doctor/examine.py", "dtctl/doctor/rounds.py"),
+        ("dtctl/doctor/checks", "dtctl/supervisor/probe", "dtctl/doctor/examine.py", "dtctl/doctor/rounds.py"),
         (
             *missed,
             *(

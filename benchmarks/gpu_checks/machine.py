@@ -17,9 +17,9 @@ from dtctl import node_facts
 from dtctl.doctor.checks import hardware
 from dtctl.doctor.checks.known_gpus import normal
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.probe import devices
 from dtctl.runtime.distributed import affinity
 from dtctl.runtime.telemetry.hardware import peak_flops
+from dtctl.supervisor.probe import devices
 
 FREE_GIB = 30
 PRELOADED = (

@@ -22,6 +22,7 @@ from dtctl.schema import (
     prose,
     text,
 )
+from dtctl.supervisor.messages.base import Message
 
 _COUNT: Final = integer(0)
 _NAME: Final = text(256)
@@ -163,7 +164,7 @@ _FACTS: Final = form(
 _ANSWERS: Final[Mapping[str, Check[Any]]] = {
     "time": form(time=_time, gpus=integer(0, 4096)),
     "facts": _FACTS,
-    "job_python": form(job=_job),
+    "job-python": form(job=_job),
     "listen": form(ports=list_of(integer(-4096, 65_535), 64)),
     "spread": form(spread=list_of(integer(1, 65_535), 64), meeting=list_of(integer(1, 65_535), 64)),
     "call": form(answers=list_of(_call, 1 << 20)),
@@ -185,13 +186,13 @@ _WORKER: Final = form(optional={**_TOLD, "each": list_of(form(optional=_TOLD), 6
 """Of the job's own Python, which the probe passes on; `each` where there are several."""
 
 
-def answer(message: Mapping[str, Any], said: Mapping[str, Any], *, node: str) -> dict[str, Any]:
+def answer(message: Message, said: Mapping[str, Any], *, node: str) -> dict[str, Any]:
     """A probe's answer to a question.
 
     Raises:
         NodeError: it has not the form that was asked for.
     """
-    op = message["op"]
+    op = message.op
     if said.get("op") != op:
         raise NodeError(f"the node answered {quoted(said.get('op'))}, and was asked {op!r}", node=node)
     reply: dict[str, Any] = checked(_ANSWERS.get(op, _WORKER), said, subject=f"its answer to `{op}`", node=node)
@@ -201,7 +202,7 @@ def answer(message: Mapping[str, Any], said: Mapping[str, Any], *, node: str) ->
     asked = {"look": "wanted", "listen": "ports"}.get(op, "asks" if "each" in reply and op == "round" else None)
     if asked is not None:
         value = reply[{"look": "seen", "listen": "ports"}.get(op, "each")]
-        checked(_as_many(len(message[asked])), value, subject=f"its answer to `{op}`", node=node)
+        checked(_as_many(len(getattr(message, asked))), value, subject=f"its answer to `{op}`", node=node)
     return reply
 
 

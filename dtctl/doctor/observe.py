@@ -17,30 +17,22 @@ from dtctl import node_facts
 from dtctl.doctor import answers, rounds
 from dtctl.doctor.checks import links
 from dtctl.doctor.node_report import MEETING, REACHED, SPREAD, LoginShell, NodeReport, good_ways
-from dtctl.doctor.probe import python
 from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.launch.control.link import NodeLink, checked, error_of, open_program
 from dtctl.shell import program
-from dtctl.supervisor import bootstrap
-from dtctl.supervisor.messages import Refusal
+from dtctl.supervisor.messages.base import Message, Quit, Refusal
+from dtctl.supervisor.messages.probe import (
+    AskFacts,
+    AskJobPython,
+    AskTime,
+    CallNodes,
+    MeasureWay,
+    OpenPorts,
+    OpenSpread,
+)
+from dtctl.supervisor.probe import python
 from dtctl.transport.base import Connection, Target, Transport
 
-PROBE = (
-    "dtctl.node_facts",
-    "dtctl.supervisor.frames",
-    "dtctl.supervisor.facts",
-    "dtctl.doctor.probe.amd",
-    "dtctl.doctor.probe.devices",
-    "dtctl.doctor.probe.limits",
-    "dtctl.doctor.probe.places",
-    "dtctl.doctor.probe.python",
-    "dtctl.doctor.probe.facts",
-    "dtctl.doctor.probe.child",
-    "dtctl.doctor.probe.shared",
-    "dtctl.doctor.probe.quality",
-    "dtctl.doctor.probe.pairs",
-    "dtctl.doctor.probe.main",
-)
 ANSWER_LIMIT_S = 15.0
 HELLO_LIMIT_S = 30.0
 """For the login shell and the start of Python, which takes long on a network file system or a busy node."""
@@ -92,22 +84,28 @@ class _Node:
         self._connection = self._connection or self._transport.connect(self.wanted.target)
         self.seen.address = self._connection.peer_address()
         begun = time.monotonic()
-        probe = bootstrap.in_memory(PROBE)
-        self._link = open_program(self._connection, probe, node=self.seen.name, python=self.wanted.python)
-        self.ask({"op": "time"})  # the first answer comes after the start of Python and says nothing about the clock
+        wanted, first = self.wanted, AskTime()
+        self._link = open_program(
+            self._connection, first, node=self.seen.name, python=wanted.python, workdir=wanted.workdir
+        )
+        self._answer(first)  # it comes after the start of Python and says nothing about the clock
         self.seen.login_s.append(time.monotonic() - begun)
         before = time.time()
-        reply = self.ask({"op": "time"})
+        reply = self.ask(AskTime())
         after = time.time()
         self.seen.offset_s = float(reply["time"]) - (before + after) / 2
         self.seen.offset_error_s = (after - before) / 2
         self.has_gpus = bool(reply["gpus"])
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def tell(self, names: list[str], peers: list[str]) -> None:
         """Ask for the facts."""
         wanted = self.wanted
-        asked: dict[str, Any] = {"workdir": wanted.workdir, "paths": wanted.paths, "code": wanted.code}
-        self.seen.facts = self.ask({"op": "facts", **asked, "env": dict(wanted.env), **message})
+        self.seen.facts = self.ask(
+            AskFacts(
+                workdir=wanted.workdir, paths=list(wanted.paths), code=wanted.code, env=dict(wanted.env), names=names,
+                peers=peers,
+            )
+        )  # fmt: skip
         # Behind a jump host this machine does not know the address; the node knows the one that it was reached at.
         self.seen.address = self.seen.address or str(self.seen.facts["reached_at"])
         self.seen.data_address = self.seen.meeting = self.seen.address
@@ -115,8 +113,8 @@ class _Node:
     def start_python(self) -> None:
         """Ask for the facts of the job's Python."""
         wanted = self.wanted
-        asked = {"python": wanted.python or "python3", "code": wanted.code, "beside": wanted.beside}
-        self.seen.facts |= self.ask({"op": "job_python", **asked, "env": dict(wanted.env)})
+        python, beside = wanted.python or "python3", list(wanted.beside)
+        self.seen.facts |= self.ask(AskJobPython(python=python, code=wanted.code, beside=beside, env=dict(wanted.env)))
 
     def try_shell(self) -> None:
         """Let the login shell run a plain command, and see what comes of it."""
@@ -157,7 +155,7 @@ class _Node:
         """Whether a login was accepted."""
         return self._connection is not None
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, message: Message) -> dict[str, Any]:
         """Send one question, wait for its answer.
 
         Raises:
@@ -167,19 +165,23 @@ class _Node:
             raise ConnectError("there is no link", node=self.seen.name)
         with contextlib.suppress(ConnectError):
             self._link.send(message)
+        return self._answer(message)
+
+    def _answer(self, message: Message) -> dict[str, Any]:
+        if self._link is None:
+            raise ConnectError("there is no link", node=self.seen.name)
         reply = self._link.receive_json()
         if reply is None:
             raise self._link.closed_error()
-        if reply.get("op") == "error":
-            refusal = checked(Refusal.parse, reply, subject="its message 'error'", node=self.seen.name)
-            raise error_of(refusal, self.seen.name)
+        if reply.get("op") == Refusal.op:
+            raise error_of(checked(Refusal.parse, reply, subject="its refusal", node=self.seen.name), self.seen.name)
         return answers.answer(message, reply, node=self.seen.name)
 
     def close(self) -> None:
         """Drop the link; the probe ends with it."""
         if self._link is not None:
             with contextlib.suppress(DtctlError):
-                self._link.send({"op": "quit"})
+                self._link.send(Quit())
         if self._connection is not None:
             self._connection.close()
 
@@ -244,7 +246,7 @@ class Probes:
             _measure(self._nodes, measure_s, token=token, progress=self._progress)
         return [node.seen for node in self._nodes]
 
-    def ask(self, messages: Mapping[str, dict[str, Any]], *, limit_s: float, doing: str) -> dict[str, dict[str, Any]]:
+    def ask(self, messages: Mapping[str, Message], *, limit_s: float, doing: str) -> dict[str, dict[str, Any]]:
         """Send some nodes a question each, at once; the answers of those that gave one.
 
         Args:
@@ -319,9 +321,9 @@ def _greet(nodes: Sequence[_Node], *, progress: Progress) -> None:
 
 def _ask_facts(nodes: Sequence[_Node], names: Sequence[str]) -> None:
     addresses = [node.wanted.target.address for node in nodes]
-    message = {"names": [*dict.fromkeys((*addresses, *names))], "peers": addresses}
+    looked_up = [*dict.fromkeys((*addresses, *names))]
     limit_s = GPU_FACTS_LIMIT_S if any(node.has_gpus for node in nodes) else FACTS_LIMIT_S
-    _all(nodes, lambda node: node.tell(message), limit_s=limit_s, doing="asking for facts")
+    _all(nodes, lambda node: node.tell(looked_up, addresses), limit_s=limit_s, doing="asking for facts")
     limit_s = python.LIMIT_S + ANSWER_LIMIT_S
     _all(nodes, _Node.start_python, limit_s=limit_s, doing="starting the job's Python")
 
@@ -332,7 +334,7 @@ def _call(
     def listen(node: _Node) -> None:
         first = rendezvous if node is nodes[0] else ()
         asked = [*first, *([0] * data_ports)]
-        reply = node.ask({"op": "listen", "name": node.seen.name, "token": token, "ports": asked})["ports"]
+        reply = node.ask(OpenPorts(name=node.seen.name, token=token, ports=asked))["ports"]
         if first:
             node.seen.ports["rendezvous"] = next((port for port in reply[: len(first)] if port > 0), reply[0])
         node.seen.ports.update({f"data-{i}": port for i, port in enumerate(reply[len(first) :])})
@@ -350,7 +352,7 @@ def _call(
             if other.seen.error is None
             for address, port, kind in _ears(node.seen, other.seen)
         ]
-        reply = node.ask({"op": "call", "token": token, "targets": targets, "timeout_s": CALL_TIMEOUT_S})
+        reply = node.ask(CallNodes(token=token, targets=targets, timeout_s=CALL_TIMEOUT_S))
         asked = [(target[0], target[2], target[3]) for target in targets]
         if [(answer["node"], answer["port"], answer["kind"]) for answer in reply["answers"]] != asked:
             raise NodeError("the node reported calls that it was not asked to make", node=node.seen.name)
@@ -372,7 +374,7 @@ def _knock(nodes: Sequence[_Node], count: int, *, token: str, fixed: bool, progr
     ports: dict[str, dict[str, list[int]]] = {}
 
     def listen(node: _Node) -> None:
-        reply = node.ask({"op": "spread", "count": count, "meeting": [node_facts.FIRST_PORT, node_facts.LAST_PORT]})
+        reply = node.ask(OpenSpread(count=count, meeting=(node_facts.FIRST_PORT, node_facts.LAST_PORT)))
         # A port that the spec demands has been called at the head node, and no other will be used.
         ports[node.seen.name] = {SPREAD: reply["spread"], MEETING: [] if fixed else reply["meeting"]}
 
@@ -390,7 +392,7 @@ def _knock(nodes: Sequence[_Node], count: int, *, token: str, fixed: bool, progr
         ]
         if not targets:
             return
-        reply = node.ask({"op": "call", "token": token, "targets": targets, "timeout_s": CALL_TIMEOUT_S})
+        reply = node.ask(CallNodes(token=token, targets=targets, timeout_s=CALL_TIMEOUT_S))
         if [(one["node"], one["port"], one["kind"]) for one in reply["answers"]] != [
             (target[0], target[2], target[3]) for target in targets
         ]:
@@ -432,9 +434,7 @@ def _measure(nodes: Sequence[_Node], seconds: float, *, token: str, progress: Pr
 
     def measured(node: _Node, called: NodeReport) -> dict[str, Any]:
         port = called.ports["data-0"]
-        return node.ask(
-            {"op": "measure", "address": called.data_address, "port": port, "token": token, "seconds": seconds}
-        )
+        return node.ask(MeasureWay(address=called.data_address, port=port, token=token, seconds=seconds))
 
     def at_once(names: Iterable[str], ask: Callable[[_Node], None]) -> None:
         # A node that has answered until now and falls silent has gone down; the others are not to wait long for it.

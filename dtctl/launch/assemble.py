@@ -28,7 +28,7 @@ from dtctl.plan.environment import ON_CPUS, read_secrets
 from dtctl.plan.model import Plan, Threads
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
-from dtctl.supervisor.messages import RunOrigin
+from dtctl.supervisor.messages.attempt import RunOrigin
 
 CACHE_DIR = "cache"
 SPEC_BYTES = 4 << 20

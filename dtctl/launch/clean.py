@@ -5,42 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from dtctl import folders, names
-from dtctl.errors import DtctlError, NodeError, SandboxError
+from dtctl.errors import DtctlError, SandboxError
 from dtctl.launch.cluster import ResolvedCluster
-from dtctl.launch.control.link import NodeLink, SilenceLimit, error_of, open_program, parse_message
+from dtctl.launch.control.link import Kind, open_node
 from dtctl.launch.records.record import RunRecord, list_runs
 from dtctl.launch.records.state import state_of
 from dtctl.spec.nodes import NodeSpec
-from dtctl.supervisor import bootstrap
-from dtctl.supervisor.messages import (
-    CLEAN_ANSWERS,
-    ItemsRemoved,
-    ListStored,
-    Message,
-    Refusal,
-    RemoveStored,
-    StoredItems,
-)
+from dtctl.supervisor.messages.base import Message
+from dtctl.supervisor.messages.stored import ItemsRemoved, ListStored, RemoveStored, StoredItems
 from dtctl.transport.fanout import fan_out
 
-PROGRAM: Final = (
-    "dtctl.folders",
-    "dtctl.node_facts",
-    "dtctl.schema",
-    "dtctl.supervisor.frames",
-    "dtctl.supervisor.messages",
-    "dtctl.supervisor.requests",
-    "dtctl.supervisor.facts",
-    "dtctl.supervisor.processes",
-    "dtctl.supervisor.receive",
-    "dtctl.supervisor.clean",
-)
 SILENCE_S = 600.0
 """A node may have to look at many files before it can say how large its runs are."""
 HERE: Final = ""
@@ -169,14 +148,7 @@ class NodeStores:
 
     def items(self) -> tuple[list[Item], dict[str, DtctlError]]:
         """What no process uses, and the nodes that could not be asked."""
-
-        def look(node: NodeSpec) -> StoredItems:
-            answer = self._ask(node, ListStored(workdir=node.workdir))
-            if not isinstance(answer, StoredItems):
-                raise NodeError("the node answered another question", node=node.name)
-            return answer
-
-        answers = fan_out(self._nodes, look)
+        answers = fan_out(self._nodes, lambda node: self._ask(node, ListStored(), StoredItems))
         items = [
             Item(node=node, kind=each.kind, name=each.name, bytes=each.bytes, age_s=each.age_s, has=tuple(each.has))
             for node, answer in answers.items()
@@ -193,35 +165,13 @@ class NodeStores:
             chosen.setdefault(item.node, []).append((item.kind, item.name))
 
         def remove_on(name: str) -> list[str]:
-            node = self._nodes[name]
-            answer = self._ask(node, RemoveStored(workdir=node.workdir, items=chosen[name]))
-            if not isinstance(answer, ItemsRemoved):
-                raise NodeError("the node answered another question", node=name)
-            return answer.left
+            return self._ask(self._nodes[name], RemoveStored(items=chosen[name]), ItemsRemoved).left
 
         return fan_out({name: name for name in chosen}, remove_on)
 
-    def _ask(self, node: NodeSpec, request: Message) -> Message:
-        with self._open(node) as link:
-            link.send(request)
-            document = link.receive_json()
-            if document is None:
-                raise link.closed_error()
-            answer = parse_message(document, CLEAN_ANSWERS, node=node.name)
-            if isinstance(answer, Refusal):
-                raise error_of(answer, node.name)
-            return answer
-
-    @contextmanager
-    def _open(self, node: NodeSpec) -> Iterator[NodeLink]:
-        connection = self._transport.connect(self._targets[node.name])
-        clock = SilenceLimit(connection, SILENCE_S)
-        try:
-            link = open_program(connection, bootstrap.in_memory(PROGRAM), node=node.name, python=node.python)
-            try:
-                yield link
-            finally:
-                clock.check(node.name)
-        finally:
-            clock.cancel()
-            connection.close()
+    def _ask(self, node: NodeSpec, request: Message, kind: type[Kind]) -> Kind:
+        target = self._targets[node.name]
+        with open_node(
+            self._transport, target, request, python=node.python, workdir=node.workdir, silence_s=SILENCE_S
+        ) as link:
+            return link.expect(kind)

@@ -6,43 +6,23 @@ run is used with that node alone: the token that it gives marks processes there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final
 
-from dtctl.errors import DtctlError, LaunchError, NodeError
+from dtctl.errors import DtctlError, LaunchError
 from dtctl.launch.assemble import this_user
 from dtctl.launch.cluster import ResolvedCluster
-from dtctl.launch.control.link import NodeLink, SilenceLimit, error_of, open_program, parse_message
+from dtctl.launch.control.link import NodeLink, open_node
 from dtctl.launch.sweep import SweepTarget, sweep
 from dtctl.spec.nodes import NodeSpec
-from dtctl.supervisor import bootstrap, frames
-from dtctl.supervisor.messages import (
-    RUNS_ANSWERS,
-    ListRuns,
-    LogGap,
-    LogsRead,
-    Message,
-    ReadLogs,
-    Refusal,
-    RunOnNode,
-    RunsOnNode,
-)
+from dtctl.supervisor import frames
+from dtctl.supervisor.messages.attempt import LogGap
+from dtctl.supervisor.messages.base import Message
+from dtctl.supervisor.messages.runs import ListRuns, LogsRead, ReadLogs, RunOnNode, RunsOnNode
 from dtctl.transport.base import Target, Transport
 from dtctl.transport.fanout import fan_out
 
-PROGRAM: Final = (
-    "dtctl.folders",
-    "dtctl.node_facts",
-    "dtctl.schema",
-    "dtctl.supervisor.frames",
-    "dtctl.supervisor.messages",
-    "dtctl.supervisor.requests",
-    "dtctl.supervisor.output_log",
-    "dtctl.supervisor.processes",
-    "dtctl.supervisor.node_runs",
-)
 SILENCE_S = 60.0
 GRACE_S = 10.0
 
@@ -108,26 +88,12 @@ class RunElsewhere:
         return runs_by_name, errors
 
     def _list(self, node: NodeSpec) -> RunsOnNode:
-        with self._open(node) as (link, _):
-            link.send(ListRuns(workdir=node.workdir))
-            answer = _answer(link)
-            if not isinstance(answer, RunsOnNode):
-                raise NodeError("the node answered another question", node=node.name)
-            return answer
+        with self._open(node, ListRuns()) as link:
+            return link.expect(RunsOnNode)
 
-    @contextmanager
-    def _open(self, node: NodeSpec) -> Iterator[tuple[NodeLink, SilenceLimit]]:
-        connection = self.transport.connect(self._cluster.targets[node.name])
-        clock = SilenceLimit(connection, SILENCE_S)
-        try:
-            link = open_program(connection, bootstrap.in_memory(PROGRAM), node=node.name, python=node.python)
-            try:
-                yield link, clock
-            finally:
-                clock.check(node.name)
-        finally:
-            clock.cancel()
-            connection.close()
+    def _open(self, node: NodeSpec, first: Message) -> AbstractContextManager[NodeLink]:
+        target = self._cluster.targets[node.name]
+        return open_node(self.transport, target, first, python=node.python, workdir=node.workdir, silence_s=SILENCE_S)
 
     def follow(
         self, run: FoundRun, show: Callable[[str, int, bytes], None], pause: Callable[[], bool]
@@ -142,15 +108,15 @@ class RunElsewhere:
 
         def follow_one(node: NodeSpec) -> LogsRead:
             attempt, offsets = -1, dict[str, int]()
-            with self._open(node) as (link, clock):
+            with self._open(node, ReadLogs(run=run.run, attempt=attempt)) as link:
                 while True:
-                    link.send(ReadLogs(workdir=node.workdir, run=run.run, attempt=attempt, offsets=offsets))
                     before = dict(offsets)
-                    end = _read(link, clock, node.name, offsets, show)
+                    end = _read(link, offsets, show)
                     if end.attempt != attempt:  # of another one everything was sent
                         attempt, offsets = end.attempt, {r: n - before.get(r, 0) for r, n in offsets.items()}
                     if not end.is_running or not pause():
                         return end
+                    link.send(ReadLogs(run=run.run, attempt=attempt, offsets=offsets))
 
         return fan_out({name: self._nodes[name] for name in run.nodes}, follow_one)
 
@@ -170,39 +136,22 @@ class RunElsewhere:
         return fan_out({name: name for name in run.nodes}, stop_one)
 
 
-def _answer(link: NodeLink) -> Message:
-    frame = link.receive()
-    if frame is None:
-        raise link.closed_error()
-    answer = parse_message(link.decode(frame[2]), RUNS_ANSWERS, node=link.node)
-    if isinstance(answer, Refusal):
-        raise error_of(answer, link.node)
-    return answer
-
-
-def _read(
-    link: NodeLink, clock: SilenceLimit, node: str, offsets: dict[str, int], show: Callable[[str, int, bytes], None]
-) -> LogsRead:
+def _read(link: NodeLink, offsets: dict[str, int], show: Callable[[str, int, bytes], None]) -> LogsRead:
     """Show what comes until the node has sent all that there is; the offsets go on with it."""
     while True:
         frame = link.receive()
-        clock.reset()
         if frame is None:
             raise link.closed_error()
         kind, rank, payload = frame
         if kind == frames.LOG:
             offsets[str(rank)] = offsets.get(str(rank), 0) + len(payload)
-            show(node, rank, payload)
+            show(link.node, rank, payload)
             continue
-        answer = parse_message(link.decode(payload), RUNS_ANSWERS, node=node)
+        answer = link.parse(payload, LogGap, LogsRead)
         if isinstance(answer, LogGap):
             offsets[str(answer.rank)] = offsets.get(str(answer.rank), 0) + answer.bytes
         elif isinstance(answer, LogsRead):
             return answer
-        elif isinstance(answer, Refusal):
-            raise error_of(answer, node)
-        else:
-            raise NodeError("the node answered another question", node=node)
 
 
 def find(cluster: ResolvedCluster, run: str) -> tuple[RunElsewhere, FoundRun]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dtctl.errors import DtctlError
-from dtctl.launch.control.link import SilenceLimit, open_supervisor
-from dtctl.supervisor.messages import Sweep, Swept
+from dtctl.launch.control.link import open_node
+from dtctl.supervisor.messages.setup import Sweep, Swept
 from dtctl.transport.base import Target, Transport
 from dtctl.transport.fanout import fan_out
 
@@ -40,20 +40,10 @@ def sweep(
     message = Sweep(run=run, token=token, grace_s=grace_s, by=by)
 
     def sweep_one(node: SweepTarget) -> int:
-        return _sweep_node(node, transport, message)
+        silence_s = grace_s + ANSWER_S
+        with open_node(
+            transport, node.target, message, python=node.python, workdir=node.workdir, silence_s=silence_s
+        ) as link:
+            return link.expect(Swept).left
 
     return fan_out({node.target.name: node for node in nodes}, sweep_one)
-
-
-def _sweep_node(node: SweepTarget, transport: Transport, message: Sweep) -> int:
-    connection = transport.connect(node.target)
-    clock = SilenceLimit(connection, message.grace_s + ANSWER_S)
-    try:
-        link = open_supervisor(connection, message, node=node.target.name, python=node.python, workdir=node.workdir)
-        try:
-            return link.expect(Swept).left
-        finally:
-            clock.check(node.target.name)
-    finally:
-        clock.cancel()
-        connection.close()

@@ -18,7 +18,7 @@ from dtctl.plan import bind
 from dtctl.plan.bind import PlanTemplate
 from dtctl.plan.model import NodePlan, Plan
 from dtctl.shell import Late
-from dtctl.supervisor.messages import RunOrigin
+from dtctl.supervisor.messages.attempt import RunOrigin
 
 JOB_FILE: Final = "job.json"
 LAUNCHER_FILE: Final = "launcher.zip"

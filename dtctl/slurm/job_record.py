@@ -10,7 +10,8 @@ from dtctl.launch.control.failure import Failure
 from dtctl.launch.control.progress import Standing, standings
 from dtctl.schema import Record, file_name, list_of, nullable, number, prose, value
 from dtctl.slurm import batchlog
-from dtctl.supervisor.messages import COUNT, EXIT_CODE, RANK, SIGNAL, WORKERS, Message, WorkerProgress
+from dtctl.supervisor.messages.attempt import SIGNAL, WorkerProgress
+from dtctl.supervisor.messages.base import COUNT, EXIT_CODE, RANK, WORKERS, Message
 
 
 def _standing(document: Any) -> Standing:

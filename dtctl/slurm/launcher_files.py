@@ -38,7 +38,7 @@ MODULES: Final = (
     "*.py", "launch/__init__.py", "launch/sweep.py", "launch/control/*.py", "launch/records/*.py", "plan/__init__.py",
     "plan/bind.py", "plan/commands.py", "plan/environment.py", "plan/model.py", "plan/rendezvous.py",
     "slurm/__init__.py", "slurm/addresses.py", "slurm/job_control.py", "slurm/job_file.py", "slurm/job_life.py",
-    "spec/__init__.py", "spec/nodeset.py", "supervisor/*.py",
+    "spec/__init__.py", "spec/nodeset.py", "supervisor/*.py", "supervisor/messages/*.py",
     "transport/__init__.py", "transport/base.py", "transport/fanout.py", "transport/local.py", "transport/srun.py",
 )  # fmt: skip
 """Patterns of the files in dtctl's package that a launcher inside a job may import."""

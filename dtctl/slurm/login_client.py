@@ -9,11 +9,11 @@ from typing import Final
 from dtctl.errors import ConnectError, LaunchError
 from dtctl.launch.assemble import CodePush
 from dtctl.launch.control.gang import WORK_LIMIT_S
-from dtctl.launch.control.link import SilenceLimit, open_supervisor
+from dtctl.launch.control.link import SilenceLimit, open_program
 from dtctl.schema import InvalidMessage
 from dtctl.slurm.answers import A, AgentRefused, parse
 from dtctl.slurm.site import LoginSite, Site
-from dtctl.supervisor.messages import Hello, NodeDescription
+from dtctl.supervisor.messages.setup import Hello, NodeDescription
 
 _AGENT: Final = Path(__file__).with_name("login_agent.py")
 
@@ -56,7 +56,7 @@ def push(site: LoginSite, code: CodePush, *, python: str, workdir: str) -> str:
     Raises:
         TransportError: of the class that says what went wrong.
     """
-    link = open_supervisor(site.connection(), Hello(), node=site.name, python=python, workdir=workdir)
+    link = open_program(site.connection(), Hello(), node=site.name, python=python, workdir=workdir)
     clock = SilenceLimit(site.connection(), WORK_LIMIT_S)
     try:
         link.expect(NodeDescription)

@@ -1,4 +1,4 @@
-"""How the node's half of dtctl gets onto a node: one command and the first bytes of its standard input.
+"""How dtctl's program gets onto a node: one command and the first bytes of its standard input.
 
 Nothing has to be installed there. The command is a line of Python that reads a loader from its input; the loader reads
 the modules of this package, compiled for the Python of this machine and as text for any other, and calls `main`. No
@@ -16,24 +16,12 @@ import marshal
 import sys
 import types
 import zlib
-from collections.abc import Sequence
 from importlib import resources
 
 from dtctl import shell
 
-MODULES = (
-    "dtctl.folders",
-    "dtctl.node_facts",
-    "dtctl.schema",
-    *(
-        f"dtctl.supervisor.{name}"
-        for name in (
-            "exit_cause", "work", "worker_start", "environment", "facts", "frames", "group", "link", "main", "messages",
-            "metrics", "output_log", "fork_server", "live", "processes", "progress", "receive", "rendezvous", "stacks",
-            "supervisor", "fork_server_main",
-        )
-    ),
-)  # fmt: skip
+MAIN = "dtctl.supervisor.main"
+PACKAGES = ("dtctl", "dtctl.supervisor", "dtctl.supervisor.messages", "dtctl.supervisor.probe")
 
 # On one line, because some login shells (csh) do not accept a newline inside quotes.
 _FIRST = (
@@ -110,22 +98,6 @@ from dtctl.supervisor.main import main
 os._exit(main(workdir))
 """
 
-_IN_MEMORY = """
-check_version()
-import types
-for name, text in SOURCES:
-    parts = name.split(".")
-    for depth in range(1, len(parts)):
-        package = ".".join(parts[:depth])
-        if package not in sys.modules:
-            sys.modules[package] = types.ModuleType(package)
-            sys.modules[package].__path__ = []
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(text, name, "exec"), module.__dict__)
-    setattr(sys.modules[name.rpartition(".")[0]], parts[-1], module)
-os._exit(sys.modules[name].main())
-"""
-
 
 def _text(name: str) -> str:
     package, _, leaf = name.rpartition(".")
@@ -133,11 +105,39 @@ def _text(name: str) -> str:
 
 
 @functools.cache
-def _bundle() -> tuple[bytes, bytes]:
-    """The modules: as text, and compiled by this Python; both compressed."""
-    texts = json.dumps({name: _text(name) for name in MODULES}).encode()
-    codes = {name: _compiled(name) for name in MODULES}
-    return zlib.compress(texts, 6), zlib.compress(marshal.dumps(codes), 1)
+def _bundle(answering: str) -> tuple[tuple[str, ...], bytes, bytes]:
+    """Return the names of the modules, and the modules as text and compiled by this Python; both compressed."""
+    codes = _reached([MAIN, answering])
+    texts = json.dumps({name: _text(name) for name in codes}).encode()
+    return tuple(codes), zlib.compress(texts, 6), zlib.compress(marshal.dumps(codes), 1)
+
+
+def _reached(names: list[str]) -> dict[str, types.CodeType]:
+    """Return the code of some modules of dtctl, and of all those that they import, wherever they do so."""
+    codes: dict[str, types.CodeType] = {}
+    while names:
+        name = names.pop()
+        if name not in codes:
+            codes[name] = _compiled(name)
+            names += _imports(codes[name])
+    return codes
+
+
+def _imports(code: types.CodeType) -> list[str]:
+    """Return modules of dtctl, all of those that code imports: `from dtctl.supervisor import frames` and the like."""
+    names = [name for name in code.co_names if name.partition(".")[0] == "dtctl"]
+    listed = {each for constant in code.co_consts if isinstance(constant, tuple) for each in constant}
+    found = [name for name in names if name not in PACKAGES]
+    found += [f"{name}.{leaf}" for name in names if name in PACKAGES for leaf in _modules_of(name) & listed]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found += _imports(constant)
+    return found
+
+
+@functools.cache
+def _modules_of(package: str) -> frozenset[str]:
+    return frozenset(each.name[:-3] for each in resources.files(package).iterdir() if each.name.endswith(".py"))
 
 
 def _compiled(name: str) -> types.CodeType:
@@ -170,22 +170,16 @@ def command(python: str) -> str:
     return "exec " + shell.join([python, "-I", "-S", "-c", _FIRST])
 
 
-def opening(workdir: str) -> bytes:
-    """The first bytes to send; frames follow directly. `workdir` may begin with `~`."""
-    texts, codes = _bundle()
-    facts = {"MODULES": MODULES, "PACKAGES": ("dtctl", "dtctl.supervisor"), "COMPILED_FOR": _compiled_for()}
+def opening(workdir: str, answering: str) -> bytes:
+    """Return the first bytes to send; frames follow directly.
+
+    Args:
+        workdir: the node's folder; may begin with `~`.
+        answering: the module that answers the first request, by requests.py; those of other requests stay here.
+    """
+    modules, texts, codes = _bundle(answering)
+    facts = {"MODULES": modules, "PACKAGES": PACKAGES, "COMPILED_FOR": _compiled_for()}
     loader = "".join([*(f"{name} = {value!r}\n" for name, value in facts.items()), _REPORT_ERROR, _LOADER]).encode()
     folder = workdir.encode()
     sizes = b"%08d%08d%08d" % (len(folder), len(texts), len(codes))
     return b"%06d" % len(loader) + loader + sizes + folder + texts + codes
-
-
-def in_memory(modules: Sequence[str]) -> bytes:
-    """The first bytes to send instead of `opening` when nothing may be written on the node.
-
-    Args:
-        modules: full names of modules of dtctl, each after those that it imports; `main()` of the last is called.
-    """
-    sources = [(name, _text(name)) for name in modules]
-    loader = f"SOURCES = {sources!r}\n{_REPORT_ERROR}{_IN_MEMORY}".encode()
-    return b"%06d" % len(loader) + loader

@@ -1,6 +1,6 @@
 """A node's end of `dtctl clean`: what its workdir holds of runs and trees, and removing what was chosen of it.
 
-Sent when it is needed, never with a launch. A run is removed by its name below `runs`, if the folder has a record of
+A run is removed by its name below `runs`, if the folder has a record of
 ours and its supervisor is gone; a tree as a push removes it (receive.py), if no run holds it. Stdlib only, Python 3.8.
 """
 
@@ -11,35 +11,29 @@ import os
 import time
 
 from dtctl import folders
-from dtctl.supervisor import frames, processes, receive, requests
-from dtctl.supervisor.messages import (
-    CLEAN_REQUESTS,
-    STORED,
-    ItemsRemoved,
-    ListStored,
-    Message,
-    RemoveStored,
-    StoredItem,
-    StoredItems,
-)
+from dtctl.supervisor import processes, receive
+from dtctl.supervisor.messages.base import Message, by_op
+from dtctl.supervisor.messages.stored import STORED, ItemsRemoved, ListStored, RemoveStored, StoredItem, StoredItems
+from dtctl.supervisor.requests import NodeRequests
 
-IDLE_LIMIT_S = 3600.0
-"""People look at the list before they agree."""
 RECORDS = (processes.RECORD, "work.json")
 """A folder with one of these is that of a run."""
 OF_VALUE = ("snapshots", "work")
 
 
-def main() -> int:
-    """Serve one link; the exit status of the remote command."""
-    return requests.serve(CLEAN_REQUESTS, _answer, IDLE_LIMIT_S)
+class StoredRequests(NodeRequests):
+    """Answers to `dtctl clean`."""
 
+    KINDS = by_op(ListStored, RemoveStored)
+    IDLE_LIMIT_S = 3600.0
+    """People look at the list before they agree."""
 
-def _answer(link: frames.FdLink, request: Message) -> None:
-    if isinstance(request, ListStored):
-        link.send_json(StoredItems(items=stored(os.path.expanduser(request.workdir))))
-    elif isinstance(request, RemoveStored):
-        link.send_json(ItemsRemoved(left=remove(os.path.expanduser(request.workdir), request.items)))
+    def answer(self, request: Message) -> None:
+        """List what there is, or remove some of it."""
+        if isinstance(request, ListStored):
+            self.link.send_json(StoredItems(items=stored(self.workdir)))
+        elif isinstance(request, RemoveStored):
+            self.link.send_json(ItemsRemoved(left=remove(self.workdir, request.items)))
 
 
 def stored(workdir: str) -> list[StoredItem]:

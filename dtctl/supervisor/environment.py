@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from dtctl import folders
-from dtctl.supervisor.messages import StartAttempt, WorkerSpec
+from dtctl.supervisor.messages.attempt import StartAttempt, WorkerSpec
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 

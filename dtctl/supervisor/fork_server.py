@@ -16,6 +16,10 @@ from collections.abc import Mapping
 
 from dtctl.supervisor import processes
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from dtctl.supervisor import fork_server_main  # noqa: F401 - read below; sent because it stands here (bootstrap.py)
+
 VIA_FILE = "via.sh"
 WARM_FILE = "fork_server_main.py"
 VIA = """\

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-from dtctl.supervisor import frames, messages
+from dtctl.supervisor import frames
+from dtctl.supervisor.messages.attempt import RUN_REQUESTS
+from dtctl.supervisor.messages.base import Message, parse
 
 CHUNK = 1 << 16
 
@@ -25,7 +27,7 @@ class ControlLink:
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
 
-    def read(self) -> list[messages.Message] | None:
+    def read(self) -> list[Message] | None:
         """Messages that have arrived; None when the other end is gone.
 
         Raises:
@@ -45,8 +47,8 @@ class ControlLink:
             return None
         documents = [frames.decode(payload) for kind, _, payload in received if kind == frames.JSON]
         # A launcher of a newer version may ask for more than this supervisor, which the older one has sent, knows.
-        requests = [document for document in documents if document.get("op") in messages.REQUESTS]
-        return [messages.parse(document, messages.REQUESTS) for document in requests]
+        requests = [document for document in documents if document.get("op") in RUN_REQUESTS]
+        return [parse(document, RUN_REQUESTS) for document in requests]
 
     def flush(self) -> bool:
         """Write what fits; False when the other end is gone."""

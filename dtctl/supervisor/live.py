@@ -14,7 +14,7 @@ import signal
 
 from dtctl.schema import InvalidMessage
 from dtctl.supervisor import processes
-from dtctl.supervisor.messages import Heal, Join, LiveReport
+from dtctl.supervisor.messages.attempt import Heal, Join, LiveReport
 
 REPORTS = "reports"
 LIVE = "DTCTL_LIVE"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-from dtctl.supervisor import frames, messages
+from dtctl.supervisor import frames
 from dtctl.supervisor.link import CHUNK, ControlLink
+from dtctl.supervisor.messages.attempt import MetricsBegin
 
 METRICS = -2
 """Rank under which the lines of metrics.jsonl travel."""
@@ -33,7 +34,7 @@ class MetricsTail:
                 if not data:
                     return
                 if self.sent == 0:
-                    link.out += frames.pack_json(messages.MetricsBegin())
+                    link.out += frames.pack_json(MetricsBegin())
                 self.sent += len(data)
                 link.out += frames.pack(frames.LOG, data, METRICS)
         finally:

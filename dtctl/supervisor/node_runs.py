@@ -1,6 +1,6 @@
 """The runs of a node, as its folders tell: for a control machine that did not launch them. Stdlib only, Python 3.8.
 
-Sent when it is needed, never with a launch. It only reads what the login user may read anyway.
+It only reads what the login user may read anyway.
 """
 
 from __future__ import annotations
@@ -9,35 +9,28 @@ import os
 
 from dtctl import folders
 from dtctl.schema import InvalidMessage
-from dtctl.supervisor import frames, output_log, processes, requests
-from dtctl.supervisor.messages import (
-    RUNS,
-    RUNS_REQUESTS,
-    AttemptStopped,
-    ListRuns,
-    LogGap,
-    LogsRead,
-    Message,
-    ReadLogs,
-    Refusal,
-    RunOnNode,
-    RunsOnNode,
-)
+from dtctl.supervisor import frames, output_log, processes
+from dtctl.supervisor.messages.attempt import AttemptStopped, LogGap
+from dtctl.supervisor.messages.base import Message, by_op
+from dtctl.supervisor.messages.runs import ListRuns, LogsRead, ReadLogs, RunOnNode, RunsOnNode
+from dtctl.supervisor.messages.setup import RUNS
+from dtctl.supervisor.requests import CannotDo, NodeRequests
 
-IDLE_LIMIT_S = 600.0
 RECORD_BYTES = 1 << 20
 
 
-def main() -> int:
-    """Serve one link; the exit status of the remote command."""
-    return requests.serve(RUNS_REQUESTS, _answer, IDLE_LIMIT_S)
+class RunRequests(NodeRequests):
+    """Answers to a control machine that looks for runs."""
 
+    KINDS = by_op(ListRuns, ReadLogs)
+    IDLE_LIMIT_S = 600.0
 
-def _answer(link: frames.FdLink, request: Message) -> None:
-    if isinstance(request, ListRuns):
-        link.send_json(RunsOnNode(runs=list_runs(os.path.expanduser(request.workdir))))
-    elif isinstance(request, ReadLogs):
-        read_logs(link, request)
+    def answer(self, request: Message) -> None:
+        """List the runs, or send the output of one."""
+        if isinstance(request, ListRuns):
+            self.link.send_json(RunsOnNode(runs=list_runs(self.workdir)))
+        elif isinstance(request, ReadLogs):
+            read_logs(self.link, self.workdir, request)
 
 
 def list_runs(workdir: str) -> list[RunOnNode]:
@@ -80,13 +73,12 @@ def _end(attempt_dir: str) -> int | None:
     return next((each.code for each in exits if each.code), 0)
 
 
-def read_logs(link: frames.FdLink, request: ReadLogs) -> None:
+def read_logs(link: frames.FdLink, workdir: str, request: ReadLogs) -> None:
     """Send what the logs of the newest attempt have beyond some offsets."""
-    run_dir = os.path.join(os.path.expanduser(request.workdir), "runs", request.run)
+    run_dir = os.path.join(workdir, "runs", request.run)
     run = _look(run_dir)  # before reading, so that nothing printed last is missed
     if run is None:
-        link.send_json(Refusal(code="no-run", message="%s is not the folder of a run" % run_dir))
-        return
+        raise CannotDo("no-run", "%s is not the folder of a run" % run_dir)
     folder = os.path.join(run_dir, "attempt-%d" % run.attempt)
     offsets = request.offsets if request.attempt == run.attempt else {}
     for name in sorted(os.listdir(folder)):

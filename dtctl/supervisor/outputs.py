@@ -1,6 +1,6 @@
 """A node's end of `dtctl fetch`: which files a run has put out, their digests, and their contents.
 
-Sent when it is needed, never with a launch. It only reads. What is said in both directions stands in messages.py.
+It only reads. What is said in both directions stands in messages/outputs.py.
 An index counts the rows. Stdlib only, Python 3.8.
 """
 
@@ -10,51 +10,51 @@ import hashlib
 import os
 
 from dtctl import folders
-from dtctl.supervisor import frames, requests, work
-from dtctl.supervisor.messages import (
-    FETCH_REQUESTS,
+from dtctl.supervisor import frames, work
+from dtctl.supervisor.messages.base import Message, by_op
+from dtctl.supervisor.messages.outputs import (
     ROWS,
     DigestFiles,
     DigestsEnd,
     FileDigest,
     FileSent,
     ListOutputs,
-    Message,
     OutputLinks,
     OutputRows,
     OutputsListed,
     SendFiles,
 )
+from dtctl.supervisor.requests import NodeRequests
 
-IDLE_LIMIT_S = 600.0
 PIECE_BYTES = 1 << 18
 
 
-def main() -> int:
-    """Serve one link; the exit status of the remote command."""
-    return requests.serve(FETCH_REQUESTS, _Outputs().answer, IDLE_LIMIT_S)
+class OutputRequests(NodeRequests):
+    """Answers to `dtctl fetch`: the files of one run, as they were when they were listed."""
 
+    KINDS = by_op(ListOutputs, DigestFiles, SendFiles)
+    IDLE_LIMIT_S = 600.0
 
-class _Outputs:
-    """The files of one run, as they were when they were listed."""
-
-    def __init__(self) -> None:
+    def __init__(self, link: frames.FdLink, workdir: str) -> None:
+        """See `NodeRequests`."""
+        super().__init__(link, workdir)
         self.rows: list[str] = []
         """Paths in the working folder."""
         self.top = ""
 
-    def answer(self, link: frames.FdLink, request: Message) -> None:
+    def answer(self, request: Message) -> None:
+        """List the files, or send digests or contents of some."""
         if isinstance(request, ListOutputs):
-            self.list_files(link, request)
+            self.list_files(request)
         elif isinstance(request, DigestFiles):
             for index, length in request.files:
-                link.send_json(FileDigest(index=index, digest=self.digest(index, length)))
-            link.send_json(DigestsEnd())
+                self.link.send_json(FileDigest(index=index, digest=self.digest(index, length)))
+            self.link.send_json(DigestsEnd())
         elif isinstance(request, SendFiles):
             for index, offset in request.files:
-                self.send(link, index, offset)
+                self.send(index, offset)
 
-    def list_files(self, link: frames.FdLink, request: ListOutputs) -> None:
+    def list_files(self, request: ListOutputs) -> None:
         """Send the rows of all files."""
         run_dir = os.path.expanduser(request.run_dir)
         self.top = work.folder_of(run_dir)
@@ -67,9 +67,9 @@ class _Outputs:
             self.rows.append(path)
             files.append((path, size))
             if len(files) == ROWS:
-                link.send_json(OutputRows(rows=files))
+                self.link.send_json(OutputRows(rows=files))
                 files = []
-        link.send_json(OutputRows(rows=files))
+        self.link.send_json(OutputRows(rows=files))
         links: list[tuple[str, str]] = []
         for path, target in work.links(run_dir, request.paths):
             if not _is_nameable(path):
@@ -77,10 +77,10 @@ class _Outputs:
                 continue
             links.append((path, target))
             if len(links) == ROWS:
-                link.send_json(OutputLinks(rows=links))
+                self.link.send_json(OutputLinks(rows=links))
                 links = []
-        link.send_json(OutputLinks(rows=links))
-        link.send_json(OutputsListed(is_there=bool(self.top), unnameable=unnameable))
+        self.link.send_json(OutputLinks(rows=links))
+        self.link.send_json(OutputsListed(is_there=bool(self.top), unnameable=unnameable))
 
     def digest(self, index: int, length: int) -> str:
         """SHA-256 of the beginning of a file; empty when it is shorter, or gone."""
@@ -97,7 +97,7 @@ class _Outputs:
             return ""
         return total.hexdigest()
 
-    def send(self, link: frames.FdLink, index: int, offset: int) -> None:
+    def send(self, index: int, offset: int) -> None:
         """Send a file from `offset` on, and the digest of all of it."""
         total, reason = hashlib.sha256(), ""
         try:
@@ -109,10 +109,10 @@ class _Outputs:
                         break  # it has become shorter
                     total.update(data)
                     if file.tell() > offset:
-                        link.send_frame(frames.BYTES, data, index)
+                        self.link.send_frame(frames.BYTES, data, index)
         except OSError as exc:
             reason = exc.strerror or "it cannot be read"
-        link.send_json(FileSent(index=index, digest=total.hexdigest(), problem=reason))
+        self.link.send_json(FileSent(index=index, digest=total.hexdigest(), problem=reason))
 
 
 def _is_nameable(path: str) -> bool:

@@ -11,7 +11,7 @@ import struct
 import time
 
 from dtctl import node_facts
-from dtctl.supervisor.messages import WorkerProgress
+from dtctl.supervisor.messages.attempt import WorkerProgress
 
 FIELDS = (
     "pid", "signal", "phase", "step", "place", "noted_ns", "first", "begun_ns", "slowest_ns", "stall_ns",

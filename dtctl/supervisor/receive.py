@@ -22,7 +22,7 @@ import zlib
 
 from dtctl import folders
 from dtctl.supervisor import facts, frames
-from dtctl.supervisor.messages import PushEnd, PushManifestEnd, PushState
+from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd, PushState
 
 LINK_MODE = 0o120000
 KEPT_TREES = 3

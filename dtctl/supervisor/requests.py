@@ -1,34 +1,70 @@
-"""A program on a node that answers requests, of `clean`, `fetch` or `runs --nodes`. Stdlib only, Python 3.8."""
+"""The requests that the program on nodes answers, by the class that answers them. Stdlib only, Python 3.8.
+
+Such a class is imported by the first of its requests, and sent only to nodes that get one (bootstrap.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from dtctl.schema import InvalidMessage
-from dtctl.supervisor import frames
-from dtctl.supervisor.messages import Message, Quit, Refusal, parse
+
+TYPE_CHECKING = False  # typing is slow to import on a node
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import ClassVar
+
+    from dtctl.supervisor.frames import FdLink
+    from dtctl.supervisor.messages.base import Message
+
+ANSWERED_BY = {
+    "setup.SetupRequests": ("hello", "push", "prepare", "probe", "start", "stand-by", "attach", "sweep"),
+    "outputs.OutputRequests": ("list", "digest", "send"),
+    "clean.StoredRequests": ("stored", "remove"),
+    "node_runs.RunRequests": ("runs", "logs"),
+    "probe.main.ProbeRequests": (
+        "time", "facts", "job-python", "listen", "spread", "call", "measure", "mark", "look", "unmark",
+        "start-python", "round",
+    ),
+}  # fmt: skip
+"""Class in this package -> the `op` of each of its requests."""
 
 
-def serve(
-    kinds: Mapping[str, type[Message]], answer: Callable[[frames.FdLink, Message], None], idle_limit_s: float
-) -> int:
-    """Answer what comes over standard input until it ends; the exit status of the remote command.
+class CannotDo(Exception):
+    """This node cannot do its part; `code` is for the control machine, the text for people."""
 
-    Args:
-        kinds: the requests that there are.
-        answer: answers one of them.
-        idle_limit_s: for how long nothing may come.
+    def __init__(self, code: str, text: str) -> None:
+        """Take the reason."""
+        super().__init__(text)
+        self.code = code
+
+
+class NodeRequests:
+    """Answers to the requests of one family, over one link."""
+
+    KINDS: ClassVar[Mapping[str, type[Message]]]
+    IDLE_LIMIT_S: ClassVar[float]
+    """For how long the control machine may be silent."""
+
+    def __init__(self, link: FdLink, workdir: str) -> None:
+        """Answer over a link; `workdir` is the node's folder, whether or not it exists."""
+        self.link = link
+        self.workdir = workdir
+
+    def answer(self, request: Message) -> int | None:
+        """Answer one; the exit status of the remote command if it was the last one."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+def find_module(op: object) -> tuple[str, str]:
+    """Return the module and the class that answer a request.
+
+    Raises:
+        InvalidMessage: there is no such request.
     """
-    link = frames.FdLink(0, 1, idle_limit_s)
-    try:
-        while True:
-            document = link.receive_json()
-            request = Quit() if document is None else parse(document, kinds)
-            if isinstance(request, Quit):
-                return 0
-            answer(link, request)
-    except OSError as exc:
-        link.send_json(Refusal(code="os", message="%s: %s" % (exc.filename or "", exc.strerror)))
-    except (frames.BrokenFrame, InvalidMessage):
-        pass  # nobody is there to be told
-    return 1
+    for name, ops in ANSWERED_BY.items():
+        if op in ops:
+            module, _, kind = name.rpartition(".")
+            return f"dtctl.supervisor.{module}", kind
+    raise InvalidMessage("no message that is valid here")

@@ -13,7 +13,7 @@ import time
 
 from dtctl import node_facts
 from dtctl.supervisor import processes, progress
-from dtctl.supervisor.messages import WorkerProgress, WorkerStack
+from dtctl.supervisor.messages.attempt import WorkerProgress, WorkerStack
 
 LIMIT_S = 2.0
 """How long the workers have to answer."""

@@ -5,12 +5,11 @@ standard input and output, and listens on no port. Whatever happens to the other
 notices, ends the run's processes and itself. With `keep` it goes on alone instead and takes a new link through a unix
 socket in the run's folder. Stdlib only, Python 3.8.
 
-One thread, one poll loop; every wait has a deadline. What is said in both directions stands in messages.py.
+One thread, one poll loop; every wait has a deadline. What is said in both directions stands in messages/attempt.py.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import signal
@@ -19,13 +18,44 @@ import time
 
 from dtctl import folders, node_facts
 from dtctl.schema import InvalidMessage
-from dtctl.supervisor import environment, exit_cause, facts, frames, messages, processes, progress, work
+from dtctl.supervisor import environment, exit_cause, facts, frames, processes, progress, work
 from dtctl.supervisor.fork_server import ForkServer, ForkServerUnavailable
 from dtctl.supervisor.group import AGENT, Group, Process, exit_facts
 from dtctl.supervisor.link import CHUNK, ControlLink
 from dtctl.supervisor.live import LIVE, LIVE_EPOCH, Live, end_session
-from dtctl.supervisor.messages import StandBy, StartAttempt
+from dtctl.supervisor.messages.attempt import (
+    Attach,
+    AttemptStopped,
+    Cold,
+    Heal,
+    Join,
+    LogGap,
+    OutputSummary,
+    Ping,
+    Pong,
+    PortProbed,
+    ProbePorts,
+    ProgressReport,
+    Stacks,
+    StacksEnd,
+    StandBy,
+    StartAttempt,
+    Started,
+    StopAttempt,
+    StopRequested,
+    WorkerExit,
+    WorkerProgress,
+)
+from dtctl.supervisor.messages.base import Message, Quit, Refusal
 from dtctl.supervisor.metrics import MetricsTail
+from dtctl.supervisor.records import (
+    EXIT_RECORD,
+    RECORD_BYTES,
+    STOP_REQUEST,
+    reserve,
+    write_atomically,
+    write_reserved,
+)
 from dtctl.supervisor.rendezvous import RendezvousPort
 from dtctl.supervisor.worker_start import WorkerStart
 
@@ -34,63 +64,12 @@ if TYPE_CHECKING:
     from dtctl.supervisor.output_log import Log
     from dtctl.supervisor.stacks import StackDump
 
-EXIT_RECORD = "exit.json"
-RECORD_BYTES = 64 << 10
-"""Room for an exit record: some 300 workers."""
-STOP_REQUEST = "stop-request"
-"""File in the run's folder that says who wants the run to end; written before the supervisor gets SIGTERM."""
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask a worker to end: who is ended by one is not lost."""
 STRAY_GRACE_S = 1.0
 """Seconds that processes which outlived the workers get between SIGTERM and SIGKILL."""
 FORK_SERVER_TRIES = 3
 """Fork servers in a row that have ended before they were ready: another one would, too."""
-
-
-def write_atomically(path: str, data: bytes) -> None:
-    """Replace the file at `path` in one step, durable when this returns."""
-    partial = path + ".partial"
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    folders.sync_folder(os.path.dirname(path))
-
-
-def reserve(path: str, size: int) -> None:
-    """Take room on the disk for a record that has to be written at the end, however full the disk is then.
-
-    Raises:
-        OSError: there is none.
-    """
-    fd = os.open(path + ".reserved", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except (AttributeError, OSError) as exc:
-        if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        os.pwrite(fd, bytes(size), 0)  # not Linux, or a file system that cannot
-    finally:
-        os.close(fd)
-
-
-def write_reserved(path: str, data: bytes) -> None:
-    """Write a record into the room that was taken for it, and give it its name.
-
-    Raises:
-        OSError: it is longer, and the disk is full.
-    """
-    fd = os.open(path + ".reserved", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while data:
-            data = data[os.write(fd, data) :]
-        os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(path + ".reserved", path)
-    folders.sync_folder(os.path.dirname(path))
 
 
 class Supervisor:
@@ -110,9 +89,9 @@ class Supervisor:
         self.listener_fd = listener_fd
         self.group: Group | None = None
         self.attempt_dir = ""
-        self.put_out: messages.OutputSummary | None = None
+        self.put_out: OutputSummary | None = None
         self.outputs = start.outputs
-        self.exits: list[messages.WorkerExit] = []
+        self.exits: list[WorkerExit] = []
         self.metrics = MetricsTail(self.run_dir)
         self.progress_dir = ""
         self.rendezvous_port = RendezvousPort(0)
@@ -120,7 +99,7 @@ class Supervisor:
         self.memory: exit_cause.OomCounters | None = None
         self.deadline: float | None = None  # of the SIGTERM phase, while an attempt is being ended
         self.stray_deadline: float | None = None
-        self.stopped: messages.AttemptStopped | None = None  # goes out when all output has
+        self.stopped: AttemptStopped | None = None  # goes out when all output has
         self.stopped_sent = False
         self.leaving = False
         self.is_killing = False
@@ -161,7 +140,7 @@ class Supervisor:
             return
         if number == signal.SIGTERM and os.path.exists(os.path.join(self.run_dir, STOP_REQUEST)):
             with open(os.path.join(self.run_dir, STOP_REQUEST), encoding="utf-8") as file:
-                self.send(messages.StopRequested(by=file.read(1000)))
+                self.send(StopRequested(by=file.read(1000)))
         self.leaving = True
         self.end_attempt()
 
@@ -199,7 +178,7 @@ class Supervisor:
         workers = [environment.with_error_file(worker, self.progress_dir) for worker in message.workers]
         self.worker_start = WorkerStart(group, script, cwd, base, workers)
         self._start_workers(message.preload)
-        self.send(messages.Started(interface=interface))
+        self.send(Started(interface=interface))
 
     def stand_by(self, message: StandBy) -> None:
         """Have a fork server for an attempt that this node may come to later.
@@ -264,7 +243,7 @@ class Supervisor:
             worker_start.step(fork_server)
         except ForkServerUnavailable as exc:
             self._lose_fork_server(exc)
-            self.send(messages.Cold(why=str(exc)))
+            self.send(Cold(why=str(exc)))
         except OSError as exc:
             self._abort(exc)
 
@@ -303,7 +282,7 @@ class Supervisor:
             self._abort(exc)
 
     def _abort(self, exc: OSError) -> None:
-        self.send(messages.Refusal(code=facts.code_of(exc), message=facts.describe(exc)))
+        self.send(Refusal(code=facts.code_of(exc), message=facts.describe(exc)))
         self.leaving = True
         self.end_attempt()
 
@@ -402,14 +381,14 @@ class Supervisor:
             # What has ended for good is told at the end of the attempt once more; this one has not.
             self.exits = [worker_exit for worker_exit in self.exits if worker_exit.rank != rank]
             if server is None and start.modules:
-                self.send(messages.Cold(why=self.cold_reason))
+                self.send(Cold(why=self.cold_reason))
 
     def _report_exit(self, process: Process) -> int:
         """Report how a process ended, and what the node knows about the cause; its exit code."""
         code, number = exit_facts(process.status or 0)
         ended_at, reason = time.time(), ""
         killed = self.is_killing and number == signal.SIGKILL
-        self.send(messages.ProgressReport(workers=self._progress()))
+        self.send(ProgressReport(workers=self._progress()))
         if code and self.deadline is None:  # a process that we ended needs no explanation
             if number == signal.SIGKILL and self.memory is not None:
                 reason = self.memory.reason(process.pid)
@@ -417,7 +396,7 @@ class Supervisor:
         elif killed:
             reason = "it did not end when it was asked to, so dtctl killed it"
         self.exits.append(
-            messages.WorkerExit(
+            WorkerExit(
                 rank=process.rank,
                 code=code,
                 signal=number,
@@ -432,7 +411,7 @@ class Supervisor:
         self.send(self.exits[-1])
         return code
 
-    def _progress(self) -> list[messages.WorkerProgress]:
+    def _progress(self) -> list[WorkerProgress]:
         """How far the workers of the attempt are, as far as they tell."""
         return progress.read(self.progress_dir) if self.group is not None and self.stopped is None else []
 
@@ -447,7 +426,7 @@ class Supervisor:
             return
         for answer in self.stack_dump.answers():
             self.send(answer)
-        self.send(messages.StacksEnd())
+        self.send(StacksEnd())
         self.stack_dump = None
 
     def _strays(self) -> list[int]:
@@ -476,9 +455,9 @@ class Supervisor:
             unrecorded = f"exit record not written: {exc.strerror}"
         self.stopped = self._ended(group, left_behind, record=unrecorded)
 
-    def _ended(self, group: Group, left_behind: int, **more) -> messages.AttemptStopped:  # type: ignore[no-untyped-def]
+    def _ended(self, group: Group, left_behind: int, **more) -> AttemptStopped:  # type: ignore[no-untyped-def]
         logs = group.logs.values()
-        return messages.AttemptStopped(
+        return AttemptStopped(
             left=left_behind,
             exits=self.exits,
             log_bytes_lost=sum(log.lost(is_linked=self.link is not None) for log in logs),
@@ -490,7 +469,7 @@ class Supervisor:
 
     # -- the link ---------------------------------------------------------------------------------------------------
 
-    def send(self, message: messages.Message) -> None:
+    def send(self, message: Message) -> None:
         """Queue a message for the control machine, if it is there."""
         if self.link is not None:
             self.link.out += frames.pack_json(message)
@@ -505,7 +484,7 @@ class Supervisor:
             while log.sent < log.size and len(link.out) < CHUNK:
                 missing, data = log.take(CHUNK)
                 if missing:
-                    self.send(messages.LogGap(rank=rank, bytes=missing))
+                    self.send(LogGap(rank=rank, bytes=missing))
                 if not (missing or data):
                     break  # somebody has made the file shorter
                 link.out += frames.pack(frames.LOG, data, rank)
@@ -529,28 +508,28 @@ class Supervisor:
         for request in requests:
             self._answer(request, link)
 
-    def _answer(self, request: messages.Message, link: ControlLink) -> None:
-        if isinstance(request, messages.Ping):
-            self.send(messages.Pong(workers=self._progress()))
+    def _answer(self, request: Message, link: ControlLink) -> None:
+        if isinstance(request, Ping):
+            self.send(Pong(workers=self._progress()))
         elif isinstance(request, StartAttempt):
             self.try_start(request)
-        elif isinstance(request, messages.StopAttempt):
-            self.send(messages.ProgressReport(workers=self._progress(), before_stop=True))
+        elif isinstance(request, StopAttempt):
+            self.send(ProgressReport(workers=self._progress(), before_stop=True))
             self.end_attempt()
             if request.now and self.deadline is not None:
                 self.deadline = time.monotonic()
-        elif isinstance(request, messages.Heal) and self.live is not None and self.deadline is None:
+        elif isinstance(request, Heal) and self.live is not None and self.deadline is None:
             self.live.heal(request)
-        elif isinstance(request, messages.Join) and self.live is not None:
+        elif isinstance(request, Join) and self.live is not None:
             self.live.join(request)
-        elif isinstance(request, messages.ProbePorts):
-            self.send(messages.PortProbed(port=node_facts.first_free(request.ports)))
-        elif isinstance(request, messages.Stacks):
+        elif isinstance(request, ProbePorts):
+            self.send(PortProbed(port=node_facts.first_free(request.ports)))
+        elif isinstance(request, Stacks):
             self._begin_stack_dump()
-        elif isinstance(request, messages.Attach):
+        elif isinstance(request, Attach):
             link.is_synced = True
             self._rewind(request.offsets)
-        elif isinstance(request, messages.Quit):
+        elif isinstance(request, Quit):
             self.leaving = True
             self.end_attempt()
 

@@ -18,7 +18,7 @@ import os
 import stat
 
 from dtctl import folders
-from dtctl.supervisor.messages import OutputSummary
+from dtctl.supervisor.messages.attempt import OutputSummary
 
 FOLDER = "work"
 RECORD = "work.json"

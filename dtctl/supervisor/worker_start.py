@@ -10,7 +10,7 @@ import os
 
 from dtctl.supervisor.fork_server import ForkServer, ForkServerUnavailable
 from dtctl.supervisor.group import Group
-from dtctl.supervisor.messages import WorkerSpec
+from dtctl.supervisor.messages.attempt import WorkerSpec
 
 
 class WorkerStart:

@@ -33,7 +33,7 @@ from dtctl.names import REQUEUE_EXIT
 from dtctl.runtime.snapshot import commands
 from dtctl.runtime.snapshot.format import layout
 from dtctl.supervisor import processes, progress
-from dtctl.supervisor.messages import WorkerProgress
+from dtctl.supervisor.messages.attempt import WorkerProgress
 
 ROOT = Path(dtctl.__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -39,9 +39,10 @@ from dtctl.runtime.snapshot import commands, load, read, write
 from dtctl.runtime.snapshot.format import layout
 from dtctl.schema import InvalidMessage
 from dtctl.spec.load import dump_spec, parse_spec
-from dtctl.supervisor import frames, messages
+from dtctl.supervisor import frames
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalConnection, LocalStream
+from tests import messages
 from tests.security import probe_answers
 from tests.security.mutate import as_json, bent, odd
 
@@ -262,7 +263,7 @@ def told(_: Path) -> One:
     def one(_: Path, chance: random.Random) -> object:
         message = json.loads(as_json(odd(dict(chance.choice(REAL_MESSAGES)), chance)))
         if isinstance(message, dict):
-            for kinds in (messages.BEFORE_START, messages.WHILE_RUNNING):
+            for kinds in messages.answers():
                 with contextlib.suppress(DtctlError):
                     link.parse_message(message, kinds, node="a")
         for kind, answer in ((snapshot_answers.Parts, {"rows": [row]}), (snapshot_answers.Contents, shown)):

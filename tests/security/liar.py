@@ -213,9 +213,9 @@ DOCTOR: dict[str, Lie] = {
     "addresses of text": changed("facts", lambda m: m.update(addresses=["x; rm -rf ~"])),
     "it was reached at a name": changed("facts", lambda m: m.update(reached_at="evil.example")),
     "names that mean lists of lists": changed("facts", lambda m: m.update(looked_up={"a": [["b"]]})),
-    "a job's Python without a version": changed("job_python", lambda m: m.update(job={"torch": "2.0"})),
-    "a job's Python of numbers": changed("job_python", lambda m: m.update(job={"python": 3, "torch": 2})),
-    "a job's Python that is a list": changed("job_python", lambda m: m.update(job=[])),
+    "a job's Python without a version": changed("job-python", lambda m: m.update(job={"torch": "2.0"})),
+    "a job's Python of numbers": changed("job-python", lambda m: m.update(job={"python": 3, "torch": 2})),
+    "a job's Python that is a list": changed("job-python", lambda m: m.update(job=[])),
     "variables of markup": changed("facts", lambda m: m["env"].update({"NCCL_DEBUG": MARKUP, "NCCL_" + MARKUP: "1"})),
     "variables that are numbers": changed("facts", lambda m: m["env"].update(NCCL_DEBUG=1)),
     "a configuration of many lines": changed(

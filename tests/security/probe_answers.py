@@ -6,14 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from dtctl.doctor import answers, coverage, tables
 from dtctl.doctor.checks import collective, environment, gpu_speed, hardware, links, network, node
 from dtctl.doctor.examine import Examination
 from dtctl.doctor.findings import ordered
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.probe import facts, python
+from dtctl.supervisor.messages.base import Message
+from dtctl.supervisor.messages.probe import AskFacts
+from dtctl.supervisor.probe import facts, python
 
 Answers = dict[str, dict[str, Any]]
 """Question -> answer."""
@@ -21,7 +24,7 @@ Answers = dict[str, dict[str, Any]]
 
 def real_answers() -> Answers:
     """Return what a probe answers on this machine, with GPUs, and with every key that it may have."""
-    asked = {"names": ["localhost"], "peers": ["127.0.0.1"], "workdir": "~/.dtctl", "paths": [], "env": {}, "code": ""}
+    asked = AskFacts(names=["localhost"], peers=["127.0.0.1"], workdir="~/.dtctl", paths=[], env={}, code="")
     told = json.loads(json.dumps(facts.gather(asked)))
     told |= {
         "gpus": 2, "gpu": "0, H100, 10, 80000, 550, 0\n1, H100, 9000, 80000, 550, 1",
@@ -49,12 +52,12 @@ def real_answers() -> Answers:
     }  # fmt: skip
     return {
         "facts": told,
-        "job_python": {"job": json.loads(json.dumps(job))},
+        "job-python": {"job": json.loads(json.dumps(job))},
         "call": {"answers": [call]},
         "measure": measured,
         "listen": {"ports": [4000, 4001]},
         "round": {"each": [worker, worker]},
-        "start": worker,
+        "start-python": worker,
     }
 
 
@@ -63,7 +66,7 @@ def reports(good: Answers) -> list[NodeReport]:
     found = []
     for name, other in ("ab", "ba"):
         report = NodeReport(name=name, address="127.0.0.1", target=name, slots=2)
-        for op in ("facts", "job_python", "listen"):
+        for op in ("facts", "job-python", "listen"):
             take(report, op, good[op])
         report.measured = {other: [good["measure"]]}
         found.append(report)
@@ -76,9 +79,9 @@ def take(report: NodeReport, op: str, value: Mapping[str, Any]) -> None:
     Raises:
         NodeError: it has not the form that was asked for.
     """
-    message = {"op": op, "ports": [0, 0], "wanted": [], "asks": [0, 0]}
-    found = answers.answer(message, {**value, "op": op}, node=report.name)
-    if op in ("facts", "job_python"):
+    message = SimpleNamespace(op=op, ports=[0, 0], wanted=[], asks=[0, 0])
+    found = answers.answer(cast("Message", message), {**value, "op": op}, node=report.name)
+    if op in ("facts", "job-python"):
         report.facts = {**report.facts, **found}
     elif op == "call":
         report.answers = [one for one in found["answers"] if one["node"] in ("a", "b")]

@@ -10,7 +10,8 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,8 +28,9 @@ from dtctl.runtime.snapshot import assembly
 from dtctl.runtime.snapshot.format import headers, layout
 from dtctl.schema import InvalidMessage
 from dtctl.slurm import answers as slurm
-from dtctl.supervisor import frames, messages
-from tests import forked
+from dtctl.supervisor import frames
+from dtctl.supervisor.messages.base import Message
+from tests import forked, messages
 
 ROOT = Path(__file__).parents[2]
 MANY = settings(
@@ -70,7 +72,7 @@ def mutated(draw: st.DrawFn, real: list[dict[str, Any]]) -> dict[str, Any]:
 @MANY
 @given(mutated(REAL))
 def test_messages_of_a_supervisor(message: dict[str, Any]) -> None:
-    for kinds in (messages.BEFORE_START, messages.WHILE_RUNNING):
+    for kinds in messages.answers():
         with contextlib.suppress(NodeError):
             parsed = link.parse_message(message, kinds, node="a")
             assert parsed.op == message["op"]
@@ -112,7 +114,7 @@ def test_answers_of_slurms_machine(kind: type[slurm.AgentAnswer], value: Any) ->
 @given(st.sampled_from(sorted(doctor._ANSWERS)), st.dictionaries(WORDS, JSON, max_size=5))
 def test_answers_of_a_probe(op: str, value: dict[str, Any]) -> None:
     with contextlib.suppress(NodeError):
-        doctor.answer({"op": op, "wanted": [], "ports": []}, value, node="a")
+        doctor.answer(cast("Message", SimpleNamespace(op=op, wanted=[], ports=[])), value, node="a")
 
 
 @MANY
@@ -206,4 +208,4 @@ def test_the_fuzzer_sees_what_must_not_be(tmp_path: Path) -> None:
 
 def test_an_error_is_one_of_ours() -> None:
     with pytest.raises(DtctlError):
-        link.parse_message({}, messages.BEFORE_START, node="a")
+        link.parse_message({}, messages.REQUESTS, node="a")

@@ -38,8 +38,9 @@ def record(folder: Path, pid: int, **facts: object) -> RunRecord:
 def sweep(folder: Path) -> None:
     """In a process of its own, whose children are ended by it."""
     code = (
-        "import json, sys\nfrom dtctl.supervisor import main, messages\n"
-        "main.sweep(sys.argv[1], messages.Sweep(**json.loads(sys.argv[2])))"
+        "import json, sys\nfrom dtctl.supervisor import setup\n"
+        "from dtctl.supervisor.messages.setup import Sweep\n"
+        "setup.sweep(sys.argv[1], Sweep(**json.loads(sys.argv[2])))"
     )
     asked = json.dumps({"run": "run", "token": "f" * 32, "grace_s": 0.0})
     subprocess.run([sys.executable, "-c", code, str(folder), asked], check=True)

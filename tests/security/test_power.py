@@ -99,8 +99,7 @@ ATOMIC: dict[str, str] = {
     "private": "from dtctl.launch.records.record import write_private as put\nput(folder / 'x', {text!r})",
     "named": "from dtctl.cli.common.files import write_named\nwrite_named(folder / 'x', {text!r}, option='--out')",
     "supervisor": (
-        "from dtctl.supervisor.supervisor import write_atomically\n"
-        "write_atomically(str(folder / 'x'), {text!r}.encode())"
+        "from dtctl.supervisor.records import write_atomically\nwrite_atomically(str(folder / 'x'), {text!r}.encode())"
     ),
 }
 

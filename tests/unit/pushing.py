@@ -14,7 +14,7 @@ from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files.push import Payloads, PushResult, push
 from dtctl.launch.files.tree import Tree, scan
 from dtctl.supervisor import frames, receive
-from dtctl.supervisor.messages import PushTree
+from dtctl.supervisor.messages.setup import PushTree
 
 
 class SocketStream:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dtctl import folders, names, node_facts, schema
 from dtctl.supervisor import environment, fork_server, processes, supervisor
-from dtctl.supervisor.messages import StartAttempt
+from dtctl.supervisor.messages.attempt import StartAttempt
 
 SUPERVISOR = Path(supervisor.__file__).parent
 
@@ -35,12 +35,12 @@ def test_the_supervisor_spells_its_variables_as_the_control_plane_does() -> None
         processes.TOKEN,
         *fork_server.OWN_VARIABLES,
     }
-    spelt = {text for path in SUPERVISOR.glob("*.py") for text in texts_of(path) if re.fullmatch(r"DTCTL_\w+", text)}
+    spelt = {text for path in SUPERVISOR.rglob("*.py") for text in texts_of(path) if re.fullmatch(r"DTCTL_\w+", text)}
     assert spelt <= known, "the supervisor repeats a variable that names.py does not have"
 
 
 def test_the_files_that_both_ends_write_have_one_name() -> None:
-    texts = {text for path in SUPERVISOR.glob("*.py") for text in texts_of(path)}
+    texts = {text for path in SUPERVISOR.rglob("*.py") for text in texts_of(path)}
     assert names.METRICS_FILE in texts
     assert names.RUNS_DIR in texts
     assert variables()[names.METRICS] == f"/run/{names.METRICS_FILE}"
@@ -57,7 +57,7 @@ def variables() -> dict[str, str]:
 def test_the_supervisor_imports_nothing_but_itself_and_the_standard_library() -> None:
     import sys
 
-    for path in (*SUPERVISOR.glob("*.py"), Path(folders.__file__), Path(node_facts.__file__), Path(schema.__file__)):
+    for path in (*SUPERVISOR.rglob("*.py"), Path(folders.__file__), Path(node_facts.__file__), Path(schema.__file__)):
         if path.stem == "bootstrap":  # the control machine's part
             continue
         for node in ast.walk(ast.parse(path.read_text())):

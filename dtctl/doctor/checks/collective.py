@@ -17,6 +17,7 @@ from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.observe import Probes, Progress
 from dtctl.plan import rendezvous
+from dtctl.supervisor.messages.probe import AskPython, StartPython
 
 RAN = ("collective",)
 STAGES = ("start", "store", "group", "sum", "done")
@@ -73,17 +74,16 @@ class _Gang:
         """Load torch on these nodes; the answers."""
         text = resources.files("dtctl.doctor").joinpath("worker.py").read_text(encoding="utf-8")
         messages = {
-            name: {
-                "op": "start",
-                "python": self._python[name],
-                "text": text,
-                "hidden": self._hidden(name),
-                "unset": self._unset,
-                "env": dict(self._env[name]),
-                "interface": self._interface(name),
-                "count": self._count(name),
-                "limit_s": LOAD_LIMIT_S,
-            }
+            name: StartPython(
+                python=self._python[name],
+                text=text,
+                hidden=self._hidden(name),
+                unset=self._unset,
+                env=dict(self._env[name]),
+                interface=self._interface(name),
+                count=self._count(name),
+                limit_s=LOAD_LIMIT_S,
+            )
             for name in names
         }
         said = self._probes.ask(messages, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
@@ -138,7 +138,7 @@ class _Gang:
         self.rounds += 1
         port = rendezvous.port_candidates("doctor-sums", self.rounds, None)[0]
         limit_s = TIMEOUT_S[self._backend] + GRACE_S
-        messages: dict[str, dict[str, Any]] = {}
+        messages: dict[str, AskPython] = {}
         for names in groups:
             asked = {
                 "world": sum(map(self._count, names)),
@@ -151,7 +151,7 @@ class _Gang:
             for name in names:
                 places = range(self._count(name))
                 asks = [{**asked, "rank": rank + place, **({"gpu": place} if self._counts else {})} for place in places]
-                messages[name] = {"op": "round", "asks": asks, "limit_s": limit_s}
+                messages[name] = AskPython(asks=asks, limit_s=limit_s)
                 rank += len(asks)
         said = self._probes.ask(messages, limit_s=limit_s + GRACE_S, doing="waiting for torch")
         answers = {name: merged(said[name]) if name in said else {"silent": True} for name in messages}

@@ -17,6 +17,7 @@ from dtctl.doctor.checks.node import per_node
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.observe import Probes, Progress
+from dtctl.supervisor.messages.probe import AskPython, StartPython
 
 RAN = ("gpu-speed", "gpu-copies", "gpu-nccl")
 LIMIT_S = 120.0
@@ -73,16 +74,13 @@ def measure(
         return {}
     text = resources.files("dtctl.doctor").joinpath("worker.py").read_text(encoding="utf-8")
     starts = {
-        name: {
-            "op": "start", "python": python[name], "text": text, "env": dict(env[name]), "interface": "",
-            "limit_s": LOAD_LIMIT_S,
-        }
+        name: StartPython(python=python[name], text=text, env=dict(env[name]), interface="", limit_s=LOAD_LIMIT_S)
         for name in names
-    }  # fmt: skip
+    }
     loaded = probes.ask(starts, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
     ready = [name for name in names if loaded.get(name, {}).get("stage") == "torch"]
     progress(f"measuring the GPUs of {len(ready)} nodes")
-    asked = {name: {"op": "round", "asks": [{"what": "gpus"}], "limit_s": LIMIT_S} for name in ready}
+    asked = {name: AskPython(asks=[{"what": "gpus"}], limit_s=LIMIT_S) for name in ready}
     said = probes.ask(asked, limit_s=LIMIT_S + GRACE_S, doing="measuring GPUs")
     return {name: said.get(name) or loaded.get(name) or {"silent": True} for name in names}
 

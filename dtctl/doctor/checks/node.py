@@ -8,9 +8,9 @@ from typing import Any
 
 from dtctl.doctor.findings import Finding, Status, odd_ones
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.probe.places import WRITTEN, WRITTEN_ENDS
 from dtctl.errors import AuthError, ConnectError, DtctlError, HostKeyError, NodeError
 from dtctl.supervisor.frames import BrokenFrame
+from dtctl.supervisor.probe.places import WRITTEN, WRITTEN_ENDS
 
 MIB = 1 << 20
 MIN_NOFILE = 1024

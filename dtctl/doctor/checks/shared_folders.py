@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.observe import Probes
+from dtctl.supervisor.messages.probe import LeaveMarks, LookForMarks, RemoveMarks
 
 RAN = ("shared", "visibility")
 LIMIT_S = 12.0
@@ -24,7 +25,7 @@ def look(probes: Probes, reports: Sequence[NodeReport], folders: Sequence[str]) 
     names = [node.name for node in reports if node.error is None]
     token = secrets.token_hex(6)
     sights: Sights = {}
-    place = {name: {"op": "mark", "token": token, "node": name, "folders": list(folders)} for name in names}
+    place = {name: LeaveMarks(token=token, node=name, folders=list(folders)) for name in names}
     placed = probes.ask(place, limit_s=LIMIT_S, doing="writing to the job's folders")
     wanted = {
         name: [
@@ -36,12 +37,12 @@ def look(probes: Probes, reports: Sequence[NodeReport], folders: Sequence[str]) 
         for name in placed
     }
     try:
-        messages = {name: {"op": "look", "wanted": ways} for name, ways in wanted.items() if ways}
+        messages = {name: LookForMarks(wanted=ways) for name, ways in wanted.items() if ways}
         for name, answer in probes.ask(messages, limit_s=LIMIT_S, doing="looking into the job's folders").items():
             for (folder, other), after_s in zip(wanted[name], answer["seen"], strict=True):
                 sights[folder, name, other] = after_s
     finally:
-        probes.ask({name: {"op": "unmark"} for name in placed}, limit_s=LIMIT_S, doing="removing marks")
+        probes.ask({name: RemoveMarks() for name in placed}, limit_s=LIMIT_S, doing="removing marks")
     return sights
 
 

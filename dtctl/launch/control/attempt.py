@@ -32,8 +32,24 @@ from dtctl.launch.records.events import (
 )
 from dtctl.launch.records.logs import METRICS
 from dtctl.plan.model import Plan
-from dtctl.supervisor import messages
-from dtctl.supervisor.messages import AttemptStopped, StopAttempt, WorkerExit
+from dtctl.supervisor.messages.attempt import (
+    AttemptStopped,
+    Cold,
+    LiveReport,
+    LogGap,
+    MetricsBegin,
+    Pong,
+    ProgressReport,
+    Stacks,
+    StacksEnd,
+    Started,
+    StopAttempt,
+    StopRequested,
+    WorkerExit,
+    WorkerStack,
+)
+from dtctl.supervisor.messages.base import Refusal
+from dtctl.supervisor.messages.setup import Ready
 
 if TYPE_CHECKING:
     from dtctl.launch.control.healing import Healing
@@ -226,25 +242,25 @@ class Attempt:
 
     def _act(self, name: str, content: Content) -> None:
         match content:
-            case messages.Started():
+            case Started():
                 self._on_started(name, content.interface)
             case WorkerExit() | AttemptStopped() if not self._concerns_own_workers(name, content):
                 self._on_lost(name, "it reported on a worker that does not run there")
             case WorkerExit():
                 self._on_exit(name, content)
-            case messages.LiveReport() if content.rank in self.ranks[name]:
+            case LiveReport() if content.rank in self.ranks[name]:
                 self._heal(lambda healing: self._on_live_report(healing, content))
             case AttemptStopped():
                 self._on_stopped(name, content)
-            case messages.Ready():  # a kept run's link stands again
+            case Ready():  # a kept run's link stands again
                 self.retries.pop(name, None)
                 self.gang.emit(NodeChanged(node=name, state="running"))
-            case messages.Cold() if name not in self.cold_nodes:
+            case Cold() if name not in self.cold_nodes:
                 self.cold_nodes.add(name)
                 self.gang.emit(Note(node=name, text=f"workers start without preloaded modules: {content.why}"))
-            case messages.MetricsBegin() if self._has_metrics(name):
+            case MetricsBegin() if self._has_metrics(name):
                 self.gang.logs.begin_metrics(name)
-            case messages.Refusal():
+            case Refusal():
                 self._fail(name, str(error_of(content, name)), exit_code=None)
                 self._give_up_on(name, state="failed")
             case LinkLost():
@@ -255,9 +271,9 @@ class Attempt:
                 self._on_other(name, content)
 
     def _on_other(self, name: str, content: Content) -> None:
-        if isinstance(content, messages.LogGap):
+        if isinstance(content, LogGap):
             self.gang.logs.skip(name, content.rank, content.bytes)
-        elif isinstance(content, messages.StopRequested):
+        elif isinstance(content, StopRequested):
             self.gang.emit(Note(node=name, text=f"the run is stopped by {content.by}"))
             if not self.gang.signals:
                 self.gang.signals.append(signal.SIGTERM)
@@ -369,7 +385,7 @@ class Attempt:
         self._heal(lambda healing: healing.lose(failure), failure)
         return True
 
-    def _on_live_report(self, healing: Healing, report: messages.LiveReport) -> None:
+    def _on_live_report(self, healing: Healing, report: LiveReport) -> None:
         healed = healing.take(report)
         if healed is not None:
             self.hang_monitor.begin_again()
@@ -430,9 +446,9 @@ class Attempt:
 
     def _on_progress(self, name: str, content: Content) -> None:
         """What a node says about how far its workers are."""
-        if isinstance(content, messages.Pong | messages.ProgressReport):
+        if isinstance(content, Pong | ProgressReport):
             reports = [report for report in content.workers if report.rank in self.ranks[name]]
-            before_stop = isinstance(content, messages.ProgressReport) and content.before_stop
+            before_stop = isinstance(content, ProgressReport) and content.before_stop
             self.hang_monitor.update(standings(name, reports), node=name, before_stop=before_stop)
             workers = self.hang_monitor.workers.values()
             steps = [worker.step for worker in workers]
@@ -441,10 +457,10 @@ class Attempt:
             self.outcome.first_step = max((worker.first for worker in workers), default=None)
             self.outcome.last_step = max([*steps, self.outcome.last_step or 0]) if steps else self.outcome.last_step
             self._emit_snapshots()
-        elif isinstance(content, messages.WorkerStack):
+        elif isinstance(content, WorkerStack):
             if content.rank in self.hang_monitor.workers.keys() & self.ranks[name]:
                 self.hang_monitor.add_stack(content)
-        elif isinstance(content, messages.StacksEnd):
+        elif isinstance(content, StacksEnd):
             self.hang_monitor.node_finished(name)
 
     def _emit_snapshots(self) -> None:
@@ -483,7 +499,7 @@ class Attempt:
             return
         if self.hang_monitor.hangs(now):
             self.gang.emit(Hung(silent_s=round(self.hang_monitor.silent_s or 0.0, 1)))
-            nodes = {name for name in self.open if self.gang.sessions[name].send(messages.Stacks())}
+            nodes = {name for name in self.open if self.gang.sessions[name].send(Stacks())}
             self.hang_monitor.begin_collecting(nodes)
         failure = self.hang_monitor.verdict(now)
         if failure is not None and failure.rank is not None and self.healing is not None and not self.ended_workers:

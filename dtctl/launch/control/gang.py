@@ -15,7 +15,9 @@ from dtctl.errors import ConnectError, DtctlError
 from dtctl.launch.control.session import NodeMessage, Preparing, Session, SessionFailed
 from dtctl.launch.records.events import Emit, NodeChanged, Note, TimeIsUp
 from dtctl.launch.records.logs import Logs
-from dtctl.supervisor.messages import NodeDescription, Ping, PortProbed, ProbePorts, Quit, Ready, StartAttempt
+from dtctl.supervisor.messages.attempt import Ping, PortProbed, ProbePorts, StartAttempt
+from dtctl.supervisor.messages.base import Quit
+from dtctl.supervisor.messages.setup import NodeDescription, Ready
 
 PING_S = 1.0
 ANSWER_S = 5.0

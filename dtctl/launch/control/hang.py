@@ -23,7 +23,7 @@ from dtctl.errors import LaunchError
 from dtctl.launch.control.failure import Failure
 from dtctl.launch.control.progress import ReportedPhase, Standing, unheard
 from dtctl.launch.records.record import write_private
-from dtctl.supervisor.messages import WorkerStack
+from dtctl.supervisor.messages.attempt import WorkerStack
 
 ANSWER_S = 10.0
 """How long the nodes may take to tell where their workers stand."""

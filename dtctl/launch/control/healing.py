@@ -17,7 +17,7 @@ from dtctl.launch.control.session import NodeMessage
 from dtctl.launch.control.substitutes import NotHealed, Substitute, Substitutes
 from dtctl.launch.records.events import Healed, Replacement, Survivor
 from dtctl.launch.records.ledger import Ledger
-from dtctl.supervisor.messages import Heal, Join, LiveReport
+from dtctl.supervisor.messages.attempt import Heal, Join, LiveReport
 
 IN_PLACE = 3
 """Healings in a row without a step in between: after so many, whatever ends the worker will do so again."""

@@ -9,15 +9,16 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 from dtctl import shell
-from dtctl.errors import ConnectError, DtctlError, NodeError, TransferError
+from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.schema import InvalidMessage, prose
-from dtctl.supervisor import bootstrap, frames, messages
-from dtctl.supervisor.messages import Message
-from dtctl.transport.base import ByteStream, Connection
+from dtctl.supervisor import bootstrap, frames
+from dtctl.supervisor.messages.base import Message, Refusal, Working, by_op, parse
+from dtctl.supervisor.requests import find_module
+from dtctl.transport.base import ByteStream, Connection, Target, Transport
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=Message)
@@ -35,7 +36,7 @@ HINTS = {
 }
 
 
-def error_of(refusal: messages.Refusal, node: str) -> DtctlError:
+def error_of(refusal: Refusal, node: str) -> DtctlError:
     """The error that a node's refusal means."""
     code, text = refusal.code, refusal.message
     if code == "missing-program":
@@ -64,11 +65,13 @@ class NodeLink:
         self._python = python
         self._parser = frames.Parser()
         self._ready: list[tuple[bytes, int, bytes]] = []
+        self.clock: SilenceLimit | None = None
+        """Started again by whatever arrives."""
         self.waiting_since: float | None = None
         """When the wait for the next answer began, or the node last reported that it is at work; None: nobody waits."""
 
-    def send(self, message: Message | Mapping[str, Any]) -> None:
-        """Send one message; those of a doctor's probe have no types of their own.
+    def send(self, message: Message) -> None:
+        """Send one message.
 
         Raises:
             ConnectError: the link is gone.
@@ -94,6 +97,8 @@ class NodeLink:
         """
         while not self._ready:
             data = self.stream.read(1 << 18)
+            if self.clock is not None:
+                self.clock.reset()
             if not data:
                 if self._parser.pending:
                     raise ConnectError("the link was lost in the middle of a message", node=self.node)
@@ -126,7 +131,7 @@ class NodeLink:
             if kind != frames.JSON:
                 raise NodeError(f"expected a message, got {len(payload)} bytes of kind {kind!r}", node=self.node)
             document = self.decode(payload)
-            if document.get("op") != messages.Working.op:
+            if document.get("op") != Working.op:
                 return document
 
     def decode(self, payload: bytes) -> dict[str, Any]:
@@ -140,8 +145,8 @@ class NodeLink:
         except frames.BrokenFrame as exc:
             raise NodeError(f"the node sent something that is {exc}", node=self.node) from None
 
-    def expect(self, kind: type[Kind]) -> Kind:
-        """The next message of a supervisor that was not started yet, which must be of this kind.
+    def expect(self, *kinds: type[Kind]) -> Kind:
+        """The next message, which must be of one of these kinds.
 
         Raises:
             NodeError: the node says that it cannot go on, or there is no usable Python.
@@ -150,12 +155,21 @@ class NodeLink:
         document = self.receive_json()
         if document is None:
             raise self.closed_error()
-        message = parse_message(document, messages.BEFORE_START, node=self.node)
-        if isinstance(message, messages.Refusal):
+        return self._parse(document, kinds)
+
+    def parse(self, payload: bytes, *kinds: type[Kind]) -> Kind:
+        """The message in a frame of JSON, which must be of one of these kinds.
+
+        Raises:
+            NodeError: it is another one, or says that the node cannot go on.
+        """
+        return self._parse(self.decode(payload), kinds)
+
+    def _parse(self, document: Mapping[str, Any], kinds: tuple[type[Kind], ...]) -> Kind:
+        message = parse_message(document, by_op(*kinds, Refusal), node=self.node)
+        if isinstance(message, Refusal):
             raise error_of(message, self.node)
-        if not isinstance(message, kind):
-            raise TransferError(f"expected {kind.op!r} from the node and got {message.op!r}", node=self.node)
-        return message
+        return cast("Kind", message)
 
     def closed_error(self) -> DtctlError:
         """Why the node's end has closed: no Python, a program that has ended, or a link that is gone."""
@@ -177,32 +191,51 @@ class NodeLink:
         )
 
 
-def open_supervisor(connection: Connection, first: Message, *, node: str, python: str | None, workdir: str) -> NodeLink:
-    """Start the supervisor on a node and send it its first message."""
-    return open_program(connection, bootstrap.opening(workdir) + frames.pack_json(first), node=node, python=python)
-
-
-def open_program(connection: Connection, program: bytes, *, node: str, python: str | None) -> NodeLink:
-    """Start Python on a node with a program of ours, of `bootstrap`; frames follow.
+def open_program(connection: Connection, first: Message, *, node: str, python: str | None, workdir: str) -> NodeLink:
+    """Start dtctl's program on a node and send it its first message; frames follow.
 
     Args:
         connection: to the node.
-        program: what is sent first.
+        first: a request, or the first of several.
         node: its name.
         python: program name or path there; None for python3.
+        workdir: the node's folder; may begin with `~`.
     """
     python = python or "python3"
     link = NodeLink(connection.open(bootstrap.command(python)), node=node, python=python)
     with contextlib.suppress(ConnectError):  # it has ended already; `why_silent` tells why
-        link.stream.write(program)
+        link.stream.write(bootstrap.opening(workdir, find_module(first.op)[0]) + frames.pack_json(first))
     return link
+
+
+@contextlib.contextmanager
+def open_node(
+    transport: Transport, target: Target, first: Message, *, python: str | None, workdir: str = "", silence_s: float
+) -> Iterator[NodeLink]:
+    """Connect to a node and start dtctl's program there, for as long as the context lasts; see `open_program`.
+
+    Raises:
+        ConnectError: nothing has arrived for `silence_s`.
+    """
+    connection = transport.connect(target)
+    clock = SilenceLimit(connection, silence_s)
+    try:
+        link = open_program(connection, first, node=target.name, python=python, workdir=workdir)
+        link.clock = clock
+        try:
+            yield link
+        finally:
+            clock.check(target.name)
+    finally:
+        clock.cancel()
+        connection.close()
 
 
 # -- what a node has sent: in the form that it should have, or the error of that node ----------------------------
 
 
 def parse_message(document: Mapping[str, Any], kinds: Mapping[str, type[Message]], *, node: str) -> Message:
-    """A supervisor's message of one of these kinds, `messages.BEFORE_START` or `WHILE_RUNNING`.
+    """A node's message of one of these kinds.
 
     Raises:
         NodeError: it is none.
@@ -210,7 +243,7 @@ def parse_message(document: Mapping[str, Any], kinds: Mapping[str, type[Message]
     op = document.get("op")
     if not isinstance(op, str) or op not in kinds:
         raise NodeError(f"the node said {quoted(op)}, which is not valid here", node=node)
-    return checked(lambda document: messages.parse(document, kinds), document, subject=f"its message {op!r}", node=node)
+    return checked(lambda document: parse(document, kinds), document, subject=f"its message {op!r}", node=node)
 
 
 def require_known(value: int, allowed: Collection[int], *, subject: str, node: str) -> int:

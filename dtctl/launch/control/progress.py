@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from dtctl.supervisor.messages import WorkerProgress
+from dtctl.supervisor.messages.attempt import WorkerProgress
 
 
 class ReportedPhase(IntEnum):

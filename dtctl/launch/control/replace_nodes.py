@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dtctl.launch.control.gang import Gang
 from dtctl.launch.control.session import Session
 from dtctl.launch.records.events import NodeLeftOut, NodeReplaced, Note
-from dtctl.supervisor.messages import NodeDescription
+from dtctl.supervisor.messages.setup import NodeDescription
 from dtctl.transport.fanout import raise_failures
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0

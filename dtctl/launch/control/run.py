@@ -42,16 +42,8 @@ from dtctl.launch.records.logs import Logs
 from dtctl.launch.records.record import RunRecord
 from dtctl.plan import environment, rendezvous
 from dtctl.plan.model import NodePlan, Plan, Threads
-from dtctl.supervisor.messages import (
-    Attach,
-    NodeDescription,
-    Prepare,
-    RunOrigin,
-    StandBy,
-    StartAttempt,
-    Sweep,
-    WorkerSpec,
-)
+from dtctl.supervisor.messages.attempt import Attach, RunOrigin, StandBy, StartAttempt, WorkerSpec
+from dtctl.supervisor.messages.setup import NodeDescription, Prepare, Sweep
 from dtctl.transport.base import Target, Transport
 
 if TYPE_CHECKING:

@@ -16,11 +16,13 @@ from queue import Queue
 from typing import Literal, TypeAlias
 
 from dtctl.errors import ConnectError, NodeError
-from dtctl.launch.control.link import NodeLink, open_supervisor, parse_message, require_known
+from dtctl.launch.control.link import NodeLink, open_program, parse_message, require_known
 from dtctl.launch.records.events import PushProgress
 from dtctl.schema import prose
-from dtctl.supervisor import frames, messages
-from dtctl.supervisor.messages import Attach, Hello, Message, NodeDescription, Prepare, Ready, Sweep, Swept
+from dtctl.supervisor import frames
+from dtctl.supervisor.messages.attempt import WHILE_RUNNING, Attach
+from dtctl.supervisor.messages.base import Message
+from dtctl.supervisor.messages.setup import Hello, NodeDescription, Prepare, Ready, Sweep, Swept
 from dtctl.transport.base import Connection, Target, Transport
 
 MAX_QUEUED_BYTES = 1 << 20
@@ -238,7 +240,7 @@ class Session:
     def _open(self, connection: Connection) -> NodeLink:
         setup = self.setup
         first = setup.attach or Hello(ports=list(setup.ports))
-        return open_supervisor(connection, first, node=self.name, python=setup.python, workdir=setup.workdir)
+        return open_program(connection, first, node=self.name, python=setup.python, workdir=setup.workdir)
 
     def _prepare(self, link: NodeLink) -> None:
         setup = self.setup
@@ -279,7 +281,7 @@ class Session:
             if kind == frames.LOG:
                 self.report(OutputChunk(rank, payload))
             elif kind == frames.JSON:
-                self.report(parse_message(link.decode(payload), messages.WHILE_RUNNING, node=self.name))
+                self.report(parse_message(link.decode(payload), WHILE_RUNNING, node=self.name))
             else:
                 raise NodeError("the node sent files that were not requested", node=self.name)
         self.is_over = True

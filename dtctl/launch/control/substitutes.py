@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dtctl.launch.control.session import LinkLost, NodeMessage, Session, SessionFailed
-from dtctl.supervisor.messages import NodeDescription, Ping, Quit, Ready, Refusal
+from dtctl.supervisor.messages.attempt import Ping
+from dtctl.supervisor.messages.base import Quit, Refusal
+from dtctl.supervisor.messages.setup import NodeDescription, Ready
 
 RETURN_S = 2.0
 """How long a lost node may take to answer before a spare is called beside it."""

@@ -16,50 +16,29 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from dtctl import folders
 from dtctl.errors import DtctlError, LaunchError, NodeError, TransferError
-from dtctl.launch.control.link import (
-    NodeLink,
-    SilenceLimit,
-    error_of,
-    open_program,
-    parse_message,
-    quoted,
-    require_known,
-)
-from dtctl.supervisor import bootstrap, frames
-from dtctl.supervisor.messages import (
-    FETCH_ANSWERS,
+from dtctl.launch.control.link import NodeLink, open_node, quoted, require_known
+from dtctl.supervisor import frames
+from dtctl.supervisor.messages.base import Quit
+from dtctl.supervisor.messages.outputs import (
     FILES,
     DigestFiles,
     DigestsEnd,
     FileDigest,
     FileSent,
     ListOutputs,
-    Message,
     OutputLinks,
     OutputRows,
     OutputsListed,
-    Quit,
-    Refusal,
     SendFiles,
 )
 from dtctl.supervisor.receive import leads_out
 from dtctl.transport.base import Target, Transport
 from dtctl.transport.fanout import fan_out
 
-PROGRAM: Final = (
-    "dtctl.folders",
-    "dtctl.schema",
-    "dtctl.supervisor.frames",
-    "dtctl.supervisor.messages",
-    "dtctl.supervisor.requests",
-    "dtctl.supervisor.work",
-    "dtctl.supervisor.outputs",
-)
-Answer = TypeVar("Answer", bound=Message)
 SILENCE_S = 600.0
 """How long a node may be silent: it may have to read a large file before it can say what is in it."""
 MARGIN_BYTES = 64 << 20
@@ -118,20 +97,12 @@ def fetch(
     """
 
     def fetch_one(source: FetchSource) -> Fetched:
-        connection = transport.connect(source.target)
-        clock = SilenceLimit(connection, SILENCE_S)
-        name = source.target.name
-        try:
-            link = open_program(connection, bootstrap.in_memory(PROGRAM), node=name, python=source.python)
-            request = ListOutputs(run_dir=source.run_dir, paths=list(paths))
-            with _private_folder(into, name) as folder:
-                try:
-                    return _Fetch(link, folder, clock, lambda done, total: progress(name, done, total)).run(request)
-                finally:
-                    clock.check(name)
-        finally:
-            clock.cancel()
-            connection.close()
+        name, first = source.target.name, ListOutputs(run_dir=source.run_dir, paths=list(paths))
+        with (
+            open_node(transport, source.target, first, python=source.python, silence_s=SILENCE_S) as link,
+            _private_folder(into, name) as folder,
+        ):
+            return _Fetch(link, folder, lambda done, total: progress(name, done, total)).run()
 
     return fan_out({source.target.name: source for source in sources}, fetch_one)
 
@@ -175,18 +146,16 @@ class _Begun(NamedTuple):
 class _Fetch:
     """The talk with one node."""
 
-    def __init__(self, link: NodeLink, folder: int, clock: SilenceLimit, progress: Callable[[int, int], None]) -> None:
+    def __init__(self, link: NodeLink, folder: int, progress: Callable[[int, int], None]) -> None:
         self.link = link
         self.folder = folder
-        self.clock = clock
         self.progress = progress
         self.rows: list[tuple[str, int]] = []
         self.links: dict[str, str] = {}
         self.result = Fetched()
 
-    def run(self, request: ListOutputs) -> Fetched:
+    def run(self) -> Fetched:
         """From the list to the last file."""
-        self.link.send(request)
         self._read_rows()
         begun_files = {
             index: begun for index, (path, size) in enumerate(self.rows) if (begun := self._here(path, size))
@@ -212,7 +181,7 @@ class _Fetch:
     def _read_rows(self) -> None:
         paths: set[str] = set()
         while True:
-            answer = self._answer(OutputRows, OutputLinks, OutputsListed)
+            answer = self.link.expect(OutputRows, OutputLinks, OutputsListed)
             if isinstance(answer, OutputsListed):
                 self.result.is_there = answer.is_there
                 if answer.unnameable:
@@ -242,25 +211,10 @@ class _Fetch:
         lengths, digests = dict(files), {}
         for begin in range(0, len(files), BATCH):
             self.link.send(DigestFiles(files=files[begin : begin + BATCH]))
-            while isinstance(answer := self._answer(FileDigest, DigestsEnd), FileDigest):
+            while isinstance(answer := self.link.expect(FileDigest, DigestsEnd), FileDigest):
                 require_known(answer.index, lengths, subject="the digest of file", node=self.link.node)
                 digests[answer.index] = answer.digest
         return digests
-
-    def _answer(self, *kinds: type[Answer]) -> Answer:
-        frame = self.link.receive()
-        self.clock.reset()
-        if frame is None:
-            raise self.link.closed_error()
-        kind, _, payload = frame
-        if kind != frames.JSON:
-            raise NodeError("the node sent contents that were not requested", node=self.link.node)
-        message = parse_message(self.link.decode(payload), FETCH_ANSWERS, node=self.link.node)
-        if isinstance(message, Refusal):
-            raise error_of(message, self.link.node)
-        if isinstance(message, kinds):
-            return message
-        raise NodeError(f"the node said {quoted(message.op)}, which is not valid here", node=self.link.node)
 
     # -- what is here -------------------------------------------------------------------------------------------------
 
@@ -376,16 +330,13 @@ class _Fetch:
     def _contents(self, index: int) -> bytes | FileSent:
         """The next piece of a file; at its end, what the node thinks of it."""
         frame = self.link.receive()
-        self.clock.reset()
         if frame is None:
             raise self.link.closed_error()
         kind, rank, payload = frame
         if kind == frames.BYTES and rank == index:
             return payload
-        if kind != frames.JSON:
-            raise NodeError("the node sent a file out of turn", node=self.link.node)
-        message = parse_message(self.link.decode(payload), FETCH_ANSWERS, node=self.link.node)
-        if not isinstance(message, FileSent) or message.index != index:
+        message = self.link.parse(payload, FileSent) if kind == frames.JSON else None
+        if message is None or message.index != index:
             raise NodeError("the node sent a file out of turn", node=self.link.node)
         return message
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from dtctl.errors import ConnectError, NodeError, TransferError
 from dtctl.launch.control.link import NodeLink, parse_message, quoted
 from dtctl.launch.files.tree import Tree
-from dtctl.supervisor.messages import BEFORE_START, PushEnd, PushManifestEnd, PushState, PushTree, Refusal
+from dtctl.supervisor.messages.base import Refusal, by_op
+from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd, PushState, PushTree
 
 PIECE_BYTES = 1 << 18
 SAMPLES, SAMPLE_BYTES = 32, 1 << 15
@@ -251,7 +252,7 @@ def _answer(link: NodeLink, *states: str) -> PushState:
     document = link.receive_json()
     if document is None:
         raise ConnectError("the link was lost during the push", node=link.node)
-    message = parse_message(document, BEFORE_START, node=link.node)
+    message = parse_message(document, by_op(PushState, Refusal), node=link.node)
     state = message.state if isinstance(message, PushState) else message.op
     if isinstance(message, PushState) and state in states:
         return message

@@ -15,7 +15,7 @@ from dtctl import folders
 from dtctl.launch.control.progress import ReportedPhase, Standing
 from dtctl.launch.records.record import RUN_BYTES, write_private
 from dtctl.schema import Record, list_of, mapping_of, nullable, number, pair, text, value
-from dtctl.supervisor.messages import COUNT
+from dtctl.supervisor.messages.base import COUNT
 
 PHASES = (
     "connect",  # until all nodes are ready

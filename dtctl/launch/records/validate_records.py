@@ -21,7 +21,7 @@ from dtctl.schema import (
     text,
 )
 from dtctl.schema import number as finite
-from dtctl.supervisor.messages import COUNT, WORKERS
+from dtctl.supervisor.messages.base import COUNT, WORKERS
 
 _WORD: Final = text(4096)
 _TEXT: Final = text(1 << 20)

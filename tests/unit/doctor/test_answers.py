@@ -59,7 +59,7 @@ def read(good: probe_answers.Answers, op: str, value: dict[str, Any]) -> int:
         except NodeError:
             continue
         count += 1
-        if op not in ("round", "start"):  # which the reports do not have
+        if op not in ("round", "start-python"):  # which the reports do not have
             probe_answers.judge([reports[0], liar])
     return count
 
@@ -72,7 +72,7 @@ def test_the_real_answers_are_read_whole(good: probe_answers.Answers) -> None:
     assert '"packet-loss"' not in probe_answers.judge(reports)
 
 
-@pytest.mark.parametrize("op", ["facts", "job_python", "listen", "round", "start"])
+@pytest.mark.parametrize("op", ["facts", "job-python", "listen", "round", "start-python"])
 def test_an_answer_that_leaves_keys_out_is_refused_or_read(good: probe_answers.Answers, op: str) -> None:
     assert read(good, op, good[op]) > 0
 
@@ -103,7 +103,7 @@ def test_what_a_check_reads_is_demanded(good: probe_answers.Answers) -> None:
         ("facts", {**good["facts"], "tmp": tmp}),
         ("measure", {"lost": 0}),
         ("measure", {"result": "refused", "broken": "reset"}),
-        ("round", {"each": [{"stage": "sum", "seconds": 1.0}, good["start"]]}),
+        ("round", {"each": [{"stage": "sum", "seconds": 1.0}, good["start-python"]]}),
     ):
         with pytest.raises(NodeError):
             probe_answers.take(reports[1], op, value)

@@ -11,7 +11,7 @@ import pytest
 from dtctl.doctor.checks import collective
 from dtctl.doctor.checks.collective import apart_failed, culprits, merged, other_nccl, well
 from dtctl.doctor.observe import NodeQuery, Probes
-from dtctl.doctor.probe.child import Child
+from dtctl.supervisor.probe.child import Child
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalTransport
 

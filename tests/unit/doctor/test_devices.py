@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dtctl.doctor.probe import amd as amd_probe
-from dtctl.doctor.probe import devices
+from dtctl.supervisor.probe import amd as amd_probe
+from dtctl.supervisor.probe import devices
 
 ROW = "0, NVIDIA H100 80GB HBM3, 4, 81559, 550.54.15, 0"
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."

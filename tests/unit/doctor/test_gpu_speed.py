@@ -15,6 +15,7 @@ from dtctl.doctor.checks import gpu_speed
 from dtctl.doctor.checks.known_gpus import normal
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.observe import NodeQuery, Probes
+from dtctl.supervisor.messages.probe import AskPython
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalTransport
 
@@ -198,7 +199,7 @@ def test_a_torch_without_gpus_says_why() -> None:
 def test_the_answer_has_the_form_that_is_expected() -> None:
     found = {**measured(Sums()), "op": "round"}
     found.pop("final")
-    checked = answer({"op": "round"}, found, node="a")
+    checked = answer(AskPython(asks=[{}], limit_s=1.0), found, node="a")
     assert gpu_speed.rows({"a": checked})[1]["node"] == "a"
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from dtctl.doctor.checks import links, network
 from dtctl.doctor.findings import Finding, ordered
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.probe import pairs, quality
 from dtctl.doctor.rounds import all_pairs, disjoint
+from dtctl.supervisor.probe import pairs, quality
 
 
 @given(st.integers(min_value=0, max_value=33))

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
-from importlib import resources
 from pathlib import Path
 
 import pytest
 
-from dtctl.doctor.observe import PROBE
-from dtctl.doctor.probe import limits, pairs, places, python
 from dtctl.supervisor import bootstrap, frames
-
-
-def source(module: str) -> str:
-    package, _, leaf = module.rpartition(".")
-    return (resources.files(package) / f"{leaf}.py").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("module", PROBE)
-def test_it_is_written_in_python_3_8_and_imports_only_what_is_sent_before_it(module: str) -> None:
-    before = PROBE[: PROBE.index(module)]
-    for node in ast.walk(ast.parse(source(module), feature_version=(3, 8))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("dtctl"):
-            for alias in node.names:
-                assert f"{node.module}.{alias.name}" in before
+from dtctl.supervisor.probe import limits, pairs, places, python
 
 
 def test_it_answers_from_memory_on_a_python_without_site_packages() -> None:
-    sent = bootstrap.in_memory(PROBE) + frames.pack_json({"op": "time"}) + frames.pack_json({"op": "quit"})
+    sent = (
+        bootstrap.opening("", "dtctl.supervisor.probe.main")
+        + frames.pack_json({"op": "time"})
+        + frames.pack_json({"op": "quit"})
+    )
     command = bootstrap.command(sys.executable)
     done = subprocess.run(
         ["sh", "-c", command], input=sent, capture_output=True, check=False, cwd="/", env={}, timeout=600

@@ -29,13 +29,16 @@ from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
-from dtctl.supervisor import frames, messages
+from dtctl.supervisor import frames
+from dtctl.supervisor.messages.attempt import WHILE_RUNNING, StopAttempt, WorkerExit
+from dtctl.supervisor.messages.base import Message, Working, parse
+from dtctl.supervisor.messages.setup import NodeDescription, Prepare, Ready
 from dtctl.transport.base import Connection, Target
 from dtctl.transport.local import LocalTransport
 from tests.facts import missing, raises
 
 SPEC = "cluster: {transport: ssh, nodes: [a, b, c], slots: 1}\njob: {script: t.py, kind: direct, grace_s: 7}\n"
-PREPARE = messages.Prepare(run="r", fresh=True, cwd="", pushed=False, files=[], programs=[])
+PREPARE = Prepare(run="r", fresh=True, cwd="", pushed=False, files=[], programs=[])
 ERRAND = NodeSetup(python=None, workdir="/w", ports=(), push=None, prepare=lambda _cwd: PREPARE)
 
 
@@ -44,10 +47,10 @@ class Deaf(Session):
 
     def __init__(self, name: str, inbox: queue.Queue[NodeMessage]) -> None:
         super().__init__(Target(name=name, address=name), LocalTransport(), ERRAND, inbox)
-        self.sent: list[messages.Message] = []
+        self.sent: list[Message] = []
         self.closed = False
 
-    def send(self, message: messages.Message) -> bool:
+    def send(self, message: Message) -> bool:
         if message.op != "ping":
             self.sent.append(message)
         return True
@@ -84,7 +87,7 @@ class Rig:
 
     def say(self, node: str, op: str, **fields: Any) -> None:
         """What a node has sent."""
-        self.tell(node, messages.parse({"op": op, **fields}, messages.WHILE_RUNNING))
+        self.tell(node, parse({"op": op, **fields}, WHILE_RUNNING))
 
     def tell(self, node: str, content: Content) -> None:
         """What a session says of itself."""
@@ -203,11 +206,11 @@ def test_an_error_of_a_node_fails_the_attempt_and_what_is_left_there_is_to_be_lo
 def test_the_user_stops_once_gently_and_twice_at_once(rig: Rig) -> None:
     rig.attempt.interrupt(2, hard=False)
     rig.attempt.interrupt(2, hard=False)
-    assert rig.nodes["a"].sent == [messages.StopAttempt()]
+    assert rig.nodes["a"].sent == [StopAttempt()]
     rig.exit("a", code=130, signal=2)
     assert rig.attempt.outcome.failures == [], "what ends because the user stops it has not failed"
     rig.attempt.interrupt(2, hard=True)
-    assert rig.nodes["a"].sent[-1] == messages.StopAttempt(now=True)
+    assert rig.nodes["a"].sent[-1] == StopAttempt(now=True)
     assert rig.attempt.outcome.stopped_by == 2
 
 
@@ -296,7 +299,7 @@ def test_a_kept_run_calls_a_lost_node_again_until_it_answers(rig: Rig) -> None:
         rig.attempt.check_deadlines()
         assert called == ["b"] * (tries + 1), "one try at a time"
         rig.tell("b", SessionFailed(ConnectError("refused", node="b")))
-    rig.tell("b", messages.Ready())
+    rig.tell("b", Ready())
     assert rig.attempt.retries == {}
     rig.tell("b", LinkLost(""))
     rig.attempt.retries["b"].since -= 4000
@@ -307,15 +310,15 @@ def test_a_kept_run_calls_a_lost_node_again_until_it_answers(rig: Rig) -> None:
 def test_the_old_link_of_a_node_that_has_a_new_one_is_not_heard(rig: Rig) -> None:
     old = rig.nodes["b"]
     rig.gang.sessions["b"] = Deaf("b", rig.inbox)
-    rig.attempt.handle(NodeMessage(old, messages.WorkerExit(rank=1, code=1, signal=None)))
+    rig.attempt.handle(NodeMessage(old, WorkerExit(rank=1, code=1, signal=None)))
     assert rig.attempt.outcome.failures == []
 
 
 def test_nodes_that_cannot_be_made_ready_are_all_named(rig: Rig) -> None:
     for node, error in (("c", NodeError("no Python", node="c")), ("a", ConnectError("refused", node="a"))):
         rig.inbox.put(NodeMessage(rig.nodes[node], SessionFailed(error)))
-    rig.inbox.put(NodeMessage(rig.nodes["b"], messages.NodeDescription(gpus=0, address="", port=0)))
-    rig.inbox.put(NodeMessage(rig.nodes["b"], messages.Ready()))
+    rig.inbox.put(NodeMessage(rig.nodes["b"], NodeDescription(gpus=0, address="", port=0)))
+    rig.inbox.put(NodeMessage(rig.nodes["b"], Ready()))
     with pytest.raises(NodeFailures) as caught:
         rig.gang.gather()
     assert list(caught.value.failures) == ["a", "c"]
@@ -323,7 +326,7 @@ def test_nodes_that_cannot_be_made_ready_are_all_named(rig: Rig) -> None:
 
 def test_a_bug_in_a_session_is_told_as_one(rig: Rig) -> None:
     for node in "abc":
-        content = SessionFailed(KeyError("x")) if node == "b" else messages.Ready()
+        content = SessionFailed(KeyError("x")) if node == "b" else Ready()
         rig.inbox.put(NodeMessage(rig.nodes[node], content))
     with raises(Exception, "KeyError") as caught:
         rig.gang.gather()
@@ -362,7 +365,7 @@ def test_who_hangs_is_asked_named_and_ended_at_once(rig: Rig, tmp_path: Path) ->
         "the 2 others wait for it"
     )
     assert (rig.attempt.outcome.hung_s, rig.attempt.outcome.last_step) == (9.0, 8)
-    assert all(rig.nodes[node].sent[-1] == messages.StopAttempt(now=True) for node in "abc")
+    assert all(rig.nodes[node].sent[-1] == StopAttempt(now=True) for node in "abc")
     assert "/b.py" in Path(failure.log).read_text()
     assert (tmp_path / "hangs" / "c" / "trace_rank_2.json").read_text() == "{}"
 
@@ -466,12 +469,12 @@ def test_only_a_node_that_owes_an_answer_can_be_too_silent(rig: Rig) -> None:
     thread.start()
     wait_for(lambda: link.waiting_since is not None)
     first = link.waiting_since
-    stream.chunks.put(frames.pack_json(messages.Working()))
+    stream.chunks.put(frames.pack_json(Working()))
     wait_for(lambda: link.waiting_since not in (None, first))
     assert link.waiting_since is not None
     link.waiting_since -= gang.PUSH_SILENCE_S + 1
     assert rig.gang._is_stuck("b")
-    stream.chunks.put(frames.pack_json(messages.Ready()))
+    stream.chunks.put(frames.pack_json(Ready()))
     thread.join(10)
     assert answers == [{"op": "ready"}]
     assert not rig.gang._is_stuck("b")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.launch.records.events import Healed, Note
-from dtctl.supervisor.messages import Heal, Join
+from dtctl.supervisor.messages.attempt import Heal, Join
 from tests.unit.launch.test_gang import Rig, worker
 
 

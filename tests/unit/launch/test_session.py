@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.launch.control.session import NodeMessage, NodeSetup, Session, SessionFailed
-from dtctl.supervisor.messages import Prepare, Ready, Sweep
+from dtctl.supervisor.messages.setup import Prepare, Ready, Sweep
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalTransport
 

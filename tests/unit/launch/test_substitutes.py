@@ -12,7 +12,8 @@ from dtctl.launch.control import substitutes
 from dtctl.launch.control.session import LinkLost, NodeMessage, Session, SessionFailed
 from dtctl.launch.control.substitutes import NotHealed, Substitute, Substitutes
 from dtctl.launch.records.events import Healed, NodeChanged, Note
-from dtctl.supervisor.messages import NodeDescription, Ready, Refusal
+from dtctl.supervisor.messages.base import Refusal
+from dtctl.supervisor.messages.setup import NodeDescription, Ready
 from tests.unit.launch.test_gang import Deaf
 from tests.unit.launch.test_healing import LiveRig
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import py_compile
 import subprocess
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.supervisor import bootstrap, frames
+from dtctl.supervisor import bootstrap, frames, requests
 
+SETUP = "dtctl.supervisor.setup"
 HELLO = frames.pack_json({"op": "hello", "ports": []})
 
 
@@ -28,7 +30,7 @@ def call(workdir: str, *, shell: str = "sh", sent: bytes = HELLO, home: Path | N
     env = {**os.environ, "HOME": str(home or Path.home()), "PYTHONPATH": "/nowhere"}
     done = subprocess.run(
         [shell, "-c", bootstrap.command(sys.executable)],
-        input=bootstrap.opening(workdir) + sent,
+        input=bootstrap.opening(workdir, SETUP) + sent,
         capture_output=True,
         check=False,
         env=env,
@@ -52,15 +54,23 @@ def test_nothing_of_it_is_kept_there(tmp_path: Path) -> None:
     assert (tmp_path / "work").stat().st_mode & 0o777 == 0o700
 
 
-def test_every_module_that_a_module_imports_is_sent() -> None:
-    import ast
-
-    for name in bootstrap.MODULES:
-        for node in ast.walk(ast.parse(bootstrap._text(name))):
+@pytest.mark.parametrize("name", requests.ANSWERED_BY)
+def test_a_node_gets_every_module_that_its_request_may_import(name: str) -> None:
+    answering = requests.find_module(requests.ANSWERED_BY[name][0])[0]
+    sent, _, _ = bootstrap._bundle(answering)
+    assert {bootstrap.MAIN, answering} <= set(sent)
+    for module in sent:
+        # Nodes may have Python 3.8.
+        for node in ast.walk(ast.parse(bootstrap._text(module), feature_version=(3, 8))):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("dtctl"):
-                whole = node.module in ("dtctl", "dtctl.supervisor")
+                whole = node.module in bootstrap.PACKAGES
                 wanted = [f"{node.module}.{alias.name}" for alias in node.names] if whole else [node.module]
-                assert set(wanted) <= set(bootstrap.MODULES), f"{name} imports {wanted}"
+                assert set(wanted) <= set(sent), f"{module} imports {wanted}"
+
+
+def test_a_launch_sends_nothing_of_other_requests() -> None:
+    sent, _, _ = bootstrap._bundle(SETUP)
+    assert not {"dtctl.supervisor.outputs", "dtctl.supervisor.clean", "dtctl.supervisor.probe.main"} & set(sent)
 
 
 PLANTED = "raise SystemExit('not ours')\n"
@@ -150,7 +160,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_ends_early_ends_the_node_quietly(tmp_path: Path) -> None:
-    whole = bootstrap.opening(str(tmp_path))
+    whole = bootstrap.opening(str(tmp_path), SETUP)
     for length in (0, 3, 6, 1000, len(whole) - 1):
         done = subprocess.run(
             ["sh", "-c", bootstrap.command(sys.executable)], input=whole[:length], capture_output=True, check=False
@@ -161,8 +171,6 @@ def test_a_stream_that_ends_early_ends_the_node_quietly(tmp_path: Path) -> None:
 
 def test_an_old_python_is_named_in_an_answer_and_not_by_a_syntax_error() -> None:
     """The loader itself has to run there; here, as far as a new Python can tell."""
-    import ast
-
     for text in (bootstrap._FIRST, bootstrap._LOADER):
         ast.parse(text, feature_version=(3, 4))
     assert "f'" not in bootstrap._LOADER
@@ -177,6 +185,6 @@ def test_the_command_has_no_newline_and_nothing_of_the_job(tmp_path: Path) -> No
 
 
 def test_nothing_of_the_bundle_depends_on_this_machine() -> None:
-    texts, codes = (zlib.decompress(one) for one in bootstrap._bundle())
+    texts, codes = (zlib.decompress(one) for one in bootstrap._bundle(SETUP)[1:])
     assert str(Path.home()).encode() not in texts
     assert os.fsencode(Path(bootstrap.__file__).parent) not in codes

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.supervisor.messages import AttemptStopped, WorkerExit
+from dtctl.supervisor.messages.attempt import AttemptStopped, WorkerExit
 
 SUPERVISE = """\
 import os, signal, sys, threading, time
 from dtctl.supervisor import work
-from dtctl.supervisor.messages import StartAttempt, WorkerSpec
+from dtctl.supervisor.messages.attempt import StartAttempt, WorkerSpec
 from dtctl.supervisor.supervisor import Supervisor
 
 run_dir, token, script = sys.argv[1:]

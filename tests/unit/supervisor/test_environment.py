@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtctl import names
 from dtctl.folders import memory_folder
 from dtctl.supervisor.environment import of_workers, without_step
-from dtctl.supervisor.messages import StartAttempt
+from dtctl.supervisor.messages.attempt import StartAttempt
 
 
 def start(env: dict[str, str] | None = None) -> StartAttempt:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.supervisor import facts
-from dtctl.supervisor.main import describe_node
+from dtctl.supervisor.setup import describe_node
 
 
 def test_hello_is_about_this_machine() -> None:

@@ -11,7 +11,7 @@ import pytest
 from dtctl import names
 from dtctl.supervisor import live
 from dtctl.supervisor.live import Live
-from dtctl.supervisor.messages import Heal, Join
+from dtctl.supervisor.messages.attempt import Heal, Join
 
 control = pytest.importorskip("dtctl.runtime.live.control", reason="it needs torch")
 

@@ -7,50 +7,68 @@ from typing import Any
 import pytest
 
 from dtctl.schema import InvalidMessage
-from dtctl.supervisor import frames, messages
-from dtctl.supervisor.messages import Message
+from dtctl.supervisor import frames
+from dtctl.supervisor.messages.attempt import (
+    RUN_REQUESTS,
+    WHILE_RUNNING,
+    Attach,
+    AttemptStopped,
+    Pong,
+    StartAttempt,
+    StopAttempt,
+    WorkerExit,
+    WorkerProgress,
+    WorkerSpec,
+    WorkerStack,
+)
+from dtctl.supervisor.messages.base import Message, parse
+from dtctl.supervisor.messages.setup import Hello, NodeDescription, PushState
+from dtctl.supervisor.requests import ANSWERED_BY
+from tests import messages
 
-WORKER = messages.WorkerProgress(
+WORKER = WorkerProgress(
     rank=3, pid=9, phase=1, step=8, place=2, first=0, saved=4, until=20, begun_s=6.0, stale_s=1.5, slowest_s=0.1,
     stall_s=0.0, evaluation_s=0.0, state="S",
 )  # fmt: skip
 SAMPLES: list[Message] = [
-    messages.StartAttempt(
-        run="r", token="t", attempt=1, script="true\n", workers=[messages.WorkerSpec(rank=-1, env={"A": "b"})],
+    StartAttempt(
+        run="r", token="t", attempt=1, script="true\n", workers=[WorkerSpec(rank=-1, env={"A": "b"})],
         split_ranks=True, env={}, peer="10.0.0.1", grace_s=5.0, keep=True, link_timeout_s=10,
     ),
-    messages.Attach(run="r", offsets={"-1": 3}),
-    messages.Hello(),
-    messages.StopAttempt(now=True),
-    messages.NodeDescription(gpus=8, address="fe80::1", port=0),
-    messages.PushState(state="need", indexes=[0, 2]),
-    messages.Pong(workers=[WORKER]),
-    messages.WorkerExit(rank=3, code=137, signal=9, why="no memory"),
-    messages.AttemptStopped(left=0, exits=[messages.WorkerExit(rank=-1, code=1, signal=None)], gone=True),
-    messages.WorkerStack(rank=3, state="S", how="none", text="", flight=""),
+    Attach(run="r", offsets={"-1": 3}),
+    Hello(),
+    StopAttempt(now=True),
+    NodeDescription(gpus=8, address="fe80::1", port=0),
+    PushState(state="need", indexes=[0, 2]),
+    Pong(workers=[WORKER]),
+    WorkerExit(rank=3, code=137, signal=9, why="no memory"),
+    AttemptStopped(left=0, exits=[WorkerExit(rank=-1, code=1, signal=None)], gone=True),
+    WorkerStack(rank=3, state="S", how="none", text="", flight=""),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
 def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
     ((_, _, payload),) = frames.Parser().feed(frames.pack_json(message))
-    kinds = messages.REQUESTS | messages.BEFORE_START | messages.WHILE_RUNNING
-    kinds |= {type(message).op: type(message)}  # some names are used in both directions
-    assert messages.parse(frames.decode(payload), kinds) == message
+    assert parse(frames.decode(payload), {message.op: type(message)}) == message
 
 
-def test_every_message_has_a_direction() -> None:
-    def below(kind: type[Message]) -> set[type[Message]]:
-        return {kind, *(inner for each in kind.__subclasses__() for inner in below(each))}
+def test_the_table_names_every_request_and_who_answers_it() -> None:
+    ops = [op for ops in ANSWERED_BY.values() for op in ops]
+    assert len(ops) == len(set(ops))
+    for name, family in messages.FAMILIES.items():
+        # Those of a run may come once it has started, on the same link.
+        assert set(ANSWERED_BY[name]) == family.KINDS.keys() - (RUN_REQUESTS.keys() - set(ANSWERED_BY[name])), name
 
-    lists = [each for name, each in vars(messages).items() if name.isupper() and isinstance(each, dict)]
-    known = {kind for each in lists for kind in each.values()}
-    own = {kind for kind in below(Message) if kind.__module__ == messages.__name__}
-    assert own - {Message} == known
+
+def test_no_message_is_without_a_direction() -> None:
+    kinds = {kind for each in messages.answers() for kind in each.values()}
+    assert WHILE_RUNNING.keys() <= {kind.op for kind in kinds}
+    assert not kinds & set(messages.REQUESTS.values())
 
 
 @pytest.mark.parametrize("document", [{}, {"op": None}, {"op": ["hello"]}, {"op": "start"}, {"op": "reformat"}])
 def test_what_is_no_message_is_refused(document: dict[str, Any]) -> None:
-    for kinds in (messages.REQUESTS, messages.BEFORE_START, messages.WHILE_RUNNING):
+    for kinds in (messages.REQUESTS, *messages.answers()):
         with pytest.raises(InvalidMessage):
-            messages.parse(document, kinds)
+            parse(document, kinds)

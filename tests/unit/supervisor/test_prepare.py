@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.supervisor import frames, messages, processes
-from dtctl.supervisor.main import Stop, prepare, runs_under_way
+from dtctl.supervisor import frames, processes
+from dtctl.supervisor.messages.setup import Prepare
+from dtctl.supervisor.requests import CannotDo
+from dtctl.supervisor.setup import prepare, runs_under_way
 from tests.facts import missing
 
 
@@ -26,8 +28,8 @@ def test_what_is_no_folder_or_file_is_not_said_to_be_absent(
 ) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "data").mkdir()
-    asked = messages.Prepare(run="r", fresh=True, cwd=str(tmp_path / cwd), pushed=False, files=[file], programs=[])
-    with pytest.raises(Stop) as stopped:
+    asked = Prepare(run="r", fresh=True, cwd=str(tmp_path / cwd), pushed=False, files=[file], programs=[])
+    with pytest.raises(CannotDo) as stopped:
         prepare(str(tmp_path), asked)
     assert stopped.value.code == code
     assert not missing(str(stopped.value).replace("/", " "), facts)

@@ -199,7 +199,7 @@ def test_a_process_ends_with_its_parent() -> None:
 WITHOUT_GUARD = """
 import os, signal, subprocess, sys, time
 from dtctl.supervisor import processes
-from dtctl.supervisor.messages import StartAttempt
+from dtctl.supervisor.messages.attempt import StartAttempt
 from dtctl.supervisor.supervisor import Supervisor
 
 processes.become_subreaper()  # as a node's init is

@@ -11,7 +11,7 @@ import pytest
 from dtctl import names
 from dtctl.runtime.live.control import Control, Meeting
 from dtctl.supervisor.live import Live
-from dtctl.supervisor.messages import Heal, Join, LiveReport
+from dtctl.supervisor.messages.attempt import Heal, Join, LiveReport
 
 pytestmark = pytest.mark.torch
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from dtctl.runtime.live.control import Control
 from dtctl.supervisor.live import Live
-from dtctl.supervisor.messages import Heal
+from dtctl.supervisor.messages.attempt import Heal
 
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 pipes = Live(str(folder / f"pipes-{rank}"), [rank])

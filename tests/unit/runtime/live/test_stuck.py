@@ -13,7 +13,7 @@ import pytest
 
 from dtctl import names
 from dtctl.supervisor.live import Live
-from dtctl.supervisor.messages import Heal
+from dtctl.supervisor.messages.attempt import Heal
 
 pytestmark = pytest.mark.torch
 

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from dtctl import node_facts
-from dtctl.doctor.probe import amd
+from dtctl.supervisor.probe import amd
 
 TOOL_LIMIT_S = 8.0
 SMI_LIMIT_S = 30.0

@@ -11,8 +11,9 @@ import threading
 import time
 
 from dtctl import node_facts
-from dtctl.doctor.probe import devices, limits, places
 from dtctl.supervisor import facts as basic
+from dtctl.supervisor.messages.probe import AskFacts
+from dtctl.supervisor.probe import devices, limits, places
 
 _SIOCGIFFLAGS = 0x8913  # linux/sockios.h
 _SIOCGIFMTU = 0x8921
@@ -25,19 +26,13 @@ WATCHED = (
 LOOK_UP_LIMIT_S = 2.0
 
 
-def gather(message: dict) -> dict:  # type: ignore[type-arg]
-    """Everything that needs no other node.
-
-    Args:
-        message: `names` to look up, `peers` (addresses) to find the way to, `workdir`, `paths` that must exist,
-            variables of the job `env`, and `code` folder to digest or an empty string.
-    """
+def gather(request: AskFacts) -> dict:  # type: ignore[type-arg]
+    """Everything that needs no other node."""
     begun = time.monotonic()
     hostname = socket.gethostname()
-    workdir = os.path.expanduser(message["workdir"])
-    env = {**os.environ, **message["env"]}
+    workdir = os.path.expanduser(request.workdir)
+    env = {**os.environ, **request.env}
     return {
-        "op": "facts",
         "hostname": hostname,
         "user": _user(),
         "time": time.time(),
@@ -46,17 +41,17 @@ def gather(message: dict) -> dict:  # type: ignore[type-arg]
         "machine": os.uname().machine,
         **limits.limits(),
         **places.places(workdir, env),
-        "looked_up": look_up([*message["names"], hostname]),
+        "looked_up": look_up([*request.names, hostname]),
         "interfaces": interfaces(),
         "addresses": local_addresses(),
         "reached_at": basic.server_address(),
-        "ways": {peer: node_facts.interface_towards(peer) for peer in message["peers"]},
-        "neighbours": neighbours(message["peers"]),
-        "missing": [path for path in message["paths"] if not os.path.exists(os.path.expanduser(path))],
+        "ways": {peer: node_facts.interface_towards(peer) for peer in request.peers},
+        "neighbours": neighbours(request.peers),
+        "missing": [path for path in request.paths if not os.path.exists(os.path.expanduser(path))],
         "env": {name: value for name, value in os.environ.items() if name.startswith(WATCHED)},
         "conf": conf(),
         **devices.devices(),
-        "code": digest(message["code"]) if message["code"] else "",
+        "code": digest(request.code) if request.code else "",
         "took_s": time.monotonic() - begun,
     }
 

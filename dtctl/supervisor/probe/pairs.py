@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 
-from dtctl.doctor.probe import quality
+from dtctl.supervisor.probe import quality
 
 LARGE_BYTES = 256 << 10
 """More than a connection carries without any full-size packet getting through."""

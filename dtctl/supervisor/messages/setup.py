@@ -1,0 +1,123 @@
+"""Messages before a run starts, and after it. Used by both ends; stdlib only, Python 3.8."""
+
+from __future__ import annotations
+
+from dtctl.schema import address as numeric_address
+from dtctl.schema import flag, integer, list_of, number, prose, text, value
+from dtctl.schema import path as printable_path
+from dtctl.supervisor.messages.base import COUNT, NAME, PORT, PROCESSES, WORKERS, Message
+
+RUNS = 1000
+"""Of one node, in one list; the newest."""
+
+
+class Hello(Message):
+    """The first message to a node that is to be prepared."""
+
+    op = "hello"
+    ports: list[int] = value(list_of(PORT), default=[])
+    """Candidates for the rendezvous, in order of preference; empty on all nodes but the head."""
+
+
+class PushTree(Message):
+    """Keep this tree of files, and say what of it is missing."""
+
+    op = "push"
+    tree: str = value(text(64))
+    """Its digest."""
+
+
+class PushManifestEnd(Message):
+    """The list of files was sent."""
+
+    op = "push-manifest-end"
+
+
+class PushEnd(Message):
+    """The contents of files were sent."""
+
+    op = "push-end"
+
+
+class Prepare(Message):
+    """Check now whatever would make the start fail."""
+
+    op = "prepare"
+    run: str = value(NAME)
+    fresh: bool = value(flag)
+    """Whether the run is new to this node."""
+    cwd: str = value(NAME)
+    """Folder of the job's code."""
+    pushed: bool = value(flag, default=True)
+    """Whether it was pushed there; else it is the user's own, and may begin with `~`."""
+    shared: bool = value(flag, default=False)
+    """Whether it is one folder for all nodes, in which the workers start."""
+    files: list[str] = value(list_of(NAME))
+    """That have to exist."""
+    programs: list[str] = value(list_of(NAME))
+    path: str = value(NAME, default="")
+    """Folder in which programs are looked for before PATH."""
+    outputs: list[str] = value(list_of(NAME), default=[])
+    """Paths in the working folder that are worth keeping."""
+    earlier: str = value(NAME, default="")
+    """The run whose outputs this one goes on in."""
+
+
+class Sweep(Message):
+    """End a run whose launcher is gone."""
+
+    op = "sweep"
+    run: str = value(NAME)
+    token: str = value(NAME)
+    grace_s: float = value(number)
+    by: str = value(NAME, default="")
+    """Who wants it, if that is another machine than the launcher's, which is told."""
+
+
+class NodeDescription(Message):
+    """What a node says about itself before a job starts on it."""
+
+    op = "hello"
+    gpus: int = value(integer(0, WORKERS))
+    cores: int = value(integer(0, 1 << 16), default=0)
+    """That its processes may use; 0: not known."""
+    address: str = value(numeric_address)
+    """Its own, on the way that the control machine came by; empty when not known."""
+    port: int = value(PORT)
+    """The first of the candidates that is free; 0: none, or none was named."""
+    python: str = value(text(40), default="")
+    host: str = value(text(255), default="")
+    """How the machine calls itself; empty when not known."""
+    workdir: str = value(NAME, default="")
+    running: list[str] = value(list_of(prose, RUNS), default=[])
+    """Runs of this user that are under way here already."""
+
+
+class PushState(Message):
+    """How a push stands: have, want-manifest, need, done or error."""
+
+    op = "push"
+    state: str = value(text(40))
+    path: str = value(printable_path, default="")
+    """have, done: the folder of the tree."""
+    digest: str = value(text(64), default="")
+    """done: of the tree."""
+    indexes: list[int] = value(list_of(COUNT, 10_000_000), default=[])
+    """need: files of the manifest whose contents are to be sent."""
+    code: str = value(text(40), default="")
+    """error: as in Refusal."""
+    message: str = value(prose, default="")
+
+
+class Ready(Message):
+    """The run may be started on this node."""
+
+    op = "ready"
+
+
+class Swept(Message):
+    """A run's processes were ended."""
+
+    op = "swept"
+    found: int = value(PROCESSES)
+    left: int = value(PROCESSES)

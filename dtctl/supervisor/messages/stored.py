@@ -1,0 +1,53 @@
+"""Messages of `dtctl clean`. Used by both ends; stdlib only, Python 3.8."""
+
+from __future__ import annotations
+
+from dtctl.schema import Record, flag, list_of, number, pair, text, value
+from dtctl.supervisor.messages.base import COUNT, NAME, Message
+
+STORED = 2000
+"""Runs and trees of one node, in one list; the oldest."""
+
+
+class ListStored(Message):
+    """Which runs and trees does the node keep?"""
+
+    op = "stored"
+
+
+class StoredItem(Record):
+    """A run, or a tree of code."""
+
+    kind: str = value(text(8))
+    """run or tree"""
+    name: str = value(NAME)
+    bytes: int = value(COUNT)
+    """On the disk, and in memory."""
+    age_s: float = value(number)
+    """Since something of it was last written, or it was last used."""
+    is_used: bool = value(flag)
+    """Whether a process needs it."""
+    has: list[str] = value(list_of(text(40), 10), default=[])
+    """What a run has that may be worth something: snapshots, work; and snapshots in memory: memory."""
+
+
+class StoredItems(Message):
+    """These."""
+
+    op = "stored"
+    items: list[StoredItem] = value(list_of(StoredItem.parse, STORED))
+
+
+class RemoveStored(Message):
+    """Remove these."""
+
+    op = "remove"
+    items: list[tuple[str, str]] = value(list_of(pair(NAME, NAME), STORED))
+    """Kind and name."""
+
+
+class ItemsRemoved(Message):
+    """They are gone, but for some."""
+
+    op = "removed"
+    left: list[str] = value(list_of(NAME, STORED))
