@@ -1,7 +1,7 @@
 """Names that two parts of dtctl must agree on: environment variables, files and folders.
 
 The control plane sets the variables and the runtime reads them; both take the spelling from here. The supervisor is
-sent to nodes as a single file and so repeats the few that it needs; `tests/unit/test_names.py` holds the two equal.
+sent to nodes without this module and so repeats the few that it needs; `tests/unit/test_names.py` holds the two equal.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ LIVE_EPOCH: Final = "DTCTL_LIVE_EPOCH"
 """Set for a worker that takes the place of a lost one: how often workers of this attempt were replaced by then."""
 COMMITTED_STEP: Final = "DTCTL_COMMITTED_STEP"
 """Step of the newest snapshot that earlier attempts of this run have told of as committed."""
+UMASK: Final = "DTCTL_UMASK"
+"""The login's umask, in octal digits; dtctl's own files on a node are for their user alone."""
 VERSION: Final = "DTCTL_VERSION"
 """Version of the dtctl that launched the run; the node's own may be another."""
 MONITOR_PORT: Final = "DTCTL_MONITOR_PORT"

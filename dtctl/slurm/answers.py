@@ -1,4 +1,4 @@
-"""What login_agent.py may answer from the machine of Slurm's commands: one type per request."""
+"""Answers from the machine of Slurm's commands (dtctl/supervisor/slurm_commands.py): one type per request."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A Slurm job followed as a run: its state, its nodes, its workers' output, how it ended.
 
-All state lies on the machine that runs Slurm's commands (login_agent.py reads it there), so that a later follower
+All state lies on the machine that runs Slurm's commands (slurm_commands.py reads it there), so that a later follower
 continues where the last one stopped: how much of each file was read is saved in slurm.json, together with the sizes of
 the local copies.
 """

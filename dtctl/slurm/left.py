@@ -48,7 +48,7 @@ def look(site: Site, python: str, job: str, state: JobFacts, nodes: Sequence[str
         site: where Slurm's commands are.
         python: interpreter there.
         job: its id.
-        state: what Slurm says of it (login_agent.py).
+        state: what Slurm says of it (slurm_commands.py).
         nodes: all that it was ever given.
     """
     if not nodes:

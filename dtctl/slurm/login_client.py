@@ -1,21 +1,21 @@
-"""Requests to the program at the machine that Slurm's commands run on; login_agent.py is the other end."""
+"""Requests to the machine that Slurm's commands run on; dtctl/supervisor/slurm_commands.py is the other end."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Final
 
 from dtctl.errors import ConnectError, LaunchError
 from dtctl.launch.assemble import CodePush
 from dtctl.launch.control.gang import WORK_LIMIT_S
-from dtctl.launch.control.link import SilenceLimit, open_program
+from dtctl.launch.control.link import HINTS, SilenceLimit, open_program
 from dtctl.schema import InvalidMessage
 from dtctl.slurm.answers import A, AgentRefused, parse
 from dtctl.slurm.site import LoginSite, Site
+from dtctl.supervisor import bootstrap, frames
+from dtctl.supervisor.messages.base import Refusal
 from dtctl.supervisor.messages.setup import Hello, NodeDescription
-
-_AGENT: Final = Path(__file__).with_name("login_agent.py")
+from dtctl.supervisor.messages.slurm import AskSlurm
+from dtctl.supervisor.requests import find_module
 
 
 def ask(site: Site, python: str, kind: type[A], **request: object) -> A:
@@ -25,10 +25,12 @@ def ask(site: Site, python: str, kind: type[A], **request: object) -> A:
         LaunchError: it cannot be done there: no Slurm, no Python, no place.
         ConnectError: the machine cannot be reached.
     """
-    program = _AGENT.read_text(encoding="utf-8")
-    done = site.run([python, "-I", "-S", "-c", program], stdin=json.dumps({"op": kind.op, **request}).encode())
+    asked = json.dumps({"op": kind.op, **request}).encode()
+    first = AskSlurm(bytes=len(asked))
+    stdin = [bootstrap.opening("", find_module(first.op)[0]), frames.pack_json(first), *frames.pack_bytes(asked)]
+    done = site.run(bootstrap.arguments(python), stdin=b"".join(stdin))
     try:
-        return parse(kind, request, done.out, node=site.name)
+        return parse(kind, request, _answer(done.out, site.name), node=site.name)
     except AgentRefused as exc:
         if str(exc).startswith(("sbatch:", "scontrol:")):
             raise missing(site) from None
@@ -42,6 +44,24 @@ def ask(site: Site, python: str, kind: type[A], **request: object) -> A:
             where=site.name,
             hint="`cluster.python` names the Python to use; 3.8 or newer",
         ) from None
+
+
+def _answer(data: bytes, name: str) -> str:
+    """The JSON in the frames that the program has sent; empty when it has sent none.
+
+    Raises:
+        LaunchError: it says why it cannot answer.
+    """
+    try:
+        received = frames.Parser().feed(data)
+        refusal = next(
+            (Refusal.parse(frames.decode(payload)) for kind, _, payload in received if kind == frames.JSON), None
+        )
+    except (frames.BrokenFrame, InvalidMessage):
+        return ""
+    if refusal is not None:
+        raise LaunchError(refusal.message, where=name, hint=HINTS.get(refusal.code))
+    return b"".join(payload for kind, _, payload in received if kind == frames.BYTES).decode(errors="replace")
 
 
 def missing(site: Site) -> LaunchError:

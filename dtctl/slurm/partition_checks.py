@@ -1,6 +1,6 @@
 """What a spec requests and the cluster does not offer: checked before a job is submitted, and named by the spec's key.
 
-Slurm itself takes many jobs that can never start and lets them wait. Pure; login_agent.py asks Slurm.
+Slurm itself takes many jobs that can never start and lets them wait. Pure; slurm_commands.py asks Slurm.
 """
 
 from __future__ import annotations

@@ -163,11 +163,16 @@ def _compiled_for() -> str:
     return importlib.util.MAGIC_NUMBER.hex() + str(sys.implementation.cache_tag)
 
 
-def command(python: str) -> str:
-    """The shell command that starts the node's half; `python` is a program name or path on the node."""
+def arguments(python: str) -> list[str]:
+    """Return the command that starts the program; `python` is a program name or path on the node."""
     # -I and -S: the user's and the site's packages are not ours, and reading them costs time.
+    return [python, "-I", "-S", "-c", _FIRST]
+
+
+def command(python: str) -> str:
+    """Return the same for a shell."""
     # exec: dash would otherwise stay as a process of its own.
-    return "exec " + shell.join([python, "-I", "-S", "-c", _FIRST])
+    return "exec " + shell.join(arguments(python))
 
 
 def opening(workdir: str, answering: str) -> bytes:

@@ -29,6 +29,12 @@ def pack(kind: bytes, payload: bytes, rank: int = -1) -> bytes:
     return HEADER.pack(kind, rank, len(payload)) + payload
 
 
+def pack_bytes(data: bytes | memoryview) -> list[bytes]:
+    """The frames of a long payload."""
+    view = memoryview(data)
+    return [pack(BYTES, bytes(view[start : start + MAX_FRAME])) for start in range(0, len(view), MAX_FRAME)]
+
+
 def encode(message: object) -> bytes:
     """The JSON of a message: a dictionary, or of messages.py."""
     return json.dumps(message, separators=(",", ":"), default=lambda record: record.to_json()).encode()
@@ -110,6 +116,11 @@ class FdLink:
     def send_frame(self, kind: bytes, payload: bytes, rank: int) -> None:
         """Send one frame of any kind."""
         self._write(pack(kind, payload, rank))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send contents, in as many frames as they take."""
+        for frame in pack_bytes(data):
+            self._write(frame)
 
     def receive(self) -> tuple[bytes, int, bytes] | None:
         """The next frame as (kind, rank, payload), pings aside; None when the other end has closed between frames.

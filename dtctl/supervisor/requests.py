@@ -20,6 +20,7 @@ ANSWERED_BY = {
     "outputs.OutputRequests": ("list", "digest", "send"),
     "clean.StoredRequests": ("stored", "remove"),
     "node_runs.RunRequests": ("runs", "logs"),
+    "slurm_commands.SlurmRequests": ("slurm",),
     "probe.main.ProbeRequests": (
         "time", "facts", "job-python", "listen", "spread", "call", "measure", "mark", "look", "unmark",
         "start-python", "round",

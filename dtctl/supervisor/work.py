@@ -37,7 +37,7 @@ _FICLONE = 0x40049409
 _CLONE_NEWNS = 0x00020000
 _MS_SLAVE_ALL = 0x80000 | 0x4000
 _CANNOT = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.ETXTBSY)
-LINK_MODE = 0o120000
+LINK_MODE, FOLDER_MODE = 0o120000, 0o040000
 
 _below_overlay = -1
 """In a process that has mounted an overlay: the folder below it, which holds what was written and nothing else."""
@@ -52,15 +52,19 @@ def folder_of(run_dir: str) -> str:
     return os.path.join(run_dir, FOLDER) if os.path.exists(os.path.join(run_dir, RECORD)) else ""
 
 
-def prepare(run_dir: str, code: str, outputs: list[str], earlier_dir: str, is_pushed: bool = True) -> None:
+def prepare(
+    run_dir: str, code: str, outputs: list[str], earlier_dir: str, is_pushed: bool = True, may_mount: bool = True
+) -> None:
     """Make the working folder, unless an attempt before has; an overlay is mounted for this process and its children.
 
     Args:
         run_dir: folder of the run.
-        code: the pushed tree, which somebody keeps from being pruned, or the user's own folder.
+        code: the pushed tree, which somebody keeps from being pruned, or the user's own folder; empty:
+            the working folder has been made already, if there is to be anything in it.
         outputs: paths in the working folder that the run shares with an earlier one.
         earlier_dir: folder of that run; empty for none.
         is_pushed: whether `code` is a tree that was pushed.
+        may_mount: whether an overlay will do: this process, or none, starts the run's programs.
 
     Raises:
         OSError: it cannot be made.
@@ -68,8 +72,14 @@ def prepare(run_dir: str, code: str, outputs: list[str], earlier_dir: str, is_pu
     """
     record = _record(run_dir)
     if record is None:
-        folders.remove_tree(os.path.join(run_dir, FOLDER))
-        record = _make(run_dir, code) if is_pushed else _make_of_folder(run_dir, os.path.realpath(code))
+        if code:
+            folders.remove_tree(os.path.join(run_dir, FOLDER))
+        if not code:
+            record = _take(run_dir)
+        elif is_pushed:
+            record = _make(run_dir, code, may_mount)
+        else:
+            record = _make_of_folder(run_dir, os.path.realpath(code), may_mount)
         for path in outputs if earlier_dir else ():
             _continue(path, run_dir, earlier_dir)
         _write(os.path.join(run_dir, RECORD), record)
@@ -85,23 +95,45 @@ def share(run_dir: str, code: str) -> None:
         _write(os.path.join(run_dir, RECORD), {"how": "shared", "code": code, "files": []})
 
 
-def _make(run_dir: str, code: str) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node
+def _take(run_dir: str) -> dict:  # type: ignore[type-arg]
+    folder = os.path.join(run_dir, FOLDER)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    rows: list = []  # type: ignore[type-arg]
+    _walk(os.fsencode(folder), b"", b"", rows)
+    found = [(row[0], os.lstat(os.path.join(os.fsencode(folder), row[0].encode("latin-1")))) for row in rows]
+    return {"how": "copy", "code": "", "files": [(name, *_facts(info)) for name, info in found]}
+
+
+def _facts(info: os.stat_result) -> tuple:  # type: ignore[type-arg]
+    """Size, and when and where a file was written, by which it is known again."""
+    return info.st_size, info.st_mtime_ns, info.st_ino
+
+
+def copy_record(run_dir: str, other_dir: str) -> None:
+    """Write the record of a run's code for a run whose working folder is going to be a copy of this one's."""
+    record = _record(run_dir)
+    if record is not None:
+        files = [row[:3] for row in record["files"]]  # a copy of a copy has another inode
+        _write(os.path.join(other_dir, RECORD), {**record, "files": files})
+
+
+def _make(run_dir: str, code: str, may_mount: bool) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node
     folder = os.path.join(run_dir, FOLDER)
     os.mkdir(folder, 0o700)
     seal = code + ".json"
-    rows = [] if os.stat(seal).st_size > MANY_ROWS_BYTES else _rows(seal)
-    if (not rows or sum(row[2] for row in rows) > MANY_BYTES) and _mount(run_dir, code):
+    rows = [] if may_mount and os.stat(seal).st_size > MANY_ROWS_BYTES else _rows(seal)
+    if may_mount and (not rows or sum(row[2] for row in rows) > MANY_BYTES) and _mount(run_dir, code):
         return {"how": "overlay", "code": code, "files": []}
     return {"how": "copy", "code": code, "files": _copy(rows or _rows(seal), code, folder)}
 
 
-def _make_of_folder(run_dir: str, code: str) -> dict:  # type: ignore[type-arg]
+def _make_of_folder(run_dir: str, code: str, may_mount: bool) -> dict:  # type: ignore[type-arg]
     folder = os.path.join(run_dir, FOLDER)
     os.mkdir(folder, 0o700)
     rows: list = []  # type: ignore[type-arg]
     _walk(os.fsencode(code), b"", os.fsencode(os.path.dirname(os.path.realpath(run_dir))), rows)
     size = sum(row[2] for row in rows)
-    if len(rows) > MANY_FILES or size > MANY_BYTES:
+    if may_mount and (len(rows) > MANY_FILES or size > MANY_BYTES):
         # What a relative link names outside of the folder is not beside the working folder.
         links = [row for row in rows if row[1] == LINK_MODE and row[4][:1] == "/" and row[5]]
         written = _copy(links, code, folder)
@@ -113,7 +145,7 @@ def _make_of_folder(run_dir: str, code: str) -> dict:  # type: ignore[type-arg]
 
 
 def _walk(top: bytes, prefix: bytes, own: bytes, rows: list) -> None:  # type: ignore[type-arg]
-    """A row of each file and link: path, mode, size, nothing, where a link leads, and whether that was changed.
+    """A row of each file, link and empty folder: path, mode, size, nothing, where a link leads, if that was changed.
 
     Args:
         top: the user's folder.
@@ -132,7 +164,10 @@ def _walk(top: bytes, prefix: bytes, own: bytes, rows: list) -> None:  # type: i
                 rows.append((path.decode("latin-1"), LINK_MODE, 0, "", link.decode("latin-1"), leads_out))
             elif entry.is_dir():
                 if entry.name != STATE_FOLDER and entry.path != own:
+                    count = len(rows)
                     _walk(top, path + b"/", own, rows)
+                    if len(rows) == count:
+                        rows.append((path.decode("latin-1"), FOLDER_MODE, 0, "", "", False))
             elif entry.is_file():
                 info = entry.stat()
                 rows.append((path.decode("latin-1"), info.st_mode & 0o777, info.st_size, "", "", False))
@@ -156,13 +191,16 @@ def _copy(rows: list, code: str, folder: str, size: int = 0) -> list:  # type: i
     try:
         for name, mode, _, _, link, *_ in rows:
             path = name.encode("latin-1")
+            if mode == FOLDER_MODE:
+                _make_folders(path, folders_made, target)
+                continue
             _make_folders(path.rpartition(b"/")[0], folders_made, target)
             if mode == LINK_MODE:
                 os.symlink(link.encode("latin-1"), path, dir_fd=target)
                 info = os.stat(path, dir_fd=target, follow_symlinks=False)
             else:
                 info = copy.file(path, mode, source, target)
-            written.append((name, info.st_size, info.st_mtime_ns, info.st_ino))
+            written.append((name, *_facts(info)))
     finally:
         os.close(source)
         os.close(target)
@@ -324,9 +362,9 @@ def _written(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-ar
         start = os.path.join(top, name)
         start = os.path.realpath(start) if os.path.islink(start) else start
         for file, info in _files(start, name, skip=() if paths else (COMPILED,)):
-            facts = (info.st_size, info.st_mtime_ns, info.st_ino)
+            facts = _facts(info)
             known = pushed.get(os.fsencode(file).decode("latin-1"))
-            if paths or known is None or known != facts[: len(known)]:  # a copy of a copy has another inode
+            if paths or known is None or known != facts[: len(known)]:  # see copy_record
                 yield file, info
 
 

@@ -84,9 +84,8 @@ class NodeLink:
         Raises:
             ConnectError: the link is gone.
         """
-        view = memoryview(data)
-        for start in range(0, len(view), frames.MAX_FRAME):
-            self.stream.write(frames.pack(frames.BYTES, bytes(view[start : start + frames.MAX_FRAME])))
+        for frame in frames.pack_bytes(data):
+            self.stream.write(frame)
 
     def receive(self) -> tuple[bytes, int, bytes] | None:
         """The next frame as (kind, rank, payload); None when the node's end closed between two frames.

@@ -32,6 +32,8 @@
     stored.py: dtctl clean
     ListStored                           StoredItems
     RemoveStored                         ItemsRemoved
+    slurm.py: a machine with Slurm        (dtctl/slurm/answers.py)
+    AskSlurm and its request             the answer
     probe.py: dtctl doctor               (dtctl/doctor/answers.py)
     (any)                                Refusal: it cannot be done
     Quit: and end yourself

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dtctl.errors import NodeError
 from dtctl.slurm import answers
+from dtctl.supervisor import slurm_commands
 
 KINDS = {kind.op: kind for kind in answers.AgentAnswer.__subclasses__()}
 
 
 def test_there_is_a_type_for_every_request() -> None:
-    text = Path(answers.__file__).with_name("login_agent.py").read_text()
-    (ops,) = re.findall(r"^OPS = \{(.*?)\}", text, re.MULTILINE | re.DOTALL)
-    assert KINDS.keys() == set(re.findall(r'"(\w+)":', ops))
+    assert KINDS.keys() == slurm_commands.OPS.keys()
 
 
 def test_what_is_said_of_a_job_arrives() -> None:

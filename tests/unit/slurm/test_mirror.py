@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dtctl import slurm
 from dtctl.launch.records.events import (
     AttemptStarting,
     Event,
@@ -25,10 +23,9 @@ from dtctl.launch.records.events import (
     WorkerExited,
 )
 from dtctl.launch.records.record import RunRecord
-from dtctl.slurm import answers
+from dtctl.slurm import answers, login_client
 from dtctl.slurm.mirror import METRICS, Mirror
-
-AGENT = Path(slurm.__file__).with_name("login_agent.py")
+from dtctl.slurm.site import LocalSite
 
 
 @pytest.fixture
@@ -50,16 +47,8 @@ def news(folder: Path, have: dict[str, int], tmp_path: Path) -> dict[str, tuple[
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\necho Invalid job id >&2; exit 1\n")
     scontrol.chmod(0o755)
-    request = {"op": "look", "job": "1", "folder": str(folder), "have": have}
-    done = subprocess.run(
-        [sys.executable, str(AGENT)],
-        input=json.dumps(request),
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return dict(answers.parse(answers.JobLook, {}, done.stdout, node="login").files)
+    site = LocalSite(env={"PATH": str(tmp_path)})
+    return dict(login_client.ask(site, sys.executable, answers.JobLook, job="1", folder=str(folder), have=have).files)
 
 
 def write_events(folder: Path, *events: Event) -> None:

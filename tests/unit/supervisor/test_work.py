@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +90,15 @@ def test_a_run_without_a_tree_has_none(tmp_path: Path) -> None:
     assert list(work.written(str(tmp_path), [])) == []
 
 
+def test_what_lies_in_the_working_folder_already_is_the_code(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "work" / "pkg").mkdir(parents=True)
+    (run_dir / "work" / "pkg" / "a.py").write_text("a")
+    work.prepare(str(run_dir), "", [], "")
+    (run_dir / "work" / "new").write_text("new")
+    assert {path for path, _, _ in work.written(str(run_dir), [])} == {"new"}
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """A folder that the user keeps on the node, with dtctl's records and the runs' folder in it."""
@@ -96,6 +106,7 @@ def own(tmp_path: Path) -> Path:
     (folder / "pkg").mkdir(parents=True)
     (folder / "a.py").write_text("a")
     (folder / "pkg" / "b.py").write_text("b")
+    (folder / "empty" / "below").mkdir(parents=True)
     (folder / ".dtctl").mkdir()
     (folder / ".dtctl" / "record").write_text("")
     (tmp_path / "beside").write_text("beside")
@@ -128,10 +139,11 @@ def test_a_folder_of_the_user_s_own_is_as_safe(own: Path, how: str, monkeypatch:
     assert {path for path, _, _ in work.written(str(run_dir), [])} == {"a.py", "new"}
     assert list(work.links(str(run_dir), [])) == []
     assert ((own / "a.py").read_text(), sorted(path.name for path in own.iterdir())) == (
-        "a", [".dtctl", "a.py", "pipe", "pkg", "runs"],
+        "a", [".dtctl", "a.py", "empty", "pipe", "pkg", "runs"],
     )  # fmt: skip
     if how == "copy":
-        assert sorted(path.name for path in folder.iterdir()) == ["a.py", "new", "pkg"]
+        assert sorted(path.name for path in folder.iterdir()) == ["a.py", "empty", "new", "pkg"]
+        assert (folder / "empty" / "below").is_dir()
 
 
 def test_a_folder_that_is_too_large_to_be_copied_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +151,12 @@ def test_a_folder_that_is_too_large_to_be_copied_is_refused(own: Path, monkeypat
     monkeypatch.setattr(work, "_FICLONE", 0)
     with pytest.raises(work.TooLarge):
         work.prepare(str(own / "runs" / "run"), str(own), [], "", is_pushed=False)
+
+
+def test_a_copy_of_a_working_folder_knows_its_files_by_another_inode(tmp_path: Path, code: Path) -> None:
+    (tmp_path / "run" / "1").mkdir(parents=True)
+    work.prepare(str(tmp_path / "run"), str(code), [], "", may_mount=False)
+    work.copy_record(str(tmp_path / "run"), str(tmp_path / "run" / "1"))
+    shutil.copytree(tmp_path / "run" / "work", tmp_path / "run" / "1" / "work", symlinks=True)
+    (tmp_path / "run" / "1" / "work" / "new").write_text("new")
+    assert {path for path, _, _ in work.written(str(tmp_path / "run" / "1"), [])} == {"new"}

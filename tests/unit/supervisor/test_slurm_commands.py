@@ -1,37 +1,27 @@
-"""What the login node's agent says: of a folder of the user's own under Slurm, and of a job."""
+"""Answers of the machine that has Slurm's commands: of a folder of the user's own under Slurm, and of a job."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dtctl import slurm
+from dtctl.errors import LaunchError
 from dtctl.slurm import login_client
-from dtctl.slurm.answers import JobAsked
+from dtctl.slurm.answers import Filled, JobAsked
 from dtctl.slurm.left import look
 from dtctl.slurm.site import LocalSite
 
-AGENT = Path(slurm.__file__).with_name("login_agent.py")
 
-
-def fill(folder: Path, code: Path) -> dict[str, Any]:
+def fill(folder: Path, code: Path) -> None:
     folder.mkdir(parents=True)
-    request = {
-        "op": "fill", "folder": str(folder), "code": str(code), "pushed": False, "binary": {}, "files": {},
-        "folders": [], "outputs": [], "earlier": "",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(AGENT)], input=json.dumps(request), capture_output=True, text=True, check=True
-    )
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    login_client.ask(
+        LocalSite(), sys.executable, Filled, folder=str(folder), code=str(code), pushed=False, binary={}, files={},
+        folders=[], outputs=[], earlier="",
+    )  # fmt: skip
 
 
 def test_a_folder_that_is_not_pushed_is_copied_without_dtctl_s_records(tmp_path: Path) -> None:
@@ -43,7 +33,7 @@ def test_a_folder_that_is_not_pushed_is_copied_without_dtctl_s_records(tmp_path:
     (code / "pkg" / "data").symlink_to("../../data")
     (code / "pkg" / "here").symlink_to("../train.py")
     folder = code / "work" / "slurm" / "run"
-    assert fill(folder, code) == {}
+    fill(folder, code)
     top = folder / "work"
     assert sorted(path.name for path in top.iterdir()) == ["pkg", "train.py", "work"]
     assert list((top / "work").iterdir()) == []
@@ -55,8 +45,10 @@ def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "large").touch()
     os.truncate(tmp_path / "code" / "large", 2 << 30)  # a hole
-    assert "job.files.root" in fill(tmp_path / "one", tmp_path / "code")["error"]
-    assert "does not exist" in fill(tmp_path / "two", tmp_path / "nowhere")["error"]
+    with pytest.raises(LaunchError, match=r"job\.files\.root"):
+        fill(tmp_path / "one", tmp_path / "code")
+    with pytest.raises(LaunchError, match="does not exist"):
+        fill(tmp_path / "two", tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Runs on the machine that has Slurm's commands, one request at a time. Stdlib only, Python 3.8.
+"""Runs Slurm's commands where they are, one request at a time. Stdlib only, Python 3.8.
 
-Sent as text; the request is JSON on standard input, the answer JSON on standard output. Started twice a second
-while a job runs, so what takes long to import is imported by the requests that need it.
+Request and answer are JSON, in as many frames as they take. Started twice a second while a job runs, so what takes long
+to import is imported by the requests that need it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,30 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from datetime import datetime
-from typing import Any
+
+from dtctl.supervisor import frames, work
+from dtctl.supervisor.messages.base import Message, by_op
+from dtctl.supervisor.messages.slurm import AskSlurm
+from dtctl.supervisor.requests import NodeRequests
+
+TYPE_CHECKING = False  # typing is slow to import on a node
+if TYPE_CHECKING:
+    from typing import Any
+
+    Json = dict[str, Any]
 
 FIELDS = (
     "JobState", "Reason", "StartTime", "EndTime", "NodeList", "ExitCode", "Restarts", "Partition", "TimeLimit",
     "Account", "QOS",
 )  # fmt: skip
-Json = dict[str, Any]
 PART_BYTES = 1 << 20
 """Bytes of a file that one answer brings at most."""
 PROGRESS_BYTES = 1 << 26
 """The same of the record of the workers' progress, which is put in order with the job's log: of some weeks."""
 
 
-MOST_COPIED_BYTES = 1 << 30
-"""Of a folder that was not pushed; as supervisor/work.py."""
 ASK_S = 15.0
 """Between two questions to Slurm's controller, of all who follow a run."""
 ANSWER_S = 10
@@ -65,7 +71,6 @@ def place(request: Json) -> Json:
     """Make the folder of a run below the work folder, for its user alone; not where nothing can be submitted."""
     if shutil.which("sbatch") is None:
         return {"error": "sbatch: not found"}
-    os.umask(0o077)
     folder = os.path.join(os.path.realpath(os.path.expanduser(request["workdir"])), "slurm", request["run"])
     os.makedirs(folder)
     return {"folder": folder}
@@ -73,107 +78,36 @@ def place(request: Json) -> Json:
 
 def fill(request: Json) -> Json:
     """Put files, and a copy of the code, into the folder: an edit must not change a job that waits."""
-    os.umask(0o077)
-    top = os.path.join(request["folder"], "work")
-    if request["code"] and request["pushed"]:
-        shutil.copytree(request["code"], top, symlinks=True)
-    elif request["code"]:
-        code = os.path.realpath(os.path.expanduser(request["code"]))
-        if not os.path.isdir(code):
-            return {"error": "%s does not exist, and `job.files.push` is false" % code}
-        too_large = copy_folder(code, top, os.path.dirname(request["folder"]))
-        if too_large:
-            return {"error": too_large}
-    os.makedirs(top, exist_ok=True)
-    record = json.dumps({"how": "copy", "code": "", "files": rows(top)}, separators=(",", ":"))
+    folder, code = request["folder"], os.path.expanduser(request["code"])
+    if code and not os.path.isdir(code):
+        return {"error": "%s does not exist, and `job.files.push` is false" % code}
+    try:
+        work.prepare(folder, code, request["outputs"], request["earlier"], request["pushed"], may_mount=False)
+    except work.TooLarge as exc:
+        return {"error": "%s cannot be copied for a run: %s; name a smaller folder as `job.files.root`" % (code, exc)}
     for name in request["folders"]:
-        os.mkdir(os.path.join(request["folder"], name))
+        os.mkdir(os.path.join(folder, name))
     for name, text in request["files"].items():
-        with open(os.path.join(request["folder"], name), "w", encoding="utf-8") as file:
+        with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
             file.write(text)
     for name, encoded in request["binary"].items():
-        with open(os.path.join(request["folder"], name), "wb") as file:
+        with open(os.path.join(folder, name), "wb") as file:
             file.write(base64.b64decode(encoded))
-    for name in ("", *request["folders"]):
-        with open(os.path.join(request["folder"], name, "work.json"), "w", encoding="utf-8") as file:
-            file.write(record)
-    for path in request["outputs"] if request["earlier"] else ():
-        go_on(path, top, os.path.join(request["earlier"], "work"))
+    for name in request["folders"]:
+        work.copy_record(folder, os.path.join(folder, name))
     return {}
-
-
-def copy_folder(code: str, top: str, runs: str) -> str:
-    """Copy the user's own folder, without dtctl's records and the folder of all runs; why that is refused.
-
-    Links that lead out of it lead to the same place.
-    """
-
-    def ignored(base: str, names: list[str]) -> list[str]:
-        return [name for name in names if name == ".dtctl" or os.path.join(base, name) == runs]
-
-    size, links = 0, []
-    for base, folders, names in os.walk(code):
-        folders[:] = [name for name in folders if name not in ignored(base, folders)]
-        for path in (os.path.join(base, name) for name in (*names, *folders)):
-            if not os.path.islink(path):
-                size += os.lstat(path).st_size
-            elif not os.path.isabs(os.readlink(path)):
-                target = os.path.normpath(os.path.join(base, os.readlink(path)))
-                if not (target + "/").startswith(code + "/"):
-                    links.append((os.path.relpath(path, code), target))
-    if size > MOST_COPIED_BYTES:
-        return "%s holds %d MiB, too much to be copied for a run: name a smaller folder as `job.files.root`" % (
-            code, size >> 20,
-        )  # fmt: skip
-    shutil.copytree(code, top, symlinks=True, ignore=ignored)
-    for name, target in links:
-        os.unlink(os.path.join(top, name))
-        os.symlink(target, os.path.join(top, name))
-    return ""
-
-
-def rows(top: str) -> list[tuple[str, int, int]]:
-    """Path, size and time (ns) of all files, by which what the job writes is told from them; as supervisor/work.py."""
-    listed = []
-    for base, folders, names in os.walk(os.fsencode(top)):
-        for name in (*names, *(name for name in folders if os.path.islink(os.path.join(base, name)))):
-            path = os.path.join(base, name)
-            info = os.lstat(path)
-            listed.append((os.path.relpath(path, os.fsencode(top)).decode("latin-1"), info.st_size, info.st_mtime_ns))
-    return listed
 
 
 def outputs(request: Json) -> Json:
     """Number and bytes of the files that a run has made or changed, or of those below some paths."""
-    top = os.path.join(request["folder"], "work")
-    with open(os.path.join(request["folder"], "work.json"), encoding="utf-8") as file:
-        pushed = {tuple(row) for row in json.load(file)["files"]}
-    below = [path.strip("/") for path in request["paths"]]
-    sizes = [
-        size
-        for tree in ([os.path.realpath(os.path.join(top, path)) for path in below] or [top])
-        for path, size, mtime in rows(tree)
-        if below or ((path, size, mtime) not in pushed and "__pycache__" not in path)
-    ]
-    return {"files": len(sizes), "bytes": sum(sizes)}
-
-
-def go_on(path: str, top: str, earlier: str) -> None:
-    """Let the run go on in what an earlier one has put out, where it lies."""
-    theirs, ours = os.path.realpath(os.path.join(earlier, path)), os.path.join(top, path.rstrip("/"))
-    if not os.path.exists(theirs):
-        return
-    if os.path.isdir(ours) and not os.path.islink(ours):
-        shutil.rmtree(ours)
-    elif os.path.lexists(ours):
-        os.unlink(ours)
-    os.makedirs(os.path.dirname(ours), exist_ok=True)
-    os.symlink(theirs, ours)
+    put_out = work.summary(request["folder"], request["paths"])
+    return {"files": put_out.files, "bytes": put_out.bytes}
 
 
 def submit(request: Json) -> Json:
     """Test the batch file and submit it; secrets come with the request, so that no argument list shows them."""
     file = os.path.join(request["folder"], "job.sbatch")
+    os.umask(int(os.environ["DTCTL_UMASK"], 8))  # Slurm gives the job that of sbatch
     with open(file, encoding="utf-8") as opened:
         env, ignored, used = environment(opened.read())
     env.update(request["env"])
@@ -213,6 +147,8 @@ def environment(text: str) -> tuple[dict[str, str], list[str], list[str]]:
     used: list[str] = []
     options = set(re.findall(r"^#SBATCH --([a-z-]+)", text, re.MULTILINE))
     for name, value in os.environ.items():
+        if name == "DTCTL_UMASK":
+            continue
         if name.startswith("SBATCH_"):
             counts = name in DEFAULTS and DEFAULTS[name] not in options
             (used if counts else ignored).append(name)
@@ -542,10 +478,31 @@ OPS = {
     "offer": offer, "place": place, "fill": fill, "submit": submit, "find": find, "test": test, "look": look,
     "state": standing, "left": left, "outputs": outputs,
 }  # fmt: skip
-os.environ["SLURM_TIME_FORMAT"] = "standard"
-request = json.load(sys.stdin)
-try:
-    answer = OPS[request["op"]](request)
-except OSError as exc:
-    answer = {"error": "%s: %s" % (exc.filename or request["op"], exc.strerror)}
-json.dump(answer, sys.stdout)
+
+
+class SlurmRequests(NodeRequests):
+    """Answers to a control machine that submits a job, or follows one."""
+
+    KINDS = by_op(AskSlurm)
+    IDLE_LIMIT_S = 60.0
+
+    def answer(self, request: Message) -> int:
+        """Answer one, which is the last one."""
+        asked = b""
+        while isinstance(request, AskSlurm) and len(asked) < request.bytes:
+            frame = self.link.receive()
+            if frame is None:
+                raise frames.BrokenFrame("the stream ended inside a request")
+            asked += frame[2]
+        answer = json.dumps(answer_request(json.loads(asked.decode()))).encode()
+        self.link.send_bytes(answer)
+        return 0
+
+
+def answer_request(request: Json) -> Json:
+    """Answer one of `OPS`."""
+    os.environ["SLURM_TIME_FORMAT"] = "standard"
+    try:
+        return OPS[request["op"]](request)
+    except OSError as exc:
+        return {"error": "%s: %s" % (exc.filename or request["op"], exc.strerror)}
