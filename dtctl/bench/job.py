@@ -24,7 +24,7 @@ from dtctl.spec.model import Files, Spec
 MARK = "DTCTL-BENCH "
 SCRIPT = "worker.py"
 WORKER = "dtctl.bench.worker"
-CODE = (WORKER, "dtctl.__init__", "dtctl.doctor.__init__", "dtctl.doctor.rounds")
+CODE = (WORKER, "dtctl.__init__", "dtctl.doctor.__init__", "dtctl.doctor.rounds", "dtctl.doctor.worker")
 TRAINING = {"width": 512, "depth": 4, "batch": 256, "steps": 7}
 """Four layers of 512 x 512: 4 MiB of gradients, and enough work that a step is not only communication."""
 

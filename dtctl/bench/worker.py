@@ -6,10 +6,10 @@ was measured, a line each that begins with MARK.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 from dtctl.doctor.rounds import all_pairs
+from dtctl.doctor.worker import add_numbers, make_numbers, time_calls
 
 MARK = "DTCTL-BENCH "
 WORD = 4
 P2P_REPEATS = 5
 """Both sides have to call equally often, so that the number is fixed beforehand."""
-PERIOD = 251
-"""Values are small whole numbers, so that float32 adds them exactly on any number of workers that there is."""
 
 
 def report(**facts: Any) -> None:
@@ -33,15 +32,7 @@ def report(**facts: Any) -> None:
         sys.stdout.flush()
 
 
-def values(rank: int, count: int, device: torch.device, shift: int = 0) -> torch.Tensor:
-    """What a rank brings: different on every rank and at every place."""
-    return ((torch.arange(count, device=device) + shift) % PERIOD + rank % 16).to(torch.float32)
-
-
-def summed(world: int, count: int, device: torch.device, shift: int = 0) -> torch.Tensor:
-    """The sum of `values` over all ranks."""
-    places = (torch.arange(count, device=device) + shift) % PERIOD
-    return (places * world + sum(rank % 16 for rank in range(world))).to(torch.float32)
+values, summed = functools.partial(make_numbers, torch), functools.partial(add_numbers, torch)
 
 
 class Operation:
@@ -161,7 +152,9 @@ def over_ranks(number: float, device: torch.device, reduction: Any = dist.Reduce
     return float(tensor)
 
 
-def timed(call: Callable[[], Any], device: torch.device, *, repeats: int, warm_up: int, seconds: float) -> float:
+def time_together(
+    call: Callable[[], Any], device: torch.device, *, repeats: int, warm_up: int, seconds: float
+) -> float:
     """Seconds that one call takes, on the rank that needs longest.
 
     Args:
@@ -171,27 +164,18 @@ def timed(call: Callable[[], Any], device: torch.device, *, repeats: int, warm_u
         warm_up: calls before the clock starts.
         seconds: about how long it may take altogether; the repeats are lowered to that.
     """
-    for _ in range(warm_up):
-        call()
-    finish(device)
+    slowest = functools.partial(over_ranks, device=device, reduction=dist.ReduceOp.MAX)
+    time_calls(torch, gpus_of(device), call, 1, warm_up=warm_up)
     dist.barrier()
-    begun = time.perf_counter()
-    call()
-    finish(device)
-    once = over_ranks(time.perf_counter() - begun, device, dist.ReduceOp.MAX)
+    once = slowest(time_calls(torch, gpus_of(device), call, 1, warm_up=0))
     repeats = max(1, min(repeats, int(seconds / max(once, 1e-9))))
     dist.barrier()
-    begun = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    finish(device)
-    return over_ranks((time.perf_counter() - begun) / repeats, device, dist.ReduceOp.MAX)
+    return slowest(time_calls(torch, gpus_of(device), call, repeats, warm_up=0))
 
 
-def finish(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def gpus_of(device: torch.device) -> list[torch.device]:
+    """Return what has to be waited for."""
+    return [device] if device.type == "cuda" else []
 
 
 def collectives(request: dict[str, Any], device: torch.device) -> None:
@@ -201,7 +185,7 @@ def collectives(request: dict[str, Any], device: torch.device) -> None:
             operation = Operation(op, size, device)
             wrong = int(over_ranks(operation.wrong(), device))
             limits = {name: request[name] for name in ("repeats", "warm_up", "seconds")}
-            seconds = timed(operation.call, device, **limits)
+            seconds = time_together(operation.call, device, **limits)
             report(op=op, size=operation.size, seconds=seconds, wrong=wrong)
 
 
@@ -245,7 +229,6 @@ def _measure_direction(sender: int, receiver: int, count: int, repeats: int, dev
             dist.send(token, sender)
 
     trip(data)
-    finish(device)
     wrong = 0 if mine else _differ(data, values(sender, count, device))
     round_trip_s = _median(lambda: trip(data), repeats, device)
     empty = _median(lambda: trip(token), repeats, device)
@@ -253,12 +236,7 @@ def _measure_direction(sender: int, receiver: int, count: int, repeats: int, dev
 
 
 def _median(call: Callable[[], None], repeats: int, device: torch.device) -> float:
-    took = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        call()
-        finish(device)
-        took.append(time.perf_counter() - begun)
+    took = [time_calls(torch, gpus_of(device), call, 1, warm_up=0) for _ in range(repeats)]
     return sorted(took)[len(took) // 2]
 
 
@@ -288,15 +266,16 @@ def _steps(request: dict[str, Any], device: torch.device, group: Any) -> tuple[f
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     torch.manual_seed(1 + dist.get_rank())
     data = torch.randn(batch, width, device=device)
-    took = []
-    for _ in range(2 + request["training"]["steps"]):
-        dist.barrier(group)
-        begun = time.perf_counter()
+
+    def step() -> None:
         optimizer.zero_grad()
         model(data).square().mean().backward()
         optimizer.step()
-        finish(device)
-        took.append(time.perf_counter() - begun)
+
+    took = []
+    for _ in range(2 + request["training"]["steps"]):
+        dist.barrier(group)
+        took.append(time_calls(torch, gpus_of(device), step, 1, warm_up=0))
     first = next(bare.parameters()).detach().sum().double().reshape(1)
     low, high = first.clone(), first.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, group)

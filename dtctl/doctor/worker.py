@@ -1,8 +1,9 @@
 """What a node's Python runs for the doctor: torch, and one collective after another, as asked in JSON lines.
 
-Sent as text, never imported by the control plane. Each line of input asks for one round: rank, world, address, port,
-backend, timeout_s, and `gpu`, where each GPU of a node has a process of its own; or, with `what: gpus`, for figures of
-this node's GPUs. The answers name the stage that was reached; the last of a round has `final`.
+Sent as text, never imported by the control plane; the workers of `dtctl bench` use its sums and its clock. Each line of
+input asks for one round: rank, world, address, port, backend, timeout_s, and `gpu`, where each GPU of a node has a
+process of its own; or, with `what: gpus`, for figures of this node's GPUs. The answers name the stage that was reached;
+the last of a round has `final`.
 """
 
 from __future__ import annotations
@@ -75,23 +76,26 @@ def all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
     dist.barrier()
     say(stage="group")
     count = COUNT[backend]
-    places = torch.arange(count, device=device) % PERIOD
-    data = (places + rank % 16).to(torch.float32)
+    data = make_numbers(torch, rank, count, device)
     dist.all_reduce(data)
-    wrong = int((data != (places * world + sum(other % 16 for other in range(world)))).sum())
+    wrong = int((data != add_numbers(torch, world, count, device)).sum())
     say(stage="sum", wrong=wrong + bad)
-    for _ in range(WARM_UP[backend]):
-        dist.all_reduce(data.fill_(1.0))
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    begun = time.perf_counter()
-    for _ in range(TIMED):
-        dist.all_reduce(data)
-    if on_gpu:  # what was measured until here is how long it takes to ask for sums
-        torch.cuda.synchronize(device)
-    seconds = (time.perf_counter() - begun) / TIMED
+    data.fill_(1.0)
+    gpus = [device] if on_gpu else []
+    seconds = time_calls(torch, gpus, lambda: dist.all_reduce(data), TIMED, warm_up=WARM_UP[backend])
     dist.barrier()
     say(stage="done", bytes=count * 4, seconds=seconds, final=True)
+
+
+def make_numbers(torch: Any, rank: int, count: int, device: Any, shift: int = 0) -> Any:
+    """Return what a rank adds: small whole numbers, different on every rank and at every place."""
+    return ((torch.arange(count, device=device) + shift) % PERIOD + rank % 16).to(torch.float32)
+
+
+def add_numbers(torch: Any, world: int, count: int, device: Any, shift: int = 0) -> Any:
+    """Return the sum of these over all ranks, which float32 holds exactly on any number of workers that there is."""
+    places = (torch.arange(count, device=device) + shift) % PERIOD
+    return (places * world + sum(rank % 16 for rank in range(world))).to(torch.float32)
 
 
 def wrong_gpus(torch: Any) -> int:
@@ -148,12 +152,12 @@ def figures(torch: Any, index: int) -> dict[str, float]:
     # Before 2020 tensor cores took fp16 alone; HIP counts its GPUs otherwise, and all of them take bf16.
     half = torch.bfloat16 if torch.version.hip or torch.cuda.get_device_capability(index)[0] >= 8 else torch.float16
     one = torch.randn(WIDTH, WIDTH, device=device, dtype=half)
-    product_s = timed(torch, device, lambda: one @ one, 20)
+    product_s = time_calls(torch, [device], lambda: one @ one, 20)
     there = torch.empty(COPIED, dtype=torch.uint8, device=device)
     here = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
-    to_s = timed(torch, device, lambda: there.copy_(here, non_blocking=True), 5)
-    from_s = timed(torch, device, lambda: here.copy_(there, non_blocking=True), 5)
-    within_s = timed(torch, device, lambda: there.clone(), 10)  # noqa: PLW0108 - made and dropped each time
+    to_s = time_calls(torch, [device], lambda: there.copy_(here, non_blocking=True), 5)
+    from_s = time_calls(torch, [device], lambda: here.copy_(there, non_blocking=True), 5)
+    within_s = time_calls(torch, [device], lambda: there.clone(), 10)  # noqa: PLW0108 - made and dropped each time
     return {
         "tflops": 2 * WIDTH**3 / product_s / 1e12,
         "to_gb_s": COPIED / to_s / 1e9,
@@ -169,18 +173,26 @@ def sum_of_node(torch: Any, count: int) -> float:
     def add_up() -> None:
         torch.cuda.nccl.all_reduce(data)
 
-    seconds = timed(torch, None, add_up, 5)
+    seconds = time_calls(torch, range(count), add_up, 5)
     return COUNT["nccl"] * 4 / seconds / 1e9 * 2 * (count - 1) / count
 
 
-def timed(torch: Any, device: Any, action: Any, times: int) -> float:
-    """Seconds of one call, after three that do not count; `device` None stands for all of them."""
+def time_calls(torch: Any, gpus: Any, action: Any, times: int, *, warm_up: int = 3) -> float:
+    """Return the seconds of one call, after some that do not count.
+
+    Args:
+        torch: the module.
+        gpus: those that the call uses; what a call takes without waiting for them is the time to ask for it.
+        action: is called.
+        times: how often it is timed.
+        warm_up: how often it is called before.
+    """
 
     def wait() -> None:
-        for one in range(torch.cuda.device_count()) if device is None else [device]:
-            torch.cuda.synchronize(one)
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
 
-    for _ in range(3):
+    for _ in range(warm_up):
         action()
     wait()
     begun = time.perf_counter()
