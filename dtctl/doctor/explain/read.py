@@ -117,7 +117,7 @@ def _agreed(tables: Sequence[dict[_Key, str]]) -> dict[_Key, str]:
 def _layout(plan: Path) -> LogLayout:
     try:
         found = json.loads(folders.read_regular(str(plan), PLAN_BYTES))
-        nodes: list[dict[str, Any]] = found["nodes"] if validate_records.plan(found) else []
+        nodes: list[dict[str, Any]] = validate_records.PLAN(found)["nodes"]
         node_of = {node["first_rank"] + i: node["name"] for node in nodes for i in range(node["slots"])}
         return LogLayout(
             node_of=node_of,

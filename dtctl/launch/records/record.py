@@ -331,8 +331,7 @@ class RunRecord:
 
         try:
             stored = json.loads(folders.read_regular(str(self.folder / RUN_FILE), RUN_BYTES))
-            if not validate_records.info(stored):
-                raise TypeError("a field has a value of another kind")
+            validate_records.INFO(stored)
             return RunInfo(**stored)
         except (OSError, ValueError, TypeError, RecursionError) as exc:
             raise LaunchError(f"{self.run} is not a run that dtctl can read", where=str(self.folder)) from exc
@@ -360,13 +359,14 @@ class RunRecord:
 
     def plan(self) -> dict[str, Any]:
         """The plan of the newest attempt as plain data; empty when none was made."""
-        try:
-            stored: dict[str, Any] = json.loads(folders.read_regular(str(self.folder / names.PLAN_FILE), PLAN_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return {}
         from dtctl.launch.records import validate_records
 
-        return stored if validate_records.plan(stored) else {}
+        try:
+            stored: dict[str, Any] = json.loads(folders.read_regular(str(self.folder / names.PLAN_FILE), PLAN_BYTES))
+            validate_records.PLAN(stored)
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return stored
 
     def whole_plan(self) -> dict[str, Any]:
         """The plan of the newest attempt, with all that acting on it needs.
@@ -377,9 +377,10 @@ class RunRecord:
         stored = self.plan()
         if not stored:
             raise LaunchError(f"run {self.run} was never started", where=str(self.folder))
-        from dtctl.launch.records import validate_records
-
-        if not validate_records.whole_plan(stored):
+        nodes = stored.get("nodes")
+        needed = {"workdir", "slots", "env", "setup", "python"}
+        is_whole = stored.keys() >= {"attempt", "rendezvous"} and all(needed <= node.keys() for node in nodes or ())
+        if not nodes or not is_whole:
             raise LaunchError(f"the plan of run {self.run} is incomplete", where=str(self.folder / names.PLAN_FILE))
         return stored
 

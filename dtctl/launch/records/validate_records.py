@@ -9,36 +9,12 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from dtctl.schema import (
-    Check,
-    InvalidMessage,
-    flag,
-    form,
-    integer,
-    list_of,
-    moment,
-    nullable,
-    text,
-)
+from dtctl.schema import flag, form, integer, list_of, mapping_of, moment, nullable, text
 from dtctl.schema import number as finite
 from dtctl.supervisor.messages.base import COUNT, WORKERS
 
 _WORD: Final = text(4096)
 _TEXT: Final = text(1 << 20)
-
-
-def _texts(value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise InvalidMessage("not an object")
-    return {_WORD(name): _WORD(item) for name, item in value.items()}
-
-
-def _partial_form(**optional: Check[Any]) -> Check[Any]:
-    """An object that has these or lacks them; more may be in it."""
-    return form(optional=optional)
-
-
-_NAMES: Final = list_of(_WORD)
 _NODE: Final = form(
     name=_WORD,
     optional={
@@ -47,40 +23,20 @@ _NODE: Final = form(
         "gres": nullable(_WORD), "host": _WORD, "env": list_of(form(name=_WORD, value=_TEXT, origin=_WORD)),
     },
 )  # fmt: skip
-_PLAN: Final = _partial_form(
-    nodes=list_of(_NODE), run=_WORD, job=_WORD, kind=_WORD, transport=_WORD, attempt=COUNT, max_restarts=finite,
-    rendezvous=form(address=_WORD, port=integer(0, 65_535)), world_size=COUNT, grace_s=finite, secrets=_NAMES,
-    notes=list_of(_TEXT), threads=nullable(form(number=integer(1, 1 << 16), reason=_TEXT)),
+PLAN: Final = form(
+    optional={
+        "nodes": list_of(_NODE), "run": _WORD, "job": _WORD, "kind": _WORD, "transport": _WORD, "attempt": COUNT,
+        "max_restarts": finite, "rendezvous": form(address=_WORD, port=integer(0, 65_535)), "world_size": COUNT,
+        "grace_s": finite, "secrets": list_of(_WORD), "notes": list_of(_TEXT),
+        "threads": nullable(form(number=integer(1, 1 << 16), reason=_TEXT)),
+    },
 )  # fmt: skip
-_INFO: Final = form(
+"""A plan: nodes with names, numbers of workers and variables."""
+INFO: Final = form(
     run=_WORD, token=_WORD, pid=integer(-(1 << 63)), started=moment, spec=_WORD, command=list_of(_TEXT), detached=flag,
-    optional={"pid_started": COUNT, "boot": _WORD, "slurm": flag, "snapshots": _texts},
+    optional={"pid_started": COUNT, "boot": _WORD, "slurm": flag, "snapshots": mapping_of(_WORD, _WORD)},
 )  # fmt: skip
-
-
-def _is(check: Check[Any], value: Any) -> bool:
-    try:
-        check(value)
-    except InvalidMessage:
-        return False
-    return True
-
-
-def info(value: Any) -> bool:
-    """Whether this says who launched a run."""
-    return _is(_INFO, value)
-
-
-def plan(value: Any) -> bool:
-    """Whether this is a plan: nodes with names, numbers of workers and variables."""
-    return _is(_PLAN, value)
-
-
-def whole_plan(value: dict[str, Any]) -> bool:
-    """Whether a plan that makes sense also lacks nothing."""
-    if not {"nodes", "attempt", "rendezvous"} <= value.keys() or not value["nodes"]:
-        return False
-    return all({"workdir", "slots", "env", "setup", "python"} <= node.keys() for node in value["nodes"])
+"""Who has launched a run."""
 
 
 def number(value: Any) -> bool:
