@@ -118,21 +118,20 @@ def _reached(names: list[str]) -> dict[str, types.CodeType]:
     while names:
         name = names.pop()
         if name not in codes:
-            codes[name] = _compiled(name)
-            names += _imports(codes[name])
+            codes[name] = _compiled(name, names)
     return codes
 
 
 def _imports(code: types.CodeType) -> list[str]:
     """Return modules of dtctl, all of those that code imports: `from dtctl.supervisor import frames` and the like."""
-    names = [name for name in code.co_names if name.partition(".")[0] == "dtctl"]
+    packages = [name for name in code.co_names if name.startswith("dtctl")]
+    if not packages:
+        return []
     listed = {each for constant in code.co_consts if isinstance(constant, tuple) for each in constant}
-    found = [name for name in names if name not in PACKAGES]
-    found += [f"{name}.{leaf}" for name in names if name in PACKAGES for leaf in _modules_of(name) & listed]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found += _imports(constant)
-    return found
+    found = [name for name in packages if name not in PACKAGES]
+    return found + [
+        f"{name}.{leaf}" for name in packages if name in PACKAGES for leaf in sorted(_modules_of(name) & listed)
+    ]
 
 
 @functools.cache
@@ -140,19 +139,20 @@ def _modules_of(package: str) -> frozenset[str]:
     return frozenset(each.name[:-3] for each in resources.files(package).iterdir() if each.name.endswith(".py"))
 
 
-def _compiled(name: str) -> types.CodeType:
-    """A module's code, which names no file of this machine."""
+def _compiled(name: str, imports: list[str]) -> types.CodeType:
+    """A module's code, which names no file of this machine; the modules that it imports are added to `imports`."""
     spec = importlib.util.find_spec(name)
     loader = spec.loader if spec is not None else None
     # From the file that Python has compiled already, when it has.
     code = loader.get_code(name) if isinstance(loader, importlib.abc.InspectLoader) else None
     file_name = f"{name.replace('.', '/')}.py"
-    return _renamed(code, file_name) if code is not None else compile(_text(name), file_name, "exec", dont_inherit=True)
+    return _renamed(code or compile(_text(name), file_name, "exec", dont_inherit=True), file_name, imports)
 
 
-def _renamed(code: types.CodeType, file_name: str) -> types.CodeType:
+def _renamed(code: types.CodeType, file_name: str, imports: list[str]) -> types.CodeType:
+    imports += _imports(code)
     inner = tuple(
-        _renamed(constant, file_name) if isinstance(constant, types.CodeType) else constant
+        _renamed(constant, file_name, imports) if isinstance(constant, types.CodeType) else constant
         for constant in code.co_consts
     )
     return code.replace(co_filename=file_name, co_consts=inner)
