@@ -30,7 +30,7 @@ def ask(site: Site, python: str, kind: type[A], **request: object) -> A:
     stdin = [bootstrap.opening("", find_module(first.op)[0]), frames.pack_json(first), *frames.pack_bytes(asked)]
     done = site.run(bootstrap.arguments(python), stdin=b"".join(stdin))
     try:
-        return parse(kind, request, _answer(done.out, site.name), node=site.name)
+        return parse(kind, request, _answer(done.data, site.name), node=site.name)
     except AgentRefused as exc:
         if str(exc).startswith(("sbatch:", "scontrol:")):
             raise missing(site) from None

@@ -28,8 +28,14 @@ class Done:
     """A command that has ended."""
 
     code: int
-    out: bytes
+    data: bytes
+    """What it has printed."""
     err: str
+
+    @property
+    def out(self) -> str:
+        """The same as text."""
+        return _text(self.data)
 
 
 class Site(Protocol):
@@ -82,8 +88,8 @@ class LocalSite:
         except subprocess.TimeoutExpired:
             raise _timeout_error(argv, limit_s, self.name) from None
         except FileNotFoundError:
-            return Done(code=127, out=b"", err=f"{argv[0]}: not found")
-        return Done(code=done.returncode, out=done.stdout, err=_text(done.stderr))
+            return Done(code=127, data=b"", err=f"{argv[0]}: not found")
+        return Done(code=done.returncode, data=done.stdout, err=_text(done.stderr))
 
     @property
     def target(self) -> Target:
@@ -139,7 +145,7 @@ class LoginSite:
             if self._connection is not None and self._connection.alive():
                 raise _timeout_error(argv, limit_s, self.name)
             raise ConnectError("the link was lost", node=self.name)
-        return Done(code=code, out=out, err=_text(err))
+        return Done(code=code, data=out, err=_text(err))
 
     def close(self) -> None:
         """See `Site`."""
