@@ -40,7 +40,7 @@ def sum_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
         A number below 2^64.
     """
     total = 0
-    for name, tensor in tensors.items():
+    for name, tensor in _as_strided(tensors).items():
         shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
         if hasattr(tensor, "device_mesh"):
             from dtctl.runtime.snapshot.format.pieces import box_of
@@ -48,6 +48,18 @@ def sum_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
             offset, tensor = box_of(tensor)[0], tensor.to_local()  # type: ignore[attr-defined]
         total += weigh_name(name) * sum_part(tensor, shape, offset)
     return total % MODULUS
+
+
+def _as_strided(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with places and values apart of what is sparse, such as gradients of an embedding."""
+    strided: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.sparse_coo:
+            whole = tensor.coalesce()
+            strided |= {f"{name}\0indices": whole.indices(), f"{name}\0values": whole.values()}
+        else:
+            strided[name] = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return strided
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -371,10 +371,13 @@ class Trainer:
                 # Not in the handler, which would hold on to the passes that are to be repeated.
                 if not recovery.heal(self, error):
                     raise error
+            saved = (
+                "without a snapshot, before it was known whether it is exact" if self._is_held else "with a snapshot"
+            )
             if outcome is Outcome.STOPPED:
                 self._step_ahead()
         if self.worker.is_first and outcome is Outcome.STOPPED:
-            say(f"stopped after step {self.step} of {self.steps}, with a snapshot")
+            say(f"stopped after step {self.step} of {self.steps}, {saved}")
         return outcome
 
     def _steps(self, asked: StopRequest) -> Outcome:
@@ -685,6 +688,8 @@ class Trainer:
             if not self.guard.always:
                 self.guard.judge(self.step, self._norm())
             parts, facts = self.state.collect(in_pieces=True)
+            # How often they are made follows from what they cost, and the sums of steps are a part of it.
+            began_s -= self.recorder.take_spent_s()
             memory.save(self.step, parts, {**self.counters(), **facts}, began_s=began_s)
         self._record_next_steps(memory.saver)
 

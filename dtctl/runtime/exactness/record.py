@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -162,10 +163,11 @@ class StepRecorder:
         self._targets: list[_Target] = []
         self._expected: _Expected | None = None
         self._wanted: set[int] = set()
-        self._gradient: tuple[int, int] | None = None
-        """Step, and the sum of this worker's pieces."""
-        self._update: tuple[int, int] | None = None
+        self._gradient: tuple[int, int | None] | None = None
+        """Step, and the sum of this worker's pieces; None of tensors that show no bits."""
+        self._update: tuple[int, int | None] | None = None
         self._loss: tuple[int, int | None] | None = None
+        self._spent_s = 0.0
 
     @property
     def is_pending(self) -> bool:
@@ -238,6 +240,7 @@ class StepRecorder:
         """The parameters of which this worker's piece counts: each piece of all workers' once. Collective at first."""
         if self._owned is None:
             names = name_parameters(self._model, self._optimizer)
+            names = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
             parameters = {name: parameter.detach() for parameter, name in names.items()}
             mine = Division(self._worker, lambda _: False).mine(local({"parameters": parameters}))
             self._owned = {name: parameter for parameter, name in names.items() if name in mine.get("parameters", {})}
@@ -245,14 +248,23 @@ class StepRecorder:
 
     def take_gradient(self, number: int, loss: torch.Tensor | None) -> None:
         """Take the gradients of a step, before they are clipped, and this worker's loss."""
+        began_s = time.perf_counter()
         owned = self._owned or {}
         gradients = {name: tensor.grad for name, tensor in owned.items() if tensor.grad is not None}
-        self._gradient = number, sum_tensors(gradients)
-        self._loss = number, None if loss is None else sum_tensors({"loss": loss})
+        self._gradient = number, _sum_if_possible(gradients)
+        self._loss = number, None if loss is None else _sum_if_possible({"loss": loss})
+        self._spent_s += time.perf_counter() - began_s
 
     def take_update(self, number: int) -> None:
         """Take the parameters after a step."""
-        self._update = number, sum_tensors(self._owned or {})
+        began_s = time.perf_counter()
+        self._update = number, _sum_if_possible(self._owned or {})
+        self._spent_s += time.perf_counter() - began_s
+
+    def take_spent_s(self) -> float:
+        """Return the seconds that sums have taken since this was last asked."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
 
     def exchange(self, step: int) -> Verdict | None:
         """Bring together what a step came to, record it, and compare it; collective.
@@ -302,6 +314,14 @@ class StepRecorder:
             verdict="not-confirmed" if expected.known else "exact", step=expected.step, steps=expected.repeated,
             why=expected.known,
         )  # fmt: skip
+
+
+def _sum_if_possible(tensors: Mapping[str, torch.Tensor]) -> int | None:
+    """The sum; None of tensors of a class of its own that has no plain numbers, which must not end a training."""
+    try:
+        return sum_tensors(tensors)
+    except (RuntimeError, TypeError, NotImplementedError, ValueError):
+        return None
 
 
 def to_text(rows: Sequence[StepBits]) -> str:

@@ -72,6 +72,14 @@ def test_a_gpu_adds_up_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parts % MODULUS == add_up(whole)
 
 
+def test_sparse_gradients_have_bits() -> None:
+    dense = torch.zeros(9, 4)
+    dense[[2, 5]] = make(torch.float32, (2, 4))
+    moved = dense.roll(1, 0)
+    assert sum_tensors({"a": dense.to_sparse()}) == sum_tensors({"a": dense.clone().to_sparse()})
+    assert sum_tensors({"a": dense.to_sparse()}) != sum_tensors({"a": moved.to_sparse()})
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_changes_show(dtype: torch.dtype) -> None:
     source, tensor = random.Random(3), make(dtype, (64, 32))

@@ -252,6 +252,21 @@ def test_a_stop_takes_two_more_steps_for_the_record(
     assert "exact: steps 6 to 7 repeated bit for bit" in capsys.readouterr().out
 
 
+def test_a_stop_before_the_verdict_keeps_nothing(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    begin(make)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if trainer.step == HALF:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return squared(model, batch)
+
+    capsys.readouterr()
+    trainer = make({**SETTINGS, "require_exact": True}, loss=loss)
+    assert trainer.run() is Outcome.STOPPED
+    assert not missing(capsys.readouterr().out, "stopped 7 12 without snapshot exact")
+    assert [step for step, _ in layout.listing(Path("snapshots"))] == [HALF]
+
+
 def test_snapshots_at_every_step_have_a_record_each(make: Make) -> None:
     make({**SETTINGS, "snapshot": {"every_steps": 1, "keep": 99}}, model=network()).run()
     found = {
