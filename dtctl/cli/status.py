@@ -130,6 +130,8 @@ def _show_left(record: RunRecord) -> None:
 def _show_recoveries(state: RunState) -> None:
     for number, reason in enumerate(state.restarts, 1):
         output.out(f"restart {number}: {reason}", "yellow")
+    if state.resume is not None:
+        output.out(state.resume.told)
     shown = state.heals[-SHOWN_HEALS:]
     for number, text in enumerate(shown, len(state.heals) - len(shown) + 1):
         output.out(f"heal {number}: {text}", "yellow")

@@ -508,6 +508,8 @@ class Trainer:
         """
         if verdict is None:
             return
+        if self.worker.is_first:
+            self.report.progress.tell_resume(confirmed=verdict.document())
         if verdict.verdict == "not-exact" and self.config.require_exact:
             raise SnapshotError(
                 f"going on from step {verdict.step} is {verdict.describe()}",
@@ -775,6 +777,9 @@ class Trainer:
                 )
         if self.worker.is_first:
             say("\n".join(lines))
+            if known is not None:
+                told = {"step": self.step, "verdict": None, "steps": 0, "differs": None, "why": known}
+                self.report.progress.tell_resume(resumed=told)
         self._conclude_resume(verdict)
 
     def _expect(self, point: resume.ResumePoint, known: Sequence[str]) -> Verdict | None:

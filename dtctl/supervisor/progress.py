@@ -6,12 +6,13 @@ for them to be read, so that one that is stopped, stuck or dead can be seen to s
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import time
 
 from dtctl import node_facts
-from dtctl.supervisor.messages.attempt import WorkerProgress
+from dtctl.supervisor.messages.attempt import ResumeVerdict, WorkerProgress
 
 FIELDS = (
     "pid", "signal", "phase", "step", "place", "noted_ns", "first", "begun_ns", "slowest_ns", "stall_ns",
@@ -19,6 +20,8 @@ FIELDS = (
 )  # fmt: skip
 RECORD = struct.Struct(f"@8s{len(FIELDS)}Q")
 MAGIC = b"dtctl-p3"
+RESUME_SUFFIX = ".resume"
+"""Of a file beside it, JSON, in which the first worker tells whether it has gone on as before."""
 
 
 def read(folder: str) -> list[WorkerProgress]:
@@ -27,6 +30,7 @@ def read(folder: str) -> list[WorkerProgress]:
         file_names = os.listdir(folder)
     except OSError:
         return []
+    resumed = {name[: -len(RESUME_SUFFIX)] for name in file_names if name.endswith(RESUME_SUFFIX)}
     reports = []
     for name in file_names:
         if name.startswith("rank-") and name[5:].isdigit():
@@ -36,11 +40,22 @@ def read(folder: str) -> list[WorkerProgress]:
             except OSError:
                 continue
             if len(data) == RECORD.size and data[:8] == MAGIC:
-                reports.append(report(int(name[5:]), RECORD.unpack(data)[1:], time.monotonic_ns()))
+                told = read_resume(os.path.join(folder, name + RESUME_SUFFIX)) if name in resumed else {}
+                reports.append(report(int(name[5:]), RECORD.unpack(data)[1:], time.monotonic_ns(), told))
     return reports
 
 
-def report(rank: int, numbers: tuple[int, ...], now_ns: int) -> WorkerProgress:
+def read_resume(path: str) -> dict[str, ResumeVerdict]:
+    """What a worker tells of a resume; nothing of a file that is not what a worker writes."""
+    try:
+        with open(path, "rb") as file:
+            told = json.loads(file.read(1 << 20))
+        return {name: ResumeVerdict.parse(told[name]) for name in ("resumed", "confirmed") if name in told}
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+
+
+def report(rank: int, numbers: tuple[int, ...], now_ns: int, told: dict[str, ResumeVerdict]) -> WorkerProgress:
     """A worker's record for the control machine; clocks are the node's, so times are sent as ages in seconds."""
     record = dict(zip(FIELDS, numbers))  # noqa: B905 - `strict` is newer than Python 3.8
     return WorkerProgress(
@@ -60,4 +75,5 @@ def report(rank: int, numbers: tuple[int, ...], now_ns: int) -> WorkerProgress:
         stall_s=record["stall_ns"] / 1e9,
         evaluation_s=record["evaluation_ns"] / 1e9,
         state=node_facts.state(record["pid"]),
+        **told,
     )

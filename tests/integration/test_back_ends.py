@@ -262,11 +262,26 @@ def test_a_fault_is_recorded_alike_on_all_back_ends(
 ) -> None:
     if name == "a worker lacks memory" and not os.access("/sys/fs/cgroup/memory", os.W_OK):
         pytest.skip("no memory cgroup of version 1 can be made here")
-    found = outcomes(base, sandbox_env, cluster, FAULTS[name])
-    first, *others = FAULTS[name].back_ends
-    assert '"event": "done"' in found[first][-1]
-    for other in others:
-        assert "\n".join([other, *found[other]]) == "\n".join([other, *found[first]])
+    require_alike(lambda: outcomes(base, sandbox_env, cluster, FAULTS[name]))
+
+
+def require_alike(take: Callable[[], dict[str, list[str]]]) -> None:
+    """See that the same is recorded on all back ends.
+
+    What a busy machine makes of the order of two events is another thing each time. What back ends do otherwise is the
+    same each time, so a difference counts if it is there twice.
+    """
+    differing = []
+    for _ in range(2):
+        found = take()
+        first, *others = found
+        assert '"event": "done"' in found[first][-1]
+        texts = {name: "\n".join([*lines]) for name, lines in found.items()}
+        if all(texts[other] == texts[first] for other in others):
+            return
+        differing.append({other: (texts[other], texts[first]) for other in others if texts[other] != texts[first]})
+    for other in differing[0].keys() & differing[1].keys():
+        assert differing[1][other][0] == differing[1][other][1], other
 
 
 @pytest.mark.slow
@@ -280,6 +295,11 @@ def test_a_lost_node_is_recorded_alike_over_ssh_and_under_slurm(
             faults.kill(cluster, cluster.nodes[1])
 
     fault = Fault("time.sleep(1000)\n", 8, act=lose, back_ends=("ssh", "slurm"))
-    found = outcomes(base, sandbox_env, cluster, fault, nodes=2)
-    assert '"node": "NODE1"' in found["ssh"][-1]
-    assert "\n".join(found["slurm"]) == "\n".join(found["ssh"])
+
+    def take() -> dict[str, list[str]]:
+        found = outcomes(base, sandbox_env, cluster, fault, nodes=2)
+        faults.heal(cluster, [cluster.nodes[1]])
+        assert '"node": "NODE1"' in found["ssh"][-1]
+        return found
+
+    require_alike(take)

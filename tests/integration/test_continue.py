@@ -71,6 +71,15 @@ def test_the_named_command_goes_on_and_a_plain_launch_begins_anew(project: Proje
     again = project.run(*command.split()[1:], *steps, "--json", "--name", f"{project.unique}-second")
     assert again.code == 0, again.err
     assert f"resumed at step {newest} of {newest + 3}: " in again.err
+    record = (list_runs(project.folder)[-1].folder / "events.jsonl").read_text()
+    events = [json.loads(line) for line in record.splitlines()]
+    found = {row["event"]: row for row in events if row["event"] in ("resumed", "confirmed")}
+    assert found.keys() == {"resumed", "confirmed"}
+    assert (found["resumed"]["step"], found["resumed"]["verdict"]) == (newest, None)
+    assert found["resumed"]["why"] == found["confirmed"]["why"] == [f"steps changed from 1000000 to {newest + 3}"]
+    # The learning rate follows from the number of steps.
+    confirmed = {key: found["confirmed"][key] for key in ("step", "verdict", "steps", "differs")}
+    assert confirmed == {"step": newest, "verdict": "not-exact", "steps": 0, "differs": "update"}
     # It is a run with the same snapshots, which can be gone on from in turn.
     listed = json.loads(project.run("snapshot", "ls", "--json").out)["snapshots"]
     assert max(row["step"] for row in listed) == newest + 3

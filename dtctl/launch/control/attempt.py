@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dtctl import names
 from dtctl.launch.control.failure import AGENT, Failure, describe
@@ -21,11 +21,13 @@ from dtctl.launch.control.link import error_of
 from dtctl.launch.control.progress import Standing, standings
 from dtctl.launch.control.session import Content, LinkLost, NodeMessage, OutputChunk, Session, SessionFailed
 from dtctl.launch.records.events import (
+    Confirmed,
     Hung,
     NodeChanged,
     Note,
     OutputLine,
     Outputs,
+    Resumed,
     SnapshotBegun,
     Stopping,
     WorkerExited,
@@ -46,6 +48,7 @@ from dtctl.supervisor.messages.attempt import (
     StopAttempt,
     StopRequested,
     WorkerExit,
+    WorkerProgress,
     WorkerStack,
 )
 from dtctl.supervisor.messages.base import Refusal
@@ -216,6 +219,8 @@ class Attempt:
         self.failed_ranks: set[int] = set()
         """Ranks that have ended with an error of their own."""
         self.newest_snapshot_step = 0
+        self.resume_events: set[type[Resumed | Confirmed]] = set()
+        """Kinds that were emitted in this attempt."""
         """Step of the newest snapshot that workers have told of."""
         self.absence = (0.0, 0.0)
         """For how long the launcher did not run, if nodes may think it gone, and until when that explains what ends."""
@@ -457,6 +462,8 @@ class Attempt:
             self.outcome.first_step = max((worker.first for worker in workers), default=None)
             self.outcome.last_step = max([*steps, self.outcome.last_step or 0]) if steps else self.outcome.last_step
             self._emit_snapshots()
+            for report in reports:
+                self._emit_resume(report)
         elif isinstance(content, WorkerStack):
             if content.rank in self.hang_monitor.workers.keys() & self.ranks[name]:
                 self.hang_monitor.add_stack(content)
@@ -469,6 +476,14 @@ class Attempt:
             if worker.saved > max(worker.first, self.newest_snapshot_step):
                 self.newest_snapshot_step = worker.saved
                 self.gang.emit(SnapshotBegun(step=worker.saved))
+
+    def _emit_resume(self, report: WorkerProgress) -> None:
+        """Emit once what a worker tells of going on from a snapshot."""
+        for told, kind in ((report.resumed, Resumed), (report.confirmed, Confirmed)):
+            if told is not None and kind not in self.resume_events:
+                self.resume_events.add(kind)
+                facts: dict[str, Any] = told.to_json()
+                self.gang.emit(kind(**facts | {"why": tuple(told.why)}))
 
     @property
     def state(self) -> State:

@@ -196,6 +196,51 @@ class SnapshotBegun(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed(Event):
+    """A training goes on from a snapshot; the steps that show whether it is exact have not been repeated yet."""
+
+    event = "resumed"
+    step: Count = 0
+    """Of the snapshot."""
+    verdict: str | None = None
+    """exact, not-exact or not-confirmed; None before steps were repeated."""
+    steps: Count = 0
+    """How many were repeated bit for bit."""
+    differs: str | None = None
+    """state, loss, gradient or update: the first thing that is not as it was."""
+    why: tuple[str, ...] = ()
+    """What is known to differ, a phrase each."""
+
+    @property
+    def told(self) -> str:
+        """For people: `resumed at step 400`."""
+        return f"resumed at step {self.step}{_of_known(self.why)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmed(Event):
+    """What repeating the steps after a snapshot has shown; as `Resumed`."""
+
+    event = "confirmed"
+    step: Count = 0
+    verdict: str | None = None
+    steps: Count = 0
+    differs: str | None = None
+    why: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """For people: `resumed at step 400: exact, 2 steps repeated bit for bit`."""
+        found = f"{(self.verdict or '').replace('-', ' ')}, {self.steps} steps repeated bit for bit"
+        differs = f", then another {self.differs}" if self.differs else ""
+        return f"resumed at step {self.step}: {found}{differs}{_of_known(self.why)}"
+
+
+def _of_known(why: tuple[str, ...]) -> str:
+    return f" ({'; '.join(why)})" if why else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hung(Event):
     """The run makes no progress; the stacks of all workers are requested."""
 
@@ -524,6 +569,8 @@ class RunProgress:
     """Node -> processes left there; None while they may run, and when the node could not be asked."""
     restarts: list[Restarting] = field(default_factory=list)
     heals: list[Healed] = field(default_factory=list)
+    resume: Resumed | Confirmed | None = None
+    """What is known of the newest resume."""
     """Workers that were replaced while the others stayed."""
     job: JobSubmitted | None = None
     waits: JobQueued | None = None
@@ -562,17 +609,19 @@ class RunProgress:
             case LauncherAway() | Restarting():
                 self.status = "starting"
                 self.restarts += [event] if isinstance(event, Restarting) else []
-            case Healed() | AlertChanged():
+            case Healed() | AlertChanged() | Resumed() | Confirmed():
                 self._note(event)
             case RunEnded():
                 self.status, self.end = event.status, event
                 gone = ("lost", "failed")
                 self.nodes = {node: state if state in gone else "stopped" for node, state in self.nodes.items()}
 
-    def _note(self, event: Healed | AlertChanged) -> None:
+    def _note(self, event: Healed | AlertChanged | Resumed | Confirmed) -> None:
         """Keep what changes no status."""
         if isinstance(event, Healed):
             self.heals.append(event)
+        elif isinstance(event, Resumed | Confirmed):
+            self.resume = event
         else:
             self.alerts.pop(event.alert, None)
             self.alerts |= event.firing

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dtctl import folders, names, node_facts
-from dtctl.launch.records.events import Event, JobQueued, RunEnded, RunProgress
+from dtctl.launch.records.events import Confirmed, Event, JobQueued, Resumed, RunEnded, RunProgress
 from dtctl.launch.records.ledger import LedgerFacts
 from dtctl.launch.records.record import RUN_BYTES, RunInfo, RunRecord
 
@@ -36,6 +36,8 @@ class RunState:
     """Why each attempt but the last one has ended: its first failure."""
     heals: tuple[str, ...] = ()
     """Which workers were replaced while the others stayed, and how long that took."""
+    resume: Resumed | Confirmed | None = None
+    """Whether the newest attempt that resumed repeats what was trained before, as far as it is known."""
     job: str = ""
     """Id of the Slurm job that the run is."""
     looked: float = 0.0
@@ -115,6 +117,7 @@ def state_of(record: RunRecord) -> RunState:
         nodes=progress.nodes,
         restarts=tuple(restart.cause for restart in progress.restarts),
         heals=tuple(healed.told for healed in progress.heals),
+        resume=progress.resume,
         job=progress.job.job if progress.job is not None else "",
         waits=progress.waits,
         alerts={} if done is not None else {name: alert.text for name, alert in progress.alerts.items()},

@@ -105,6 +105,13 @@ class Verdict:
     """The step in which it differs."""
     why: tuple[str, ...] = ()
 
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "step": self.step, "verdict": self.verdict, "steps": self.steps, "differs": self.differs,
+            "why": list(self.why),
+        }  # fmt: skip
+
     def describe(self) -> str:
         """Return it as a sentence."""
         repeated = f"{_name_steps(self.step + 1, self.step + self.steps)} repeated bit for bit"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import mmap
 import os
 import signal
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -33,6 +34,8 @@ FIELDS: Final = (
     "evaluation_ns", "saved", "until", "committed",
 )  # fmt: skip
 """After the magic, 8 bytes each in the machine's order; the supervisor, which is sent to nodes alone, repeats them."""
+RESUME_SUFFIX: Final = ".resume"
+"""Of a file beside it, JSON, that the supervisor sends on."""
 SIZE: Final = 8 + 8 * len(FIELDS)
 _OFFSET: Final = {name: 8 + 8 * index for index, name in enumerate(FIELDS)}
 _HOT: Final = struct.Struct("@4Q")  # phase, step, place, noted_ns
@@ -76,7 +79,10 @@ class Progress:
         folder = os.environ.get(names.PROGRESS) if folder is None else folder
         self._memory: Any = bytearray(SIZE)
         number = 0
+        self._path: Path | None = None
+        self._resume: dict[str, Any] = {}
         if folder:
+            self._path = Path(folder) / f"rank-{rank}"
             with contextlib.suppress(OSError):  # a full disk; training is worth more than being watched
                 number = _listen(Path(folder), rank, collectives=collectives)
                 self._memory = _mapped(Path(folder) / f"rank-{rank}")
@@ -105,6 +111,19 @@ class Progress:
         self._set("saved", step)
         self._began_ns = self._note(Place.DATA)
         self._set("begun_ns", self._began_ns)
+
+    def tell_resume(self, **told: Mapping[str, Any] | None) -> None:
+        """Tell what was found out about a resume.
+
+        Args:
+            told: `resumed`, before steps are repeated, and `confirmed`, after that; JSON.
+        """
+        self._resume |= told
+        if self._path is not None:
+            draft = self._path.with_suffix(f"{RESUME_SUFFIX}.part")
+            with contextlib.suppress(OSError):  # training is worth more than being watched
+                draft.write_text(json.dumps(self._resume))
+                draft.replace(self._path.with_suffix(RESUME_SUFFIX))
 
     @property
     def slowest_s(self) -> float:

@@ -209,6 +209,21 @@ class AttemptStopped(Message):
     """Why the exit record could not be written; empty: it was."""
 
 
+class ResumeVerdict(Record):
+    """What a training has found out about going on from a snapshot."""
+
+    step: int = value(COUNT)
+    """Of the snapshot."""
+    verdict: str | None = value(nullable(text(20)))
+    """exact, not-exact or not-confirmed; None: the steps that show it have not been repeated yet."""
+    steps: int = value(COUNT)
+    """How many were repeated bit for bit."""
+    differs: str | None = value(nullable(text(20)))
+    """state, loss, gradient or update: the first thing that is not as it was."""
+    why: list[str] = value(list_of(prose, 100))
+    """What is known to differ, a phrase each."""
+
+
 class WorkerProgress(Record):
     """What one worker has noted last (progress.py); times are ages, since clocks differ."""
 
@@ -240,6 +255,10 @@ class WorkerProgress(Record):
     evaluation_s: float = value(number)
     state: str = value(text(1))
     """The kernel's letter; T: stopped; empty, Z or X: the process has ended."""
+    resumed: ResumeVerdict | None = value(nullable(ResumeVerdict.parse), default=None)
+    """Of the first worker, if this attempt has gone on from a snapshot: what was known before it repeated steps."""
+    confirmed: ResumeVerdict | None = value(nullable(ResumeVerdict.parse), default=None)
+    """And after it."""
 
 
 class Pong(Message):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dtctl.runtime.telemetry.progress import Progress
 from dtctl.schema import InvalidMessage
-from dtctl.supervisor import frames
+from dtctl.supervisor import frames, progress
 from dtctl.supervisor.messages.attempt import (
     RUN_REQUESTS,
     WHILE_RUNNING,
@@ -72,3 +75,20 @@ def test_what_is_no_message_is_refused(document: dict[str, Any]) -> None:
     for kinds in (messages.REQUESTS, *messages.answers()):
         with pytest.raises(InvalidMessage):
             parse(document, kinds)
+
+
+def test_what_a_worker_tells_of_a_resume_is_sent_on_or_left_out(tmp_path: Path) -> None:
+    """Whatever the file has, progress itself is sent."""
+    worker = Progress(0, folder=str(tmp_path))
+    verdict = {"step": 4, "verdict": "exact", "steps": 2, "differs": None, "why": ["seed changed from 1 to 2"]}
+    worker.tell_resume(resumed={**verdict, "verdict": None, "steps": 0})
+    worker.tell_resume(confirmed=verdict)
+    (report,) = progress.read(str(tmp_path))
+    again = WorkerProgress.parse(json.loads(json.dumps(report, default=lambda record: record.to_json())))
+    assert again.resumed is not None
+    assert again.confirmed is not None
+    assert (again.resumed.verdict, again.confirmed.verdict, again.confirmed.why) == (None, "exact", verdict["why"])
+    for content in ("", "{", "[]", '{"confirmed": 3}', '{"confirmed": {"step": -1}}', "[" * 10_000, "\x00\xff"):
+        (tmp_path / "rank-0.resume").write_text(content)
+        (report,) = progress.read(str(tmp_path))
+        assert (report.rank, report.confirmed) == (0, None)
