@@ -337,6 +337,9 @@ class Trainer:
         try:
             return self._train()
         finally:
+            if self.others is not None:  # torch would hold on to it, and so to the model
+                self.others.stop()
+                self.others = None
             self.saver.close()
             if self.in_memory is not None:
                 self.in_memory.close()
