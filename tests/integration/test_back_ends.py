@@ -157,7 +157,7 @@ def write(base: Path, env: Mapping[str, str], cluster: Sandbox, back_end: str, f
     }
     if nodes > 1:
         spec["cluster"]["link_timeout_s"] = 4.0
-        spec["slurm"] = {"requeue": False}
+        spec |= {"slurm": {"requeue": False}} if back_end == "slurm" else {}
     project.write("dtctl.yaml", yaml.safe_dump(spec))
     return project
 
