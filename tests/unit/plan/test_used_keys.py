@@ -141,7 +141,7 @@ def walk(section: type[Section], above: str = "") -> Iterator[str]:
 
 def section_in(hint: Any) -> type[Section] | None:
     """The section among the types of a key."""
-    if isinstance(hint, type) and issubclass(hint, Section):
+    if isinstance(hint, type) and get_origin(hint) is None and issubclass(hint, Section):
         return hint
     if get_origin(hint) in (Union, UnionType, tuple) or hasattr(hint, "__metadata__"):
         return next((found for each in get_args(hint) if (found := section_in(each)) is not None), None)
