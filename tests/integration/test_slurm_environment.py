@@ -151,7 +151,8 @@ def test_outputs_come_back_and_another_run_goes_on_in_them(shared: Project, push
     assert "FOUND 0" in third.err, third.err
     assert (first.code, second.code, third.code) == (0, 0, 0)
     (there,) = second.done["outputs"].values()  # type: ignore[attr-defined]
-    assert (there["files"], Path(there["folder"]).name) == (3, "work")
+    # As over SSH: files with contents, and not links to them, which are brought all the same.
+    assert (there["files"], Path(there["folder"]).name) == (2, "work")
     fetched = shared.run("fetch", "second", "--json")
     assert fetched.code == 0, fetched.err
     answer = json.loads(fetched.out)

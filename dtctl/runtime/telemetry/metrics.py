@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from dtctl import folders
+from dtctl import folders, names
 from dtctl.runtime.console import say
 from dtctl.runtime.telemetry.sinks import MetricsSink
 
@@ -29,12 +29,20 @@ def cut(path: Path, step: int) -> None:
     if kept == lines:
         return
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
+    with _open(draft, "w") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
     folders.sync_folder(str(path.parent))
+
+
+def _open(path: Path, mode: str) -> TextIO:
+    """For the user alone in the folder of a run, which is dtctl's own; elsewhere with the user's umask."""
+    access = 0o600 if os.environ.get(names.METRICS) else 0o666
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if mode == "w" else os.O_APPEND), access)
+    file: TextIO = os.fdopen(descriptor, mode, encoding="utf-8")  # type: ignore[assignment]
+    return file
 
 
 def _step(line: str) -> float:
@@ -66,7 +74,7 @@ class MetricsWriter:
         if not hold:
             cut(path, step)
         self._path = path
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file: TextIO = _open(path, "a")
         self._steps = steps
         self._sinks = sinks
         self._since_s = time.perf_counter()
@@ -136,7 +144,7 @@ class MetricsWriter:
         if held is not None:
             self._file.close()
             cut(self._path, self._began)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = _open(self._path, "a")
         for write in held or ():
             write()
 
@@ -158,7 +166,7 @@ class MetricsWriter:
         """Take back the lines after a step that training went back to."""
         self._file.close()
         cut(self._path, step)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = _open(self._path, "a")
         self._since_s, self._since_step = time.perf_counter(), step
 
     def pause(self, seconds: float) -> None:

@@ -122,6 +122,7 @@ class Progress:
         if self._path is not None:
             draft = self._path.with_suffix(f"{RESUME_SUFFIX}.part")
             with contextlib.suppress(OSError):  # training is worth more than being watched
+                draft.touch(mode=0o600)
                 draft.write_text(json.dumps(self._resume))
                 draft.replace(self._path.with_suffix(RESUME_SUFFIX))
 
