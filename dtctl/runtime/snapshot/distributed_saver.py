@@ -166,10 +166,12 @@ class DistributedSaver(Saver):
             make_folder(self._folder)
             draft.mkdir(exist_ok=True)
             staged.wait()
-            own = {
-                write.file_name(file): write.write_part(draft, file, folders.hash).document() for file in staged.files
-            }
-            return {"files": own, "facts": facts if worker.is_first else None, "sum": state_sum.sum_staged(staged)}
+            with state_sum.summing(staged) as total:
+                own = {
+                    write.file_name(file): write.write_part(draft, file, folders.hash).document()
+                    for file in staged.files
+                }
+            return {"files": own, "facts": facts if worker.is_first else None, "sum": total.result()}
 
         try:
             reports = self._attempt(step, written)

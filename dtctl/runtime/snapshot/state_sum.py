@@ -7,6 +7,8 @@ what was taken from them, however it was divided then and is now.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -31,6 +33,13 @@ def sum_staged(staged: Staged) -> int:
         part = layout.part_of_piece(f"{file.name}{layout.PART_SUFFIX}") or file.name
         total += _sum_part(part, file.outline, [packing.view(file.data, slot) for slot in file.outline.slots])
     return total % MODULUS
+
+
+@contextmanager
+def summing(staged: Staged) -> Iterator[Future[int]]:
+    """The context in which `sum_staged` is computed beside the writing of the same bytes, without the lock of Python."""
+    with ThreadPoolExecutor(1, thread_name_prefix="state-sum") as pool:
+        yield pool.submit(sum_staged, staged)
 
 
 def sum_state(parts: Mapping[str, Any], worker: Worker, firsts: Callable[[Key], bool]) -> int:

@@ -63,9 +63,10 @@ def write(
         make_folder(folder)
         draft.mkdir()
         staged.wait()
-        facts = {**facts, state_sum.FACT: state_sum.to_fact(state_sum.sum_staged(staged))}
         name = layout.default_hash()
-        entries = {file_name(file): write_part(draft, file, name) for file in staged.files}
+        with state_sum.summing(staged) as total:
+            entries = {file_name(file): write_part(draft, file, name) for file in staged.files}
+        facts = {**facts, state_sum.FACT: state_sum.to_fact(total.result())}
         before_commit()
         write_record(draft, layout.Manifest(step=step, hash=name, facts=facts, files=entries))
         add_notes(draft)
