@@ -37,7 +37,7 @@ def sum_staged(staged: Staged) -> int:
 
 @contextmanager
 def summing(staged: Staged) -> Iterator[Future[int]]:
-    """The context in which `sum_staged` is computed beside the writing of the same bytes, without the lock of Python."""
+    """The context in which `sum_staged` is computed beside the writing of the same bytes."""
     with ThreadPoolExecutor(1, thread_name_prefix="state-sum") as pool:
         yield pool.submit(sum_staged, staged)
 
