@@ -44,6 +44,7 @@ RESERVED = frozenset(
 )
 PLACE = "dtctl: place in the job"
 """Origin of these."""
+PYTHON = {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
 DEEPSPEED_PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
 """Position of the node, number of nodes and workers on the node, which DeepSpeed's launcher sets beside these."""
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -75,7 +76,8 @@ def defaults(
         threads: of each worker, if the nodes were asked for their cores.
         on_cpus: whether no node has a GPU, as far as they were asked.
     """
-    variables = [EnvVar(name="PYTHONUNBUFFERED", value="1", origin="dtctl: lines reach the log when they are printed")]
+    origin = "dtctl: lines reach the log when they are printed, and sets of text have the same order each time"
+    variables = [EnvVar(name=name, value=value, origin=origin) for name, value in PYTHON.items()]
     if share is not None:
         variables += _share_of_machine(slots, share)
     elif threads is not None:

@@ -14,7 +14,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.exactness import randomness
 from dtctl.runtime.exactness.account import EVERYONE, Account, checksum
-from dtctl.runtime.program.state import some_of
+from dtctl.runtime.exactness.stateful import name_some
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.gather import gathered, gathered_optimizer
 from dtctl.runtime.snapshot.json_collectives import gathered_json
@@ -55,7 +55,7 @@ class TrainingState:
             parts["random"] = everyone
             self.account.look_at_code()
             parts["circumstances"] = {"detail": self.account.text}
-        unkept = [f"{some_of(lost)} changes in training, and snapshots do not keep it"] if lost else []
+        unkept = [f"{name_some(lost)} changes in training, and snapshots do not keep it"] if lost else []
         return parts, {
             "programs": self.account.checksums,
             "irreproducible": self.account.irreproducible + unkept,

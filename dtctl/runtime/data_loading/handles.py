@@ -8,74 +8,23 @@ set has opened it since, as it does when a first sample is read, each process go
 
 from __future__ import annotations
 
-import functools
-import itertools
 import multiprocessing
 import os
 import stat
-import types
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import torch
-
 from dtctl.errors import PlanError, WorkerFailed
+from dtctl.runtime.members import walk_members
 
 DESCRIPTORS: Final = Path("/proc/self/fd")
 OUTPUT: Final = (1, 2)
 """Descriptors of standard output and standard error."""
 KEPT: Final = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | os.O_SYNC | os.O_DSYNC | getattr(os, "O_DIRECT", 0)
 """Flags of an open file that are more than ways to open it."""
-REACHED: Final = 2000
-"""Objects of a data set that are looked at."""
 DATABASES: Final = {"SQLite": (0, b"SQLite format 3\0"), "LMDB": (16, b"\xde\xc0\xef\xbe")}
 """Where in a file the mark stands by which its library knows it, and the mark."""
-
-
-def walk_members(data: object) -> Iterator[tuple[str, object]]:
-    """Yield the objects that a data set holds, each with its name, in an order that is the same in every process."""
-    visited: set[int] = set()
-    left: list[tuple[str, object]] = [(type(data).__name__, data)]
-    while left and len(visited) < REACHED:
-        name, value = left.pop(0)
-        plain = bool | int | float | str | bytes | torch.Tensor | np.ndarray | type | None
-        if id(value) in visited or isinstance(value, plain):
-            continue
-        visited.add(id(value))
-        yield name, value
-        left += [(_joined(name, part), member) for part, member in _members(value)]
-
-
-def _joined(name: str, part: str) -> str:
-    return f"{name}{part}" if part.startswith("[") else f"{name}.{part}"
-
-
-def _members(value: object) -> list[tuple[str, object]]:
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", item) for key, item in itertools.islice(value.items(), 64)]
-    if isinstance(value, list | tuple | set):
-        return [(f"[{index}]", item) for index, item in enumerate(itertools.islice(value, 64))]
-    if isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return [(name, cell.cell_contents) for name, cell in cells if _is_bound(cell)]
-    if isinstance(value, types.MethodType):
-        return [("__self__", value.__self__)]
-    if isinstance(value, functools.partial):
-        return [("func", value.func), *_members(value.args), *_members(value.keywords)]
-    if hasattr(value, "__dict__") and not isinstance(value, types.ModuleType):
-        return list(vars(value).items())
-    return []
-
-
-def _is_bound(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # raises
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(slots=True)

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import default_collate
 
 from dtctl.runtime.data_loading.datasets import Batches, Samples, SampleStream, is_deterministic
-from dtctl.runtime.data_loading.handles import walk_members
 from dtctl.runtime.data_loading.order import Indices, mix
+from dtctl.runtime.members import walk_members
 from dtctl.runtime.snapshot.format.encoding import Generator, generator_state, is_generator, seed_generator
 
 PROBES: Final = 8
@@ -166,6 +166,9 @@ class Reader:
         examination = DatasetExamination()
         self._examining = True
         rng_state = torch.get_rng_state()
+        # A data set may count how often it is read.
+        held = getattr(self.data, "__dict__", {})
+        numbers = {name: value for name, value in held.items() if isinstance(value, int | float)}
         begun_s = time.perf_counter()
         try:
             for name, indices, places in self._probes(positions):
@@ -198,6 +201,7 @@ class Reader:
         finally:
             self._examining = False
             torch.set_rng_state(rng_state)
+            held.update(numbers)
         return examination
 
     def _state(self) -> int:

@@ -1,6 +1,6 @@
 """What a snapshot says beside weights: what this program was before its first step, and what it keeps of its own.
 
-Made when training begins; program/ finds the program's state, circumstances.py has what is compared.
+Made when training begins; stateful.py finds what the program keeps, circumstances.py has what is compared.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from dtctl.runtime.data_loading.feed import Feed
 from dtctl.runtime.data_loading.order import Indices
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness import circumstances
-from dtctl.runtime.program.state import ProgramState, some_of
-from dtctl.runtime.program.stateful import content, inner_state, is_stateful, put_into
-from dtctl.runtime.snapshot.format.encoding import decode, encode, generator_state, is_generator, with_devices
+from dtctl.runtime.exactness.stateful import (
+    StatefulObjects,
+    is_stateful,
+    name_some,
+    put_state,
+    take_state,
+)
+from dtctl.runtime.own_code import digest_modules, name_class
+from dtctl.runtime.snapshot.format.encoding import decode, encode, is_generator, with_devices
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.state import tensors
 from dtctl.train.compatibility import not_elastic
@@ -40,7 +46,7 @@ EXTRA: Final = "extra"
 class Account:
     """Of one training."""
 
-    program: ProgramState
+    program: StatefulObjects
     model: nn.Module
     together: int
     """Workers, of which each may have seen other samples; 0 for one alone."""
@@ -60,7 +66,7 @@ class Account:
 
     def look_at_code(self) -> None:
         """Take in modules that were loaded since, such as one that the loss function imports."""
-        for name, digest in circumstances.code().items():
+        for name, digest in digest_modules().items():
             self.detail.setdefault(f"code of {name}", digest)
 
     @property
@@ -115,7 +121,7 @@ class Account:
         for name, value in self.extra.items():
             if name not in then:
                 phrases.append(f"extra_state.{name} is not in the snapshot")
-            elif not put_into(value, decode(then[name])):
+            elif not put_state(value, decode(then[name])):
                 phrases.append(f"extra_state.{name} could not be put back")
         phrases += self.program.load(program)
         buffers = dict(self.model.named_buffers())
@@ -128,9 +134,7 @@ class Account:
 
 
 def _encoded(value: Any, name: str) -> Any:
-    if is_generator(value):
-        return generator_state(value)
-    return with_devices(encode(content(value), f"extra_state.{name}"))
+    return with_devices(encode(take_state(value), f"extra_state.{name}"))
 
 
 def require_stateful(extra: Mapping[str, Any]) -> None:
@@ -167,27 +171,17 @@ class AccountSubject:
 
 def take(subject: AccountSubject, worker: Worker, *, elastic: bool) -> Account:
     """The account of a training that is about to begin; collective over all workers."""
-    roots = {"model": subject.model, "loss": subject.loss, "optimizer": subject.optimizer}
+    reader = subject.feed.reader
+    roots = {"model": subject.model, "loss": subject.loss, "optimizer": subject.optimizer, "data": reader.data}
     if subject.rate is not None:
         roots["rate"] = subject.rate
-    for name, value in subject.extra_state.items():
-        roots |= {f"extra_state.{name}.{inner}": held for inner, held in inner_state(value).items()}
-    reader = subject.feed.reader
+    roots |= {f"extra_state.{name}": value for name, value in subject.extra_state.items()}
     # The reader's generators are seeded by position.
-    apart = [*subject.apart, *subject.extra_state.values(), *reader.generators()]
-    program = ProgramState(
-        {**roots, "data": reader.data},
-        model=subject.model,
-        apart=apart,
-        caches=[reader.data],
-        declared={f"extra_state.{name}": value for name, value in subject.extra_state.items()},
-    )
-    described = program.plain
-    held = program.hold(large=False)
+    program = StatefulObjects(roots, model=subject.model, apart=[*subject.apart, *reader.generators()])
     examined = subject.feed.examine(subject.first)
-    program.undo(held)  # a data set may count how often it is read
-    detail = circumstances.detail(described, examined, worker, elastic=elastic)
-    reasons = [*program.blind[:4], *([examined.irreproducible] if examined.irreproducible else [])]
+    classes = {f"{name} (class)": name_class(root) for name, root in roots.items()}
+    detail = circumstances.detail(classes, examined, worker, elastic=elastic)
+    reasons = [examined.irreproducible] if examined.irreproducible else []
     numerics = functools.partial(circumstances.numerics, worker, elastic=elastic)
     reports = gathered_json([circumstances.checksum(detail), reasons], worker)
     return Account(
@@ -221,7 +215,9 @@ def differences(account: Account, parts: Mapping[str, Any], facts: Mapping[str, 
         phrases.append(f"what rank {rank} runs with is not what it was, and what rank 0 runs with is")
     changed = {path for tree in parts.get("local", {}).values() for path in tree.get(PROGRAM, {})}
     if changed and len(before) != len(now):
-        phrases.append(f"{some_of(sorted(changed))} changed on each of {len(before)} workers, and there are {len(now)}")
+        phrases.append(
+            f"{name_some(sorted(changed))} changed on each of {len(before)} workers, and there are {len(now)}"
+        )
     return phrases
 
 

@@ -1,24 +1,19 @@
-"""All that the bits of a training depend on, beside its state: a snapshot keeps it, and a resume says what is another.
+"""Facts that explain why a resume may not repeat: a snapshot keeps them, and a resume says which are others.
 
-Settings and sizes are in the manifest, where people read them. The rest is a long list, path -> value as text, in a
-part of its own: classes and attributes of model, loss, optimizer and data set, digests of code and of some samples, the
-switches of torch, versions. What is compared is what the list had before the first step.
+They decide nothing: whether steps repeat is seen by repeating them (record.py). Settings and sizes are in the manifest,
+where people read them. The rest is a list, name -> value as text, in a part of its own: classes, versions, the switches
+of torch, digests of the user's modules and of some samples. What is compared is what it had before the first step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.machinery
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
-import types
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -27,66 +22,30 @@ import torch
 import dtctl
 from dtctl.runtime.data_loading.reading import DatasetExamination
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.program.code import code_digest, is_own_code, module_name
+from dtctl.runtime.own_code import digest_modules, is_own_code
 from dtctl.train.batch import Batch
 from dtctl.train.config import TrainConfig
 
 SAMPLE: Final = "data["
-"""Before the name of a sample in the long list."""
+"""Before the name of a sample in the list."""
+VERSION: Final = "version of "
+CODE: Final = "code of "
+UNSET: Final = "unset"
+"""Of an environment variable that is not set."""
 BITS_DO_NOT_DEPEND_ON: Final = (
-    "best",
-    "bind_cores",
-    "checkpointing",
-    "data_prefetch",
-    "data_workers",
-    "deterministic",
-    "epochs",
-    "eval_every",
-    "global_batch",
-    "log_every",
-    "memory_gib",
-    "mlflow",
-    "on_nan",
-    "on_oom",
-    "on_resize",
-    "profile",
-    "require_exact",
-    "snapshot",
-    "strategy",
-    "tensorboard",
-    "timeout_s",
-    "wandb",
-)
+    "best", "bind_cores", "checkpointing", "data_prefetch", "data_workers", "deterministic", "epochs", "eval_every",
+    "global_batch", "log_every", "memory_gib", "mlflow", "on_nan", "on_oom", "on_resize", "profile", "require_exact",
+    "snapshot", "strategy", "tensorboard", "timeout_s", "wandb",
+)  # fmt: skip
 """Keys of the configuration: what they come to is a circumstance of its own, or nothing."""
 VARIABLES: Final = (
-    *(
-        "ATEN_CPU_CAPABILITY",
-        "CUBLAS_WORKSPACE_CONFIG",
-        "CUDA_LAUNCH_BLOCKING",
-        "DNNL_MAX_CPU_ISA",
-        "KMP_DETERMINISTIC_REDUCTION",
-    ),
-    *(
-        "MKL_CBWR",
-        "MKL_ENABLE_INSTRUCTIONS",
-        "NCCL_ALGO",
-        "NCCL_COLLNET_ENABLE",
-        "NCCL_CROSS_NIC",
-        "NCCL_MAX_NCHANNELS",
-    ),
-    *(
-        "NCCL_MIN_NCHANNELS",
-        "NCCL_NTHREADS",
-        "NCCL_NVLS_ENABLE",
-        "NCCL_PROTO",
-        "NCCL_RINGS",
-        "TORCHINDUCTOR_DETERMINISTIC",
-        "NVIDIA_TF32_OVERRIDE",
-        "ONEDNN_MAX_CPU_ISA",
-    ),
-    *("RCCL_ENABLE_MSCCLPP", "RCCL_MSCCLPP_ENABLE", "RCCL_MSCCLPP_THRESHOLD", "RCCL_MSCCL_ENABLE", "RCCL_TREES"),
-    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
-)
+    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "DNNL_MAX_CPU_ISA",
+    "KMP_DETERMINISTIC_REDUCTION", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "NCCL_ALGO", "NCCL_COLLNET_ENABLE",
+    "NCCL_CROSS_NIC", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NTHREADS", "NCCL_NVLS_ENABLE", "NCCL_PROTO",
+    "NCCL_RINGS", "TORCHINDUCTOR_DETERMINISTIC", "NVIDIA_TF32_OVERRIDE", "ONEDNN_MAX_CPU_ISA", "RCCL_ENABLE_MSCCLPP",
+    "RCCL_MSCCLPP_ENABLE", "RCCL_MSCCLPP_THRESHOLD", "RCCL_MSCCL_ENABLE", "RCCL_TREES",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT",
+)  # fmt: skip
 """Environment variables by which libraries choose how to compute or to add up."""
 SHOWN: Final = 4
 """Differences of one kind that are named; of more, their number."""
@@ -138,7 +97,7 @@ def numerics(worker: Worker, *, elastic: bool) -> dict[str, str]:
         if not elastic:  # how NCCL adds up follows from where the workers are
             settings["nccl"] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
             settings["workers per node"] = worker.local_world_size
-    settings |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    settings |= {name: os.environ.get(name, UNSET) for name in VARIABLES}
     return {key: str(value) for key, value in settings.items()}
 
 
@@ -171,46 +130,10 @@ def _setting(read: Callable[[], Any]) -> Any:
         return "set by part"
 
 
-def code(before: Iterable[str] = ()) -> dict[str, str]:
-    """A digest of every module of the user's own that is loaded; comments and line numbers do not count.
-
-    Args:
-        before: names of modules that a run had loaded; they are looked at even if this one has not loaded them yet.
-    """
-    loaded = [name for name in list(sys.modules) if is_own_code(name)]
-    digests = {}
-    for name in dict.fromkeys([*loaded, *(name for name in before if name not in sys.modules)]):
-        held = _code_of(name)
-        if held is not None:
-            digests[module_name(name)] = code_digest(held)
-    return digests
-
-
-def _code_of(name: str) -> types.CodeType | None:
-    path = getattr(sys.modules.get(name), "__file__", None)
-    try:
-        if name == "__main__":
-            return compile(Path(path).read_bytes(), "main", "exec", dont_inherit=True) if path else None
-        spec = getattr(sys.modules.get(name), "__spec__", None) or importlib.util.find_spec(name)
-        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            return None
-        return spec.loader.get_code(name)
-    except (ImportError, OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-def versions(described: Mapping[str, str]) -> dict[str, str]:
-    """The versions of the packages whose classes a description names."""
-    packages = {text.split(".")[0] for key, text in described.items() if key.endswith("(class)") and "." in text}
-    return {package: version for package in packages - {"torch"} if (version := _version(package)) is not None}
-
-
-@functools.cache
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def list_versions() -> dict[str, str]:
+    """The versions of installed packages that are loaded, as these say themselves."""
+    loaded = {name: vars(module).get("__version__") for name, module in list(sys.modules.items()) if "." not in name}
+    return {name: version for name, version in loaded.items() if isinstance(version, str) and not is_own_code(name)}
 
 
 def detail(
@@ -219,15 +142,15 @@ def detail(
     """The long list, of this worker.
 
     Args:
-        described: classes and attributes of what takes part, by path (program/state.py).
+        described: classes of what takes part.
         examined: some samples.
         worker: this worker.
         elastic: whether the number of workers does not count.
     """
     facts = dict(described) | {f"data[{name}]": digest for name, digest in examined.digests.items()}
-    facts |= {f"version of {name}": text for name, text in versions(described).items()}
+    facts |= {f"{VERSION}{name}": text for name, text in list_versions().items()}
     facts |= numerics(worker, elastic=elastic)
-    facts |= {f"code of {name}": digest for name, digest in code().items()}
+    facts |= {f"code of {name}": digest for name, digest in digest_modules().items()}
     return facts
 
 
@@ -254,33 +177,19 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def differences_in_detail(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The same of the long list; of many that changed alike, the first ones and how many there are."""
-    if then.get("python") != now.get("python"):  # whose byte code is another for the same text
-        then, now = _without_code(then), _without_code(now)
-    now = dict(now) | {f"code of {name}": text for name, text in _later(then, now).items()}
-    phrases = []
-    for key in dict.fromkeys([*then, *now]):
-        was, has = then.get(key), now.get(key)
-        if was == has or (key.startswith(SAMPLE) and (was is None or has is None)):  # some are read in time, some not
-            continue
-        if key.endswith("(code)") or key.startswith("code of "):
-            phrases.append(
-                f"{key.removesuffix(' (code)')} has other code" if key.endswith("(code)") else f"the {key} has changed"
-            )
-        elif key.startswith(SAMPLE):
-            phrases.append(f"sample {key[5:-1]} of the data has other contents")
-        elif was is None or has is None:
-            phrases.append(f"{key} is new: {has}" if was is None else f"{key} is gone: it was {was}")
-        else:
-            phrases.append(f"{key} changed from {was} to {has}")
+    """The same of the long list, as far as both have it; of many, the first ones and how many there are."""
+    # Modules that are not loaded yet, and were when the list was made; their byte code goes by Python's version.
+    later = [key.removeprefix(CODE) for key in then if key.startswith(CODE) and key not in now]
+    now = {**now, **{f"{CODE}{name}": text for name, text in digest_modules(later).items()}}
+    changed = [key for key, value in now.items() if key in then and then[key] != value]
+    if "python" in changed:
+        changed = [key for key in changed if not key.startswith(CODE)]
+    phrases = [
+        f"the {key} has changed"
+        if key.startswith(CODE)
+        else f"sample {key[len(SAMPLE) : -1]} of the data has other contents"
+        if key.startswith(SAMPLE)
+        else f"{key} changed from {then[key]} to {now[key]}"
+        for key in changed
+    ]
     return [*phrases[:SHOWN], *([f"and {len(phrases) - SHOWN} more"] if len(phrases) > SHOWN else [])]
-
-
-def _without_code(listed: Mapping[str, str]) -> dict[str, str]:
-    return {key: text for key, text in listed.items() if not key.endswith("(code)") and not key.startswith("code of ")}
-
-
-def _later(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Digests of modules that are not loaded yet, and were when the list was made."""
-    names = {key.removeprefix("code of ") for key in then if key.startswith("code of ") and key not in now}
-    return {name: digest for name, digest in code(names).items() if name in names} if names else {}

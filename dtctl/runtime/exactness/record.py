@@ -39,7 +39,7 @@ MAX_BYTES: Final = 16 << 20
 Kind = Literal["state", "loss", "gradient", "update"]
 CAUSES: Final[Mapping[Kind, str]] = {
     "state": "a file of another run, or a load_state_dict that leaves something out",
-    "loss": "the data, the code of the model or the loss, or random numbers",
+    "loss": "the data, code, random numbers, or something that the program counts and `extra_state` does not keep",
     "gradient": "the backward pass: its kernels, the number of threads, or the order in which workers add up",
     "update": "the optimizer, its settings or the learning rate",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from dtctl.errors import WorkerFailed
-from dtctl.runtime.program.state import some_of
+from dtctl.runtime.exactness.stateful import name_some
 
 
 class Frozen:
@@ -35,7 +35,7 @@ class Frozen:
         frozen = {id(parameter) for parameter in self._parameters}
         names = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) in frozen]
         raise WorkerFailed(
-            f"{some_of(names)} was frozen when training began and wants gradients in step {step + 1}",
+            f"{name_some(names)} was frozen when training began and wants gradients in step {step + 1}",
             where=f"train.strategy ({self._strategy})",
             hint="workers exchange the gradients of what was to be trained at first: unfreeze where the script makes "
             "the model, after a snapshot, or use one worker or `exact: elastic`",

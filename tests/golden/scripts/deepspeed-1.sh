@@ -6,8 +6,9 @@
 set -e -o pipefail
 umask "${DTCTL_UMASK:-$(umask)}"  # of the login; what dtctl writes is for its user alone
 
-# dtctl: lines reach the log when they are printed
+# dtctl: lines reach the log when they are printed, and sets of text have the same order each time
 export PYTHONUNBUFFERED=1
+export PYTHONHASHSEED=0
 
 # torch's own default, unless the node sets it
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"

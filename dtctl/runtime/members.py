@@ -1,0 +1,130 @@
+"""Objects that an object holds: its attributes, what is in its containers, and what its functions name."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dtctl.runtime.own_code import is_own_code, list_names
+
+REACHED: Final = 2000
+"""Objects that are looked at, of one that may hold any number."""
+ITEMS: Final = 64
+"""Of a container; a longer one holds data."""
+_PLAIN: Final = (bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray, type(None))
+_MODULE_TABLES: Final = frozenset(torch.nn.Module().__dict__) - {"_modules"}
+
+
+def walk_members(
+    root: object, name: str | None = None, *, named: bool = False, skipped: Iterable[object] = (), limit: int = REACHED
+) -> Iterator[tuple[str, object]]:
+    """Yield the objects that an object holds, each with its path, in an order that is the same in every process.
+
+    Args:
+        root: where to begin; it is the first that is yielded.
+        name: of the root; else that of its class.
+        named: also below global variables that functions of the program's own code name, and below its own classes.
+        skipped: objects that are not looked at.
+        limit: of the objects that are looked at.
+    """
+    visited = {id(value) for value in skipped}
+    left: deque[tuple[str, object]] = deque([(name or type(root).__name__, root)])
+    while left and limit > 0:
+        path, value = left.popleft()
+        if id(value) in visited or issubclass(type(value), _PLAIN) or (issubclass(type(value), type) and not named):
+            continue
+        visited.add(id(value))
+        limit -= 1
+        try:
+            members = _list_members(value, named=named)
+        except Exception:  # noqa: BLE001, S112  # whatever its class does when it is looked at
+            continue
+        yield path, value
+        left += [
+            (f"{path}{part}" if part.startswith("[") else f"{path}.{part}", member)
+            for part, member in members
+            if not issubclass(type(member), _PLAIN)
+        ]
+
+
+def _list_members(value: object, *, named: bool) -> list[tuple[str, object]]:
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", item) for key, item in itertools.islice(value.items(), ITEMS)]
+    if isinstance(value, list | tuple | set | deque):
+        return _enumerate(itertools.islice(value, ITEMS))
+    if isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        held = [(name, cell.cell_contents) for name, cell in cells if _is_bound(cell)]
+        held += [("default", default) for default in value.__defaults__ or ()]
+        return held + (_list_globals(value) if named and is_own_code(value.__module__ or "") else [])
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__), *([("__func__", value.__func__)] if named else [])]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), *_enumerate(value.args), *_list_members(value.keywords, named=named)]
+    if isinstance(value, type):
+        return list(_list_class(value)) if is_own_code(value.__module__) else []
+    if isinstance(value, types.ModuleType):
+        return []
+    held = list(_attributes(value))
+    if named and is_own_code(type(value).__module__):
+        held.append((f"<{type(value).__name__}>", type(value)))
+    return held
+
+
+def _enumerate(items: Iterable[object]) -> list[tuple[str, object]]:
+    return [(f"[{index}]", item) for index, item in enumerate(items)]
+
+
+def _attributes(value: object) -> Iterator[tuple[str, object]]:
+    """What lies in an object, in slots too; its own `__getattr__` is not asked."""
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            try:
+                yield name, object.__getattribute__(value, name)
+            except AttributeError:  # not set, or of a name that Python has changed
+                continue
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return
+    if isinstance(value, torch.nn.Module):  # most of a model's tables are empty, and the others hold what is known
+        held = {name: item for name, item in held.items() if name not in _MODULE_TABLES or (item and "hook" in name)}
+    yield from list(held.items())
+
+
+def _list_class(kind: type) -> Iterator[tuple[str, object]]:
+    for base in kind.__mro__:
+        if is_own_code(base.__module__):
+            for name, held in vars(base).items():
+                function = held.fget if isinstance(held, property) else getattr(held, "__func__", held)
+                if not name.startswith("__") or isinstance(function, types.FunctionType):
+                    yield name, function
+
+
+def _list_globals(function: types.FunctionType) -> list[tuple[str, object]]:
+    """The global variables that a function names, and those that it names of the program's other modules."""
+    found: list[tuple[str, object]] = []
+    names = list_names(function.__code__)
+    for name in sorted(names & function.__globals__.keys()):
+        held: Any = function.__globals__[name]
+        if not isinstance(held, types.ModuleType):
+            found.append((name, held))
+        elif is_own_code(held.__name__):
+            found += [(f"{name}.{inner}", vars(held)[inner]) for inner in sorted(names & vars(held).keys())]
+    return found
+
+
+def _is_bound(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # raises
+    except ValueError:
+        return False
+    return True

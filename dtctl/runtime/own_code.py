@@ -1,0 +1,87 @@
+"""Whose code something is, and a digest of what code does."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import sys
+import sysconfig
+import types
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+_INSTALLED: Final = tuple(
+    {str(Path(sysconfig.get_paths()[name]).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_own_code(module: str) -> bool:
+    """Return whether a module, by its name, is the user's: neither installed, nor Python's, nor dtctl's."""
+    if module.partition(".")[0] in ("dtctl", "builtins", "torch"):
+        return False
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if path is None:
+        return module == "__main__"
+    return not str(Path(path).resolve()).startswith(_INSTALLED) and "site-packages" not in str(path)
+
+
+def name_module(name: str) -> str:
+    """Return a module's name: `train` for the script train.py, which is `__main__` to Python."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None) if name == "__main__" else None
+    return Path(path).stem if path else name
+
+
+def name_class(value: object) -> str:
+    """Return module and name of an object's class; the script's own module by the name of its file."""
+    return f"{name_module(type(value).__module__)}.{type(value).__qualname__}"
+
+
+@functools.lru_cache(maxsize=4096)
+def list_names(code: types.CodeType) -> frozenset[str]:
+    """Return the global names and attributes that a piece of code and those inside of it mention."""
+    inner = [list_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+def digest_modules(before: Iterable[str] = ()) -> dict[str, str]:
+    """Return a digest of every module of the user's own that is loaded; comments and line numbers do not count.
+
+    Args:
+        before: names of modules that a run had loaded; they are looked at even if this one has not loaded them yet.
+    """
+    digests = {}
+    for name in dict.fromkeys([*(name for name in list(sys.modules) if is_own_code(name)), *before]):
+        code = _read_code(name)
+        if code is not None:
+            digests[name_module(name)] = f"{_digest(code, 0):08x}"
+    return digests
+
+
+def _read_code(name: str) -> types.CodeType | None:
+    path = getattr(sys.modules.get(name), "__file__", None)
+    try:
+        if name == "__main__":
+            return compile(Path(path).read_bytes(), "main", "exec", dont_inherit=True) if path else None
+        spec = getattr(sys.modules.get(name), "__spec__", None) or importlib.util.find_spec(name)
+        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            return None
+        return spec.loader.get_code(name)
+    except (ImportError, OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _digest(code: types.CodeType, crc: int) -> int:
+    crc = zlib.crc32(code.co_code, crc)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_argcount, code.co_flags)
+    crc = zlib.crc32(repr(names).encode(), crc)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            crc = _digest(constant, crc)
+        else:
+            text = sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
+            crc = zlib.crc32(str(text).encode(), crc)
+    return crc
