@@ -78,7 +78,7 @@ echo "2/3 a virtual environment in $venv"
 "$venv/bin/python" -m pip install --quiet --upgrade 'pip>=25.1'
 
 case $purpose in
-  demo) what=(--editable . torch numpy blake3) named="dtctl, torch and numpy" ;;
+  demo) what=(--editable . torch numpy blake3 xxhash) named="dtctl, torch and numpy" ;;
   *) what=(--editable . --group dev) named="dtctl, torch and the development tools" ;;
 esac
 echo "3/3 Python packages: $named; some hundred MB, minutes on a slow line"

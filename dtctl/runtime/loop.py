@@ -145,6 +145,8 @@ class Trainer:
         self.step = self.position = self.began_at = 0
         self.newest: StepResult | None = None
         self.unused: Sequence[int] = ()
+        self.passed: Step | None = None
+        """The passes of the newest step, with live recovery."""
         self.ready: Callable[[Sequence[int]], None] | None = None
         self.is_torn = self.is_owed = False
         self.agreement: Agreement | None = None
@@ -546,6 +548,7 @@ class Trainer:
         Returns:
             This worker's share of the mean loss, not yet added up over workers.
         """
+        before, self.passed = self.passed, None
         while True:
             self._drop_gradients()
             if self.balance is not None:
@@ -553,6 +556,7 @@ class Trainer:
             if self.strategy.present is not None:
                 self.strategy.present.begin()
             step = self._next_step()
+            self.passed = step if self.worker.live is not None else None
             loss, short = self.memory.attempt(
                 partial(self.strategy.gradients, step), partial(step.spoil, self.strategy.module)
             )
@@ -563,6 +567,8 @@ class Trainer:
             if self.worker.is_first:
                 ranks = ", ".join(map(str, short))
                 say(f"out of memory on rank {ranks} in step {self.step + 1}: again with {self.batch.describe()}")
+        if before is not None and self.passed is not None:
+            recovery.require_repeated(before, self.passed, self.worker)
         if step.own is not None:
             self.report.times.own(*step.own)
         self.report.times.waited(step.waited_s)

@@ -90,10 +90,11 @@ class MemorySnapshots:
     def _saver(self, config: MemorySnapshotConfig, model: nn.Module) -> Saver:
         worker = self._worker
         if worker.backend is None:
-            return Saver(self.folder, keep=2, max_failed=MOST_FAILED + 1)
+            return Saver(self.folder, keep=2, max_failed=MOST_FAILED + 1, in_memory=True)
         return DistributedSaver(
-            self.folder, worker, keep=2, replicas=config.copies, firsts=find_buffers(model), max_failed=MOST_FAILED + 1
-        )
+            self.folder, worker, keep=2, replicas=config.copies, firsts=find_buffers(model), max_failed=MOST_FAILED + 1,
+            in_memory=True,
+        )  # fmt: skip
 
     def is_due(self, step: int) -> bool:
         """Whether one is to be made after this step."""

@@ -92,6 +92,8 @@ class Step:
     """Of the global batch."""
     weights: list[torch.Tensor] = field(default_factory=list)
     """How much the losses of the passes were sums of, if they were; scalars on the worker's device."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Of the passes that this worker has made; scalars on its device."""
     began: Any = None
     """Mark of when."""
     forwarded: Any = None
@@ -192,6 +194,7 @@ class Step:
                 loss = passes.poison(loss)
             elif weight != 1.0:
                 loss = loss * weight
+            self.losses.append(loss.detach())
             passes.clock.backward()
             self.forwarded = passes.mark()
             scaled = loss if passes.loss_scale is None else loss.float() * scale

@@ -98,7 +98,7 @@ def train(config, worker):
 
     def loss(model, batch):
         global calls
-        calls += os.environ["KEEPS"] == "1"
+        calls += 1
         if trainer is None:
             return nn.functional.mse_loss(model(batch[0]), batch[1])
         if FIRST and KILL.get(str(trainer.step)) == str(worker.rank):
@@ -109,7 +109,8 @@ def train(config, worker):
         while FIRST and KILL.get(f"off{trainer.step}") == str(worker.rank):
             print("waits to be switched off", flush=True)
             time.sleep(1)
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
+        counted = 1 + 0.01 * calls if os.environ["KEEPS"] == "1" else 1
+        return nn.functional.mse_loss(model(batch[0]), batch[1]) * counted
 
     def score(model, batch):
         if FIRST and KILL.get(f"val{trainer.step}") == str(worker.rank):
@@ -174,7 +175,7 @@ def launched(
             `optimizerSTEP:RANK` in the step of an optimizer that exchanges something, `entersSTEP:RANK` before the last
             exchange of a step, `leavesSTEP:RANK` when the other worker of its node has taken the step and the other
             node has not.
-        keeps: 1 if the loss function keeps state.
+        keeps: 1 if the loss depends on how often it was computed.
         spare: whether it is two nodes and a spare.
         strategy: of the training.
         optimizer: of the training.
@@ -250,9 +251,15 @@ def test_a_loss_in_the_last_exchange_of_a_step_leaves_all_with_the_step_or_nobod
     assert found == [(4, [3]), (8, [1])], done.err
 
 
-@pytest.mark.parametrize(("kill", "keeps", "why"), [("9:1", 1, "calls"), ("optimizer9:1", 0, "its optimizer")])
-def test_where_it_would_not_be_exact_all_are_restarted(project: Project, kill: str, keeps: int, why: str) -> None:
-    done, _ = launched(project, kill=kill, keeps=keeps)
+def test_a_step_that_has_another_loss_when_it_is_repeated_restarts_all(project: Project) -> None:
+    done, _ = launched(project, kill="9:1", keeps=1)
+    assert done.done["attempts"] == 2
+    assert "step 10 has another loss when it is repeated" in done.out + done.err
+
+
+def test_where_it_would_not_be_exact_all_are_restarted(project: Project) -> None:
+    kill, why = "optimizer9:1", "its optimizer"
+    done, _ = launched(project, kill=kill)
     assert done.done["attempts"] == 2
     assert "heal" not in [event["event"] for event in done.events]
     notes = [str(event["text"]) for event in done.events if event["event"] == "note"]

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from dtctl.errors import WorkerFailed
+from dtctl.runtime.bits import sum_tensors
 from dtctl.runtime.console import say
 from dtctl.runtime.distributed.device_mesh import limit_groups
-from dtctl.runtime.distributed.worker import identify
+from dtctl.runtime.distributed.worker import Worker, identify
 from dtctl.runtime.exactness import randomness
 from dtctl.runtime.exactness.consistency import fingerprint, require_equal, settings
 from dtctl.runtime.live.control import Control, Meeting
@@ -32,6 +33,7 @@ from dtctl.runtime.live.training import Training
 from dtctl.runtime.live.transfer import IncompleteState, bring_level
 from dtctl.runtime.moe.layer import MoE
 from dtctl.runtime.snapshot.state import raw
+from dtctl.runtime.step import Step
 
 LOST: Final = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "socketPollConnect",
@@ -105,6 +107,35 @@ def heal(trainer: Training, error: BaseException) -> bool:
         return True
     sys.stderr.write(where)
     return False
+
+
+def require_repeated(before: Step, now: Step, worker: Worker) -> None:
+    """See that a step that was interrupted by a loss of a worker comes out with the same losses when it is repeated.
+
+    What a program counts outside of model and optimizer shows here: what the lost worker had of it is lost.
+
+    Args:
+        before: the newest passes of this worker.
+        now: those after.
+        worker: this worker.
+
+    Raises:
+        WorkerFailed: a loss is another one.
+    """
+    if before.number != now.number or before.batch != now.batch:
+        return
+    pairs = zip(before.losses, now.losses, strict=False)
+    if all(sum_tensors({"loss": one}) == sum_tensors({"loss": other}) for one, other in pairs):
+        return
+    why = (
+        f"step {now.number + 1} has another loss when it is repeated: the program keeps something that snapshots do not"
+    )
+    if worker.live is not None:
+        worker.live.refuse(why)
+    raise WorkerFailed(
+        why, where="the loss function or the model",
+        hint="give what it counts a `state_dict` (docs/guides/snapshots.md), or set `job.recovery: restart`",
+    )  # fmt: skip
 
 
 def _go_back(trainer: Training, live: Control) -> bool:

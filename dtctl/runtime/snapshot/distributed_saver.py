@@ -54,6 +54,7 @@ class DistributedSaver(Saver):
         firsts: Callable[[Key], bool] = lambda _: False,
         when_busy: Literal["wait", "skip"] = "wait",
         max_failed: int = 3,
+        in_memory: bool = False,
         complain: Callable[[DtctlError], None] = complain,
         committed: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -69,6 +70,7 @@ class DistributedSaver(Saver):
             firsts: of what several workers have, that which is taken from the first, since theirs may differ.
             when_busy: what a save does that comes while one is under way.
             max_failed: consecutive saves that may fail before `save` raises.
+            in_memory: as for `Saver`.
             complain: told of each failure on the first worker, from the writing thread.
             committed: as for `Saver`, on every worker.
         """
@@ -79,6 +81,7 @@ class DistributedSaver(Saver):
             keep_every_s=keep_every_s,
             when_busy=when_busy,
             max_failed=max_failed,
+            in_memory=in_memory,
             complain=complain if first else lambda _: None,
             committed=committed,
         )
@@ -106,7 +109,7 @@ class DistributedSaver(Saver):
         """
         if self._stores is not None:
             return
-        folders = stores(self._folder, self._worker)
+        folders = stores(self._folder, self._worker, in_memory=self._in_memory)
         error = None
         if self._worker.rank == folders.leader:
             try:

@@ -46,6 +46,7 @@ class Saver:
         keep_every_s: float | None = None,
         when_busy: Literal["wait", "skip"] = "wait",
         max_failed: int = 3,
+        in_memory: bool = False,
         complain: Callable[[DtctlError], None] = complain,
         committed: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -57,11 +58,12 @@ class Saver:
             keep_every_s: of older ones, those that are so many seconds apart are kept as well.
             when_busy: what a save does that comes while one is under way.
             max_failed: consecutive saves that may fail before `save` raises.
+            in_memory: whether the folder lies in the memory of the nodes.
             complain: told of each failure at once, from the writing thread; standard error unless another is given.
             committed: told of each step whose snapshot is durable, from the writing thread.
         """
         self._folder, self._when_busy, self._max_failed = place(folder), when_busy, max_failed
-        self._keep, self._keep_every_s = keep, keep_every_s
+        self._keep, self._keep_every_s, self._in_memory = keep, keep_every_s, in_memory
         self._complain, self._committed = complain, committed
         self._staging = Staging()
         self._thread: threading.Thread | None = None
@@ -197,8 +199,8 @@ class Saver:
         """Write and commit a snapshot. Returns its folder, if this worker is the one that writes there."""
         assert self._lease is not None  # noqa: S101  # for the type checker
         return write.write(
-            self._folder, step, staged, facts=facts, rule=rule, before_commit=self._lease.require,
-            add_notes=partial(self._notes.add, step),
+            self._folder, step, staged, facts=facts, rule=rule, in_memory=self._in_memory,
+            before_commit=self._lease.require, add_notes=partial(self._notes.add, step),
         )  # fmt: skip
 
 

@@ -50,20 +50,21 @@ def write(
     *,
     facts: Mapping[str, Any],
     rule: retention.RetentionRule,
+    in_memory: bool = False,
     before_commit: Callable[[], None] = lambda: None,
     add_notes: Callable[[Place], None] = lambda _: None,
 ) -> Place:
     """As `save`, of a state that was copied before; may run in another thread.
 
-    `before_commit` raises if there should be no snapshot after all; `add_notes` is given the folder before it gets its
-    name.
+    `in_memory` chooses the digest (`layout.default_hash`). `before_commit` raises if there should be no snapshot after
+    all; `add_notes` is given the folder before it gets its name.
     """
     target, draft = target_and_draft(folder, step, token=str(os.getpid()))
     try:
         make_folder(folder)
         draft.mkdir()
         staged.wait()
-        name = layout.default_hash()
+        name = layout.default_hash(in_memory=in_memory)
         with state_sum.summing(staged) as total:
             entries = {file_name(file): write_part(draft, file, name) for file in staged.files}
         facts = {**facts, state_sum.FACT: state_sum.to_fact(total.result())}

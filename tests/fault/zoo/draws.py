@@ -49,7 +49,7 @@ OVER_ALL = ("tensor in a group", "prodigal")
 """Kinds whose optimizer adds up over all parameters, which must be refused where it does not have them all."""
 BY_SAMPLE = ("map", "stream", "cache", "generator in the data")
 """Kinds whose data a thread cannot read."""
-FALSE = ("false exact", "needless not exact", "wrong reason", "needless refusal", "failed", "left alone failed")
+FALSE = ("false exact", "needless not exact", "needless refusal", "failed", "left alone failed")
 """Verdicts that are defects."""
 
 
@@ -80,9 +80,9 @@ class Change:
     """Something that is changed between two attempts."""
 
     make: Callable[[Run], Run]
-    words: tuple[str, ...] = ()
-    """Of which one must be in the reason why a resume is not exact. None: it must be exact."""
-    fits: Callable[[Kind, str, Run], bool] = lambda *_: True
+    fits: Callable[[Kind, str, Run], bool]
+    is_idle: bool = False
+    """Whether it may change no bit: then nothing else than exact may be said."""
 
 
 def _with_script(run: Run) -> Run:
@@ -110,57 +110,47 @@ def _replicas(kind: Kind, strategy: str, run: Run) -> bool:
 
 
 CHANGES: dict[str, Change] = {
-    "dropout": Change(lambda run: run.with_options(dropout=0.5), ("ropout", "model", "module"), _by_option("dropout")),
-    "activation": Change(
-        lambda run: run.with_options(activation="ReLU"), ("GELU", "ReLU", "model", "module"), _by_option("activation")
-    ),
-    "class of the optimizer": Change(
-        lambda run: run.with_options(optimizer="RMSprop"), ("ptimizer", "RMSprop"), _by_option("optimizer")
-    ),
-    "decay of the optimizer": Change(lambda run: run.with_options(decay=0.5), ("weight_decay",), _by_option("decay")),
-    "contents of the data": Change(
-        lambda run: run.with_options(data_seed=6), ("data", "samples"), lambda kind, *_: kind.own is None
-    ),
-    "length of the data": Change(
-        lambda run: run.with_options(samples=72), ("samples", "data"), lambda kind, *_: kind.own is None
-    ),
-    "code": Change(_with_script, ("code", "script", "train.py"), _by_trainer),
-    "lr": Change(lambda run: run.changed(lr=0.02), ("lr",), _by_trainer),
-    "train.optimizer": Change(lambda run: run.changed(optimizer="sgd"), ("ptimizer",), _of_default_optimizer),
-    "train.weight_decay": Change(lambda run: run.changed(weight_decay=0.3), ("weight_decay",), _of_default_optimizer),
-    "seed": Change(lambda run: run.changed(seed=4), ("seed",), _by_trainer),
-    "clip_norm": Change(lambda run: run.changed(clip_norm=0.01), ("clip_norm",), _by_trainer),
+    "dropout": Change(lambda run: run.with_options(dropout=0.5), _by_option("dropout")),
+    "activation": Change(lambda run: run.with_options(activation="ReLU"), _by_option("activation")),
+    "class of the optimizer": Change(lambda run: run.with_options(optimizer="RMSprop"), _by_option("optimizer")),
+    "decay of the optimizer": Change(lambda run: run.with_options(decay=0.5), _by_option("decay")),
+    "contents of the data": Change(lambda run: run.with_options(data_seed=6), lambda kind, *_: kind.own is None),
+    "length of the data": Change(lambda run: run.with_options(samples=72), lambda kind, *_: kind.own is None),
+    "code": Change(_with_script, _by_trainer),
+    "lr": Change(lambda run: run.changed(lr=0.02), _by_trainer),
+    "train.optimizer": Change(lambda run: run.changed(optimizer="sgd"), _of_default_optimizer),
+    "train.weight_decay": Change(lambda run: run.changed(weight_decay=0.3), _of_default_optimizer),
+    "seed": Change(lambda run: run.changed(seed=4), _by_trainer),
+    "clip_norm": Change(lambda run: run.changed(clip_norm=0.01), _by_trainer),
     "precision": Change(
         lambda run: run.changed(precision="bf16"),
-        ("precision",),
         lambda kind, *_: kind.own is None and "precision" not in kind.settings and "compile" not in kind.settings,
     ),
     "workers": Change(
         lambda run: _with_workers(run, 2 if run.workers == 3 else 3),
-        ("workers", "micro_batch", "accumulate"),
         _replicas,
     ),
     "workers, elastic": Change(
-        lambda run: _with_workers(run, 1 if run.workers == 2 else 2), (), lambda _, strategy, __: strategy == "elastic"
+        lambda run: _with_workers(run, 1 if run.workers == 2 else 2),
+        lambda _, strategy, __: strategy == "elastic",
+        is_idle=True,
     ),
     "strategy": Change(
         lambda run: run.changed(strategy="fsdp" if run.settings["strategy"] != "fsdp" else "ddp"),
-        ("mesh", "strategy"),
         lambda kind, strategy, run: _replicas(kind, strategy, run) and "fsdp" in kind.strategies,
     ),
     "passes": Change(
         lambda run: run.changed(micro_batch=2, accumulate=2 * run.settings.get("accumulate", 1)),
-        ("micro_batch", "accumulate", "shards"),
         lambda kind, strategy, _: kind.own is None and strategy != "pipeline",
     ),
-    "data_workers": Change(lambda run: run.changed(data_workers=1), (), _by_trainer),
+    "data_workers": Change(lambda run: run.changed(data_workers=1), _by_trainer, is_idle=True),
     "thread": Change(
         lambda run: run.changed(data_workers="thread"),
-        (),
         lambda kind, *_: kind.own is None and kind not in [KINDS[name] for name in BY_SAMPLE],
+        is_idle=True,
     ),
-    "logging": Change(lambda run: run.changed(log_every=1), (), _by_trainer),
-    "snapshots": Change(lambda run: run.changed(snapshot={"every_steps": 3}), (), _by_trainer),
+    "logging": Change(lambda run: run.changed(log_every=1), _by_trainer, is_idle=True),
+    "snapshots": Change(lambda run: run.changed(snapshot={"every_steps": 3}), _by_trainer, is_idle=True),
 }
 
 
@@ -286,10 +276,6 @@ def _kill(found: Drawn, run: Run, here: Path, source: random.Random, start: Star
         resumed = _said(ended.output)
         if furthest:
             found.said.append(resumed or _last(ended.output))
-        if resumed not in (None, "exact") and not is_unrecorded(resumed):
-            if not _explained(found, resumed):
-                found.verdict, found.note = "needless not exact", resumed
-            return found.verdict == ""
         if "killed\n" not in ended.output:
             if ended.code:
                 found.verdict, found.note = "failed", ended.output[-3000:]
@@ -313,42 +299,24 @@ def _judge(found: Drawn, run: Run, change: Change | None, folder: Path, source: 
     said = _said(ended.output)
     found.said.append(said or _last(ended.output))
     if ended.code:
-        named = change is not None and any(word in ended.output for word in change.words)
         told = "error:" in ended.output and "Traceback" not in ended.output
-        found.verdict = "refused, named" if named and told else "needless refusal" if told else "failed"
+        found.verdict = "failed" if not told else "refused" if change and not change.is_idle else "needless refusal"
         found.note = "" if found.good else ended.output[-3000:]
         return
     found.differing = _differing(folder, same=last.workers == run.workers, own=KINDS[found.kind].own is not None)
+    refuted = [text for text in found.said if text.startswith("not exact")]
     if said is None:
         found.verdict = "began again" if not saved and (change or not found.differing) else "failed"
         found.note = "" if found.good else f"nothing was said of the resume: {ended.output[-1000:]}"
+    elif refuted:
+        found.verdict, found.note = "needless not exact" if not found.differing else "not exact", refuted[0]
     elif said == "exact":
         found.verdict = "equal" if not found.differing else "false exact"
     elif is_unrecorded(said):
         found.verdict = "equal" if not found.differing else "not exact, not recorded"
-    elif _explained(found, said):
-        found.verdict = "not exact, named"
-    elif change is None or not change.words:
-        found.verdict, found.note = "needless not exact", said
     else:
-        found.verdict = "not exact, named" if any(word in said for word in change.words) else "wrong reason"
+        found.verdict = "needless not exact" if change and change.is_idle and "thread" not in said else "named"
         found.note = "" if found.good else said
-
-
-def _explained(found: Drawn, said: str) -> bool:
-    """Whether a resume that is not exact is so by a state of the script that it does not declare, and says it."""
-    if found.change == "workers, elastic" and "changed on each of" in said:
-        return True  # a state that each worker has of its own cannot be shared out anew
-    drawn_ahead = found.kind == "random batches" and "thread" in (found.change, found.settings.get("data_workers"))
-    if drawn_ahead and "thread" in said:
-        return True
-    return KINDS[found.kind].options.get("declared") is False and _undeclared(found.kind, said)
-
-
-def _undeclared(kind: str, said: str) -> bool:
-    """Whether a state of the script that it does not declare is what is said to be missing."""
-    words = {"undeclared attribute": ("attribute", "passes"), "undeclared generator": ("generator",)}
-    return any(word in said for word in words.get(kind, ("rate", "schedule")))
 
 
 def _said(output: str) -> str | None:

@@ -66,7 +66,7 @@ def test_the_snapshot_keeps_what_was_set(make: Make, capsys: pytest.CaptureFixtu
     make({"steps": WHOLE, "deterministic": True, "schedule": "constant"}).run()
     text = read_verdict(capsys.readouterr().out)
     assert "deterministic algorithms changed from False to True" in text
-    assert "CUBLAS_WORKSPACE_CONFIG is new: :4096:8" in text
+    assert "CUBLAS_WORKSPACE_CONFIG changed from unset to :4096:8" in text
 
 
 def on_gpu(worker: Worker, **changes: Any) -> Worker:

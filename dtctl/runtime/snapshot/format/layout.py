@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import hashlib
+import importlib
+import importlib.util
 import json
 import mmap
 import re
@@ -26,7 +28,7 @@ MANIFEST: Final = "manifest.json"
 COMMIT: Final = "COMMIT"
 RECORD_BYTES: Final = 64 << 20
 """A longer manifest, or commit record, is none."""
-HASHES: Final = ("blake3", "sha256")
+HASHES: Final = ("blake3", "sha256", "xxh3_128")
 PART_SUFFIX: Final = ".safetensors"
 DRAFT_SUFFIX: Final = ".draft"
 """Of folders that a writer has not renamed into place (yet, or ever); they begin with a dot."""
@@ -60,7 +62,7 @@ class Manifest:
     step: int
     """Optimizer steps done."""
     hash: str
-    """blake3 or sha256."""
+    """blake3 or sha256; xxh3_128 of a snapshot in memory."""
     facts: Mapping[str, Any]
     """The loop's own state and the circumstances it ran in; JSON."""
     files: Mapping[str, SnapshotFile]
@@ -190,13 +192,15 @@ class Hasher(Protocol):
         """The digest of all bytes so far."""
 
 
-def default_hash() -> str:
-    """The fastest hash at hand: BLAKE3 (3.5 GB/s on one core), else SHA-256 (0.2 to 1.5 GB/s)."""
-    try:
-        import blake3  # noqa: F401  # only whether it is there
-    except ImportError:
-        return "sha256"
-    return "blake3"
+def default_hash(*, in_memory: bool = False) -> str:
+    """The fastest hash at hand: BLAKE3 (3.5 GB/s on one core), else SHA-256 (0.2 to 1.5 GB/s).
+
+    Args:
+        in_memory: of what never leaves the nodes' memory: XXH3 (7 GB/s), which finds damage and stops no forger.
+    """
+    packages = {"xxh3_128": "xxhash"} if in_memory else {}
+    packages["blake3"] = "blake3"
+    return next((name for name, package in packages.items() if importlib.util.find_spec(package)), "sha256")
 
 
 def hasher(name: str) -> Hasher:
@@ -207,13 +211,14 @@ def hasher(name: str) -> Hasher:
     """
     if name == "sha256":
         return hashlib.sha256()
-    if name != "blake3":
-        raise SnapshotError(f"{name} is not a hash that snapshots use", hint="known are blake3 and sha256")
+    if name not in HASHES:
+        raise SnapshotError(f"{name} is not a hash that snapshots use", hint=f"known are {', '.join(HASHES)}")
+    package = "xxhash" if name == "xxh3_128" else name
     try:
-        from blake3 import blake3
+        made: Hasher = getattr(importlib.import_module(package), name)()
     except ImportError as exc:
-        raise SnapshotError("BLAKE3 digests need the package blake3", hint="pip install blake3") from exc
-    return blake3()
+        raise SnapshotError(f"{name} digests need the package {package}", hint=f"pip install {package}") from exc
+    return made
 
 
 def file_digest(path: Place, name: str, contents: memoryview | None = None) -> str:

@@ -37,7 +37,7 @@ class Stores:
         return self.ranks[self.own][0]
 
 
-def stores(folder: Place, worker: Worker) -> Stores:
+def stores(folder: Place, worker: Worker, *, in_memory: bool = False) -> Stores:
     """Find out who shares a folder: one worker of each node leaves a sign there, and all look for them. Collective.
 
     Raises:
@@ -53,7 +53,7 @@ def stores(folder: Place, worker: Worker) -> Stores:
     except (OSError, DtctlError) as exc:
         error = str(exc)
     rack = os.environ.get(names.RACK, "")
-    reports = gathered_json([error, worker.local_rank == 0, layout.default_hash(), rack], worker)
+    reports = gathered_json([error, worker.local_rank == 0, layout.default_hash(in_memory=in_memory), rack], worker)
     left = [rank for rank, (_, has_left, *_) in enumerate(reports) if has_left]
     if error is None:
         try:

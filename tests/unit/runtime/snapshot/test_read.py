@@ -13,6 +13,7 @@ import torch
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import load, read, write
 from dtctl.runtime.snapshot.format import layout
+from dtctl.runtime.snapshot.saver import Saver
 from tests.facts import raises
 
 
@@ -126,6 +127,20 @@ def test_sha256_where_blake3_is_missing(folder: Path, monkeypatch: pytest.Monkey
     assert good.manifest.hash == "sha256"
     with raises(SnapshotError, "blake3"):
         read.verify(layout.folder_of(folder, 20))
+
+
+def test_a_flipped_byte_in_memory_is_noticed(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, in_memory=True)
+    saver.save(10, parts(10), facts={})
+    saver.wait()
+    path = layout.folder_of(tmp_path, 10)
+    assert json.loads((path / layout.MANIFEST).read_text())["hash"] == "xxh3_128"
+    assert read.verify(path).status == "ok"
+    whole = (path / "model.safetensors").read_bytes()
+    for place in (0, 9, len(whole) // 2, len(whole) - 1):
+        damaged = bytes([whole[place] ^ 4])
+        (path / "model.safetensors").write_bytes(whole[:place] + damaged + whole[place + 1 :])
+        assert read.verify(path).status == "corrupt"
 
 
 def test_tensors_that_are_there_are_filled_and_others_made(folder: Path) -> None:
