@@ -479,7 +479,10 @@ class Trainer:
         self.report.step(self.step)
         self.profiler.after(self.step, last=last)
         if self.recorder.is_wanted(self.step):
-            self._conclude_resume(self.recorder.exchange(self.step))
+            verdict = self.recorder.exchange(self.step)
+            if verdict is not None and verdict.is_open and self._compute_again(verdict):
+                return False
+            self._conclude_resume(verdict)
         if self.others is not None:
             self._compare_others(self.others)
         scores = self.evaluate() if self._is_evaluated(self.step) else {}
@@ -504,6 +507,20 @@ class Trainer:
         if self.step >= max(other_optimizers.STEPS):
             others.stop()
             self.others = None
+
+    def _compute_again(self, verdict: Verdict) -> bool:
+        """Go back to the step after the snapshot, to see whether it repeats itself; whether that can be done."""
+        point = self._newest_snapshot()
+        if point.path is None or point.step != verdict.step:
+            return False
+        self.recorder.doubt(verdict)
+        self.passed, self.is_torn = None, True
+        self.restore(point, going_back=True)
+        self.is_torn = False
+        assert self.agreement is not None  # noqa: S101  # for the type checker
+        self.agreement.restart(self.step)
+        self.report.rewind(self.step)
+        return True
 
     def _conclude_resume(self, verdict: Verdict | None) -> None:
         """Say what repeating steps has shown, once it is known, and go on or not.

@@ -14,7 +14,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -44,6 +44,7 @@ CAUSES: Final[Mapping[Kind, str]] = {
     "update": "the optimizer, its settings or the learning rate",
 }
 """What usually makes it differ where what comes before it is equal."""
+NOT_REPEATED: Final = "it is another each time it is computed here: see train.deterministic, or what the program draws"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,13 @@ class Verdict:
     at: int = 0
     """The step in which it differs."""
     why: tuple[str, ...] = ()
+    repeats: bool | None = None
+    """Whether the step that differs came out the same when it was computed once more here. None: it was not."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may come from kernels that do not repeat: the first step differs before its update."""
+        return self.differs in ("loss", "gradient") and self.at == self.step + 1 and self.repeats is None
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -127,7 +135,8 @@ class Verdict:
             equal = {"loss": "", "gradient": ", its loss is equal", "update": ", its gradient is equal"}[self.differs]
             thing = {"loss": "loss", "gradient": "gradient", "update": "update"}[self.differs]
             what = f"the {thing} of step {self.at} differs{equal}"
-        return f"not exact: {what} (usually {CAUSES[self.differs]}){known}"
+        cause = f"usually {CAUSES[self.differs]}" if self.repeats is not False else NOT_REPEATED
+        return f"not exact: {what} ({cause}){known}"
 
 
 def _name_steps(first: int, last: int) -> str:
@@ -152,6 +161,8 @@ class _Expected:
     losses: bool
     known: tuple[str, ...]
     repeated: int = 0
+    doubted: Verdict | None = None
+    """What is said if the step is again what it was when this was said."""
 
 
 class StepRecorder:
@@ -174,6 +185,8 @@ class StepRecorder:
         """Step, and the sum of this worker's pieces; None of tensors that show no bits."""
         self._update: tuple[int, int | None] | None = None
         self._loss: tuple[int, int | None] | None = None
+        self._row: StepBits | None = None
+        """Of the newest step that was wanted."""
         self._spent_s = 0.0
 
     @property
@@ -219,6 +232,16 @@ class StepRecorder:
         self._expected = _Expected(step, in_order, losses, tuple(known)) if in_order else None
         self._want()
 
+    def doubt(self, verdict: Verdict) -> None:
+        """Compare a step with what it has just come to, since it will be computed once more from the same state.
+
+        Args:
+            verdict: that it differs from what was recorded, and how.
+        """
+        assert self._row is not None  # noqa: S101  # for the type checker
+        self._expected = _Expected(verdict.step, {self._row.step: self._row}, True, verdict.why, doubted=verdict)
+        self._want()
+
     def forget(self, why: str) -> Verdict | None:
         """Record and compare nothing of what is under way.
 
@@ -234,6 +257,8 @@ class StepRecorder:
         self._want()
         if expected is None:
             return None
+        if expected.doubted is not None:
+            return replace(expected.doubted, repeats=True)
         if expected.repeated:
             return self._confirm(expected)
         return Verdict(verdict="not-confirmed", step=expected.step, steps=0, why=(why,))
@@ -291,6 +316,7 @@ class StepRecorder:
         if all(None not in report[1:] for report in reports):
             sums = [sum(report[i] for report in reports) % MODULUS for i in (1, 2)]
             row = StepBits(step=step, losses=tuple(report[0] for report in reports), gradient=sums[0], update=sums[1])
+        self._row = row
         for target in self._targets:
             if row is not None and step == target.step + len(target.rows) + 1:
                 target.rows.append(row)
@@ -308,6 +334,8 @@ class StepRecorder:
         if row is None:  # not all workers took this step
             return self.forget(f"a worker was replaced in step {expected.step + 1}")
         differs = row.compare(expected.rows[row.step], losses=expected.losses)
+        if expected.doubted is not None:
+            return replace(expected.doubted, repeats=differs not in ("loss", "gradient"))
         if differs is not None:
             return Verdict(
                 verdict="not-exact", step=expected.step, steps=expected.repeated, differs=differs, at=row.step,

@@ -122,7 +122,7 @@ def require_repeated(before: Step, now: Step, worker: Worker) -> None:
     Raises:
         WorkerFailed: a loss is another one.
     """
-    if before.number != now.number or before.batch != now.batch:
+    if (before.number, before.position, before.batch) != (now.number, now.position, now.batch):
         return
     pairs = zip(before.losses, now.losses, strict=False)
     if all(sum_tensors({"loss": one}) == sum_tensors({"loss": other}) for one, other in pairs):

@@ -69,7 +69,7 @@ class MetricsWriter:
             hold: whether nothing is removed or written until `release`.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._held: list[Callable[[], None]] | None = [] if hold else None
+        self._held: list[tuple[int, Callable[[], None]]] | None = [] if hold else None
         self._began = step
         if not hold:
             cut(path, step)
@@ -134,7 +134,7 @@ class MetricsWriter:
                 sink.log(step, numbers)
 
         if self._held is not None:
-            self._held.append(write)
+            self._held.append((step, write))
         else:
             write()
 
@@ -145,7 +145,7 @@ class MetricsWriter:
             self._file.close()
             cut(self._path, self._began)
             self._file = _open(self._path, "a")
-        for write in held or ():
+        for _, write in held or ():
             write()
 
     def _line(self, row: Mapping[str, Any], extra: Mapping[str, float]) -> str:
@@ -164,9 +164,12 @@ class MetricsWriter:
 
     def rewind(self, step: int) -> None:
         """Take back the lines after a step that training went back to."""
-        self._file.close()
-        cut(self._path, step)
-        self._file = _open(self._path, "a")
+        if self._held is not None:
+            self._held = [(held, write) for held, write in self._held if held <= step]
+        else:
+            self._file.close()
+            cut(self._path, step)
+            self._file = _open(self._path, "a")
         self._since_s, self._since_step = time.perf_counter(), step
 
     def pause(self, seconds: float) -> None:

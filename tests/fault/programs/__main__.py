@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.fault.programs.judged import BROKEN, FALSE, NEEDLESS, ROOT, Judged, judge_in, programs
+from tests.fault.programs.judged import BROKEN, FALSE, LATER, NEEDLESS, ROOT, Judged, judge_in, programs
 
 PARTS = ("learn", "held-out", "later")
 SPLIT = "held out: the first byte of the SHA-256 of the program's name is 128 or more; later: written after both"
@@ -77,6 +77,7 @@ def _score(rows: list[Judged]) -> dict[str, object]:
         "programs": len({row.program for row in rows}),
         "cases": len(rows),
         "false exact": sum(row.verdict == FALSE for row in rows),
+        "differs later": sum(row.verdict == LATER for row in rows),
         "needless": sum(row.verdict in NEEDLESS for row in rows),
         "failed": sum(row.verdict.split(",")[0] in (*BROKEN, "left alone failed") for row in rows),
         "right": sum(row.verdict.startswith("right") for row in rows),

@@ -26,6 +26,9 @@ ROOT = HERE.parents[2]
 SCRIPTS = HERE / "scripts"
 LIMIT_S = 60.0
 FALSE = "false exact"
+LATER = "right, differs later"
+"""It is said to be exact, and it is, as far as steps were recorded."""
+RECORDED = 2
 NEEDLESS = ("needless not exact", "needless refusal")
 BROKEN = ("failed", "silent")
 """Verdicts that are defects, the worst first."""
@@ -115,6 +118,8 @@ def judge(program: Program, folder: Path) -> list[Judged]:
         said = read_verdict(ended.output)
         equal = None if ended.code else same and _bits(here, program) == bits
         verdict = _verdict(killed, ended, said, equal, changed=name is not None)
+        if verdict == FALSE and _is_repeated(folder / "alone", here):
+            verdict = LATER
         if verdict == "right" and not same:
             verdict = "right, never the same twice"
         note = ended.output[-2000:] if verdict.split(",")[0] in (*BROKEN, "needless refusal") else ""
@@ -137,6 +142,13 @@ def _verdict(killed: forked.Ended, ended: forked.Ended, said: str, equal: bool |
     if is_unrecorded(said):
         return "right"
     return "needless not exact" if equal else "right"
+
+
+def _is_repeated(alone: Path, here: Path) -> bool:
+    """Whether the first steps after a resume have left the parameters as they were without a kill."""
+    then, now = ((folder / "steps.0").read_text().split() for folder in (alone, here))
+    first = now[:RECORDED]
+    return any(then[place : place + len(first)] == first for place in range(len(then)))
 
 
 def _attempt(program: Program, folder: Path, *, kill_at: int = 0, change: str = "") -> forked.Ended:

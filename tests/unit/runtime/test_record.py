@@ -143,6 +143,38 @@ def test_what_differs_first_is_named(
     assert text.startswith("not exact: the loss of step 7 differs ("), text
 
 
+class Unsteady:
+    """A factor that is another one each time."""
+
+    def __rmul__(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (1 + int.from_bytes(os.urandom(2), "little") / 1e6)
+
+
+def test_a_step_that_never_repeats_is_told_from_one_that_is_another(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As kernels of a GPU that add up in another order each time."""
+
+    def go_on() -> str:
+        begin(make, loss=with_scaled_gradient)
+        capsys.readouterr()
+        trainer = make(SETTINGS, loss=with_scaled_gradient)
+        trainer.run()
+        assert trainer.step == WHOLE
+        rows = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert rows == sorted(set(rows)), rows
+        return read_verdict(capsys.readouterr().out)
+
+    monkeypatch.setattr(Scaled, "factor", Unsteady())
+    text = go_on()
+    assert text.startswith("not exact: the gradient of step 7 differs"), text
+    assert "(it is another each time it is computed here" in text
+    shutil.rmtree("snapshots")
+    (tmp_path / "metrics.jsonl").unlink()
+    monkeypatch.setattr(Scaled, "factor", 1.0)
+    assert go_on() == "exact"
+
+
 def read_order(make: Make) -> list[int]:
     """Samples of step 7."""
     trainer = make(SETTINGS)
