@@ -40,7 +40,7 @@ from dtctl.runtime.distributed.device_mesh import limit_groups
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.evaluation import Score, evaluate
-from dtctl.runtime.exactness import account, circumstances, determinism, other_optimizers, randomness
+from dtctl.runtime.exactness import account, circumstances, other_optimizers, randomness
 from dtctl.runtime.exactness.consistency import fingerprint, require_equal, settings
 from dtctl.runtime.exactness.record import STEPS, StepRecorder, Verdict, read_record
 from dtctl.runtime.guards.nonfinite import NonFiniteGuard
@@ -883,8 +883,7 @@ class Trainer:
         if self.worker.is_first:
             differing += circumstances.differences(found.facts["circumstances"], self.circumstances)
         reports = gathered_json(differing, self.worker)  # else one worker might stop where the others go on
-        doubt = determinism.doubt(self.worker, elastic=self.elastic)
-        return [*dict.fromkeys(phrase for phrases in reports for phrase in phrases), *([doubt] if doubt else [])]
+        return list(dict.fromkeys(phrase for phrases in reports for phrase in phrases))
 
     def _warm_up(self) -> dict[str, Any]:
         """A pass that is thrown away, if the strategy needs one: it changes gradients, buffers and random state.

@@ -1,4 +1,4 @@
-"""Whether kernels of a GPU give the same bits each time (`train.deterministic`), and what may be promised if not.
+"""Whether kernels of a GPU give the same bits each time (`train.deterministic`).
 
 Some add up in the order in which their threads come along: the backward pass of attention, scatter_add, index_add,
 embedding_bag, interpolate and others; cuBLAS may share its work out in another way when streams are at work beside it,
@@ -14,13 +14,10 @@ from typing import Final
 
 import torch
 
-from dtctl.runtime.distributed.worker import Worker
 from dtctl.train.config import TrainConfig
 
 VARIABLES: Final = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
 """cuBLAS's own memory per stream, as NVIDIA's documentation wants it for the same bits; inductor measures nothing."""
-EXCHANGE: Final = ("NCCL_ALGO", "NCCL_PROTO")
-"""What NCCL chooses by where the workers are, and by which it adds up in another order."""
 
 
 def is_wanted(config: TrainConfig, device_type: str) -> bool:
@@ -50,26 +47,3 @@ def apply() -> None:
     inductor = sys.modules.get("torch._inductor.config")
     if inductor is not None:  # it has read the variable already
         inductor.deterministic = True  # type: ignore[attr-defined]
-
-
-def doubt(worker: Worker, *, elastic: bool) -> str | None:
-    """Why the same state may still give other bits on this worker's device; None if it does not.
-
-    Args:
-        worker: this worker.
-        elastic: whether gradients are added up by this program, in the order of shards, and not by NCCL.
-    """
-    if worker.device.type != "cuda":
-        return None
-    if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
-        return (
-            "kernels of a GPU may add up in another order each time "
-            "(`train.deterministic: true` rules that out, and is slower)"
-        )
-    unset = [name for name in EXCHANGE if not os.environ.get(name)]
-    if worker.world_size > worker.local_world_size and not elastic and unset:
-        return (
-            "NCCL may add up in another order on other nodes "
-            f"(set {' and '.join(unset)} in `job.env`, such as Ring and Simple, or `train.exact: elastic`)"
-        )
-    return None

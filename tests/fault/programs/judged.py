@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 FALSE = "false exact"
 LATER = "right, differs later"
 """It is said to be exact, and it is, as far as steps were recorded."""
-RECORDED = 2
+REPEATED = re.compile(r"exact: steps? (\d+)(?: to (\d+))? repeated")
 NEEDLESS = ("needless not exact", "needless refusal")
 BROKEN = ("failed", "silent")
 """Verdicts that are defects, the worst first."""
@@ -118,7 +118,7 @@ def judge(program: Program, folder: Path) -> list[Judged]:
         said = read_verdict(ended.output)
         equal = None if ended.code else same and _bits(here, program) == bits
         verdict = _verdict(killed, ended, said, equal, changed=name is not None)
-        if verdict == FALSE and _is_repeated(folder / "alone", here):
+        if verdict == FALSE and _is_repeated(folder / "alone", here, ended.output):
             verdict = LATER
         if verdict == "right" and not same:
             verdict = "right, never the same twice"
@@ -144,10 +144,14 @@ def _verdict(killed: forked.Ended, ended: forked.Ended, said: str, equal: bool |
     return "needless not exact" if equal else "right"
 
 
-def _is_repeated(alone: Path, here: Path) -> bool:
-    """Whether the first steps after a resume have left the parameters as they were without a kill."""
+def _is_repeated(alone: Path, here: Path, output: str) -> bool:
+    """Whether the steps that are said to be repeated have left the parameters as they were without a kill."""
+    found = REPEATED.findall(output)
+    if not found:
+        return False
+    begin, end = int(found[-1][0]), int(found[-1][1] or found[-1][0])
     then, now = ((folder / "steps.0").read_text().split() for folder in (alone, here))
-    first = now[:RECORDED]
+    first = now[: end - begin + 1]
     return any(then[place : place + len(first)] == first for place in range(len(then)))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.errors import PlanError, SnapshotError
+from dtctl.errors import PlanError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness import determinism
 from dtctl.train.config import TrainConfig, load
@@ -24,7 +24,7 @@ from tests.verdicts import read_verdict
 @pytest.fixture(autouse=True)
 def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch's own, as they were, after a test."""
-    for name in (*determinism.VARIABLES, *determinism.EXCHANGE):
+    for name in determinism.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     cudnn = torch.backends.cudnn
     kept = (cudnn.deterministic, cudnn.benchmark)
@@ -71,33 +71,6 @@ def test_the_snapshot_keeps_what_was_set(make: Make, capsys: pytest.CaptureFixtu
 
 def on_gpu(worker: Worker, **changes: Any) -> Worker:
     return dataclasses.replace(worker, device=torch.device("cuda", 0), **changes)
-
-
-def test_what_a_gpu_may_promise(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert determinism.doubt(worker, elastic=False) is None, "CPUs"
-    nodes = on_gpu(worker, world_size=16, local_world_size=8, backend="cpu:gloo,cuda:nccl")
-    for one in (on_gpu(worker), nodes):
-        assert str(determinism.doubt(one, elastic=True)).startswith("kernels of a GPU may add up in another order")
-    determinism.apply()
-    assert determinism.doubt(on_gpu(worker), elastic=False) is None
-    assert determinism.doubt(nodes, elastic=True) is None
-    assert "set NCCL_ALGO and NCCL_PROTO" in str(determinism.doubt(nodes, elastic=False))
-    for name, value in zip(determinism.EXCHANGE, ("Ring", "Simple"), strict=True):
-        monkeypatch.setenv(name, value)
-    assert determinism.doubt(nodes, elastic=False) is None
-
-
-def test_a_resume_says_so_and_is_refused_where_exactness_is_required(
-    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = determinism.doubt
-    monkeypatch.setattr(determinism, "doubt", lambda worker, *, elastic: gpu(on_gpu(worker), elastic=elastic))
-    make({"steps": HALF}).run()
-    make({"steps": HALF}).run()
-    assert read_verdict(capsys.readouterr().out).startswith("known to differ: kernels of a GPU may add up")
-    with raises(SnapshotError, "kernels"):
-        make({"steps": HALF, "require_exact": True}).run()
-    determinism.apply()
 
 
 def test_the_key_has_three_values() -> None:
