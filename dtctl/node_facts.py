@@ -11,6 +11,7 @@ import fcntl
 import os
 import socket
 import struct
+import time
 
 TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
@@ -305,6 +306,21 @@ def start_ticks(pid: int) -> int:
     if fields is None:
         return 0 if os.path.exists("/proc/self/stat") else -1
     return 0 if fields[0] in "ZX" else fields[2]
+
+
+def process_start() -> float:
+    """When this process began, on the monotonic clock; needed to count the time of the imports."""
+    ticks = start_ticks(os.getpid())
+    if ticks <= 0:  # the system does not say; until now we have computed rather than waited
+        return time.monotonic() - time.process_time()
+    # The kernel counts from boot, sleep included; the monotonic clock leaves sleep out.
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age
+
+
+def launch_time() -> float:
+    """When this process began, in seconds since the epoch."""
+    return time.time() - (time.monotonic() - process_start())
 
 
 def prctl(option: int, value: int) -> bool:

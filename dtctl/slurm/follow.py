@@ -419,6 +419,15 @@ class Follower:
         if (self.record.folder / BEGUN_FILE).exists():
             self.logs.rejoin()
 
+    def _close_ledger(self, duration_s: float, *, succeeded: bool) -> float | None:
+        """Count all of the run's time; return the goodput."""
+        if self.mirror.has_begun:
+            return self.mirror.close_ledger(duration_s)
+        self.ledger.close(self.record.info().started + duration_s, succeeded=succeeded)
+        with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
+            self._write_ledger(at_once=True)
+        return self.ledger.ledger.facts().goodput
+
     def _write_ledger(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
         if self.mirror.has_begun:
@@ -474,11 +483,10 @@ class Follower:
             )
         elif failure is None:
             failure = self._without_a_word(state)
-        duration_s = self._duration_s()
-        self.ledger.close(self.record.info().started + duration_s, succeeded=is_success)
-        with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
-            self._write_ledger(at_once=True)
         left_behind = self.left_behind()
+        outputs = count_outputs(self.site, self.ref, spec_of_run(self.record).job.outputs)
+        duration_s = self._duration_s()
+        goodput = self._close_ledger(duration_s, succeeded=is_success)
         told = self.mirror.progress
         for node in told.nodes or self.nodes:
             if told.nodes.get(node) not in ENDED_NODE:
@@ -495,10 +503,10 @@ class Follower:
             duration_s=duration_s,
             left_behind=left_behind.total,
             lost_output=dict(self.logs.lost),
-            outputs=count_outputs(self.site, self.ref, spec_of_run(self.record).job.outputs),
+            outputs=outputs,
             is_local=isinstance(self.site, LocalSite),
             nodes=len(told.nodes or self.nodes),
-            goodput=self.mirror.goodput() if self.mirror.has_begun else self.ledger.ledger.facts().goodput,
+            goodput=goodput,
         )
 
     @property
@@ -529,6 +537,8 @@ class Follower:
     def _duration_s(self) -> float:
         """From the launch to the end, as Slurm has it; to now where Slurm does not know it, or has not noticed it."""
         end = self._facts.end if self.over else None  # of a job that runs it is the time limit
+        if end is not None and self.mirror.end is not None:
+            end = max(end, self.mirror.end.time)  # Slurm's is in whole seconds
         return max(0.0, (end or time.time()) - self.record.info().started)
 
     def _exit_code(self) -> int:

@@ -119,7 +119,7 @@ def run(launcher: Path, folder: Path, environ: Mapping[str, str]) -> int:
         life.await_controller(record.folder)
         addresses = addresses_of(file, environ)
         life.start_guards(record.folder, [*addresses])
-        ledger = _ledger(record, since=launcher.stat().st_mtime if file.is_followed else time.time())
+        ledger = open_ledger(record, file)
         code, lost = _launch(file, addresses, folder, environ, record, emit, signals, ledger)
     except DtctlError as exc:
         status, code = ("stopped", 128 + signals[-1]) if signals else ("failed", exc.exit_code)
@@ -333,13 +333,12 @@ def granted_cores(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     return dict(zip(nodes, counts, strict=False))
 
 
-def _ledger(record: RunRecord, *, since: float) -> Ledger:
-    """A ledger that begins when the job was submitted, and goes on from that of the job's last start.
+def open_ledger(record: RunRecord, file: JobFile) -> Ledger:
+    """Return a ledger that goes on from that of the job's last start.
 
-    Args:
-        record: of this launcher.
-        since: seconds since the epoch.
+    It begins with the command that has launched the run, or with the first start of a job that was submitted by hand.
     """
+    since = file.started if file.is_followed else next((event.time for event in record.events()), time.time())
     path = record.folder / names.LEDGER_FILE
     ledger = Ledger(time.monotonic, begun=time.monotonic() - max(0.0, time.time() - since))
     if path.exists():

@@ -12,7 +12,6 @@ import io
 import marshal
 import os
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 import dtctl
-from dtctl import names, shell
+from dtctl import names, node_facts, shell
 from dtctl.launch.assemble import COMMAND_CHARACTERS, settings_of, this_user
 from dtctl.launch.cluster import source_of
 from dtctl.plan.bind import Attempt, PlanTemplate, bind_plan
@@ -87,7 +86,7 @@ def make_job_file(spec: Spec, run: str, *, code: str, snapshots: str, is_followe
         is_followed=is_followed,
         launched_from=this_user(),
         command=shell.join(["dtctl", *sys.argv[1:]])[:COMMAND_CHARACTERS],
-        started=time.time(),
+        started=node_facts.launch_time(),
     )
 
 

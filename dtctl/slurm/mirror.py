@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dtctl import folders, names
+from dtctl.errors import LaunchError
 from dtctl.launch.control import failure as failures
 from dtctl.launch.control.failure import Failure
 from dtctl.launch.records.events import (
@@ -38,7 +40,7 @@ from dtctl.launch.records.events import (
 )
 from dtctl.launch.records.ledger import LedgerFacts
 from dtctl.launch.records.logs import BEGUN_FILE, Lines, rank_of
-from dtctl.launch.records.record import RUN_BYTES, RunRecord
+from dtctl.launch.records.record import RUN_BYTES, RunRecord, write_private
 from dtctl.slurm.job_control import CONTROL_FOLDER
 
 EVENTS_COPY: Final = "job-events.jsonl"
@@ -153,13 +155,18 @@ class Mirror:
             hang=bool(first.hang),
         )
 
-    def goodput(self) -> float | None:
-        """Of all of the run, as the launcher inside has counted it."""
+    def close_ledger(self, wall_s: float) -> float | None:
+        """Return the goodput of a run that took so long, and record what has passed since the job's own ledger."""
+        path = self._record.folder / names.LEDGER_FILE
         try:
-            text = folders.read_regular(str(self._record.folder / names.LEDGER_FILE), RUN_BYTES)
-            return LedgerFacts.parse(json.loads(text)).goodput
+            facts = LedgerFacts.parse(json.loads(folders.read_regular(str(path), RUN_BYTES)))
         except (OSError, ValueError, RecursionError):
             return None
+        # A launcher that was killed has counted nothing of its last seconds, and no step of them is kept.
+        facts = facts.extend("lost" if self.end is None else "stop", wall_s)
+        with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
+            write_private(path, json.dumps(vars(facts)) + "\n")
+        return facts.goodput
 
 
 def _text(path: Path) -> str:

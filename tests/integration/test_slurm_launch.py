@@ -9,12 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+import dtctl
 from dtctl.launch.records.events import JobSubmitted, Note
 from dtctl.launch.records.record import RunRecord, list_runs
 from dtctl.launch.records.state import alive
@@ -23,10 +25,12 @@ from dtctl.sandbox.layout import Sandbox
 from dtctl.slurm.follow import reference
 from tests.facts import missing
 from tests.hosts import Finished, Project, wait_until
+from tests.integration.progress_job import breaks_at_30
 from tests.integration.slurm_hosts import ask, cluster, fields, hasten, is_clean, python_path, shared, state
 
 __all__ = ["cluster", "shared"]
 
+ROOT = Path(dtctl.__file__).parents[1]
 SPEC = """\
 cluster: {{transport: slurm, nodes: 2, slots: 2, python: {python}}}
 job: {{name: test, script: train.py, kind: {kind}, max_restarts: {restarts}}}
@@ -81,6 +85,24 @@ def test_a_launch_is_followed_to_its_end(shared: Project, kind: str) -> None:
     assert sum(line.endswith(" line 4") for line in done.err.splitlines()) == 4
     said = json.loads(shared.run("status", "--json").out)
     assert (said["status"], said["nodes"]) == ("succeeded", {"node1": "stopped", "node2": "stopped"})
+
+
+@pytest.mark.slow
+def test_the_ledger_has_all_of_the_time_between_the_command_and_its_end(shared: Project) -> None:
+    """As over SSH, tests/integration/test_ledger.py."""
+    shared.write("dtctl.yaml", spec(restarts=1).replace("name: test", f"name: test, env: {{PYTHONPATH: '{ROOT}'}}"))
+    shared.write("train.py", breaks_at_30("os.kill(os.getpid(), signal.SIGKILL)"))
+    begun = time.monotonic()
+    done = shared.run("launch", "--json")
+    outside_s = time.monotonic() - begun
+    assert (done.code, done.done["attempts"]) == (0, 2), done.err
+    ledger = json.loads((record(shared).folder / "ledger.json").read_text())
+    told_s = list(record(shared).events())[-1].time - record(shared).info().started
+    assert told_s - 0.5 <= ledger["wall_s"] <= outside_s, "the end of the interpreter is not in it"
+    assert sum(ledger["phases_s"].values()) == pytest.approx(ledger["wall_s"], abs=0.02)
+    assert done.done["duration_s"] == pytest.approx(ledger["wall_s"], abs=0.2)
+    assert done.done["goodput"] == ledger["goodput"]
+    assert ledger["course"][-1][0] == "stop"
 
 
 def test_nodes_of_several_kinds_are_one_job(shared: Project) -> None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from dtctl import node_facts
 from dtctl.cli import output
 from dtctl.cli.common.launch_view import LaunchView, tell_of_files
 from dtctl.cli.common.launcher import (
@@ -15,7 +16,6 @@ from dtctl.cli.common.launcher import (
     create_run,
     emitter,
     finish,
-    launch_time,
     measured,
     take_up,
 )  # fmt: skip
@@ -117,7 +117,7 @@ def _launch_array(spec: Spec, run: str, *, spec_name: str, json_lines: bool) -> 
     with closing(site_of(spec)) as site, ExitStack() as locks:
 
         def before(ref: JobRef) -> None:
-            begun = launch_time()
+            begun = node_facts.launch_time()
             for position, (index, name) in enumerate(runs.items()):
                 plan = first_plan(spec, cluster_of(spec, start=False), run=name)
                 started = begun + position / 1e6  # runs are listed by that

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,21 +23,6 @@ if TYPE_CHECKING:
     from dtctl.launch.records.events import Emit, Event, Outputs
     from dtctl.launch.records.record import RunRecord
     from dtctl.spec.model import Spec
-
-
-def process_start() -> float:
-    """When this process began, on the monotonic clock; needed to count the time of the imports."""
-    ticks = node_facts.start_ticks(os.getpid())
-    if ticks <= 0:  # the system does not say; until now we have computed rather than waited
-        return time.monotonic() - time.process_time()
-    # The kernel counts from boot, sleep included; the monotonic clock leaves sleep out.
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.monotonic() - age
-
-
-def launch_time() -> float:
-    """When this process began, in seconds since the epoch."""
-    return time.time() - (time.monotonic() - process_start())
 
 
 @contextmanager
@@ -134,7 +118,7 @@ def create_run(
         pid=os.getpid(),
         pid_started=node_facts.start_ticks(os.getpid()),
         boot=node_facts.boot_id(),
-        started=launch_time() if started is None else started,
+        started=node_facts.launch_time() if started is None else started,
         spec=spec_name,
         command=sys.argv,
         detached=detached,

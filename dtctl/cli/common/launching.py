@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtctl import names
+from dtctl import names, node_facts
 from dtctl.cli import output
 from dtctl.cli.common.agreement import agreed
-from dtctl.cli.common.launcher import caught_signals, process_start
+from dtctl.cli.common.launcher import caught_signals
 from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _run(job: LaunchJob, record: RunRecord, emit: Emit, view: LaunchView, progre
 
     with record.launcher_lock(), caught_signals() as signals:
         try:
-            ledger = Ledger(time.monotonic, begun=process_start())
+            ledger = Ledger(time.monotonic, begun=node_facts.process_start())
             result = launch(job, record, emit=emit, signals=signals, ledger=ledger)
         except DtctlError as exc:
             view.close()

@@ -55,6 +55,21 @@ class LedgerFacts(Record):
     course: list[tuple[str, float]] = value(list_of(pair(text(40), number)), default=[])
     """Phase after phase, and when each began, in seconds since the beginning."""
 
+    def extend(self, phase: str, wall_s: float) -> LedgerFacts:
+        """Return the facts of a run of `wall_s` seconds, in which what is not counted here belongs to a phase."""
+        since_s = wall_s - self.wall_s
+        if since_s <= 0:
+            return self
+        useful_s = self.phases_s.get("useful", 0.0)
+        changed = {
+            "wall_s": round(wall_s, 3),
+            "phases_s": {**self.phases_s, phase: round(self.phases_s.get(phase, 0.0) + since_s, 3)},
+            "goodput": None if self.goodput is None else round(useful_s / wall_s, 4),
+            "phase": phase,
+            "course": self.course if phase == self.phase else [*self.course, (phase, self.wall_s)],
+        }
+        return LedgerFacts(**{**vars(self), **changed})
+
 
 class Ledger:
     """A stopwatch with one running phase."""

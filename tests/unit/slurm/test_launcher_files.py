@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,11 +18,14 @@ import pytest
 import dtctl
 from dtctl import names, node_facts
 from dtctl.errors import LaunchError
+from dtctl.launch.records.events import NodesAllocated
+from dtctl.launch.records.ledger import Ledger
+from dtctl.launch.records.record import RunRecord
 from dtctl.plan.bind import Attempt, bind_plan
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Threads
 from dtctl.render import node_script
-from dtctl.slurm.job_control import granted_cores, job_in, own_address
+from dtctl.slurm.job_control import granted_cores, job_in, open_ledger, own_address
 from dtctl.slurm.job_file import JobFile, read_job_file
 from dtctl.slurm.launcher_files import make_launcher, pack_modules
 from dtctl.spec.load import parse_spec
@@ -124,6 +128,20 @@ def test_a_plan_inside_the_job_is_the_plan_outside(name: str, tmp_path: Path, mo
     for one, other in zip(inside.nodes, outside.nodes, strict=True):
         expected = node_script(outside, other, base_dir=tmp_path)
         assert environment_of(file.make_script(inside, one)) == environment_of(expected)
+
+
+def test_the_time_of_a_job_by_hand_counts_from_its_first_start(tmp_path: Path) -> None:
+    record, now = RunRecord(tmp_path / "control"), time.time()
+    record.folder.mkdir()
+    file = replace(told(spec_of("train", tmp_path)), is_followed=False)
+    assert open_ledger(record, file).total_s() < 30
+    record.append_event(NodesAllocated(time=now - 100, nodes=("a", "b")))
+    Ledger(lambda: now, begun=now - 70, phase="run").write(record.folder / names.LEDGER_FILE, attempts=1)
+    os.utime(record.folder / names.LEDGER_FILE, (now - 30, now - 30))
+    ledger = open_ledger(record, file)
+    assert ledger.phase == "restart"
+    assert ledger.spent["restart"] == pytest.approx(30, abs=15)
+    assert ledger.spent["run"] == pytest.approx(70, abs=0.1)
 
 
 def told(spec: Spec) -> JobFile:

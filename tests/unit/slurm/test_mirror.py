@@ -79,7 +79,7 @@ def test_files_that_grow_and_files_that_are_replaced(folder: Path, record: RunRe
     metrics.write_text('{"step": 1}\n{"step": 2}\n')
     first = news(folder, {}, tmp_path)
     mirror.take(first)
-    assert mirror.goodput() == 0.25
+    assert mirror.close_ledger(0.0) == 0.25
     have = {"control/ledger.json": first["control/ledger.json"][0], METRICS: metrics.stat().st_size}
     assert news(folder, have, tmp_path) == {}
     ledger.write_text('{"goodput": 0.75}')
@@ -87,8 +87,26 @@ def test_files_that_grow_and_files_that_are_replaced(folder: Path, record: RunRe
     metrics.write_text('{"step": 1}\n')
     write_events(folder, Healed(step=1, replaced=(Replacement(rank=0, node="node1", by="node2"),)))
     assert mirror.take(news(folder, have, tmp_path)), "the metrics may be others"
-    assert mirror.goodput() == 0.75
+    assert mirror.close_ledger(0.0) == 0.75
     assert (record.folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize(("ended", "phase"), [(True, "stop"), (False, "lost")])
+def test_the_time_after_the_last_word_of_the_job_is_counted(
+    folder: Path, record: RunRecord, tmp_path: Path, ended: bool, phase: str
+) -> None:
+    mirror = Mirror(record, lambda _: None)
+    ledger = {"wall_s": 8.0, "phases_s": {"connect": 2.0, "useful": 6.0}, "goodput": 0.75, "phase": "useful"}
+    (folder / "control" / "ledger.json").write_text(json.dumps({**ledger, "course": [["useful", 2.0]]}))
+    write_events(folder, AttemptStarting(attempt=0), *([RunEnded(run="a", status="succeeded")] if ended else []))
+    mirror.take(news(folder, {}, tmp_path))
+    assert mirror.close_ledger(10.0) == 0.6
+    facts = json.loads((record.folder / "ledger.json").read_text())
+    assert facts["phases_s"] == {"connect": 2.0, "useful": 6.0, phase: 2.0}
+    assert (facts["wall_s"], facts["phase"]) == (10.0, phase)
+    assert facts["course"] == [["useful", 2.0], [phase, 8.0]]
+    assert mirror.close_ledger(10.0) == 0.6, "once"
+    assert json.loads((record.folder / "ledger.json").read_text()) == facts
 
 
 def test_the_end_and_the_reason_of_a_start_that_only_slurm_knows(
