@@ -283,6 +283,7 @@ def process(pid: int | str) -> tuple[str, int, int] | None:
     """State letter, parent id, and start in clock ticks since boot of a process; None when there is none.
 
     The state is the kernel's: R runs, S sleeps, D waits for a disk, T is stopped, Z has ended and was not waited for.
+    The kernel says Z also of a process whose first thread alone has ended; that one runs.
     """
     try:
         with open("/proc/%s/stat" % pid, "rb") as file:
@@ -291,7 +292,8 @@ def process(pid: int | str) -> tuple[str, int, int] | None:
         return None
     # The command name, in parentheses, may itself hold spaces and parentheses.
     fields = stat[stat.rindex(b")") + 2 :].split()
-    return fields[0].decode(), int(fields[1]), int(fields[19])
+    state, threads = fields[0].decode(), int(fields[17])
+    return "R" if state == "Z" and threads > 1 else state, int(fields[1]), int(fields[19])
 
 
 def state(pid: int) -> str:

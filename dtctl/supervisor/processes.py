@@ -73,10 +73,21 @@ def carries(pid: int, token: str) -> bool:
 
 def _carries(pid: int, mark: bytes) -> bool:
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return mark in file.read().split(b"\0")
+        return _shows(f"/proc/{pid}", mark)
+    except ProcessLookupError:  # its first thread has ended, and perhaps no other one
+        pass
     except OSError:
         return False  # ended, or not ours to read
+    try:
+        threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if thread != str(pid)]
+        return any(_shows(f"/proc/{pid}/task/{thread}", mark) for thread in threads)
+    except OSError:
+        return False
+
+
+def _shows(folder: str, mark: bytes) -> bool:
+    with open(f"{folder}/environ", "rb") as file:
+        return mark in file.read().split(b"\0")
 
 
 def find(token: str, keepers: frozenset[int] = frozenset()) -> list[int]:

@@ -35,7 +35,6 @@ OF_ONE_BACK_END: Final = {
     "pushing": "a job's folder is on a disk that all nodes share",
     "pushed": "a job's folder is on a disk that all nodes share",
     "plan.nodes": "Slurm chooses the nodes",
-    "exit": "after a hang a worker is killed at once, and perhaps gone before its supervisor reads how it has ended",
     "note": "Slurm is asked what it has left on a lost node, which over SSH nobody can be",
     "done.outputs": "all nodes of a job write into one folder, so its files are counted once",
 }
@@ -207,12 +206,10 @@ def normalise(project: Project) -> list[str]:
     lines.sort(key=lambda line: line["time"])  # a follower of a job tells what it does before what it then reads
     names = list(dict.fromkeys(line["node"] for line in lines if line["event"] == "node"))
     states: dict[str, list[Any]] = {}
-    is_hung = False
     told: list[dict[str, Any]] = []
     for line in lines:
         kind = line["event"]
-        is_hung = kind == "hang" or (is_hung and kind != "restart")
-        if kind in OF_ONE_BACK_END and (kind != "exit" or is_hung) and (kind != "note" or is_of_slurm(line)):
+        if kind in OF_ONE_BACK_END and (kind != "note" or is_of_slurm(line)):
             continue
         facts = {
             key: plain(value, record.folder, names)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl import shell
+from dtctl import node_facts, shell
 from dtctl.supervisor import processes
 
 SLEEP = "exec sleep 60"
@@ -72,6 +72,24 @@ def marked_or_below(root: int) -> list[int]:
         if table[pid][0] in inside:
             inside.add(pid)
     return sorted(inside)
+
+
+def test_a_process_whose_first_thread_alone_has_ended_is_found_and_ended() -> None:
+    """The kernel calls it a zombie, and shows the environment to those who look at another thread."""
+    program = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    token = secrets.token_hex(16)
+    with started(f"exec {shell.quote(sys.executable)} -c {shell.quote(program)}", token) as process:
+        stat = Path(f"/proc/{process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
+        assert process.poll() is None
+        assert found(token) == [process.pid]
+        assert node_facts.start_ticks(process.pid) > 0
+        assert kill(token) == 0
+        assert process.poll() == -signal.SIGKILL, "it could be collected as soon as it counted as ended"
 
 
 def line_of(process: subprocess.Popen[bytes]) -> int:
