@@ -11,16 +11,17 @@ from dtctl.errors import LaunchError, SpecError
 from dtctl.spec import nodeset
 
 ANSWER_S: Final = 60.0
-"""How long an answer of scontrol is waited for."""
+"""How long an answer of Slurm's commands is waited for."""
 
 
-def read_addresses(environ: Mapping[str, str]) -> dict[str, str]:
+def read_addresses(environ: Mapping[str, str], *, asks: bool = True) -> dict[str, str]:
     """Return the nodes that Slurm has given to this process's job, in its order, and the address of each.
 
     Where scontrol is missing or silent, the name of a node stands for its address.
 
     Args:
         environ: with Slurm's variables.
+        asks: whether scontrol is there and answers.
 
     Raises:
         LaunchError: they do not say which nodes they are.
@@ -32,7 +33,7 @@ def read_addresses(environ: Mapping[str, str]) -> dict[str, str]:
         raise LaunchError(
             f"Slurm does not say which nodes the job has: {exc.message}", where="SLURM_JOB_NODELIST"
         ) from exc
-    addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", _describe(listed)))
+    addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", _describe(listed) if asks else ""))
     return {name: addresses.get(name, name) for name in node_names}
 
 

@@ -116,8 +116,8 @@ def run(launcher: Path, folder: Path, environ: Mapping[str, str]) -> int:
         file = read_job_file(launcher)
         emit.is_followed = file.is_followed
         life.requeues, life.warn_s, life.nodes_needed = file.requeues, file.warn_s, len(file.template.nodes)
-        life.await_controller(record.folder)
-        addresses = addresses_of(file, environ)
+        has_controller = life.await_controller(record.folder)
+        addresses = addresses_of(file, environ, asks=has_controller)
         life.start_guards(record.folder, [*addresses])
         ledger = open_ledger(record, file)
         code, lost = _launch(file, addresses, folder, environ, record, emit, signals, ledger)
@@ -226,13 +226,18 @@ def read_job_name(environ: Mapping[str, str]) -> str:
     return f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else environ["SLURM_JOB_ID"]
 
 
-def addresses_of(file: JobFile, environ: Mapping[str, str]) -> dict[str, str]:
+def addresses_of(file: JobFile, environ: Mapping[str, str], *, asks: bool) -> dict[str, str]:
     """Return the nodes of this allocation, in Slurm's order, and the address of each; those beyond the plan are spares.
+
+    Args:
+        file: what is launched.
+        environ: with Slurm's variables.
+        asks: whether Slurm's controller answers.
 
     Raises:
         DtctlError: Slurm does not say which they are, or they are fewer.
     """
-    found, needed = read_addresses(environ), len(file.template.nodes)
+    found, needed = read_addresses(environ, asks=asks), len(file.template.nodes)
     if len(found) < needed:
         raise LaunchError(f"the job has {len(found)} nodes, and needs {needed}", where="SLURM_JOB_NODELIST")
     # This is the first of them, and its own name may mean its loopback address here.

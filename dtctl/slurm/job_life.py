@@ -5,6 +5,7 @@ Its lines in the job's log are read by whoever follows the job (batchlog.py).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from dtctl.names import REQUEUE_EXIT
+from dtctl.slurm.addresses import ANSWER_S
 from dtctl.spec import nodeset
 
 ALIVE_FILE: Final = "alive"
@@ -33,7 +35,7 @@ WARN_AGAIN_S: Final = 15.0
 WARN_LOOK_S: Final = 3600.0
 """Between two looks when the job ends."""
 CONTROLLER_S: Final = 600.0
-"""How long Slurm's controller is waited for. srun gives up after seconds when it does not answer."""
+"""How long Slurm's controller is waited for while scontrol fails: without a controller srun would, too."""
 # A job that outlives its nodes outlives the first one, too, and then nobody has it started again: Slurm leaves it as it
 # is. The launcher's file is opened, since a folder of the network may show an old size for long; Slurm is asked last.
 GUARD: Final = r"""
@@ -76,12 +78,17 @@ class JobLife:
         """When the job ends at the latest, in seconds since the epoch; None while that is not known."""
         self._guards: list[subprocess.Popen[bytes]] = []
 
-    def await_controller(self, folder: Path) -> None:
-        """Listen for the warning of the time limit, and wait for Slurm's controller; `folder` has the records."""
+    def await_controller(self, folder: Path) -> bool:
+        """Listen for the warning of the time limit, and wait for Slurm's controller; return whether it has answered.
+
+        Args:
+            folder: of the records.
+        """
         signal.signal(signal.SIGUSR1, lambda *_: self._warned.set())
-        self._wait_for_controller()
+        has_answered = self._wait_for_controller()
         for work in (self._warn, lambda: self._stay_alive(folder / ALIVE_FILE)):
             threading.Thread(target=work, daemon=True).start()
+        return has_answered
 
     def start_guards(self, folder: Path, nodes: Sequence[str]) -> None:
         """Have others look after this node, the first of `nodes`."""
@@ -121,19 +128,28 @@ class JobLife:
         write_line(f"ended with exit code {code}, {_now()}")
         return code
 
-    def _wait_for_controller(self) -> None:
+    def _wait_for_controller(self) -> bool:
+        names = "names of nodes stand for their addresses"
         if shutil.which("scontrol") is None:
-            write_line(
-                "there is no scontrol on this node: names of nodes stand for their addresses, and nothing is requeued"
-            )
-            return
+            write_line(f"there is no scontrol on this node: {names}, and nothing is requeued")
+            return False
         until, is_told = time.monotonic() + CONTROLLER_S, False
-        while not self._read_end():
+        while True:
+            try:
+                if self._read_end():
+                    return True
+            except subprocess.TimeoutExpired:
+                # Without a controller it would have failed by itself: srun may be well.
+                write_line(
+                    f"scontrol has printed nothing for {ANSWER_S:g} s: the launcher goes on without it, {names}, and "
+                    "Slurm's own signal alone warns of the time limit"
+                )
+                return False
             if not is_told:
                 write_line(f"waiting for Slurm's controller, which does not answer, {_now()}")
                 is_told = True
             if self._warned.wait(5.0) or time.monotonic() > until:
-                return
+                return False
 
     def _warn(self) -> None:
         """Warn the workers, which save and end, once Slurm warns this process or the time is nearly over.
@@ -143,12 +159,14 @@ class JobLife:
         while not self._warned.wait(self._until_warning()):
             if self._over.is_set():
                 return
-            self._read_end()  # somebody may have given the job more time
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._read_end()  # somebody may have given the job more time
             if self._until_warning() == 0.0:
                 self._warned.set()
         write_line("the time is nearly over, the workers save")
         while not self._over.is_set():
-            _ask("scancel", "--signal=USR1", self.job)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _ask("scancel", "--signal=USR1", self.job)
             self._over.wait(WARN_AGAIN_S)
 
     def _until_warning(self) -> float:
@@ -157,7 +175,11 @@ class JobLife:
         return min(max(0.0, remaining_s), WARN_LOOK_S)
 
     def _read_end(self) -> bool:
-        """Ask Slurm when the job ends at the latest; return whether it has answered."""
+        """Ask Slurm when the job ends at the latest; return whether it has answered.
+
+        Raises:
+            subprocess.TimeoutExpired: the program has printed nothing.
+        """
         told = _ask("scontrol", "show", "job", "-o", self.job)
         if told is None:
             return False
@@ -176,7 +198,10 @@ class JobLife:
 
     def _has_too_few_nodes(self) -> bool:
         """Return whether Slurm has taken nodes from the job, so that it could not go on."""
-        held = (_ask("squeue", "--noheader", f"--jobs={self.job}", "--format=%N") or "").strip()
+        try:
+            held = (_ask("squeue", "--noheader", f"--jobs={self.job}", "--format=%N") or "").strip()
+        except subprocess.TimeoutExpired:
+            return False
         return bool(held) and len(nodeset.expand(held)) < self.nodes_needed
 
 
@@ -193,17 +218,21 @@ def _now() -> str:
 def _refusal(*argv: str) -> str:
     """Run a command of Slurm; return why it fails, in its own words, or nothing."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as exc:
         return str(exc)
     return "" if done.returncode == 0 else done.stderr.strip() or f"{argv[0]} exited with status {done.returncode}"
 
 
 def _ask(*argv: str) -> str | None:
-    """Run a command of Slurm; return what it prints, or None where it fails or is not there."""
+    """Run a command of Slurm; return what it prints, or None where it fails or is not there.
+
+    Raises:
+        subprocess.TimeoutExpired: it does not end in time.
+    """
     try:
         env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, env=env)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=ANSWER_S, env=env)
+    except OSError:
         return None
     return done.stdout if done.returncode == 0 else None
