@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -91,7 +91,14 @@ class Side:
         _git("worktree", "add", "--detach", "-q", str(self.tree), self.commit)
         subprocess.run([sys.executable, "-m", "compileall", "-q", str(self.tree / "dtctl")], env=self.env, check=True)
 
-    def run(self, *argv: str, cwd: Path, repeat: int = 1, accept: tuple[int, ...] = (0,)) -> Sample:
+    def run(
+        self,
+        *argv: str,
+        cwd: Path,
+        repeat: int = 1,
+        accept: tuple[int, ...] = (0,),
+        env: Mapping[str, str] | None = None,
+    ) -> Sample:
         """Run a Python program of this side some times.
 
         Args:
@@ -99,13 +106,14 @@ class Side:
             cwd: Its working folder.
             repeat: Times that it runs; their seconds are added up.
             accept: Exit codes that are no failure.
+            env: Further variables.
 
         Raises:
             SystemExit: It failed.
         """
         total = Sample()
         for _ in range(repeat):
-            done = measure_command([sys.executable, *argv], env=self.env, cwd=cwd, limit_s=300)
+            done = measure_command([sys.executable, *argv], env={**self.env, **(env or {})}, cwd=cwd, limit_s=300)
             if done.returncode not in accept:
                 raise SystemExit(f"{self.commit[:10]}: {' '.join(argv)[:200]}: {done.stderr[-2000:]}")
             total = Sample(total.wall_s + done.wall_s, total.cpu_s + done.cpu_s, done.stdout)
@@ -134,12 +142,19 @@ class Stage:
 
         return control.up("gate", nodes=HOSTS)
 
+    @cached_property
+    def cluster(self) -> Any:
+        """A sandbox of one host with Slurm, made by this checkout; both sides submit to it."""
+        from dtctl.sandbox import control
+
+        return control.up("gate-slurm", nodes=1, with_slurm=True)
+
     def close(self) -> None:
         """Take the hosts down."""
-        if "hosts" in self.__dict__:
+        for sandbox in [self.__dict__[name] for name in ("hosts", "cluster") if name in self.__dict__]:
             from dtctl.sandbox import control
 
-            control.down("gate")
+            control.down(sandbox.name)
 
     def write_spec(self, folder: Path, nodes: int) -> Path:
         """Write a spec that runs `true` on some of the hosts.
@@ -174,12 +189,14 @@ class Measurement:
         weight: Share of the time that it may take.
         measure: Takes one sample of a side, in an empty folder.
         floor: The least that any program would need, where there is one.
+        find_obstacle: Says why it cannot be taken on this machine; nothing where it can.
     """
 
     name: str
     weight: float
     measure: Callable[[Stage, Side, Path], Figures]
     floor: Callable[[Stage, Side, Path], Figures] | None = None
+    find_obstacle: Callable[[], str] = str
 
 
 def measure_command_line(*words: str, repeat: int = 5) -> Callable[[Stage, Side, Path], Figures]:
@@ -238,6 +255,37 @@ def measure_bare_ssh(nodes: int) -> Callable[[Stage, Side, Path], Figures]:
     return measure
 
 
+def measure_job(stage: Stage, side: Side, folder: Path) -> Figures:
+    """Return the time from the command, and from the submission, to the end of the first step of a job of Slurm."""
+    from dtctl.sandbox import slurm
+
+    shutil.copy(HERE / "loop_step.py", folder / "train.py")
+    (folder / "dtctl.yaml").write_text(
+        f"cluster: {{transport: slurm, nodes: 1, slots: 1, python: {sys.executable}}}\n"
+        "job: {script: train.py, kind: direct, args: [dtctl, tiny, '1'], "
+        f"env: {{PYTHONPATH: {side.tree}, OMP_NUM_THREADS: '1'}}}}\n"
+    )
+    begun_s, env = time.time(), slurm.environment(stage.cluster)
+    done = side.run("-m", "dtctl", "launch", "--json", cwd=folder, env=env)
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    submitted_s = next(event["time"] for event in events if event["event"] == "submitted")
+    printed = "".join(path.read_text() for path in folder.glob(".dtctl/runs/*/logs/*/*.log"))
+    ended_s = json.loads(printed.strip().splitlines()[-1])["first_step_at"]
+    return {"wall_s": ended_s - begun_s, "queue": ended_s - submitted_s}
+
+
+def find_obstacle_to_slurm() -> str:
+    """Return why this machine can have no virtual host with Slurm; nothing where it can."""
+    from dtctl.errors import SandboxError
+    from dtctl.sandbox import slurm
+
+    try:
+        slurm.check_requirements()
+    except SandboxError as exc:
+        return str(exc)
+    return ""
+
+
 def measure_push(stage: Stage, side: Side, folder: Path) -> Figures:
     """Return the time of a launch that brings 2,000 files of 8 KiB to two hosts, and of one that finds them there."""
     project = stage.write_spec(folder / "p", 2)
@@ -290,6 +338,7 @@ MEASUREMENTS = (
     Measurement("snapshot", 1.5, measure_snapshot),
     Measurement("launch-1", 1.5, measure_launch(1), measure_bare_ssh(1)),
     Measurement("launch-16", 3, measure_launch(HOSTS), measure_bare_ssh(HOSTS)),
+    Measurement("slurm-1", 3, measure_job, find_obstacle=find_obstacle_to_slurm),
     Measurement("push", 3, measure_push),
     Measurement("step-tiny", 3, measure_step("tiny"), measure_step("tiny", "bare")),
     Measurement("step-small", 3, measure_step("small"), measure_step("small", "bare")),
@@ -512,11 +561,14 @@ def run_gate(base: str, names: Sequence[str], budget_s: float, *, busy: bool, pa
     Returns:
         1 if a ratio is above 1.03 with 95% confidence.
     """
-    wanted = [one for one in MEASUREMENTS if one.name in names]
+    obstacles = {one: one.find_obstacle() for one in MEASUREMENTS if one.name in names}
+    wanted = [one for one, obstacle in obstacles.items() if not obstacle]
     rows: dict[str, dict[str, Any]] = {}
     deadline, path = time.monotonic() + budget_s, None
     with checked_out([base, "HEAD"]) as (stage, (before, after)):
         print(f"base {before.commit[:10]}, head {after.commit[:10]}, seconds; base beside itself shows the noise")
+        for one in obstacles.keys() - set(wanted):
+            print(f"{one.name} is left out: {obstacles[one]}")
         print(f"{'':<20}{'floor':>9}{'base':>10}{'head':>10}{'ratio':>8}  95% interval     base/base{'n':>9}")
         for index, measurement in enumerate(wanted):
             if not busy:

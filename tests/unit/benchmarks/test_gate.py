@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -114,6 +115,18 @@ def test_a_slower_commit_is_found(gate: ModuleType, repository: list[str], capsy
     printed = capsys.readouterr().out
     assert "slower than 1.03 times base with 95% confidence: told" in printed
     assert git(gate.ROOT, "worktree", "list").count("\n") == 0, "no checkout is left"
+
+
+def test_what_this_machine_cannot_measure_is_left_out_with_the_reason(
+    gate: ModuleType, repository: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (told,) = gate.MEASUREMENTS
+    absent = replace(told, name="absent", find_obstacle=lambda: "it needs sbatch")
+    monkeypatch.setattr(gate, "MEASUREMENTS", (told, absent))
+    assert gate.run_gate(repository[0], ["told", "absent"], 60, busy=True, pairs=2) == 0
+    printed = capsys.readouterr().out
+    assert "absent is left out: it needs sbatch" in printed
+    assert printed.count("told") == 2, "its row, and that it is not decided"
 
 
 def test_an_equal_commit_is_not_called_slower_and_results_are_kept(
