@@ -57,6 +57,11 @@ def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
         warnings.append(
             "Slurm chooses the nodes; those of cluster.nodes are only counted, slurm.nodelist asks for some by name"
         )
+    if transport == "slurm" and len({node.gres for node in nodes}) > 1:
+        warnings.append(
+            "Slurm gives each node of a job the same: the largest number of each resource that an entry of "
+            "cluster.nodes asks for"
+        )
     if transport == "slurm" and (scarce := _scarce_cores(spec, nodes, per_worker=per_worker)):
         warnings.append(scarce)
     return warnings

@@ -23,7 +23,7 @@ from dtctl.plan.warnings import list_warnings
 from dtctl.render import render, template_folders
 from dtctl.slurm.job_file import LAUNCHER_FILE
 from dtctl.spec.model import Slurm, Spec
-from dtctl.spec.nodes import resolve_nodes, resolve_spares
+from dtctl.spec.nodes import join_gres, resolve_nodes, resolve_spares
 from dtctl.supervisor import processes, work
 
 TEMPLATE: Final = "job.sbatch.j2"
@@ -168,11 +168,32 @@ def list_directives(
     """
     options = {
         "job-name": plan.job,
-        **_node_options(slurm, nodes=len(plan.nodes) + spares, tasks=_tasks(plan), gres=plan.head.gres),
+        **_node_options(slurm, nodes=len(plan.nodes) + spares, tasks=_tasks(plan), gres=gres_of_job(plan) or None),
         **_job_options(slurm, chdir=chdir, output=output),
         "no-kill": outlives_nodes,
     }
     return _lines({**options, **slurm.extra})
+
+
+def asked_of_slurm(spec: Spec, plan: Plan) -> Slurm:
+    """Return what a spec says to Slurm, with the resources of its nodes."""
+    return (spec.slurm or Slurm()).model_copy(update={"gres": gres_of_job(plan) or None})
+
+
+def gres_of_job(plan: Plan) -> str:
+    """Return the generic resources that a job asks for on each of its nodes; empty for none.
+
+    Raises:
+        PlanError: no node can have what all of them ask for.
+    """
+    try:
+        return join_gres(node.gres for node in plan.nodes)
+    except ValueError as exc:
+        raise PlanError(
+            f"nodes that ask for different kinds of resources would be several jobs of Slurm: {exc}",
+            where="cluster.nodes",
+            hint="give all nodes the same kinds in gres; their numbers may differ",
+        ) from exc
 
 
 def _tasks(plan: Plan) -> int:
@@ -274,12 +295,7 @@ def literal(path: Path) -> str:
 
 
 def _check(spec: Spec, plan: Plan) -> None:
-    if len({node.gres for node in plan.nodes}) > 1:
-        raise PlanError(
-            "nodes that ask for different resources would be several jobs of Slurm",
-            where="cluster.nodes",
-            hint="give all nodes the same gres; their slots may differ",
-        )
+    gres_of_job(plan)
     if spec.slurm and spec.slurm.array and spec.snapshot_dir:
         raise PlanError(
             "all tasks of the array would go on from the same snapshots",

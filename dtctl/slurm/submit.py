@@ -29,7 +29,7 @@ from dtctl.slurm.launcher_files import digest_of, make_launcher
 from dtctl.slurm.partition_checks import lacks
 from dtctl.slurm.site import LocalSite, LoginSite, Site
 from dtctl.spec.load import dump_spec
-from dtctl.spec.model import Slurm, Spec
+from dtctl.spec.model import Spec
 from dtctl.spec.nodes import resolve_spares
 from dtctl.supervisor import work
 
@@ -90,7 +90,7 @@ def submit(
         check_program_files(spec, code.tree)
     python = python_at(spec, site)
     spares = 0 if spec.is_plain else len(resolve_spares(spec))
-    away = check_offer(spec, len(plan.nodes) + spares, login_client.ask(site, python, Offer))
+    away = check_offer(spec, plan, spares, login_client.ask(site, python, Offer))
     workdir = spec.cluster.workdir if isinstance(site, LoginSite) else str(state_folder(spec.base_dir, "slurm").parent)
     folder = Path(login_client.ask(site, python, RunPlace, workdir=workdir, run=run).folder)
     code_folder = _bring(site, code, folder, python=python, workdir=workdir) if code is not None else spec.code_folder
@@ -204,13 +204,19 @@ def _output(*, followed: bool, array: bool) -> str:
     return "%A_%a.log" if array else "%j.log"
 
 
-def check_offer(spec: Spec, nodes: int, offer: Offer) -> list[str]:
+def check_offer(spec: Spec, plan: Plan, spares: int, offer: Offer) -> list[str]:
     """Refuse a job that can never start on this cluster; a sentence if it has to wait for nodes that are away.
+
+    Args:
+        spec: the checked spec.
+        plan: what it comes to.
+        spares: how many nodes it asks for beyond those of the plan.
+        offer: what the cluster has.
 
     Raises:
         PlanError: it asks for what is not there; names the key.
     """
-    found = list(lacks(spec.slurm or Slurm(), nodes, offer))
+    found = list(lacks(batch.asked_of_slurm(spec, plan), len(plan.nodes) + spares, offer))
     for lack in found:
         if lack.never:
             raise PlanError(lack.summary, where=spec.written_at(lack.key), hint=lack.fix)

@@ -174,6 +174,26 @@ def gpus_of_gres(text: str) -> int:
     return total
 
 
+def join_gres(requests: Iterable[str | None]) -> str:
+    """Return the generic resources that each node of a job gets, the largest number of each that one asks for.
+
+    Raises:
+        ValueError: nodes ask for one resource of several types, which no node has to have.
+    """
+    wanted = list(dict.fromkeys(request for request in requests if request))
+    if len(wanted) < 2:
+        return "".join(wanted)
+    counts: dict[str, int] = {}
+    for item in (item for request in wanted for item in request.split(",")):
+        *words, last = re.split(r"[:=]", item.strip().removeprefix("gres/"))
+        name = ":".join(words if last.isdigit() else [*words, last])
+        counts[name] = max(counts.get(name, 0), int(last) if last.isdigit() else 1)
+    kinds = [name.partition(":")[0] for name in counts]
+    if len({*kinds}) < len(kinds):
+        raise ValueError(", ".join(wanted))
+    return ",".join(f"{name}:{count}" for name, count in counts.items())
+
+
 def _slots(spec: Spec, entry: NodeEntry, gres: str | None) -> int | Literal["auto"]:
     """Workers of a node; under Slurm `auto` is what the job asks for, since nobody can count before it runs."""
     slots = entry.slots or spec.cluster.slots

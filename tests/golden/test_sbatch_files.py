@@ -142,7 +142,7 @@ def test_what_plain_mode_cannot_start() -> None:
     with raises(PlanError, "same workers slurm.launcher none dtctl.yaml:1 slots gres python env"):
         made(nodes + "job: {script: a.py, kind: direct}\nslurm: {launcher: none}")
     with raises(PlanError, "several jobs gres"):
-        unlike = "cluster: {transport: slurm, slots: 4, nodes: [{name: a, gres: 'gpu:8'}, {name: h, gres: 'gpu:4'}]}\n"
+        unlike = "cluster: {transport: slurm, nodes: [{name: a, gres: 'gpu:a:8'}, {name: h, gres: 'gpu:b:4'}]}\n"
         made(unlike + "job: {script: a.py, kind: direct}")
     with raises(PlanError, "120,000 bytes srun slurm.launcher"):
         made(NODES + f"job: {{script: a.py, env: {{LONG: {'x' * 120_000}}}}}\nslurm: {{launcher: none}}")

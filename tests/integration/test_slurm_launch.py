@@ -106,13 +106,16 @@ def test_the_ledger_has_all_of_the_time_between_the_command_and_its_end(shared: 
 
 
 def test_nodes_of_several_kinds_are_one_job(shared: Project) -> None:
-    """A heterogeneous job: two workers on the first node, one on the second."""
+    """Two workers on the first node, one on the second; Slurm gives each of them the resources of the first."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "DTCTL_SLOTS", "DTCTL_NNODES")
-    nodes = "nodes: [{name: big, slots: 2}, {name: small, slots: 1}]"
+    nodes = "slots: auto, nodes: [{name: big, gres: 'gpu:2'}, {name: small, gres: 'gpu:1'}]"
     shared.write("dtctl.yaml", spec().replace("nodes: 2, slots: 2", nodes))
     shared.write("train.py", f"import os\nprint(*(os.environ[name] for name in {names}), flush=True)\n")
     done = shared.run("launch", "--json")
     assert done.code == 0, done.err
+    assert not missing(done.err, "Slurm gives each node same largest number resource")
+    (batch_file,) = (shared.folder / ".dtctl" / "slurm").glob("*/job.sbatch")
+    assert "#SBATCH --gres=gpu:2" in batch_file.read_text().splitlines()
     (allocated,) = [event["nodes"] for event in done.events if event["event"] == "allocated"]
     assert isinstance(allocated, list)
     logs = {rank: record(shared).log_path(allocated[rank // 2], rank).read_text().split() for rank in range(3)}

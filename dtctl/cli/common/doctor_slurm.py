@@ -51,7 +51,6 @@ def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
     from dtctl.slurm.answers import Offer, Tested
     from dtctl.slurm.partition_checks import lacks
     from dtctl.slurm.submit import python_at, words
-    from dtctl.spec.model import Slurm
 
     plan = first_plan(spec, cluster_of(spec, start=False), run="doctor")
     python = python_at(spec, site)
@@ -65,7 +64,7 @@ def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
             fix=f"{lack.key}: {lack.fix}",
             evidence=lack.evidence,
         )
-        for lack in lacks(spec.slurm or Slurm(), len(plan.nodes), offer)
+        for lack in lacks(batch.asked_of_slurm(spec, plan), len(plan.nodes), offer)
     ]
     if any(finding.status == "fail" for finding in findings):
         return findings, ""

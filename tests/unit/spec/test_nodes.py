@@ -6,7 +6,7 @@ import pytest
 
 from dtctl.errors import SpecError
 from dtctl.spec.load import parse_spec
-from dtctl.spec.nodes import NodeSpec, resolve_nodes
+from dtctl.spec.nodes import NodeSpec, join_gres, resolve_nodes
 
 
 def resolve(text: str, base_dir: Path = Path("/project")) -> tuple[NodeSpec, ...]:
@@ -176,6 +176,27 @@ def test_spares_and_the_least_number_of_nodes() -> None:
     few = error(ssh(" ['a[1-2]']", "  min_nodes: 3\n"))
     assert few.message == "cluster.min_nodes is 3, and there are 2 nodes"
     assert few.where == "dtctl.yaml:4"
+
+
+@pytest.mark.parametrize(
+    ("requests", "joined"),
+    [
+        ((None, None), ""),
+        (("gpu:8", "gpu:8"), "gpu:8"),
+        (("gres/gpu=2", "gres/gpu=2"), "gres/gpu=2"),
+        (("gpu:8", "gpu:4", None), "gpu:8"),
+        (("gpu", "gpu:2", "gres/gpu=1"), "gpu:2"),
+        (("gpu:a100:4", "gpu:a100:2,nic:1", "nic"), "gpu:a100:4,nic:1"),
+    ],
+)
+def test_a_job_asks_for_the_most_that_a_node_needs(requests: tuple[str | None, ...], joined: str) -> None:
+    assert join_gres(requests) == joined
+
+
+@pytest.mark.parametrize("requests", [("gpu:a100:4", "gpu:h100:4"), ("gpu:a100:4", "gpu:2")])
+def test_no_node_has_to_have_two_types_of_a_resource(requests: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=", ".join(requests)):
+        join_gres(requests)
 
 
 @pytest.mark.parametrize(
