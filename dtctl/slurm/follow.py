@@ -54,7 +54,7 @@ from dtctl.slurm.mirror import METRICS as CONTROL_METRICS
 from dtctl.slurm.mirror import WHOLE, Mirror
 from dtctl.slurm.outputs import count_outputs
 from dtctl.slurm.site import LocalSite, Site
-from dtctl.slurm.wait_reasons import NEVER, explain_wait
+from dtctl.slurm.wait_reasons import NEVER, explain_end, explain_wait
 from dtctl.supervisor import work
 
 STATE_FILE: Final = "slurm.json"
@@ -483,6 +483,8 @@ class Follower:
             )
         elif failure is None:
             failure = self._without_a_word(state)
+        elif state == "OUT_OF_MEMORY":
+            self.emit(Note(node=self.site.name, text=f"Slurm reports {explain_end(state)}"))
         left_behind = self.left_behind()
         outputs = count_outputs(self.site, self.ref, spec_of_run(self.record).job.outputs)
         duration_s = self._duration_s()
@@ -553,12 +555,12 @@ class Follower:
         tail, log = failures.last_lines(_text_of(self._job_log)), ""
         if tail:
             reason = self.taken_back or job_error("\n".join(tail))
-            summary = f"job {self.ref.job} ended as {state}" + (f": {reason}" if reason else "")
+            summary = f"job {self.ref.job} ended as {explain_end(state)}" + (f": {reason}" if reason else "")
             log = str(self._job_log)
         else:
             summary = (
-                f"job {self.ref.job} ended as {state} and wrote nothing: do the nodes see {self.ref.folder}? "
-                "it must be on a disk that all of them share"
+                f"job {self.ref.job} ended as {explain_end(state)}. It wrote nothing: do the nodes see "
+                f"{self.ref.folder}? it must be on a disk that all of them share"
             )
         code = None if state == "NODE_FAIL" else self._exit_code() or None
         return Failure(

@@ -1,6 +1,7 @@
-"""Why Slurm lets a job wait: its codes, explained with what to change.
+"""Why Slurm lets a job wait, or has ended it: its codes, explained with what to change.
 
-Source: "Job reason codes" of Slurm's manual (squeue, 24.05). A code that is not here is shown as it is.
+Source: "Job reason codes" and "Job state codes" of Slurm's manual (squeue, 24.05). A code that is not here is shown as
+it is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ _EXPLAINED: Final[Mapping[str, str]] = {
     "InvalidQOS": "slurm.qos is not known; `sacctmgr show qos` shows those that there are",
     "JobArrayTaskLimit": "as many tasks of the array run as its `%N` allows",
     "JobHeldAdmin": "an administrator holds it",
+    "JobHoldMaxRequeue": "it was requeued as often as the site allows; `scontrol release {job}` lets it begin again",
     "PartitionDown": "the partition starts no jobs now; `sinfo -s` shows the others",
     "PartitionInactive": "the partition starts no jobs now; `sinfo -s` shows the others",
     "PartitionNodeLimit": "the partition does not give a job so many nodes; slurm.partition names another one",
@@ -27,7 +29,15 @@ _EXPLAINED: Final[Mapping[str, str]] = {
     "QOSMaxNodePerUserLimit": "your jobs have as many nodes as the quality of service allows",
     "QOSMaxWallDurationPerJobLimit": "slurm.time is more than the quality of service allows",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved; `sinfo -R` says why",
+    "launch_failed_requeued_held": "a node could not start it, mostly since the site's prolog has failed there; "
+    "`sinfo -R` names the node, and `scontrol release {job}` has Slurm try again",
     "Reservation": "it waits for its reservation to begin",
+}
+_ENDS: Final[Mapping[str, str]] = {
+    "BOOT_FAIL": "a node could not be booted for it; submit it again, `sinfo -R` names the node",
+    "NODE_FAIL": "a node of it has failed; submit it again, `sinfo -R` names the node",
+    "OUT_OF_MEMORY": "it has used all the memory that it had on a node; ask for more (`slurm.mem: 200G`; `0` is all of "
+    "a node), or use less",
 }
 NEVER: Final = frozenset({"DependencyNeverSatisfied"})
 """Codes of jobs that Slurm keeps and never starts, whatever others do."""
@@ -35,7 +45,12 @@ NEVER: Final = frozenset({"DependencyNeverSatisfied"})
 
 def explain_wait(job: str, code: str) -> str:
     """Return Slurm's code for why a job waits, with what that means where it is known."""
-    if "held" in code.lower() and code != "JobHeldAdmin":  # JobHeldUser, job_requeued_in_held_state
-        return f"{code}: somebody holds it; `scontrol release {job}` lets it begin"
     known = _EXPLAINED.get(code.partition(",")[0].partition(" ")[0])
-    return f"{code}: {known}" if known else code
+    if known is None and "held" in code.lower():  # JobHeldUser, job_requeued_in_held_state
+        known = "somebody holds it; `scontrol release {job}` lets it begin"
+    return f"{code}: {known.format(job=job)}" if known else code
+
+
+def explain_end(state: str) -> str:
+    """Return the state in which a job has ended, with what that means where it is known."""
+    return f"{state}: {_ENDS[state]}" if state in _ENDS else state

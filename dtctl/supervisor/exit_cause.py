@@ -1,4 +1,4 @@
-"""Why a process ended, as far as the kernel knows: lack of memory, or a full disk. Stdlib only, Python 3.8.
+"""Why a process ended, as far as the kernel knows: memory, a limit of the shell, a full disk. Stdlib only, Python 3.8.
 
 A process that the kernel ends for lack of memory gets SIGKILL like one that somebody has killed. The difference stands
 in the memory counter of its cgroup, and in the kernel's log where that may be read. The machine's own counter is no
@@ -8,7 +8,15 @@ evidence: it counts every process of the machine.
 from __future__ import annotations
 
 import os
+import signal
 
+LIMITS = {
+    int(signal.SIGXCPU): "it has used all the processor time that it may (ulimit -t); raise the limit in job.setup, or "
+    "ask the site",
+    int(signal.SIGXFSZ): "it has written a file as large as it may (ulimit -f); raise the limit in job.setup, or ask "
+    "the site",
+}
+"""Signals by which the kernel ends a process that has reached a limit of its shell."""
 FULL_BYTES = 1 << 20
 """A disk with fewer free bytes than this counts as full."""
 

@@ -392,7 +392,7 @@ class Supervisor:
         if code and self.deadline is None:  # a process that we ended needs no explanation
             if number == signal.SIGKILL and self.memory is not None:
                 reason = self.memory.reason(process.pid)
-            reason = reason or exit_cause.full_disk(self.run_dir)
+            reason = reason or exit_cause.LIMITS.get(number or 0, "") or exit_cause.full_disk(self.run_dir)
         elif killed:
             reason = "it did not end when it was asked to, so dtctl killed it"
         self.exits.append(

@@ -142,6 +142,43 @@ def test_the_culprit_is_named(shared: Project, kind: str, rank: int) -> None:
     assert failure["log"].endswith("node2/rank-3.log")
 
 
+def test_a_limit_of_the_shell_is_named(shared: Project) -> None:
+    shared.write("dtctl.yaml", spec().replace("name: test", "name: test, setup: ['ulimit -S -t 1']"))
+    shared.write("train.py", "while True: pass\n")
+    done = shared.run("launch", "--json")
+    assert done.code == 8, done.err
+    failure = done.done["first_failure"]
+    assert isinstance(failure, dict)
+    assert failure["signal"] == signal.SIGXCPU
+    assert not missing(failure["summary"], "processor time ulimit job.setup")
+
+
+@pytest.mark.slow
+def test_a_prolog_that_fails_is_not_taken_for_a_user_who_holds_the_job(shared: Project, cluster: Sandbox) -> None:
+    shared.write("dtctl.yaml", spec())
+    shared.write("train.py", "print('ran', flush=True)\n")
+    path = slurm.config_file(cluster.state)
+    before = path.read_text()
+    path.write_text(f"{before}Prolog=/bin/false\n")
+    try:
+        ask(shared, "scontrol", "reconfigure")
+        assert shared.run("launch", "--detach").code == 0
+        wait_until(lambda: "held" in fields(shared, job_of(shared))["Reason"], what="Slurm holds the job")
+        told = shared.run("status").out
+        assert not missing(told, f"prolog sinfo -R scontrol release {job_of(shared)}")
+        assert "somebody" not in told
+    finally:
+        path.write_text(before)
+        ask(shared, "scontrol", "reconfigure")
+        ask(shared, "scancel", "--user=root")
+        for node in ("node1", "node2"):  # refused for one that was not drained
+            resume = ["scontrol", "update", f"nodename={node}", "state=resume"]
+            subprocess.run(resume, env=shared.env, capture_output=True, check=False)
+        wait_until(
+            lambda: {*ask(shared, "sinfo", "-h", "-N", "-o", "%T").split()} == {"idle"}, what="the nodes are back"
+        )
+
+
 def test_what_srun_has_ended_is_not_the_culprit(shared: Project) -> None:
     """The other workers do not react to SIGTERM, so that srun kills them; a signal would weigh more than an error."""
     shared.write("dtctl.yaml", spec())

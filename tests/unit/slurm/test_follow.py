@@ -16,6 +16,7 @@ from dtctl.slurm.job_output import JOB_LOG
 from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.mirror import EVENTS_COPY
 from dtctl.slurm.site import LocalSite
+from tests.facts import missing
 
 AT = "2026-01-01T00:00:0"
 BEGUN = f"dtctl: job 7 of run r begins on node1, requeued 0 times, {AT}0.000Z\n"
@@ -63,7 +64,7 @@ def result_of(
     follower = Follower(record, ref, LocalSite(), emitted.append)
     follower.state = JobFacts(state=state, exit_code=exit_code, nodes=["node1"], node_list="node1")
     end = follower.result(stopped_by=None).to_event()
-    return end.status, end.exit_code, emitted
+    return end.status, end.exit_code, [*emitted, end]
 
 
 @pytest.mark.parametrize(
@@ -99,3 +100,9 @@ def test_workers_of_which_that_is_not_known(tmp_path: Path, log: str, inside: st
     status, code, _ = result_of(tmp_path, log, state="TIMEOUT", exit_code="0:15", inside=inside)
     assert status != "succeeded"
     assert code != 0
+
+
+def test_a_job_that_slurm_has_ended_for_its_memory_says_what_to_ask_for(tmp_path: Path) -> None:
+    status, _, emitted = result_of(tmp_path, BEGUN, state="OUT_OF_MEMORY", exit_code="0:125", inside="failed")
+    assert status == "failed"
+    assert not missing(json.dumps(emitted[-1].to_json()), "job 7 OUT_OF_MEMORY memory slurm.mem")
