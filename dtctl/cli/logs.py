@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from dtctl.cli.common.job_number import name_run
 from dtctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from dtctl.cli.common.log_reader import LogLine
     from dtctl.launch.records.record import RunRecord
 
 POLL_S = 0.1
@@ -59,15 +61,15 @@ def logs(
 
         take_up_if_alone(record)
     reader = LogReader(record, chosen)
-    reader.print_new()
+    shown = _print(reader.read_new())
     while follow:
         over = state_of(record).over  # looked at before reading, so that nothing printed last is missed
-        reader.print_new()
+        shown += _print(reader.read_new())
         if over:
             break
         time.sleep(POLL_S)
-    reader.print_rest()
-    if not reader.shown:
+    shown += _print(reader.read_rest())
+    if not shown:
         yet = "" if state_of(record).over else " yet"
         output.err(
             f"no line of run {record.run} is among those asked for{yet}"
@@ -75,6 +77,15 @@ def logs(
             else f"run {record.run} has printed nothing{yet}"
         )
     return 0
+
+
+def _print(lines: Iterable[LogLine]) -> int:
+    """Print lines as they are read; return how many there were."""
+    shown = 0
+    for line in lines:
+        output.out(f"{line.origin} {line.text}")
+        shown += 1
+    return shown
 
 
 def _bring(record: RunRecord) -> None:

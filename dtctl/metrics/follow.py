@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final
 
 from dtctl import folders, names
-from dtctl.launch.records import validate_records
 from dtctl.launch.records.events import (
     AttemptRunning,
     AttemptStarting,
@@ -32,6 +31,7 @@ from dtctl.launch.records.events import (
     parse,
 )
 from dtctl.launch.records.ledger import LedgerFacts
+from dtctl.launch.records.metrics_rows import parse_row
 from dtctl.launch.records.record import RUN_BYTES, RunRecord
 
 READ_BYTES: Final = 4 << 20
@@ -270,12 +270,8 @@ class FigureCollector:
 
 def _rows(lines: list[str]) -> Iterator[dict[str, float | None]]:
     """Rows of metrics.jsonl; what is none is left out."""
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and validate_records.number(row.get("step")):
+    for row in map(parse_row, lines):
+        if row is not None:
             known = ((name, value) for name, value in row.items() if _KEY.match(name) and _is_figure(value))
             yield {name: _value(value) for name, value in islice(known, KEYS)}
 

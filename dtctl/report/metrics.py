@@ -7,7 +7,6 @@ evaluation). So least and greatest are true for these, and the page says which v
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import os
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 from dtctl import folders
 from dtctl.errors import LaunchError
-from dtctl.launch.records.validate_records import number
+from dtctl.launch.records.metrics_rows import parse_row
 
 POINTS = 1500
 """Buckets of a curve: more than a screen has pixels for it."""
@@ -100,7 +99,7 @@ def _short(path: Path) -> MetricsTable:
     rows = damaged = 0
     with path.open("rb") as file:
         for line in file:
-            row = _row(line)
+            row = parse_row(line)
             if row is None:
                 damaged += 1
             else:
@@ -111,17 +110,6 @@ def _short(path: Path) -> MetricsTable:
     curves = {name: thin(column.steps, column.values) for name, column in columns.items()}
     times = columns.get("step_s", Column()).values
     return MetricsTable(curves=curves, rows=rows, damaged=damaged, step_s=_sorted(times))
-
-
-def _row(line: bytes | str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-        if isinstance(row, dict) and number(row.get("step")):
-            "".join(row).encode()  # half a surrogate pair cannot be shown
-            return row
-    except (ValueError, RecursionError):
-        pass
-    return None
 
 
 def _add(columns: dict[str, Column], row: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
@@ -169,7 +157,7 @@ class _Form:
 
 def _form(lines: Sequence[bytes]) -> _Form | None:
     """The form of most lines; None if they do not begin with what is watched, as dtctl.runtime writes it."""
-    shapes = Counter(tuple(row) for row in map(_row, lines) if row)
+    shapes = Counter(tuple(row) for row in map(parse_row, lines) if row)
     keys = shapes.most_common(1)[0][0] if shapes else ()
     watched = tuple(key for key in keys if key in WATCHED)
     if len(watched) < 2 or keys[0] != "step":
@@ -244,7 +232,7 @@ def _part(path: Path, form: _Form, begin: int, end: int, size: int) -> _Part:
         values = _watched(block, count, form)
         part.rows += len(values[0])
         part.damaged += count - len(values[0])
-        first = next(filter(None, map(_row, block.splitlines()[:_LOOK_AT])), None)
+        first = next(filter(None, map(parse_row, block.splitlines()[:_LOOK_AT])), None)
         if first is None:
             continue
         _add(part.columns, {name: first.get(name) for name in form.keys}, without=form.watched)
@@ -253,7 +241,7 @@ def _part(path: Path, form: _Form, begin: int, end: int, size: int) -> _Part:
             if name == "step_s":
                 part.times += numbers[::10]
         for match in form.suffix.finditer(block):
-            row = _row(block[block.rfind("\n", 0, match.start()) + 1 : block.find("\n", match.end())])
+            row = parse_row(block[block.rfind("\n", 0, match.start()) + 1 : block.find("\n", match.end())])
             _add(part.columns, row or {}, without=form.keys)
     return part
 
@@ -278,7 +266,7 @@ def _watched(block: str, count: int, form: _Form) -> list[list[float]]:
             return [list(map(float, texts)) for texts in zip(*matches, strict=True)]
         except ValueError:  # null
             pass
-    rows = [row for row in map(_row, block.splitlines()) if row is not None]
+    rows = [row for row in map(parse_row, block.splitlines()) if row is not None]
     read_values = [[row.get(name) for row in rows] for name in form.watched]
     return [
         [_float(value) if isinstance(value, int | float) else math.nan for value in values] for values in read_values

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from dtctl import folders, names
 from dtctl.cli import output
@@ -29,11 +29,27 @@ class LogFilter:
     rank: int | None = None
     tail: int | None = None
     """Of what is there at first, only so many lines of each worker."""
+    tail_bytes: int | None = None
+    """Of what is there at first, only the end, and perhaps not from the beginning of a line."""
     attempt: int | None = None
     """From 0; negative: counted from the newest."""
     pattern: re.Pattern[str] | None = None
     changed_since: float | None = None
     """Seconds since the epoch."""
+
+
+class LogLine(NamedTuple):
+    """A line that a process has printed."""
+
+    node: str
+    rank: int
+    """AGENT for torchrun's agent."""
+    text: str
+
+    @property
+    def origin(self) -> str:
+        """Prefix by which people know the process."""
+        return f"[{self.node}:{'agent' if self.rank < 0 else self.rank}]"
 
 
 class LogReader:
@@ -45,25 +61,24 @@ class LogReader:
         self._attempts = attempts_of(record.folder)
         self._read: dict[Path, int] = {}
         self._partial: dict[Path, Lines] = {}
-        self.shown = 0
-        """Lines so far."""
 
     @property
     def has_output(self) -> bool:
         """Whether the workers have printed anything, selected or not."""
         return any(path.is_file() and path.stat().st_size for path in self._folder.glob("*/*.log"))
 
-    def print_new(self) -> None:
-        """Print all whole lines that were not printed yet."""
+    def read_new(self) -> Iterator[LogLine]:
+        """Read all whole lines that were not read yet."""
         for path in sorted(self._folder.glob("*/*.log")):
             if self._is_selected(path):
-                self._print(path)
+                for text in self._read_file(path):
+                    yield LogLine(path.parent.name, rank_of(path), text)
 
-    def print_rest(self) -> None:
-        """Print lines that were begun and never ended."""
+    def read_rest(self) -> Iterator[LogLine]:
+        """Read lines that were begun and never ended."""
         for path, lines in self._partial.items():
             if text := lines.flush():
-                self._show(path, text)
+                yield LogLine(path.parent.name, rank_of(path), text)
         self._partial.clear()
 
     def _is_selected(self, path: Path) -> bool:
@@ -71,7 +86,7 @@ class LogReader:
             return False
         return self._chosen.rank is None or path.name == f"rank-{self._chosen.rank}.log"
 
-    def _print(self, path: Path) -> None:
+    def _read_file(self, path: Path) -> Iterator[str]:
         try:
             file = os.fdopen(folders.open_regular(str(path)), "rb")
         except OSError as exc:
@@ -85,8 +100,7 @@ class LogReader:
             # Shorter than it was: its middle was cut out, and what is new stands at its end.
             begin = min(begin, file.seek(0, os.SEEK_END))
             texts = self._lines(path, file, begin, end)
-            for text in deque(texts, self._chosen.tail) if is_first and self._chosen.tail is not None else texts:
-                self._show(path, text)
+            yield from deque(texts, self._chosen.tail) if is_first and self._chosen.tail is not None else texts
 
     def _lines(self, path: Path, file: BinaryIO, begin: int, end: int | None) -> Iterator[str]:
         """The lines between two places that have the pattern; what is read is noted."""
@@ -98,11 +112,6 @@ class LogReader:
             for text in lines.feed(data):
                 if self._chosen.pattern is None or self._chosen.pattern.search(text):
                     yield text
-
-    def _show(self, path: Path, text: str) -> None:
-        origin = "agent" if path.name == "agent.log" else path.stem.removeprefix("rank-")
-        output.out(f"[{path.parent.name}:{origin}] {text}")
-        self.shown += 1
 
     def _number(self) -> int | None:
         """The chosen attempt, counted from 0."""
@@ -120,6 +129,8 @@ class LogReader:
             begin = self._begun(path, number)
         if self._chosen.changed_since is not None:
             begin = max(begin, _line_start(file, offset_at(path, self._chosen.changed_since)))
+        if self._chosen.tail_bytes is not None:
+            begin = max(begin, file.seek(0, os.SEEK_END) - self._chosen.tail_bytes)
         return begin, self._end(path)
 
     def _end(self, path: Path) -> int | None:

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtctl import folders, names
+from dtctl import names
 from dtctl.errors import DtctlError
-from dtctl.launch.records.validate_records import number
+from dtctl.launch.records.metrics_rows import is_number, read_last_rows
 
 if TYPE_CHECKING:
     from dtctl.launch.records.record import RunRecord
-
-TAIL_BYTES = 1 << 16
-
-
-def tail_of_metrics(path: Path) -> list[dict[str, Any]]:
-    """The last rows of metrics.jsonl, oldest first; none when there are none yet."""
-    try:
-        with os.fdopen(folders.open_regular(str(path)), "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[1 if size > TAIL_BYTES else 0 : -1]
-    except OSError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # cut by the beginning of the tail, or being written
-        if isinstance(row, dict) and number(row.get("step")):
-            rows.append({key: value for key, value in row.items() if isinstance(value, float) or number(value)})
-    return rows
 
 
 def steps_of(record: RunRecord) -> int | None:
@@ -50,8 +25,9 @@ def steps_of(record: RunRecord) -> int | None:
 
 
 def metrics_of(record: RunRecord) -> list[dict[str, Any]]:
-    """The last rows of a run's metrics."""
-    return tail_of_metrics(record.folder / names.METRICS_FILE)
+    """The last rows of a run's metrics, with what is a number there."""
+    rows = read_last_rows(record.folder / names.METRICS_FILE)
+    return [{key: value for key, value in row.items() if isinstance(value, float) or is_number(value)} for row in rows]
 
 
 def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:

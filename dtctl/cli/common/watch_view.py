@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 from collections import deque
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtctl import folders, names
 from dtctl.cli.common.folding import Folding
 from dtctl.cli.common.launch_view import STATES
-from dtctl.cli.common.progress_line import TAIL_BYTES, clock, experts_line, loss_text, metrics_of, progress_line
-from dtctl.launch.records.logs import rank_of
+from dtctl.cli.common.log_reader import LogFilter, LogReader
+from dtctl.cli.common.progress_line import clock, experts_line, loss_text, metrics_of, progress_line
 from dtctl.launch.records.state import RunState, state_of, where_the_time_went
 from dtctl.printable import printable
 
@@ -28,6 +25,8 @@ if TYPE_CHECKING:
 
 REFRESH_S = 0.25
 LOG_LINES = 10
+TAIL_BYTES = 4096
+"""Of each log, when the picture is drawn for the first time."""
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {"running": "green", "succeeded": "green", "ready": "green", "failed": "red", "lost": "red"}
 
@@ -39,7 +38,7 @@ class Screen:
         """Show `record`, whose training has `steps` steps if that is known."""
         self._record = record
         self._steps = steps
-        self._read: dict[Path, int] = {}
+        self._reader = LogReader(record, LogFilter(tail_bytes=TAIL_BYTES))
         self._lines: deque[tuple[str, str]] = deque(maxlen=LOG_LINES)
         self._folding = Folding()
         self.state: RunState = state_of(record)
@@ -50,7 +49,9 @@ class Screen:
         from rich.text import Text
 
         self.state = state_of(self._record)
-        self._read_logs()
+        for line in self._reader.read_new():
+            shown = self._folding.feed(line.node, line.rank, line.text)
+            self._lines.extend((f"{line.origin} ", text) for text in shown)
         rows = metrics_of(self._record)
         parts: list[RenderableType] = [self._head(), Text(), self._nodes()]
         if self.state.restarts:
@@ -64,9 +65,9 @@ class Screen:
             parts.append(Text(where_the_time_went(self.state.ledger), style="dim", no_wrap=True, overflow="ellipsis"))
         if self._lines:
             parts.append(Text())
-            for origin, line in self._lines:
+            for origin, text in self._lines:
                 parts.append(
-                    Text.assemble((printable(origin), "dim"), printable(line), no_wrap=True, overflow="ellipsis")
+                    Text.assemble((printable(origin), "dim"), printable(text), no_wrap=True, overflow="ellipsis")
                 )
         return Group(*parts)
 
@@ -109,22 +110,6 @@ class Screen:
         if experts := experts_line(rows[-1]):
             lines.append(Text(experts, no_wrap=True, overflow="ellipsis"))
         return lines
-
-    def _read_logs(self) -> None:
-        for path in sorted((self._record.folder / names.LOGS_DIR).glob("*/*.log")):
-            size = path.stat().st_size
-            start = self._read.get(path, max(0, size - TAIL_BYTES // 16))
-            if size <= start:
-                continue
-            with os.fdopen(folders.open_regular(str(path)), "rb") as file:
-                file.seek(start)
-                complete, newline, _ = file.read(TAIL_BYTES).rpartition(b"\n")
-            self._read[path] = start + len(complete) + len(newline)
-            rank = rank_of(path)
-            origin = f"[{path.parent.name}:{'agent' if rank < 0 else rank}] "
-            for line in complete.decode(errors="replace").splitlines():
-                shown = self._folding.feed(path.parent.name, rank, line.rsplit("\r", 1)[-1])
-                self._lines.extend((origin, text) for text in shown)
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -302,14 +302,10 @@ class Logs:
 
     def last_step(self) -> int | None:
         """The last step that rank 0 has logged; None when it has logged none."""
-        try:
-            with os.fdopen(folders.open_regular(str(self._record.folder / names.METRICS_FILE)), "rb") as file:
-                file.seek(max(0, file.seek(0, 2) - 65_536))
-                lines = file.read().splitlines()
-        except OSError:
-            return None
-        steps = map(_step_of, reversed(lines))
-        return next((step for step in steps if step is not None), None)
+        from dtctl.launch.records.metrics_rows import read_last_rows  # only a failure needs it
+
+        rows = read_last_rows(self._record.folder / names.METRICS_FILE)
+        return int(rows[-1]["step"]) if rows else None
 
     def ranks(self, node: str) -> list[int]:
         """Ranks of a node that have printed something, in order; without torchrun's agent."""
@@ -337,11 +333,11 @@ class Logs:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step that a line of metrics is of; None for half a line, or something else."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None
+    """Return the step that a line of metrics is of; None if it is no row."""
+    from dtctl.launch.records.metrics_rows import parse_row  # only metrics that begin anew need it
+
+    row = parse_row(line)
+    return None if row is None else int(row["step"])
 
 
 def rank_of(path: Path) -> int:

@@ -6,8 +6,7 @@ allowed, and keys that nobody reads are not looked at.
 
 from __future__ import annotations
 
-import math
-from typing import Any, Final
+from typing import Final
 
 from dtctl.schema import flag, form, integer, list_of, mapping_of, moment, nullable, text
 from dtctl.schema import number as finite
@@ -37,11 +36,3 @@ INFO: Final = form(
     optional={"pid_started": COUNT, "boot": _WORD, "slurm": flag, "snapshots": mapping_of(_WORD, _WORD)},
 )  # fmt: skip
 """Who has launched a run."""
-
-
-def number(value: Any) -> bool:
-    """Whether this is a number that a clock or a plot can have."""
-    try:
-        return isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return False

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dtctl.cli.common.progress_line import clock, tail_of_metrics
+from dtctl.cli.common.progress_line import clock
 from dtctl.cli.common.watch_view import Screen, sparkline
 from dtctl.cli.main import run as command
 from dtctl.launch.control.failure import AGENT
 from dtctl.launch.records.events import AttemptRunning, NodeChanged, RunPlanned
+from dtctl.launch.records.metrics_rows import read_last_rows
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.node_facts import boot_id, start_ticks
 from tests.facts import missing
@@ -114,10 +115,10 @@ def test_many_values_become_as_many_bars_as_fit() -> None:
 def test_only_the_end_of_long_metrics_is_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(20_000)))
-    rows = tail_of_metrics(path)
+    rows = read_last_rows(path)
     assert rows[-1]["step"] == 19_999
     assert 1000 < len(rows) < 4000
-    assert tail_of_metrics(tmp_path / "none") == []
+    assert read_last_rows(tmp_path / "none") == []
 
 
 def test_time_is_told_as_on_a_clock() -> None:
