@@ -52,14 +52,11 @@ from dtctl.supervisor.messages.attempt import (
     WorkerStack,
 )
 from dtctl.supervisor.messages.base import Refusal
-from dtctl.supervisor.messages.setup import Ready
 
 if TYPE_CHECKING:
     from dtctl.launch.control.healing import Healing
+    from dtctl.launch.control.node_pool import NodePool
 
-FIRST_RETRY_S = 0.5
-RETRY_LIMIT_S = 3600.0
-"""How long a kept run's node may be out of reach before it counts as lost."""
 START_LIMIT_S: Final = 30.0
 """Seconds that a node may take from the start message to its answer."""
 STOP_MARGIN_S: Final = 5.0
@@ -171,15 +168,6 @@ class AttemptOutcome:
     """The last step that is known to have been done, of the whole run; None when the job tells none."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Retry:
-    """A node that is to be contacted again."""
-
-    since: float
-    next: float
-    tries: int = 0
-
-
 class Attempt:
     """The state of one attempt: which workers have started and ended, and which nodes are still waited for."""
 
@@ -191,16 +179,21 @@ class Attempt:
         *,
         hang_monitor: HangMonitor,
         healing: Healing | None = None,
+        pool: NodePool | None = None,
+        keeps_nodes: bool = False,
         under_way: bool = False,
         confirms_silence: bool = False,
     ) -> None:
         """Watch an attempt that is started now, or is `under_way`; with `healing` lost workers are replaced.
 
+        With `keeps_nodes` they go on when the link is lost, and are called again.
         With `confirms_silence` a silent node is lost only if it does not answer a new connection either, or not for
         twice as long: no other node would take its place.
         """
         self.confirms_silence = confirms_silence
         self.healing = healing
+        self.pool = pool
+        self.keeps_nodes = keeps_nodes
         self.gang = gang
         self.hang_monitor = hang_monitor
         self.plan = plan
@@ -230,20 +223,28 @@ class Attempt:
         """Nodes whose workers are started afresh."""
         self.joining: set[str] = set()
         """Nodes that have taken the places of lost ones and not started yet."""
-        self.retries: dict[str, _Retry] = {}
-        """Nodes of a kept run whose link is gone: they go on, and are called again from time to time."""
 
     def handle(self, message: NodeMessage) -> None:
         """Act on one message of a node that still belongs to the attempt."""
         name, content = message.session.name, message.content
-        if self.healing is not None and self.healing.owns(message):
-            self._heal(lambda healing: healing.take_call(message))
+        if self.pool is not None and self.pool.owns(message.session):
+            self._take_call(self.pool, message)
             return
         if isinstance(content, OutputChunk):
             self._on_log(name, content.rank, content.payload)
             return
         if name in self.open and message.session is self.gang.sessions.get(name):
             self._act(name, content)
+
+    def _take_call(self, pool: NodePool, message: NodeMessage) -> None:
+        """Act on a message of a node that was called because a place is vacant."""
+        if not self.keeps_nodes:
+            self._heal(lambda healing: healing.take_call(message))
+        elif (substitute := pool.take(message)) is not None:
+            self.gang.sessions[substitute.lost] = substitute.session
+            self.gang.emit(NodeChanged(node=substitute.lost, state="running"))
+            if self.stop_deadline is not None:
+                substitute.session.send(StopAttempt(now=False))
 
     def _act(self, name: str, content: Content) -> None:
         match content:
@@ -257,9 +258,6 @@ class Attempt:
                 self._heal(lambda healing: self._on_live_report(healing, content))
             case AttemptStopped():
                 self._on_stopped(name, content)
-            case Ready():  # a kept run's link stands again
-                self.retries.pop(name, None)
-                self.gang.emit(NodeChanged(node=name, state="running"))
             case Cold() if name not in self.cold_nodes:
                 self.cold_nodes.add(name)
                 self.gang.emit(Note(node=name, text=f"workers start without preloaded modules: {content.why}"))
@@ -423,7 +421,7 @@ class Attempt:
         """Take a healing a step further; given up, it is the failure that it began with."""
         if self.healing is None:
             return
-        from dtctl.launch.control.substitutes import NotHealed  # few runs need it
+        from dtctl.launch.control.spares import NotHealed  # few runs need it
 
         try:
             action(self.healing)
@@ -435,13 +433,14 @@ class Attempt:
         """Give up the healing that is on: the attempt has failed of what it began with."""
         if self.healing is None:
             return
+        absent = self.healing.absent
         cause = self.healing.give_up() or failure
         if cause is None:
             return
         self.outcome.failures.append(cause)
         self.gang.emit(Note(node=cause.node, text=f"not healed, all workers are restarted: {reason}"))
         lost = {each.node for each in (cause, failure) if each is not None and each.rank is None}
-        self._lose(self.healing.absent | lost)
+        self._lose(absent | lost)
 
     def _end_healing_without(self, name: str, rank: int) -> None:
         """Give up the healing that is on: a worker that has ended well does not join the others again."""
@@ -542,10 +541,15 @@ class Attempt:
                 self._replace_hung(stuck, detect_s=0.0)
 
     def _on_lost(self, name: str, text: str) -> None:
-        if self.gang.reattach is not None and self._plan_retry(name):
+        if self.pool is not None and self.keeps_nodes:
+            self.gang.emit(NodeChanged(node=name, state="away"))
+            self.pool.call_kept(name)
             return
         if not self._is_explained() and self._is_node_replaced(name, text):
             return
+        self._on_lost_for_good(name, text)
+
+    def _on_lost_for_good(self, name: str, text: str) -> None:
         self.outcome.lost_nodes.append(name)
         if self._is_explained():
             self._end_for_absence()
@@ -567,7 +571,7 @@ class Attempt:
         self.begun_at = max(self.begun_at, now) if self.starting else self.begun_at
         if self.stop_deadline is not None:
             self.stop_deadline = max(self.stop_deadline, now + self.plan.grace_s + 5)
-        if away_s > self.link_timeout_s - 2 * PING_S and self.gang.reattach is None:
+        if away_s > self.link_timeout_s - 2 * PING_S and not self.keeps_nodes:
             self.absence = (away_s, now + self.link_timeout_s + self.plan.grace_s + 5)
 
     def _is_explained(self) -> bool:
@@ -577,18 +581,6 @@ class Attempt:
     def _end_for_absence(self) -> None:
         self.outcome.away_s = self.absence[0]
         self._stop_others(f"this launcher did not run for {self.absence[0]:.0f} s")
-
-    def _plan_retry(self, name: str) -> bool:
-        """Plan the next try to reach a node that goes on without us; False when it is time to give it up."""
-        now = time.monotonic()
-        if name not in self.retries:
-            self.retries[name] = _Retry(since=now, next=now + FIRST_RETRY_S)
-            self.gang.emit(NodeChanged(node=name, state="away"))
-            return True
-        retry = self.retries[name]
-        retry.tries += 1
-        retry.next = now + min(30.0, FIRST_RETRY_S * 2**retry.tries)
-        return now - retry.since < RETRY_LIMIT_S
 
     def _fail(self, name: str, text: str, *, exit_code: int | None) -> None:
         self._end_healing(f"{name}: {text}")
@@ -612,8 +604,9 @@ class Attempt:
         if self.stop_deadline is not None:
             return
         if self.healing is not None:
+            absent = self.healing.absent
             self.healing.give_up()
-            self._lose(self.healing.absent)
+            self._lose(absent)
         self.gang.emit(Stopping(reason=reason))
         self.hang_monitor.stopping()
         self.stop_deadline = time.monotonic() + self.plan.grace_s + STOP_MARGIN_S
@@ -645,13 +638,26 @@ class Attempt:
         now = time.monotonic()
         if self.state is not State.OVER:
             getattr(self, STATES[self.state].check)(now)
-        absent = self.healing.absent if self.healing is not None else set()
-        for name in sorted(self.open - absent):
+        if self.pool is not None and self.keeps_nodes:
+            self._check_kept(self.pool, now)
+        for name in sorted(self.open - self._vacant):
             session = self.gang.sessions[name]
-            if name in self.retries:
-                self._check_retry(name, now)
-            else:
-                self._check_silence(session, now - max(session.last_heard, self.begun_at))
+            self._check_silence(session, now - max(session.last_heard, self.begun_at))
+
+    @property
+    def _vacant(self) -> set[str]:
+        """Lost nodes that are called again, or whose places others are to take."""
+        return set() if self.pool is None else self.pool.vacant
+
+    def _check_kept(self, pool: NodePool, now: float) -> None:
+        """Call nodes again that go on by themselves, and give up those that stay away."""
+        for name, error in pool.check().items():
+            pool.abandon(name)
+            self._on_lost_for_good(name, str(error))
+        if self.stop_deadline is not None and now > self.stop_deadline:
+            for name in pool.vacant:
+                pool.abandon(name)
+                self._give_up_on(name)
 
     def _check_silence(self, session: Session, silent_s: float) -> None:
         if silent_s <= self.link_timeout_s:
@@ -687,18 +693,9 @@ class Attempt:
             self._lose_late(self.open, "it did not stop in time")
 
     def _lose_late(self, nodes: AbstractSet[str], text: str) -> None:
-        absent = self.healing.absent if self.healing is not None else set()
-        for name in sorted((nodes & self.open) - absent - self.retries.keys()):
+        for name in sorted((nodes & self.open) - self._vacant):
             self.gang.sessions[name].close()
             self._on_lost(name, text)
-
-    def _check_retry(self, name: str, now: float) -> None:
-        retry = self.retries[name]
-        if self.stop_deadline is not None and now > self.stop_deadline:
-            self._give_up_on(name)
-        elif now >= retry.next and self.gang.reattach is not None:
-            retry.next = float("inf")  # until this try has failed
-            self.gang.reattach(name)
 
 
 def _node_failure(name: str, text: str, *, exit_code: int | None = None) -> Failure:

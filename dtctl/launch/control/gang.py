@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from dtctl.errors import ConnectError, DtctlError
 from dtctl.launch.control.session import NodeMessage, Preparing, Session, SessionFailed
@@ -47,8 +47,6 @@ class Gang:
         self.emit = emit
         self.signals: list[int] = []
         """Signals that the launcher received, oldest first; appended to by the signal handler."""
-        self.reattach: Callable[[str], None] | None = None
-        """Opens a new link to a node that goes on by itself; None when losing the link ends the run there."""
         self.time_s: float | None = None
         """`job.time_s`, from now on; at its end the run is stopped as by a signal."""
         self.away_s = 0.0
@@ -79,18 +77,14 @@ class Gang:
         waiting = set(names)
         descriptions: dict[str, NodeDescription] = {}
         failures: dict[str, DtctlError] = {}
-        unanswered = set(names)
         while waiting and not self.signals:
             message = self.next_message(0.2)
-            for name in [name for name in self.sessions if name in unanswered & waiting and self._is_silent(name)]:
-                unanswered.discard(name)
-                text = f"has accepted the connection and sent nothing for {ANSWER_S:g} s; the limit is "
-                self.emit(Note(node=name, text=f"{text}{START_SILENCE_S:g} s"))
-            for name in [name for name in self.sessions if name in waiting and self._is_stuck(name)]:
-                self.sessions[name].close()
-                failures[name] = self._error_of_stuck(name)
-                waiting.discard(name)
-                self.emit(NodeChanged(node=name, state="failed", error=str(failures[name])))
+            for name in [name for name in self.sessions if name in waiting]:
+                if (error := self.find_stall(self.sessions[name])) is not None:
+                    self.sessions[name].close()
+                    failures[name] = error
+                    waiting.discard(name)
+                    self.emit(NodeChanged(node=name, state="failed", error=str(error)))
             if (
                 message is None
                 or message.session.name in failures
@@ -98,42 +92,52 @@ class Gang:
             ):
                 continue  # nothing, or the last message of a connection that has been replaced
             name = message.session.name
+            self.emit_preparation(message)
             match message.content:
                 case NodeDescription() as description:
                     descriptions[name] = description
-                    self.emit(NodeChanged(node=name, state="hello"))
-                case SessionFailed(error):
-                    failures[name] = _as_dtctl_error(error)
+                case SessionFailed(reason):
+                    failures[name] = to_dtctl_error(reason)
                     waiting.discard(name)
-                    self.emit(NodeChanged(node=name, state="failed", error=str(failures[name])))
                 case Ready():
                     waiting.discard(name)
-                    self.emit(NodeChanged(node=name, state="ready"))
-                case Preparing(state, push):
-                    self.emit(NodeChanged(node=name, state=state, push=push))
         return descriptions, {name: failures[name] for name in self.sessions if name in failures}
 
-    def _is_stuck(self, name: str) -> bool:
-        session, now = self.sessions[name], time.monotonic()
+    def emit_preparation(self, message: NodeMessage) -> None:
+        """Emit how far a node is that is being prepared."""
+        name = message.session.name
+        match message.content:
+            case NodeDescription():
+                self.emit(NodeChanged(node=name, state="hello"))
+            case SessionFailed(error):
+                self.emit(NodeChanged(node=name, state="failed", error=str(to_dtctl_error(error))))
+            case Ready():
+                self.emit(NodeChanged(node=name, state="ready"))
+            case Preparing(state, push):
+                self.emit(NodeChanged(node=name, state=state, push=push))
+
+    def find_stall(self, session: Session) -> ConnectError | None:
+        """Return the error of a node that makes no progress in its preparation; one that sends nothing is named first.
+
+        Until it is connected the transport has a limit.
+        """
         if session.last_progress is None:
-            return False
+            return None
+        idle_s = time.monotonic() - session.last_progress
         if not session.is_described:
-            return now - session.last_progress > START_SILENCE_S
-        return session.silent_s() > PUSH_SILENCE_S or now - session.last_progress > WORK_LIMIT_S
-
-    def _is_silent(self, name: str) -> bool:
-        session = self.sessions[name]
-        if session.is_described or session.last_progress is None:
-            return False
-        return time.monotonic() - session.last_progress > ANSWER_S
-
-    def _error_of_stuck(self, name: str) -> ConnectError:
-        if not self.sessions[name].is_described:
-            text = f"it has accepted the connection and sent nothing for {START_SILENCE_S:g} s"
-            return ConnectError(text, node=name, hint="does `python3 -c pass` end there? check its load and its disk")
-        return ConnectError(
-            "it makes no progress in its preparation", node=name, hint="check its load and whether its disk responds"
-        )
+            text = "it has accepted the connection and sent nothing for "
+            if idle_s > ANSWER_S and not session.is_named:
+                session.is_named = True
+                note = f"{text.removeprefix('it ')}{ANSWER_S:g} s; the limit is {START_SILENCE_S:g} s"
+                self.emit(Note(node=session.name, text=note))
+            if idle_s <= START_SILENCE_S:
+                return None
+            hint = "does `python3 -c pass` end there? check its load and its disk"
+            return ConnectError(f"{text}{START_SILENCE_S:g} s", node=session.name, hint=hint)
+        if session.silent_s() <= PUSH_SILENCE_S and idle_s <= WORK_LIMIT_S:
+            return None
+        text, hint = "it makes no progress in its preparation", "check its load and whether its disk responds"
+        return ConnectError(text, node=session.name, hint=hint)
 
     def idle(self, seconds: float) -> None:
         """Wait, with all links kept alive, or until somebody wants to stop."""
@@ -209,7 +213,8 @@ def _clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-def _as_dtctl_error(error: BaseException) -> DtctlError:
+def to_dtctl_error(error: BaseException) -> DtctlError:
+    """Return an error of a session as one for the user; what nobody expected is a bug."""
     if isinstance(error, DtctlError):
         return error
     bug = DtctlError(f"{type(error).__name__}: {error}", hint="this is a bug in dtctl; please report it")

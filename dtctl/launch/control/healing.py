@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from dtctl.launch.control import failure as failures
 from dtctl.launch.control.failure import Failure
 from dtctl.launch.control.gang import Gang
+from dtctl.launch.control.node_pool import LIVE, NodePool, Substitute
 from dtctl.launch.control.session import NodeMessage
-from dtctl.launch.control.substitutes import NotHealed, Substitute, Substitutes
+from dtctl.launch.control.spares import NotHealed
 from dtctl.launch.records.events import Healed, Replacement, Survivor
 from dtctl.launch.records.ledger import Ledger
 from dtctl.supervisor.messages.attempt import Heal, Join, LiveReport
@@ -54,7 +55,7 @@ class Healing:
         limit_s: float,
         ledger: Ledger,
         address: Callable[[str], str],
-        substitutes: Substitutes | None = None,
+        pool: NodePool | None = None,
         place: Callable[[Substitute, int], None] | None = None,
     ) -> None:
         """Nothing is lost yet.
@@ -65,16 +66,14 @@ class Healing:
             limit_s: `job.heal_s`.
             ledger: of the run.
             address: numeric address of a node, for the others.
-            substitutes: finds nodes for the places of lost ones. None: a lost node is not replaced.
+            pool: finds nodes for the places of lost ones. None: a lost node is not replaced.
             place: starts the workers of an epoch on a node that takes a place. Raises NotHealed if it does not fit.
         """
         self._gang, self._nodes, self._limit_s = gang, dict(node_of_rank), limit_s
         self._ledger, self._address = ledger, address
-        self._substitutes, self._place = substitutes, place
+        self._pool, self._place = pool, place
         self._epoch = 0
         self._current: _Current | None = None
-        self.absent: set[str] = set()
-        """Nodes that are lost and have not been replaced yet."""
         self._cut: tuple[Failure, float] | None = None
         """The worker that has lost its connections to others, of whom nobody is known to be lost, and since when."""
         self._dying: set[int] = set()
@@ -95,6 +94,11 @@ class Healing:
     def cause(self) -> Failure | None:
         """What the healing that is on began with."""
         return None if self._current is None else self._current.cause
+
+    @property
+    def absent(self) -> set[str]:
+        """Nodes that are lost and have not been replaced yet."""
+        return set() if self._pool is None else self._pool.vacant
 
     def is_expected(self, rank: int) -> bool:
         """Whether the end of a worker's process is a part of its replacement; asked once."""
@@ -134,15 +138,13 @@ class Healing:
         """
         name = failure.node
         ranks = [rank for rank, node in self._nodes.items() if node == name]
-        if self._substitutes is None:
+        if self._pool is None:
             raise NotHealed(f"{name} {failures.describe(failure)}, and with --detach no other node takes its place")
         current = self._begin(failure, detect_s)
         for rank in ranks:
             current.lost[rank] = (name, f"was lost with its node: {failure.summary}")
         self._dying.difference_update(ranks)
-        self.absent.add(name)
-        self._gang.sessions[name].close()
-        substitute = self._substitutes.search(name)
+        substitute = self._pool.search(name, LIVE)
         self._begin_epoch(current, ranks)
         if substitute is not None:
             self._put(substitute)
@@ -167,8 +169,7 @@ class Healing:
 
     def _send(self, message: Heal | Join) -> None:
         for name in dict.fromkeys(self._nodes.values()):
-            if name not in self.absent:
-                self._gang.sessions[name].send(message)  # a link that is gone is reported by who reads it
+            self._gang.sessions[name].send(message)  # a link that is gone is reported by who reads it
 
     def late(self) -> dict[int, float]:
         """Survivors that have not said yet that they are ready, and for how long they have been asked, in seconds."""
@@ -178,18 +179,14 @@ class Healing:
         asked_s = time.monotonic() - current.asked_s
         return dict.fromkeys(sorted(self._nodes.keys() - current.lost.keys() - current.ready), asked_s)
 
-    def owns(self, message: NodeMessage) -> bool:
-        """Whether a message is of a node that was called to take a place."""
-        return self._substitutes is not None and self._substitutes.owns(message.session)
-
     def take_call(self, message: NodeMessage) -> None:
         """A node that was called has said something; it takes the place if it is ready.
 
         Raises:
             NotHealed: there is none, or it does not fit.
         """
-        assert self._substitutes is not None  # noqa: S101  # for the type checker
-        substitute = self._substitutes.take(message)
+        assert self._pool is not None  # noqa: S101  # for the type checker
+        substitute = self._pool.take(message)
         if substitute is not None:
             self._put(substitute)
 
@@ -197,7 +194,6 @@ class Healing:
         assert self._place is not None  # noqa: S101  # for the type checker
         name = substitute.session.name
         self._nodes = {rank: name if node == substitute.lost else node for rank, node in self._nodes.items()}
-        self.absent.discard(substitute.lost)
         self._place(substitute, self._epoch)
 
     def take(self, report: LiveReport) -> Healed | None:
@@ -265,14 +261,14 @@ class Healing:
             NotHealed: it is up.
         """
         current = self._current
-        if self._substitutes is not None:
-            self._substitutes.keep_standbys()
+        if self._pool is not None:
+            self._pool.keep_standbys()
         if current is None:
             if self._cut is not None and time.monotonic() - self._cut[1] > patience_s:
                 self._begin_epoch(self._begin(self._cut[0], time.monotonic() - self._cut[1]), [])
             return
-        if self._substitutes is not None:
-            self._substitutes.check()
+        for lost, error in self._pool.check().items() if self._pool is not None else ():
+            raise NotHealed(f"no node is there for the place of {lost}: {error}")
         if time.monotonic() - current.began_s > self._limit_s:
             waiting = sorted(self._nodes.keys() - (current.joined if current.is_called else current.ready))
             ranks = ", ".join(f"{rank} on {self._nodes[rank]}" for rank in waiting[:4])
@@ -282,11 +278,11 @@ class Healing:
         """No healing any more in this attempt; what the one that is on began with."""
         cause = self.cause
         self._current = None
-        if self._substitutes is not None:
-            self._substitutes.end()
+        if self._pool is not None:
+            self._pool.end()
         return cause
 
     def close(self) -> None:
         """The attempt is over."""
-        if self._substitutes is not None:
-            self._substitutes.close()
+        if self._pool is not None:
+            self._pool.close()

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import dtctl
@@ -48,8 +49,8 @@ from dtctl.transport.base import Target, Transport
 
 if TYPE_CHECKING:
     from dtctl.launch.control.healing import Healing
+    from dtctl.launch.control.node_pool import CallRule, NodePool, Substitute
     from dtctl.launch.control.restart_policy import RestartDecision, RestartPolicy
-    from dtctl.launch.control.substitutes import Substitute
 
 
 GATHERINGS = 5
@@ -174,15 +175,12 @@ class NodesBackend:
         self.gang = Gang([self._session(node) for node in job.first_plan.nodes], self.inbox, logs=self.logs, emit=emit)
         self.gang.signals = signals
         self.gang.time_s = job.time_s
-        if job.keep:
-            self.gang.reattach = self._reattach
         self.launch_s: float | None = None
         self.restart_policy: RestartPolicy | None = None
         self.descriptions: dict[str, NodeDescription] = {}
         """What nodes have said about themselves."""
         self._earlier_host_names: dict[str, str] = {}
         """How nodes called themselves when an earlier launcher asked."""
-        self.spares = list(job.spares)
         self.replaced_nodes: dict[str, NodePlan] = {}
         """Nodes that took part and do no longer."""
         self._visited = {node.name for node in job.first_plan.nodes} | {
@@ -465,31 +463,44 @@ class NodesBackend:
             self.job.link_timeout_s,
             hang_monitor=hang_monitor,
             healing=self._healing(plan) if plan.live else None,
+            pool=self._pool if plan.live or self.job.keep else None,
+            keeps_nodes=self.job.keep,
             under_way=under_way,
             confirms_silence=not self.job.spares,
         )
 
+    @cached_property
+    def _pool(self) -> NodePool:
+        from dtctl.launch.control.node_pool import NodePool  # few runs need it
+        from dtctl.launch.control.spares import Spares
+
+        return NodePool(self.gang, Spares(list(self.job.spares), self.emit), self._call, self._warm_up)
+
+    def _call(self, name: str, rule: CallRule) -> Session:
+        """Open a session with a node that was lost or is a spare; see `NodePool`."""
+        from dtctl.launch.control.node_pool import KEPT, LIVE
+
+        attach = Attach(run=self.job.run, offsets=self._offsets(name)) if rule is KEPT else None
+        is_new = self._visit(name)
+        sweep = Sweep(run=self.job.run, token=self.job.token, grace_s=0.0) if rule is LIVE and not is_new else None
+        node, code = self._known_nodes()[name], self._code_on(name)
+        return self._session(node, is_new=is_new, attach=attach, code=code, sweep=sweep)
+
+    def _offsets(self, name: str) -> dict[str, int]:
+        """Return how much of each rank's output has arrived from a node."""
+        return {str(rank): size for rank, size in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
+
     def _healing(self, plan: Plan) -> Healing:
         """What replaces lost workers."""
         from dtctl.launch.control.healing import Healing  # few runs need it
-        from dtctl.launch.control.substitutes import Substitutes
 
-        def call(name: str) -> Session:
-            is_new = self._visit(name)
-            left = None if is_new else Sweep(run=self.job.run, token=self.job.token, grace_s=0.0)
-            return self._session(self._known_nodes()[name], is_new=is_new, code=self._code_on(name), sweep=left)
-
-        def complain(name: str, reason: str) -> None:
-            self.emit(Note(node=name, text=f"this spare cannot stand by: {reason}"))
-
-        substitutes = Substitutes(self.spares, call, warm_up=self._warm_up, complain=complain)
         return Healing(
             self.gang,
             {rank: node.name for node in plan.nodes for rank in node.ranks},
             limit_s=self.job.heal_s,
             ledger=self.ledger,
             address=lambda name: self._address(self._known_nodes()[name]),
-            substitutes=None if self.job.keep else substitutes,
+            pool=None if self.job.keep else self._pool,
             place=self._place,
         )
 
@@ -501,6 +512,7 @@ class NodesBackend:
         """
         lost, name = substitute.lost, substitute.session.name
         known = self._known_nodes()
+        assert substitute.description is not None  # noqa: S101  # it was prepared
         new = self._plan_with(lost, name, substitute.description)
         order = [node.name for node in new.nodes]
         sessions = self.gang.sessions | {name: substitute.session}
@@ -508,15 +520,14 @@ class NodesBackend:
         if name != lost:
             self.replaced_nodes[lost] = known[lost]
             self.replaced_nodes.pop(name, None)
-            self.emit(NodeReplaced(node=lost, by=name, reason="it was lost"))
+            self.emit(NodeReplaced(node=lost, by=name, reason=substitute.reason))
         self.plan = new
         self.record.write_plan(new, self.host_names)
         if self.attempt is not None:
             self.attempt.replace_node(lost, name, new)
         node = next(node for node in new.nodes if node.name == name)
         substitute.session.send(self._start_message(new, node, live_epoch=epoch))
-        offsets = {str(rank): size for rank, size in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
-        substitute.session.send(Attach(run=self.job.run, offsets=offsets))
+        substitute.session.send(Attach(run=self.job.run, offsets=self._offsets(name)))
 
     def _plan_with(self, lost: str, name: str, description: NodeDescription) -> Plan:
         """The plan that is followed, with another node in the place of a lost one.
@@ -524,7 +535,7 @@ class NodesBackend:
         Raises:
             NotHealed: it cannot have the same workers.
         """
-        from dtctl.launch.control.substitutes import NotHealed
+        from dtctl.launch.control.spares import NotHealed
 
         plan, meeting = self.plan, self.plan.rendezvous
         order = [name if node.name == lost else node.name for node in plan.nodes]
@@ -572,7 +583,7 @@ class NodesBackend:
         code = self.record.code_folders()
         for name, session in self.gang.sessions.items():
             session.code = code.get(name, "")
-            self._reattach(name)
+            self._pool.call_kept(name)
         self._watch(plan, under_way=True)
 
     def _on_started(self) -> None:
@@ -637,32 +648,13 @@ class NodesBackend:
     def _is_stop(self, failure: Failure) -> bool:
         return failures.is_stop(failure, trains=self.job.trains)
 
-    def _reattach(self, name: str) -> None:
-        node = next(node for node in self.job.first_plan.nodes if node.name == name)
-        previous = self.gang.sessions[name]
-        previous.close()
-        offsets = {str(rank): received for rank, received in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
-        attach = Attach(run=self.job.run, offsets=offsets)
-        session = self._session(node, is_new=False, attach=attach, code=previous.code)
-        self.gang.sessions[name] = session
-        session.start()
-
     def _next_plan(self, plan: Plan, attempt: int, outcome: AttemptOutcome) -> Plan:
         """The plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
         known_nodes = self._known_nodes()
-        code = {name: session.code for name, session in self.gang.sessions.items()}
-
-        def call(name: str) -> Session:
-            return self._session(known_nodes[name], is_new=self._visit(name), code=code.get(name, ""))
-
         unreachable = {*outcome.lost_nodes, *outcome.already_ended}
         ports = rendezvous.port_candidates(plan.run, attempt, self.job.fixed_port)
-        from dtctl.launch.control.replace_nodes import choose_nodes
-
         for _ in range(GATHERINGS):  # while some are waited for, others may be lost
-            next_nodes = choose_nodes(
-                self.gang, unreachable, self.spares, min_nodes=self.job.min_nodes, return_s=self.job.return_s, call=call
-            )
+            next_nodes = self._pool.choose_nodes(unreachable, min_nodes=self.job.min_nodes, return_s=self.job.return_s)
             self.replaced_nodes |= {name: known_nodes[name] for name in next_nodes.replaced}
             self.descriptions |= next_nodes.descriptions
             head = known_nodes[next_nodes.names[0]]

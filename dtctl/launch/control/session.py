@@ -110,6 +110,8 @@ class Session:
         """When it last came nearer to its start; None until it is connected, for which the transport has a limit."""
         self.is_described = False
         """Whether it has sent its first message."""
+        self.is_named = False
+        """Whether the user knows that it has sent nothing for a while."""
         self.code = setup.code
         self.is_over = False
         """Whether the link was lost, or never came to be; also if nobody has read the message that says so."""

@@ -286,27 +286,6 @@ def test_a_node_that_does_not_stop_in_time_is_given_up(rig: Rig) -> None:
     assert [failure.node for failure in rig.attempt.outcome.failures] == ["a"]
 
 
-def test_a_kept_run_calls_a_lost_node_again_until_it_answers(rig: Rig) -> None:
-    called: list[str] = []
-    rig.gang.reattach = called.append
-    rig.tell("b", LinkLost(""))
-    assert (rig.attempt.outcome.lost_nodes, rig.sent_to("a")) == ([], []), "it goes on by itself"
-    rig.attempt.check_deadlines()
-    assert called == [], "not at once"
-    for tries in range(3):
-        rig.attempt.retries["b"].next = 0.0
-        rig.attempt.check_deadlines()
-        rig.attempt.check_deadlines()
-        assert called == ["b"] * (tries + 1), "one try at a time"
-        rig.tell("b", SessionFailed(ConnectError("refused", node="b")))
-    rig.tell("b", Ready())
-    assert rig.attempt.retries == {}
-    rig.tell("b", LinkLost(""))
-    rig.attempt.retries["b"].since -= 4000
-    rig.tell("b", SessionFailed(ConnectError("refused", node="b")))
-    assert rig.attempt.outcome.lost_nodes == ["b"], "after an hour it is"
-
-
 def test_the_old_link_of_a_node_that_has_a_new_one_is_not_heard(rig: Rig) -> None:
     old = rig.nodes["b"]
     rig.gang.sessions["b"] = Deaf("b", rig.inbox)
@@ -473,11 +452,11 @@ def test_only_a_node_that_owes_an_answer_can_be_too_silent(rig: Rig) -> None:
     wait_for(lambda: link.waiting_since not in (None, first))
     assert link.waiting_since is not None
     link.waiting_since -= gang.PUSH_SILENCE_S + 1
-    assert rig.gang._is_stuck("b")
+    assert rig.gang.find_stall(node) is not None
     stream.chunks.put(frames.pack_json(Ready()))
     thread.join(10)
     assert answers == [{"op": "ready"}]
-    assert not rig.gang._is_stuck("b")
+    assert rig.gang.find_stall(node) is None
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

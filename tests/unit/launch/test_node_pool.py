@@ -1,4 +1,4 @@
-"""Who takes the place of a lost node while the workers of the others wait."""
+"""Nodes in the places of lost ones: while the workers of the others wait, and before the next attempt."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.control import substitutes
+from dtctl.errors import ConnectError, NodeFailures
+from dtctl.launch.control import node_pool, spares
+from dtctl.launch.control.node_pool import KEPT, LIVE, CallRule, NodePool, Substitute
 from dtctl.launch.control.session import LinkLost, NodeMessage, Session, SessionFailed
-from dtctl.launch.control.substitutes import NotHealed, Substitute, Substitutes
-from dtctl.launch.records.events import Healed, NodeChanged, Note
+from dtctl.launch.control.spares import NotHealed, Spares
+from dtctl.launch.records.events import Event, Healed, NodeChanged, Note
 from dtctl.supervisor.messages.base import Refusal
 from dtctl.supervisor.messages.setup import NodeDescription, Ready
-from tests.unit.launch.test_gang import Deaf
+from tests.unit.launch.test_gang import Deaf, Rig
 from tests.unit.launch.test_healing import LiveRig
 
 DESCRIPTION = NodeDescription(gpus=0, address="10.0.0.9", port=0)
@@ -38,17 +40,18 @@ class NodesRig(LiveRig):
         self.calls: list[str] = []
         self.warmed_up: list[str] = []
         self.is_fit = True
-        self.complaints: list[tuple[str, str]] = []
         self.spares = list(spares)
         healing = self.attempt.healing
         assert healing is not None
         healing._place = self.place
-        healing._substitutes = Substitutes(
-            self.spares,
-            self.call,
-            warm_up=self.warm_up,
-            complain=lambda name, reason: self.complaints.append((name, reason)),
-        )
+        pool = NodePool(self.gang, Spares(self.spares, self.events.append), self.call, self.warm_up)
+        self.pool = self.attempt.pool = healing._pool = pool
+
+    @property
+    def complaints(self) -> list[tuple[str, str]]:
+        """Spares that cannot stand by, and why."""
+        notes = [(event.node or "", event.text.split(": ")) for event in self.events if isinstance(event, Note)]
+        return [(node, text[1]) for node, text in notes if text[0] == "this spare cannot stand by"]
 
     def warm_up(self, session: Session, description: NodeDescription) -> None:
         assert description is DESCRIPTION
@@ -56,7 +59,7 @@ class NodesRig(LiveRig):
             raise NotHealed("too few GPUs")
         self.warmed_up.append(session.name)
 
-    def call(self, name: str) -> Called:
+    def call(self, name: str, _rule: CallRule) -> Called:
         self.calls.append(name)
         self.called = Called(name, queue.Queue())
         return self.called
@@ -102,7 +105,7 @@ def test_a_spare_is_called_when_the_node_fails_or_takes_long(tmp_path: Path, mon
     rig = NodesRig(tmp_path, "s", "t")
     rig.tell("b", LinkLost("gone"))
     lost = rig.called
-    monkeypatch.setattr(substitutes, "RETURN_S", -1.0)
+    rig.pool._searches["b"].began_s -= 3.0
     rig.attempt.check_deadlines()
     assert rig.calls == ["b", "s"]
     rig.attempt.handle(NodeMessage(rig.called, SessionFailed(OSError("off"))))
@@ -117,15 +120,12 @@ def test_a_spare_is_called_when_the_node_fails_or_takes_long(tmp_path: Path, mon
 
 def test_a_spare_that_was_not_needed_can_be_called_again(tmp_path: Path) -> None:
     rig = NodesRig(tmp_path, "s")
-    healing = rig.attempt.healing
-    assert healing is not None
-    found = healing._substitutes
-    assert found is not None
+    found = rig.pool
     for _ in range(2):
         rig.calls.clear()
-        assert found.search("b") is None
+        assert found.search("b", LIVE) is None
         lost = rig.called
-        found._searches["b"].began_s -= substitutes.RETURN_S + 1
+        found._searches["b"].began_s -= 3.0
         found.check()
         for content in (DESCRIPTION, Ready()):
             substitute = found.take(NodeMessage(lost, content))
@@ -151,7 +151,7 @@ def test_a_spare_that_stands_by_takes_the_place_at_once_and_the_lost_node_is_a_s
 
 def test_two_spares_stand_by_and_then_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = NodesRig(tmp_path, "s", "t", "u")
-    monkeypatch.setattr(substitutes, "RETRY_S", 1000.0)
+    monkeypatch.setattr(spares, "RETIRED_S", 1000.0)
     rig.attempt.check_deadlines()
     assert rig.calls == ["s", "t"]
     rig.becomes_ready(rig.called)
@@ -177,7 +177,7 @@ def test_a_spare_that_is_silent_is_not_relied_upon(tmp_path: Path) -> None:
     rig.attempt.check_deadlines()
     standby = rig.called
     rig.becomes_ready(standby)
-    standby.last_heard -= substitutes.FRESH_S + 1
+    standby.last_heard -= spares.FRESH_S + 1
     rig.tell("b", LinkLost("gone"))
     assert standby.closed
     assert rig.calls == ["s", "b"]
@@ -208,7 +208,7 @@ def test_a_spare_that_cannot_stand_by_is_told_of_once_and_tried_again(
     assert rig.complaints == [("s", "off")]
     rig.attempt.check_deadlines()
     assert rig.calls == ["s"], "not at once"
-    monkeypatch.setattr(substitutes, "STANDBY_RETRY_S", -1.0)
+    monkeypatch.setattr(spares, "FAILED_S", -1.0)
     rig = NodesRig(tmp_path, "s")
     for content in (Refusal(code="disk-full", message="1 MiB is left"), LinkLost(""), LinkLost("")):
         rig.attempt.check_deadlines()
@@ -232,17 +232,133 @@ def test_whoever_stands_by_is_sent_away_at_the_end(tmp_path: Path) -> None:
     assert rig.attempt.outcome.left_behind == {"a": 0, "b": 0, "c": 0}
 
 
+def test_a_kept_run_calls_a_lost_node_again_until_it_answers(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    called: list[Called] = []
+
+    def call(name: str, rule: CallRule) -> Called:
+        assert rule is KEPT
+        called.append(Called(name, rig.inbox))
+        return called[-1]
+
+    def refuse() -> None:
+        rig.attempt.handle(NodeMessage(called[-1], SessionFailed(ConnectError("refused", node="b"))))
+
+    pool = NodePool(rig.gang, Spares(["s"], rig.events.append), call, lambda *_: None)
+    rig.attempt.pool, rig.attempt.keeps_nodes = pool, True
+    rig.tell("b", LinkLost(""))
+    assert (rig.attempt.outcome.lost_nodes, rig.sent_to("a")) == ([], []), "it goes on by itself"
+    for tries in range(3):
+        rig.attempt.check_deadlines()
+        assert len(called) == tries + 1, "one try at a time"
+        refuse()
+        rig.attempt.check_deadlines()
+        assert len(called) == tries + 1, "not at once"
+        pool._searches["b"].next_call_s = 0.0
+    rig.attempt.check_deadlines()
+    rig.attempt.handle(NodeMessage(called[-1], Ready()))
+    assert (pool.vacant, rig.gang.sessions["b"]) == (set(), called[-1])
+    rig.nodes["b"] = called[-1]
+    rig.tell("b", LinkLost(""))
+    pool._searches["b"].began_s -= 4000
+    refuse()
+    rig.attempt.check_deadlines()
+    assert rig.attempt.outcome.lost_nodes == ["b"], "after an hour it is"
+    assert {session.name for session in called} == {"b"}, "no spare takes the place"
+
+
+def test_a_kept_node_that_is_away_when_the_run_is_stopped_is_told_once_it_answers(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    called = Called("b", rig.inbox)
+    pool = NodePool(rig.gang, Spares([], rig.events.append), lambda *_: called, lambda *_: None)
+    rig.attempt.pool, rig.attempt.keeps_nodes = pool, True
+    rig.tell("b", LinkLost(""))
+    rig.attempt.interrupt(15, hard=False)
+    rig.attempt.handle(NodeMessage(called, Ready()))
+    assert [message.op for message in called.sent] == ["stop"]
+
+
+class RestartRig(Rig):
+    """Three nodes between two attempts; a node answers if the test says so, as soon as it is called."""
+
+    def __init__(self, folder: Path, spares: str, answers: str) -> None:
+        super().__init__(folder)
+        self.answers, self.calls = set(answers), list[str]()
+        self.pool = NodePool(self.gang, Spares(list(spares), self.events.append), self.call, lambda *_: None)
+
+    def call(self, name: str, _rule: CallRule) -> Called:
+        self.calls.append(name)
+        session = Called(name, self.inbox)
+        works = (DESCRIPTION, Ready()) if name in self.answers else (SessionFailed(ConnectError("off", node=name)),)
+        for content in works:
+            self.inbox.put(NodeMessage(session, content))
+        return session
+
+    def choose(self, lost: str, *, min_nodes: int = 3, return_s: float = 0.0) -> tuple[str, ...]:
+        chosen = self.pool.choose_nodes(set(lost), min_nodes=min_nodes, return_s=return_s)
+        assert chosen.names == tuple(self.gang.sessions)
+        return chosen.names
+
+
+@pytest.mark.parametrize(
+    ("lost", "spares", "answers", "min_nodes", "chosen"),
+    [
+        ("b", "s", "bs", 3, "abc"),
+        ("b", "s", "s", 3, "asc"),
+        ("bc", "st", "ct", 3, "atc"),
+        ("bc", "st", "st", 3, "ast"),
+        ("b", "s", "", 2, "ac"),
+        ("bc", "s", "s", 2, "as"),
+        ("ac", "", "", 1, "b"),
+    ],
+)
+def test_the_nodes_of_the_next_attempt(
+    tmp_path: Path, lost: str, spares: str, answers: str, min_nodes: int, chosen: str
+) -> None:
+    rig = RestartRig(tmp_path, spares, answers)
+    names = rig.choose(lost, min_nodes=min_nodes)
+    assert sorted(names) == sorted(chosen)
+    assert [name for name in names if name in "abc"] == [name for name in "abc" if name in chosen], "ranks are kept"
+    assert not set(rig.pool.spares.names) & set(names)
+
+
+def test_nodes_that_the_run_needs_are_all_named(tmp_path: Path) -> None:
+    rig = RestartRig(tmp_path, "s", "")
+    with pytest.raises(NodeFailures) as caught:
+        rig.choose("bc", min_nodes=2)
+    assert {"b", "c"} >= set(caught.value.failures) > set()
+
+
+def test_a_node_that_the_run_needs_is_called_until_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = RestartRig(tmp_path, "", "")
+    monkeypatch.setattr(node_pool, "FIRST_WAIT_S", 0.01)
+
+    def emit(event: Event) -> None:
+        rig.events.append(event)
+        if isinstance(event, Note) and rig.calls.count("b") == 3:
+            rig.answers.add("b")
+
+    rig.gang.emit = emit
+    assert rig.choose("b", return_s=60.0) == ("a", "b", "c")
+    assert rig.calls == ["b"] * 4
+    notes = [event.text for event in rig.events if isinstance(event, Note)]
+    assert notes[0] == "retrying in 0.01 s, since the run needs this node: off"
+    assert len(notes) == 3
+    states = [event.state for event in rig.events if isinstance(event, NodeChanged)]
+    assert states == ["failed"] * 3 + ["hello", "ready"]
+
+
 def test_when_nobody_can_take_the_place_all_are_stopped_and_the_node_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = NodesRig(tmp_path)
     rig.tell("b", LinkLost("gone"))
-    monkeypatch.setattr(substitutes, "RETRY_S", -1.0)
+    monkeypatch.setattr(node_pool, "FIRST_WAIT_S", -1.0)
     for _ in range(2):
         rig.attempt.handle(NodeMessage(rig.called, SessionFailed(OSError("off"))))
         rig.attempt.check_deadlines()
     assert rig.calls == ["b"] * 3, "it may be starting again"
-    monkeypatch.setattr(substitutes, "PATIENCE_S", -1.0)
+    rig.pool._searches["b"].began_s -= 20.0
     rig.attempt.handle(NodeMessage(rig.called, SessionFailed(OSError("off"))))
     rig.attempt.check_deadlines()
     assert [rig.sent_to(node)[-1] for node in "ac"] == ["stop", "stop"]
@@ -258,7 +374,7 @@ def test_a_node_that_fails_at_once_leaves_its_place_to_one_spare_and_is_called_o
 ) -> None:
     rig = NodesRig(tmp_path, "s", "t")
     rig.tell("b", LinkLost("gone"))
-    monkeypatch.setattr(substitutes, "RETRY_S", -1.0)
+    monkeypatch.setattr(node_pool, "FIRST_WAIT_S", -1.0)
     for _ in range(3):
         rig.attempt.handle(NodeMessage(rig.called, SessionFailed(OSError("off"))))
         rig.attempt.check_deadlines()

@@ -1,0 +1,282 @@
+"""The nodes that a run can use: lost nodes are called again, and spares take the places of those that do not answer.
+
+A lost node is called at once, then after waits that double. Where another node may have its place, a spare is called
+when that fails or takes long, and the first one that is ready takes the place. How long that goes on depends on what
+waits for the node: see `CallRule`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Final
+
+from dtctl.errors import DtctlError
+from dtctl.launch.control.gang import Gang, to_dtctl_error
+from dtctl.launch.control.session import NodeMessage, Session, SessionFailed
+from dtctl.launch.control.spares import Spares, WarmUp
+from dtctl.launch.records.events import NodeLeftOut, NodeReplaced, Note
+from dtctl.supervisor.messages.setup import NodeDescription, Ready
+from dtctl.transport.fanout import raise_failures
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
+"""Between two calls of a node that does not answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRule:
+    """How a lost node is called again."""
+
+    limit_s: float
+    """Seconds for which it is called."""
+    spare_after_s: float | None
+    """Seconds without an answer after which a spare is called, too. None: no other node may take the place."""
+
+    def wait_s(self, failed_calls: int) -> float:
+        """Return the seconds until the next call: they double, up to a tenth of the limit."""
+        longest_s = min(LONGEST_WAIT_S, max(FIRST_WAIT_S, self.limit_s / 10))
+        return min(longest_s, FIRST_WAIT_S * 2.0 ** min(failed_calls - 1, 10))
+
+
+KEPT: Final = CallRule(limit_s=3600.0, spare_after_s=None)
+"""Its workers go on without the launcher (`--detach`)."""
+LIVE: Final = CallRule(limit_s=15.0, spare_after_s=2.0)
+"""The workers of the other nodes wait. A restart of all has more time: `cluster.return_s`."""
+
+Call = Callable[[str, CallRule], Session]
+"""Opens a session with a node; it is not started yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Substitute:
+    """A node that is ready to take the place of a lost one, which may be the same."""
+
+    lost: str
+    session: Session
+    description: NodeDescription | None
+    """None if its workers go on."""
+    reason: str = "it was lost"
+    """Why another node takes the place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextNodes:
+    """The nodes that take part from now on."""
+
+    names: tuple[str, ...]
+    """In node rank order."""
+    descriptions: Mapping[str, NodeDescription]
+    """What the nodes that were called have reported about themselves."""
+    replaced: tuple[str, ...]
+    """Nodes that were replaced or left out."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """The nodes that are called for one place."""
+
+    rule: CallRule
+    began_s: float
+    called: dict[str, Session] = field(default_factory=dict)
+    descriptions: dict[str, NodeDescription] = field(default_factory=dict)
+    error: DtctlError | None = None
+    """Of the lost node, or of a spare that has failed before it."""
+    failed_calls: int = 0
+    """Of the lost node."""
+    next_call_s: float = 0.0
+
+
+class NodePool:
+    """The searches for nodes in the places of lost ones."""
+
+    def __init__(self, gang: Gang, spares: Spares, call: Call, warm_up: WarmUp) -> None:
+        self.spares = spares
+        self._gang, self._call, self._warm_up = gang, call, warm_up
+        self._searches: dict[str, _Search] = {}
+
+    @property
+    def vacant(self) -> set[str]:
+        """Lost nodes whose places no node has taken yet."""
+        return set(self._searches)
+
+    def keep_standbys(self) -> None:
+        """Call spares to stand by while no place is vacant."""
+        if not self._searches:
+            self.spares.keep_ready(lambda name: self._call(name, LIVE))
+
+    def search(self, lost: str, rule: CallRule) -> Substitute | None:
+        """Find a node for the place of a lost one.
+
+        Returns:
+            A spare that stands by; None if none does: then `take` returns the node that is ready first.
+        """
+        self._gang.sessions[lost].close()
+        standby = self.spares.use()
+        if standby is not None:
+            self.spares.retire(lost)
+            return Substitute(lost=lost, session=standby.session, description=standby.description)
+        search = self._searches[lost] = _Search(rule=rule, began_s=time.monotonic())
+        self._try(search, lost)
+        for standby in self.spares.release():
+            search.called[standby.session.name] = standby.session
+            if standby.description is not None:
+                search.descriptions[standby.session.name] = standby.description
+        return None
+
+    def call_kept(self, lost: str) -> None:
+        """Call a node again whose workers go on without the launcher; no other one takes its place."""
+        self.search(lost, KEPT)
+
+    def _try(self, search: _Search, name: str) -> None:
+        search.called[name] = self._call(name, search.rule)
+        search.called[name].start()
+
+    def owns(self, session: Session) -> bool:
+        """Tell whether a session is with a node that was called here."""
+        if self.spares.find(session) is not None:
+            return True
+        return any(session in search.called.values() for search in self._searches.values())
+
+    def take(self, message: NodeMessage) -> Substitute | None:
+        """Take in a message of a node that was called; return the substitute if that node is ready now."""
+        session, content = message.session, message.content
+        if (standby := self.spares.find(session)) is not None:
+            self.spares.take(standby, content, self._warm_up)
+            return None
+        lost = next(lost for lost, search in self._searches.items() if session in search.called.values())
+        search = self._searches[lost]
+        if isinstance(content, NodeDescription):
+            search.descriptions[session.name] = content
+        elif isinstance(content, SessionFailed):
+            self._end_call(lost, session, to_dtctl_error(content.error))
+        elif isinstance(content, Ready):
+            del search.called[session.name]
+            self.abandon(lost)
+            if session.name != lost and search.rule is LIVE:
+                self.spares.retire(lost)
+            reason = "it was lost" if search.error is None else str(search.error)
+            description = search.descriptions.get(session.name)
+            return Substitute(lost=lost, session=session, description=description, reason=reason)
+        return None
+
+    def _end_call(self, lost: str, session: Session, error: DtctlError) -> None:
+        """End a call that has failed, and call a spare unless another call is on."""
+        search = self._searches[lost]
+        del search.called[session.name]
+        session.close()
+        if session.name == lost or search.error is None:
+            search.error = error
+        if session.name == lost:
+            search.failed_calls += 1
+            search.next_call_s = time.monotonic() + search.rule.wait_s(search.failed_calls)
+        if not search.called:
+            self._call_spare(search)
+
+    def _call_spare(self, search: _Search) -> None:
+        if self.spares.names and search.rule.spare_after_s is not None:
+            self._try(search, self.spares.names.pop(0))
+
+    def check(self) -> dict[str, DtctlError]:
+        """Look at the time: nodes are called again, and spares next to those that take long.
+
+        Returns:
+            Lost node -> the newest error, of those that are called no more.
+        """
+        now = time.monotonic()
+        given_up: dict[str, DtctlError] = {}
+        for lost, search in self._searches.items():
+            for session in list(search.called.values()):
+                if (error := self._gang.find_stall(session)) is not None:
+                    self._end_call(lost, session, error)
+            searched_s = now - search.began_s
+            spare_after_s = search.rule.spare_after_s
+            if search.called.keys() == {lost} and spare_after_s is not None and searched_s > spare_after_s:
+                self._call_spare(search)
+            if lost not in search.called and searched_s < search.rule.limit_s and now >= search.next_call_s:
+                self._try(search, lost)
+            if not search.called and search.error is not None and searched_s >= search.rule.limit_s:
+                given_up[lost] = search.error
+        return given_up
+
+    def abandon(self, lost: str) -> None:
+        """End the search for a node in the place of a lost one."""
+        for name, session in self._searches.pop(lost).called.items():
+            session.close()
+            if name != lost:
+                self.spares.names.insert(0, name)
+
+    def end(self) -> None:
+        """End all searches, and send nodes away that stand by."""
+        for lost in self.vacant:
+            self.abandon(lost)
+        self.spares.send_away()
+
+    def close(self) -> None:
+        """End all searches, and wait until nothing of the run is left on nodes that stood by."""
+        self.end()
+        self.spares.close()
+
+    def choose_nodes(self, lost: AbstractSet[str], *, min_nodes: int, return_s: float) -> NextNodes:
+        """Fill the places of lost nodes before the next attempt, or leave nodes out; the gang's sessions change.
+
+        Args:
+            lost: nodes to be called again.
+            min_nodes: number of nodes that the run needs.
+            return_s: for how long nodes that it cannot do without are called again.
+
+        Raises:
+            DtctlError: of a node that the run cannot do without.
+        """
+        gang, order = self._gang, list(self._gang.sessions)
+        descriptions: dict[str, NodeDescription] = {}
+        replaced: list[str] = []
+        rule = CallRule(limit_s=return_s, spare_after_s=math.inf)
+        found = [self.search(name, rule) for name in order if name in lost]
+        while (self._searches or found) and not gang.signals:
+            for substitute in filter(None, found):
+                name = substitute.session.name
+                order[order.index(substitute.lost)] = name
+                gang.sessions[name] = substitute.session
+                if substitute.description is not None:
+                    descriptions[name] = substitute.description
+                if name != substitute.lost:
+                    replaced.append(substitute.lost)
+                    gang.emit(NodeReplaced(node=substitute.lost, by=name, reason=substitute.reason))
+            given_up = self.check()
+            surplus = len(order) - min_nodes
+            unanswered = self._find_unanswered()
+            if len(unanswered) == len(self._searches) <= surplus:
+                for name, error in unanswered.items():
+                    self.abandon(name)
+                    order.remove(name)
+                    replaced.append(name)
+                    gang.emit(NodeLeftOut(node=name, nodes=len(order), reason=str(error)))
+            elif self._searches and len(given_up) == len(self._searches):
+                raise_failures(given_up)
+            message = gang.next_message(0.2) if self._searches else None
+            found = []
+            if message is not None and self.owns(message.session):
+                gang.emit_preparation(message)
+                found.append(self.take(message))
+                search = self._searches.get(message.session.name)
+                is_needed = len(self._searches) > surplus + len(self.spares.names)
+                if search is not None and search.error is not None and is_needed and not search.called:
+                    wait_s = search.rule.wait_s(search.failed_calls)
+                    text = f"retrying in {wait_s:g} s, since the run needs this node: {search.error.message}"
+                    gang.emit(Note(node=message.session.name, text=text))
+        self.end()
+        gang.sessions = {name: gang.sessions[name] for name in order}
+        return NextNodes(names=tuple(order), descriptions=descriptions, replaced=tuple(replaced))
+
+    def _find_unanswered(self) -> dict[str, DtctlError]:
+        """Return the lost nodes that have failed and whose places no spare can take, with their errors."""
+        if self.spares.names:
+            return {}
+        return {
+            lost: search.error
+            for lost, search in self._searches.items()
+            if search.error is not None and search.called.keys() <= {lost}
+        }
