@@ -22,7 +22,7 @@ LIMIT_S: Final = 900.0
 
 _CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([
-    "tests.command_line", "typer", "typer.main", "dtctl.cli.app", "dtctl.cli.launch", "dtctl.cli.common.launch_view",
+    "tests.command_line", "typer", "typer.main", "dtctl.cli.app", "dtctl.cli.launch", "dtctl.cli.common.run_display",
     "dtctl.cli.logs", "dtctl.cli.report", "dtctl.cli.runs", "dtctl.cli.snapshot", "dtctl.cli.status", "dtctl.cli.stop",
     "dtctl.cli.doctor", "dtctl.launch.control.run", "dtctl.launch.files.tree",
     "dtctl.lint.engine", "dtctl.render.templates", "dtctl.sandbox.control", "dtctl.spec.load", "dtctl.transport.local",

@@ -65,7 +65,7 @@ def measure_and_show(spec: Spec, request: Asked, *, plot: Path | None, json_line
     from dtctl.bench.job import measure
     from dtctl.bench.picture import draw
     from dtctl.cli.common.doctor_view import show_cause
-    from dtctl.cli.common.launcher import caught_signals, show_end
+    from dtctl.cli.common.followed_run import caught_signals, show_end
     from dtctl.errors import WorkerFailed
 
     if not json_lines:

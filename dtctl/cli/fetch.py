@@ -98,7 +98,7 @@ def _origin(run: str | None, node: str | None) -> Iterator[_Origin]:
             yield _Origin(run=record.run, sources=[source], transport=transport, paths=paths, into=into)
         return
     transport = cluster_of_run(record).make_transport()
-    from dtctl.cli.common.launcher import has_snapshot
+    from dtctl.cli.common.followed_run import has_snapshot
 
     yield _Origin(
         run=record.run,

@@ -50,7 +50,7 @@ def launch(
 
     Everything after `--` is passed to the script, after the arguments of the spec.
     """
-    from dtctl.cli.common.launching import LaunchOptions, dry_launch, real_launch
+    from dtctl.cli.common.launch_steps import LaunchOptions, dry_launch, real_launch
 
     options = LaunchOptions(
         spec=spec,

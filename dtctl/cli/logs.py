@@ -90,7 +90,7 @@ def _print(lines: Iterable[LogLine]) -> int:
 
 def _bring(record: RunRecord) -> None:
     """Copy what a job of Slurm that nobody follows has printed since somebody looked."""
-    from dtctl.cli.common.launch_slurm import refresh
+    from dtctl.cli.common.slurm_runs import refresh
     from dtctl.errors import LaunchError, TransportError
 
     try:

@@ -13,7 +13,7 @@ import typer
 from dtctl import names
 from dtctl.cli import output
 from dtctl.errors import DtctlError, LaunchError, SnapshotError
-from dtctl.launch.records.snapshot_answers import (
+from dtctl.launch.snapshot_answers import (
     A,
     ContentDigest,
     Contents,
@@ -28,8 +28,8 @@ from dtctl.launch.records.snapshot_answers import (
 from dtctl.schema import Record
 
 if TYPE_CHECKING:
-    from dtctl.launch.records.collect_snapshot import PruneRule
-    from dtctl.launch.records.snapshots import RunSnapshots
+    from dtctl.launch.collect_snapshot import PruneRule
+    from dtctl.launch.snapshots import RunSnapshots
 
 Newest = TypeVar("Newest", bound=NewestGood)
 app = typer.Typer(help="Inspect snapshots in a folder, or those of a run on its nodes.", no_args_is_help=True)
@@ -38,7 +38,7 @@ app = typer.Typer(help="Inspect snapshots in a folder, or those of a run on its 
 def _place(place: str | None) -> str | None:
     """The folder itself where a run is a job of Slurm: all its nodes see one, and so does whoever has launched it."""
     from dtctl.launch.records.record import find_run
-    from dtctl.launch.records.snapshots import is_folder
+    from dtctl.launch.snapshots import is_folder
 
     if is_folder(place):
         return place
@@ -85,8 +85,8 @@ def ls(place: Place = None, json_: Json = False) -> int:
 @app.command("verify")
 def verify(place: Place = None, json_: Json = False) -> int:
     """Read every byte of every snapshot and compare digests; exit code 10 if one is damaged."""
-    from dtctl.launch.records import snapshots
-    from dtctl.launch.records.collect_snapshot import combine
+    from dtctl.launch import snapshots
+    from dtctl.launch.collect_snapshot import combine
 
     if snapshots.is_folder(place):
         verified, silent = _all(Verification, place, [])
@@ -149,7 +149,7 @@ def prune(
     json_: Json = False,
 ) -> int:
     """Remove old and damaged snapshots; nothing is removed while there is no good one."""
-    from dtctl.launch.records import snapshots
+    from dtctl.launch import snapshots
 
     if snapshots.is_folder(place):
         options = ["--keep", str(keep)] if keep is not None else []
@@ -160,7 +160,7 @@ def prune(
             {"kept": answer.kept, "removed": answer.removed, "left": answer.left} for answer in answers.values()
         ]
     else:
-        from dtctl.launch.records.collect_snapshot import PruneRule
+        from dtctl.launch.collect_snapshot import PruneRule
 
         rule = PruneRule(keep=keep, every_s=None if every_h is None else every_h * 3600, keep_best=not no_best)
         results, silent = _prune_run(_of_run(place), rule, dry_run=dry_run)
@@ -181,7 +181,7 @@ def prune(
 
 def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[list[dict[str, Any]], list[DtctlError]]:
     """Prune by what the nodes hold together, since each may hold a part of a snapshot; what each keeps and loses."""
-    from dtctl.launch.records import collect_snapshot
+    from dtctl.launch import collect_snapshot
 
     answers, silent = _of_all_nodes(Parts, run, [])
     snapshots_found = collect_snapshot.combine(answers)
@@ -209,7 +209,7 @@ def export(
     json_: Json = False,
 ) -> int:
     """Write the weights of the newest good snapshot as a safetensors file."""
-    from dtctl.launch.records import snapshots
+    from dtctl.launch import snapshots
 
     if snapshots.is_folder(place):
         answer, places = _newest(Exported, place, ["--part", part, "--out", str(out)])
@@ -259,7 +259,7 @@ EXPORT_HEADER_BYTES = 64 << 20
 
 def _of_run(place: str | None) -> RunSnapshots:
     from dtctl.launch.records.record import find_run
-    from dtctl.launch.records.snapshots import RunSnapshots
+    from dtctl.launch.snapshots import RunSnapshots
 
     try:
         return RunSnapshots(find_run(Path.cwd(), place))
@@ -275,7 +275,7 @@ def _all(kind: type[A], place: str | None, options: Sequence[str]) -> tuple[dict
     Raises:
         DtctlError: nobody has an answer.
     """
-    from dtctl.launch.records import snapshots
+    from dtctl.launch import snapshots
 
     if snapshots.is_folder(place):
         return {None: snapshots.run_here(kind, [str(place), *options])}, []
@@ -299,7 +299,7 @@ def _of_all_nodes(kind: type[A], run: RunSnapshots, options: Sequence[str]) -> t
 
 def _newest(kind: type[Newest], place: str | None, options: Sequence[str]) -> tuple[Newest, dict[str, str]]:
     """The answer with the newest good snapshot, and where that lies on a run's nodes; tells of those passed over."""
-    from dtctl.launch.records import snapshots
+    from dtctl.launch import snapshots
 
     if not snapshots.is_folder(place):
         return _of_nodes(kind, _of_run(place), options)
@@ -313,7 +313,7 @@ def _of_nodes(
     kind: type[Newest], run: RunSnapshots, options: Sequence[str], out: Path | None = None
 ) -> tuple[Newest, dict[str, str]]:
     """The same for a run: where one node has all of the snapshot, there; else here, with what the nodes send."""
-    from dtctl.launch.records import collect_snapshot, snapshots
+    from dtctl.launch import collect_snapshot, snapshots
 
     answers, _ = _of_all_nodes(Parts, run, [])
     candidates = collect_snapshot.combine(answers)

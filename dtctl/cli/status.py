@@ -39,7 +39,7 @@ def status(
         return
     record = find_run(Path.cwd(), run)
     if record.info().slurm:
-        from dtctl.cli.common.launch_slurm import refresh
+        from dtctl.cli.common.slurm_runs import refresh
 
         refresh(record)
     state = state_of(record)
@@ -57,7 +57,7 @@ def status(
     )
     _show_training(info, state, rows, steps)
     if state.waits is not None:
-        from dtctl.cli.common.launch_view import waits
+        from dtctl.cli.common.run_display import waits
 
         output.out(f"job {state.job} waits: {waits(state.waits)}")
     output.table([[node, condition] for node, condition in state.nodes.items()], header=["NODE", "STATE"])
@@ -78,7 +78,7 @@ def status(
     for node, cut in state.done.cut_output.items() if state.done is not None else ():
         output.out(f"output of {node} was cut (job.log_mib): {cut:,} bytes are left out", "yellow")
     if state.done is not None and state.done.outputs:
-        from dtctl.cli.common.launcher import outputs_line
+        from dtctl.cli.common.followed_run import outputs_line
 
         is_local = record.plan().get("transport") == "local"
         fetched = record.folder / names.OUTPUTS_DIR

@@ -67,7 +67,7 @@ def _stop(record: RunRecord, *, json_: bool) -> int:
     from dtctl.launch.assemble import cluster_of_run
 
     if record.info().slurm:
-        from dtctl.cli.common.launch_slurm import stop_job
+        from dtctl.cli.common.slurm_runs import stop_job
 
         return stop_job(record, as_json=json_)
     grace_s = float(record.plan().get("grace_s", 10.0))

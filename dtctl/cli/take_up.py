@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) -> int:
     """Watch a run that continues by itself, and restart its workers when they fail, until it is over."""
-    from dtctl.cli.common import launcher
+    from dtctl.cli.common import followed_run
     from dtctl.launch.assemble import attempt_of_run, job_of_run, spec_of_run
     from dtctl.launch.control.run import launch
     from dtctl.launch.records.ledger import Ledger
@@ -26,7 +26,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     record = RunRecord(folder)
     record.check_no_link()
     if record.info().slurm:
-        from dtctl.cli.common.launch_slurm import take_up_job
+        from dtctl.cli.common.slurm_runs import take_up_job
 
         return take_up_job(record)
     with record.launcher_lock():
@@ -34,13 +34,13 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
             return 0  # somebody else was quicker, and it is over by now
         job = job_of_run(record)
         under_way = attempt_of_run(record, job)
-        emit = launcher.take_up(record, attempt=under_way.attempt)
+        emit = followed_run.take_up(record, attempt=under_way.attempt)
         begun = time.monotonic() - (time.time() - record.info().started)
         ledger = Ledger(time.monotonic, begun=begun, phase="run")
-        with launcher.measured(spec_of_run(record), record, emit):
-            with launcher.caught_signals() as signals:
+        with followed_run.measured(spec_of_run(record), record, emit):
+            with followed_run.caught_signals() as signals:
                 result = launch(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way)
-            return launcher.finish(result, emit, record)
+            return followed_run.finish(result, emit, record)
 
 
 def take_up_if_alone(record: RunRecord) -> None:

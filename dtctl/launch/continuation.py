@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dtctl.errors import DtctlError, LaunchError, SnapshotError
 from dtctl.launch.assemble import spec_of_run
 from dtctl.launch.records.record import RunRecord
-from dtctl.launch.records.snapshot_answers import Listing
-from dtctl.launch.records.snapshots import RunSnapshots
 from dtctl.launch.records.state import state_of
+from dtctl.launch.snapshot_answers import Listing
+from dtctl.launch.snapshots import RunSnapshots
 from dtctl.spec.model import Spec, Train
 from dtctl.supervisor import work
 

@@ -127,7 +127,7 @@ def list_local_programs(spec: Spec, record: RunRecord | None = None) -> list[str
     if record is not None:
         for planned in record.plan().get("nodes", []):
             paths |= {planned.get("python") or "": "cluster.python", planned.get("workdir", ""): "cluster.workdir"}
-            # Snapshots of a run are looked at with these; see launch/records/snapshots.py.
+            # Snapshots of a run are looked at with these; see launch/snapshots.py.
             variables |= {
                 each["name"]: each["value"] for each in planned.get("env", []) if each["name"] == "PYTHONPATH"
             }

@@ -365,7 +365,7 @@ def test_a_run_goes_on_without_it(project: Project, signals: Path) -> None:
 
 def test_a_process_that_cannot_be_started_harms_nothing(tmp_path: Path) -> None:
     """A folder in the way stands for a disk that is full, or processes that are used up."""
-    from dtctl.cli.common.launcher import measured
+    from dtctl.cli.common.followed_run import measured
     from dtctl.spec.load import parse_spec
     from tests.unit.metrics.following import WrittenRun
 

@@ -20,12 +20,11 @@ import torch
 
 from dtctl.doctor.explain.diagnose import explain_all
 from dtctl.errors import DtctlError
-from dtctl.launch import trust
+from dtctl.launch import snapshot_answers, trust
 from dtctl.launch.assemble import CodePush, job_of
 from dtctl.launch.cluster import ResolvedCluster, cluster_of, first_plan
 from dtctl.launch.control import link
 from dtctl.launch.control.run import launch
-from dtctl.launch.records import snapshot_answers
 from dtctl.launch.records.events import Event
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.record import RunInfo, RunRecord, find_run, list_runs

@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 from dtctl.doctor.explain import content
+from dtctl.launch import snapshot_answers, snapshots
 from dtctl.launch.control import gang, session
-from dtctl.launch.records import logs, record, snapshot_answers, snapshots
+from dtctl.launch.records import logs, record
 from dtctl.lint import source
 from dtctl.metrics import follow
 from dtctl.render import limited, templates

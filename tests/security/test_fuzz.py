@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from dtctl.doctor import answers as doctor
 from dtctl.errors import DtctlError, NodeError, SnapshotError
+from dtctl.launch import snapshot_answers
+from dtctl.launch.collect_snapshot import PruneRule, combine, removable
 from dtctl.launch.control import link
-from dtctl.launch.records import snapshot_answers
-from dtctl.launch.records.collect_snapshot import PruneRule, combine, removable
 from dtctl.launch.records.logs import Lines
 from dtctl.printable import printable
 from dtctl.runtime.snapshot import assembly

@@ -17,8 +17,8 @@ import torch
 
 from dtctl.cli import snapshot as cli
 from dtctl.errors import DtctlError, SnapshotError, TransportError
+from dtctl.launch import snapshots
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
-from dtctl.launch.records import snapshots
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.runtime.snapshot import write
 from dtctl.runtime.snapshot.format import layout

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.cli import output
-from dtctl.cli.common.launch_view import LaunchView
+from dtctl.cli.common.run_display import LaunchView
 from dtctl.errors import NodeError, NodeFailures
 from dtctl.launch.records.events import JobQueued, NodeChanged, Note, OutputLine, Restarting, Stopping
 from dtctl.launch.records.logs import LONGEST_BYTES, Lines

@@ -12,9 +12,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from dtctl.cli.common.folding import Folding
-from dtctl.cli.common.launch_view import STATES
 from dtctl.cli.common.log_reader import LogFilter, LogReader
 from dtctl.cli.common.progress_line import clock, experts_line, loss_text, metrics_of, progress_line
+from dtctl.cli.common.run_display import STATES
 from dtctl.launch.records.state import RunState, state_of, where_the_time_went
 from dtctl.printable import printable
 

@@ -8,9 +8,9 @@ import pytest
 
 import dtctl
 from dtctl.cli import fetch
-from dtctl.cli.common import launcher
+from dtctl.cli.common import followed_run
 from dtctl.cli.common.doctor_view import show_cause
-from dtctl.cli.common.launcher import emitter, show_end
+from dtctl.cli.common.followed_run import emitter, show_end
 from dtctl.launch.control.controller import Result
 from dtctl.launch.control.failure import Failure
 from dtctl.launch.files.fetch import Fetched
@@ -95,7 +95,7 @@ def recorded(folder: Path, *events: Event, job: str = "") -> RunRecord:
 def test_what_continues_a_run_depends_on_what_it_has_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], events: tuple[Event, ...], job: str, words: str
 ) -> None:
-    launcher._show_continuation(recorded(tmp_path, *events, job=job))
+    followed_run._show_continuation(recorded(tmp_path, *events, job=job))
     said = capsys.readouterr().err
     assert words in said
     assert ("newest good snapshot" in said) is bool(events)
@@ -103,11 +103,13 @@ def test_what_continues_a_run_depends_on_what_it_has_saved(
 
 def test_outputs_that_were_fetched_are_named_where_they_are(tmp_path: Path) -> None:
     outputs = {node: Outputs(folder="/there", files=2, bytes=3) for node in ("a", "b")}
-    assert "`dtctl fetch r`" in launcher.outputs_line("r", outputs, is_local=False, fetched=tmp_path)
+    assert "`dtctl fetch r`" in followed_run.outputs_line("r", outputs, is_local=False, fetched=tmp_path)
     (tmp_path / "a").mkdir()
-    assert "`dtctl fetch r`" in launcher.outputs_line("r", outputs, is_local=False, fetched=tmp_path), "one is missing"
+    assert "`dtctl fetch r`" in followed_run.outputs_line("r", outputs, is_local=False, fetched=tmp_path), (
+        "one is missing"
+    )
     (tmp_path / "b").mkdir()
-    line = launcher.outputs_line("r", outputs, is_local=False, fetched=tmp_path)
+    line = followed_run.outputs_line("r", outputs, is_local=False, fetched=tmp_path)
     assert (str(tmp_path) in line, "dtctl fetch" in line) == (True, False)
 
 

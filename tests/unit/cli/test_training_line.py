@@ -10,7 +10,7 @@ import pyte
 import pytest
 
 from dtctl.cli import output
-from dtctl.cli.common import launch_view, progress_line
+from dtctl.cli.common import progress_line, run_display
 from dtctl.launch.records.events import OutputLine, Stopping
 
 
@@ -38,7 +38,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     shown = Terminal()
     streams = SimpleNamespace(stdout=shown, stderr=shown)  # not in sys itself: pytest takes its streams back there
     monkeypatch.setattr(output, "sys", streams)
-    monkeypatch.setattr(launch_view, "sys", streams)
+    monkeypatch.setattr(run_display, "sys", streams)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(output, "_last", [])
@@ -70,7 +70,7 @@ def test_it_tells_the_newest_row_and_goes_when_the_run_stops(
     row = {"step": 30, "loss": 1.25, "step_s": 0.5}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     monkeypatch.setattr(progress_line, "steps_of", lambda _: 120)
-    view = launch_view.LaunchView(json_lines=False, record=SimpleNamespace(folder=tmp_path))  # type: ignore[arg-type]
+    view = run_display.LaunchView(json_lines=False, record=SimpleNamespace(folder=tmp_path))  # type: ignore[arg-type]
     view.event(OutputLine(node="node1", rank=0, text="step 30"))
     assert terminal.lines() == ["[node1:0] step 30", "step 30 of 120  25%  0:45 to go  500.0 ms/step  loss 1.2500"]
     view.event(Stopping(reason="asked to"))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dtctl.launch.records.collect_snapshot import PruneRule, combine, removable
-from dtctl.launch.records.snapshot_answers import Parts
+from dtctl.launch.collect_snapshot import PruneRule, combine, removable
+from dtctl.launch.snapshot_answers import Parts
 
 FILES = ["model.00000.safetensors", "model.00001.safetensors"]
 

@@ -18,7 +18,7 @@ from dtctl.cli import output
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dtctl.cli.common.launch_view import LaunchView
+    from dtctl.cli.common.run_display import LaunchView
     from dtctl.launch.control.controller import Result
     from dtctl.launch.records.events import Emit, Event, Outputs
     from dtctl.launch.records.record import RunRecord

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, cast
 
 from dtctl import folders
 from dtctl.errors import NodeError, SnapshotError
-from dtctl.launch.records.snapshot_answers import Parts, Sent, parse_manifest
-from dtctl.launch.records.snapshots import RunSnapshots
+from dtctl.launch.snapshot_answers import Parts, Sent, parse_manifest
+from dtctl.launch.snapshots import RunSnapshots
 from dtctl.schema import InvalidMessage, number
 
 RECORDS = ("manifest.json", "COMMIT")

@@ -16,7 +16,7 @@ from dtctl.errors import DtctlError, LaunchError, NodeError
 from dtctl.launch.assemble import cluster_of_run, spec_of_run
 from dtctl.launch.control.link import SilenceLimit
 from dtctl.launch.records.record import RunRecord
-from dtctl.launch.records.snapshot_answers import ANSWER_BYTES, A, parse_answer
+from dtctl.launch.snapshot_answers import ANSWER_BYTES, A, parse_answer
 from dtctl.schema import InvalidMessage, prose
 from dtctl.supervisor import work
 from dtctl.transport.base import ByteStream, Connection, Target, Transport

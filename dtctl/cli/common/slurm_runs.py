@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from dtctl import node_facts
 from dtctl.cli import output
-from dtctl.cli.common.launch_view import LaunchView, tell_of_files
-from dtctl.cli.common.launcher import (
+from dtctl.cli.common.followed_run import (
     caught_signals,
     create_run,
     emitter,
@@ -19,6 +18,7 @@ from dtctl.cli.common.launcher import (
     measured,
     take_up,
 )  # fmt: skip
+from dtctl.cli.common.run_display import LaunchView, tell_of_files
 from dtctl.errors import ConnectError, DtctlError, LaunchError
 from dtctl.launch.records.events import Emit, JobSubmitted, Note, RunEnded, RunPlanned
 

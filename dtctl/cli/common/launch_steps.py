@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from dtctl import names, node_facts
 from dtctl.cli import output
 from dtctl.cli.common.agreement import agreed
-from dtctl.cli.common.launcher import caught_signals
+from dtctl.cli.common.followed_run import caught_signals
 from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 
 if TYPE_CHECKING:
-    from dtctl.cli.common.launch_view import LaunchView
+    from dtctl.cli.common.run_display import LaunchView
     from dtctl.launch.control.run import LaunchJob
     from dtctl.launch.files.tree import Tree
     from dtctl.launch.records.events import Emit, Event, RunProgress
@@ -204,7 +204,7 @@ def real_launch(options: LaunchOptions) -> int:
     if options.resume is not None and (slurm or background is not None or not options.detach):
         spec, snapshots = _continued(spec, options.resume)
     if slurm:
-        from dtctl.cli.common.launch_slurm import launch_job
+        from dtctl.cli.common.slurm_runs import launch_job
 
         return launch_job(
             spec, run, spec_name=options.spec_name, detach=options.detach, json_lines=options.json_lines,
@@ -217,8 +217,8 @@ def real_launch(options: LaunchOptions) -> int:
     if options.detach and background is None:
         return background_launch(options, spec, run)
     run = background or run
-    from dtctl.cli.common.launch_view import LaunchView, tell_of_files
-    from dtctl.cli.common.launcher import create_run, emitter, measured
+    from dtctl.cli.common.followed_run import create_run, emitter, measured
+    from dtctl.cli.common.run_display import LaunchView, tell_of_files
     from dtctl.launch.assemble import CodePush, job_of
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.records.events import Note, RunPlanned, RunProgress
@@ -256,7 +256,7 @@ def real_launch(options: LaunchOptions) -> int:
 
 def _run(job: LaunchJob, record: RunRecord, emit: Emit, view: LaunchView, progress: RunProgress) -> int:
     """From the first connection to the last line; the exit code."""
-    from dtctl.cli.common.launcher import finish
+    from dtctl.cli.common.followed_run import finish
     from dtctl.launch.control.run import launch
     from dtctl.launch.records.events import RunEnded
     from dtctl.launch.records.ledger import Ledger
@@ -300,7 +300,7 @@ def _continued(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
 
 def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
     """Start a launcher in the background, and return when it reports that the job runs."""
-    from dtctl.cli.common.launch_view import LaunchView
+    from dtctl.cli.common.run_display import LaunchView
     from dtctl.launch.background import launch_in_background
     from dtctl.spec.nodes import resolve_nodes
 
