@@ -60,8 +60,6 @@ UMASK: Final = "DTCTL_UMASK"
 """The login's umask, in octal digits; dtctl's own files on a node are for their user alone."""
 VERSION: Final = "DTCTL_VERSION"
 """Version of the dtctl that launched the run; the node's own may be another."""
-MONITOR_PORT: Final = "DTCTL_MONITOR_PORT"
-"""Under Slurm: the port of the first node at which the nodes' monitors report."""
 BACKGROUND: Final = "DTCTL_BACKGROUND"
 """Name of the run, in the launcher of `dtctl launch --detach` that stays behind."""
 

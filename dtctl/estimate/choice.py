@@ -17,7 +17,6 @@ SMALL: Final = 0.2
 """A model whose states need no more of the memory is not looked at further: sharding could save no more than that."""
 UNSEEN: Final = 0.6
 """Share of what may be used that may be filled where activations are not known."""
-ORDER: Final = ("ddp", "zero1", "hsdp", "fsdp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

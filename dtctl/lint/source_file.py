@@ -14,7 +14,6 @@ from dtctl.lint import names
 
 Kind = TypeVar("Kind", bound=ast.AST)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 _PLAIN = frozenset(
     "id ctx attr op ops arg kind type_comment name asname module level simple conversion is_async rest kwd_attrs "

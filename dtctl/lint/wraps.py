@@ -101,12 +101,6 @@ def _sharded_in_place(module: SourceFile, node: ast.expr) -> bool:
     )
 
 
-def surely(module: SourceFile, node: ast.expr, *kinds: Kind) -> bool:
-    """Whether a model is wrapped as one of these wherever it comes from."""
-    found = model_kinds(module, node)
-    return bool(found) and found <= set(kinds)
-
-
 def maybe(module: SourceFile, node: ast.expr, *kinds: Kind) -> bool:
     """Whether a model is wrapped as one of these in some way that leads here."""
     return bool(model_kinds(module, node) & set(kinds))

@@ -12,13 +12,6 @@ P = TypeVar("P", str, Path)
 _PATH_BYTES = 4095
 _NAME_BYTES = 255
 
-
-def _not_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError("expected at least 1, or -1 for what is left, got 0")
-    return value
-
-
 # Numbers are strict: pydantic would take `true` for 1 and the text "4" for 4. What a number was typed as where text is
 # wanted is settled in load.py; the JSON Schema, which editors use, has to allow for that.
 Text = Annotated[str, Field(json_schema_extra={"type": ["string", "number", "boolean"]})]
@@ -45,8 +38,6 @@ Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
 """A whole number from 1."""
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=MOST)]
 """A whole number from 0."""
-Degree = Annotated[int, Field(strict=True, ge=-1), AfterValidator(_not_zero)]
-"""A whole number from 1, or -1 for what is left."""
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 """A TCP port."""
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]

@@ -38,10 +38,6 @@ TMP_FULL, TMP_LOW = 16 * MIB, 256 * MIB
 FEW_WORKERS_PER_CORE = 4
 """More workers than this on each core wait for each other's Python, whatever the GPUs do."""
 LATE_LOGIN_S = 2.5
-NEEDED = frozenset(
-    ("torch", "numpy", "typing_extensions", "sympy", "networkx", "jinja2", "filelock", "fsspec", "mpmath", "markupsafe")
-)
-"""What torch imports besides the standard library."""
 
 
 def reach(reports: Sequence[NodeReport], neighbours: Mapping[str, str] | None = None) -> Iterator[Finding]:

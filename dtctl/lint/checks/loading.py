@@ -12,7 +12,6 @@ from dtctl.lint.model import Problem
 from dtctl.lint.ranks import by_launcher, for_one_process, for_some, mentions_rank
 from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
 
-_OF_A_MODULE = frozenset("eval train cuda to half parameters state_dict module forward modules".split())
 _DATASETS = re.compile(r"(?:torchvision|torchaudio|torchtext)\.datasets\.\w+(?:\.\w+)?\Z")
 _MODULE = re.compile(r"(?:^|_|\.)(?:model|net|network|module)\Z")
 _SETTINGS = ("args", "self.args", "opt", "self.opt", "flags", "hparams")
@@ -361,14 +360,6 @@ def _waits_nearby(module: SourceFile, call: ast.Call) -> bool:
     return any(
         module.scope(barrier) is function and for_some(module, barrier, 0) is not None
         for barrier in module.calls.get("torch.distributed.barrier", ())
-    )
-
-
-def is_made_of(module: SourceFile, node: ast.expr, name: str) -> bool:
-    """Whether a value comes from a call of a resolved name."""
-    return any(
-        isinstance(value.node, ast.Call) and value.module.name(value.node.func) == name
-        for value in origins(module, node)
     )
 
 

@@ -152,8 +152,9 @@ def choose(
         )
     mesh = device_mesh(degrees, worker.device.type)
     limit_groups(config.timeout_s)
+    is_fsdp = degrees.fsdp > 1 and degrees.dp * degrees.fsdp == degrees.workers  # or hsdp
     # Who comes to others that train is given its state by them, and they have tried it.
-    if worker.replaces or degrees.tp == degrees.cp == degrees.ep == degrees.pp == 1:
+    if is_fsdp or worker.replaces:
         try:
             sharded = Sharded(model, config, worker, degrees, mesh)
             limit_groups(config.timeout_s)  # and those that were made on the way
