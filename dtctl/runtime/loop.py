@@ -71,8 +71,8 @@ from dtctl.train.mesh import Coordinate
 Data = datasets.Samples | datasets.Batches | datasets.SampleStream
 
 
-AHEAD_S: Final = 3.0
-"""What the steps after an agreed stop may take, of a grace of 10 s by default."""
+AHEAD: Final = 0.3
+"""What the steps after an agreed stop may take of the grace."""
 
 
 class Trainer:
@@ -399,12 +399,13 @@ class Trainer:
     def _step_ahead(self) -> None:
         """Take the next steps for their record alone: this process ends, and the next attempt repeats them.
 
-        Whatever happens in them has no consequence. They are taken if they can be expected to take less than
-        `AHEAD_S`: the launcher waits for this worker no longer than its grace.
+        Whatever happens in them has no consequence. They are taken if they can be expected to take a small part of the
+        grace: the launcher waits for this worker no longer than that.
         """
         step_s, stopped_at = self.report.progress.slowest_s, (self.step, self.position)
+        limit_s = AHEAD * float(os.environ.get(names.GRACE_S, "10"))
         try:
-            if not self.recorder.is_recording or max(gathered_json(step_s, self.worker)) * STEPS > AHEAD_S:
+            if not self.recorder.is_recording or max(gathered_json(step_s, self.worker)) * STEPS > limit_s:
                 return
             while self.step < self.steps and self.recorder.is_wanted(self.step + 1) and self._advance():
                 self.recorder.exchange(self.step)

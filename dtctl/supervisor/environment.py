@@ -33,6 +33,7 @@ def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, s
         "DTCTL_SNAPSHOT_DIR": os.path.expanduser(start.snapshots) or os.path.join(run_dir, "snapshots"),
         "DTCTL_MEMORY_DIR": folders.memory_folder(run_dir),
         "DTCTL_PROGRESS": os.path.join(run_dir, f"attempt-{start.attempt}", "progress"),
+        "DTCTL_GRACE_S": f"{start.grace_s:g}",
         # Where torchrun puts its own files, which would otherwise stay behind in /tmp.
         "PET_LOG_DIR": os.path.join(run_dir, f"attempt-{start.attempt}", "torchrun"),
     }

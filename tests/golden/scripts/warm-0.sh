@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Made by dtctl 0.1.0 for run run-1, attempt 0: node a, node rank 0 of 1, workers 0-1 of 2, spec c11311bb8774d8a3.
 # Started in the folder of the pushed code, 2 times, each with its own RANK, ROLE_RANK, LOCAL_RANK and TORCHELASTIC_ERROR_FILE. Set on the node before this runs:
-# DTCTL_RUN_DIR, DTCTL_METRICS, DTCTL_SNAPSHOT_DIR, DTCTL_PROGRESS, PET_LOG_DIR; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (the interface
+# DTCTL_RUN_DIR, DTCTL_METRICS, DTCTL_SNAPSHOT_DIR, DTCTL_PROGRESS, DTCTL_GRACE_S, PET_LOG_DIR; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (the interface
 # towards the head node).
 set -e -o pipefail
 umask "${DTCTL_UMASK:-$(umask)}"  # of the login; what dtctl writes is for its user alone

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtctl import names
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Outcome, TensorData, Trainer
 from dtctl.runtime.exactness.record import FILE, from_text, to_text
@@ -282,6 +284,19 @@ def test_a_stop_takes_two_more_steps_for_the_record(
     again = make({**SETTINGS, "snapshot": {"every_steps": 100}}, loss=loss)
     assert again.run() is Outcome.FINISHED
     assert "exact: steps 6 to 7 repeated bit for bit" in capsys.readouterr().out
+
+
+def test_a_stop_with_little_grace_takes_no_more_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(0.1)
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return squared(model, batch)
+
+    monkeypatch.setenv(names.GRACE_S, "0.5")
+    trainer = make({**SETTINGS, "snapshot": {"every_steps": 100}}, loss=loss)
+    assert trainer.run() is Outcome.STOPPED
+    assert not record(3).exists()
 
 
 def test_a_stop_before_the_verdict_keeps_nothing(make: Make, capsys: pytest.CaptureFixture[str]) -> None:

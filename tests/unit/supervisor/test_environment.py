@@ -22,6 +22,7 @@ def test_folders_are_those_of_the_run() -> None:
         names.SNAPSHOT_DIR: "/work/runs/r1/snapshots",
         names.MEMORY_DIR: memory_folder("/work/runs/r1"),
         names.PROGRESS: "/work/runs/r1/attempt-2/progress",
+        names.GRACE_S: "1",
         "PET_LOG_DIR": "/work/runs/r1/attempt-2/torchrun",
     }
 
