@@ -40,7 +40,7 @@ SPARED_S = 10.0
 UNSPARED_S = 30.0
 """The same without spares: a link can be out for 12 s, and a busy node silent as long."""
 if TYPE_CHECKING:
-    from dtctl.launch.control.run import LaunchJob
+    from dtctl.launch.control.launch_job import LaunchJob
     from dtctl.plan.model import NodePlan
 
 
@@ -164,7 +164,7 @@ def job_of(
     Raises:
         DtctlError: of the class that says what is wrong; nothing was started.
     """
-    from dtctl.launch.control.run import LaunchJob
+    from dtctl.launch.control.launch_job import LaunchJob
 
     plan = clusters.first_plan(spec, cluster, run=run)
     values = read_secrets(spec.job.secrets, os.environ)

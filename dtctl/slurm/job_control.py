@@ -27,7 +27,8 @@ from typing import Final
 from dtctl import names, node_facts
 from dtctl.errors import DtctlError, LaunchError, TransportError
 from dtctl.launch.control.controller import control
-from dtctl.launch.control.run import LaunchJob, NodesBackend
+from dtctl.launch.control.launch_job import LaunchJob
+from dtctl.launch.control.run import NodesBackend
 from dtctl.launch.records.events import (
     AttemptStarting,
     Event,

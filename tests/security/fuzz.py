@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from dtctl.errors import DtctlError
-from dtctl.launch.control import attempt, gang
+from dtctl.launch.control import deadlines, gang
 from tests.security.inputs import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +108,7 @@ def fuzz(
     only: Collection[int] | None = None,
 ) -> dict[str, Any]:
     """Read so many inputs, or `only` those of these numbers: how often each outcome of a kind, and which were wrong."""
-    gang.START_SILENCE_S = gang.PUSH_SILENCE_S = attempt.START_LIMIT_S = 5.0
+    gang.START_SILENCE_S = gang.PUSH_SILENCE_S = deadlines.START_LIMIT_S = 5.0
     guard = Guard(folder)
     readers = {}
     for name in kinds:

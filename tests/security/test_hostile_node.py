@@ -15,7 +15,7 @@ import pytest
 from dtctl.errors import DtctlError, TransportError
 from dtctl.launch.assemble import CodePush, job_of
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
-from dtctl.launch.control import attempt, gang
+from dtctl.launch.control import deadlines, gang
 from dtctl.launch.control.controller import Result
 from dtctl.launch.control.run import launch
 from dtctl.launch.records.events import Event, NodeChanged
@@ -115,7 +115,7 @@ def outside(folder: Path) -> set[str]:
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gang, "START_SILENCE_S", 5.0)
     monkeypatch.setattr(gang, "PUSH_SILENCE_S", 5.0)
-    monkeypatch.setattr(attempt, "START_LIMIT_S", 5.0)
+    monkeypatch.setattr(deadlines, "START_LIMIT_S", 5.0)
 
 
 @pytest.mark.parametrize("lie", liar.LIES)

@@ -17,7 +17,7 @@ from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 
 if TYPE_CHECKING:
     from dtctl.cli.common.run_display import LaunchView
-    from dtctl.launch.control.run import LaunchJob
+    from dtctl.launch.control.launch_job import LaunchJob
     from dtctl.launch.files.tree import Tree
     from dtctl.launch.records.events import Emit, Event, RunProgress
     from dtctl.launch.records.record import RunRecord

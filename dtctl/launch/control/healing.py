@@ -285,4 +285,5 @@ class Healing:
     def close(self) -> None:
         """The attempt is over."""
         if self._pool is not None:
-            self._pool.close()
+            self._pool.end()
+            self._pool.spares.close()

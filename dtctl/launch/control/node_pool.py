@@ -214,11 +214,6 @@ class NodePool:
             self.abandon(lost)
         self.spares.send_away()
 
-    def close(self) -> None:
-        """End all searches, and wait until nothing of the run is left on nodes that stood by."""
-        self.end()
-        self.spares.close()
-
     def choose_nodes(self, lost: AbstractSet[str], *, min_nodes: int, return_s: float) -> NextNodes:
         """Fill the places of lost nodes before the next attempt, or leave nodes out; the gang's sessions change.
 

@@ -110,16 +110,16 @@ def rig(tmp_path: Path) -> Rig:
 
 def test_a_run_in_which_all_goes_well(rig: Rig) -> None:
     for node in "abc":
-        assert not rig.attempt.all_started
+        assert not rig.attempt.nodes.all_started
         rig.say(node, "started", interface="eth0")
-    assert rig.attempt.all_started
+    assert rig.attempt.nodes.all_started
     for node in "abc":
         rig.exit(node)
-        assert rig.attempt.open
+        assert rig.attempt.nodes.open
         rig.stopped(node)
-    assert not rig.attempt.open
-    assert rig.attempt.outcome.failures == []
-    assert rig.attempt.outcome.left_behind == {"a": 0, "b": 0, "c": 0}
+    assert not rig.attempt.nodes.open
+    assert rig.attempt.nodes.outcome.failures == []
+    assert rig.attempt.nodes.outcome.left_behind == {"a": 0, "b": 0, "c": 0}
     assert rig.sent_to("a") == []
 
 
@@ -127,7 +127,7 @@ def test_the_first_failure_ends_the_others_once(rig: Rig) -> None:
     rig.exit("b", code=3)
     rig.exit("c", code=143, signal=15)
     assert [rig.sent_to(node) for node in "abc"] == [["stop"], ["stop"], ["stop"]]
-    assert [(f.node, f.rank, f.exit_code, f.signal) for f in rig.attempt.outcome.failures] == [
+    assert [(f.node, f.rank, f.exit_code, f.signal) for f in rig.attempt.nodes.outcome.failures] == [
         ("b", 1, 3, None),
         ("c", 2, 143, 15),
     ]
@@ -144,7 +144,7 @@ def test_a_worker_that_ends_well_does_not_stop_the_others(rig: Rig) -> None:
 def test_a_worker_that_dtctl_has_killed_has_not_failed(rig: Rig) -> None:
     rig.exit("b", code=3)
     rig.say("c", "exit", rank=2, code=137, signal=9, time=0.0, told=True, killed=True)
-    assert [failure.node for failure in rig.attempt.outcome.failures] == ["b"]
+    assert [failure.node for failure in rig.attempt.nodes.outcome.failures] == ["b"]
     exits = [event for event in rig.events if isinstance(event, WorkerExited)]
     assert [(event.node, event.signal, event.killed) for event in exits] == [("b", None, None), ("c", 9, True)]
 
@@ -152,7 +152,7 @@ def test_a_worker_that_dtctl_has_killed_has_not_failed(rig: Rig) -> None:
 def test_a_worker_that_was_killed_without_a_cause_that_is_known_is_the_failure(rig: Rig) -> None:
     """Somebody has told its supervisor to end, and a run without that worker has not succeeded."""
     rig.say("c", "exit", rank=2, code=137, signal=9, time=0.0, told=True, killed=True, why="dtctl killed it")
-    (failure,) = rig.attempt.outcome.failures
+    (failure,) = rig.attempt.nodes.outcome.failures
     assert (failure.node, failure.signal, failure.node_reason) == ("c", 9, "dtctl killed it")
     assert rig.sent_to("a") == ["stop"]
 
@@ -161,70 +161,70 @@ def test_an_exit_that_is_told_twice_counts_once(rig: Rig) -> None:
     rig.exit("b", code=3)
     fact = {"rank": 1, "code": 3, "signal": None, "time": 0.0}
     rig.say("b", "stopped", exits=[fact], left=0)
-    assert len(rig.attempt.outcome.failures) == 1
+    assert len(rig.attempt.nodes.outcome.failures) == 1
     late = {"rank": 2, "code": 9, "signal": None, "time": 0.0}
     rig.say("c", "stopped", exits=[late], left=0)
-    assert len(rig.attempt.outcome.failures) == 2, "and one that was only told at the end counts too"
+    assert len(rig.attempt.nodes.outcome.failures) == 2, "and one that was only told at the end counts too"
 
 
 def test_a_lost_node_is_a_failure_and_is_not_waited_for(rig: Rig) -> None:
     rig.tell("c", LinkLost(""))
-    assert rig.attempt.outcome.lost_nodes == ["c"]
-    assert rig.attempt.outcome.left_behind == {"c": None}
-    assert rig.attempt.open == {"a", "b"}
-    (failure,) = rig.attempt.outcome.failures
+    assert rig.attempt.nodes.outcome.lost_nodes == ["c"]
+    assert rig.attempt.nodes.outcome.left_behind == {"c": None}
+    assert rig.attempt.nodes.open == {"a", "b"}
+    (failure,) = rig.attempt.nodes.outcome.failures
     assert (failure.node, failure.exit_code, failure.summary) == ("c", None, "the link was lost")
     assert rig.sent_to("a") == ["stop"]
     rig.exit("c", code=5)
-    assert len(rig.attempt.outcome.failures) == 1, "what it says after it was given up does not count"
+    assert len(rig.attempt.nodes.outcome.failures) == 1, "what it says after it was given up does not count"
 
 
 def test_a_node_that_is_lost_while_all_are_stopped_is_no_failure_of_its_own(rig: Rig) -> None:
     rig.exit("a", code=1)
     rig.tell("c", LinkLost(""))
-    assert [failure.node for failure in rig.attempt.outcome.failures] == ["a"]
-    assert rig.attempt.outcome.left_behind == {"c": None}
+    assert [failure.node for failure in rig.attempt.nodes.outcome.failures] == ["a"]
+    assert rig.attempt.nodes.outcome.left_behind == {"c": None}
 
 
 def test_a_lost_node_whose_workers_have_told_the_others_to_stop_is_the_first_failure(rig: Rig) -> None:
     rig.exit("a", code=75)
     rig.exit("b", code=75)
     rig.tell("c", LinkLost("connection closed"))
-    found = first(rig.attempt.outcome.failures)
+    found = first(rig.attempt.nodes.outcome.failures)
     assert found is not None
     assert (found.node, found.exit_code) == ("c", None)
 
 
 def test_an_error_of_a_node_fails_the_attempt_and_what_is_left_there_is_to_be_looked_at(rig: Rig) -> None:
     rig.say("a", "error", code="disk-full", message="No space left: /w")
-    (failure,) = rig.attempt.outcome.failures
+    (failure,) = rig.attempt.nodes.outcome.failures
     assert failure.summary == "the disk is full: No space left: /w"
-    assert rig.attempt.outcome.left_behind == {"a": None}
+    assert rig.attempt.nodes.outcome.left_behind == {"a": None}
     assert rig.sent_to("b") == ["stop"]
 
 
 def test_the_user_stops_once_gently_and_twice_at_once(rig: Rig) -> None:
-    rig.attempt.interrupt(2, hard=False)
-    rig.attempt.interrupt(2, hard=False)
+    rig.attempt.nodes.interrupt(2, hard=False)
+    rig.attempt.nodes.interrupt(2, hard=False)
     assert rig.nodes["a"].sent == [StopAttempt()]
     rig.exit("a", code=130, signal=2)
-    assert rig.attempt.outcome.failures == [], "what ends because the user stops it has not failed"
-    rig.attempt.interrupt(2, hard=True)
+    assert rig.attempt.nodes.outcome.failures == [], "what ends because the user stops it has not failed"
+    rig.attempt.nodes.interrupt(2, hard=True)
     assert rig.nodes["a"].sent[-1] == StopAttempt(now=True)
-    assert rig.attempt.outcome.stopped_by == 2
+    assert rig.attempt.nodes.outcome.stopped_by == 2
 
 
 def test_silence_is_the_loss_of_a_node(rig: Rig) -> None:
     for node in "abc":
         rig.say(node, "started")
         rig.nodes[node].last_heard = time.monotonic()
-    rig.attempt.begun_at -= 100
+    rig.attempt.nodes.begun_at -= 100
     rig.nodes["b"].last_heard -= 31
-    rig.attempt.check_deadlines()
-    assert rig.attempt.outcome.lost_nodes == ["b"]
+    rig.attempt.deadlines.check()
+    assert rig.attempt.nodes.outcome.lost_nodes == ["b"]
     assert rig.nodes["b"].closed
     assert not rig.nodes["a"].closed
-    assert not missing(rig.attempt.outcome.failures[0].summary, "30 s")
+    assert not missing(rig.attempt.nodes.outcome.failures[0].summary, "30 s")
 
 
 class Unreachable(LocalTransport):
@@ -240,23 +240,23 @@ class Unreachable(LocalTransport):
 def test_without_spares_a_new_connection_decides_whether_a_silent_node_is_lost(
     rig: Rig, answers: bool, silent_s: float, lost: bool
 ) -> None:
-    rig.attempt.confirms_silence = True
+    rig.attempt.deadlines.confirms_silence = True
     for node in "abc":
         rig.say(node, "started")
         rig.nodes[node].last_heard = time.monotonic()
-    rig.attempt.begun_at -= 100
+    rig.attempt.nodes.begun_at -= 100
     if not answers:
         rig.nodes["b"]._transport = Unreachable()
     rig.nodes["b"].last_heard -= silent_s
     deadline = time.monotonic() + 10
     while silent_s > 30 and rig.nodes["b"].call_again() is None and time.monotonic() < deadline:
         time.sleep(0.005)
-    rig.attempt.check_deadlines()
-    assert rig.attempt.outcome.lost_nodes == (["b"] if lost else [])
+    rig.attempt.deadlines.check()
+    assert rig.attempt.nodes.outcome.lost_nodes == (["b"] if lost else [])
     if lost:
-        assert not missing(rig.attempt.outcome.failures[0].summary, "60 s" if answers else "30 s")
+        assert not missing(rig.attempt.nodes.outcome.failures[0].summary, "60 s" if answers else "30 s")
     rig.nodes["b"].last_heard = time.monotonic()
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert rig.nodes["b"]._call is None or lost, "the next silence asks anew"
 
 
@@ -265,10 +265,10 @@ def test_a_node_that_does_not_start_in_time_is_lost(rig: Rig) -> None:
         rig.nodes[node].last_heard = time.monotonic()
     rig.say("a", "started")
     rig.say("b", "started")
-    rig.attempt.begun_at -= 31
-    rig.attempt.check_deadlines()
-    assert rig.attempt.outcome.lost_nodes == ["c"]
-    assert not missing(rig.attempt.outcome.failures[0].summary, "30 s")
+    rig.attempt.nodes.begun_at -= 31
+    rig.attempt.deadlines.check()
+    assert rig.attempt.nodes.outcome.lost_nodes == ["c"]
+    assert not missing(rig.attempt.nodes.outcome.failures[0].summary, "30 s")
 
 
 def test_a_node_that_does_not_stop_in_time_is_given_up(rig: Rig) -> None:
@@ -276,21 +276,21 @@ def test_a_node_that_does_not_stop_in_time_is_given_up(rig: Rig) -> None:
     for node in "abc":
         rig.say(node, "started")
         rig.nodes[node].last_heard = time.monotonic()
-    assert rig.attempt.stop_deadline is not None
-    assert rig.attempt.stop_deadline - time.monotonic() > rig.plan.grace_s
-    rig.attempt.check_deadlines()
-    assert rig.attempt.open == set("abc")
-    rig.attempt.stop_deadline = time.monotonic() - 1
-    rig.attempt.check_deadlines()
-    assert not rig.attempt.open
-    assert [failure.node for failure in rig.attempt.outcome.failures] == ["a"]
+    assert rig.attempt.nodes.stop_deadline is not None
+    assert rig.attempt.nodes.stop_deadline - time.monotonic() > rig.plan.grace_s
+    rig.attempt.deadlines.check()
+    assert rig.attempt.nodes.open == set("abc")
+    rig.attempt.nodes.stop_deadline = time.monotonic() - 1
+    rig.attempt.deadlines.check()
+    assert not rig.attempt.nodes.open
+    assert [failure.node for failure in rig.attempt.nodes.outcome.failures] == ["a"]
 
 
 def test_the_old_link_of_a_node_that_has_a_new_one_is_not_heard(rig: Rig) -> None:
     old = rig.nodes["b"]
     rig.gang.sessions["b"] = Deaf("b", rig.inbox)
     rig.attempt.handle(NodeMessage(old, WorkerExit(rank=1, code=1, signal=None)))
-    assert rig.attempt.outcome.failures == []
+    assert rig.attempt.nodes.outcome.failures == []
 
 
 def test_nodes_that_cannot_be_made_ready_are_all_named(rig: Rig) -> None:
@@ -327,23 +327,23 @@ def test_who_hangs_is_asked_named_and_ended_at_once(rig: Rig, tmp_path: Path) ->
         rig.nodes[node].last_heard = time.monotonic()
         rig.say(node, "pong", workers=[worker("abc".index(node), place=place)])
     assert [standing.rank for standing in rig.standings] == [0, 1, 2]
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert [rig.sent_to(node) for node in "abc"] == [["stacks"]] * 3
-    rig.attempt.check_deadlines()
-    assert rig.attempt.outcome.failures == [], "nobody has answered yet"
+    rig.attempt.deadlines.check()
+    assert rig.attempt.nodes.outcome.failures == [], "nobody has answered yet"
     for node in "abc":
         rig.say(node, "pong", workers=[worker("abc".index(node), stale_s=0.0)])  # too late to matter
         text = f'Stack (most recent call first):\n  File "/{node}.py", line 3 in f\n'
         rig.say(node, "stack", rank="abc".index(node), pid=1, state="S", how="faulthandler", text=text, flight="{}")
         rig.say(node, "stacks-end")
-    rig.attempt.check_deadlines()
-    (failure,) = rig.attempt.outcome.failures
+    rig.attempt.deadlines.check()
+    (failure,) = rig.attempt.nodes.outcome.failures
     assert (failure.node, failure.rank, failure.exit_code, failure.hang) == ("b", 1, None, True)
     assert failure.summary == (
         "no progress for 9 s in step 9: rank 1 on b is stuck in a forward pass at /b.py:3 in f; "
         "the 2 others wait for it"
     )
-    assert (rig.attempt.outcome.hung_s, rig.attempt.outcome.last_step) == (9.0, 8)
+    assert (rig.attempt.nodes.outcome.hung_s, rig.attempt.nodes.outcome.last_step) == (9.0, 8)
     assert all(rig.nodes[node].sent[-1] == StopAttempt(now=True) for node in "abc")
     assert "/b.py" in Path(failure.log).read_text()
     assert (tmp_path / "hangs" / "c" / "trace_rank_2.json").read_text() == "{}"
@@ -354,14 +354,14 @@ def test_a_node_that_cannot_show_stacks_is_not_waited_for_longer_than_it_may_tak
         rig.say(node, "started")
         rig.nodes[node].last_heard = time.monotonic()
         rig.say(node, "pong", workers=[worker("abc".index(node))])
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     for node in "ab":
         rig.say(node, "stacks-end")
-    rig.attempt.check_deadlines()
-    assert rig.attempt.outcome.failures == []
+    rig.attempt.deadlines.check()
+    assert rig.attempt.nodes.outcome.failures == []
     rig.attempt.hang_monitor._deadline = time.monotonic() - 1
-    rig.attempt.check_deadlines()
-    assert rig.attempt.outcome.failures[0].rank is None, "no stacks and all at the same place: nobody can be blamed"
+    rig.attempt.deadlines.check()
+    assert rig.attempt.nodes.outcome.failures[0].rank is None, "no stacks, all at the same place: nobody is named"
 
 
 def test_a_worker_that_has_ended_in_time_is_not_waited_for(rig: Rig) -> None:
@@ -371,7 +371,7 @@ def test_a_worker_that_has_ended_in_time_is_not_waited_for(rig: Rig) -> None:
         mine = {"step": 20, "phase": 5, "state": ""} if node == "a" else {"step": 19, "stale_s": 0.0}
         rig.say(node, "pong", workers=[worker("abc".index(node), **mine)])
     rig.exit("a")
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert rig.sent_to("b") == []
 
 
@@ -394,10 +394,10 @@ def test_a_worker_that_has_ended_early_is_waited_for_in_vain(rig: Rig) -> None:
         rig.say(node, "started")
         rig.nodes[node].last_heard = time.monotonic()
         rig.say(node, "pong", workers=[worker("abc".index(node), stale_s=0.0 if node == "a" else 9.0)])
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert rig.sent_to("b") == []
     rig.exit("a")
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert rig.sent_to("b") == ["stacks"]
 
 

@@ -53,11 +53,11 @@ def test_a_killed_worker_is_replaced_and_the_others_are_named(rig: LiveRig) -> N
     assert [(each.rank, each.node, each.by) for each in healed.replaced] == [(1, "b", "b")]
     assert [(each.rank, each.pid) for each in healed.survivors] == [(0, 100), (2, 102)]
     assert (healed.step, healed.repeated_steps) == (7, 1)
-    assert rig.attempt.outcome.failures == []
+    assert rig.attempt.nodes.outcome.failures == []
     for node in "abc":
         rig.exit(node)
         rig.stopped(node)
-    assert rig.attempt.outcome.failures == []
+    assert rig.attempt.nodes.outcome.failures == []
 
 
 def test_a_second_loss_begins_it_anew_and_words_about_the_first_count_no_more(rig: LiveRig) -> None:
@@ -93,7 +93,7 @@ def test_who_does_not_reach_the_others_gets_another_epoch(rig: LiveRig) -> None:
 def stopped_because_of(rig: LiveRig, node: str) -> str:
     """See that all are stopped, and that the worker of this node is what the attempt has failed of; what was said."""
     assert [rig.sent_to(each)[-1] for each in "abc"] == ["stop"] * 3
-    assert (rig.attempt.outcome.failures[0].node, rig.attempt.outcome.failures[0].signal) == (node, 9)
+    assert (rig.attempt.nodes.outcome.failures[0].node, rig.attempt.nodes.outcome.failures[0].signal) == (node, 9)
     return " ".join(event.text for event in rig.events if isinstance(event, Note))
 
 
@@ -102,7 +102,7 @@ def test_a_worker_that_cannot_is_the_end_of_it(rig: LiveRig) -> None:
     rig.report("c", "unable", why="its buffers change")
     assert "rank 2 on c: its buffers change" in stopped_because_of(rig, "b")
     rig.exit("a", code=1)
-    assert len(rig.attempt.outcome.failures) == 2
+    assert len(rig.attempt.nodes.outcome.failures) == 2
 
 
 def test_an_exception_on_the_way_is_the_end_of_it_and_not_the_first_failure(rig: LiveRig) -> None:
@@ -121,7 +121,7 @@ def test_the_limit(tmp_path: Path) -> None:
     rig = LiveRig(tmp_path, heal_s=0.0)
     rig.exit("b", code=137, signal=9)
     rig.report("a", "ready", step=7)
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert "job.heal_s" in stopped_because_of(rig, "b")
 
 
@@ -140,10 +140,10 @@ def test_a_worker_that_hangs_was_lost_when_it_stopped_moving(rig: LiveRig) -> No
     for node, place in zip("abc", (2, 1, 2), strict=True):
         rig.nodes[node].last_heard = time.monotonic()
         rig.say(node, "pong", workers=[worker("abc".index(node), place=place)])
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     for node in "abc":
         rig.say(node, "stacks-end")
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert rig.heals("a")[0].lost == [1]
     rig.exit("b", code=137, signal=9)
     rig.report("a", "hosting", port=1)
@@ -166,12 +166,12 @@ def test_a_survivor_that_does_not_react_is_replaced_too(rig: LiveRig, first: int
     for node in "ac":
         rig.nodes[node].last_heard = time.monotonic()
         rig.say(node, "pong", workers=[worker("abc".index(node), first=first)])
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert len(rig.heals("a")) == 1 + before, "it was asked just now"
-    current = rig.attempt.healing and rig.attempt.healing._current
+    current = rig.attempt.losses.healing and rig.attempt.losses.healing._current
     assert current
     current.asked_s -= 6.0
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert [message.lost for message in rig.heals("a")][before:] == [[1], [2]]
     rig.exit("c", code=137, signal=9)
     rig.report("a", "hosting", 2 + before, port=5)

@@ -41,11 +41,11 @@ class NodesRig(LiveRig):
         self.warmed_up: list[str] = []
         self.is_fit = True
         self.spares = list(spares)
-        healing = self.attempt.healing
+        healing = self.attempt.losses.healing
         assert healing is not None
         healing._place = self.place
         pool = NodePool(self.gang, Spares(self.spares, self.events.append), self.call, self.warm_up)
-        self.pool = self.attempt.pool = healing._pool = pool
+        self.pool = self.attempt.losses.pool = healing._pool = pool
 
     @property
     def complaints(self) -> list[tuple[str, str]]:
@@ -70,7 +70,7 @@ class NodesRig(LiveRig):
         sessions = self.gang.sessions | {name: substitute.session}
         self.gang.sessions = {each: sessions[each] for each in order}
         nodes = [replace(node, name=name) if node.name == substitute.lost else node for node in self.plan.nodes]
-        self.attempt.replace_node(substitute.lost, name, replace(self.plan, nodes=tuple(nodes)))
+        self.attempt.nodes.replace_node(substitute.lost, name, replace(self.plan, nodes=tuple(nodes)))
         assert isinstance(substitute.session, Deaf)
         self.nodes[name] = substitute.session
         self.started = (name, epoch)
@@ -85,8 +85,8 @@ def test_a_lost_node_that_answers_has_its_place_again(tmp_path: Path) -> None:
     rig.tell("b", LinkLost("gone"))
     assert rig.calls == ["b"]
     assert [rig.heals(node)[-1].lost for node in "ac"] == [[1], [1]]
-    assert rig.attempt.open == {"a", "b", "c"}
-    rig.attempt.check_deadlines()
+    assert rig.attempt.nodes.open == {"a", "b", "c"}
+    rig.attempt.deadlines.check()
     rig.becomes_ready(rig.called)
     assert rig.started == ("b", 1)
     rig.say("b", "started", interface="")
@@ -106,16 +106,16 @@ def test_a_spare_is_called_when_the_node_fails_or_takes_long(tmp_path: Path, mon
     rig.tell("b", LinkLost("gone"))
     lost = rig.called
     rig.pool._searches["b"].began_s -= 3.0
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert rig.calls == ["b", "s"]
     rig.attempt.handle(NodeMessage(rig.called, SessionFailed(OSError("off"))))
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert rig.calls[2:] == ["t"]
     rig.becomes_ready(rig.called)
     assert rig.started == ("t", 1)
     assert lost.closed
-    assert rig.attempt.open == {"a", "t", "c"}
-    assert rig.attempt.ranks["t"] == {1}
+    assert rig.attempt.nodes.open == {"a", "t", "c"}
+    assert rig.attempt.nodes.ranks["t"] == {1}
 
 
 def test_a_spare_that_was_not_needed_can_be_called_again(tmp_path: Path) -> None:
@@ -137,27 +137,27 @@ def test_a_spare_that_was_not_needed_can_be_called_again(tmp_path: Path) -> None
 
 def test_a_spare_that_stands_by_takes_the_place_at_once_and_the_lost_node_is_a_spare_then(tmp_path: Path) -> None:
     rig = NodesRig(tmp_path, "s")
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     rig.becomes_ready(rig.called)
     assert rig.warmed_up == ["s"]
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert rig.calls == ["s"]
     rig.tell("b", LinkLost("gone"))
     assert rig.calls == ["s"]
     assert rig.started == ("s", 1)
-    assert rig.attempt.open == {"a", "s", "c"}
+    assert rig.attempt.nodes.open == {"a", "s", "c"}
     assert rig.spares == ["b"]
 
 
 def test_two_spares_stand_by_and_then_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = NodesRig(tmp_path, "s", "t", "u")
     monkeypatch.setattr(spares, "RETIRED_S", 1000.0)
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert rig.calls == ["s", "t"]
     rig.becomes_ready(rig.called)
     rig.tell("b", LinkLost("gone"))
     assert rig.started == ("t", 1), "the one that is ready"
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert rig.calls == ["s", "t", "u"]
     assert rig.spares == ["b"], "it was lost a moment ago"
 
@@ -165,16 +165,16 @@ def test_two_spares_stand_by_and_then_the_next(tmp_path: Path, monkeypatch: pyte
 def test_a_spare_that_does_not_fit_is_told_of_and_not_called_again(tmp_path: Path) -> None:
     rig = NodesRig(tmp_path, "s")
     rig.is_fit = False
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     rig.becomes_ready(rig.called)
     assert rig.complaints == [("s", "too few GPUs")]
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert (rig.calls, rig.spares) == (["s"], [])
 
 
 def test_a_spare_that_is_silent_is_not_relied_upon(tmp_path: Path) -> None:
     rig = NodesRig(tmp_path, "s")
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     standby = rig.called
     rig.becomes_ready(standby)
     standby.last_heard -= spares.FRESH_S + 1
@@ -188,7 +188,7 @@ def test_a_spare_that_is_silent_is_not_relied_upon(tmp_path: Path) -> None:
 
 def test_a_spare_that_is_not_ready_yet_takes_part_in_the_search(tmp_path: Path) -> None:
     rig = NodesRig(tmp_path, "s")
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     standby = rig.called
     rig.attempt.handle(NodeMessage(standby, DESCRIPTION))
     rig.tell("b", LinkLost("gone"))
@@ -203,15 +203,15 @@ def test_a_spare_that_cannot_stand_by_is_told_of_once_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = NodesRig(tmp_path, "s")
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     rig.attempt.handle(NodeMessage(rig.called, SessionFailed(OSError("off"))))
     assert rig.complaints == [("s", "off")]
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert rig.calls == ["s"], "not at once"
     monkeypatch.setattr(spares, "FAILED_S", -1.0)
     rig = NodesRig(tmp_path, "s")
     for content in (Refusal(code="disk-full", message="1 MiB is left"), LinkLost(""), LinkLost("")):
-        rig.attempt.check_deadlines()
+        rig.attempt.deadlines.check()
         rig.attempt.handle(NodeMessage(rig.called, content))
     assert rig.calls == ["s", "s", "s"]
     assert rig.complaints == [("s", "1 MiB is left")]
@@ -220,16 +220,16 @@ def test_a_spare_that_cannot_stand_by_is_told_of_once_and_tried_again(
 
 def test_whoever_stands_by_is_sent_away_at_the_end(tmp_path: Path) -> None:
     rig = NodesRig(tmp_path, "s")
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     rig.becomes_ready(rig.called)
-    rig.attempt.interrupt(2, hard=False)
+    rig.attempt.nodes.interrupt(2, hard=False)
     for node in "abc":
         rig.stopped(node)
     rig.attempt.close()
     assert [message.op for message in rig.called.sent] == ["quit"]
     assert rig.called.closed
     assert rig.spares == ["s"]
-    assert rig.attempt.outcome.left_behind == {"a": 0, "b": 0, "c": 0}
+    assert rig.attempt.nodes.outcome.left_behind == {"a": 0, "b": 0, "c": 0}
 
 
 def test_a_kept_run_calls_a_lost_node_again_until_it_answers(tmp_path: Path) -> None:
@@ -245,25 +245,25 @@ def test_a_kept_run_calls_a_lost_node_again_until_it_answers(tmp_path: Path) -> 
         rig.attempt.handle(NodeMessage(called[-1], SessionFailed(ConnectError("refused", node="b"))))
 
     pool = NodePool(rig.gang, Spares(["s"], rig.events.append), call, lambda *_: None)
-    rig.attempt.pool, rig.attempt.keeps_nodes = pool, True
+    rig.attempt.losses.pool, rig.attempt.nodes.keeps_nodes = pool, True
     rig.tell("b", LinkLost(""))
-    assert (rig.attempt.outcome.lost_nodes, rig.sent_to("a")) == ([], []), "it goes on by itself"
+    assert (rig.attempt.nodes.outcome.lost_nodes, rig.sent_to("a")) == ([], []), "it goes on by itself"
     for tries in range(3):
-        rig.attempt.check_deadlines()
+        rig.attempt.deadlines.check()
         assert len(called) == tries + 1, "one try at a time"
         refuse()
-        rig.attempt.check_deadlines()
+        rig.attempt.deadlines.check()
         assert len(called) == tries + 1, "not at once"
         pool._searches["b"].next_call_s = 0.0
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     rig.attempt.handle(NodeMessage(called[-1], Ready()))
     assert (pool.vacant, rig.gang.sessions["b"]) == (set(), called[-1])
     rig.nodes["b"] = called[-1]
     rig.tell("b", LinkLost(""))
     pool._searches["b"].began_s -= 4000
     refuse()
-    rig.attempt.check_deadlines()
-    assert rig.attempt.outcome.lost_nodes == ["b"], "after an hour it is"
+    rig.attempt.deadlines.check()
+    assert rig.attempt.nodes.outcome.lost_nodes == ["b"], "after an hour it is"
     assert {session.name for session in called} == {"b"}, "no spare takes the place"
 
 
@@ -271,9 +271,9 @@ def test_a_kept_node_that_is_away_when_the_run_is_stopped_is_told_once_it_answer
     rig = Rig(tmp_path)
     called = Called("b", rig.inbox)
     pool = NodePool(rig.gang, Spares([], rig.events.append), lambda *_: called, lambda *_: None)
-    rig.attempt.pool, rig.attempt.keeps_nodes = pool, True
+    rig.attempt.losses.pool, rig.attempt.nodes.keeps_nodes = pool, True
     rig.tell("b", LinkLost(""))
-    rig.attempt.interrupt(15, hard=False)
+    rig.attempt.nodes.interrupt(15, hard=False)
     rig.attempt.handle(NodeMessage(called, Ready()))
     assert [message.op for message in called.sent] == ["stop"]
 
@@ -356,15 +356,15 @@ def test_when_nobody_can_take_the_place_all_are_stopped_and_the_node_is_lost(
     monkeypatch.setattr(node_pool, "FIRST_WAIT_S", -1.0)
     for _ in range(2):
         rig.attempt.handle(NodeMessage(rig.called, SessionFailed(OSError("off"))))
-        rig.attempt.check_deadlines()
+        rig.attempt.deadlines.check()
     assert rig.calls == ["b"] * 3, "it may be starting again"
     rig.pool._searches["b"].began_s -= 20.0
     rig.attempt.handle(NodeMessage(rig.called, SessionFailed(OSError("off"))))
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert [rig.sent_to(node)[-1] for node in "ac"] == ["stop", "stop"]
-    assert rig.attempt.outcome.lost_nodes == ["b"]
-    assert rig.attempt.open == {"a", "c"}
-    [failure] = rig.attempt.outcome.failures
+    assert rig.attempt.nodes.outcome.lost_nodes == ["b"]
+    assert rig.attempt.nodes.open == {"a", "c"}
+    [failure] = rig.attempt.nodes.outcome.failures
     assert (failure.node, failure.rank) == ("b", None)
     assert any("off" in event.text for event in rig.events if isinstance(event, Note))
 
@@ -377,7 +377,7 @@ def test_a_node_that_fails_at_once_leaves_its_place_to_one_spare_and_is_called_o
     monkeypatch.setattr(node_pool, "FIRST_WAIT_S", -1.0)
     for _ in range(3):
         rig.attempt.handle(NodeMessage(rig.called, SessionFailed(OSError("off"))))
-        rig.attempt.check_deadlines()
+        rig.attempt.deadlines.check()
     assert rig.calls == ["b", "s", *["b"] * 3]
     assert rig.spares == ["t"]
 
@@ -385,28 +385,28 @@ def test_a_node_that_fails_at_once_leaves_its_place_to_one_spare_and_is_called_o
 def test_a_run_that_is_stopped_while_a_node_is_replaced_does_not_wait_for_it(tmp_path: Path) -> None:
     rig = NodesRig(tmp_path)
     rig.tell("b", LinkLost("gone"))
-    rig.attempt.interrupt(2, hard=False)
+    rig.attempt.nodes.interrupt(2, hard=False)
     for node in "ac":
         rig.stopped(node)
-    assert not rig.attempt.open
+    assert not rig.attempt.nodes.open
     assert rig.called.closed
-    assert rig.attempt.outcome.lost_nodes == ["b"]
-    assert rig.attempt.outcome.left_behind == {"a": 0, "b": None, "c": 0}
+    assert rig.attempt.nodes.outcome.lost_nodes == ["b"]
+    assert rig.attempt.nodes.outcome.left_behind == {"a": 0, "b": None, "c": 0}
 
 
 def test_connections_that_broke_without_a_loss_are_made_anew(tmp_path: Path) -> None:
     rig = LiveRig(tmp_path)
     rig.report("c", "cut", 0)
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert not rig.heals("a"), "whoever is lost is known first"
-    rig.attempt.link_timeout_s = -3.0
+    rig.attempt.nodes.link_timeout_s = -3.0
     for session in rig.nodes.values():
         session.last_heard = float("inf")
-    rig.attempt.check_deadlines()
+    rig.attempt.deadlines.check()
     assert [rig.heals(node)[0].lost for node in "abc"] == [[], [], []]
     rig.report("a", "hosting", port=5)
     rig.all_do("ready", 1, newcomers="")
     rig.all_do("joined", 1, newcomers="")
     [healed] = [event for event in rig.events if isinstance(event, Healed)]
     assert (healed.replaced, len(healed.survivors)) == ((), 3)
-    assert rig.attempt.outcome.failures == []
+    assert rig.attempt.nodes.outcome.failures == []

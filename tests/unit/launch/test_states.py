@@ -1,4 +1,4 @@
-"""Every state of an attempt ends: what ends it, or its time (dtctl/launch/control/attempt.py)."""
+"""Every state of an attempt ends: what ends it, or its time (dtctl/launch/control/deadlines.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.control.attempt import STATES, State
+from dtctl.launch.control.deadlines import STATES, State
 from tests.unit.launch.test_gang import Rig, worker
 
 LONG_S = 10_000.0
@@ -44,7 +44,7 @@ def end_all(rig: Rig) -> None:
 def stop(rig: Rig) -> None:
     """Somebody wants it to stop."""
     begin(rig)
-    rig.attempt.interrupt(15, hard=False)
+    rig.attempt.nodes.interrupt(15, hard=False)
 
 
 WAYS: dict[State, Callable[[Rig], None]] = {
@@ -63,7 +63,7 @@ def wait(rig: Rig, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now)
     for number, node in enumerate("abc"):
         rig.nodes[node].last_heard = now
-        if ("abc"[number], number) not in rig.attempt.ended_workers:
+        if ("abc"[number], number) not in rig.attempt.nodes.ended_workers:
             rig.say(node, "pong", workers=[worker(number, stale_s=seconds)])
     rig.gang.notice_absence()
     rig.gang.away_s = 0.0
@@ -76,15 +76,15 @@ def test_no_state_lasts_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert state not in STATES
         return
     WAYS[state](rig)
-    assert rig.attempt.state is state
+    assert rig.attempt.deadlines.state is state
     seen = [state]
     for _ in range(40):
         wait(rig, monkeypatch, LONG_S)
-        rig.attempt.check_deadlines()
-        if rig.attempt.state is not seen[-1]:
-            assert rig.attempt.state in STATES[seen[-1]].next
-            seen.append(rig.attempt.state)
-        if rig.attempt.state is State.OVER:
+        rig.attempt.deadlines.check()
+        if rig.attempt.deadlines.state is not seen[-1]:
+            assert rig.attempt.deadlines.state in STATES[seen[-1]].next
+            seen.append(rig.attempt.deadlines.state)
+        if rig.attempt.deadlines.state is State.OVER:
             break
     assert seen[-1] is State.OVER, seen
 
@@ -104,8 +104,8 @@ def test_a_program_without_steps_is_bounded_by_its_time_where_by_nothing_else(
     for node in ended:
         rig.exit(node)
     if state is State.STOPPING:
-        rig.attempt.interrupt(15, hard=False)
-    assert rig.attempt.state is state
+        rig.attempt.nodes.interrupt(15, hard=False)
+    assert rig.attempt.deadlines.state is state
     now = time.monotonic() + LONG_S
     monkeypatch.setattr(time, "monotonic", lambda: now)
     for node in "abc":
@@ -113,14 +113,14 @@ def test_a_program_without_steps_is_bounded_by_its_time_where_by_nothing_else(
         rig.say(node, "pong", workers=[])
     rig.gang.notice_absence()
     rig.gang.away_s = 0.0
-    rig.attempt.check_deadlines()
-    assert (rig.attempt.state is state) is bool(STATES[state].open_ended)
+    rig.attempt.deadlines.check()
+    assert (rig.attempt.deadlines.state is state) is bool(STATES[state].open_ended)
     if STATES[state].open_ended:
         rig.gang.time_s = 60.0
         rig.gang.next_message(0.0)
         assert rig.gang.signals == [signal.SIGUSR1]
-        rig.attempt.interrupt(rig.gang.signals[0], hard=False)
-        assert rig.attempt.state is State.STOPPING
+        rig.attempt.nodes.interrupt(rig.gang.signals[0], hard=False)
+        assert rig.attempt.deadlines.state is State.STOPPING
 
 
 @pytest.mark.parametrize("number", [9, 11])
@@ -128,15 +128,15 @@ def test_a_survivor_that_ends_well_ends_the_healing(tmp_path: Path, number: int)
     rig = Rig(tmp_path, heal_s=60.0)
     begin(rig)
     rig.exit("b", code=128 + number, signal=number)
-    assert rig.attempt.state is State.HEALING
+    assert rig.attempt.deadlines.state is State.HEALING
     rig.exit("a")
-    assert rig.attempt.state is State.STOPPING
+    assert rig.attempt.deadlines.state is State.STOPPING
     assert [rig.sent_to(node)[-1] for node in "abc"] == ["stop"] * 3
-    assert (rig.attempt.outcome.failures[0].node, rig.attempt.outcome.failures[0].signal) == ("b", number)
+    assert (rig.attempt.nodes.outcome.failures[0].node, rig.attempt.nodes.outcome.failures[0].signal) == ("b", number)
 
 
 def test_the_end_of_a_worker_before_the_loss_of_another_is_no_healing(tmp_path: Path) -> None:
     rig = Rig(tmp_path, heal_s=60.0)
     end_one(rig)
     rig.exit("b", code=137, signal=9)
-    assert rig.attempt.state is State.STOPPING
+    assert rig.attempt.deadlines.state is State.STOPPING

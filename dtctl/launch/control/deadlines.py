@@ -1,0 +1,211 @@
+"""The states of an attempt, and how long each may last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from dtctl.launch.control.attempt_nodes import STOP_MARGIN_S, AttemptNodes
+from dtctl.launch.control.failure import AGENT, Failure
+from dtctl.launch.control.gang import PING_S
+from dtctl.launch.control.losses import Losses
+from dtctl.launch.control.session import Session
+from dtctl.launch.records.events import Hung
+from dtctl.supervisor.messages.attempt import Stacks
+
+START_LIMIT_S: Final = 30.0
+"""Seconds that a node may take from the start message to its answer."""
+CLOSE_SILENCE_S: Final = 120.0
+"""Seconds without output after which nodes whose workers have all ended are stopped."""
+
+
+class State(Enum):
+    """State of an attempt."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    HEALING = "healing"
+    ENDING = "ending"
+    CLOSING = "closing"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRule:
+    """How a state is left. In each, a node that is silent for `cluster.link_timeout_s` is lost, too."""
+
+    ended_by: str
+    limit: str
+    """Name or formula of the longest time in it."""
+    check: str
+    """Method of `Deadlines` that looks at that time."""
+    next: tuple[State, ...]
+    open_ended: str = ""
+    """When nothing but the program and its user bounds it; empty: never."""
+
+
+STATES: Final[Mapping[State, StateRule]] = {
+    State.STARTING: StateRule(
+        ended_by="the answer of the last node to its start message",
+        limit=f"{START_LIMIT_S:g} s",
+        check="check_start",
+        next=(State.RUNNING, State.STOPPING, State.OVER),
+    ),
+    State.RUNNING: StateRule(
+        ended_by="the end of a worker, or its loss",
+        limit="job.hang_s without a step, where the job tells its steps; job.time_s",
+        check="check_progress",
+        next=(State.HEALING, State.ENDING, State.CLOSING, State.STOPPING),
+        open_ended="the program tells no steps, and the spec has no job.time_s",
+    ),
+    State.HEALING: StateRule(
+        ended_by="the news that all workers have joined, or that one has ended: it cannot join any more",
+        limit="job.heal_s",
+        check="check_healing",
+        next=(State.RUNNING, State.STOPPING),
+    ),
+    State.ENDING: StateRule(
+        ended_by="the end of the last worker",
+        limit="job.hang_s without a step, where the job tells its steps; job.time_s",
+        check="check_progress",
+        next=(State.CLOSING, State.STOPPING),
+        open_ended="the program tells no steps, and the spec has no job.time_s",
+    ),
+    State.CLOSING: StateRule(
+        ended_by="the report of the last node",
+        limit=f"{CLOSE_SILENCE_S:g} s without output",
+        check="check_close",
+        next=(State.OVER, State.STOPPING),
+    ),
+    State.STOPPING: StateRule(
+        ended_by="the report of the last node",
+        limit=f"job.grace_s + {STOP_MARGIN_S:g} s",
+        check="check_stop",
+        next=(State.OVER,),
+    ),
+}
+"""All states but the last one, which has no end. `Deadlines` looks at the clock by this table alone."""
+
+
+class Deadlines:
+    """Looks at the clock for an attempt."""
+
+    def __init__(self, nodes: AttemptNodes, losses: Losses, *, confirms_silence: bool) -> None:
+        """Look at the clock for all nodes.
+
+        With `confirms_silence` a silent node is lost only if it does not answer a new connection either, or not for
+        twice as long: no other node would take its place.
+        """
+        self.nodes, self.losses = nodes, losses
+        self.confirms_silence = confirms_silence
+
+    @property
+    def state(self) -> State:
+        """State of the table above."""
+        if not self.nodes.open:
+            return State.OVER
+        if self.nodes.stop_deadline is not None:
+            return State.STOPPING
+        if self.losses.healing is not None and self.losses.healing.is_on:
+            return State.HEALING
+        if self.nodes.starting:
+            return State.STARTING
+        if not self.nodes.ended_workers:
+            return State.RUNNING
+        agent = self.nodes.plan.kind == "torchrun"
+        processes = {
+            (node.name, AGENT if agent else node.first_rank + number)
+            for node in self.nodes.plan.nodes
+            for number in range(node.processes)
+        }
+        return State.CLOSING if processes <= self.nodes.ended_workers else State.ENDING
+
+    def check(self) -> None:
+        """Act on deadlines that have passed: of a start, a heartbeat, a stop."""
+        self.nodes.gang.notice_absence()
+        self.nodes.excuse_absence()
+        now = time.monotonic()
+        if self.state is not State.OVER:
+            getattr(self, STATES[self.state].check)(now)
+        if self.losses.pool is not None and self.nodes.keeps_nodes:
+            self.losses.check_kept(self.losses.pool, now)
+        for name in sorted(self.nodes.open - self.losses.vacant):
+            session = self.nodes.gang.sessions[name]
+            self._check_silence(session, now - max(session.last_heard, self.nodes.begun_at))
+
+    def check_start(self, now: float) -> None:
+        """Give up nodes that do not start."""
+        if now - self.nodes.begun_at > START_LIMIT_S:
+            self._lose_late(self.nodes.starting, f"it did not start the job within {START_LIMIT_S:g} s")
+        if self.nodes.stop_deadline is None:
+            self.check_progress(now)
+
+    def check_progress(self, now: float) -> None:
+        """Act on a job whose workers make no progress."""
+        can_heal = self.losses.healing is not None and not self.nodes.ended_workers
+        if can_heal:
+            self.losses.heal(lambda healing: healing.check(self.nodes.link_timeout_s + 2 * PING_S))
+        if self.losses.healing is not None and self.losses.healing.is_on:
+            return
+        if self.nodes.hang_monitor.hangs(now):
+            self.nodes.gang.emit(Hung(silent_s=round(self.nodes.hang_monitor.silent_s or 0.0, 1)))
+            nodes = {name for name in self.nodes.open if self.nodes.gang.sessions[name].send(Stacks())}
+            self.nodes.hang_monitor.begin_collecting(nodes)
+        failure = self.nodes.hang_monitor.verdict(now)
+        if failure is not None and failure.rank is not None and can_heal:
+            self.losses.replace_hung(failure, detect_s=self.nodes.hang_monitor.silent_until(now))
+        elif failure is not None:
+            self.nodes.outcome.failures.append(failure)
+            self.nodes.outcome.hung_s = self.nodes.hang_monitor.silent_s or 0.0
+            self.nodes.stop_others(failure.summary, at_once=True)  # a worker that hangs does not react to SIGTERM
+
+    def check_healing(self, _now: float) -> None:
+        """Act on a healing that takes too long, and on survivors that do not react, which would hold up the others."""
+        healing = self.losses.healing
+        assert healing is not None  # noqa: S101  # for the type checker
+        self.losses.heal(lambda healing: healing.check(self.nodes.link_timeout_s + 2 * PING_S))
+        for rank, asked_s in healing.late().items():
+            if self.nodes.hang_monitor.is_stuck(rank, asked_s=asked_s, again=healing.has_healed):
+                node = self.nodes.hang_monitor.node_of_rank[rank]
+                summary = f"it has not reacted for {asked_s:.0f} s to the loss of another worker"
+                stuck = Failure(
+                    node=node, rank=rank, exit_code=None, signal=None, time=time.time(), summary=summary, hang=True
+                )
+                self.losses.replace_hung(stuck, detect_s=0.0)
+
+    def check_close(self, now: float) -> None:
+        """Stop nodes that do not report the end of their workers."""
+        if now - self.nodes.moved_at > CLOSE_SILENCE_S:
+            self.nodes.stop_others("all workers have ended, and not all nodes report it")
+
+    def check_stop(self, now: float) -> None:
+        """Give up nodes that do not stop."""
+        if self.nodes.stop_deadline is not None and now > self.nodes.stop_deadline:
+            self._lose_late(self.nodes.open, "it did not stop in time")
+
+    def _check_silence(self, session: Session, silent_s: float) -> None:
+        if silent_s <= self.nodes.link_timeout_s:
+            session.forget_call()
+            return
+        text = f"no message arrived from it for {self.nodes.link_timeout_s:g} s"
+        if self.confirms_silence:
+            answers = session.call_again()
+            if answers is not False and silent_s <= 2 * self.nodes.link_timeout_s:
+                return
+            if answers:
+                twice_s = 2 * self.nodes.link_timeout_s
+                text = f"no message arrived from it for {twice_s:g} s, though it takes new connections"
+            else:
+                text += ", and it does not answer a new connection"
+        session.close()
+        self.losses.lose(session.name, text)
+
+    def _lose_late(self, nodes: AbstractSet[str], text: str) -> None:
+        for name in sorted((nodes & self.nodes.open) - self.losses.vacant):
+            self.nodes.gang.sessions[name].close()
+            self.losses.lose(name, text)

@@ -1,0 +1,150 @@
+"""All that a launch on nodes needs to know, decided before the first connection, and what that means for each node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import dtctl
+from dtctl import names
+from dtctl.launch.control.failure import AGENT
+from dtctl.launch.control.gang import PING_S
+from dtctl.launch.control.hang import HangLimit
+from dtctl.launch.control.link import NodeLink
+from dtctl.launch.records.events import PushProgress
+from dtctl.plan import environment
+from dtctl.plan.model import NodePlan, Plan, Threads
+from dtctl.supervisor.messages.attempt import RunOrigin, StartAttempt, WorkerSpec
+from dtctl.transport.base import Target, Transport
+
+
+class MakePlan(Protocol):
+    """Makes the plan of an attempt with what only the nodes know."""
+
+    def __call__(
+        self,
+        attempt: int,
+        nodes: Sequence[str],
+        address: str,
+        port: int,
+        *,
+        gpus: Mapping[str, int],
+        cores: Mapping[str, int] | None = None,
+        threads: Threads | None = None,
+    ) -> Plan:
+        """See `PlanFacts` for what is known of nodes; these are in rank order, the first has the address."""
+
+
+Push = Callable[[NodeLink, Callable[[int], None]], PushProgress]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchJob:
+    """All that `launch` needs to know, decided before the first connection."""
+
+    run: str
+    token: str
+    first_plan: Plan
+    """The plan as a dry run shows it."""
+    make_plan: MakePlan
+    make_script: Callable[[Plan, NodePlan], str]
+    transport: Transport
+    targets: Mapping[str, Target]
+    """Of nodes and spares."""
+    spares: Mapping[str, NodePlan]
+    """Nodes that stand by, in the order in which they are used; their ranks mean nothing."""
+    min_nodes: int
+    """Nodes that the run needs."""
+    return_s: float
+    """For how long nodes that the run needs are called again when they are lost."""
+    push: Push | None
+    code_folder: str = ""
+    """Where the code lies on every node, if it is not pushed."""
+    is_shared: bool = False
+    """Whether that is one folder for all nodes, in which the workers start, and what nodes keep is the run's alone."""
+    fixed_port: int | None
+    fixed_address: str
+    """The head node's address, if the spec names it, so that the nodes need not be asked; empty: they are."""
+    secrets: Mapping[str, str]
+    link_timeout_s: float
+    hang_s: HangLimit
+    hang_start_s: HangLimit
+    """When a job that makes no progress hangs."""
+    heal_s: float
+    """How long replacing lost workers may take."""
+    time_s: float | None
+    """When the run is stopped with snapshots; None: never."""
+    trains: bool
+    """Whether the spec has a section `train`, which dtctl.runtime reads in the workers."""
+    snapshots: Mapping[str, str]
+    """Node -> folder of snapshots, of nodes that go on from another run's; the others have their own run's."""
+    outputs: tuple[str, ...] = ()
+    """Paths in the working folder that are worth keeping; see `job.outputs`."""
+    origin: RunOrigin | None = None
+    """Who launches the run, for other control machines."""
+    log_bytes: int = 0
+    """Most that is kept of the output of a rank; 0: all of it."""
+    earlier: str = ""
+    """The run whose outputs this one goes on in."""
+    keep: bool
+    """Whether nodes go on when the link is lost (`--detach`)."""
+
+
+def make_start_message(
+    job: LaunchJob,
+    plan: Plan,
+    node: NodePlan,
+    *,
+    committed_step: int,
+    live_epoch: int = 0,
+    kind: type[StartAttempt] = StartAttempt,
+) -> StartAttempt:
+    """Return the message for a node.
+
+    Args:
+        job: what to run.
+        plan: of the attempt.
+        node: of the plan.
+        committed_step: of earlier attempts; workers cannot know of them if the node that knew is gone. 0: none.
+        live_epoch: how often workers of this attempt were replaced.
+        kind: StandBy to import only what workers need.
+    """
+    history = {names.COMMITTED_STEP: str(committed_step)} if committed_step else {}
+    workers = [
+        WorkerSpec(
+            rank=node.first_rank + local_rank if plan.kind != "torchrun" else AGENT,
+            env=environment.worker_variables(
+                plan.kind, rank=str(node.first_rank + local_rank), local_rank=str(local_rank)
+            ),
+        )
+        for local_rank in range(node.processes)
+    ]
+    meets_here = plan.per_worker and plan.world_size > 1 and node.name == plan.head.name and not live_epoch
+    return kind(
+        run=plan.run,
+        token=job.token,
+        attempt=plan.attempt,
+        script=job.make_script(plan, node),
+        workers=workers,
+        preload=list(node.preload),
+        split_ranks=plan.kind == "torchrun",
+        env={**job.secrets, **history, names.VERSION: dtctl.__version__},
+        live=plan.live,
+        live_epoch=live_epoch,
+        outputs=list(job.outputs),
+        log_bytes=job.log_bytes,
+        origin=job.origin,
+        peer=plan.rendezvous.address,
+        meeting_port=plan.rendezvous.port if meets_here else 0,
+        grace_s=plan.grace_s,
+        snapshots=job.snapshots.get(node.name, ""),
+        keep=job.keep,
+        link_timeout_s=_fence_s(job),
+    )
+
+
+def _fence_s(job: LaunchJob) -> float:
+    """Seconds of silence after which a node ends its workers: before a spare has their ranks."""
+    limit_s = job.link_timeout_s
+    return limit_s - min(PING_S, limit_s / 4) if job.spares else limit_s

@@ -1,0 +1,97 @@
+"""Nodes that take the places of lost ones while the workers of the others wait."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from dtctl.launch.control.launch_job import make_start_message
+from dtctl.launch.control.run_nodes import RunNodes
+from dtctl.launch.control.session import Session
+from dtctl.launch.records.events import NodeReplaced
+from dtctl.launch.records.ledger import Ledger
+from dtctl.launch.records.record import RunRecord
+from dtctl.supervisor.messages.attempt import Attach, StandBy
+from dtctl.supervisor.messages.setup import NodeDescription
+
+if TYPE_CHECKING:
+    from dtctl.launch.control.attempt import Attempt
+    from dtctl.launch.control.attempts import Attempts
+    from dtctl.launch.control.healing import Healing
+    from dtctl.launch.control.node_pool import NodePool, Substitute
+    from dtctl.plan.model import Plan
+
+
+class NodePlacement:
+    """Puts nodes into the places of lost ones."""
+
+    def __init__(self, nodes: RunNodes, attempts: Attempts, record: RunRecord, ledger: Ledger) -> None:
+        self._nodes, self._attempts, self._record, self._ledger = nodes, attempts, record, ledger
+        self.attempt: Attempt | None = None
+        """The one that is on."""
+
+    @cached_property
+    def pool(self) -> NodePool:
+        """Lost nodes that are called again, and spares."""
+        from dtctl.launch.control.node_pool import NodePool  # few runs need it
+        from dtctl.launch.control.spares import Spares
+
+        nodes = self._nodes
+        return NodePool(nodes.gang, Spares(list(nodes.job.spares), nodes.emit), nodes.call, self._warm_up)
+
+    def make_healing(self, plan: Plan) -> Healing:
+        """Return what replaces lost workers of an attempt."""
+        from dtctl.launch.control.healing import Healing  # few runs need it
+
+        nodes = self._nodes
+        return Healing(
+            nodes.gang,
+            {rank: node.name for node in plan.nodes for rank in node.ranks},
+            limit_s=nodes.job.heal_s,
+            ledger=self._ledger,
+            address=lambda name: nodes.address(nodes.known()[name]),
+            pool=None if nodes.job.keep else self.pool,
+            place=self._place,
+        )
+
+    def _place(self, substitute: Substitute, epoch: int) -> None:
+        """Give a node the place of a lost one, and start the workers of an epoch there.
+
+        Raises:
+            NotHealed: it cannot have the same workers.
+        """
+        lost, name = substitute.lost, substitute.session.name
+        nodes = self._nodes
+        known = nodes.known()
+        assert substitute.description is not None  # noqa: S101  # it was prepared
+        new = nodes.plan_with(lost, name, substitute.description)
+        order = [node.name for node in new.nodes]
+        sessions = nodes.gang.sessions | {name: substitute.session}
+        nodes.gang.sessions = {each: sessions[each] for each in order}
+        if name != lost:
+            nodes.replaced[lost] = known[lost]
+            nodes.replaced.pop(name, None)
+            nodes.emit(NodeReplaced(node=lost, by=name, reason=substitute.reason))
+        nodes.plan = new
+        self._record.write_plan(new, nodes.host_names)
+        if self.attempt is not None:
+            self.attempt.nodes.replace_node(lost, name, new)
+        node = next(node for node in new.nodes if node.name == name)
+        committed_step = self._attempts.committed_step
+        message = make_start_message(nodes.job, new, node, committed_step=committed_step, live_epoch=epoch)
+        substitute.session.send(message)
+        substitute.session.send(Attach(run=nodes.job.run, offsets=nodes.offsets(name)))
+
+    def _warm_up(self, session: Session, description: NodeDescription) -> None:
+        """Let a spare import what workers need; as the last node, since nobody knows which one will be lost.
+
+        Raises:
+            NotHealed: it cannot have the same workers.
+        """
+        nodes = self._nodes
+        plan = nodes.plan_with(nodes.plan.nodes[-1].name, session.name, description)
+        session.send(
+            make_start_message(
+                nodes.job, plan, plan.nodes[-1], committed_step=self._attempts.committed_step, kind=StandBy
+            )
+        )
