@@ -13,7 +13,6 @@ from dtctl.cli import app
 METHODS: Final = 15
 """Of a class, at most; more are several classes, by what changes together."""
 WIDER: Final = {
-    "launch.control.healing:Healing": 19,
     "launch.control.session:Session": 20,
     "launch.records.logs:Logs": 21,
     "launch.records.record:RunRecord": 24,

@@ -264,8 +264,9 @@ class Attempt:
 
     def close(self) -> AttemptOutcome:
         """The outcome, once no node is open."""
-        if self.losses.healing is not None:
-            self.losses.healing.close()
+        if self.losses.pool is not None:
+            self.losses.pool.end()
+            self.losses.pool.spares.close()
         leavers = [worker for worker in self.hang_monitor.left_early() if worker.rank not in self.failed_ranks]
         self.nodes.outcome.left_early = sorted(leavers, key=lambda worker: -worker.stale_s)
         return self.nodes.outcome

@@ -170,7 +170,7 @@ class Deadlines:
         assert healing is not None  # noqa: S101  # for the type checker
         self.losses.heal(lambda healing: healing.check(self.nodes.link_timeout_s + 2 * PING_S))
         for rank, asked_s in healing.late().items():
-            if self.nodes.hang_monitor.is_stuck(rank, asked_s=asked_s, again=healing.has_healed):
+            if self.nodes.hang_monitor.is_stuck(rank, asked_s=asked_s, again=healing.newest_step >= 0):
                 node = self.nodes.hang_monitor.node_of_rank[rank]
                 summary = f"it has not reacted for {asked_s:.0f} s to the loss of another worker"
                 stuck = Failure(

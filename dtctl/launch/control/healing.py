@@ -14,7 +14,6 @@ from dtctl.launch.control import failure as failures
 from dtctl.launch.control.failure import Failure
 from dtctl.launch.control.gang import Gang
 from dtctl.launch.control.node_pool import LIVE, NodePool, Substitute
-from dtctl.launch.control.session import NodeMessage
 from dtctl.launch.control.spares import NotHealed
 from dtctl.launch.records.events import Healed, Replacement, Survivor
 from dtctl.launch.records.ledger import Ledger
@@ -78,22 +77,14 @@ class Healing:
         """The worker that has lost its connections to others, of whom nobody is known to be lost, and since when."""
         self._dying: set[int] = set()
         """Ranks whose old processes are being ended; that they end is no news."""
-        self._newest_step, self._in_place = -1, 0
+        self.newest_step = -1
+        """Step after which workers were replaced last; -1: none were."""
+        self._in_place = 0
 
     @property
     def is_on(self) -> bool:
         """Whether workers are being replaced."""
         return self._current is not None
-
-    @property
-    def has_healed(self) -> bool:
-        """Whether workers of this attempt were replaced before."""
-        return self._newest_step >= 0
-
-    @property
-    def cause(self) -> Failure | None:
-        """What the healing that is on began with."""
-        return None if self._current is None else self._current.cause
 
     @property
     def absent(self) -> set[str]:
@@ -147,12 +138,12 @@ class Healing:
         substitute = self._pool.search(name, LIVE)
         self._begin_epoch(current, ranks)
         if substitute is not None:
-            self._put(substitute)
+            self.put(substitute)
 
     def _begin(self, cause: Failure, detect_s: float) -> _Current:
         if self._current is None:
             if self._in_place >= IN_PLACE:
-                raise NotHealed(f"step {self._newest_step + 1} was not completed after {IN_PLACE + 1} replacements")
+                raise NotHealed(f"step {self.newest_step + 1} was not completed after {IN_PLACE + 1} replacements")
             self._cut = None
             self._current = _Current(cause=cause, began_s=time.monotonic(), detect_s=detect_s)
             self._ledger.lost(detect_s)
@@ -179,18 +170,12 @@ class Healing:
         asked_s = time.monotonic() - current.asked_s
         return dict.fromkeys(sorted(self._nodes.keys() - current.lost.keys() - current.ready), asked_s)
 
-    def take_call(self, message: NodeMessage) -> None:
-        """A node that was called has said something; it takes the place if it is ready.
+    def put(self, substitute: Substitute) -> None:
+        """Let a node take the place of a lost one.
 
         Raises:
-            NotHealed: there is none, or it does not fit.
+            NotHealed: it does not fit.
         """
-        assert self._pool is not None  # noqa: S101  # for the type checker
-        substitute = self._pool.take(message)
-        if substitute is not None:
-            self._put(substitute)
-
-    def _put(self, substitute: Substitute) -> None:
         assert self._place is not None  # noqa: S101  # for the type checker
         name = substitute.session.name
         self._nodes = {rank: name if node == substitute.lost else node for rank, node in self._nodes.items()}
@@ -233,8 +218,8 @@ class Healing:
         self._dying.clear()
         self._ledger.enter("useful")
         step = max(report.step for report in current.joined.values())
-        self._in_place = self._in_place + 1 if step == self._newest_step else 0
-        self._newest_step = step
+        self._in_place = self._in_place + 1 if step == self.newest_step else 0
+        self.newest_step = step
         stayed = [report for rank, report in sorted(current.joined.items()) if rank not in current.lost]
         return Healed(
             step=step,
@@ -276,14 +261,8 @@ class Healing:
 
     def give_up(self) -> Failure | None:
         """No healing any more in this attempt; what the one that is on began with."""
-        cause = self.cause
+        cause = None if self._current is None else self._current.cause
         self._current = None
         if self._pool is not None:
             self._pool.end()
         return cause
-
-    def close(self) -> None:
-        """The attempt is over."""
-        if self._pool is not None:
-            self._pool.end()
-            self._pool.spares.close()

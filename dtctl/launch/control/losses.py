@@ -38,9 +38,12 @@ class Losses:
 
     def take_call(self, pool: NodePool, message: NodeMessage) -> None:
         """Act on a message of a node that was called because a place is vacant."""
+        substitute = pool.take(message)
+        if substitute is None:
+            return
         if not self.nodes.keeps_nodes:
-            self.heal(lambda healing: healing.take_call(message))
-        elif (substitute := pool.take(message)) is not None:
+            self.heal(lambda healing: healing.put(substitute))
+        else:
             self.nodes.gang.sessions[substitute.lost] = substitute.session
             self.nodes.gang.emit(NodeChanged(node=substitute.lost, state="running"))
             if self.nodes.stop_deadline is not None:
