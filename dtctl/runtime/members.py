@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import types
@@ -72,10 +73,11 @@ def _list_members(value: object, *, named: bool) -> list[tuple[str, object]]:
         return list(_list_class(value)) if is_own_code(value.__module__) else []
     if isinstance(value, types.ModuleType):
         return []
-    held = list(_attributes(value))
-    if named and is_own_code(type(value).__module__):
-        held.append((f"<{type(value).__name__}>", type(value)))
-    return held
+    if not named or is_own_code(type(value).__module__):
+        return [*_attributes(value), *([(f"<{type(value).__name__}>", type(value))] if named else [])]
+    # Of installed packages' objects, those that hold what the user gives them.
+    holds = hasattr(type(value), "state_dict") or isinstance(value, types.SimpleNamespace | argparse.Namespace)
+    return [(name, held) for name, held in _attributes(value) if not name.startswith("__")] if holds else []
 
 
 def _enumerate(items: Iterable[object]) -> list[tuple[str, object]]:

@@ -102,7 +102,7 @@ def train(config, worker):
         if trainer is None:
             return nn.functional.mse_loss(model(batch[0]), batch[1])
         if FIRST and KILL.get(str(trainer.step)) == str(worker.rank):
-            time.sleep(float(os.environ["KEEPS"]))  # the others have their losses by then
+            time.sleep(float(os.environ["KEEPS"] == "1"))  # the others have their losses by then
             die()
         if FIRST and KILL.get(f"supervisor{trainer.step}") == str(worker.rank):
             os.kill(os.getppid(), signal.SIGKILL)

@@ -93,7 +93,9 @@ class StatefulObjects:
     def _find(self) -> Iterator[tuple[str, Any]]:
         """Each once; without what is part of another that was found, or of a root."""
         known = {id(value) for value in self._roots.values()} | {id(module) for module in self._model.modules()}
-        covered = {tensor.data_ptr() for tensor in self._model.state_dict().values() if _has_address(tensor)}
+        covered = {
+            tensor.data_ptr() for tensor in map(_local, self._model.state_dict().values()) if _has_address(tensor)
+        }
         for name, root in self._roots.items():
             for path, value in walk_members(root, name, named=True, skipped=self._apart, limit=REACHED):
                 if id(value) in known or not (is_generator(value) or is_stateful(value)):
@@ -120,7 +122,11 @@ class StatefulObjects:
             if _mark(value) == self._marks.get(path):
                 continue
             try:
-                changed[path] = with_devices(encode(take_state(value), path))
+                state = with_devices(encode(take_state(value), path))
+                if any(hasattr(leaf, "device_mesh") for leaf in tree_leaves(state)):
+                    lost.append(f"{path} (which is spread over workers)")
+                else:
+                    changed[path] = state
             except Exception:  # noqa: BLE001  # NotEncodable, or whatever the user's `state_dict` raises
                 lost.append(path)
         return changed, lost
@@ -156,13 +162,18 @@ def name_some(paths: Iterable[str], count: int = 4) -> str:
 
 def _list_tensors(value: Any) -> list[torch.Tensor]:
     try:
-        return [leaf for leaf in tree_leaves(value.state_dict()) if _has_address(leaf)]
+        return [leaf for leaf in map(_local, tree_leaves(value.state_dict())) if _has_address(leaf)]
     except Exception:  # noqa: BLE001  # the user's code, at a time when nobody calls it
         return []
 
 
+def _local(value: Any) -> Any:
+    """What this worker has of a tensor that is spread over several."""
+    return value.to_local() if hasattr(value, "device_mesh") else value
+
+
 def _has_address(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not hasattr(value, "device_mesh") and value.layout is torch.strided
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 0
 
 
 def _mark(value: Any, held: list[object] | None = None) -> Any:
@@ -185,6 +196,7 @@ def _mark(value: Any, held: list[object] | None = None) -> Any:
 
 
 def _mark_leaf(leaf: Any) -> Any:
+    leaf = _local(leaf)
     if isinstance(leaf, torch.Tensor):
         return (leaf.data_ptr() if _has_address(leaf) else id(leaf), leaf._version, leaf.shape)
     return leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf)
