@@ -98,7 +98,7 @@ def test_the_ledger_has_all_of_the_time_between_the_command_and_its_end(shared: 
     assert (done.code, done.done["attempts"]) == (0, 2), done.err
     ledger = json.loads((record(shared).folder / "ledger.json").read_text())
     told_s = list(record(shared).events())[-1].time - record(shared).info().started
-    assert told_s - 0.5 <= ledger["wall_s"] <= outside_s, "the end of the interpreter is not in it"
+    assert 0.95 * told_s - 0.5 <= ledger["wall_s"] <= outside_s, "the end of the interpreter is not in it"
     assert sum(ledger["phases_s"].values()) == pytest.approx(ledger["wall_s"], abs=0.02)
     assert done.done["duration_s"] == pytest.approx(ledger["wall_s"], abs=0.2)
     assert done.done["goodput"] == ledger["goodput"]
