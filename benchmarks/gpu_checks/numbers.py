@@ -111,8 +111,8 @@ def exactness(on: Ground) -> Iterator[Point]:
                 yield shown(
                     what, f"same bits twice {found['twice']}, stopped {found['stopped']}; said: {found['said']}"
                 )
-                honest = not found["said"].startswith("exact: ") and "kernels of a GPU" in found["said"]
-                yield judged(f"{what}: the claim", "not exact, or not confirmed", found["said"], ok=honest)
+                honest = found["stopped"] or not found["said"].startswith("exact: ")
+                yield judged(f"{what}: the claim", "exact only with the same bits", found["said"], ok=honest)
                 continue
             both = found["twice"] and found["stopped"]
             yield judged(what, "the same bits twice, and after a stop", found, ok=both)
