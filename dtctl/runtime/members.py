@@ -85,7 +85,7 @@ def _enumerate(items: Iterable[object]) -> list[tuple[str, object]]:
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    """What lies in an object, in slots too; its own `__getattr__` is not asked."""
+    """Yield the attributes of an object, those in slots too, without asking its own `__getattr__`."""
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -112,7 +112,7 @@ def _list_class(kind: type) -> Iterator[tuple[str, object]]:
 
 
 def _list_globals(function: types.FunctionType) -> list[tuple[str, object]]:
-    """The global variables that a function names, and those that it names of the program's other modules."""
+    """Return the global variables that a function names, and those that it names of the program's other modules."""
     found: list[tuple[str, object]] = []
     names = list_names(function.__code__)
     for name in sorted(names & function.__globals__.keys()):

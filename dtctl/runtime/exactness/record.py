@@ -110,7 +110,7 @@ class Verdict:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may come from kernels that do not repeat: the first step differs before its update."""
+        """Return whether kernels that do not repeat may be the reason: the first step differs before its update."""
         return self.differs in ("loss", "gradient") and self.at == self.step + 1 and self.repeats is None
 
     def document(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def put_state(held: Any, state: Any) -> bool:
 
 
 def _put_optimizer(held: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """In place, where torch makes new groups: another optimizer may share them (SAM, Lookahead)."""
+    """Load a state in place, where torch makes new groups: another optimizer may share them (SAM, Lookahead)."""
     parameters = [parameter for group in held.param_groups for parameter in group["params"]]
     for group, values in zip(held.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
@@ -91,7 +91,7 @@ class StatefulObjects:
         self._marks = {path: _mark(value, self._held) for path, value in self._find()}
 
     def _find(self) -> Iterator[tuple[str, Any]]:
-        """Each once; without what is part of another that was found, or of a root."""
+        """Yield each object once, with its path; not those whose tensors another one, or the model, has already."""
         known = {id(value) for value in self._roots.values()} | {id(module) for module in self._model.modules()}
         covered = {
             tensor.data_ptr() for tensor in map(_local, self._model.state_dict().values()) if _has_address(tensor)
@@ -168,7 +168,7 @@ def _list_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _local(value: Any) -> Any:
-    """What this worker has of a tensor that is spread over several."""
+    """Return this worker's part of a tensor that is spread over several."""
     return value.to_local() if hasattr(value, "device_mesh") else value
 
 
