@@ -485,7 +485,7 @@ class Trainer:
                 return False
             self._conclude_resume(verdict)
         if self.others is not None:
-            self._compare_others(self.others)
+            self.others.require_equal(self.step, self.worker)
         scores = self.evaluate() if self._is_evaluated(self.step) else {}
         if self._is_logged(self.step) or not newest.is_taken:
             use = newest.use if newest.is_taken else {**newest.use, "skipped": 1.0}
@@ -500,14 +500,6 @@ class Trainer:
         elif self.in_memory is not None and self.in_memory.is_due(self.step):
             self._save_in_memory(self.in_memory)
         return decision.stop
-
-    def _compare_others(self, others: other_optimizers.OtherOptimizers) -> None:
-        """See that what the program trains beside the model is the same on all workers."""
-        if self.step in other_optimizers.STEPS:
-            others.require_equal(self.step, self.worker)
-        if self.step >= max(other_optimizers.STEPS):
-            others.stop()
-            self.others = None
 
     def _compute_again(self, verdict: Verdict) -> bool:
         """Go back to the step after the snapshot, to see whether it repeats itself; whether that can be done."""

@@ -161,7 +161,7 @@ class Follower:
         for name in (JOB_LOG, names.PROGRESS_FILE):
             _, data = arrived.pop(name, (0, b""))
             texts.append(data.decode(errors="replace"))
-            self._append(self.record.folder / name, data)
+            _append(self.record.folder / name, data)
         for at, event in job_record.in_order(*(text.splitlines() for text in texts), now=round(time.time(), 3)):
             if isinstance(event, batchlog.Start):
                 self._read_logs(arrived, before=event.attempt)
@@ -222,19 +222,13 @@ class Follower:
                 continue
             kind, _, node, file = Path(name).parts
             if kind == names.HANGS_DIR:
-                self._append(self.record.folder / name, data)
+                _append(self.record.folder / name, data)
                 continue
             if data:
                 self._runs(node)
             for rank, chunk in by_rank(file, data):
                 for line in self.logs.write(node, rank, chunk):
                     self.emit(OutputLine(node=node, rank=rank, text=line))
-
-    def _append(self, path: Path, data: bytes) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
-            file.write(data)
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -567,6 +561,13 @@ class Follower:
             node=self.nodes[0] if self.nodes else self.site.name, rank=None, exit_code=code, signal=None, time=0.0,
             log=log, summary=summary, tail=tail,
         )  # fmt: skip
+
+
+def _append(path: Path, data: bytes) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+        file.write(data)
 
 
 def drop_unnoted(folder: Path) -> dict[str, int]:

@@ -21,7 +21,6 @@ WIDER: Final = {
     "runtime.data_loading.reading:Reader": 19,
     "runtime.live.control:Control": 16,
     "runtime.loop:Trainer": 56,
-    "runtime.program.walk:Walk": 18,
     "runtime.snapshot.storage.place:Remote": 27,
     "slurm.follow:Follower": 31,
     "supervisor.supervisor:Supervisor": 39,

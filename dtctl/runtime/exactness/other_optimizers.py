@@ -59,7 +59,7 @@ class OtherOptimizers:
         self._seen.clear()
 
     def require_equal(self, step: int, worker: Worker) -> None:
-        """See that workers that train something beside the model train the same; collective over all workers.
+        """See after some of the first steps that workers train the same beside the model; collective over all workers.
 
         Args:
             step: steps done.
@@ -68,6 +68,10 @@ class OtherOptimizers:
         Raises:
             WorkerFailed: They do not; on every worker.
         """
+        if step >= max(STEPS):
+            self._hook.remove()
+        if step not in STEPS:
+            return
         known = {*self._model.parameters(), *_list_parameters(self._own)}
         every = [parameter for optimizer in self._seen.values() for parameter in _list_parameters(optimizer)]
         # Of what is divided, each worker has another part.

@@ -180,7 +180,6 @@ class StepRecorder:
         self._owned: dict[str, torch.Tensor] | None = None
         self._targets: list[_Target] = []
         self._expected: _Expected | None = None
-        self._wanted: set[int] = set()
         self._gradient: tuple[int, int | None] | None = None
         """Step, and the sum of this worker's pieces; None of tensors that show no bits."""
         self._update: tuple[int, int | None] | None = None
@@ -201,7 +200,8 @@ class StepRecorder:
 
     def is_wanted(self, number: int) -> bool:
         """Whether the bits of this step are of interest; the same on all workers."""
-        return number in self._wanted
+        is_expected = self._expected is not None and number in self._expected.rows
+        return is_expected or any(target.step < number <= target.step + STEPS for target in self._targets)
 
     def follow(self, step: int, saver: Saver) -> None:
         """Record the steps after this one for the snapshot of it that was just begun; collective.
@@ -212,7 +212,6 @@ class StepRecorder:
         """
         self._own()
         self._targets.append(_Target(step, saver))
-        self._want()
 
     def expect(self, step: int, rows: Sequence[StepBits], known: Sequence[str], *, end: int, losses: bool) -> None:
         """Compare the next steps with what was recorded of them; collective.
@@ -230,7 +229,6 @@ class StepRecorder:
             number: following[number] for number in range(step + 1, step + 1 + len(following)) if number in following
         }
         self._expected = _Expected(step, in_order, losses, tuple(known)) if in_order else None
-        self._want()
 
     def doubt(self, verdict: Verdict) -> None:
         """Compare a step with what it has just come to, since it will be computed once more from the same state.
@@ -240,7 +238,6 @@ class StepRecorder:
         """
         assert self._row is not None  # noqa: S101  # for the type checker
         self._expected = _Expected(verdict.step, {self._row.step: self._row}, True, verdict.why, doubted=verdict)
-        self._want()
 
     def forget(self, why: str) -> Verdict | None:
         """Record and compare nothing of what is under way.
@@ -254,7 +251,6 @@ class StepRecorder:
         expected = self._expected
         self._owned, self._expected = None, None
         self._targets.clear()
-        self._want()
         if expected is None:
             return None
         if expected.doubted is not None:
@@ -262,11 +258,6 @@ class StepRecorder:
         if expected.repeated:
             return self._confirm(expected)
         return Verdict(verdict="not-confirmed", step=expected.step, steps=0, why=(why,))
-
-    def _want(self) -> None:
-        self._wanted = {target.step + i for target in self._targets for i in range(1, STEPS + 1)}
-        if self._expected is not None:
-            self._wanted |= self._expected.rows.keys()
 
     def _own(self) -> dict[str, torch.Tensor]:
         """The parameters of which this worker's piece counts: each piece of all workers' once. Collective at first."""
@@ -325,7 +316,6 @@ class StepRecorder:
         verdict = self._judge(row) if self._expected is not None and step in self._expected.rows else None
         if verdict is not None:
             self._expected = None
-        self._want()
         return verdict
 
     def _judge(self, row: StepBits | None) -> Verdict | None:
