@@ -18,6 +18,8 @@ def read_verdict(text: str) -> str:
         return ""
     resumed = found[-1]
     verdicts = VERDICT.findall(text[resumed.end() :])
+    # The losses of later steps may take back what the first ones have shown.
+    verdicts.sort(key=lambda verdict: not verdict.startswith("not exact: "))
     if verdicts and verdicts[0].startswith("exact: "):
         return "exact"
     known = resumed[2]

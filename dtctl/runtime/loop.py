@@ -40,9 +40,11 @@ from dtctl.runtime.distributed.device_mesh import limit_groups
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.evaluation import Score, evaluate
-from dtctl.runtime.exactness import account, circumstances, other_optimizers, randomness
-from dtctl.runtime.exactness.consistency import fingerprint, require_equal, settings
-from dtctl.runtime.exactness.record import STEPS, StepRecorder, Verdict, read_record
+from dtctl.runtime.exactness import account, circumstances, randomness
+from dtctl.runtime.exactness.record import STEPS, StepRecorder, read_record
+from dtctl.runtime.exactness.verdict import Verdict
+from dtctl.runtime.guards import other_optimizers
+from dtctl.runtime.guards.consistency import fingerprint, require_equal, settings
 from dtctl.runtime.guards.nonfinite import NonFiniteGuard
 from dtctl.runtime.guards.oom import MemoryWatch, enough_memory, smaller
 from dtctl.runtime.guards.origin import spoilt
@@ -280,7 +282,8 @@ class Trainer:
                 self.strategy.prepare(self.optimizer)
         self._watch_strategy()
         self._conclude_resume(self.recorder.forget(f"a worker was replaced in step {self.step + 1}"))
-        self.recorder = StepRecorder(self.worker, self.model, self.optimizer)
+        losses, self.recorder = self.recorder.losses, StepRecorder(self.worker, self.model, self.optimizer)
+        self.recorder.losses = losses
         if snapshot_saver.is_in_pieces(self.config.snapshot, sharded_state=self.strategy.sharded_state):
             self._write_together()
         self.account.program.load(self._warm_up())
@@ -339,6 +342,7 @@ class Trainer:
         try:
             return self._train()
         finally:
+            self.recorder.losses.close(remove=self.step == self.steps)
             if self.others is not None:  # torch would hold on to it, and so to the model
                 self.others.stop()
                 self.others = None
@@ -424,6 +428,7 @@ class Trainer:
         self.guard.note(number, loss)
         is_logged = self._is_logged(number)
         self._unscale()
+        self.recorder.losses.note(number, loss)
         if self.recorder.is_wanted(number):
             self.recorder.take_gradient(number, loss)
         norm = self._clip(is_logged)
@@ -526,10 +531,14 @@ class Trainer:
         if self.worker.is_first:
             self.report.progress.tell_resume(confirmed=verdict.document())
         if verdict.verdict == "not-exact" and self.config.require_exact:
+            is_late = verdict.at > verdict.step + STEPS
+            kept = (
+                f"snapshots after step {verdict.step} are not those of before" if is_late else "nothing was kept since"
+            )
             raise SnapshotError(
                 f"going on from step {verdict.step} is {verdict.describe()}",
                 where=str(self.folder),
-                hint="undo what differs, or remove `train.require_exact`; nothing of the steps since was kept",
+                hint=f"undo what differs, or remove `train.require_exact`; {kept}",
             )
         if self.worker.is_first:
             say(verdict.describe())
@@ -726,6 +735,7 @@ class Trainer:
         """What a snapshot keeps of the loop itself; JSON."""
         return {
             "position": self.position,
+            "lineage": self.recorder.losses.lineage,
             "circumstances": self.circumstances,
             "batch": resume.sizes(self.asked, self.batch),
             "rate_factor": self.rate.factor,
@@ -776,6 +786,8 @@ class Trainer:
     def _resume(self) -> None:
         """Take the newest good snapshot, or begin; and say which on rank 0."""
         point = self._newest_snapshot()
+        lineage = point.facts.get("lineage", "")
+        self.recorder.losses.begin(self.folder, self.worker, before=lineage, step=point.step)
         lines = [f"snapshot skipped: {reason}" for reason in point.rejected]
         known = self.restore(point) if point.path is not None else None
         lines.append(self.report.introduction(self.strategy.name, self.batch, self.steps))
@@ -823,19 +835,14 @@ class Trainer:
         rows = read_record(point.path, self.worker) if self.step < self.steps else []
         then, now = point.facts["circumstances"], self.circumstances
         same_shares = all(then.get(key) == now.get(key) for key in ("workers", "micro_batch", "accumulate"))
-        self.recorder.expect(self.step, rows, known, end=self.steps, losses=same_shares and not self.elastic)
-        if self.recorder.is_pending:
-            return None
-        if known and self.config.require_exact:
+        verdict = self.recorder.expect(self.step, rows, known, end=self.steps, losses=same_shares and not self.elastic)
+        if verdict is not None and known and self.config.require_exact:
             raise SnapshotError(
                 f"going on from step {self.step} would not be exact: {'; '.join(known)}",
                 where=point.path,
                 hint="undo these differences, or remove `train.require_exact`",
             )
-        if self.step >= self.steps:
-            return None
-        why = f"step {self.step + 1} was not recorded before the last attempt ended"
-        return Verdict(verdict="not-confirmed", step=self.step, steps=0, why=(why,))
+        return verdict if self.step < self.steps else None
 
     def _go_back(self) -> None:
         """To the newest snapshot, and past the samples that were seen since: among them is what spoilt the gradient."""
@@ -854,6 +861,7 @@ class Trainer:
             say(f"the gradient of step {step} is not finite: back to step {self.step}, {skipped} samples are left out")
         self.position = position
         self.use(self.batch)
+        self.recorder.losses.begin(self.folder, self.worker)  # the steps that were taken back are not repeated
         self.is_torn = False
 
     def restore(self, found: resume.ResumePoint, *, going_back: bool = False) -> list[str]:

@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from torch import nn
 from dtctl.errors import SnapshotError
 from dtctl.runtime.bits import MODULUS, sum_tensors
 from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.exactness.losses import LossRecord
+from dtctl.runtime.exactness.verdict import Kind, Verdict
 from dtctl.runtime.snapshot.format.layout import size_bytes
 from dtctl.runtime.snapshot.format.pieces import Division, local
 from dtctl.runtime.snapshot.json_collectives import gathered_json
@@ -36,15 +38,6 @@ FILE: Final = "next-steps.json"
 """In the folder of a snapshot."""
 MAX_BYTES: Final = 16 << 20
 """A longer record is none."""
-Kind = Literal["state", "loss", "gradient", "update"]
-CAUSES: Final[Mapping[Kind, str]] = {
-    "state": "a file of another run, or a load_state_dict that leaves something out",
-    "loss": "the data, code, random numbers, or something that the program counts and `extra_state` does not keep",
-    "gradient": "the backward pass: its kernels, the number of threads, or the order in which workers add up",
-    "update": "the optimizer, its settings or the learning rate",
-}
-"""What usually makes it differ where what comes before it is equal."""
-NOT_REPEATED: Final = "it is another each time it is computed here: see train.deterministic, or what the program draws"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,58 +84,6 @@ class StepBits:
         return "update" if self.update != then.update else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What repeating steps has shown."""
-
-    verdict: Literal["exact", "not-exact", "not-confirmed"]
-    """Not confirmed is also what was repeated although something is known to differ: that may show later."""
-    step: int
-    """Of the snapshot."""
-    steps: int
-    """How many were repeated bit for bit."""
-    differs: Kind | None = None
-    at: int = 0
-    """The step in which it differs."""
-    why: tuple[str, ...] = ()
-    repeats: bool | None = None
-    """Whether the step that differs came out the same when it was computed once more here. None: it was not."""
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether kernels that do not repeat may be the reason: the first step differs before its update."""
-        return self.differs in ("loss", "gradient") and self.at == self.step + 1 and self.repeats is None
-
-    def document(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return {
-            "step": self.step, "verdict": self.verdict, "steps": self.steps, "differs": self.differs,
-            "why": list(self.why),
-        }  # fmt: skip
-
-    def describe(self) -> str:
-        """Return it as a sentence."""
-        repeated = f"{_name_steps(self.step + 1, self.step + self.steps)} repeated bit for bit"
-        known = f"; known to differ: {'; '.join(self.why)}" if self.why else ""
-        if self.verdict == "exact":
-            return f"exact: {repeated}"
-        if self.verdict == "not-confirmed":
-            return f"not confirmed: {f'{repeated}, and yet ' if self.steps else ''}{'; '.join(self.why)}"
-        assert self.differs is not None  # noqa: S101  # for the type checker
-        if self.differs == "state":
-            what = "the state that was loaded is not the one that was saved"
-        else:
-            equal = {"loss": "", "gradient": ", its loss is equal", "update": ", its gradient is equal"}[self.differs]
-            thing = {"loss": "loss", "gradient": "gradient", "update": "update"}[self.differs]
-            what = f"the {thing} of step {self.at} differs{equal}"
-        cause = f"usually {CAUSES[self.differs]}" if self.repeats is not False else NOT_REPEATED
-        return f"not exact: {what} ({cause}){known}"
-
-
-def _name_steps(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
 @dataclass(slots=True)
 class _Target:
     """A snapshot whose next steps are recorded."""
@@ -184,6 +125,10 @@ class StepRecorder:
         """Step, and the sum of this worker's pieces; None of tensors that show no bits."""
         self._update: tuple[int, int | None] | None = None
         self._loss: tuple[int, int | None] | None = None
+        self.losses = LossRecord()
+        """Of this worker."""
+        self._said: Verdict | None = None
+        """What is said of the resume so far."""
         self._row: StepBits | None = None
         """Of the newest step that was wanted."""
         self._spent_s = 0.0
@@ -200,8 +145,9 @@ class StepRecorder:
 
     def is_wanted(self, number: int) -> bool:
         """Whether the bits of this step are of interest; the same on all workers."""
-        is_expected = self._expected is not None and number in self._expected.rows
-        return is_expected or any(target.step < number <= target.step + STEPS for target in self._targets)
+        if number == self.losses.until or (self._expected is not None and number in self._expected.rows):
+            return True
+        return any(target.step < number <= target.step + STEPS for target in self._targets)
 
     def follow(self, step: int, saver: Saver) -> None:
         """Record the steps after this one for the snapshot of it that was just begun; collective.
@@ -213,7 +159,9 @@ class StepRecorder:
         self._own()
         self._targets.append(_Target(step, saver))
 
-    def expect(self, step: int, rows: Sequence[StepBits], known: Sequence[str], *, end: int, losses: bool) -> None:
+    def expect(
+        self, step: int, rows: Sequence[StepBits], known: Sequence[str], *, end: int, losses: bool
+    ) -> Verdict | None:
         """Compare the next steps with what was recorded of them; collective.
 
         Args:
@@ -222,13 +170,23 @@ class StepRecorder:
             known: what is known to differ, a phrase each.
             end: the last step of the training.
             losses: whether each worker has the same samples as then.
+
+        Returns:
+            What can be said at once, if no step is to be repeated that was recorded.
         """
         self._own()
         following = {row.step: row for row in rows if step < row.step <= end}
         in_order = {
             number: following[number] for number in range(step + 1, step + 1 + len(following)) if number in following
         }
+        self.losses.expect(self._worker, step + len(in_order), end if losses else 0)
+        why = f"step {step + 1} was not recorded before the last attempt ended"
+        self._said = Verdict(verdict="not-confirmed", step=step, steps=0, why=(*known, why))
         self._expected = _Expected(step, in_order, losses, tuple(known)) if in_order else None
+        if in_order:
+            return None
+        self.losses.join_origin(is_same=True)
+        return self._said
 
     def doubt(self, verdict: Verdict) -> None:
         """Compare a step with what it has just come to, since it will be computed once more from the same state.
@@ -250,6 +208,7 @@ class StepRecorder:
         """
         expected = self._expected
         self._owned, self._expected = None, None
+        self.losses.forget()
         self._targets.clear()
         if expected is None:
             return None
@@ -302,9 +261,10 @@ class StepRecorder:
             held[1] if held is not None and held[0] == step else None
             for held in (self._loss, self._gradient, self._update)
         ]
-        reports = gathered_json(taken, self._worker)
+        self.losses.flush()
+        reports = gathered_json([*taken, self.losses.differs], self._worker)
         row = None
-        if all(None not in report[1:] for report in reports):
+        if all(None not in report[1:3] for report in reports):
             sums = [sum(report[i] for report in reports) % MODULUS for i in (1, 2)]
             row = StepBits(step=step, losses=tuple(report[0] for report in reports), gradient=sums[0], update=sums[1])
         self._row = row
@@ -315,7 +275,13 @@ class StepRecorder:
         self._targets = [target for target in self._targets if step < target.step + STEPS]
         verdict = self._judge(row) if self._expected is not None and step in self._expected.rows else None
         if verdict is not None:
-            self._expected = None
+            self._expected, self._said = None, verdict
+        elif self._expected is None:
+            verdict = self.losses.judge(step, [report[3] for report in reports], self._said)
+        if verdict is not None:
+            self.losses.join_origin(is_same=verdict.differs is None)
+            if verdict.differs is not None:
+                self.losses.forget()
         return verdict
 
     def _judge(self, row: StepBits | None) -> Verdict | None:

@@ -1,1 +1,1 @@
-"""What happens when a step cannot be used: gradients that are not finite, memory that runs out."""
+"""What would spoil a training without a word: gradients that are not finite, memory that runs out, unlike workers."""

@@ -27,7 +27,7 @@ from dtctl.runtime.console import say
 from dtctl.runtime.distributed.device_mesh import limit_groups
 from dtctl.runtime.distributed.worker import Worker, identify
 from dtctl.runtime.exactness import randomness
-from dtctl.runtime.exactness.consistency import fingerprint, require_equal, settings
+from dtctl.runtime.guards.consistency import fingerprint, require_equal, settings
 from dtctl.runtime.live.control import Control, Meeting
 from dtctl.runtime.live.training import Training
 from dtctl.runtime.live.transfer import IncompleteState, bring_level

@@ -13,6 +13,7 @@ from dtctl.runtime.data_loading.feed import Feed
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.exactness.account import Account
+from dtctl.runtime.exactness.record import StepRecorder
 from dtctl.runtime.optim import LearningRate
 from dtctl.runtime.precision import LossScale
 from dtctl.runtime.snapshot.saver import Saver
@@ -42,6 +43,7 @@ class Training(Protocol):
     best: Best | None
     feed: Feed
     report: Report
+    recorder: StepRecorder
     saver: Saver
     extra_state: dict[str, Any]
     elastic: bool

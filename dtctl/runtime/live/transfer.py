@@ -164,7 +164,7 @@ def _state(trainer: Training) -> dict[str, Any]:
 
 def _take_facts(trainer: Training, facts: dict[str, Any]) -> None:
     """Count as another worker does."""
-    trainer.unused = facts["unused"]
+    trainer.unused, trainer.recorder.losses.lineage = facts["unused"], facts["lineage"]
     trainer.step, trainer.position = facts["step"], facts["position"]
     sizes, trainer.rate.factor = resume.batch(trainer.config, trainer.asked, facts)
     trainer.use(sizes)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from dtctl import names
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Outcome, TensorData, Trainer
+from dtctl.runtime.exactness.losses import FILE as LOSSES
 from dtctl.runtime.exactness.record import FILE, from_text, to_text
 from dtctl.runtime.snapshot.format import layout
 from tests.facts import missing, raises
@@ -94,6 +96,83 @@ def test_two_steps_are_recorded_and_repeated(make: Make, capsys: pytest.CaptureF
     assert f"resumed at step {HALF} of {WHOLE}: nothing known differs\n" in out
     assert "exact: steps 7 to 8 repeated bit for bit\n" in out
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters, again.parameters, strict=True))
+
+
+class Killed(Exception):
+    """What ends a training in the midst of a step."""
+
+
+def counting(steps: Iterator[int], *, more_from: int = WHOLE, until: int = WHOLE) -> Callable[[nn.Module, Any], Any]:
+    """A loss that counts its steps where nobody looks: from one on it is another, and after the last it fails."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        step = next(steps)
+        if step > until:
+            raise Killed
+        return squared(model, batch) * (2.0 if step >= more_from else 1.0)
+
+    return loss
+
+
+@pytest.mark.parametrize("more_from", [WHOLE, 10])
+def test_losses_are_compared_up_to_the_kill(more_from: int, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Killed):
+        make(SETTINGS, loss=counting(itertools.count(1), more_from=more_from, until=11)).run()
+    capsys.readouterr()
+    make(SETTINGS, loss=counting(itertools.count(1), more_from=more_from)).run()
+    out = capsys.readouterr().out
+    assert "exact: steps 7 to 8 repeated bit for bit\n" in out
+    if more_from == WHOLE:
+        assert "exact: steps 7 to 8 repeated bit for bit, and the losses up to step 11 are those of before\n" in out
+    else:
+        assert "not exact: the loss of step 10 differs" in out
+    assert not list(Path("snapshots").glob(LOSSES.format("*"))), "nothing is left after the end"
+
+
+def test_a_late_difference_ends_a_run_that_has_to_be_exact(make: Make) -> None:
+    with pytest.raises(Killed):
+        make(SETTINGS, loss=counting(itertools.count(1), more_from=10, until=11)).run()
+    settings = {**SETTINGS, "require_exact": True}
+    with raises(SnapshotError, "loss step 10 differs snapshots after 6 train.require_exact"):
+        make(settings, loss=counting(itertools.count(1), more_from=10)).run()
+
+
+def test_losses_of_another_training_are_not_compared(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that an older attempt has left on this node: the snapshot is of a training that began later."""
+    with pytest.raises(Killed):
+        make(SETTINGS, loss=counting(itertools.count(1), until=11)).run()
+    kept = Path("snapshots", LOSSES.format(0))
+    old = kept.read_bytes()
+    shutil.rmtree("snapshots")
+    other = {**SETTINGS, "seed": 7}
+    with pytest.raises(Killed):
+        make(other, loss=counting(itertools.count(1), until=11)).run()
+    kept.write_bytes(old)
+    capsys.readouterr()
+    make(other, loss=counting(itertools.count(1))).run()
+    out = capsys.readouterr().out
+    assert "exact: steps 7 to 8 repeated bit for bit\n" in out
+    assert "not exact" not in out
+    assert "losses up to" not in out
+
+
+def test_losses_of_an_attempt_that_differed_do_not_count(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Killed):
+        make(SETTINGS, loss=counting(itertools.count(1), until=9)).run()
+    with pytest.raises(Killed):
+        make({**SETTINGS, "lr": 0.04}, loss=counting(itertools.count(1), until=4)).run()
+    capsys.readouterr()
+    make(SETTINGS, loss=counting(itertools.count(1))).run()
+    assert read_verdict(capsys.readouterr().out) == "exact"
+
+
+def test_a_second_kill_leaves_what_was_recorded(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    for until in (11, 4):  # after step 11, and after step 10 of the second attempt
+        with pytest.raises(Killed):
+            make(SETTINGS, loss=counting(itertools.count(1), until=until)).run()
+    capsys.readouterr()
+    make(SETTINGS, loss=counting(itertools.count(1))).run()
+    assert "and the losses up to step 10 are those of before\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -241,13 +320,14 @@ def test_one_bit_is_enough(field: str, make: Make, capsys: pytest.CaptureFixture
 def test_nothing_is_kept_before_the_verdict(make: Make, tmp_path: Path) -> None:
     begin(make)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    losses = LOSSES.format(0)
     with raises(SnapshotError, "step 6 gradient 7 require_exact") as caught:
         make(
             {**SETTINGS, "require_exact": True, "snapshot": {"every_steps": 1, "keep": 9}},
             optimizer=hook_gradients,
         ).run()
     assert caught.value.exit_code == 10
-    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != losses}
     assert after == before
 
 

@@ -1,0 +1,72 @@
+"""What repeating the steps after a snapshot has shown, in words and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+Kind = Literal["state", "loss", "gradient", "update"]
+CAUSES: Final[Mapping[Kind, str]] = {
+    "state": "a file of another run, or a load_state_dict that leaves something out",
+    "loss": "the data, code, random numbers, or something that the program counts and `extra_state` does not keep",
+    "gradient": "the backward pass: its kernels, the number of threads, or the order in which workers add up",
+    "update": "the optimizer, its settings or the learning rate",
+}
+"""What usually makes it differ where what comes before it is equal."""
+NOT_REPEATED: Final = "it is another each time it is computed here: see train.deterministic, or what the program draws"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What repeating steps has shown."""
+
+    verdict: Literal["exact", "not-exact", "not-confirmed"]
+    """Not confirmed is also what was repeated although something is known to differ: that may show later."""
+    step: int
+    """Of the snapshot."""
+    steps: int
+    """How many were repeated bit for bit."""
+    differs: Kind | None = None
+    at: int = 0
+    """The step in which it differs."""
+    why: tuple[str, ...] = ()
+    losses_to: int = 0
+    """The last step whose losses were compared as well, which are of more steps; 0 if they were not."""
+    repeats: bool | None = None
+    """Whether the step that differs came out the same when it was computed once more here. None: it was not."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether kernels that do not repeat may be the reason: the first step differs before its update."""
+        return self.differs in ("loss", "gradient") and self.at == self.step + 1 and self.repeats is None
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "step": self.step, "verdict": self.verdict, "steps": self.steps, "differs": self.differs,
+            "why": list(self.why),
+        }  # fmt: skip
+
+    def describe(self) -> str:
+        """Return it as a sentence."""
+        repeated = f"{_name_steps(self.step + 1, self.step + self.steps)} repeated bit for bit"
+        losses = f", and the losses up to step {self.losses_to} are those of before" if self.losses_to else ""
+        known = f"; known to differ: {'; '.join(self.why)}" if self.why else ""
+        if self.verdict == "exact":
+            return f"exact: {repeated}{losses}"
+        if self.verdict == "not-confirmed":
+            return f"not confirmed: {f'{repeated}, and yet ' if self.steps else ''}{'; '.join(self.why)}{losses}"
+        assert self.differs is not None  # noqa: S101  # for the type checker
+        if self.differs == "state":
+            what = "the state that was loaded is not the one that was saved"
+        else:
+            equal = {"loss": "", "gradient": ", its loss is equal", "update": ", its gradient is equal"}[self.differs]
+            thing = {"loss": "loss", "gradient": "gradient", "update": "update"}[self.differs]
+            what = f"the {thing} of step {self.at} differs{equal}"
+        cause = f"usually {CAUSES[self.differs]}" if self.repeats is not False else NOT_REPEATED
+        return f"not exact: {what} ({cause}){known}"
+
+
+def _name_steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
