@@ -1,4 +1,4 @@
-"""`dtctl clean`: remove old runs, trees of code and sandboxes, after showing them."""
+"""`dtctl clean`: remove old runs, code, data and sandboxes, after showing them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", help="Remove it without a question.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
-    """Remove old runs of this folder, old runs and trees of code on the nodes, and sandboxes that are down.
+    """Remove old runs of this folder, old runs, code and data on the nodes, and sandboxes that are down.
 
     Shows them first. What runs, and what such a run continues from, stays.
     """

@@ -40,7 +40,8 @@ SPARED_S = 10.0
 UNSPARED_S = 30.0
 """The same without spares: a link can be out for 12 s, and a busy node silent as long."""
 if TYPE_CHECKING:
-    from dtctl.launch.control.launch_job import LaunchJob
+    from dtctl.launch.control.launch_job import LaunchJob, Push
+    from dtctl.launch.files.data import DataPush
     from dtctl.plan.model import NodePlan
 
 
@@ -146,6 +147,21 @@ class CodePush:
         return PushProgress(path=result.path, files=result.files_sent, bytes=result.bytes_sent, state=result.state)
 
 
+def join_pushes(code: CodePush | None, data: DataPush | None) -> Push | None:
+    """Return what brings the code and the data of a job; None where there is nothing to bring."""
+    if code is None or data is None:
+        return code or data
+
+    def push(link: NodeLink, progress: Callable[[int], None]) -> PushProgress:
+        first = code(link, progress)
+        second = data(link, lambda sent: progress((first.bytes or 0) + sent))
+        state = "done" if "done" in (first.state, second.state) else first.state
+        files, size = ((first.files or 0) + (second.files or 0), (first.bytes or 0) + (second.bytes or 0))
+        return replace(first, files=files, bytes=size, state=state)
+
+    return push
+
+
 def job_of(
     spec: Spec,
     cluster: ResolvedCluster,
@@ -153,6 +169,7 @@ def job_of(
     run: str,
     keep: bool,
     code: CodePush | None,
+    data: DataPush | None = None,
     token: str | None = None,
     snapshots: Mapping[str, str] | None = None,
     earlier: str = "",
@@ -209,7 +226,8 @@ def job_of(
         transport=cluster.make_transport(),
         targets=cluster.targets,
         spares={spare.name: spare_plan(spare) for spare in cluster.spares},
-        push=code,
+        push=join_pushes(code, data),
+        data=data.links if data is not None else list,
         code_folder="" if spec.pushes else spec.code_folder,
         secrets=values,
         snapshots=snapshots or {},

@@ -50,6 +50,13 @@ def reach(spec: Spec) -> list[str]:
     root = Path(os.path.realpath(spec.base_dir / spec.job.files.root))
     if spec.pushes and root != base and base not in root.parents:
         phrases.append(f"the files of {root} are sent to the nodes (job.files.root)")
+    if spec.cluster.transport != "local":
+        for entry in spec.job.data:
+            path = Path(os.path.realpath(spec.base_dir / Path(entry.source).expanduser()))
+            if entry.is_url:
+                phrases.append(f"{entry.source} is fetched with what this machine knows to log in there (job.data)")
+            elif not entry.is_on_nodes and base not in path.parents:
+                phrases.append(f"the files of {path} are sent to the nodes (job.data)")
     config = spec.cluster.ssh_config
     if config is not None and str(config) != "none" and not _is_own(config):
         phrases += _commands(config)

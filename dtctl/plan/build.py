@@ -283,6 +283,12 @@ def _check_transport(spec: Spec, nodes: Sequence[NodeSpec]) -> None:
             where=spec.written_at("cluster.nodes"),
             hint="give all nodes the same slots, gres, python and env",
         )
+    if transport == "slurm" and spec.job.data:
+        raise PlanError(
+            "data is not brought to the nodes of a Slurm job, which have a disk in common",
+            where=spec.written_at("job.data"),
+            hint="put it there, and give its path to the program in `job.args` or `job.env`",
+        )
 
 
 def _program_notes(spec: Spec, kind: Kind, program: Program) -> list[str]:

@@ -122,7 +122,7 @@ def check(document: positions.Document, *, base_dir: Path, overrides: Sequence[s
 
 def dump_spec(spec: Spec) -> str:
     """The spec as YAML that `parse_spec` reads as the same spec."""
-    return positions.write(spec.model_dump(mode="json", exclude_none=True, exclude_unset=True))
+    return positions.write(spec.model_dump(mode="json", exclude_none=True, exclude_unset=True, by_alias=True))
 
 
 def _validated(data: dict[str, Any], texts: Mapping[Key, str], *, is_of_run: bool) -> Spec:

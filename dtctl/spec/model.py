@@ -36,6 +36,7 @@ __all__ = [  # the sections
     "Alerts",
     "Cluster",
     "Container",
+    "DataEntry",
     "Files",
     "Job",
     "Kubernetes",
@@ -212,6 +213,40 @@ def _for_a_shell(found: str) -> str:
     return f"{found} is shell syntax, and no shell runs this; add `shell: true`, or quote it to pass it on"
 
 
+class DataEntry(Section):
+    """Files that a job reads and that are no part of its code."""
+
+    source: Word = Field(alias="from")
+    """What to bring: a file or folder of this machine (`~/datasets/x`; a relative path begins at the spec), a URL that
+    fsspec knows (`hf://datasets/org/name`, `s3://bucket/x`), or `node:/mnt/x`, which every node has already."""
+    to: PathText
+    """Path in the job's working folder where it appears: `data/x`."""
+
+    @property
+    def is_on_nodes(self) -> bool:
+        """Whether nodes have the files."""
+        return self.source.startswith("node:")
+
+    @property
+    def is_url(self) -> bool:
+        """Whether the files have to be fetched."""
+        return "://" in self.source
+
+    @field_validator("to")
+    @classmethod
+    def _stays_inside(cls, path: str) -> str:
+        if posixpath.isabs(path) or ".." in path.split("/") or posixpath.normpath(path) == ".":
+            raise ValueError(f"{path!r} is not a path inside the job's working folder")
+        return posixpath.normpath(path)
+
+    @field_validator("source")
+    @classmethod
+    def _is_whole(cls, source: str) -> str:
+        if source.startswith("node:") and not source.removeprefix("node:").startswith(("/", "~/")):
+            raise ValueError("after node: a path from / or ~/ is expected")
+        return source
+
+
 class Job(Section):
     """What is run."""
 
@@ -243,6 +278,9 @@ class Job(Section):
     """Names of variables to take from the environment of `dtctl launch` but never to store or print."""
     files: Files = Field(default_factory=Files.model_construct)
     """Which files are copied to the nodes."""
+    data: tuple[DataEntry, ...] = ()
+    """Files that the job reads and that are no part of its code: `[{from: ~/datasets/x, to: data/x}]`. They are brought
+    to every node once, whatever .gitignore says of them, kept there between runs, and appear in the working folder."""
     outputs: tuple[Word, ...] = ()
     """Files and folders that the job writes and that are worth keeping, relative to its working folder: `[out/]`.
     `dtctl fetch` brings them, and `dtctl launch --resume` goes on in them. Default: all that was written is brought."""

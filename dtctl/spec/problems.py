@@ -89,14 +89,14 @@ def unknown(path: Path) -> str:
     if instead := REMOVED.get(dotted(path)):
         return f"this key was removed (CHANGELOG.md, 0.1.0): {instead}"
 
-    legal = sorted({name for model in _models_at(path[:-1]) for name in model.model_fields} - {"base_dir"})
+    legal = sorted({name for model in _models_at(path[:-1]) for name in model.list_keys()} - {"base_dir"})
     matches = difflib.get_close_matches(str(path[-1]), legal, n=1)
     if not matches and len(path) == 1:  # as somebody writes who knows the key and not its section
         matches = [
             f"{section}.{path[-1]}"
             for section in legal
             for model in _models_at((section,))
-            if path[-1] in model.model_fields
+            if path[-1] in model.list_keys()
         ]
     return f"unknown key; did you mean `{matches[0]}`?" if matches else f"unknown key; allowed here: {', '.join(legal)}"
 
@@ -172,7 +172,7 @@ def _models_at(path: Path) -> list[type[Section]]:
     models: list[type[Section]] = [Spec]
     for step in path:
         if isinstance(step, str):
-            fields = [model.model_fields[step] for model in models if step in model.model_fields]
+            fields = [model.list_keys()[step] for model in models if step in model.list_keys()]
             models = [inner for info in fields for inner in _models_in(info.annotation)]
     return models
 

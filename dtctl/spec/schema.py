@@ -10,6 +10,9 @@ from typing import Any
 from dtctl.spec import model
 from dtctl.train import config, mesh
 
+FIELDS = {"from": "source"}
+"""Keys that are no names in Python, and their fields."""
+
 
 def documentation() -> dict[str, dict[str, str]]:
     """Section class -> key -> the text under the field, on one line.
@@ -37,7 +40,7 @@ def json_schema() -> dict[str, Any]:
     texts = documentation()
     for name, section in [("Spec", schema), *schema["$defs"].items()]:
         for key, value in section["properties"].items():
-            value["description"] = texts[name][key]
+            value["description"] = texts[name].get(key) or texts[name][FIELDS[key]]
     # What the sections take in other words and put right before pydantic sees it.
     entry = schema["$defs"]["NodeEntry"]
     entry["properties"]["host"] = {"type": "string", "minLength": 1, "description": "Alias of `name`."}

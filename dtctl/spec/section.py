@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 P = TypeVar("P", str, Path)
 _PATH_BYTES = 4095
@@ -53,10 +54,15 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
+    @classmethod
+    def list_keys(cls) -> dict[str, FieldInfo]:
+        """Return the fields by the keys that a spec has for them: `from` is no name in Python."""
+        return {field.alias or name: field for name, field in cls.model_fields.items()}
+
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, data: Any) -> Any:
         """A known key without a value means its default, as if it were absent."""
         if not isinstance(data, dict):
             return data
-        return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
+        return {key: value for key, value in data.items() if value is not None or key not in cls.list_keys()}

@@ -18,6 +18,8 @@ from dtctl.supervisor.requests import NodeRequests
 
 RECORDS = (processes.RECORD, "work.json")
 """A folder with one of these is that of a run."""
+KINDS_OF_TREES = {"tree": "code", "data": "data"}
+"""What the list calls a pushed tree, and the store that it lies in."""
 OF_VALUE = ("snapshots", "work")
 
 
@@ -39,7 +41,7 @@ class StoredRequests(NodeRequests):
 def stored(workdir: str) -> list[StoredItem]:
     """Runs and trees, the oldest first."""
     items = []
-    runs, code = os.path.join(workdir, "runs"), os.path.join(workdir, "code")
+    runs = os.path.join(workdir, "runs")
     for name in os.listdir(runs) if os.path.isdir(runs) else ():
         path = os.path.join(runs, name)
         if folders.is_name(name) and _is_run(path):
@@ -47,10 +49,12 @@ def stored(workdir: str) -> list[StoredItem]:
             if os.path.isdir(folders.memory_folder(path)):
                 has.append("memory")  # of a run that is over only where its supervisor was killed, too
             items.append(_item("run", name, path, is_used=_is_running(path), has=has))
-    if os.path.isdir(code) and os.path.isfile(os.path.join(code, folders.MARKER)):
-        for name in receive._sealed(code):
-            path = os.path.join(code, name)
-            items.append(_item("tree", name, path, is_used=not _free(path), at=os.stat(path + ".json").st_mtime))
+    for kind, store in KINDS_OF_TREES.items():
+        folder = os.path.join(workdir, store)
+        if os.path.isfile(os.path.join(folder, folders.MARKER)):
+            for name in receive._sealed(folder):
+                path = os.path.join(folder, name)
+                items.append(_item(kind, name, path, is_used=not _free(path), at=os.stat(path + ".json").st_mtime))
     return sorted(items, key=lambda item: -item.age_s)[:STORED]
 
 
@@ -98,7 +102,8 @@ def remove(workdir: str, items: list[tuple[str, str]]) -> list[str]:
     """Remove what may still be removed; names of the others, and of those of which something is left."""
     left = []
     for kind, name in items:
-        if not (remove_run if kind == "run" else remove_tree)(workdir, name):
+        store = KINDS_OF_TREES.get(kind)
+        if not (remove_tree(workdir, name, store) if store else remove_run(workdir, name)):
             left.append(name)
     return left
 
@@ -112,9 +117,9 @@ def remove_run(workdir: str, name: str) -> bool:
     return not folders.remove_tree(path)
 
 
-def remove_tree(workdir: str, name: str) -> bool:
+def remove_tree(workdir: str, name: str, kind: str = "code") -> bool:
     """Remove a pushed tree, but not what somebody has changed in it; whether it is gone."""
-    store = os.path.join(workdir, "code")
+    store = os.path.join(workdir, kind)
     path = os.path.join(store, name)
     if not receive._is_tree(name) or not os.path.isfile(os.path.join(store, folders.MARKER)):
         return False

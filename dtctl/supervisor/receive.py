@@ -3,6 +3,7 @@
     WORKDIR/code/TREE          the files of one tree; several runs may use it, so nothing of dtctl changes it
     WORKDIR/code/TREE.json     the seal: what was written there and what `lstat` said of it; whoever uses it holds it
     WORKDIR/code/.lock         held while trees are looked for (shared), or named and removed (exclusive)
+    WORKDIR/data               the same for data, of which nothing goes by itself (`dtctl clean`)
     WORKDIR/code/.dtctl        says that the store is ours; without it nothing is ever removed there
 
 A tree that matches its seal is taken as it is. When somebody has changed it, another folder (TREE.1, ...) is made
@@ -26,6 +27,7 @@ from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd, PushState
 
 LINK_MODE = 0o120000
 KEPT_TREES = 3
+STORES = ("code", "data")
 MAX_MANIFEST_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 18
 
@@ -43,14 +45,22 @@ class _Problem(Exception):
         self.code = code
 
 
-def receive(link: frames.FdLink, workdir: str, tree: str) -> str:
+def receive(link: frames.FdLink, workdir: str, tree: str, kind: str = "code") -> str:
     """Bring a tree to this node, by its digest; the folder it lies in, which stays while this process lives.
+
+    Args:
+        link: to the control machine.
+        workdir: of this node.
+        tree: digest of the tree.
+        kind: `code`, of which old trees give way to new ones, or `data`.
 
     Raises:
         Refused: it could not be done. Nothing half-written is left, and the sender knows why.
     """
-    store = os.path.join(workdir, "code")
+    store = os.path.join(workdir, kind)
     try:
+        if kind not in STORES:
+            raise _Problem("escape", f"{kind!r} is no store of trees")
         return _Push(link, store, tree).run()
     except _Problem as exc:
         code, text = exc.code, str(exc)
@@ -64,6 +74,15 @@ def receive(link: frames.FdLink, workdir: str, tree: str) -> str:
         code, text = "digest", f"the stream is damaged: {exc}"
     link.send_json(PushState(state="error", code=code, message=text))
     raise Refused(text)
+
+
+def find(workdir: str, tree: str, kind: str) -> str:
+    """A folder with a tree that was brought, unchanged, which stays while this process lives; empty without one."""
+    store = os.path.join(workdir, kind)
+    if not os.path.isdir(store):
+        return ""
+    with _Lock(os.path.join(store, ".lock"), fcntl.LOCK_SH, os.O_CREAT):
+        return _find(store, tree)
 
 
 def hold(path: str) -> int:
@@ -119,7 +138,7 @@ class _Push:
     def run(self) -> str:
         """The dialogue, from the sender's request to the folder's name."""
         with self._lock(fcntl.LOCK_SH):
-            path = self._find()
+            path = _find(self.store, self.tree)
         if path:
             self.link.send_json(PushState(state="have", path=path))
             return path
@@ -145,17 +164,6 @@ class _Push:
 
     def _lock(self, kind: int) -> _Lock:
         return _Lock(os.path.join(self.store, ".lock"), kind, os.O_CREAT)
-
-    def _find(self) -> str:
-        """A folder that has this tree unchanged, held; empty if there is none. Needs the store's lock."""
-        for name in _sealed(self.store):
-            path = os.path.join(self.store, name)
-            seal = _read_seal(path) if name.partition(".")[0] == self.tree else None
-            if seal is not None and not _changed(path, seal):
-                _locks_in_use.append(hold(path))
-                os.utime(path + ".json")
-                return path
-        return ""
 
     def _pieces(self, end: str):  # type: ignore[no-untyped-def]  # Iterator would have to come from typing
         """Payloads of BYTES frames up to the message `end`."""
@@ -270,7 +278,7 @@ class _Push:
         with open(seal.fd, "wb", closefd=False) as file:
             file.write(json.dumps({"files": rows}, separators=(",", ":")).encode())
         with self._lock(fcntl.LOCK_EX):
-            path = self._find()
+            path = _find(self.store, self.tree)
             if not path:
                 path, number = os.path.join(self.store, self.tree), 0
                 while os.path.lexists(path):  # somebody has changed that one
@@ -282,6 +290,18 @@ class _Push:
                     fcntl.flock(seal.fd, fcntl.LOCK_UN)
                 _locks_in_use.append(hold(path))
         return path
+
+
+def _find(store: str, tree: str) -> str:
+    """A folder that has a tree unchanged, held; empty if there is none. Needs the store's lock."""
+    for name in _sealed(store):
+        path = os.path.join(store, name)
+        seal = _read_seal(path) if name.partition(".")[0] == tree else None
+        if seal is not None and not _changed(path, seal):
+            _locks_in_use.append(hold(path))
+            os.utime(path + ".json")
+            return path
+    return ""
 
 
 def _parse_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
@@ -392,7 +412,8 @@ def _sealed(store: str) -> list[str]:
 def _clean(store: str) -> None:
     """Make room: remove what killed pushes have left, and old trees that no run uses. Needs the store's lock alone."""
     parts = [name[:-5] for name in os.listdir(store) if name.endswith(".json") and _is_part(name[:-5])]
-    for name in parts + _sealed(store)[KEPT_TREES - 1 :]:
+    old = _sealed(store)[KEPT_TREES - 1 :] if os.path.basename(store) == "code" else []
+    for name in parts + old:
         path = os.path.join(store, name)
         try:
             lock = _Lock(path + ".json", fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -26,7 +26,7 @@ from dtctl.supervisor.messages.attempt import (
     StartAttempt,
 )
 from dtctl.supervisor.messages.base import Message, Working, by_op
-from dtctl.supervisor.messages.setup import Hello, NodeDescription, Prepare, PushTree, Ready, Sweep, Swept
+from dtctl.supervisor.messages.setup import DataLink, Hello, NodeDescription, Prepare, PushTree, Ready, Sweep, Swept
 from dtctl.supervisor.records import EXIT_RECORD, STOP_REQUEST, write_atomically
 from dtctl.supervisor.requests import CannotDo, NodeRequests
 
@@ -93,7 +93,7 @@ class SetupRequests(NodeRequests):
 
             try:
                 with Reporting(link):
-                    receive.receive(link, self.workdir, request.tree)
+                    receive.receive(link, self.workdir, request.tree, request.store)
             except receive.Refused:
                 return 1  # the control machine has been told why
         elif isinstance(request, Prepare):
@@ -129,7 +129,7 @@ def claim(workdir: str) -> None:
         raise CannotDo(
             code if code == "disk-full" else "workdir", f"{exc.filename or workdir}: {exc.strerror}"
         ) from exc
-    for name in ("code", "runs"):
+    for name in ("code", "data", "runs"):
         folders.check_private(os.path.join(workdir, name))
 
 
@@ -190,14 +190,34 @@ def prepare(workdir: str, message: Prepare) -> None:
         from dtctl.supervisor import receive
 
         receive.hold(cwd)  # this process may not be the one that has taken the push
+    data = [(link.to, _locate_data(workdir, link)) for link in message.data]
     if message.shared:
         work.share(run_dir, cwd)
         return
     earlier_dir = os.path.join(workdir, "runs", message.earlier) if message.earlier else ""
     try:
-        work.prepare(run_dir, cwd, message.outputs, earlier_dir, message.pushed)
+        work.prepare(run_dir, cwd, message.outputs, earlier_dir, message.pushed, data=data)
     except work.TooLarge as exc:
         raise CannotDo("too-large", f"{cwd} cannot be copied into the working folder of the run: {exc}") from exc
+
+
+def _locate_data(workdir: str, link: DataLink) -> str:
+    """Where files beside the code lie on this node; a tree stays there while this process lives.
+
+    Raises:
+        CannotDo: they are missing.
+    """
+    path = os.path.expanduser(link.path)
+    if link.tree:
+        from dtctl.supervisor import receive
+
+        folder = receive.find(workdir, link.tree, "data")
+        if not folder:
+            raise CannotDo("missing-data", "the files of %s are not here" % link.to)
+        path = os.path.join(folder, link.path) if link.path else folder
+    elif not os.path.exists(path):
+        raise CannotDo("missing-data", "%s does not exist" % path)
+    return path
 
 
 def which(program: str, cwd: str, first: str = "") -> str:

@@ -53,7 +53,13 @@ def folder_of(run_dir: str) -> str:
 
 
 def prepare(
-    run_dir: str, code: str, outputs: list[str], earlier_dir: str, is_pushed: bool = True, may_mount: bool = True
+    run_dir: str,
+    code: str,
+    outputs: list[str],
+    earlier_dir: str,
+    is_pushed: bool = True,
+    may_mount: bool = True,
+    data: list[tuple[str, str]] | None = None,
 ) -> None:
     """Make the working folder, unless an attempt before has; an overlay is mounted for this process and its children.
 
@@ -65,6 +71,7 @@ def prepare(
         earlier_dir: folder of that run; empty for none.
         is_pushed: whether `code` is a tree that was pushed.
         may_mount: whether an overlay will do: this process, or none, starts the run's programs.
+        data: paths in the working folder, and where they are to lead.
 
     Raises:
         OSError: it cannot be made.
@@ -77,9 +84,9 @@ def prepare(
         if not code:
             record = _take(run_dir)
         elif is_pushed:
-            record = _make(run_dir, code, may_mount)
+            record = _make(run_dir, code, may_mount, data or [])
         else:
-            record = _make_of_folder(run_dir, os.path.realpath(code), may_mount)
+            record = _make_of_folder(run_dir, os.path.realpath(code), may_mount, data or [])
         for path in outputs if earlier_dir else ():
             _continue(path, run_dir, earlier_dir)
         _write(os.path.join(run_dir, RECORD), record)
@@ -117,17 +124,37 @@ def copy_record(run_dir: str, other_dir: str) -> None:
         _write(os.path.join(other_dir, RECORD), {**record, "files": files})
 
 
-def _make(run_dir: str, code: str, may_mount: bool) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node
+def _make(run_dir: str, code: str, may_mount: bool, data: list[tuple[str, str]]) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node
     folder = os.path.join(run_dir, FOLDER)
     os.mkdir(folder, 0o700)
     seal = code + ".json"
     rows = [] if may_mount and os.stat(seal).st_size > MANY_ROWS_BYTES else _rows(seal)
-    if may_mount and (not rows or sum(row[2] for row in rows) > MANY_BYTES) and _mount(run_dir, code):
-        return {"how": "overlay", "code": code, "files": []}
-    return {"how": "copy", "code": code, "files": _copy(rows or _rows(seal), code, folder)}
+    if may_mount and (not rows or sum(row[2] for row in rows) > MANY_BYTES):
+        written = _link(data, folder)
+        if _mount(run_dir, code):
+            return {"how": "overlay", "code": code, "files": written}
+        folders.remove_tree(folder)
+        os.mkdir(folder, 0o700)
+    written = _copy(rows or _rows(seal), code, folder)
+    return {"how": "copy", "code": code, "files": written + _link(data, folder)}
 
 
-def _make_of_folder(run_dir: str, code: str, may_mount: bool) -> dict:  # type: ignore[type-arg]
+def _link(data: list[tuple[str, str]], folder: str) -> list:  # type: ignore[type-arg]
+    """Let paths in a folder lead to files elsewhere; what `_copy` says of them.
+
+    Raises:
+        FileExistsError: the code has something there.
+    """
+    written = []
+    for to, target in data:
+        path = os.path.join(folder, to)
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        os.symlink(target, path)
+        written.append((os.fsencode(to).decode("latin-1"), *_facts(os.lstat(path))))
+    return written
+
+
+def _make_of_folder(run_dir: str, code: str, may_mount: bool, data: list[tuple[str, str]]) -> dict:  # type: ignore[type-arg]
     folder = os.path.join(run_dir, FOLDER)
     os.mkdir(folder, 0o700)
     rows: list = []  # type: ignore[type-arg]
@@ -136,12 +163,13 @@ def _make_of_folder(run_dir: str, code: str, may_mount: bool) -> dict:  # type: 
     if may_mount and (len(rows) > MANY_FILES or size > MANY_BYTES):
         # What a relative link names outside of the folder is not beside the working folder.
         links = [row for row in rows if row[1] == LINK_MODE and row[4][:1] == "/" and row[5]]
-        written = _copy(links, code, folder)
+        written = _copy(links, code, folder) + _link(data, folder)
         if _mount(run_dir, code):
             return {"how": "overlay", "code": code, "files": written}
-        for row in links:
-            os.unlink(os.path.join(os.fsencode(folder), row[0].encode("latin-1")))
-    return {"how": "copy", "code": code, "files": _copy(rows, code, folder, size)}
+        folders.remove_tree(folder)
+        os.mkdir(folder, 0o700)
+    written = _copy(rows, code, folder, size)
+    return {"how": "copy", "code": code, "files": written + _link(data, folder)}
 
 
 def _walk(top: bytes, prefix: bytes, own: bytes, rows: list) -> None:  # type: ignore[type-arg]

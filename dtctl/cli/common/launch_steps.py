@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 if TYPE_CHECKING:
     from dtctl.cli.common.run_display import LaunchView
     from dtctl.launch.control.launch_job import LaunchJob
+    from dtctl.launch.files.data import DataItem
     from dtctl.launch.files.tree import Tree
     from dtctl.launch.records.events import Emit, Event, RunProgress
     from dtctl.launch.records.record import RunRecord
@@ -112,8 +113,30 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
             from dtctl.cli.common.files_view import show_files
 
             show_files(spec, tree)
+        if spec.job.data:
+            from dtctl.launch.files.data import find_data
+
+            show_data(find_data(spec), tree)
         show_scripts(scripts, batch)
     return 0
+
+
+def show_data(items: Sequence[DataItem], code: Tree | None) -> None:
+    """Print what of `job.data` is brought to the nodes.
+
+    Raises:
+        PlanError: the code has something where data is to appear.
+    """
+    from dtctl.launch.files.data import check_places
+
+    check_places(items, code)
+    for item in items:
+        if item.tree is None:
+            output.err(f"data: {item.to} is {item.path} on every node")
+        else:
+            count = len(item.tree.files)
+            amount = f"{count} file{'' if count == 1 else 's'}, {output.size(item.tree.total_bytes)}"
+            output.err(f"data: {item.to} is {item.source} ({amount}); nodes keep it between runs")
 
 
 def _batch_file(spec: Spec, plan: Plan) -> str:
@@ -225,10 +248,18 @@ def real_launch(options: LaunchOptions) -> int:
     from dtctl.plan.warnings import list_warnings
 
     code = CodePush(spec) if spec.pushes else None
+    data = None
+    if spec.job.data:
+        from dtctl.launch.files.data import DataPush
+
+        data = DataPush(spec)
     cluster = cluster_of(spec, start=True)
     job = job_of(
-        spec, cluster, run=run, keep=options.detach, code=code, snapshots=snapshots, earlier=options.resume or ""
-    )
+        spec, cluster, run=run, keep=options.detach, code=code, data=data, snapshots=snapshots,
+        earlier=options.resume or "",
+    )  # fmt: skip
+    if data is not None:
+        show_data(data.items, code.tree if code is not None else None)
     if code is not None:
         from dtctl.launch.files.tree import check_program_files
 

@@ -16,6 +16,7 @@ from dtctl.launch.records.events import PushProgress
 from dtctl.plan import environment
 from dtctl.plan.model import NodePlan, Plan, Threads
 from dtctl.supervisor.messages.attempt import RunOrigin, StartAttempt, WorkerSpec
+from dtctl.supervisor.messages.setup import DataLink
 from dtctl.transport.base import Target, Transport
 
 
@@ -59,6 +60,8 @@ class LaunchJob:
     return_s: float
     """For how long nodes that the run needs are called again when they are lost."""
     push: Push | None
+    data: Callable[[], list[DataLink]] = list
+    """Files beside the code, once they are known."""
     code_folder: str = ""
     """Where the code lies on every node, if it is not pushed."""
     is_shared: bool = False

@@ -27,6 +27,7 @@ HINTS = {
     "missing-file": "is it in the folder that is pushed, and not in .gitignore or .dtctlignore?",
     "missing-there": "with `job.files.push: false` it has to be there: bring it, or set `job.files.root`",
     "missing-folder": "with `job.files.push: false` the code has to be there: bring it, or set `job.files.root`",
+    "missing-data": "bring it there, or correct `job.data`",
     "too-large": "name a smaller folder as `job.files.root`, and data by absolute paths; or let dtctl push the code",
     "old-python": "set `cluster.python` to a Python 3.8 or newer on that node",
     "permission": "the login user has to own `cluster.workdir`",

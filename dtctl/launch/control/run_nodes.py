@@ -88,13 +88,14 @@ class RunNodes:
                 run=job.run,
                 fresh=is_new and not job.is_shared,
                 cwd=cwd,
-                pushed=job.push is not None,
+                pushed=not job.code_folder,
                 shared=job.is_shared,
                 files=list(node.files),
                 programs=list(node.programs),
                 path=node.path,
                 outputs=list(job.outputs),
                 earlier=job.earlier,
+                data=job.data(),
             )
 
         setup = NodeSetup(

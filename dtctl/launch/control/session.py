@@ -264,7 +264,7 @@ class Session:
                 pushed = setup.push(link, self._report_push)
             except ConnectError as exc:
                 raise link.closed_error() from exc
-            self.code = pushed.path or ""
+            self.code = pushed.path or self.code
             self.report(Preparing("pushed", pushed))
         if not is_simple:
             link.send(setup.prepare(self.code))

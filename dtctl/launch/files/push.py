@@ -183,12 +183,20 @@ def _contents(tree: Tree, index: int) -> Iterator[bytes]:
     yield data
 
 
-def push(link: NodeLink, tree: Tree, *, shared: Payloads, progress: Callable[[int], None] | None = None) -> PushResult:
+def push(
+    link: NodeLink,
+    tree: Tree,
+    *,
+    shared: Payloads,
+    store: str = "code",
+    progress: Callable[[int], None] | None = None,
+) -> PushResult:
     """Bring a tree to one node.
 
     Args:
         link: to the node's half of dtctl, which waits for a message.
         tree: what to bring.
+        store: `code` or `data`, the folder there.
         shared: the same for all nodes of a launch.
         progress: called with the number of bytes sent so far.
 
@@ -197,10 +205,10 @@ def push(link: NodeLink, tree: Tree, *, shared: Payloads, progress: Callable[[in
         TransferError: what arrived is not what was sent, or a file changed meanwhile.
         ConnectError: the link is gone.
     """
-    link.send(PushTree(tree=tree.digest))
+    link.send(PushTree(tree=tree.digest, store=store))
     answer = _answer(link, "have", "want-manifest")
     if answer.state == "have":
-        return PushResult(path=_folder(answer, tree, link.node), state="have", files_sent=0, bytes_sent=0)
+        return PushResult(path=_folder(answer, tree, store, link.node), state="have", files_sent=0, bytes_sent=0)
     manifest = shared.manifest(tree)
     indexes: tuple[int, ...] = ()
     bytes_sent = len(manifest)
@@ -222,7 +230,9 @@ def push(link: NodeLink, tree: Tree, *, shared: Payloads, progress: Callable[[in
     done = _answer(link, "done")
     if done.digest != tree.digest:
         raise TransferError("the node has a different tree from the one that was sent", node=link.node)
-    return PushResult(path=_folder(done, tree, link.node), state="done", files_sent=len(indexes), bytes_sent=bytes_sent)
+    return PushResult(
+        path=_folder(done, tree, store, link.node), state="done", files_sent=len(indexes), bytes_sent=bytes_sent
+    )
 
 
 def _needed(answer: PushState, tree: Tree, node: str) -> tuple[int, ...]:
@@ -232,11 +242,11 @@ def _needed(answer: PushState, tree: Tree, node: str) -> tuple[int, ...]:
     return tuple(indexes)
 
 
-def _folder(answer: PushState, tree: Tree, node: str) -> str:
+def _folder(answer: PushState, tree: Tree, store: str, node: str) -> str:
     """Where the node says that the tree lies, which has to be a folder that is called after it."""
     path = answer.path
-    store, name = posixpath.split(path)
-    if not path.startswith("/") or posixpath.basename(store) != "code" or name.partition(".")[0] != tree.digest:
+    folder, name = posixpath.split(path)
+    if not path.startswith("/") or posixpath.basename(folder) != store or name.partition(".")[0] != tree.digest:
         raise TransferError(f"the node says that the code lies in {quoted(path)}", node=node)
     return path
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dtctl.schema import Record, flag, integer, list_of, number, prose, text, value
 from dtctl.schema import address as numeric_address
-from dtctl.schema import flag, integer, list_of, number, prose, text, value
 from dtctl.schema import path as printable_path
 from dtctl.supervisor.messages.base import COUNT, NAME, PORT, PROCESSES, WORKERS, Message
 
@@ -25,6 +25,8 @@ class PushTree(Message):
     op = "push"
     tree: str = value(text(64))
     """Its digest."""
+    store: str = value(text(8), default="code")
+    """Folder of the workdir: `code`, or `data`, which is kept until somebody removes it."""
 
 
 class PushManifestEnd(Message):
@@ -37,6 +39,17 @@ class PushEnd(Message):
     """The contents of files were sent."""
 
     op = "push-end"
+
+
+class DataLink(Record):
+    """Files beside the code that appear in the working folder."""
+
+    to: str = value(NAME)
+    """Path in there."""
+    tree: str = value(text(64), default="")
+    """Digest of the tree that was brought; empty: the node has had the files."""
+    path: str = value(NAME, default="")
+    """A file of the tree, empty for all of it; or where the node has the files, which may begin with `~`."""
 
 
 class Prepare(Message):
@@ -61,6 +74,7 @@ class Prepare(Message):
     """Paths in the working folder that are worth keeping."""
     earlier: str = value(NAME, default="")
     """The run whose outputs this one goes on in."""
+    data: list[DataLink] = value(list_of(DataLink.parse), default=[])
 
 
 class Sweep(Message):

@@ -82,6 +82,7 @@ def _score(rows: list[Judged]) -> dict[str, object]:
         "failed": sum(row.verdict.split(",")[0] in (*BROKEN, "left alone failed") for row in rows),
         "right": sum(row.verdict.startswith("right") for row in rows),
         "said": dict(said),
+        "kind": dict(Counter(row.kind if row.kind in ("", "right") else "wrong" for row in rows)),
     }
 
 

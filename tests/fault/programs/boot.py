@@ -13,25 +13,55 @@ import runpy
 import sys
 import time
 import zlib
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 def note_steps() -> None:
-    """Write down a checksum of the parameters after each step of an optimizer."""
+    """Write down a line for each step of an optimizer: checksums of the losses, the gradients and the parameters."""
     file = open(f"steps.{os.environ.get('RANK', '0')}", "w", buffering=1)  # noqa: SIM115 - for as long as this runs
+    losses: list[torch.Tensor] = []
+    go_backward = torch.autograd.backward
+    gradients = 0
+
+    def backward(tensors: Any, *args: Any, **named: Any) -> None:
+        losses.extend([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        go_backward(tensors, *args, **named)
+
+    def note_gradients(optimizer: Optimizer, *_: object) -> None:
+        nonlocal gradients
+        gradients = checksum(parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
 
     def note(optimizer: Optimizer, *_: object) -> None:
-        crc = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                value = parameter.detach()
-                value = value.to_local() if hasattr(value, "to_local") else value
-                crc = zlib.crc32(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
-        file.write(f"{crc}\n")
+        file.write(f"{checksum(losses)} {gradients} {checksum(parameters_of(optimizer))}\n")
+        losses.clear()
 
+    torch.autograd.backward = backward
+    register_optimizer_step_pre_hook(note_gradients)
     register_optimizer_step_post_hook(note)
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All that it has, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """One number for the bytes of this worker's parts of some tensors."""
+    crc = 0
+    for tensor in tensors:
+        value: Any = tensor.detach()
+        value = value.to_local() if hasattr(value, "to_local") else value
+        value = value.to_dense() if value.layout is not torch.strided else value
+        crc = zlib.crc32(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return crc
 
 
 def wait_at(step: int) -> None:

@@ -28,6 +28,8 @@ LIMIT_S = 60.0
 FALSE = "false exact"
 LATER = "right, differs later"
 """It is said to be exact, and it is, as far as steps were recorded."""
+RESUMED = re.compile(r"resumed at step (\d+) of")
+DIFFERS = re.compile(r"not exact: the (loss|gradient|update) of step (\d+) differs")
 REPEATED = re.compile(r"exact: steps? (\d+)(?: to (\d+))? repeated")
 NEEDLESS = ("needless not exact", "needless refusal")
 BROKEN = ("failed", "silent")
@@ -64,6 +66,8 @@ class Judged:
     """Whether the bits are those of the program left alone. None: it did not come to its end."""
     seconds: float
     note: str = ""
+    kind: str = ""
+    """`right` if what is said to differ first is what does, else what was said and what is true; empty if neither."""
 
 
 def programs() -> list[Program]:
@@ -124,7 +128,10 @@ def judge(program: Program, folder: Path) -> list[Judged]:
             verdict = "right, never the same twice"
         note = ended.output[-2000:] if verdict.split(",")[0] in (*BROKEN, "needless refusal") else ""
         seconds = round(time.monotonic() - began_s, 2)
-        found.append(Judged(**row, change=name, verdict=verdict, said=said, equal=equal, seconds=seconds, note=note))
+        kind = _judge_kind(folder / "alone", here, ended.output) if same else ""
+        found.append(
+            Judged(**row, change=name, verdict=verdict, said=said, equal=equal, seconds=seconds, note=note, kind=kind)
+        )
         began_s = time.monotonic()
     return found
 
@@ -150,9 +157,30 @@ def _is_repeated(alone: Path, here: Path, output: str) -> bool:
     if not found:
         return False
     begin, end = int(found[-1][0]), int(found[-1][1] or found[-1][0])
-    then, now = ((folder / "steps.0").read_text().split() for folder in (alone, here))
+    then, now = ([step[2] for step in _steps(folder)[0]] for folder in (alone, here))
     first = now[: end - begin + 1]
     return any(then[place : place + len(first)] == first for place in range(len(then)))
+
+
+def _judge_kind(alone: Path, here: Path, output: str) -> str:
+    """Whether the first thing that differs is what is said; of programs with one step of an optimizer for each."""
+    resumed, said = RESUMED.findall(output), DIFFERS.search(output)
+    ranks = list(zip(_steps(alone), _steps(here), strict=False))
+    if not resumed or said is None or any(len(then) != 10 for then, _ in ranks):
+        return ""
+    begun = int(resumed[-1])
+    for number in range(begun, 10):
+        pairs = [(then[number], now[number - begun]) for then, now in ranks if number - begun < len(now)]
+        for place, kind in enumerate(("loss", "gradient", "update")):
+            if any(one[place] != other[place] for one, other in pairs):
+                told, true = f"{said[1]} of step {said[2]}", f"{kind} of step {number + 1}"
+                return "right" if told == true else f"said {told}, is {true}"
+    return f"said {said[1]} of step {said[2]}, nothing differs"
+
+
+def _steps(folder: Path) -> list[list[list[str]]]:
+    """Checksums of the losses, gradients and parameters, by rank and by step; what boot.py has written."""
+    return [[line.split() for line in path.read_text().splitlines()] for path in sorted(folder.glob("steps.*"))]
 
 
 def _attempt(program: Program, folder: Path, *, kill_at: int = 0, change: str = "") -> forked.Ended:

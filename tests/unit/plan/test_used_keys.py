@@ -16,6 +16,7 @@ import yaml
 from dtctl.errors import DtctlError
 from dtctl.launch.assemble import settings_of
 from dtctl.launch.cluster import cluster_of, first_plan
+from dtctl.launch.files.data import find_data
 from dtctl.launch.files.tree import scan
 from dtctl.plan.warnings import unused_keys
 from dtctl.render import node_scripts
@@ -80,6 +81,7 @@ VALUES: Final[Mapping[str, Any]] = {
     "job.files.root": "folder",
     "job.files.include": [".env"],
     "job.files.exclude": ["other.py"],
+    "job.data": [{"from": "node:/mnt/x", "to": "data"}],
     "job.outputs": ["out/"],
     "job.log_mib": 5,
     "job.max_restarts": 2,
@@ -148,7 +150,7 @@ def section_in(hint: Any) -> type[Section] | None:
     return None
 
 
-CLOSED: Final = ("train", "metrics", "kubernetes", "slurm.container")
+CLOSED: Final = ("train", "metrics", "kubernetes", "slurm.container", "job.data")
 KEYS: Final = [key for key in walk(Spec) if key != "base_dir"]
 
 
@@ -190,6 +192,7 @@ def sent(spec: Spec) -> dict[str, Any]:
     tree = scan(spec.base_dir / files.root, include=files.include, exclude=files.exclude) if files.push else None
     made: dict[str, Any] = {
         "outputs": spec.job.outputs,
+        "data": [asdict(item) for item in find_data(spec)],
         "files": None if tree is None else [str(entry.path) for entry in tree.files],
     }
     is_local = spec.cluster.transport == "local"

@@ -56,6 +56,7 @@ job:
   files: {push: true, root: r, include: [i], exclude: [e]}
   max_restarts: 1
   log_mib: 5
+  data: [{from: ~/x, to: data/x}]
   outputs: [out/, ./logs]
   setup: ["true"]
   kind: accelerate
