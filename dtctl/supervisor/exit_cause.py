@@ -9,6 +9,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+
+from dtctl.supervisor.messages.attempt import WorkerExit
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from dtctl.supervisor.group import Process
 
 LIMITS = {
     int(signal.SIGXCPU): "it has used all the processor time that it may (ulimit -t); raise the limit in job.setup, or "
@@ -55,6 +62,59 @@ class OomCounters:
                 f"the kernel killed it for lack of memory: oom_kill of its cgroup went from {self.initial} to {count}"
             )
         return ""
+
+
+class WorkerExits:
+    """How the processes of an attempt have ended."""
+
+    def __init__(self, run_dir: str) -> None:
+        """Begin before the first of them is started; `run_dir` is the run's folder."""
+        self.run_dir = run_dir
+        self.exits: list[WorkerExit] = []
+        self._memory = OomCounters()
+
+    def add(self, process: Process, is_ending: bool, is_killing: bool) -> WorkerExit:
+        """Note the end of a process, and what this node knows about the cause.
+
+        Args:
+            process: it has a status.
+            is_ending: whether the attempt is being ended: then its processes were sent SIGTERM.
+            is_killing: whether they were sent SIGKILL after that.
+        """
+        code, number = exit_facts(process.status or 0)
+        ended_at, reason = time.time(), ""
+        killed = is_killing and number == signal.SIGKILL
+        if code and not is_ending:  # a process that we ended needs no explanation
+            if number == signal.SIGKILL:
+                reason = self._memory.reason(process.pid)
+            reason = reason or LIMITS.get(number or 0, "") or full_disk(self.run_dir)
+        elif killed:
+            reason = "it did not end when it was asked to, so dtctl killed it"
+        worker_exit = WorkerExit(
+            rank=process.rank,
+            code=code,
+            signal=number,
+            why=reason,
+            # From outside, to a worker that does not listen to it.
+            asked=number in (signal.SIGTERM, signal.SIGUSR1) and not is_ending,
+            told=is_ending,  # it may have ended because it was asked to
+            killed=killed,
+            time=ended_at,
+        )
+        self.exits.append(worker_exit)
+        return worker_exit
+
+    def forget(self, rank: int) -> None:
+        """Leave out the end of a worker that has got a successor: at the end of the attempt it is not told again."""
+        self.exits = [worker_exit for worker_exit in self.exits if worker_exit.rank != rank]
+
+
+def exit_facts(status: int) -> tuple[int, int | None]:
+    """Exit code and signal of a wait status: (code, None) or (128 + signal, signal), as a shell counts."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return 128 + number, number
+    return os.WEXITSTATUS(status), None
 
 
 def full_disk(path: str) -> str:

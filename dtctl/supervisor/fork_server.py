@@ -34,6 +34,8 @@ exec 1>&3
 printf '%s\\0' "$#" "$@"
 exec env -0
 """
+TRIES = 3
+"""Fork servers in a row that have ended before they were ready: another one would, too."""
 OWN_VARIABLES = ("DTCTL_VIA", "DTCTL_WARM_FILE", "DTCTL_WARM_FD", "DTCTL_WARM_PARENT", "DTCTL_WARM_MODULES")
 FORK_LIMIT_S = 10.0
 
@@ -270,6 +272,52 @@ class ForkServer:
         if self.pid:
             processes.send([self.pid], signal.SIGKILL)
             self.pid = 0
+
+
+class ForkServers:
+    """The fork servers of a run, one after another, until another one would be of no use."""
+
+    def __init__(self, run_dir: str) -> None:
+        """Have none yet; `run_dir` is the run's folder."""
+        self.run_dir = run_dir
+        self.server: ForkServer | None = None
+        self.cold_reason = ""
+        """Why none is used any more."""
+        self._ends = 0
+        """In a row, of those that have never been ready."""
+
+    def pids(self) -> tuple[int, ...]:
+        """Their processes."""
+        return (self.server.pid, self.server.standby_pid) if self.server is not None else ()
+
+    def require(self) -> ForkServer:
+        """The one that there is, or a new one, which is not started."""
+        if self.server is None:
+            self.server = ForkServer(self.run_dir)
+        return self.server
+
+    def check(self) -> None:
+        """Notice the end of the one that there is."""
+        try:
+            if self.server is not None:
+                self.server.poll()
+        except ForkServerUnavailable as exc:
+            self.lose(exc)
+
+    def lose(self, exc: ForkServerUnavailable) -> None:
+        """Give up the one that there is, and note whether another one would be of use."""
+        server, self.server = self.server, None
+        if server is None:
+            return
+        server.close()
+        self._ends = 0 if server.ready else self._ends + 1
+        if exc.is_final or self._ends >= TRIES:
+            self.cold_reason = str(exc)
+
+    def close(self) -> None:
+        """End the one that there is."""
+        if self.server is not None:
+            self.server.close()
 
 
 def _cleaned(env: dict[str, str]) -> dict[str, str]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 
 from dtctl.supervisor import processes
-from dtctl.supervisor.output_log import Log
+from dtctl.supervisor.output_log import AGENT, RankLogs
 
-AGENT = -1
-"""Rank under which the output of torchrun's agent, or of a command that is not a worker, is kept."""
 LONGEST = 1 << 16
 """Bytes of a line that are waited for; a longer one is stored in parts."""
 RANK_MARK = b"[dtctl:"
@@ -36,25 +34,11 @@ class Process:
 class Group:
     """All processes of one attempt on this node."""
 
-    def __init__(self, folder: str, split_ranks: bool, limit_bytes: int = 0) -> None:
-        """Keep logs in `folder`, of each rank no more than the limit.
-
-        With `split_ranks`, sort torchrun's output into ranks by its line prefix.
-        """
-        self.limit_bytes = limit_bytes
-        self.is_linked = True
-        """Whether somebody takes what the disk refuses."""
-        self.folder = folder
+    def __init__(self, logs: RankLogs, split_ranks: bool) -> None:
+        """Put output into these logs; with `split_ranks`, sort torchrun's into ranks by its line prefix."""
+        self.logs = logs
         self.split_ranks = split_ranks
         self.processes: list[Process] = []
-        self.logs: dict[int, Log] = {}
-
-    def log(self, rank: int) -> Log:
-        """The log of a rank, opened at first use."""
-        if rank not in self.logs:
-            name = "agent.log" if rank == AGENT else f"rank-{rank}.log"
-            self.logs[rank] = Log(os.path.join(self.folder, name), self.limit_bytes)
-        return self.logs[rank]
 
     def start(self, argv: list[str], cwd: str, env: dict[str, str], rank: int) -> None:
         """Start `argv` in a session of its own, with standard output and error in one pipe.
@@ -97,7 +81,7 @@ class Group:
         """Append output to the log of its rank; with torchrun, line by line to the rank that the prefix names."""
         if not self.split_ranks:
             if data:
-                self.log(process.rank).write(data, self.is_linked)
+                self.logs.write(process.rank, data)
             return
         lines = (process.partial + data).split(b"\n")
         process.partial = b"" if last else lines.pop()
@@ -113,12 +97,13 @@ class Group:
                 process.midst = rank
             process.partial = b""
         for rank, texts in chunks.items():
-            self.log(rank).write(b"".join(texts), self.is_linked)
+            self.logs.write(rank, b"".join(texts))
 
     def readable(self) -> dict[int, Process]:
         """Pipes from which output may be read now, each with the process that it comes from."""
-        waits = self.is_linked and any(log.is_full() for log in self.logs.values())
-        return {} if waits else {process.pipe: process for process in self.processes if process.pipe is not None}
+        if self.logs.must_wait():
+            return {}
+        return {process.pipe: process for process in self.processes if process.pipe is not None}
 
     def collect(self) -> list[Process]:
         """The started processes that have ended since the last call, with `status` set; strays are reaped too."""
@@ -176,11 +161,3 @@ def split_marks(line: bytes, rank: "int | None" = None) -> list:  # type: ignore
         else:
             parts.append((rank, line[:begin]))
             rank, line, begin = next_rank, rest, 0
-
-
-def exit_facts(status: int) -> tuple[int, int | None]:
-    """Exit code and signal of a wait status: (code, None) or (128 + signal, signal), as a shell counts."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        return 128 + number, number
-    return os.WEXITSTATUS(status), None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
+import socket
 import time
 
+from dtctl.schema import InvalidMessage
 from dtctl.supervisor import frames
 from dtctl.supervisor.messages.attempt import RUN_REQUESTS
 from dtctl.supervisor.messages.base import Message, parse
@@ -13,42 +16,84 @@ CHUNK = 1 << 16
 
 
 class ControlLink:
-    """The way to the control machine: non-blocking frames, with a clock for its last sign of life."""
+    """The way to the control machine: non-blocking frames, with a clock for its last sign of life.
 
-    def __init__(self, read_fd: int, write_fd: int, setup_link: frames.FdLink | None = None) -> None:
-        """Talk over these descriptors from now on, taking over what `before` has read but not used."""
-        self.read_fd = read_fd
-        self.write_fd = write_fd
-        self.parser = setup_link.parser if setup_link else frames.Parser()
-        self.ready = setup_link.ready if setup_link else []
+    It may be lost and taken anew. Messages without a link are dropped: a new one asks for what it has not seen.
+    """
+
+    def __init__(self, setup_link: frames.FdLink | None, listener_fd: int | None, timeout_s: float) -> None:
+        """Go on with the link of the set-up, if there is one.
+
+        Args:
+            setup_link: its descriptors, and what it has read but not used.
+            listener_fd: socket at which new links arrive; None: there are none.
+            timeout_s: silence after which a link counts as lost.
+        """
+        self.listener_fd = listener_fd
+        self.timeout_s = timeout_s
+        self.is_up = self.is_synced = False
         self.out = bytearray()
-        self.last_heard = time.monotonic()
-        self.is_synced = True
+        if setup_link is not None:
+            self._begin(setup_link.read_fd, setup_link.write_fd)
+            self._parser, self._ready = setup_link.parser, setup_link.ready
+            self.is_synced = True
+
+    def _begin(self, read_fd: int, write_fd: int) -> None:
+        self.read_fd, self.write_fd = read_fd, write_fd
+        self._parser, self._ready = frames.Parser(), []
+        self.out = bytearray()
+        self._last_heard = time.monotonic()
+        self.is_up = True
+        self.is_synced = False  # until it has said what it knows already
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
 
-    def read(self) -> list[Message] | None:
-        """Messages that have arrived; None when the other end is gone.
+    def accept(self) -> None:
+        """Talk to whoever connected to the listening socket last."""
+        listener = socket.socket(fileno=self.listener_fd)
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            return  # it has gone again
+        finally:
+            listener.detach()
+        fd = connection.detach()
+        self._begin(fd, fd)
 
-        Raises:
-            BrokenFrame: the stream is not ours.
-            InvalidMessage: a message has not the form of its kind.
-        """
-        received, self.ready = self.ready, []
+    def drop(self) -> None:
+        """Count the link as lost."""
+        self.is_up = self.is_synced = False
+        self.out = bytearray()
+
+    def send(self, message: Message) -> None:
+        """Queue a message for the control machine, if it is there."""
+        if self.is_up:
+            self.out += frames.pack_json(message)
+
+    def read(self) -> list[Message] | None:
+        """Messages that have arrived; None when the other end is gone, makes no sense, or is silent for too long."""
+        if not self.is_up:
+            return []
+        received, self._ready = self._ready, []
         try:
             data = os.read(self.read_fd, CHUNK)
             if not data:
                 return None
-            self.last_heard = time.monotonic()
-            received += self.parser.feed(data)
+            self._last_heard = time.monotonic()
+            received += self._parser.feed(data)
         except BlockingIOError:
             pass
-        except OSError:
+        except (OSError, frames.BrokenFrame):
             return None
-        documents = [frames.decode(payload) for kind, _, payload in received if kind == frames.JSON]
-        # A launcher of a newer version may ask for more than this supervisor, which the older one has sent, knows.
-        requests = [document for document in documents if document.get("op") in RUN_REQUESTS]
-        return [parse(document, RUN_REQUESTS) for document in requests]
+        if time.monotonic() - self._last_heard > self.timeout_s:
+            return None
+        try:
+            documents = [frames.decode(payload) for kind, _, payload in received if kind == frames.JSON]
+            # A launcher of a newer version may ask for more than this supervisor knows, which the older one has sent.
+            requests = [document for document in documents if document.get("op") in RUN_REQUESTS]
+            return [parse(document, RUN_REQUESTS) for document in requests]
+        except (frames.BrokenFrame, InvalidMessage):
+            return None
 
     def flush(self) -> bool:
         """Write what fits; False when the other end is gone."""
@@ -60,3 +105,12 @@ class ControlLink:
         except OSError:
             return False
         return True
+
+    def register(self, poll: select.poll) -> None:
+        """Wait for what arrives here, and for room where something is to be sent."""
+        if self.is_up:
+            poll.register(self.read_fd, select.POLLIN)
+            if self.out:
+                poll.register(self.write_fd, select.POLLIN | select.POLLOUT)
+        if self.listener_fd is not None:
+            poll.register(self.listener_fd, select.POLLIN)

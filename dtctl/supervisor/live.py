@@ -45,6 +45,16 @@ class Live:
         for rank in ranks:
             self._pipes[rank] = self._make("rank-%d" % rank)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a lost worker has no successor yet, and may get one."""
+        return bool(self.undecided or self.missing)
+
+    def lose(self, rank: int) -> None:
+        """Leave it to the launcher what follows from the end of a worker."""
+        if rank not in self.missing:
+            self.undecided.add(rank)
+
     def _make(self, name: str) -> int:
         path = os.path.join(self.folder, name)
         try:

@@ -81,13 +81,11 @@ def read_logs(link: frames.FdLink, workdir: str, request: ReadLogs) -> None:
         raise CannotDo("no-run", "%s is not the folder of a run" % run_dir)
     folder = os.path.join(run_dir, "attempt-%d" % run.attempt)
     offsets = request.offsets if request.attempt == run.attempt else {}
-    for name in sorted(os.listdir(folder)):
-        if name.endswith(".log"):
-            rank = -1 if name == "agent.log" else int(name[5:-4])
-            fd = folders.open_regular(os.path.join(folder, name), follow=False)
-            for missing, data in output_log.read_from(fd, [], offsets.get(str(rank), 0)):
-                if missing:
-                    link.send_json(LogGap(rank=rank, bytes=missing))
-                link.send_frame(frames.LOG, data, rank)
-            os.close(fd)
+    for rank, path in output_log.ranks_in(folder).items():
+        fd = folders.open_regular(path, follow=False)
+        for missing, data in output_log.read_from(fd, [], offsets.get(str(rank), 0)):
+            if missing:
+                link.send_json(LogGap(rank=rank, bytes=missing))
+            link.send_frame(frames.LOG, data, rank)
+        os.close(fd)
     link.send_json(LogsRead(attempt=run.attempt, is_running=run.is_running, exit_code=run.exit_code))

@@ -9,6 +9,13 @@ from __future__ import annotations
 
 import os
 
+from dtctl.supervisor import frames
+from dtctl.supervisor.link import CHUNK, ControlLink
+from dtctl.supervisor.messages.attempt import LogGap
+
+AGENT = -1
+"""Rank under which the output of torchrun's agent, or of a command that is not a worker, is kept."""
+AGENT_FILE = "agent.log"
 HELD_BYTES = 1 << 20
 """Of one rank, in memory."""
 COPY_BYTES = 1 << 20
@@ -120,6 +127,76 @@ class Log:
         left = sum(max(0, start + length - max(start, self.sent)) for start, _, length in self.segments)
         held = min(len(self.held), self.size - self.sent) if is_linked else 0
         return self._skipped + max(0, self.size - self.sent - left - held)
+
+
+class RankLogs:
+    """The logs of one attempt on this node, each opened at first use."""
+
+    def __init__(self, folder: str, limit_bytes: int = 0) -> None:
+        """Keep them in `folder`, of each rank no more than the limit."""
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        self.is_linked = True
+        """Whether somebody takes what the disk refuses."""
+        self._logs: dict[int, Log] = {}
+
+    def open(self, rank: int) -> Log:
+        """The log of a rank."""
+        if rank not in self._logs:
+            name = AGENT_FILE if rank == AGENT else f"rank-{rank}.log"
+            self._logs[rank] = Log(os.path.join(self.folder, name), self.limit_bytes)
+        return self._logs[rank]
+
+    def skip_stored(self) -> None:
+        """Count what the folder has as sent: a supervisor before this one has sent it, or it is asked for."""
+        for rank in ranks_in(self.folder):
+            log = self.open(rank)
+            log.sent = log.size
+
+    def rewind(self, offsets: dict[str, int]) -> None:
+        """A new link has got so far, by rank."""
+        for rank in ranks_in(self.folder):
+            self.open(rank)
+        for rank, log in self._logs.items():
+            log.rewind(offsets.get(str(rank), 0))
+
+    def write(self, rank: int, data: bytes) -> None:
+        """Append to the log of a rank."""
+        self.open(rank).write(data, self.is_linked)
+
+    def must_wait(self) -> bool:
+        """Whether the link should take something before more is read from the workers."""
+        return self.is_linked and any(log.is_full() for log in self._logs.values())
+
+    def feed(self, link: ControlLink) -> bool:
+        """Queue what was not sent yet, as much as the link can take; whether that was all."""
+        for rank, log in self._logs.items():
+            while log.sent < log.size and len(link.out) < CHUNK:
+                missing, data = log.take(CHUNK)
+                if missing:
+                    link.send(LogGap(rank=rank, bytes=missing))
+                if not (missing or data):
+                    break  # somebody has made the file shorter
+                link.out += frames.pack(frames.LOG, data, rank)
+        return all(log.sent >= log.size for log in self._logs.values())
+
+    def losses(self, is_linked: bool) -> dict[str, int]:
+        """Bytes that are lost, and bytes that the disk has refused, as AttemptStopped names them."""
+        logs = self._logs.values()
+        return {
+            "log_bytes_lost": sum(log.lost(is_linked) for log in logs),
+            "log_bytes_unstored": sum(log.unstored for log in logs),
+        }
+
+    def segments(self) -> dict[str, list[list[int]]]:
+        """The segments of each log that does not have all of its rank's output."""
+        return {str(rank): log.segments for rank, log in self._logs.items() if log.unstored or log.cut}
+
+
+def ranks_in(folder: str) -> dict[int, str]:
+    """Rank -> path of its log, of all that a folder has."""
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".log"))
+    return {AGENT if name == AGENT_FILE else int(name[5:-4]): os.path.join(folder, name) for name in names}
 
 
 def read_from(fd: int, segments: list, offset: int):  # type: ignore[no-untyped-def, type-arg]

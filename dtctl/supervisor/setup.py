@@ -15,7 +15,6 @@ import time
 from dtctl import folders, node_facts
 from dtctl.schema import InvalidMessage
 from dtctl.supervisor import facts, frames, output_log, processes, work
-from dtctl.supervisor.link import ControlLink
 from dtctl.supervisor.messages.attempt import (
     RUN_REQUESTS,
     Attach,
@@ -248,9 +247,9 @@ def run(link: frames.FdLink, workdir: str, message: StartAttempt) -> int:
         from dtctl.supervisor.supervisor import Supervisor
 
         # A message may have come with the one that started us.
-        server = Supervisor(message, run_dir, ControlLink(link.read_fd, link.write_fd, link), listener, guard_pid)
-        server.try_start(message)
-        server.run()
+        server = Supervisor(message, run_dir, link, listener, guard_pid)
+        server.start(message)
+        server.serve()
         status = 0
     finally:
         if status:
@@ -332,12 +331,9 @@ def replay(link: frames.FdLink, run_dir: str, offsets: dict[str, int]) -> None:
             record = AttemptStopped.parse(frames.decode(file.read()))
     except (OSError, frames.BrokenFrame, InvalidMessage):
         record = AttemptStopped(left=0, exits=[])
-    for name in sorted(os.listdir(folder)):
-        if not name.endswith(".log"):
-            continue
-        rank = -1 if name == "agent.log" else int(name[5:-4])
+    for rank, path in output_log.ranks_in(folder).items():
         segments, offset = record.segments.get(str(rank), []), offsets.get(str(rank), 0)
-        with open(os.path.join(folder, name), "rb") as file:
+        with open(path, "rb") as file:
             for missing, data in output_log.read_from(file.fileno(), segments, offset):
                 if missing:
                     link.send_json(LogGap(rank=rank, bytes=missing))

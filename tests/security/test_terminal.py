@@ -21,6 +21,7 @@ from dtctl.launch.records.events import JobQueued, NodeChanged, Note, OutputLine
 from dtctl.launch.records.logs import LONGEST_BYTES, Lines
 from dtctl.printable import printable
 from dtctl.supervisor.group import Group, Process
+from dtctl.supervisor.output_log import RankLogs
 
 EVIL = "a\x1b[2J\x1b]0;owned\x07\x1b]52;c;cm0gLXJm\x1b\\\x1bP1$r\x1b\\\x9b31m\x08\x7f\u202e\u2028[/red][link=x]b"
 
@@ -144,7 +145,7 @@ def test_what_is_kept_of_a_line_is_bounded_and_a_bars_last_state_is_shown() -> N
 
 
 def test_torchruns_output_without_line_ends_is_stored_as_it_comes(tmp_path: Path) -> None:
-    group, process = Group(str(tmp_path), split_ranks=True), Process(-1, 1, -1)
+    group, process = Group(RankLogs(str(tmp_path)), split_ranks=True), Process(-1, 1, -1)
     group.store(process, b"[dtctl:3] ", last=False)
     for _ in range(100):
         group.store(process, b"x" * 4096, last=False)

@@ -23,7 +23,6 @@ WIDER: Final = {
     "runtime.loop:Trainer": 56,
     "runtime.snapshot.storage.place:Remote": 27,
     "slurm.follow:Follower": 31,
-    "supervisor.supervisor:Supervisor": 39,
 }
 """Classes that have not been divided yet, with their methods: none may grow, and whoever divides one takes it out."""
 

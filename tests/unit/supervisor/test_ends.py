@@ -27,7 +27,7 @@ start = StartAttempt(
     keep=False, link_timeout_s=1,
 )
 server = Supervisor(start, run_dir, None, None, 0)  # no guard: the parent has other children
-server.try_start(start)
+server.start(start)
 
 def stop():
     while any(not os.path.exists(os.path.join(run_dir, "up-%d" % rank)) for rank in range(3)):
@@ -37,7 +37,7 @@ def stop():
 if "up-" in script:
     threading.Thread(target=stop, daemon=True).start()
 server.leaving = True
-server.run()
+server.serve()
 """
 
 

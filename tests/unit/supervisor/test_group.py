@@ -12,14 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtctl.supervisor.group import AGENT, Group, Log, exit_facts, split_prefix
+from dtctl.supervisor.exit_cause import exit_facts
+from dtctl.supervisor.group import Group, split_prefix
+from dtctl.supervisor.output_log import AGENT, Log, RankLogs
 
 # A group reaps every child of its process, so each test gives it a process of its own.
 HARNESS = """
 import json, os, select, sys
 from dtctl.supervisor.group import Group
+from dtctl.supervisor.output_log import RankLogs
 folder, split, *commands = sys.argv[1:]
-group = Group(folder, split == "1")
+group = Group(RankLogs(folder), split == "1")
 env = {"PATH": os.environ["PATH"], "GREETING": "a b'c"}
 for rank, command in enumerate(commands):
     group.start(["sh", "-c", command], folder, {**env, "RANK": str(rank)}, rank)
@@ -87,8 +90,8 @@ def test_signals_that_the_supervisor_handles_have_their_usual_effect_in_workers(
 
 def test_what_cannot_be_started_says_so_in_its_log(tmp_path: Path) -> None:
     program = (
-        "import sys; from dtctl.supervisor.group import Group\n"
-        "group = Group(sys.argv[1], False)\n"
+        "import sys; from dtctl.supervisor.group import Group; from dtctl.supervisor.output_log import RankLogs\n"
+        "group = Group(RankLogs(sys.argv[1]), False)\n"
         "group.start(['no-such-program'], '/', {}, 0); group.start(['true'], '/no/such/folder', {}, 1)\n"
         "while group.running(): group.collect()\n"
         "print([process.status >> 8 for process in group.processes]); group.close()\n"
@@ -144,16 +147,12 @@ def test_any_line_has_a_rank(line: bytes) -> None:
     st.data(),
 )
 def test_it_does_not_matter_where_the_output_was_cut(lines: list[bytes], data: st.DataObject) -> None:
-    class Kept(Group):
-        def log(self, rank: int) -> Log:
-            return self.logs.setdefault(rank, Collected())  # type: ignore[arg-type]
-
-    class Collected:
+    class Kept(RankLogs):
         def __init__(self) -> None:
-            self.data = b""
+            self.data: dict[int, bytes] = {}
 
-        def write(self, data: bytes, is_linked: bool) -> None:
-            self.data += data
+        def write(self, rank: int, data: bytes) -> None:
+            self.data[rank] = self.data.get(rank, b"") + data
 
     class Source:
         rank, pipe, partial, midst = 0, None, b"", None
@@ -162,11 +161,12 @@ def test_it_does_not_matter_where_the_output_was_cut(lines: list[bytes], data: s
     at = data.draw(st.integers(0, len(whole)))
     found = []
     for parts in ([whole], [whole[:at], whole[at:]]):
-        group, source = Kept("", split_ranks=True), Source()
+        logs, source = Kept(), Source()
+        group = Group(logs, split_ranks=True)
         for part in parts:
             group.store(source, part, last=False)  # type: ignore[arg-type]
         group.store(source, b"", last=True)  # type: ignore[arg-type]
-        found.append({rank: log.data for rank, log in group.logs.items()})  # type: ignore[attr-defined]
+        found.append(logs.data)
     assert found[0] == found[1]
     assert b"".join(found[0].values()).count(b"\n") == len(lines)
 

@@ -234,7 +234,7 @@ if os.fork() == 0:
         os.kill(guard, signal.SIGKILL)
         while os.getppid() == guard:
             time.sleep(0.001)
-        os.write(writing, str(processes.kill(sys.argv[2], server.helpers)).encode())
+        os.write(writing, str(processes.kill(sys.argv[2], server.run.helpers)).encode())
         os._exit(0)
     signal.pause()
 os.close(writing)
