@@ -14,8 +14,8 @@ from dtctl.launch.inside import command_line
 from dtctl.launch.records.record import RunRecord
 from dtctl.slurm import login_client
 from dtctl.slurm.answers import JobAsked
-from dtctl.slurm.follow import RUNNING
 from dtctl.slurm.job_ref import JobRef
+from dtctl.slurm.job_state import RUNNING
 from dtctl.slurm.site import LocalSite, Site
 from dtctl.supervisor import processes
 

@@ -56,11 +56,11 @@ class JobBackend:
             self._is_lost = True
             self._wait(AGAIN_S)
             return
-        if self.follower.never and not self.follower.is_cancelled:
-            self.emit(Stopping(reason=f"it can never start: {self.follower.never}"))
+        if self.follower.slurm.never and not self.follower.is_cancelled:
+            self.emit(Stopping(reason=f"it can never start: {self.follower.slurm.never}"))
             cancel(self.site, self.job.job)
             self.follower.is_cancelled = True
-        is_waiting = self.follower.is_waiting
+        is_waiting = self.follower.slurm.is_waiting
         if is_waiting is not self._is_waiting:
             self._is_waiting, self._delay_s = is_waiting, FIRST_POLL_S
         if news:

@@ -16,7 +16,8 @@ from dtctl.launch.records.events import Healed, WorkerExited
 from dtctl.launch.records.record import RunRecord, list_runs
 from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
-from dtctl.slurm.follow import RUNNING, WAITING, reference
+from dtctl.slurm.follow import reference
+from dtctl.slurm.job_state import RUNNING, WAITING
 from tests.hosts import Project, wait_until
 from tests.integration import test_live
 from tests.integration.slurm_hosts import python_path, state

@@ -22,7 +22,6 @@ WIDER: Final = {
     "runtime.live.control:Control": 16,
     "runtime.loop:Trainer": 56,
     "runtime.snapshot.storage.place:Remote": 27,
-    "slurm.follow:Follower": 31,
 }
 """Classes that have not been divided yet, with their methods: none may grow, and whoever divides one takes it out."""
 

@@ -177,7 +177,7 @@ def adopt(record: RunRecord) -> None:
 def take_up_job(record: RunRecord) -> int:
     """Follow a job that no launcher follows to its end; the exit code."""
     from dtctl.launch.assemble import spec_of_run
-    from dtctl.slurm.follow import drop_unnoted
+    from dtctl.slurm.job_files import drop_unnoted
     from dtctl.slurm.site import site_of
 
     adopt(record)
@@ -196,8 +196,10 @@ def refresh(record: RunRecord) -> None:
         return
     with _follower(record) as follower:
         _catch_up(follower)
-        if follower.state is not None and follower.state.state == "UNKNOWN":
-            output.err(f"Slurm does not answer, so this is what the job's files say: {follower.state.reason}", "yellow")
+        if follower.slurm.facts.state == "UNKNOWN":
+            output.err(
+                f"Slurm does not answer, so this is what the job's files say: {follower.slurm.facts.reason}", "yellow"
+            )
         _close(follower, None)
 
 
@@ -243,7 +245,8 @@ def _end(site: Site, ref: JobRef) -> JobFacts:
     """
     from dtctl.slurm import login_client
     from dtctl.slurm.answers import JobAsked
-    from dtctl.slurm.follow import cancel, is_on
+    from dtctl.slurm.follow import cancel
+    from dtctl.slurm.job_state import is_on
 
     deadline, cancelled = time.monotonic() + CANCEL_LIMIT_S, False
     silent_until = time.monotonic() + SILENT_S
@@ -297,7 +300,7 @@ def _catch_up(follower: Follower) -> bool:
     """Look until there is nothing new, and it is known whether the job is over: that is the answer."""
     from dtctl.slurm.job_backend import FIRST_POLL_S
 
-    while follower.look() or (follower.over and not follower.settled):
+    while follower.look() or (follower.slurm.is_over and not follower.settled):
         time.sleep(FIRST_POLL_S)
     return follower.settled
 

@@ -11,7 +11,8 @@ import pytest
 from dtctl.launch.records.events import Event, Note, RunEnded
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.slurm.answers import JobFacts
-from dtctl.slurm.follow import STATE_FILE, Follower
+from dtctl.slurm.follow import Follower
+from dtctl.slurm.job_files import STATE_FILE
 from dtctl.slurm.job_output import JOB_LOG
 from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.mirror import EVENTS_COPY
@@ -62,7 +63,7 @@ def result_of(
         job="7", folder=str(tmp_path / "job"), python=sys.executable, workers_apart=True, slots=1, max_attempts=1
     )
     follower = Follower(record, ref, LocalSite(), emitted.append)
-    follower.state = JobFacts(state=state, exit_code=exit_code, nodes=["node1"], node_list="node1")
+    follower.slurm.update(JobFacts(state=state, exit_code=exit_code, nodes=["node1"], node_list="node1"))
     end = follower.result(stopped_by=None).to_event()
     return end.status, end.exit_code, [*emitted, end]
 

@@ -1,0 +1,297 @@
+"""What becomes of a job's attempts, by its log, its record and its workers' output; told as events of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from dtctl import names
+from dtctl.errors import LaunchError
+from dtctl.launch.control import failure as failures
+from dtctl.launch.control.failure import AGENT, Failure
+from dtctl.launch.records.events import (
+    AttemptRunning,
+    AttemptStarting,
+    Emit,
+    Event,
+    Hung,
+    NodeChanged,
+    NodesAllocated,
+    Note,
+    OutputLine,
+    Restarting,
+    SnapshotBegun,
+    Stopping,
+    WorkerExited,
+)  # fmt: skip
+from dtctl.launch.records.logs import BEGUN_FILE, METRICS, Logs
+from dtctl.launch.records.record import RunRecord, write_private
+from dtctl.slurm import batchlog, job_record
+from dtctl.slurm.attempt_facts import AttemptFacts, begin
+from dtctl.slurm.job_files import JobFiles, Part
+from dtctl.slurm.job_ledger import JobLedger
+from dtctl.slurm.job_output import by_rank
+from dtctl.slurm.job_ref import JobRef
+from dtctl.slurm.mirror import Mirror
+
+ERROR_MARK: Final = "dtctl: error: "
+"""Before a line of the batch file that says why it could not start the workers."""
+
+
+class JobHistory:
+    """One job, from its first attempt to the newest."""
+
+    def __init__(self, record: RunRecord, ref: JobRef, files: JobFiles, mirror: Mirror, emit: Emit) -> None:
+        """Take in what earlier followers of this run have copied, and emitted.
+
+        Args:
+            record: of the run.
+            ref: the job.
+            files: copies of its files.
+            mirror: of the launcher inside of the job, if it has one: then that takes precedence.
+            emit: takes what is new.
+        """
+        self.record = record
+        self.ref = ref
+        self.files = files
+        self.mirror = mirror
+        self.emit = emit
+        self.logs = Logs(record)
+        self.attempt: AttemptFacts | None = None
+        """The newest one."""
+        self.nodes: list[str] = []
+        self.all_nodes: set[str] = set()
+        """All nodes that the job was ever given."""
+        self.counted: dict[str, int | None] = {}
+        """Node -> processes that the job's own last step has found left there, unless workers were started since."""
+        self.is_taken_back = False
+        """Whether the newest start of the job was taken back by Slurm, or by its batch file."""
+        self.script_code: int | None = None
+        self.script_ended_at = 0.0
+        """When that was read."""
+        self.launch_s: float | None = None
+        self.ledger = JobLedger(record.info().started)
+        self._last_attempt = ref.max_attempts
+        """Number that the last attempt has at most, unless Slurm starts the job again."""
+        self._wait_s = 0.0
+        """How long the batch file waits before the next start."""
+        self._saved_step = 0
+        """Of the newest snapshot that was told of."""
+        self._silent_nodes: set[str] = set()
+        """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
+        self._early: list[tuple[float, job_record.Event]] = []
+        """What was recorded of an attempt whose start was not read yet."""
+        self._is_replay = True
+        """Whether events are those of an earlier follower."""
+        for at, event in files.copied_events():
+            self.apply(at, event)
+        self._is_replay = False
+        if (record.folder / BEGUN_FILE).exists():
+            self.logs.rejoin()
+
+    @property
+    def number(self) -> int:
+        """Of the newest attempt; -1 before the first one."""
+        return self.mirror.progress.attempt if self.attempt is None else self.attempt.number
+
+    @property
+    def taken_back(self) -> str:
+        """Why Slurm, or the batch file, has taken the job back; empty when neither has."""
+        return self.mirror.requeue_reason if self.attempt is None else self.attempt.taken_back
+
+    def give_nodes(self, nodes: list[str]) -> None:
+        """Note the nodes that the job has now; none: they are not known."""
+        self.nodes = nodes or self.nodes
+        self.all_nodes.update(self.nodes)
+
+    # -- output -----------------------------------------------------------------------------------------------------
+
+    def read_output(self, arrived: dict[str, Part], *, before: int | None = None) -> None:
+        """Take in what has arrived of the workers' files; `before`: only of attempts before this one."""
+        first = self.nodes[0] if self.nodes else ""
+        for name in sorted(arrived, key=_attempt_of):
+            if before is not None and _attempt_of(name) >= before:
+                continue
+            offset, data = arrived.pop(name)
+            if name == names.METRICS_FILE:
+                if offset == 0:
+                    self.logs.begin_metrics(first)
+                self.logs.write(first, METRICS, data)
+                for silent in sorted(self._silent_nodes):  # all take part in a step
+                    self._hear(silent)
+                continue
+            kind, _, node, file = Path(name).parts
+            if kind == names.HANGS_DIR:
+                self.files.append(name, data)
+                continue
+            if data:
+                self._hear(node)
+            for rank, chunk in by_rank(file, data):
+                for line in self.logs.write(node, rank, chunk):
+                    self.emit(OutputLine(node=node, rank=rank, text=line))
+
+    def _hear(self, node: str) -> None:
+        """A node's workers have printed something, or taken a step."""
+        if node in self._silent_nodes:
+            self._silent_nodes.discard(node)
+            self.emit(NodeChanged(node=node, state="running"))
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def apply(self, at: float, event: job_record.Event) -> None:
+        """Act on what the job's log or its record says; `at`: when it was, in seconds since the epoch."""
+        if isinstance(event, batchlog.Start):
+            self._on_start(event)
+            early, self._early = self._early, []
+            for moment, recorded in early:
+                self.apply(moment, recorded)
+            return
+        if isinstance(event, batchlog.Begun):
+            self.is_taken_back, self.script_code = False, None
+            self.counted.clear()
+        elif isinstance(event, batchlog.Requeued) or (isinstance(event, batchlog.TakenBack) and self.attempt is None):
+            self.is_taken_back = True
+            if isinstance(event, batchlog.TakenBack):
+                self.mirror.requeue_reason = self.mirror.requeue_reason or event.reason  # a requeue says so, too
+        elif isinstance(event, batchlog.NotLive):
+            self._tell(Note(time=at, text=f"lost workers are not replaced alone: {event.reason}"))
+        elif isinstance(event, batchlog.ScriptEnded):
+            self.script_code, self.script_ended_at = event.exit_code, time.monotonic()
+        elif isinstance(event, batchlog.NotRestarted):
+            first = self.first_failure()
+            self._tell(Note(time=at, node=first.node if first else None, text=f"not restarted: {event.reason}"))
+        elif isinstance(event, batchlog.Waiting):
+            self._wait_s = event.seconds
+        elif isinstance(event, batchlog.LeftOnNode):
+            self.counted[event.node] = event.processes
+        elif getattr(event, "attempt", self.number) > self.number:
+            self._early.append((at, event))
+        elif self.attempt is not None and getattr(event, "attempt", self.number) == self.number:
+            self._on_news(at, event, self.attempt)
+
+    def _on_news(self, at: float, event: job_record.Event, attempt: AttemptFacts) -> None:
+        """Something happened in the attempt that is on."""
+        was_ended = attempt.hangs
+        attempt.apply(at, event)
+        match event:
+            case batchlog.StepEnded():
+                self._on_step_ended(event)
+            case batchlog.Ended() if not was_ended:
+                self.ledger.fail()
+                if event.exit_code is not None:
+                    rank = attempt.rank_of(event)
+                    self._tell(
+                        WorkerExited(
+                            time=at, node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal
+                        )
+                    )
+            case job_record.RecordedProgress():
+                self.ledger.progress(at, event.worker)
+                if event.worker.saved > max(event.worker.first, self._saved_step):
+                    self._saved_step = event.worker.saved
+                    self._tell(SnapshotBegun(time=at, step=event.worker.saved))
+            case job_record.Hang():
+                self._tell(Hung(time=at, silent_s=event.silent_s))
+            case job_record.Verdict():
+                self._tell(Stopping(time=at, reason=event.failure.summary))
+                self.ledger.fail(hung_s=event.silent_s)
+
+    def _on_start(self, event: batchlog.Start) -> None:
+        if self.attempt is not None:
+            first, taken_back = self.first_failure(), self.attempt.taken_back
+            if first is not None and not taken_back:
+                reason = failures.describe(first)
+                cause = Restarting(reason=reason, node=first.node, rank=first.rank, exit_code=first.exit_code)
+            else:
+                lost = first if first is not None and first.exit_code is None else None
+                cause = Restarting(reason=taken_back or "Slurm requeued it", node=lost.node if lost else None)
+                self._last_attempt = event.attempt + self.ref.max_attempts
+            if event.attempt > self._last_attempt:  # Slurm has started the job again, and the budget with it
+                self._last_attempt = event.attempt + self.ref.max_attempts
+            self._tell(
+                replace(cause, time=event.time, attempt=event.attempt, of=self._last_attempt, wait_s=self._wait_s)
+            )
+        self.attempt = begin(event, workers_apart=self.ref.workers_apart)
+        self.script_code = None
+        for node in event.nodes:
+            self.counted.pop(node, None)
+        self.ledger.start(event.time, event.attempt, idle_s=self._wait_s)
+        self._wait_s = 0.0
+        self.launch_s = self.launch_s or max(0.0, event.time - self.record.info().started)
+        self.give_nodes(list(event.nodes))
+        if self._is_replay:
+            return
+        self.logs.begin_attempt()
+        plan = self._plan_of(event)
+        self._tell(
+            AttemptStarting(
+                time=event.time,
+                attempt=event.attempt,
+                rendezvous=event.rendezvous,
+                world_size=plan.get("world_size"),
+            )
+        )
+        self._tell(NodesAllocated(time=event.time, nodes=tuple(self.nodes)))
+        self._silent_nodes = set(self.nodes)
+        for node in self.nodes:
+            self._tell(NodeChanged(time=event.time, node=node, state="started"))
+        self._tell(AttemptRunning(time=event.time, attempt=event.attempt, launch_s=round(self.launch_s, 3)))
+
+    def _plan_of(self, event: batchlog.Start) -> dict[str, Any]:
+        """The run's plan, with the nodes that Slurm has given it: as a launch over SSH records it for each attempt."""
+        plan = self.record.plan()
+        nodes = plan.get("nodes", [])
+        if len(nodes) != len(self.nodes):
+            return plan
+        address, _, port = event.rendezvous.rpartition(":")
+        for node, name in zip(nodes, self.nodes, strict=True):
+            node |= {"name": name, "address": name}
+        plan |= {"attempt": event.attempt, "rendezvous": {**plan["rendezvous"], "address": address, "port": int(port)}}
+        with contextlib.suppress(LaunchError):  # a full disk
+            write_private(self.record.folder / names.PLAN_FILE, json.dumps(plan, indent=1) + "\n")
+        return plan
+
+    def _on_step_ended(self, event: batchlog.StepEnded) -> None:
+        self.ledger.end(event.time)
+        if event.exit_code or self._is_replay:
+            return  # srun tells of those that failed
+        for node in self.record.plan().get("nodes", []):
+            first, slots = node.get("first_rank", 0), node.get("slots", 0)
+            for rank in range(first, first + slots) if self.ref.workers_apart else (AGENT,):
+                self._tell(WorkerExited(time=event.time, node=node["name"], rank=rank, exit_code=0))
+
+    def first_failure(self) -> Failure | None:
+        """What the newest attempt has failed of; None when it has not."""
+        if self.mirror.has_begun:
+            return self.mirror.failure()
+        failure = self.attempt.first_failure(self.logs) if self.attempt is not None else None
+        if failure is None:
+            return None
+        if failure.hang and failure.rank is not None:
+            folder = self.record.folder / names.HANGS_DIR / f"attempt-{self.number}" / failure.node
+            failure = replace(failure, log=str(folder / f"rank-{failure.rank}.txt"))
+        if not failure.log or Path(failure.log).is_file():
+            return failure
+        summary = failure.summary or job_error(self.files.read_log())
+        return replace(failure, log="" if failure.hang else str(self.files.job_log), summary=summary)
+
+    def _tell(self, event: Event) -> None:
+        """Emit an event at the time that it has; not one that an earlier follower has emitted."""
+        if not self._is_replay:
+            self.emit(event)
+
+
+def job_error(log: str) -> str:
+    """Why the batch file could not start the workers, by its own words; empty when it says nothing of that."""
+    marks = [line.removeprefix(ERROR_MARK) for line in log.splitlines() if line.startswith(ERROR_MARK)]
+    return marks[-1] if marks else ""
+
+
+def _attempt_of(name: str) -> int:
+    """The attempt that a file of the job belongs to; -1 of one that all share."""
+    parts = Path(name).parts
+    return int(parts[1].partition("-")[2]) if len(parts) > 1 else -1
