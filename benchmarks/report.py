@@ -21,7 +21,8 @@ from pathlib import Path
 
 from machine import keep, wait_for_quiet
 
-from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.record import RunInfo
+from dtctl.launch.records.run_writer import RunWriter
 
 REPEATS = 5
 
@@ -56,7 +57,7 @@ def main() -> None:
         info = RunInfo(
             run="big", token="t", pid=1, started=1_795_000_000.0, spec="", command=[], detached=False, pid_started=1
         )
-        folder = RunRecord.create(Path(base), info).folder
+        folder = RunWriter.create(Path(base), info).folder
         write_metrics(folder / "metrics.jsonl", steps)
         size = (folder / "metrics.jsonl").stat().st_size
         times = []

@@ -18,7 +18,8 @@ from dtctl.launch.control.controller import Result
 from dtctl.launch.control.run import launch
 from dtctl.launch.records.events import Event, OutputLine
 from dtctl.launch.records.ledger import Ledger
-from dtctl.launch.records.record import RunInfo, RunRecord, new_run_id
+from dtctl.launch.records.record import RunInfo, new_run_id
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.spec.model import Files, Spec
 
 MARK = "DTCTL-BENCH "
@@ -156,7 +157,7 @@ def measure(
     run = new_run_id("bench", now=time.time())
     pushed = CodePush(job_spec.model_copy(update={"base_dir": folder}))  # what it keeps for the next push goes there
     job = job_of(job_spec, cluster, run=run, keep=False, code=pushed)
-    record = RunRecord.create(
+    record = RunWriter.create(
         folder, RunInfo(run=run, token=job.token, pid=0, started=time.time(), spec="", command=[], detached=False)
     )
     figures = Figures()

@@ -112,7 +112,7 @@ def _origin(run: str | None, node: str | None) -> Iterator[_Origin]:
 
 def _elsewhere(runs: RunElsewhere, found: FoundRun, node: str | None) -> _Origin:
     from dtctl.launch.files.fetch import FetchSource
-    from dtctl.launch.records.record import state_folder
+    from dtctl.launch.records.run_writer import state_folder
     from dtctl.spec.load import load_spec
 
     nodes = runs.nodes_of(found)

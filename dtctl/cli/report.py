@@ -35,7 +35,8 @@ def report(
     """Write what runs did as one HTML page with plots, which needs no network and no other file."""
     from dtctl.cli.common.files import write_named
     from dtctl.errors import UsageError
-    from dtctl.launch.records.record import find_run, write_private
+    from dtctl.launch.records.record import find_run
+    from dtctl.launch.records.run_writer import write_private
     from dtctl.report.page import page
     from dtctl.report.run import check_out, facts
 

@@ -97,7 +97,7 @@ def _file(spec: Spec, run: str, *, launcher: Path) -> tuple[str, bytes]:
 
 def _keep_spec(spec: Spec, run: str) -> None:
     """Keep what `status`, `logs` and `stop` of a job of the file need, where its jobs will have their folders."""
-    from dtctl.launch.records.record import state_folder, write_private
+    from dtctl.launch.records.run_writer import state_folder, write_private
     from dtctl.spec.load import dump_spec
 
     folder = state_folder(spec.base_dir, "slurm") / run

@@ -20,10 +20,10 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     from dtctl.launch.assemble import attempt_of_run, job_of_run, spec_of_run
     from dtctl.launch.control.run import launch
     from dtctl.launch.records.ledger import Ledger
-    from dtctl.launch.records.record import RunRecord
+    from dtctl.launch.records.run_writer import RunWriter
     from dtctl.launch.records.state import state_of
 
-    record = RunRecord(folder)
+    record = RunWriter(folder)
     record.check_no_link()
     if record.info().slurm:
         from dtctl.cli.common.slurm_runs import take_up_job

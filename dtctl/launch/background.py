@@ -14,7 +14,8 @@ from pathlib import Path
 
 from dtctl import children, names
 from dtctl.launch.records.events import AttemptRunning, Emit
-from dtctl.launch.records.record import RunRecord, state_folder, writing
+from dtctl.launch.records.record import RunRecord, writing
+from dtctl.launch.records.run_writer import RunWriter, state_folder
 from dtctl.launch.records.state import state_of
 
 OUTPUT_FILE = "launcher.log"
@@ -23,7 +24,7 @@ POLL_S = 0.05
 
 def take_up_in_background(record: RunRecord) -> str:
     """Give a run whose launcher is gone a new one, and wait until that has taken over; why it could not, or nothing."""
-    with os.fdopen(record.open_output(OUTPUT_FILE), "rb") as log:
+    with os.fdopen(RunWriter(record.folder).open_output(OUTPUT_FILE), "rb") as log:
         log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             children.module(sys.executable, "dtctl", "take-up", str(record.folder)),

@@ -12,6 +12,7 @@ from dtctl.errors import DtctlError, LaunchError
 from dtctl.launch.elsewhere import GRACE_S
 from dtctl.launch.records.events import RunEnded
 from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import alive, state_of
 from dtctl.launch.sweep import SweepTarget, sweep
 from dtctl.transport.base import Target, Transport
@@ -73,7 +74,7 @@ def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transp
     if note and not state_of(record).done:
         counts = [answer for answer in left_behind.values() if isinstance(answer, int)]
         left = sum(counts) if len(counts) == len(left_behind) else None
-        record.append_event(
+        RunWriter(record.folder).append_event(
             RunEnded(
                 run=record.run, status="stopped", exit_code=128 + signal.SIGTERM, attempts=int(plan["attempt"]) + 1,
                 left_behind=left,

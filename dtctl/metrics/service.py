@@ -13,7 +13,8 @@ from typing import Final
 
 from dtctl.errors import DtctlError, LaunchError
 from dtctl.launch.records.events import AlertChanged, Event, Note
-from dtctl.launch.records.record import RunRecord, state_folder, write_private
+from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import state_folder, write_private
 from dtctl.metrics import messages, send
 from dtctl.metrics.alerts import AlertRules
 from dtctl.metrics.families import families, page

@@ -22,6 +22,7 @@ from dtctl.launch.control.failure import Failure
 from dtctl.launch.records.events import Emit, NodeChanged, Note
 from dtctl.launch.records.ledger import WRITE_S
 from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import progress_of
 from dtctl.slurm import batchlog, login_client
 from dtctl.slurm.answers import JobLook
@@ -48,7 +49,7 @@ TAKEN_S: Final = 60.0
 class Follower:
     """Follows one job; each `look` emits what is new since the last."""
 
-    def __init__(self, record: RunRecord, ref: JobRef, site: Site, emit: Emit) -> None:
+    def __init__(self, record: RunWriter, ref: JobRef, site: Site, emit: Emit) -> None:
         """Go on where the last follower of this run has stopped."""
         self.record = record
         self.ref = ref

@@ -11,7 +11,7 @@ import time
 from dtctl.errors import ConnectError, Interrupted
 from dtctl.launch.control.controller import Result
 from dtctl.launch.records.events import Emit, Note, Stopping
-from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.slurm.follow import Follower, cancel, reference
 from dtctl.slurm.site import LocalSite, Site
 
@@ -27,7 +27,7 @@ AGAIN_S = 5.0
 class JobBackend:
     """See `Backend`: a job that was submitted."""
 
-    def __init__(self, record: RunRecord, site: Site, emit: Emit, signals: list[int]) -> None:
+    def __init__(self, record: RunWriter, site: Site, emit: Emit, signals: list[int]) -> None:
         """Go on where the last follower of this run has stopped; `signals` that arrive end a wait between two polls."""
         self.site = site
         self.emit = emit

@@ -45,7 +45,7 @@ from dtctl.launch.records.events import (
 )
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import BEGUN_FILE
-from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.plan import environment, rendezvous
 from dtctl.plan.bind import Attempt, PlanTemplate, bind_plan
 from dtctl.plan.model import Plan, Threads
@@ -101,7 +101,7 @@ def run(launcher: Path, folder: Path, environ: Mapping[str, str]) -> int:
     life = JobLife(
         read_job_name(environ), number=environ["SLURM_JOB_ID"], restarts=int(environ.get("SLURM_RESTART_COUNT") or 0)
     )
-    record = RunRecord(folder / CONTROL_FOLDER)
+    record = RunWriter(folder / CONTROL_FOLDER)
     try:
         (record.folder / names.LOGS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
         record.reserve()
@@ -135,7 +135,7 @@ def _launch(
     addresses: Mapping[str, str],
     folder: Path,
     environ: Mapping[str, str],
-    record: RunRecord,
+    record: RunWriter,
     emit: _Emitter,
     signals: list[int],
     ledger: Ledger,
@@ -180,7 +180,7 @@ def _has_pipes(folder: Path) -> bool:
 class _Emitter:
     """Writes events down, and into the job's log what people look for there. From any thread."""
 
-    def __init__(self, record: RunRecord) -> None:
+    def __init__(self, record: RunWriter) -> None:
         self._record, self._lock = record, threading.Lock()
         self.is_followed = True
         """Whether somebody reads the records; if not, this job's output has what the workers print."""
@@ -339,7 +339,7 @@ def granted_cores(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     return dict(zip(nodes, counts, strict=False))
 
 
-def open_ledger(record: RunRecord, file: JobFile) -> Ledger:
+def open_ledger(record: RunWriter, file: JobFile) -> Ledger:
     """Return a ledger that goes on from that of the job's last start.
 
     It begins with the command that has launched the run, or with the first start of a job that was submitted by hand.

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from dtctl import folders, names
-from dtctl.launch.records.record import RUN_BYTES, write_private
+from dtctl.launch.records.record import RUN_BYTES
+from dtctl.launch.records.run_writer import write_private
 from dtctl.slurm import job_record
 from dtctl.slurm.job_control import CONTROL_FOLDER
 from dtctl.slurm.job_output import JOB_LOG

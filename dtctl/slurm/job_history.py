@@ -29,7 +29,7 @@ from dtctl.launch.records.events import (
     WorkerExited,
 )  # fmt: skip
 from dtctl.launch.records.logs import BEGUN_FILE, METRICS, Logs
-from dtctl.launch.records.record import RunRecord, write_private
+from dtctl.launch.records.run_writer import RunWriter, write_private
 from dtctl.slurm import batchlog, job_record
 from dtctl.slurm.attempt_facts import AttemptFacts, begin
 from dtctl.slurm.job_files import JobFiles, Part
@@ -45,7 +45,7 @@ ERROR_MARK: Final = "dtctl: error: "
 class JobHistory:
     """One job, from its first attempt to the newest."""
 
-    def __init__(self, record: RunRecord, ref: JobRef, files: JobFiles, mirror: Mirror, emit: Emit) -> None:
+    def __init__(self, record: RunWriter, ref: JobRef, files: JobFiles, mirror: Mirror, emit: Emit) -> None:
         """Take in what earlier followers of this run have copied, and emitted.
 
         Args:

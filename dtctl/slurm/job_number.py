@@ -14,6 +14,7 @@ from dtctl.errors import LaunchError
 from dtctl.launch.cluster import cluster_of, first_plan
 from dtctl.launch.records.events import JobSubmitted, RunPlanned
 from dtctl.launch.records.record import RunInfo, RunRecord, check_no_link, list_runs
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import progress_of
 from dtctl.slurm.job_control import CONTROL_FOLDER
 from dtctl.slurm.site import site_of
@@ -96,7 +97,7 @@ def _keep(base_dir: Path, folder: Path, number: str) -> RunRecord:
             slots=plan.head.slots,
             max_attempts=plan.max_restarts,
         )
-    record = RunRecord.create(base_dir, info)
+    record = RunWriter.create(base_dir, info)
     record.write_spec((folder / names.RUN_SPEC_FILE).read_text())
     record.write_plan(plan)
     record.append_event(RunPlanned(time=info.started, run=run, kind=plan.kind, world_size=plan.world_size))

@@ -40,7 +40,8 @@ from dtctl.launch.records.events import (
 )
 from dtctl.launch.records.ledger import LedgerFacts
 from dtctl.launch.records.logs import BEGUN_FILE, Lines, rank_of
-from dtctl.launch.records.record import RUN_BYTES, RunRecord, write_private
+from dtctl.launch.records.record import RUN_BYTES, RunRecord
+from dtctl.launch.records.run_writer import write_private
 from dtctl.slurm.job_control import CONTROL_FOLDER
 
 EVENTS_COPY: Final = "job-events.jsonl"

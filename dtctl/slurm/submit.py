@@ -17,7 +17,7 @@ from dtctl.errors import LaunchError, PlanError, UsageError
 from dtctl.launch.assemble import CodePush
 from dtctl.launch.cluster import cluster_of, first_plan
 from dtctl.launch.files.tree import Tree, check_program_files
-from dtctl.launch.records.record import state_folder
+from dtctl.launch.records.run_writer import state_folder
 from dtctl.plan.environment import read_secrets
 from dtctl.plan.model import Plan
 from dtctl.slurm import arrays, batch, login_client

@@ -10,7 +10,8 @@ import pytest
 
 from dtctl.cli.app import COMMANDS, EXAMPLES, GROUPS, SECTIONS
 from dtctl.launch.records.events import RunPlanned
-from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.record import RunInfo
+from dtctl.launch.records.run_writer import RunWriter
 from tests.command_line import dtctl
 
 
@@ -42,7 +43,7 @@ def runs(tmp_path: Path) -> Path:
         info = RunInfo(
             run=name, token="t", pid=1, started=1e9 + number, spec="", command=["dtctl"], detached=False
         )  # fmt: skip
-        RunRecord.create(tmp_path, info).append_event(RunPlanned(nodes=("node1", "node2", "gpu1")))
+        RunWriter.create(tmp_path, info).append_event(RunPlanned(nodes=("node1", "node2", "gpu1")))
     return tmp_path
 
 

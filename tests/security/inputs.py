@@ -28,6 +28,7 @@ from dtctl.launch.control.run import launch
 from dtctl.launch.records.events import Event
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.record import RunInfo, RunRecord, find_run, list_runs
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import state_of
 from dtctl.lint import source
 from dtctl.lint.engine import lint_text
@@ -372,7 +373,7 @@ def launched(project: Path, way: Way) -> RunRecord:
     cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: way)
     job = replace(job_of(spec, cluster, run="one", keep=False, code=code), token="f" * 32)
     info = RunInfo(run="one", token=job.token, pid=1, started=0.0, spec="", command=[], detached=False)
-    record = RunRecord.create(project, info)
+    record = RunWriter.create(project, info)
     record.write_spec(dump_spec(spec))
 
     def emit(event: Event) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from dtctl.cli.app import SECTIONS
-from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.record import RunInfo
+from dtctl.launch.records.run_writer import RunWriter
 from tests import command_line
 from tests.unit.report.runs import append
 
@@ -98,7 +99,7 @@ def write_spec(folder: Path, cluster: str, env: str = "A: b", setup: tuple[str, 
         spec = spec.replace(name, str(path))
     (folder / "dtctl.yaml").write_text(spec)
     info = RunInfo(run="one", token="x", pid=1, started=1.0, spec=str(folder / "dtctl.yaml"), command=[], detached=True)
-    record = RunRecord.create(folder, info)
+    record = RunWriter.create(folder, info)
     record.write_spec(spec)
     node = {"name": "localhost", "slots": 1, "first_rank": 0, "workdir": str(folder / "node"), "python": None}
     python = re.search(r"python: ([^,}]+)", cluster)

@@ -20,7 +20,8 @@ from dtctl.launch.control.controller import Result
 from dtctl.launch.control.run import launch
 from dtctl.launch.records.events import Event, NodeChanged
 from dtctl.launch.records.ledger import Ledger
-from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.record import RunInfo
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.spec.load import parse_spec
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalConnection, LocalStream
@@ -81,7 +82,7 @@ class Run:
         cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
         job = replace(job_of(spec, cluster, run="one", keep=False, code=code), token="0" * 32 + os.urandom(4).hex())
         info = RunInfo(run="one", token=job.token, pid=1, started=0.0, spec="", command=[], detached=False)
-        self.record = RunRecord.create(project, info)
+        self.record = RunWriter.create(project, info)
         self.project = project
         self.signals: list[int] = []
         self.stops = lie.startswith("for ever")

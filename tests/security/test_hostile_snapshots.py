@@ -19,7 +19,8 @@ from dtctl.cli import snapshot as cli
 from dtctl.errors import DtctlError, SnapshotError, TransportError
 from dtctl.launch import snapshots
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
-from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.record import RunInfo
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.runtime.snapshot import write
 from dtctl.runtime.snapshot.format import layout
 from dtctl.spec.load import parse_spec
@@ -56,7 +57,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def recorded(folder: Path, lie: str | None) -> None:
     """Write down a run whose second node has a Python that lies."""
     info = RunInfo(run="one", token="x", pid=1, started=1.0, spec="", command=[], detached=False)
-    record = RunRecord.create(folder / "project", info)
+    record = RunWriter.create(folder / "project", info)
     nodes = []
     for name in ("a", "b"):
         python = folder / f"python-{name}"

@@ -14,6 +14,7 @@ import pytest
 
 from dtctl.errors import SandboxError
 from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import alive
 from dtctl.launch.stop import by_launcher
 from dtctl.node_facts import boot_id, start_ticks
@@ -32,7 +33,7 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
 
 def record(folder: Path, pid: int, **facts: object) -> RunRecord:
     info = {"run": "one", "token": "x", "pid": pid, "started": 1.0, "spec": "", "command": [], "detached": True}
-    return RunRecord.create(folder, RunInfo(**{**info, **facts}))  # type: ignore[arg-type]
+    return RunWriter.create(folder, RunInfo(**{**info, **facts}))  # type: ignore[arg-type]
 
 
 def sweep(folder: Path) -> None:

@@ -27,10 +27,12 @@ for step, salt in {steps}:
     say(f"{{step}} {{salt}}")
 """
 RECORDS = """
-from dtctl.launch.records.record import RunInfo, RunRecord, write_private
+from dtctl.launch.records.run_writer import write_private
+from dtctl.launch.records.record import RunInfo
+from dtctl.launch.records.run_writer import RunWriter
 for name in ("one", "two"):
     info = RunInfo(run=name, token="x", pid=1, started=1.0, spec="", command=[], detached=False)
-    record = RunRecord.create(folder / "project", info)
+    record = RunWriter.create(folder / "project", info)
     say(f"{name} 1.0")
     record.write_spec("job: {script: t.py}\\n")
     say(f"{name} 1.0 spec")
@@ -96,7 +98,7 @@ def test_a_run_that_was_written_down_is_found_again(tmp_path: Path) -> None:
 
 
 ATOMIC: dict[str, str] = {
-    "private": "from dtctl.launch.records.record import write_private as put\nput(folder / 'x', {text!r})",
+    "private": "from dtctl.launch.records.run_writer import write_private as put\nput(folder / 'x', {text!r})",
     "named": "from dtctl.cli.common.files import write_named\nwrite_named(folder / 'x', {text!r}, option='--out')",
     "supervisor": (
         "from dtctl.supervisor.records import write_atomically\nwrite_atomically(str(folder / 'x'), {text!r}.encode())"

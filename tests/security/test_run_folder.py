@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.record import RunInfo
+from dtctl.launch.records.run_writer import RunWriter
 from tests import command_line
 from tests.unit.report.runs import append
 
@@ -65,7 +66,7 @@ def made(folder: Path) -> Path:
     """A run of which every file is in order."""
     folder.chmod(0o700)
     info = RunInfo(run="one", token="x", pid=1, started=1.0, spec="", command=[], detached=False)
-    record = RunRecord.create(folder, info)
+    record = RunWriter.create(folder, info)
     record.write_spec("cluster: {transport: local}\njob: {script: t.py}\n")
     (record.folder / "plan.json").write_text('{"nodes": [{"name": "a", "slots": 1, "first_rank": 0, "env": []}]}')
     append(record, {"event": "plan", "time": 1.0, "nodes": ["a"]})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import LaunchError
-from dtctl.launch.records.record import state_folder, write_private
+from dtctl.launch.records.run_writer import state_folder, write_private
 from tests.facts import raises
 
 

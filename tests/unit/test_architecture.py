@@ -15,7 +15,6 @@ METHODS: Final = 15
 WIDER: Final = {
     "launch.control.session:Session": 20,
     "launch.records.logs:Logs": 21,
-    "launch.records.record:RunRecord": 24,
     "lint.project:Project": 33,
     "lint.source_file:SourceFile": 31,
     "runtime.data_loading.reading:Reader": 19,

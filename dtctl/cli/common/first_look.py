@@ -74,7 +74,7 @@ def _is_due(spec: Spec) -> bool:
 
 def _remember(spec: Spec) -> None:
     """Record that these nodes are healthy; only the most recent cluster is kept."""
-    from dtctl.launch.records.record import state_folder, write_private
+    from dtctl.launch.records.run_writer import state_folder, write_private
 
     folder = state_folder(spec.base_dir, "runs").parent
     write_private(folder / SEEN_FILE, json.dumps({_key(spec): time.time()}) + "\n")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dtctl.launch.control.controller import Result
     from dtctl.launch.records.events import Emit, Event, Outputs
     from dtctl.launch.records.record import RunRecord
+    from dtctl.launch.records.run_writer import RunWriter
     from dtctl.spec.model import Spec
 
 
@@ -40,7 +41,7 @@ def caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def emitter(record: RunRecord, view: LaunchView | None = None, *, json_lines: bool = False) -> Emit:
+def emitter(record: RunWriter, view: LaunchView | None = None, *, json_lines: bool = False) -> Emit:
     """Passes every event to the record, to JSON output and to the terminal, from any thread; the last is the end."""
     from dtctl.launch.records.events import Note, RunEnded
 
@@ -99,7 +100,7 @@ def create_run(
     snapshots: Mapping[str, str] | None = None,
     slurm: bool = False,
     started: float | None = None,
-) -> RunRecord:
+) -> RunWriter:
     """The folder of a new run, whose launcher this process is; see `RunInfo` for the arguments.
 
     It began when this process did, unless `started` says otherwise.
@@ -109,7 +110,8 @@ def create_run(
     """
     from dtctl.launch import trust
     from dtctl.launch.cluster import choose_client
-    from dtctl.launch.records.record import RunInfo, RunRecord
+    from dtctl.launch.records.record import RunInfo
+    from dtctl.launch.records.run_writer import RunWriter
     from dtctl.spec.load import dump_spec
 
     info = RunInfo(
@@ -126,13 +128,13 @@ def create_run(
         snapshots=dict(snapshots or {}),
         ssh=choose_client(spec.cluster.ssh) if spec.cluster.transport == "ssh" else "",
     )
-    record = RunRecord.create(spec.base_dir, info)
+    record = RunWriter.create(spec.base_dir, info)
     trust.note_launch(token)
     record.write_spec(dump_spec(spec))
     return record
 
 
-def take_up(record: RunRecord, *, attempt: int | None = None) -> Emit:
+def take_up(record: RunWriter, *, attempt: int | None = None) -> Emit:
     """Become the launcher of a run that another process has begun, whose lock this one holds; where its events go."""
     from dtctl.launch.records.events import TakenUp
 
@@ -146,7 +148,7 @@ def take_up(record: RunRecord, *, attempt: int | None = None) -> Emit:
     return emit
 
 
-def finish(result: Result, emit: Emit, record: RunRecord) -> int:
+def finish(result: Result, emit: Emit, record: RunWriter) -> int:
     """Tell how the run ended, and why if its logs say so; the exit code."""
     emit(result.to_event())
     if result.status == "failed":  # the cause first, then what was printed, which may be long

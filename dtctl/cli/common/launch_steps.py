@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dtctl.launch.files.data import DataItem
     from dtctl.launch.files.tree import Tree
     from dtctl.launch.records.events import Emit, Event, RunProgress
-    from dtctl.launch.records.record import RunRecord
+    from dtctl.launch.records.run_writer import RunWriter
     from dtctl.plan.model import Plan
     from dtctl.spec.model import Spec
 
@@ -172,7 +172,7 @@ def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str], batch: str)
     """
     import json
 
-    from dtctl.launch.records.record import write_private
+    from dtctl.launch.records.run_writer import write_private
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -285,7 +285,7 @@ def real_launch(options: LaunchOptions) -> int:
         return _run(job, record, emit, view, progress)
 
 
-def _run(job: LaunchJob, record: RunRecord, emit: Emit, view: LaunchView, progress: RunProgress) -> int:
+def _run(job: LaunchJob, record: RunWriter, emit: Emit, view: LaunchView, progress: RunProgress) -> int:
     """From the first connection to the last line; the exit code."""
     from dtctl.cli.common.followed_run import finish
     from dtctl.launch.control.run import launch

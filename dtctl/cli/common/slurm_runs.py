@@ -24,6 +24,7 @@ from dtctl.launch.records.events import Emit, JobSubmitted, Note, RunEnded, RunP
 
 if TYPE_CHECKING:
     from dtctl.launch.records.record import RunRecord
+    from dtctl.launch.records.run_writer import RunWriter
     from dtctl.slurm.answers import JobFacts
     from dtctl.slurm.follow import Follower
     from dtctl.slurm.job_ref import JobRef
@@ -159,22 +160,23 @@ def adopt(record: RunRecord) -> None:
         LaunchError: Slurm does not say.
     """
     from dtctl.launch.assemble import spec_of_run
+    from dtctl.launch.records.run_writer import RunWriter
     from dtctl.launch.records.state import alive
     from dtctl.slurm.adopt import begins, never, open_intent, outcome
     from dtctl.slurm.site import site_of
 
-    submitting = open_intent(record)
+    submitting, writer = open_intent(record), RunWriter(record.folder)
     if record.has_launcher():
         return
     if submitting is not None:
-        with closing(site_of(spec_of_run(record))) as site, record.launcher_lock():
-            emitter(record)(outcome(record.run, submitting, site))
+        with closing(site_of(spec_of_run(record))) as site, writer.launcher_lock():
+            emitter(writer)(outcome(record.run, submitting, site))
     elif begins(record) and not alive(record.info()):
-        with record.launcher_lock():
-            emitter(record)(never(record.run))
+        with writer.launcher_lock():
+            emitter(writer)(never(record.run))
 
 
-def take_up_job(record: RunRecord) -> int:
+def take_up_job(record: RunWriter) -> int:
     """Follow a job that no launcher follows to its end; the exit code."""
     from dtctl.launch.assemble import spec_of_run
     from dtctl.slurm.job_files import drop_unnoted
@@ -290,10 +292,12 @@ def _unfollowed(record: RunRecord) -> bool:
 
 @contextmanager
 def _follower(record: RunRecord) -> Iterator[Follower]:
+    from dtctl.launch.records.run_writer import RunWriter
     from dtctl.slurm.follow import Follower
 
-    with _site(record) as (site, ref), record.launcher_lock():
-        yield Follower(record, ref, site, emitter(record))
+    writer = RunWriter(record.folder)
+    with _site(record) as (site, ref), writer.launcher_lock():
+        yield Follower(writer, ref, site, emitter(writer))
 
 
 def _catch_up(follower: Follower) -> bool:
@@ -311,7 +315,7 @@ def _close(follower: Follower, stopped_by: int | None) -> None:
         follower.emit(follower.result(stopped_by=stopped_by).to_event())
 
 
-def _follow(record: RunRecord, site: Site, emit: Emit, signals: list[int]) -> int:
+def _follow(record: RunWriter, site: Site, emit: Emit, signals: list[int]) -> int:
     """Follow a job until it is over."""
     from dtctl.launch.control.controller import control
     from dtctl.slurm.job_backend import JobBackend

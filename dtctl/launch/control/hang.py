@@ -22,7 +22,7 @@ from typing import Literal
 from dtctl.errors import LaunchError
 from dtctl.launch.control.failure import Failure
 from dtctl.launch.control.progress import ReportedPhase, Standing, unheard
-from dtctl.launch.records.record import write_private
+from dtctl.launch.records.run_writer import write_private
 from dtctl.supervisor.messages.attempt import WorkerStack
 
 ANSWER_S = 10.0

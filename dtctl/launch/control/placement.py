@@ -10,7 +10,7 @@ from dtctl.launch.control.run_nodes import RunNodes
 from dtctl.launch.control.session import Session
 from dtctl.launch.records.events import NodeReplaced
 from dtctl.launch.records.ledger import Ledger
-from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.supervisor.messages.attempt import Attach, StandBy
 from dtctl.supervisor.messages.setup import NodeDescription
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class NodePlacement:
     """Puts nodes into the places of lost ones."""
 
-    def __init__(self, nodes: RunNodes, attempts: Attempts, record: RunRecord, ledger: Ledger) -> None:
+    def __init__(self, nodes: RunNodes, attempts: Attempts, record: RunWriter, ledger: Ledger) -> None:
         self._nodes, self._attempts, self._record, self._ledger = nodes, attempts, record, ledger
         self.attempt: Attempt | None = None
         """The one that is on."""

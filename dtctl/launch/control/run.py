@@ -25,7 +25,7 @@ from dtctl.launch.control.run_nodes import RunNodes
 from dtctl.launch.records.events import AttemptRunning, AttemptStarting, Emit, Note, OutputLine
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import Logs
-from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.plan import environment, rendezvous
 from dtctl.plan.model import Plan
 from dtctl.supervisor.messages.setup import NodeDescription
@@ -38,7 +38,7 @@ GATHERINGS = 5
 
 
 def launch(
-    job: LaunchJob, record: RunRecord, *, emit: Emit, signals: list[int], ledger: Ledger, under_way: Plan | None = None
+    job: LaunchJob, record: RunWriter, *, emit: Emit, signals: list[int], ledger: Ledger, under_way: Plan | None = None
 ) -> Result:
     """Run a job on its nodes to its end.
 
@@ -62,7 +62,7 @@ class NodesBackend:
     def __init__(
         self,
         job: LaunchJob,
-        record: RunRecord,
+        record: RunWriter,
         *,
         emit: Emit,
         signals: list[int],
@@ -227,7 +227,7 @@ class NodesBackend:
             node_of_rank={rank: node.name for node in plan.nodes for rank in node.ranks},
             limit=self.job.hang_s,
             start_limit=self.job.hang_start_s,
-            folder=self.logs.folder / names.HANGS_DIR / f"attempt-{plan.attempt}",
+            folder=self.record.folder / names.HANGS_DIR / f"attempt-{plan.attempt}",
             on_progress=self.ledger.watch,
         )
         self._started = under_way

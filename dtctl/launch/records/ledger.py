@@ -13,7 +13,8 @@ from pathlib import Path
 
 from dtctl import folders
 from dtctl.launch.control.progress import ReportedPhase, Standing
-from dtctl.launch.records.record import RUN_BYTES, write_private
+from dtctl.launch.records.record import RUN_BYTES
+from dtctl.launch.records.run_writer import write_private
 from dtctl.schema import Record, list_of, mapping_of, nullable, number, pair, text, value
 from dtctl.supervisor.messages.base import COUNT
 

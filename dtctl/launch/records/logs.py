@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dtctl import folders, names
-from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 
 METRICS = -2
 """Pseudo rank under which nodes send what rank 0 writes to metrics.jsonl."""
@@ -99,7 +99,7 @@ class Lines:
 class Logs:
     """Writes what arrives and cuts it into lines."""
 
-    def __init__(self, record: RunRecord, limit_bytes: int = 0) -> None:
+    def __init__(self, record: RunWriter, limit_bytes: int = 0) -> None:
         """Write into the run's folder, of each rank no more than the limit; 0 is none."""
         self._record = record
         self._limit_bytes = limit_bytes

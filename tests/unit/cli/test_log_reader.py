@@ -13,12 +13,13 @@ from dtctl.cli.common.log_reader import LogFilter, LogReader
 from dtctl.launch.records import logs as module
 from dtctl.launch.records.logs import Logs
 from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 
 
 @pytest.fixture
 def record(tmp_path: Path) -> RunRecord:
     """Two attempts: two workers on a, one on b that takes part in the second only."""
-    logs = Logs(RunRecord(tmp_path))
+    logs = Logs(RunWriter(tmp_path))
     logs.begin_attempt()
     logs.write("a", 0, b"first 1\nfirst 2\n")
     logs.write("a", 1, b"first other\n")
@@ -26,7 +27,7 @@ def record(tmp_path: Path) -> RunRecord:
     logs.write("a", 0, b"second 1\nsecond 2\nsecond 3\nhalf")
     logs.write("b", 2, b"late\n")
     logs.close()
-    return RunRecord(tmp_path)
+    return RunWriter(tmp_path)
 
 
 def shown(record: RunRecord, **chosen: object) -> list[str]:
@@ -58,13 +59,13 @@ def test_new_lines_are_shown_once_and_in_full(record: RunRecord) -> None:
 
 
 def test_only_what_was_printed_lately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logs = Logs(RunRecord(tmp_path))
+    logs = Logs(RunWriter(tmp_path))
     now = time.time()
     for age, text in ((500.0, b"old\n"), (100.0, b"newer\n"), (10.0, b"newest\n")):
         monkeypatch.setattr(module.time, "time", lambda age=age: now - age)
         logs.write("a", 0, text)
     logs.close()
-    record = RunRecord(tmp_path)
+    record = RunWriter(tmp_path)
     assert shown(record, changed_since=now - 1000) == ["[a:0] old", "[a:0] newer", "[a:0] newest"]
     assert shown(record, changed_since=now - 50) == ["[a:0] newer", "[a:0] newest"]
     assert shown(record, changed_since=now - 5) == ["[a:0] newest"]
@@ -76,4 +77,4 @@ def test_a_run_of_an_earlier_version_has_one_attempt_as_far_as_is_known(tmp_path
     path = tmp_path / "logs/a/rank-0.log"
     path.parent.mkdir(parents=True)
     path.write_text("x\n")
-    assert shown(RunRecord(tmp_path), attempt=0) == ["[a:0] x"]
+    assert shown(RunWriter(tmp_path), attempt=0) == ["[a:0] x"]

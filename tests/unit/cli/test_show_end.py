@@ -16,6 +16,7 @@ from dtctl.launch.control.failure import Failure
 from dtctl.launch.files.fetch import Fetched
 from dtctl.launch.records.events import Event, Outputs, SnapshotBegun
 from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.spec.load import dump_spec, parse_spec
 
 
@@ -73,7 +74,7 @@ def test_nobody_is_told_to_correct_dtctls_own_files(
 def recorded(folder: Path, *events: Event, job: str = "") -> RunRecord:
     """A run of a spec, with these events."""
     info = RunInfo(run="r", token="0" * 32, pid=0, started=0.0, spec="dtctl.yaml", command=["dtctl"], detached=False)
-    record = RunRecord.create(folder, info)
+    record = RunWriter.create(folder, info)
     spec = parse_spec(
         f"cluster: {{transport: local}}\njob: {{script: t.py{job}}}\n", source="dtctl.yaml", base_dir=folder
     )

@@ -19,6 +19,7 @@ from dtctl.launch.control.failure import AGENT
 from dtctl.launch.records.events import AttemptRunning, NodeChanged, RunPlanned
 from dtctl.launch.records.metrics_rows import read_last_rows
 from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.node_facts import boot_id, start_ticks
 from tests.facts import missing
 from tests.unit.cli.test_folding import EXIT_BARRIER
@@ -41,7 +42,7 @@ def info() -> RunInfo:
 
 @pytest.fixture
 def record(tmp_path: Path) -> RunRecord:
-    made = RunRecord.create(tmp_path, info())
+    made = RunWriter.create(tmp_path, info())
     made.append_event(RunPlanned(nodes=("node1", "node2")))
     for node in ("node1", "node2"):
         made.append_event(NodeChanged(node=node, state="running"))
@@ -150,7 +151,7 @@ def _status(
 @pytest.mark.parametrize("width", [20, 80])
 @pytest.mark.parametrize("nodes", [1, 2, 40])
 def test_any_number_of_nodes_is_shown_on_any_terminal(tmp_path: Path, nodes: int, width: int) -> None:
-    made = RunRecord.create(tmp_path, info())
+    made = RunWriter.create(tmp_path, info())
     names = [f"node{number}" for number in range(1, nodes + 1)]
     made.append_event(RunPlanned(nodes=tuple(names)))
     for node in names:
@@ -162,7 +163,7 @@ def test_any_number_of_nodes_is_shown_on_any_terminal(tmp_path: Path, nodes: int
 
 
 def test_a_name_that_is_wider_than_the_terminal_is_shown(tmp_path: Path) -> None:
-    made = RunRecord.create(tmp_path, info())
+    made = RunWriter.create(tmp_path, info())
     made.append_event(RunPlanned(nodes=("n" * 60,)))
     made.append_event(NodeChanged(node="n" * 60, state="running"))
     assert "nnn" in drawn(Screen(made, steps=None), 20)

@@ -24,7 +24,7 @@ from dtctl.launch.control.session import Content, LinkLost, NodeMessage, NodeSet
 from dtctl.launch.records.events import Event, Note, Stopping, WorkerExited
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import Logs
-from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
@@ -68,7 +68,7 @@ class Rig:
         self.events: list[Event] = []
         self.inbox: queue.Queue[NodeMessage] = queue.Queue()
         self.nodes = {name: Deaf(name, self.inbox) for name in "abc"}
-        logs = Logs(RunRecord(folder))
+        logs = Logs(RunWriter(folder))
         self.gang = Gang([*self.nodes.values()], self.inbox, logs=logs, emit=self.events.append)
         self.standings: list[Any] = []
         hang_monitor = HangMonitor(

@@ -2,11 +2,11 @@ from pathlib import Path
 
 from dtctl.launch.control.failure import AGENT
 from dtctl.launch.records.logs import METRICS, Logs
-from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 
 
 def test_lines_are_cut_whole_and_kept_as_they_came(tmp_path: Path) -> None:
-    logs = Logs(RunRecord(tmp_path))
+    logs = Logs(RunWriter(tmp_path))
     assert logs.write("a", 0, b"one\ntw") == ["one"]
     assert logs.write("a", 0, b"o\n10%\r50%\r100%\n") == ["two", "100%"]
     assert logs.write("a", 1, b"no end") == []
@@ -17,7 +17,7 @@ def test_lines_are_cut_whole_and_kept_as_they_came(tmp_path: Path) -> None:
 
 
 def test_the_tail_is_that_of_this_attempt(tmp_path: Path) -> None:
-    logs = Logs(RunRecord(tmp_path))
+    logs = Logs(RunWriter(tmp_path))
     logs.write("a", 0, b"old failure\n")
     logs.begin_attempt()
     logs.write("a", 0, b"new failure\n")
@@ -27,7 +27,7 @@ def test_the_tail_is_that_of_this_attempt(tmp_path: Path) -> None:
 
 
 def test_metrics_start_again_when_a_snapshot_has_taken_rank_0_back(tmp_path: Path) -> None:
-    logs = Logs(RunRecord(tmp_path))
+    logs = Logs(RunWriter(tmp_path))
     logs.write("a", METRICS, b'{"step": 1}\n{"step": 2}\n')
     logs.begin_attempt()
     logs.begin_metrics("a")
@@ -37,7 +37,7 @@ def test_metrics_start_again_when_a_snapshot_has_taken_rank_0_back(tmp_path: Pat
 
 
 def test_metrics_of_a_node_that_takes_the_place_of_another_follow_those_of_that(tmp_path: Path) -> None:
-    logs = Logs(RunRecord(tmp_path))
+    logs = Logs(RunWriter(tmp_path))
     logs.write("a", METRICS, b'{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     for node in ("b", "b"):  # the second time because a snapshot took it back
         logs.begin_metrics(node)
@@ -49,19 +49,19 @@ def test_metrics_of_a_node_that_takes_the_place_of_another_follow_those_of_that(
 
 
 def test_bytes_that_are_no_text_do_not_hurt(tmp_path: Path) -> None:
-    logs = Logs(RunRecord(tmp_path))
+    logs = Logs(RunWriter(tmp_path))
     assert logs.write("a", 0, b"\xff\xfe\n") == ["\ufffd\ufffd"]
     logs.close()
 
 
 def test_another_launcher_goes_on_behind_what_is_on_disk(tmp_path: Path) -> None:
-    first = Logs(RunRecord(tmp_path))
+    first = Logs(RunWriter(tmp_path))
     first.write("a", 0, b"attempt 0\n")
     first.begin_attempt()
     first.write("a", 0, b"attempt 1, li")
     first.write("b", AGENT, b"agent\n")
     first.close()
-    second = Logs(RunRecord(tmp_path))
+    second = Logs(RunWriter(tmp_path))
     second.rejoin()
     assert second.offsets == {"a": {0: 13}, "b": {AGENT: 6}}
     second.write("a", 0, b"ne 2\n")
@@ -72,7 +72,7 @@ def test_another_launcher_goes_on_behind_what_is_on_disk(tmp_path: Path) -> None
 
 
 def test_above_its_limit_the_middle_is_cut_and_that_is_said(tmp_path: Path) -> None:
-    logs = Logs(RunRecord(tmp_path), 10_000)
+    logs = Logs(RunWriter(tmp_path), 10_000)
     logs.write("a", 0, b"attempt 0\n")
     logs.begin_attempt()
     printed = [b"%06d\n" % number for number in range(10_000)]
@@ -87,14 +87,14 @@ def test_above_its_limit_the_middle_is_cut_and_that_is_said(tmp_path: Path) -> N
     assert text.endswith(b"009999\n")
     assert logs.tail("a", 0, 70).splitlines()[-1] == "009999"
     logs.close()
-    second = Logs(RunRecord(tmp_path))
+    second = Logs(RunWriter(tmp_path))
     second.rejoin()
     assert second.offsets == {"a": {0: 70_000}}, "a new launcher knows what has come"
     second.close()
 
 
 def test_what_a_node_has_cut_out_counts_with_what_is_cut_here(tmp_path: Path) -> None:
-    logs = Logs(RunRecord(tmp_path), 10_000)
+    logs = Logs(RunWriter(tmp_path), 10_000)
     line = b"%06d\n"
     sent = 0
     for number in range(3_000):

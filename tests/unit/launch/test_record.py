@@ -17,16 +17,8 @@ from hypothesis import strategies as st
 from dtctl.errors import LaunchError, UsageError
 from dtctl.launch.records.events import Note, RunPlanned
 from dtctl.launch.records.logs import Logs
-from dtctl.launch.records.record import (
-    RUN_NAME,
-    RunInfo,
-    RunRecord,
-    check_run_name,
-    find_run,
-    list_runs,
-    new_run_id,
-    write_private,
-)
+from dtctl.launch.records.record import RUN_NAME, RunInfo, RunRecord, check_run_name, find_run, list_runs, new_run_id
+from dtctl.launch.records.run_writer import RunWriter, write_private
 from tests.facts import raises
 
 INFO = RunInfo(
@@ -35,7 +27,7 @@ INFO = RunInfo(
 
 
 def made(base: Path, run: str, started: float = 100.0) -> RunRecord:
-    return RunRecord.create(base, replace(INFO, run=run, started=started))
+    return RunWriter.create(base, replace(INFO, run=run, started=started))
 
 
 @given(st.text(max_size=80), st.floats(0, 4e9))
@@ -151,7 +143,7 @@ def test_events_are_whole_lines_for_whoever_reads_along(tmp_path: Path) -> None:
 
 
 def test_logs_lie_by_node_and_rank(tmp_path: Path) -> None:
-    record = RunRecord(tmp_path)
+    record = RunWriter(tmp_path)
     assert record.log_path("gpu1", 12) == tmp_path / "logs" / "gpu1" / "rank-12.log"
     assert record.log_path("gpu1", -1) == tmp_path / "logs" / "gpu1" / "agent.log"
 
@@ -192,12 +184,12 @@ def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path: 
 
 def test_who_only_looks_for_a_launcher_turns_none_away(tmp_path: Path) -> None:
     """Two `logs -f` that take up a run at once both look, while their launchers want to be it."""
-    record = RunRecord(tmp_path)
+    record = RunWriter(tmp_path)
     over = threading.Event()
 
     def look() -> None:
         while not over.is_set():
-            RunRecord(tmp_path).has_launcher()
+            RunWriter(tmp_path).has_launcher()
 
     lookers = [threading.Thread(target=look, daemon=True) for _ in range(3)]
     for looker in lookers:
@@ -214,10 +206,10 @@ def test_who_only_looks_for_a_launcher_turns_none_away(tmp_path: Path) -> None:
 
 
 def test_there_is_one_launcher_at_most(tmp_path: Path) -> None:
-    record = RunRecord(tmp_path)
+    record = RunWriter(tmp_path)
     with (
         record.launcher_lock(),
         raises(LaunchError, "already launcher"),
-        RunRecord(tmp_path).launcher_lock(),
+        RunWriter(tmp_path).launcher_lock(),
     ):
         pass

@@ -17,6 +17,7 @@ from dtctl.errors import LaunchError
 from dtctl.launch import stop
 from dtctl.launch.records.events import AttemptRunning, Healed, Replacement, RunProgress, Survivor, parse
 from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import alive, follow, state_of
 from dtctl.node_facts import boot_id, start_ticks
 from tests.facts import missing, raises
@@ -45,7 +46,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def record_of(folder: Path, *events: dict[str, object], info: RunInfo = ME) -> RunRecord:
-    record = RunRecord.create(folder, info)
+    record = RunWriter.create(folder, info)
     for event in events:
         append(record, event)
     return record

@@ -17,7 +17,8 @@ from dtctl.launch.records.events import (
     WorkerExited,
 )
 from dtctl.launch.records.ledger import PHASES
-from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.record import RunInfo
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.metrics.follow import FigureCollector, RunFigures
 
 STARTED = 1_800_000_000.0
@@ -30,7 +31,7 @@ class WrittenRun:
         info = RunInfo(
             run=run, token="0" * 32, pid=0, started=STARTED, spec="dtctl.yaml", command=["dtctl"], detached=False
         )  # fmt: skip
-        self.record = RunRecord.create(base, info)
+        self.record = RunWriter.create(base, info)
         self.now = STARTED
         self.follower = FigureCollector(self.record, clock=lambda: self.now)
 

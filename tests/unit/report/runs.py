@@ -10,6 +10,7 @@ from typing import Any
 
 from dtctl.launch.records.events import Event, parse
 from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.node_facts import start_ticks
 
 BEGAN = 1_795_000_000.0
@@ -81,7 +82,7 @@ def make_run(
         run=name, token="t", pid=os.getpid(), started=BEGAN, spec="", command=["dtctl", "launch"], detached=False,
         pid_started=start_ticks(os.getpid()),
     )  # fmt: skip
-    record = RunRecord.create(base, info)
+    record = RunWriter.create(base, info)
     record.write_spec(SPEC.replace("LR", lr))
     env = [
         {"name": "WANDB_API_KEY", "value": "sesame-2", "origin": "job.env_from: WANDB_*"},

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from dtctl.launch.records.events import Event, Note, RunEnded
-from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.record import RunInfo
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.slurm.answers import JobFacts
 from dtctl.slurm.follow import Follower
 from dtctl.slurm.job_files import STATE_FILE
@@ -48,7 +49,7 @@ def result_of(
     info = RunInfo(
         run="run", token="t", pid=1, started=0.0, spec="", command=["dtctl", "launch"], detached=True, slurm=True
     )
-    record = RunRecord.create(tmp_path, info)
+    record = RunWriter.create(tmp_path, info)
     record.write_spec(
         "cluster: {transport: slurm, nodes: 1, slots: 1}\njob: {name: r, script: train.py, kind: direct}\n"
     )

@@ -20,7 +20,7 @@ from dtctl import names, node_facts
 from dtctl.errors import LaunchError
 from dtctl.launch.records.events import NodesAllocated
 from dtctl.launch.records.ledger import Ledger
-from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.plan.bind import Attempt, bind_plan
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Threads
@@ -131,7 +131,7 @@ def test_a_plan_inside_the_job_is_the_plan_outside(name: str, tmp_path: Path, mo
 
 
 def test_the_time_of_a_job_by_hand_counts_from_its_first_start(tmp_path: Path) -> None:
-    record, now = RunRecord(tmp_path / "control"), time.time()
+    record, now = RunWriter(tmp_path / "control"), time.time()
     record.folder.mkdir()
     file = replace(told(spec_of("train", tmp_path)), is_followed=False)
     assert open_ledger(record, file).total_s() < 30

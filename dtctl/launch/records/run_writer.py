@@ -1,0 +1,235 @@
+"""A run's folder, written by its launcher; record.py says what stands in it, and reads it.
+
+Folders are 0700, files 0600: environments and logs are nobody else's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtctl import folders, names
+from dtctl.errors import LaunchError
+from dtctl.launch.records.record import RUN_FILE, RunInfo, RunRecord, check_no_link, writing
+
+if TYPE_CHECKING:
+    from dtctl.launch.records.events import Event
+    from dtctl.plan.model import Plan
+
+ROOM_FILE, ROOM_BYTES, ROOM_STEP_BYTES = "room", 512 << 10, 64 << 10
+"""Of the disk, taken before the start for events and records, and given back for them when the disk is full."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+LOCK_WAIT_S = 0.5
+"""How long one who wants to be the launcher waits for those who look whether there is one."""
+
+
+def state_folder(base_dir: Path, name: str) -> Path:
+    """A folder of dtctl's own beside the spec, for this user alone and out of git's sight.
+
+    Raises:
+        LaunchError: it cannot be made, is a link, or others own it or may write to it.
+    """
+    state = base_dir / names.STATE_DIR
+    folder = state / name
+    check_no_link(base_dir, name)
+    try:
+        with writing(folder):
+            folders.make_durable(str(state), 0o700)
+            folders.check_private(str(state))
+            folders.make_durable(str(folder), 0o700)
+            folders.check_private(str(folder))
+    except LaunchError as exc:
+        if not isinstance(exc.__cause__, folders.Foreign):
+            raise
+        foreign = exc.__cause__
+        raise LaunchError(
+            f"others could change the run's records: {foreign.strerror}", where=foreign.filename, hint=foreign.fix
+        ) from None
+    ignore = state / ".gitignore"
+    if not ignore.exists():
+        write_private(ignore, "*\n")
+    return folder
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace the file at `path` in one step, mode 0600.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with writing(path):
+        try:
+            partial.unlink(missing_ok=True)  # of a process of the same number that was killed
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            folders.sync_folder(str(path.parent))
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+
+
+class RunWriter(RunRecord):
+    """The folder of one run for its launcher, which alone writes there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._events: int | None = None
+        self._torn = False
+        self._room: int | None = None
+        self.lost_events = 0
+        """Events that could not be written down."""
+
+    @classmethod
+    def create(cls, base_dir: Path, info: RunInfo) -> RunWriter:
+        """Make the folder of a new run below `base_dir`.
+
+        Raises:
+            LaunchError: a run of this name exists, or the folder cannot be written to.
+        """
+        folder = state_folder(base_dir, names.RUNS_DIR) / info.run
+        try:
+            with writing(folder):
+                folder.mkdir(mode=0o700)
+                folders.sync_folder(str(folder.parent))
+        except LaunchError as exc:
+            if not isinstance(exc.__cause__, FileExistsError):
+                raise
+            raise LaunchError(
+                f"a run named {info.run} already exists",
+                where=str(folder),
+                hint="choose another `--name`, or leave it out and dtctl chooses one",
+            ) from None
+        with writing(folder):
+            (folder / names.LOGS_DIR).mkdir(mode=0o700)
+        record = cls(folder)
+        with writing(folder):
+            record.reserve()
+        record.write_info(info)
+        return record
+
+    @contextmanager
+    def launcher_lock(self) -> Iterator[None]:
+        """Be the run's launcher while the body runs; there is at most one.
+
+        Raises:
+            LaunchError: there is another one.
+        """
+        # Who only asks holds the lock for an instant, shared: that must not turn a launcher away.
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while (lock_fd := self._lock(fcntl.LOCK_EX)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if lock_fd is None:
+            raise LaunchError(f"run {self.run} already has a launcher", where=str(self.folder))
+        try:
+            yield
+        finally:
+            os.close(lock_fd)
+
+    def write_info(self, info: RunInfo) -> None:
+        """Record who launches the run."""
+        self.write(RUN_FILE, json.dumps(asdict(info), indent=1) + "\n")
+
+    def write_spec(self, text: str) -> None:
+        """Record the spec, so that the run's nodes are found again when the file has changed since."""
+        self.write(names.RUN_SPEC_FILE, text)
+
+    def write_plan(self, plan: Plan, hosts: Mapping[str, str] | None = None) -> None:
+        """Record the plan of the attempt that is about to start, and how its nodes call themselves, as far as known."""
+        facts = asdict(plan)
+        for node in facts["nodes"]:
+            if host := (hosts or {}).get(node["name"]):
+                node["host"] = host
+        self.write(names.PLAN_FILE, json.dumps(facts, indent=1) + "\n")
+
+    def append_event(self, event: Event) -> None:
+        """Append one event; whole lines, whoever else reads. A full disk costs the event, not the run."""
+        line = (json.dumps(event.to_json(), separators=(",", ":")) + "\n").encode()
+        if self._torn:
+            line = b"\n" + line
+        rest = line[self._append(line) :]
+        while rest and self.make_room():
+            rest = rest[self._append(rest) :]
+        self._torn = 0 < len(rest) < len(line) or (self._torn and bool(rest))
+        self.lost_events += bool(rest)
+
+    def _append(self, data: bytes) -> int:
+        """Append to the events what the disk takes; its length."""
+        try:
+            if self._events is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+                self._events = os.open(self.folder / names.EVENTS_FILE, flags, 0o600)
+            return os.write(self._events, data)
+        except OSError:
+            return 0
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a file of the record.
+
+        Raises:
+            LaunchError: it cannot be written, even with the room that was kept for it.
+        """
+        self.with_room(lambda: write_private(self.folder / name, text))
+
+    def with_room(self, action: Callable[[], None]) -> None:
+        """Do something that writes a record, again if the disk is full and there is room that was kept for it.
+
+        Raises:
+            LaunchError: it cannot be written, even so.
+        """
+        while True:
+            try:
+                return action()
+            except LaunchError as exc:
+                if getattr(exc.__cause__, "errno", None) not in NO_ROOM or not self.make_room():
+                    raise
+
+    def reserve(self) -> None:
+        """Take room on the disk for what has to be recorded however full it is by then.
+
+        Raises:
+            OSError: there is none.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._room = os.open(self.folder / ROOM_FILE, flags, 0o600)
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / ROOM_FILE).unlink()  # it goes with its descriptor, whatever ends this process
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._room, 0, ROOM_BYTES)
+        else:
+            os.pwrite(self._room, bytes(ROOM_BYTES), 0)
+
+    def make_room(self) -> bool:
+        """Give the disk back some of the room that was taken; False when there is none left."""
+        size = os.fstat(self._room).st_size if self._room is not None else 0
+        if self._room is None or not size:
+            return False
+        os.ftruncate(self._room, max(0, size - ROOM_STEP_BYTES))
+        return True
+
+    def open_output(self, name: str) -> int:
+        """Open a file of the run for what a process prints; made where it is missing, appended to, no link followed.
+
+        Returns:
+            A descriptor for reading and writing.
+
+        Raises:
+            LaunchError: It cannot be opened.
+        """
+        path = self.folder / name
+        with writing(path):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
