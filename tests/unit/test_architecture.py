@@ -14,7 +14,6 @@ METHODS: Final = 15
 """Of a class, at most; more are several classes, by what changes together."""
 WIDER: Final = {
     "launch.control.session:Session": 20,
-    "launch.records.logs:Logs": 21,
     "lint.project:Project": 33,
     "lint.source_file:SourceFile": 31,
     "runtime.data_loading.reading:Reader": 19,

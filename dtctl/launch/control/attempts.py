@@ -12,6 +12,7 @@ from dtctl.launch.control.failure import Failure
 from dtctl.launch.control.run_nodes import RunNodes
 from dtctl.launch.records.events import LauncherAway, Note, Outputs, Restarting
 from dtctl.launch.records.ledger import Ledger
+from dtctl.launch.records.logs import METRICS
 
 if TYPE_CHECKING:
     from dtctl.launch.control.restart_policy import RestartDecision, RestartPolicy
@@ -96,8 +97,9 @@ class Attempts:
     def _judge(self, outcome: AttemptOutcome, failure: Failure) -> RestartDecision:
         """Whether, and when, to start again after an attempt that has failed."""
         from dtctl.launch.control.restart_policy import RestartPolicy  # most runs need none
+        from dtctl.launch.records.metrics_rows import read_last_step
 
         self._policy = self._policy or RestartPolicy(trains=self._nodes.job.trains)
-        logged = self._nodes.logs.last_step()
+        logged = read_last_step(self._nodes.logs.path("", METRICS))
         step = logged if outcome.last_step is None else max(outcome.last_step, logged or 0)
         return self._policy.judge(failure, step=step, first=outcome.first_step, lasted_s=time.monotonic() - self._begun)

@@ -24,7 +24,7 @@ TIMES_SUFFIX = ".times"
 TIMES_EVERY_S = 2.0
 LONGEST_BYTES = 1 << 16
 """A line that is longer is shown in several; it is kept whole in its file."""
-
+CUT_MARK = b"[dtctl: %d bytes were cut here, see job.log_mib]\n"
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 RECORD_BYTES = 16 << 20
@@ -96,6 +96,178 @@ class Lines:
         return text
 
 
+class RankLog:
+    """What has come of the output of one rank: a file that grows, and of which a limit cuts the middle."""
+
+    def __init__(self, path: Path, limit_bytes: int = 0) -> None:
+        """Nothing has come; the file is opened at first use. 0 bytes are no limit."""
+        self.path = path
+        self.lines = Lines()
+        self.received = 0
+        """Bytes of output that have come in this attempt."""
+        self.begun: int | None = None
+        """Size that it had when the newest attempt began; None: it was not there."""
+        self.cut = 0
+        """Bytes of output that the limit, or a node's, has cut out."""
+        self.refusal: str | None = None
+        """Why the disk has refused some of it; None: it has not."""
+        self._limit_bytes = limit_bytes
+        self._file: BinaryIO | None = None
+        self._size = 0
+        self._mark_size = 0
+        self._gap_size = 0
+        """Bytes of marks for what nodes had cut out before it came here."""
+        self._timed = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something has come, here or to an earlier launcher."""
+        return self._file is not None
+
+    def open(self) -> BinaryIO:
+        """The file.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        if self._file is None:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)  # others read along
+            self.path.chmod(0o600)
+            self._size = self._file.tell()
+        return self._file
+
+    def write(self, data: bytes) -> int:
+        """Append what the disk takes; the number of bytes that it refuses."""
+        written = 0
+        try:
+            written = self.open().write(data) or 0  # on a disk that is nearly full, a part of it
+        except OSError as exc:
+            self.refusal = self.refusal or exc.strerror
+        if written < len(data):
+            self.refusal = self.refusal or "the disk is full"
+        self._size += written
+        return len(data) - written
+
+    def note_time(self) -> None:
+        """Note when the file has which size, every few seconds."""
+        now = time.time()
+        if now - self._timed < TIMES_EVERY_S:
+            return
+        self._timed = now
+        with contextlib.suppress(OSError):
+            size = self.open().seek(0, os.SEEK_END)
+            fd = os.open(self.path.with_suffix(TIMES_SUFFIX), APPEND, 0o600)
+            with os.fdopen(fd, "a", encoding="ascii") as file:
+                file.write(f"{now:.1f} {size}\n")
+
+    def skip(self, size: int) -> None:
+        """Say in the file that so much of the output is missing, or was cut, where there is a limit."""
+        text = b"[dtctl: %d bytes are missing here]\n"
+        self.received += size
+        if self._limit_bytes:
+            self.cut += size
+            text = CUT_MARK
+        with contextlib.suppress(OSError):
+            self._gap_size += self.end_line()
+            self._gap_size += self.open().write(text % size) or 0
+
+    def cut_middle(self) -> bool:
+        """Cut a file that is too long, and say so in it; whether that was done.
+
+        The first half of what the limit allows is kept, and an eighth at the end.
+        """
+        if not 0 < self._limit_bytes < self._size:
+            return False
+        head, tail = self._limit_bytes // 2, self._limit_bytes // 8
+        try:
+            with self.path.open("r+b") as file:
+                size = file.seek(0, os.SEEK_END)
+                self.cut += size - head - tail - self._mark_size - self._gap_size
+                self._gap_size = 0
+                file.seek(size - tail)
+                end = file.read(tail)
+                file.seek(head)
+                self._mark_size = file.write(b"\n" + CUT_MARK % self.cut)
+                file.write(end)
+                file.truncate()
+                self._size = file.tell()
+        except OSError:
+            return False  # it is as long as it is
+        # What the attempt has put there is counted from its beginning, wherever that would lie now.
+        self.begun = (self.begun or 0) - (size - self._size)
+        return True
+
+    def end_line(self) -> int:
+        """End a line in whose middle a worker was ended, so that its successor begins with one of its own.
+
+        Returns:
+            Bytes that were added.
+        """
+        with contextlib.suppress(OSError):
+            with self.path.open("rb") as file:
+                if not file.seek(0, 2):
+                    return 0
+                file.seek(-1, 2)
+                ends_with_newline = file.read(1) == b"\n"
+            if not ends_with_newline:
+                return self.open().write(b"\n") or 0
+        return 0
+
+    def tail(self, limit_bytes: int) -> str:
+        """The end of what has come in this attempt."""
+        try:
+            with os.fdopen(folders.open_regular(str(self.path)), "rb") as file:
+                file.seek(0, 2)
+                file.seek(max(0, self.begun or 0, file.tell() - limit_bytes))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class MetricsCopy(RankLog):
+    """The same for the metrics of a run, which nodes send as the output of a rank; several may do so in turn."""
+
+    def __init__(self, path: Path) -> None:
+        """Go on with the file as it is."""
+        super().__init__(path)
+        self._first_line: bytes | None = None
+        """What has come of metrics that are sent from the top, until their first line is whole; None: it is."""
+
+    def begin(self) -> None:
+        """Metrics are sent from the top now.
+
+        The copy here keeps the steps before the first one that comes: another node does not have them.
+        """
+        self._first_line, self.received = b"", 0
+
+    def write(self, data: bytes) -> int:
+        """Append, but nothing before the first line is whole, which says what it replaces."""
+        if self._first_line is None:
+            return super().write(data)
+        data = self._first_line + data
+        if b"\n" not in data:
+            self._first_line = data
+            return 0
+        self._first_line = None
+        first = _step_of(data.partition(b"\n")[0])
+        size, copy = 0, self.open()
+        with self.path.open("rb") as file:
+            for line in file:
+                step = _step_of(line)
+                if step is None or first is None or step >= first:
+                    break
+                size += len(line)
+        copy.truncate(size)
+        return super().write(data)
+
+
 class Logs:
     """Writes what arrives and cuts it into lines."""
 
@@ -103,28 +275,11 @@ class Logs:
         """Write into the run's folder, of each rank no more than the limit; 0 is none."""
         self._record = record
         self._limit_bytes = limit_bytes
-        self._sizes: dict[tuple[str, int], int] = {}
-        self._cut: Counter[tuple[str, int]] = Counter()
-        self._mark_sizes: Counter[tuple[str, int]] = Counter()
-        self._gap_sizes: Counter[tuple[str, int]] = Counter()
-        """Bytes of marks for what nodes had cut out before it came here."""
-        self._files: dict[tuple[str, int], BinaryIO] = {}
-        self._partial: dict[tuple[str, int], Lines] = {}
-        self._refused: str | None = None
+        self._logs: dict[tuple[str, int], RankLog] = {}
+        self._refusal: str | None = None
         self._refusal_reported = False
-        self._begun: dict[tuple[str, int], int] = {}
-        self._timed: dict[tuple[str, int], float] = {}
-        self._metrics_begun: bytes | None = None
-        """What has come of metrics that are sent from the top, until their first line is whole; None: it is."""
         self.lost: dict[str, int] = {}
         """Node -> bytes of its output that could not be kept here."""
-        self.offsets: dict[str, dict[int, int]] = {}
-        """Node -> rank -> bytes received in this attempt; what a new link asks the rest of."""
-
-    @property
-    def folder(self) -> Path:
-        """Of the run."""
-        return self._record.folder
 
     def write(self, node: str, rank: int, data: bytes) -> list[str]:
         """Keep `data` and return the lines that it completes, without their ends.
@@ -132,204 +287,105 @@ class Logs:
         What a full disk refuses is shown and not kept: the workers are worth more than their logs, and a detached
         node has them too.
         """
-        key = (node, rank)
-        written = 0
-        received = self.offsets.setdefault(node, {})
-        received[rank] = received.get(rank, 0) + len(data)
-        if rank == METRICS and self._metrics_begun is not None:
-            data = self._metrics_from_first_step(key, data)
-        self._note_time(key)
-        try:
-            written = self._file(key).write(data) or 0  # on a disk that is nearly full, a part of it
-        except OSError as exc:
-            self._refused = self._refused or exc.strerror
-        if written < len(data):
-            self._refused = self._refused or "the disk is full"
-            self.lost[node] = self.lost.get(node, 0) + len(data) - written
+        log = self._log(node, rank)
+        log.received += len(data)
+        if rank != METRICS:
+            log.note_time()
+        refused = log.write(data)
+        if refused:
+            self.lost[node] = self.lost.get(node, 0) + refused
+        self._refusal = self._refusal or log.refusal
         if rank == METRICS:
             return []
-        self._sizes[key] = self._sizes.get(key, 0) + written
-        if 0 < self._limit_bytes < self._sizes[key]:
-            self._cut_middle(key)
-        return self._partial.setdefault(key, Lines()).feed(data)
-
-    def _note_time(self, key: tuple[str, int]) -> None:
-        """Note when a log has which size, every few seconds."""
-        now = time.time()
-        if key[1] == METRICS or now - self._timed.get(key, 0.0) < TIMES_EVERY_S:
-            return
-        self._timed[key] = now
-        with contextlib.suppress(OSError):
-            size = self._file(key).seek(0, os.SEEK_END)
-            fd = os.open(self.path(*key).with_suffix(TIMES_SUFFIX), APPEND, 0o600)
-            with os.fdopen(fd, "a", encoding="ascii") as file:
-                file.write(f"{now:.1f} {size}\n")
+        if log.cut_middle():
+            self._write_begun()
+        return log.lines.feed(data)
 
     def skip(self, node: str, rank: int, size: int) -> None:
         """A node has no longer what comes next in the output of a rank."""
-        received = self.offsets.setdefault(node, {})
-        received[rank] = received.get(rank, 0) + size
-        key = (node, rank)
-        text = b"[dtctl: %d bytes are missing here]\n"
-        if self._limit_bytes:
-            self._cut[key] += size
-            text = b"[dtctl: %d bytes were cut here, see job.log_mib]\n"
-        with contextlib.suppress(OSError):
-            self._gap_sizes[key] += self._end_line(node, rank)
-            self._gap_sizes[key] += self._file(key).write(text % size) or 0
+        self._log(node, rank).skip(size)
+
+    @property
+    def offsets(self) -> dict[str, dict[int, int]]:
+        """Node -> rank -> bytes received in this attempt; what a new link asks the rest of."""
+        found: dict[str, dict[int, int]] = {}
+        for (node, rank), log in self._logs.items():
+            if log.received:
+                found.setdefault(node, {})[rank] = log.received
+        return found
 
     @property
     def cut(self) -> dict[str, int]:
         """Bytes of output that `job.log_mib` has cut out of the files here, by node."""
         found: Counter[str] = Counter()
-        for (node, _), size in self._cut.items():
-            found[node] += size
+        for (node, _), log in self._logs.items():
+            found[node] += log.cut
         return dict(+found)
-
-    def _cut_middle(self, key: tuple[str, int]) -> None:
-        """Keep the first half of what the limit allows, and an eighth at the end; what was cut is said in between."""
-        head, tail = self._limit_bytes // 2, self._limit_bytes // 8
-        try:
-            with self.path(*key).open("r+b") as file:
-                size = file.seek(0, os.SEEK_END)
-                self._cut[key] += size - head - tail - self._mark_sizes[key] - self._gap_sizes.pop(key, 0)
-                file.seek(size - tail)
-                end = file.read(tail)
-                file.seek(head)
-                self._mark_sizes[key] = file.write(
-                    b"\n[dtctl: %d bytes were cut here, see job.log_mib]\n" % self._cut[key]
-                )
-                file.write(end)
-                file.truncate()
-                self._sizes[key] = file.tell()
-        except OSError:
-            return  # it is as long as it is
-        # What the attempt has put there is counted from its beginning, wherever that would lie now.
-        self._begun[key] = self._begun.get(key, 0) - (size - self._sizes[key])
-        self._write_begun()
 
     def refusal(self) -> str | None:
         """Why output is no longer kept, told once; None while all is kept, and afterwards."""
-        if self._refused is None or self._refusal_reported:
+        if self._refusal is None or self._refusal_reported:
             return None
         self._refusal_reported = True
-        return self._refused
+        return self._refusal
 
     def flush(self) -> list[tuple[str, int, str]]:
         """Lines that were begun and never ended, as (node, rank, text); they count as ended now."""
-        unfinished = [(node, rank, lines.flush()) for (node, rank), lines in self._partial.items()]
-        self._partial.clear()
+        unfinished = [(node, rank, log.lines.flush()) for (node, rank), log in self._logs.items()]
         return [(node, rank, text) for node, rank, text in unfinished if text]
 
     def begin_metrics(self, node: str) -> None:
-        """Rank 0 sends its metrics from the top, because a snapshot took it back, or it is on another node now.
-
-        The copy here keeps the steps before the first one that comes: another node does not have them.
-        """
-        self._metrics_begun = b""
-        self.offsets.setdefault(node, {})[METRICS] = 0
-
-    def _metrics_from_first_step(self, key: tuple[str, int], data: bytes) -> bytes:
-        """What is to be written now: nothing before the first line is whole, which says what it replaces."""
-        begun = (self._metrics_begun or b"") + data
-        first = _step_of(begun.partition(b"\n")[0]) if b"\n" in begun else None
-        self._metrics_begun = None if b"\n" in begun else begun
-        if self._metrics_begun is not None:
-            return b""
-        size, copy = 0, self._file(key)
-        with self.path(*key).open("rb") as file:
-            for line in file:
-                step = _step_of(line)
-                if step is None or first is None or step >= first:
-                    break
-                size += len(line)
-        copy.truncate(size)
-        return begun
+        """Rank 0 sends its metrics from the top, because a snapshot took it back, or it is on another node now."""
+        log = self._log(node, METRICS)
+        if isinstance(log, MetricsCopy):
+            log.begin()
 
     def begin_attempt(self) -> None:
         """A new attempt writes new files on the nodes; here it is appended to the ones of the last."""
-        self.offsets.clear()
-        for key in self._files:
-            self._end_line(*key)
-        self._begun = {key: self.path(*key).stat().st_size for key in self._files}
+        for log in self._logs.values():
+            log.received = 0
+            if log.is_open:
+                log.end_line()
+            log.begun = log.path.stat().st_size if log.is_open else None
         (self._record.folder / names.LOGS_DIR).mkdir(mode=0o700, exist_ok=True)
         self._write_begun()
 
     def _write_begun(self) -> None:
-        rows = [(node, rank, size) for (node, rank), size in self._begun.items()]
+        rows = [(node, rank, log.begun) for (node, rank), log in self._logs.items() if log.begun is not None]
         self._record.write(BEGUN_FILE, json.dumps(rows) + "\n")
         with contextlib.suppress(OSError):
             fd = os.open(self._record.folder / ATTEMPTS_FILE, APPEND, 0o600)
             with os.fdopen(fd, "a", encoding="utf-8") as file:
                 file.write(json.dumps(rows) + "\n")
 
-    def _end_line(self, node: str, rank: int) -> int:
-        """End a line in whose middle a worker was ended, so that its successor begins with one of its own.
-
-        Returns:
-            Bytes that were added.
-        """
-        with contextlib.suppress(OSError):
-            path = self.path(node, rank)
-            with path.open("rb") as file:
-                if not file.seek(0, 2):
-                    return 0
-                file.seek(-1, 2)
-                ends_with_newline = file.read(1) == b"\n"
-            if not ends_with_newline:
-                return self._file((node, rank)).write(b"\n") or 0
-        return 0
-
     def rejoin(self) -> None:
         """Go on where another launcher has stopped in mid-attempt: what is on disk here need not be sent again."""
-        rows = json.loads((self._record.folder / BEGUN_FILE).read_text(encoding="utf-8"))
-        self._begun = {(node, rank): size for node, rank, size in rows}
+        for node, rank, size in json.loads((self._record.folder / BEGUN_FILE).read_text(encoding="utf-8")):
+            self._log(node, rank).begun = size
         for path in sorted((self._record.folder / names.LOGS_DIR).glob("*/*.log")):
             node, rank = path.parent.name, rank_of(path)
-            have = path.stat().st_size - self._begun.get((node, rank), 0)
-            self.offsets.setdefault(node, {})[rank] = have
-            self._file((node, rank))  # known from now on, also to the next attempt
+            log = self._log(node, rank)
+            log.received = path.stat().st_size - (log.begun or 0)
+            log.open()  # known from now on, also to the next attempt
 
     def tail(self, node: str, rank: int, limit_bytes: int = 32_768) -> str:
         """The end of a rank's output in this attempt."""
-        try:
-            with os.fdopen(folders.open_regular(str(self.path(node, rank))), "rb") as file:
-                file.seek(0, 2)
-                file.seek(max(0, self._begun.get((node, rank), 0), file.tell() - limit_bytes))
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
-
-    def last_step(self) -> int | None:
-        """The last step that rank 0 has logged; None when it has logged none."""
-        from dtctl.launch.records.metrics_rows import read_last_rows  # only a failure needs it
-
-        rows = read_last_rows(self._record.folder / names.METRICS_FILE)
-        return int(rows[-1]["step"]) if rows else None
-
-    def ranks(self, node: str) -> list[int]:
-        """Ranks of a node that have printed something, in order; without torchrun's agent."""
-        return sorted(rank for name, rank in self._files if name == node and rank >= 0)
+        return self._log(node, rank).tail(limit_bytes)
 
     def close(self) -> None:
         """Close all files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        for log in self._logs.values():
+            log.close()
 
     def path(self, node: str, rank: int) -> Path:
         """The file of a rank's output."""
         return self._record.folder / names.METRICS_FILE if rank == METRICS else self._record.log_path(node, rank)
 
-    def _file(self, key: tuple[str, int]) -> BinaryIO:
-        if key not in self._files:
-            path = self.path(*key)
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = path.open("ab", buffering=0)  # others read along
-            path.chmod(0o600)
-            self._files[key] = file
-            self._sizes[key] = file.tell()
-        return self._files[key]
+    def _log(self, node: str, rank: int) -> RankLog:
+        if (node, rank) not in self._logs:
+            path = self.path(node, rank)
+            self._logs[node, rank] = MetricsCopy(path) if rank == METRICS else RankLog(path, self._limit_bytes)
+        return self._logs[node, rank]
 
 
 def _step_of(line: bytes) -> int | None:

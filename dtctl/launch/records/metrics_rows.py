@@ -46,3 +46,9 @@ def read_last_rows(path: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     return [row for row in map(parse_row, lines) if row is not None]
+
+
+def read_last_step(path: Path) -> int | None:
+    """Read the last step that rank 0 has logged; None when it has logged none."""
+    rows = read_last_rows(path)
+    return int(rows[-1]["step"]) if rows else None

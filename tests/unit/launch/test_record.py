@@ -163,7 +163,7 @@ def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
     (record.folder / "events.jsonl").symlink_to("/dev/full")
     record.append_event(RunPlanned())
     logs = Logs(record)
-    logs._files[("a", 0)] = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - closed with the logs
+    logs._log("a", 0)._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - closed with the logs
     assert logs.write("a", 0, b"shown\n") == ["shown"], "people still see it"
     assert logs.offsets["a"][0] == 6
     logs.close()
