@@ -13,7 +13,6 @@ from dtctl.cli import app
 METHODS: Final = 15
 """Of a class, at most; more are several classes, by what changes together."""
 WIDER: Final = {
-    "launch.control.session:Session": 20,
     "lint.project:Project": 33,
     "lint.source_file:SourceFile": 31,
     "runtime.data_loading.reading:Reader": 19,

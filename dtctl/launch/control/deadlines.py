@@ -190,11 +190,11 @@ class Deadlines:
 
     def _check_silence(self, session: Session, silent_s: float) -> None:
         if silent_s <= self.nodes.link_timeout_s:
-            session.forget_call()
+            session.second_call.forget()
             return
         text = f"no message arrived from it for {self.nodes.link_timeout_s:g} s"
         if self.confirms_silence:
-            answers = session.call_again()
+            answers = session.second_call.is_answered()
             if answers is not False and silent_s <= 2 * self.nodes.link_timeout_s:
                 return
             if answers:

@@ -97,6 +97,68 @@ class NodeSetup:
     """To end what may be left there of the run before it is prepared again."""
 
 
+class NodeInbox:
+    """The launcher's inbox for one node, whose messages wait while too many of them are unread there."""
+
+    def __init__(self, inbox: Queue[NodeMessage]) -> None:
+        self._inbox = inbox
+        self._room = threading.Condition()
+        self._queued_bytes = 0
+        self._is_closed = False
+
+    def put(self, message: NodeMessage) -> None:
+        """Put a message there; blocks while too much of this node is unread."""
+        with self._room:
+            while self._queued_bytes > MAX_QUEUED_BYTES and not self._is_closed:
+                self._room.wait()
+            self._queued_bytes += message.size_bytes
+        if not self._is_closed:
+            self._inbox.put(message)
+
+    def release(self, size_bytes: int) -> None:
+        """So much was taken out."""
+        with self._room:
+            self._queued_bytes -= size_bytes
+            self._room.notify_all()
+
+    def close(self) -> None:
+        """Drop whatever comes from now on."""
+        self._is_closed = True
+        self.release(0)
+
+
+class SecondCall:
+    """Another connection to a node that is silent: does it answer that?"""
+
+    def __init__(self, target: Target, transport: Transport) -> None:
+        self._target, self._transport = target, transport
+        self._answer: list[bool] | None = None
+        """The answer, once it is known; None while nobody has asked."""
+
+    def is_answered(self) -> bool | None:
+        """Return whether the node answers a new connection; None until that is known. Never waits."""
+        if self._answer is None:
+            self._answer = []
+            name = f"again {self._target.name}"
+            threading.Thread(target=self._try_connection, args=(self._answer,), name=name, daemon=True).start()
+        return self._answer[0] if self._answer else None
+
+    def forget(self) -> None:
+        """Forget the answer: the node has been heard since."""
+        self._answer = None
+
+    def _try_connection(self, answer: list[bool]) -> None:
+        try:
+            connection = self._transport.connect(self._target)
+            try:  # of srun only a command shows that there is a node
+                answers = connection.open("exit 0").exit_status(self._target.connect_timeout_s) == 0
+            finally:
+                connection.close()
+        except Exception:  # noqa: BLE001 - whatever it is, there is no connection
+            answers = False
+        answer.append(answers)
+
+
 class Session:
     """The link to one node and the thread that reads it."""
 
@@ -116,16 +178,12 @@ class Session:
         self.is_over = False
         """Whether the link was lost, or never came to be; also if nobody has read the message that says so."""
         self._transport = transport
-        self._inbox = inbox
+        self._inbox = NodeInbox(inbox)
         self._link: NodeLink | None = None
         self._outbox: Queue[Message | None] = Queue(maxsize=MAX_UNSENT)
-        self._room = threading.Condition()
-        self._queued_bytes = 0
         self._closed = False
-        self._muted = False
         self._asked: NodeLink | None = None
-        self._call: list[bool] | None = None
-        """Answer to a new connection, once it is known; None while nobody has asked."""
+        self.second_call = SecondCall(target, transport)
         self._thread = threading.Thread(target=self._run, name=f"node {self.name}", daemon=True)
 
     def start(self) -> None:
@@ -156,39 +214,13 @@ class Session:
         since = None if self._asked is None else self._asked.waiting_since
         return 0.0 if since is None else time.monotonic() - max(since, self.last_heard)
 
-    def call_again(self) -> bool | None:
-        """Return whether the node answers a new connection; None until that is known. Never waits."""
-        if self._call is None:
-            self._call = []
-            again = threading.Thread(
-                target=self._try_connection, args=(self._call,), name=f"again {self.name}", daemon=True
-            )
-            again.start()
-        return self._call[0] if self._call else None
-
-    def forget_call(self) -> None:
-        """Forget the answer to a new connection: the node has been heard since."""
-        self._call = None
-
-    def _try_connection(self, answer: list[bool]) -> None:
-        try:
-            connection = self._transport.connect(self.target)
-            try:  # of srun only a command shows that there is a node
-                answers = connection.open("exit 0").exit_status(self.target.connect_timeout_s) == 0
-            finally:
-                connection.close()
-        except Exception:  # noqa: BLE001 - whatever it is, there is no connection
-            answers = False
-        answer.append(answers)
-
     def mute(self) -> None:
         """Report nothing more, but keep reading."""
-        self._muted = True
-        self._release()
+        self._inbox.close()
 
     def acknowledge(self, message: NodeMessage) -> None:
         """The launcher has taken a message from the inbox."""
-        self._release(message.size_bytes)
+        self._inbox.release(message.size_bytes)
 
     def wait_closed(self, timeout_s: float) -> None:
         """Wait until the node's end has closed the link: then not even the supervisor is left there."""
@@ -197,7 +229,7 @@ class Session:
     def close(self) -> None:
         """Drop the link; nothing more is said after this."""
         self._closed = True
-        self._release()
+        self._inbox.close()
         with contextlib.suppress(queue.Full):
             self._outbox.put_nowait(None)
         if self.connection is not None:
@@ -206,18 +238,8 @@ class Session:
     def report(self, content: Content) -> None:
         """Put a message into the launcher's inbox; blocks while too much of this node is unread there."""
         size_bytes = MIN_MESSAGE_BYTES + (len(content.payload) if isinstance(content, OutputChunk) else 0)
-        with self._room:
-            while self._queued_bytes > MAX_QUEUED_BYTES and not (self._closed or self._muted):
-                self._room.wait()
-            self._queued_bytes += size_bytes
         self.last_progress = time.monotonic()
-        if not (self._closed or self._muted):
-            self._inbox.put(NodeMessage(self, content, size_bytes))
-
-    def _release(self, size_bytes: int = 0) -> None:
-        with self._room:
-            self._queued_bytes -= size_bytes
-            self._room.notify_all()
+        self._inbox.put(NodeMessage(self, content, size_bytes))
 
     def _send_all(self, link: NodeLink) -> None:
         with contextlib.suppress(ConnectError):  # the reading thread reports it
@@ -228,8 +250,10 @@ class Session:
         try:
             self.connection = self._transport.connect(self.target)
             self.report(Preparing("connected"))
-            link = self._open(self.connection)
-            if self.setup.attach is None:
+            setup = self.setup
+            first = setup.attach or Hello(ports=list(setup.ports))
+            link = open_program(self.connection, first, node=self.name, python=setup.python, workdir=setup.workdir)
+            if setup.attach is None:
                 self._prepare(link)
             threading.Thread(target=self._send_all, args=(link,), name=f"to {self.name}", daemon=True).start()
             self._link = link
@@ -238,11 +262,6 @@ class Session:
         except Exception as exc:  # noqa: BLE001 - also a bug must end the run, not leave the launcher waiting
             self.is_over = True
             self.report(SessionFailed(exc))
-
-    def _open(self, connection: Connection) -> NodeLink:
-        setup = self.setup
-        first = setup.attach or Hello(ports=list(setup.ports))
-        return open_program(connection, first, node=self.name, python=setup.python, workdir=setup.workdir)
 
     def _prepare(self, link: NodeLink) -> None:
         setup = self.setup

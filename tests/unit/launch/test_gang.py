@@ -246,10 +246,10 @@ def test_without_spares_a_new_connection_decides_whether_a_silent_node_is_lost(
         rig.nodes[node].last_heard = time.monotonic()
     rig.attempt.nodes.begun_at -= 100
     if not answers:
-        rig.nodes["b"]._transport = Unreachable()
+        rig.nodes["b"].second_call._transport = Unreachable()
     rig.nodes["b"].last_heard -= silent_s
     deadline = time.monotonic() + 10
-    while silent_s > 30 and rig.nodes["b"].call_again() is None and time.monotonic() < deadline:
+    while silent_s > 30 and rig.nodes["b"].second_call.is_answered() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     rig.attempt.deadlines.check()
     assert rig.attempt.nodes.outcome.lost_nodes == (["b"] if lost else [])
@@ -257,7 +257,7 @@ def test_without_spares_a_new_connection_decides_whether_a_silent_node_is_lost(
         assert not missing(rig.attempt.nodes.outcome.failures[0].summary, "60 s" if answers else "30 s")
     rig.nodes["b"].last_heard = time.monotonic()
     rig.attempt.deadlines.check()
-    assert rig.nodes["b"]._call is None or lost, "the next silence asks anew"
+    assert rig.nodes["b"].second_call._answer is None or lost, "the next silence asks anew"
 
 
 def test_a_node_that_does_not_start_in_time_is_lost(rig: Rig) -> None:
