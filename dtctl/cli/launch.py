@@ -18,7 +18,10 @@ def launch(
         typer.Argument(help=f"The spec; - is standard input.  [default: {names.SPEC_FILE}]", show_default=False),
     ] = None,
     nodes: Annotated[
-        str | None, typer.Option(help="Nodes for a job without a spec: `a,b` or `gpu[01-04]`; then -- SCRIPT ARGS.")
+        str | None,
+        typer.Option(
+            help="Only these nodes of the spec: `a,b` or `gpu[01-04]`. Without a spec, the nodes of -- SCRIPT ARGS."
+        ),
     ] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Workers per node, with --nodes.")] = None,
     set_: Annotated[
@@ -29,7 +32,7 @@ def launch(
         Path | None, typer.Option(metavar="DIR", help="Write what would be sent to files, without sending it.")
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return once the job runs; it continues in the background.")
+        bool, typer.Option("-d", "--detach", help="Return once the job runs; it continues in the background.")
     ] = False,
     doctor: Annotated[
         bool | None,

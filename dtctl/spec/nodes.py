@@ -52,7 +52,8 @@ def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
         SpecError: there is none, a name is unusable, or a name is listed twice.
     """
     by_name: dict[str, tuple[NodeSpec, str, str]] = {}
-    for node, key, where in _entries(spec):
+    for entry, written, key, where in list_entries(spec):
+        node = _node(spec, entry, written)
         _check_words(node, key, where)
         # Names of hosts do not care about case, nor do the folders of a Mac.
         earlier = by_name.setdefault(node.name.casefold(), (node, key, where))
@@ -97,8 +98,12 @@ def _both_places(first: tuple[str, str], second: tuple[str, str]) -> str:
     return " and in ".join(places)
 
 
-def _entries(spec: Spec) -> Iterator[tuple[NodeSpec, str, str]]:
-    """Every node with the key and the place that name it."""
+def list_entries(spec: Spec) -> Iterator[tuple[NodeEntry, str, str, str]]:
+    """Yield the entry of every node, its name as it is written, and the key and the place that name it.
+
+    Raises:
+        SpecError: there are both a hostfile and nodes, or names are not well formed.
+    """
     cluster = spec.cluster
     if cluster.hostfile is not None:
         if cluster.nodes:
@@ -111,11 +116,11 @@ def _entries(spec: Spec) -> Iterator[tuple[NodeSpec, str, str]]:
         from dtctl.spec import hostfile
 
         for line in hostfile.read(cluster.hostfile):
-            yield _node(spec, _entry(line.name, line.slots), line.name), "cluster.hostfile", line.where
+            yield _entry(line.name, line.slots), line.name, "cluster.hostfile", line.where
         return
     if isinstance(cluster.nodes, int) or not cluster.nodes:
         for name in _numbered_names(spec):
-            yield _node(spec, _entry(name), name), "cluster.nodes", spec.written_at("cluster.nodes")
+            yield _entry(name), name, "cluster.nodes", spec.written_at("cluster.nodes")
         return
     for index, item in enumerate(cluster.nodes):
         key = f"cluster.nodes[{index}]"
@@ -125,7 +130,7 @@ def _entries(spec: Spec) -> Iterator[tuple[NodeSpec, str, str]]:
         if len(names) > 1 and entry.address is not None:
             raise SpecError("one address cannot belong to a range of nodes", where=where, key=f"{key}.address")
         for name in names:
-            yield _node(spec, entry, name), key, where
+            yield entry, name, key, where
 
 
 def _numbered_names(spec: Spec) -> Iterable[str]:

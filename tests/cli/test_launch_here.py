@@ -137,3 +137,38 @@ def test_a_wrong_argument_of_the_training_is_not_laid_to_the_spec(tmp_path: Path
         spec.write("train: {strategy: ddp}\n")
     done = dtctl("launch", "--", "--train.lr=abc", cwd=folder)
     assert (done.returncode, "where: the job's arguments" in done.stderr) == (3, True), done.stderr
+
+
+SOME_NODES = "cluster: {transport: ssh, nodes: ['gpu[1-3]'], ssh: paramiko}\njob: {script: t.py, args: [--lr, 1]}\n"
+
+
+def test_nodes_of_the_command_line_are_some_of_the_spec(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "script: t.py", **{"t.py": ""})
+    (folder / "dtctl.yaml").write_text(SOME_NODES)
+    options = ("--dry-run", "--json", "--nodes", "gpu[2-3]", "--slots", "4")
+    done = dtctl("launch", *options, "--", "--lr", "2", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert [(node["name"], node["slots"]) for node in plan["nodes"]] == [("gpu2", 4), ("gpu3", 4)]
+    assert all(text.endswith("  --lr \\\n  1 \\\n  --lr \\\n  2\n") for text in plan["scripts"].values())
+    named = dtctl("launch", "p/dtctl.yaml", "--dry-run", "--nodes", "gpu2", cwd=tmp_path)
+    assert (named.returncode, "gpu3" in named.stdout) == (0, False)
+    unknown = dtctl("launch", "--dry-run", "--nodes", "gpu2,gqu3", cwd=folder)
+    assert (unknown.returncode, "did you mean gpu3?" in unknown.stderr) == (3, True)
+
+
+@pytest.mark.parametrize("words", [("t.py", "--lr", "2"), ("other.py",), ("nvidia.sh",), ("python3", "x"), ("data",)])
+def test_a_program_after_nodes_is_refused_where_the_spec_has_one(tmp_path: Path, words: tuple[str, ...]) -> None:
+    folder = project(tmp_path / "p", "script: t.py", **{"t.py": "", "data": ""})
+    (folder / "dtctl.yaml").write_text(SOME_NODES)
+    done = dtctl("launch", "--dry-run", "--nodes", "gpu2,gpu3", "--", *words, cwd=folder)
+    assert done.returncode == 2, done.stderr
+    forms = ("`dtctl launch --nodes gpu2,gpu3 -- ARGS`", f"`dtctl launch --nodes gpu2,gpu3 -- {' '.join(words)}`")
+    assert all(form in done.stderr for form in forms)
+
+
+def test_the_short_form_of_detach(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "script: t.py, kind: direct", **{"t.py": ""})
+    done = dtctl("launch", "-d", "--name", "one", cwd=folder)
+    assert (done.returncode, done.stdout, "`dtctl logs -f`" in done.stderr) == (0, "one\n", True), done.stderr
+    assert dtctl("watch", "one", cwd=folder).returncode == 0

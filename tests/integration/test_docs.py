@@ -240,6 +240,7 @@ def over_ssh(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> 
     told = {}
     for line in lines:
         if "--nodes" in line:  # without a spec: what it would say
+            (shell.folder / "dtctl.yaml").unlink(missing_ok=True)
             more = " ".join(f"--set cluster.{option.replace(': ', '=')}" for option in options)
             line = line.replace(" -- ", f" {more} --set job.kind=direct -- ")
         told[line.split()[1]] = shell.type(line)

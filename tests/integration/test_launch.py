@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dtctl import node_facts
-from dtctl.sandbox import control
+from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox
 from tests.facts import missing
 from tests.hosts import Project, spec_text, wait_for_none, wait_until
@@ -191,6 +193,8 @@ def test_what_a_worker_says_of_a_host_has_the_name_of_the_spec(project: Project,
 
 LEAVES = """\
 import os
+import re
+import shlex
 import torch.distributed as dist
 import torch
 dist.init_process_group("gloo")
@@ -285,6 +289,21 @@ def test_without_a_spec(project: Project, sandbox: Sandbox) -> None:
     assert done.code == 0, done.err
     assert [item["argv"] for item in shown(done.out)] == [["--lr", "1e-3"]] * 4
     assert not missing(done.err, "4 workers direct ssh")
+
+
+def test_a_node_that_is_off_is_told_with_the_command_that_runs_without_it(project: Project, sandbox: Sandbox) -> None:
+    project.write("dtctl.yaml", spec_text() + "train: {lr: 1.0}\n")
+    project.write("train.py", SHOW)
+    faults.kill(sandbox, sandbox.nodes[1])
+    done = project.run("launch", "--no-doctor", "--set", "cluster.connect_timeout_s=3", "--", "--lr", "2 x")
+    assert done.code == 6, done.err
+    (command,) = re.findall(r"without: `dtctl (.*)`$", done.err, re.MULTILINE)
+    assert command == "launch --nodes node1,node3 --set cluster.connect_timeout_s=3 -- --lr '2 x'"
+    again = project.run(*shlex.split(command))
+    assert (again.code, [item["argv"] for item in shown(again.out)]) == (0, [["--lr", "2 x"]] * 2), again.err
+    faults.kill(sandbox, sandbox.nodes[2])
+    both = project.run("launch", "--no-doctor", "--set", "cluster.connect_timeout_s=3")
+    assert "without: `dtctl launch --nodes node1 --set" in both.err
 
 
 def test_code_reaches_every_node_without_a_shared_disk(project: Project, sandbox: Sandbox) -> None:

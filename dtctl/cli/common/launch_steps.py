@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtctl import names, node_facts
+from dtctl import names, node_facts, shell
 from dtctl.cli import output
 from dtctl.cli.common.agreement import agreed
 from dtctl.cli.common.followed_run import caught_signals
-from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
+from dtctl.errors import ConnectError, DtctlError, Interrupted, LaunchError, NodeFailures, UsageError
 
 if TYPE_CHECKING:
     from dtctl.cli.common.run_display import LaunchView
@@ -47,9 +47,26 @@ class LaunchOptions:
     """Whether what the spec reaches beyond its folder is agreed to."""
 
     @property
+    def has_spec(self) -> bool:
+        """Whether there is a spec: named, in the working folder, or missing there although nothing replaces it."""
+        return self.nodes is None or self.spec is not None or Path(names.SPEC_FILE).exists()
+
+    @property
     def spec_name(self) -> str:
         """Path of the spec as it was given; empty for a job without one."""
-        return str(self.spec or names.SPEC_FILE) if self.nodes is None else ""
+        return str(self.spec or names.SPEC_FILE) if self.has_spec else ""
+
+    def command_on(self, nodes: Sequence[str]) -> str:
+        """Return the command line of this launch on other nodes; without its name, which is taken."""
+        from dtctl.spec import nodeset
+
+        listed = min(",".join(nodes), nodeset.fold(nodes), key=lambda text: len(shell.quote(text)))
+        words = ["dtctl", "launch", *([str(self.spec)] if self.spec else []), "--nodes", listed]
+        words += ["--slots", str(self.slots)] if self.slots is not None else []
+        words += [word for override in self.overrides for word in ("--set", override)]
+        words += ["--detach"] if self.detach else []
+        words += ["--resume", self.resume] if self.resume is not None else []
+        return shell.join([*words, *(["--", *self.rest] if self.rest else [])])
 
 
 def spec_of(options: LaunchOptions) -> Spec:
@@ -59,25 +76,54 @@ def spec_of(options: LaunchOptions) -> Spec:
         UsageError: the options contradict each other.
         SpecError: the spec is wrong.
     """
-    if options.nodes is not None:
+    if options.nodes is not None and not options.has_spec:
         from dtctl.spec.quick import spec_from_nodes
 
-        if options.spec is not None:
-            raise UsageError("--nodes is for a job without a spec, but a spec is named too", where=str(options.spec))
         if not options.rest:
             raise UsageError("there is nothing to run", hint="dtctl launch --nodes a,b -- train.py --lr 1e-3")
         return spec_from_nodes(
             options.nodes, slots=options.slots, argv=options.rest, overrides=options.overrides, base_dir=Path.cwd()
         )
-    if options.slots is not None:
+    if options.slots is not None and options.nodes is None:
         raise UsageError("--slots requires --nodes", hint="with a spec: --set cluster.slots=N")
     from dtctl.spec.load import load_spec
 
-    spec = load_spec(options.spec or Path(names.SPEC_FILE), options.overrides)
+    overrides = options.overrides
+    if options.slots is not None:
+        overrides = (*overrides, f"cluster.slots={options.slots}")
+    spec = load_spec(options.spec or Path(names.SPEC_FILE), overrides)
+    if options.nodes is not None:
+        from dtctl.spec.narrow import narrow_nodes
+
+        _check_arguments(options, spec)
+        spec = narrow_nodes(spec, options.nodes)
     if not options.rest:
         return spec
     job = spec.job.model_copy(update={"args": (*spec.job.args, *options.rest)})
     return spec.model_copy(update={"job": job})
+
+
+def _check_arguments(options: LaunchOptions, spec: Spec) -> None:
+    """Refuse a program after `--nodes LIST --` where a spec has the program already.
+
+    Raises:
+        UsageError: the first word names a file or a program.
+    """
+    import shutil
+
+    first = options.rest[0] if options.rest else ""
+    names_file = any((folder / first).is_file() for folder in (Path.cwd(), spec.base_dir / spec.job.files.root))
+    is_program = first.endswith((".py", ".sh")) or names_file or shutil.which(first) is not None
+    if not first or first.startswith("-") or not is_program:
+        return
+    nodes = options.nodes or ""
+    narrowing = shell.join(["dtctl", "launch", "--nodes", nodes])
+    raise UsageError(
+        f"{options.spec_name} has a program, and {first} follows `--`",
+        hint=f"the job of the spec on these nodes: `{narrowing} -- ARGS`, or an argument that names a file with "
+        f"`--set {shell.quote(f'job.args=[{first}]')}`; a job without a spec, in a folder that has no "
+        f"{names.SPEC_FILE}: `{shell.join(['dtctl', 'launch', '--nodes', nodes, '--', *(options.rest or ())])}`",
+    )
 
 
 def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
@@ -282,10 +328,22 @@ def real_launch(options: LaunchOptions) -> int:
     for text in list_warnings(spec, cluster.nodes, per_worker=plan.per_worker):
         emit(Note(text=text))
     with measured(spec, record, emit):
-        return _run(job, record, emit, view, progress)
+        return _run(job, record, emit, view, progress, options)
 
 
-def _run(job: LaunchJob, record: RunWriter, emit: Emit, view: LaunchView, progress: RunProgress) -> int:
+def _name_way_without(error: DtctlError, options: LaunchOptions, nodes: Sequence[str]) -> None:
+    """Add to the hint of an error about nodes that do not answer the command that runs without them."""
+    failures = error.failures if isinstance(error, NodeFailures) else {getattr(error, "node", ""): error}
+    others = [name for name in nodes if name not in failures]
+    if not others or not all(isinstance(failure, ConnectError) for failure in failures.values()):
+        return
+    last = [*failures.values()][-1]
+    last.hint = "; ".join(filter(None, (last.hint, f"without: `{options.command_on(others)}`")))
+
+
+def _run(
+    job: LaunchJob, record: RunWriter, emit: Emit, view: LaunchView, progress: RunProgress, options: LaunchOptions
+) -> int:
     """From the first connection to the last line; the exit code."""
     from dtctl.cli.common.followed_run import finish
     from dtctl.launch.control.run import launch
@@ -298,6 +356,8 @@ def _run(job: LaunchJob, record: RunWriter, emit: Emit, view: LaunchView, progre
             result = launch(job, record, emit=emit, signals=signals, ledger=ledger)
         except DtctlError as exc:
             view.close()
+            if progress.attempt < 0:
+                _name_way_without(exc, options, [node.name for node in job.first_plan.nodes])
             number = signals[-1] if signals else None
             code_of_end = 128 + number if number else exc.exit_code
             emit(

@@ -1,0 +1,59 @@
+"""`dtctl launch --nodes` in a folder with a spec: the spec's cluster with some of its nodes."""
+
+from __future__ import annotations
+
+import difflib
+
+from dtctl import shell
+from dtctl.errors import SpecError
+from dtctl.spec import nodeset
+from dtctl.spec.model import NodeEntry, Spec
+from dtctl.spec.nodes import list_entries, resolve_nodes, resolve_spares
+
+PLACE = "--nodes"
+
+
+def narrow_nodes(spec: Spec, text: str) -> Spec:
+    """Return the spec with only these of its nodes and spares, in the order of the spec.
+
+    Args:
+        spec: the checked spec.
+        text: names and ranges. A spare that is named becomes a node.
+
+    Raises:
+        SpecError: the names are not well formed, or the spec has no such node.
+    """
+    try:
+        wanted = set(nodeset.expand(text))
+    except SpecError as exc:
+        raise SpecError(exc.message, where=PLACE, hint=exc.hint) from None
+    if spec.cluster.transport == "slurm":
+        settings = (f"cluster.nodes={len(wanted)}", f"slurm.nodelist={nodeset.fold(sorted(wanted))}")
+        command = shell.join(word for setting in settings for word in ("--set", setting))
+        raise SpecError("Slurm chooses the nodes", where=PLACE, hint=f"`{command}` asks for these nodes")
+    spares = [spare.name for spare in resolve_spares(spec)]
+    _check_known(wanted, [*(node.name for node in resolve_nodes(spec)), *spares])
+    entries = [
+        entry.model_copy(update={"name": written})
+        for entry, written, _, _ in list_entries(spec)
+        if written.rpartition("@")[2] in wanted
+    ]
+    entries += [NodeEntry.model_construct(name=name) for name in spares if name in wanted]
+    cluster, network = spec.cluster, spec.network
+    update: dict[str, object] = {"nodes": tuple(entries), "hostfile": None}
+    if cluster.spares:
+        update["spares"] = tuple(name for name in spares if name not in wanted)
+    if cluster.min_nodes is not None:
+        update["min_nodes"] = min(cluster.min_nodes, len(entries))
+    if isinstance(network.interface, dict):
+        interfaces = {name: interface for name, interface in network.interface.items() if name in wanted}
+        network = network.model_copy(update={"interface": interfaces})
+    return spec.model_copy(update={"cluster": cluster.model_copy(update=update), "network": network})
+
+
+def _check_known(wanted: set[str], known: list[str]) -> None:
+    """Refuse names that the spec does not have."""
+    for name in sorted(wanted - set(known)):
+        matches = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {matches[0]}?" if matches else f"the nodes are {nodeset.fold(known)}"
+        raise SpecError(f"the spec has no node {name}", where=PLACE, hint=hint)
