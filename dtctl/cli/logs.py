@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dtctl.cli import output
-from dtctl.cli.common.completion import Run, node_names
-from dtctl.cli.common.job_number import name_run
+from dtctl.cli.common.completion import CurrentRun, node_names
+from dtctl.cli.common.run_argument import name_run
 from dtctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ POLL_S = 0.1
 
 
 def logs(
-    run: Run = None,
+    run: CurrentRun = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the run ends.")] = False,
     node: Annotated[str | None, typer.Option(help="Only this node.", autocompletion=node_names)] = None,
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,

@@ -11,8 +11,8 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.common.completion import Run
-from dtctl.cli.common.job_number import name_run
+from dtctl.cli.common.completion import CurrentRun
+from dtctl.cli.common.run_argument import name_run
 
 if TYPE_CHECKING:
     from dtctl.launch.records.record import RunInfo, RunRecord
@@ -23,7 +23,7 @@ SHOWN_HEALS = 5
 
 
 def status(
-    run: Run = None,
+    run: CurrentRun = None,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:
     """Show the state of a run and of its nodes."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dtctl.cli import output
-from dtctl.cli.common.completion import Run
-from dtctl.cli.common.job_number import name_run
+from dtctl.cli.common.completion import CurrentRun
+from dtctl.cli.common.run_argument import list_running, name_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,16 +19,19 @@ if TYPE_CHECKING:
 
 
 def stop(
-    run: Run = None,
+    run: CurrentRun = None,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
-    """Stop a run on all its nodes, without RUN the newest that has not ended; works when its launcher is gone, too.
+    """Stop a run on all its nodes; works when its launcher is gone, too.
 
     The name of a job array stops all its tasks.
     """
     from dtctl.launch.records.record import find_run, tasks_of
 
+    is_named = run is not None
     run = name_run(run)
+    if run is not None and not is_named:
+        _tell_choice(run)
     tasks = tasks_of(Path.cwd(), run) if run is not None else []
     if tasks:
         return max(_stop(record, json_=json_) for record in tasks)
@@ -37,28 +40,19 @@ def stop(
     elsewhere = find_elsewhere(run)
     if elsewhere is not None:
         return _tell(elsewhere[1].run, stop_run(*elsewhere), json_=json_)
-    return _stop(find_run(Path.cwd(), run) if run is not None else _newest(), json_=json_)
+    return _stop(find_run(Path.cwd(), run), json_=json_)
 
 
-def _newest() -> RunRecord:
-    """The newest run, or if it has ended the newest that has not; said where that leaves anything open.
-
-    Raises:
-        LaunchError: no run was launched from this folder.
-    """
-    from dtctl.launch.records.record import find_run, list_runs
+def _tell_choice(run: str) -> None:
+    """Name the run that is stopped because none was named, where that leaves anything open."""
+    from dtctl.launch.records.record import find_run
     from dtctl.launch.records.state import state_of
 
-    newest = find_run(Path.cwd(), None)
-    running = [record for record in list_runs(Path.cwd()) if not state_of(record).over]
-    has_ended = state_of(newest).done is not None
-    chosen = running[-1] if has_ended and running else newest
-    others = [record.run for record in running if record.run != chosen.run]
+    others = [record.run for record in list_running() if record.run != run]
     if others:
-        output.err(f"stopping {chosen.run}; still running: {', '.join(others)}", "yellow")
-    elif has_ended and chosen.run == newest.run:
-        output.err(f"{chosen.run} has ended; looking for what is left of it")
-    return chosen
+        output.err(f"stopping {run}; still running: {', '.join(reversed(others))}", "yellow")
+    elif state_of(find_run(Path.cwd(), run)).done is not None:
+        output.err(f"{run} has ended; looking for what is left of it")
 
 
 def _stop(record: RunRecord, *, json_: bool) -> int:

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 from dtctl.cli import output
-from dtctl.cli.common.completion import Run
-from dtctl.cli.common.job_number import name_run
+from dtctl.cli.common.completion import CurrentRun
+from dtctl.cli.common.run_argument import name_run
 
 
 def watch(
-    run: Run = None,
+    run: CurrentRun = None,
 ) -> int:
     """Show how a run is doing until it ends; leaving with Ctrl-C does not disturb it.
 

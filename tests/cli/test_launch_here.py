@@ -172,3 +172,22 @@ def test_the_short_form_of_detach(tmp_path: Path) -> None:
     done = dtctl("launch", "-d", "--name", "one", cwd=folder)
     assert (done.returncode, done.stdout, "`dtctl logs -f`" in done.stderr) == (0, "one\n", True), done.stderr
     assert dtctl("watch", "one", cwd=folder).returncode == 0
+
+
+def test_without_a_name_the_newest_run_that_is_running_is_meant(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "command: [sh, -c, 'echo $DTCTL_RUN_ID; test -e go || sleep 600'], grace_s: 1")
+    try:
+        for run in ("one", "two"):
+            assert dtctl("launch", "-d", "--name", run, cwd=folder).returncode == 0
+        (folder / "go").touch()
+        assert dtctl("launch", "--name", "three", cwd=folder).returncode == 0
+        assert json.loads(dtctl("status", "--json", cwd=folder).stdout)["run"] == "two"
+        assert dtctl("logs", cwd=folder).stdout == "[localhost:0] two\n"
+        assert dtctl("stop", "two", cwd=folder).returncode == 0
+        assert dtctl("logs", cwd=folder).stdout == "[localhost:0] one\n"
+        assert dtctl("stop", "one", cwd=folder).returncode == 0
+        watched = dtctl("watch", cwd=folder)
+        assert (watched.returncode, watched.stdout) == (0, "[localhost:0] three\n"), watched.stderr
+    finally:
+        for run in ("one", "two"):
+            dtctl("stop", run, cwd=folder)

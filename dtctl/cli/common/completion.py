@@ -33,4 +33,13 @@ Run = Annotated[
     str | None,
     typer.Argument(help="The run.  [default: the newest]", show_default=False, autocompletion=run_names),
 ]
-"""The argument of commands about one run."""
+"""The argument of commands about one run, ended or not."""
+CurrentRun = Annotated[
+    str | None,
+    typer.Argument(
+        help="The run, or the number of a Slurm job.  [default: the newest that is running, else the newest]",
+        show_default=False,
+        autocompletion=run_names,
+    ),
+]
+"""The argument of commands about a run that is most often running; `run_argument.name_run` reads it."""

@@ -1,0 +1,73 @@
+"""The argument RUN of `status`, `logs`, `watch` and `stop`: a name, the number of a job, or the current run."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from dtctl import names
+from dtctl.cli import output
+
+if TYPE_CHECKING:
+    from dtctl.launch.records.record import RunRecord
+
+NUMBER: Final = re.compile(r"\d{1,18}(_\d{1,9})?\Z")
+
+
+def name_run(run: str | None) -> str | None:
+    """Return the name of the run that a command is about; None where there is no run to choose from.
+
+    Args:
+        run: name of a run or number of a job. None: the newest run that is running, else the newest.
+
+    Raises:
+        LaunchError: the folder has neither such a run nor such a job.
+    """
+    if run is None:
+        return _name_current_run()
+    if not NUMBER.match(run) or (Path.cwd() / names.STATE_DIR / names.RUNS_DIR / run).exists():
+        return run
+    from dtctl.slurm.job_number import find_run_of_job
+
+    return find_run_of_job(Path.cwd(), run).run
+
+
+def list_running() -> Iterator[RunRecord]:
+    """Yield the runs of this folder that are running, the newest first."""
+    from dtctl.errors import DtctlError
+    from dtctl.launch.records.record import list_runs
+    from dtctl.launch.records.state import alive, state_of
+
+    for record in reversed(list_runs(Path.cwd())):
+        info = record.info()
+        # Only the events tell more, and a folder may have hundreds of runs.
+        if not (info.slurm or alive(info) or record.has_launcher()):
+            continue
+        if info.slurm and not state_of(record).over:
+            from dtctl.cli.common.slurm_runs import refresh
+
+            with contextlib.suppress(DtctlError):  # Slurm is silent: the record is all there is
+                refresh(record)
+        if not state_of(record).over:
+            yield record
+
+
+def _name_current_run() -> str | None:
+    """Return the newest run if its end is not recorded, else the newest that is running, else the newest."""
+    from dtctl.launch.records.record import list_runs
+    from dtctl.launch.records.state import state_of
+
+    records = list_runs(Path.cwd())
+    if not records:
+        return None
+    newest = records[-1]
+    # A newest run without an end may go on on its nodes, although its launcher is gone.
+    if not newest.info().slurm and state_of(newest).done is None:
+        return newest.run
+    chosen = next(list_running(), newest)
+    if chosen is not newest:
+        output.err(f"{chosen.run} is running; {newest.run}, the newest, has ended", "dim")
+    return chosen.run
