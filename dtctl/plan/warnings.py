@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from dtctl.plan.commands import interpreter_of
 from dtctl.spec.model import NodeEntry, Spec
 from dtctl.spec.nodes import NodeSpec, gpus_of_gres
 
@@ -34,6 +36,9 @@ UNUSED_IN_PLAIN_MODE: Final = (
 )  # fmt: skip
 """Keys that a job of Slurm without dtctl's launcher inside does not use: no supervisor of dtctl is on its nodes."""
 
+_ACTIVATION: Final = re.compile(r"(?:^|[\s/;&|'\"])activate(?:\.\w+)?(?:$|[\s;&|'\"])")
+"""A script or subcommand `activate`, as venv, conda, mamba and pyenv have one."""
+
 
 def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) -> list[str]:
     """Return the warnings about a spec, one sentence each.
@@ -53,6 +58,8 @@ def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
         verb = "has" if len(keys) == 1 else "have"
         where = "without dtctl's launcher in the job" if spec.is_plain else f"with transport {transport}"
         warnings.append(f"{', '.join(keys)} {verb} no effect {where}")
+    if note := _useless_activation(spec, nodes):
+        warnings.append(note)
     if transport == "slurm" and _names_nodes(spec):
         warnings.append(
             "Slurm chooses the nodes; those of cluster.nodes are only counted, slurm.nodelist asks for some by name"
@@ -65,6 +72,22 @@ def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
     if transport == "slurm" and (scarce := _scarce_cores(spec, nodes, per_worker=per_worker)):
         warnings.append(scarce)
     return warnings
+
+
+def _useless_activation(spec: Spec, nodes: Sequence[NodeSpec]) -> str:
+    """Return a sentence if a line of `job.setup` activates an environment whose Python no worker is run by."""
+    is_python = spec.job.command is None and not interpreter_of(spec.job.script or "", "")
+    line = next((line for line in spec.job.setup if _ACTIVATION.search(line)), None)
+    # A name without a folder is looked up on the PATH that the setup has left.
+    fixed = next((node.python for node in nodes if node.python is not None and "/" in node.python), None)
+    if line is None or fixed is None or not is_python:
+        return ""
+    is_default = spec.cluster.transport in ("local", "sandbox") and not _is_set(spec, "cluster.python")
+    origin = "the one that runs dtctl" if is_default else "as the spec says"
+    return (
+        f"`{line.strip()}` in job.setup has no effect on the Python of the workers, which is {fixed}, {origin}: "
+        "give the Python of that environment as cluster.python"
+    )
 
 
 def unused_keys(spec: Spec) -> list[str]:

@@ -72,6 +72,22 @@ def test_a_dry_run_of_a_script_that_is_not_there_fails(tmp_path: Path, options: 
     assert (done.returncode, "none.py" in done.stderr) == (4, True)
 
 
+@pytest.mark.parametrize(
+    ("script", "near"),
+    [("trian.py", "train.py"), ("src/modle.py", "src/model.py"), ("model.py", "src/model.py"), ("Train.py", "train.py"),
+     ("scr/model.py", "src/model.py"), ("train", "train.py"), ("quite/other.sh", "")],
+)  # fmt: skip
+def test_a_script_that_is_not_there_is_told_with_the_one_that_may_be_meant(
+    tmp_path: Path, script: str, near: str
+) -> None:
+    folder = project(tmp_path / "p", f"script: {script}", **{"train.py": "", "run.sh": "", "README.md": ""})
+    (folder / "src").mkdir()
+    (folder / "src/model.py").touch()
+    done = dtctl("validate", cwd=folder)
+    assert (done.returncode, f"there is no {script}" in done.stderr) == (4, True)
+    assert (f"did you mean {near}?" in done.stderr) == bool(near), done.stderr
+
+
 def test_much_is_pushed_with_a_warning(tmp_path: Path) -> None:
     folder = project(tmp_path / "p", "script: t.py, kind: direct", **{"t.py": ""})
     with (folder / "weights").open("wb") as file:

@@ -310,4 +310,23 @@ def check_program_files(spec: Spec, tree: Tree) -> None:
             where=str(path),
             hint=f"`job.files.include: [{script_path}]` takes it all the same",
         )
-    raise PlanError(f"there is no {script}", where=str(path), hint="`job.script` is relative to the folder of the spec")
+    near = _near_file(script_path, [os.fsdecode(entry.path) for entry in tree.files])
+    hint = f"did you mean {near}?" if near else "`job.script` is relative to the folder of the spec"
+    raise PlanError(f"there is no {script}", where=str(path), hint=hint)
+
+
+def _near_file(path: str, files: Sequence[str]) -> str:
+    """Return the file that is spelt most like a path, or has its name in another folder; empty if there is none."""
+    import difflib
+
+    folder, name = os.path.split(path)
+    elsewhere = [file for file in files if os.path.basename(file) == name]
+    beside = [os.path.basename(file) for file in files if os.path.dirname(file) == folder]
+    same_kind = [file for file in beside if os.path.splitext(file)[1] == os.path.splitext(name)[1]]
+    near = difflib.get_close_matches(name, same_kind, n=1) or difflib.get_close_matches(name, beside, n=1)
+    candidates = [
+        *(os.path.join(folder, file) for file in near),
+        *elsewhere,
+        *difflib.get_close_matches(path, files, n=1),
+    ]
+    return candidates[0] if candidates else ""

@@ -82,3 +82,44 @@ def test_a_job_with_a_launcher_inside_uses_them() -> None:
     spec = spec_of(IGNORED_KEYS)
     assert unused_keys(spec) == []
     assert not [note for note in build(spec, resolve_nodes(spec), run="r").notes if "no effect" in note]
+
+
+def activation_notes(cluster: str, job: str) -> list[str]:
+    spec = spec_of(f"cluster: {{{cluster}}}\njob: {{{job}}}\n")
+    return [note for note in build(spec, resolve_nodes(spec), run="r").notes if "job.setup" in note]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ". venv/bin/activate",
+        'source "$HOME/.venv/bin/activate"',
+        "conda activate torch2",
+        'eval "$(micromamba shell hook -s bash)" && micromamba activate x; true',
+        "pyenv activate 3.12",
+        ". venv/bin/activate.fish",
+    ],
+)
+def test_an_environment_that_no_worker_uses_is_named(line: str) -> None:
+    job = f"script: t.py, setup: ['ulimit -l', {line!r}]"
+    (note,) = activation_notes("transport: ssh, nodes: [a, b], slots: 1, python: /opt/py/bin/python3", job)
+    assert note == (
+        f"`{line}` in job.setup has no effect on the Python of the workers, which is /opt/py/bin/python3, as the spec "
+        "says: give the Python of that environment as cluster.python"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "job", "count"),
+    [
+        ("transport: sandbox, nodes: 2", "script: t.py, setup: [. venv/bin/activate]", 1),
+        ("transport: ssh, nodes: [a, {name: b, python: ~/py/bin/python}]", "module: t, setup: [conda activate x]", 1),
+        ("transport: ssh, nodes: [a]", "script: t.py, setup: [. venv/bin/activate]", 0),
+        ("transport: ssh, nodes: [a], python: python3.12", "script: t.py, setup: [. venv/bin/activate]", 0),
+        ("transport: ssh, nodes: [a], python: /py", "command: [./run], setup: [. venv/bin/activate]", 0),
+        ("transport: ssh, nodes: [a], python: /py", "script: run.sh, kind: direct, setup: [conda activate x]", 0),
+        ("transport: ssh, nodes: [a], python: /py", "script: t.py, setup: [module load activated, ./deactivate]", 0),
+    ],
+)
+def test_an_environment_that_workers_use_is_not(cluster: str, job: str, count: int) -> None:
+    assert len(activation_notes(cluster, job)) == count
