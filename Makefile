@@ -66,6 +66,7 @@ soak: $(BIN)/.ready  ## Kill trainings at random for an hour; each must end with
 	$(BIN)/python -m tests.fault.memory --count 20 --mesh dp=2,tp=2
 	$(BIN)/python -m tests.fault.memory --count 20 --mesh pp=2 --shape 2x1
 	$(BIN)/python -m tests.fault.zoo
+	$(BIN)/python -m tests.fault.programs
 
 fuzz: $(BIN)/.ready  ## Read 100,000 odd inputs of each sort that comes from elsewhere; most of an hour.
 	$(BIN)/python -m tests.security.fuzz --count 100000

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.programs.judged import judge, programs
+from tests.fault.programs.judged import BROKEN, FALSE, judge, programs
 
 pytestmark = pytest.mark.torch
 
@@ -24,6 +24,20 @@ def test_what_is_said_of_a_killed_program_is_true(tmp_path: Path, name: str, sai
     (program,) = (program for program in programs() if program.name == name)
     found = judge(program, tmp_path / "run")
     assert [row.change for row in found] == list(said)
+    assert not [row for row in found if row.kind not in ("", "right")]
     for row in found:
         assert row.verdict.startswith("right") or (row.change and row.verdict == "needless not exact"), row
         assert said[row.change] in row.said, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [program.name for program in programs()[::6]])
+def test_nothing_false_is_said_of_a_program(tmp_path: Path, name: str) -> None:
+    """A sixth of all programs, with their changes, of which `make soak` judges every one."""
+    (program,) = (program for program in programs() if program.name == name)
+    found = judge(program, tmp_path / "run")
+    assert found
+    for row in found:
+        assert row.verdict != FALSE, row
+        assert row.verdict.split(",")[0] not in BROKEN, row
+        assert row.kind in ("", "right"), row
