@@ -14,7 +14,10 @@ CAUSES: Final[Mapping[Kind, str]] = {
     "update": "the optimizer, its settings or the learning rate",
 }
 """What usually makes it differ where what comes before it is equal."""
-NOT_REPEATED: Final = "it is another each time it is computed here: see train.deterministic, or what the program draws"
+NOT_REPEATED: Final = (
+    "it is another each time it is computed here: kernels (see train.deterministic), or something that the program "
+    "counts or draws and `extra_state` does not keep"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
