@@ -10,7 +10,7 @@ import os
 from dtctl import folders
 from dtctl.schema import InvalidMessage
 from dtctl.supervisor import frames, output_log, processes
-from dtctl.supervisor.messages.attempt import AttemptStopped, LogGap
+from dtctl.supervisor.messages.attempt import AttemptStopped
 from dtctl.supervisor.messages.base import Message, by_op
 from dtctl.supervisor.messages.runs import ListRuns, LogsRead, ReadLogs, RunOnNode, RunsOnNode
 from dtctl.supervisor.messages.setup import RUNS
@@ -81,11 +81,5 @@ def read_logs(link: frames.FdLink, workdir: str, request: ReadLogs) -> None:
         raise CannotDo("no-run", "%s is not the folder of a run" % run_dir)
     folder = os.path.join(run_dir, "attempt-%d" % run.attempt)
     offsets = request.offsets if request.attempt == run.attempt else {}
-    for rank, path in output_log.ranks_in(folder).items():
-        fd = folders.open_regular(path, follow=False)
-        for missing, data in output_log.read_from(fd, [], offsets.get(str(rank), 0)):
-            if missing:
-                link.send_json(LogGap(rank=rank, bytes=missing))
-            link.send_frame(frames.LOG, data, rank)
-        os.close(fd)
+    output_log.send_stored(link, folder, offsets, {})
     link.send_json(LogsRead(attempt=run.attempt, is_running=run.is_running, exit_code=run.exit_code))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 
+from dtctl import folders
 from dtctl.supervisor import frames
 from dtctl.supervisor.link import CHUNK, ControlLink
 from dtctl.supervisor.messages.attempt import LogGap
@@ -216,3 +217,15 @@ def read_from(fd: int, segments: list, offset: int):  # type: ignore[no-untyped-
                 return
             offset += len(data)
             yield missing, data
+
+
+def send_stored(
+    link: frames.FdLink, folder: str, offsets: dict[str, int], segments: dict[str, list[list[int]]]
+) -> None:
+    """Send what the logs of a folder have beyond some offsets; both by rank, `segments` as in `AttemptStopped`."""
+    for rank, path in ranks_in(folder).items():
+        with os.fdopen(folders.open_regular(path, follow=False), "rb") as file:
+            for missing, data in read_from(file.fileno(), segments.get(str(rank), []), offsets.get(str(rank), 0)):
+                if missing:
+                    link.send_json(LogGap(rank=rank, bytes=missing))
+                link.send_frame(frames.LOG, data, rank)

@@ -19,7 +19,6 @@ from dtctl.supervisor.messages.attempt import (
     RUN_REQUESTS,
     Attach,
     AttemptStopped,
-    LogGap,
     PortProbed,
     ProbePorts,
     StartAttempt,
@@ -331,13 +330,7 @@ def replay(link: frames.FdLink, run_dir: str, offsets: dict[str, int]) -> None:
             record = AttemptStopped.parse(frames.decode(file.read()))
     except (OSError, frames.BrokenFrame, InvalidMessage):
         record = AttemptStopped(left=0, exits=[])
-    for rank, path in output_log.ranks_in(folder).items():
-        segments, offset = record.segments.get(str(rank), []), offsets.get(str(rank), 0)
-        with open(path, "rb") as file:
-            for missing, data in output_log.read_from(file.fileno(), segments, offset):
-                if missing:
-                    link.send_json(LogGap(rank=rank, bytes=missing))
-                link.send_frame(frames.LOG, data, rank)
+    output_log.send_stored(link, folder, offsets, record.segments)
     link.send_json(
         AttemptStopped(
             left=record.left,
