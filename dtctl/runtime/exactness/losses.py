@@ -115,7 +115,7 @@ class LossRecord:
             return None
         until, self.until = self.until, 0
         if found:
-            return replace(said, verdict="not-exact", differs="loss", at=min(found))
+            return replace(said, verdict="not-exact", differs="loss", at=min(found), losses_to=min(found) - 1)
         return replace(said, losses_to=until)
 
     def forget(self) -> None:

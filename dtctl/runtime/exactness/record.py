@@ -295,7 +295,7 @@ class StepRecorder:
         if differs is not None:
             return Verdict(
                 verdict="not-exact", step=expected.step, steps=expected.repeated, differs=differs, at=row.step,
-                why=expected.known,
+                why=expected.known, has_losses=expected.losses,
             )  # fmt: skip
         expected.repeated += 1
         return self._confirm(expected) if expected.repeated == len(expected.rows) else None

@@ -8,12 +8,13 @@ from typing import Any, Final, Literal
 
 Kind = Literal["state", "loss", "gradient", "update"]
 CAUSES: Final[Mapping[Kind, str]] = {
-    "state": "a file of another run, or a load_state_dict that leaves something out",
-    "loss": "the data, code, random numbers, or something that the program counts and `extra_state` does not keep",
-    "gradient": "the backward pass: its kernels, the number of threads, or the order in which workers add up",
-    "update": "the optimizer, its settings or the learning rate",
+    "state": "usually a file of another run, or a load_state_dict that leaves something out",
+    "loss": "usually data, code, random numbers, or something that the program counts and `extra_state` does not keep",
+    "gradient": "usually the backward pass: its kernels, the number of threads, or the order in which workers add up",
+    "update": "usually the optimizer, its settings or the learning rate",
 }
 """What usually makes it differ where what comes before it is equal."""
+LATE: Final = "usually a schedule, a score, or something that the program counts and `extra_state` does not keep"
 NOT_REPEATED: Final = (
     "it is another each time it is computed here: kernels (see train.deterministic), or something that the program "
     "counts or draws and `extra_state` does not keep"
@@ -34,6 +35,8 @@ class Verdict:
     at: int = 0
     """The step in which it differs."""
     why: tuple[str, ...] = ()
+    has_losses: bool = True
+    """Whether losses were compared: each worker had the samples that it had then."""
     losses_to: int = 0
     """The last step whose losses were compared as well, which are of more steps; 0 if they were not."""
     repeats: bool | None = None
@@ -61,14 +64,21 @@ class Verdict:
         if self.verdict == "not-confirmed":
             return f"not confirmed: {f'{repeated}, and yet ' if self.steps else ''}{'; '.join(self.why)}{losses}"
         assert self.differs is not None  # noqa: S101  # for the type checker
-        if self.differs == "state":
-            what = "the state that was loaded is not the one that was saved"
-        else:
-            equal = {"loss": "", "gradient": ", its loss is equal", "update": ", its gradient is equal"}[self.differs]
-            thing = {"loss": "loss", "gradient": "gradient", "update": "update"}[self.differs]
-            what = f"the {thing} of step {self.at} differs{equal}"
-        cause = f"usually {CAUSES[self.differs]}" if self.repeats is not False else NOT_REPEATED
+        what, cause = self._name_difference(self.differs)
+        if self.repeats is False:
+            cause = NOT_REPEATED
+        elif self.losses_to and self.steps:  # it has shown only in the losses of later steps
+            what, cause = f"{repeated}, and {what}", LATE
         return f"not exact: {what} ({cause}){known}"
+
+    def _name_difference(self, kind: Kind) -> tuple[str, str]:
+        """Return what differs, and what usually makes it differ."""
+        if kind == "state":
+            return "the state that was loaded is not the one that was saved", CAUSES[kind]
+        equal = {"loss": "", "gradient": ", its loss is equal", "update": ", its gradient is equal"}[kind]
+        if kind == "gradient" and not self.has_losses:
+            return f"the gradient of step {self.at} differs", f"{CAUSES['loss']}; workers have other samples now"
+        return f"the {kind} of step {self.at} differs{equal}", CAUSES[kind]
 
 
 def _name_steps(first: int, last: int) -> str:

@@ -29,7 +29,9 @@ FALSE = "false exact"
 LATER = "right, differs later"
 """It is said to be exact, and it is, as far as steps were recorded."""
 RESUMED = re.compile(r"resumed at step (\d+) of")
-DIFFERS = re.compile(r"not exact: the (loss|gradient|update) of step (\d+) differs")
+DIFFERS = re.compile(
+    r"not exact: (?:steps? [\w ]+ repeated bit for bit, and )?the (loss|gradient|update) of step (\d+) differs"
+)
 REPEATED = re.compile(r"exact: steps? (\d+)(?: to (\d+))? repeated")
 NEEDLESS = ("needless not exact", "needless refusal")
 BROKEN = ("failed", "silent")
@@ -168,10 +170,12 @@ def _judge_kind(alone: Path, here: Path, output: str) -> str:
     ranks = list(zip(_steps(alone), _steps(here), strict=False))
     if not resumed or said is None or any(len(then) != 10 for then, _ in ranks):
         return ""
-    begun = int(resumed[-1])
+    begun, seen = int(resumed[-1]), ("loss", "gradient", "update")
+    if "repeated bit for bit" in said[0]:  # of later steps there are losses alone
+        seen = ("loss",)
     for number in range(begun, 10):
         pairs = [(then[number], now[number - begun]) for then, now in ranks if number - begun < len(now)]
-        for place, kind in enumerate(("loss", "gradient", "update")):
+        for place, kind in enumerate(seen):
             if any(one[place] != other[place] for one, other in pairs):
                 told, true = f"{said[1]} of step {said[2]}", f"{kind} of step {number + 1}"
                 return "right" if told == true else f"said {told}, is {true}"

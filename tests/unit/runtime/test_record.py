@@ -125,7 +125,9 @@ def test_losses_are_compared_up_to_the_kill(more_from: int, make: Make, capsys: 
     if more_from == WHOLE:
         assert "exact: steps 7 to 8 repeated bit for bit, and the losses up to step 11 are those of before\n" in out
     else:
-        assert "not exact: the loss of step 10 differs" in out
+        assert (
+            "not exact: steps 7 to 8 repeated bit for bit, and the loss of step 10 differs (usually a schedule" in out
+        )
     assert not list(Path("snapshots").glob(LOSSES.format("*"))), "nothing is left after the end"
 
 
