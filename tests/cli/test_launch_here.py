@@ -207,3 +207,53 @@ def test_without_a_name_the_newest_run_that_is_running_is_meant(tmp_path: Path) 
     finally:
         for run in ("one", "two"):
             dtctl("stop", run, cwd=folder)
+
+
+def unsent_project(folder: Path, job: str = "") -> Path:
+    """A project in which each kind of rule leaves something out."""
+    project(folder, f"script: t.py, kind: direct{job}", **{"t.py": ""})
+    files = {
+        ".gitignore": "/data/\n*.bin\n.venv/\nenv/\ncache/\nout/\n.hidden\n__pycache__/\n",
+        ".dtctlignore": "notes/\n", "data/x/train.txt": "x" * 3000, "data/x/val.txt": "x" * 1000, "w/a.bin": "x" * 500,
+        "w/b.bin": "x" * 500, "w/kept": "", "one.bin": "12345", ".venv/pyvenv.cfg": "", ".venv/large": "x" * 9999,
+        "env/pyvenv.cfg": "", "env/large": "x" * 9999, "cache/CACHEDIR.TAG": "", "cache/large": "x" * 9999,
+        "out/model.pt": "x" * 9999, ".hidden": "x", "__pycache__/t.pyc": "x", "notes/a": "x" * 20,
+        "data/.git/x": "x" * 9,
+    }  # fmt: skip
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def not_sent(text: str) -> list[str]:
+    return [line.removeprefix("not sent: ") for line in text.splitlines() if line.startswith("not sent: ")]
+
+
+def test_what_is_not_sent_is_told_folder_by_folder(tmp_path: Path) -> None:
+    folder = unsent_project(tmp_path / "p", ", outputs: [out/*.pt]")
+    told = [
+        "2 files, 3.9 KiB in data (.gitignore); job.files.include: [data/]",
+        "2 files, 1000 B in w (.gitignore); job.files.include",
+        "1 file, 5 B: one.bin (.gitignore); job.files.include: [one.bin]",
+    ]
+    launched = dtctl("launch", cwd=folder)
+    assert launched.returncode == 0, launched.stderr
+    assert not_sent(launched.stderr) == told
+    dry = not_sent(dtctl("launch", "--dry-run", cwd=folder).stdout)
+    assert dry == [*told[:2], "1 file, 20 B in notes (.dtctlignore); job.files.include: [notes/]",
+                   "5 B in 1 other folder, such as ."]  # fmt: skip
+    sent = dtctl("launch", "--dry-run", "--set", "job.files.include=[data/,'*.bin']", cwd=folder)
+    assert not_sent(sent.stdout) == ["1 file, 20 B: notes/a (.dtctlignore); job.files.include: [notes/a]"]
+    silent = dtctl("launch", "--set", "job.files.exclude=[data/,w/,one.bin]", cwd=folder)
+    assert not_sent(silent.stderr) == []
+
+
+def test_counting_what_is_not_sent_ends_soon(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "script: t.py, kind: direct", **{"t.py": "", ".gitignore": "data/\n"})
+    (folder / "data").mkdir()
+    for number in range(2100):
+        (folder / f"data/{number}").touch()
+    (line,) = not_sent(dtctl("launch", "--dry-run", cwd=folder).stdout)
+    assert line.startswith("over ")
+    assert int(line.split()[1].replace(",", "")) <= 2000

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dtctl.cli import output
 
 if TYPE_CHECKING:
+    from dtctl.launch.files.not_sent import NotSent
     from dtctl.launch.files.tree import Tree, TreeFile
     from dtctl.spec.model import Spec
 
 
 SHOWN = 5
+SHOWN_FOLDERS = 3
 
 
-def show_push(tree: Tree) -> None:
+def show_push(spec: Spec, tree: Tree) -> None:
     """What a person should know before the tree is sent."""
     show_withheld(tree)
+    for line in describe_not_sent(spec, tree, chosen=False):
+        output.err(line, "yellow")
     if tree.is_large:
         output.err(
             f"warning: {_amount(tree)} are sent to every node that lacks them, the largest: {_largest(tree)}; "
@@ -34,12 +39,46 @@ def show_withheld(tree: Tree) -> None:
             output.err(f"not pushed, {kind}: {_listed(paths)}", "yellow")
 
 
+def describe_not_sent(spec: Spec, tree: Tree, *, chosen: bool) -> list[str]:
+    """Return a line about each of the largest folders of which something is not sent.
+
+    Args:
+        spec: the checked spec.
+        tree: its scanned files.
+        chosen: whether rules that were written for dtctl count, too.
+    """
+    if not tree.left_out:
+        return []
+    from dtctl.launch.files.not_sent import list_not_sent
+
+    folders = [each for each in list_not_sent(spec, tree, most=4 * SHOWN_FOLDERS) if chosen or not each.is_chosen]
+    lines = [_not_sent(each) for each in folders[:SHOWN_FOLDERS]]
+    if rest := folders[SHOWN_FOLDERS:]:
+        total = output.size(sum(each.bytes for each in rest))
+        others = "1 other folder" if len(rest) == 1 else f"{len(rest)} other folders"
+        lines.append(f"not sent: {total} in {others}, such as {rest[0].folder or '.'}")
+    return lines
+
+
+def _not_sent(each: NotSent) -> str:
+    """Return `not sent: 3 files, 2.1 MiB in data/x (.gitignore); job.files.include: [data/x/]`."""
+    over = "over " if each.is_partial else ""
+    count = "1 file" if each.files == 1 and not over else f"{over}{each.files:,} files"
+    is_one = each.files == 1 and not each.is_whole
+    place = f": {each.path}" if is_one else f" in {each.folder or '.'}"
+    source = re.sub(r"(:\d+)? \(.*\)$", "", each.rule)
+    pattern = f": [{each.path}]" if is_one or each.is_whole else ""
+    return f"not sent: {count}, {over}{output.size(each.bytes)}{place} ({source}); job.files.include{pattern}"
+
+
 def show_files(spec: Spec, tree: Tree) -> None:
     """What is pushed, and what is not, for the dry run."""
     output.out(f"files: {_amount(tree)}" + (f"; the largest: {_largest(tree)}" if tree.files else ""))
     if tree.left_out:
         rows = [f"{row['path']} by {row['rule']}" for row in _left_out(spec, tree)]
         output.out(f"left out: {_listed(rows, len(tree.left_out))}")
+    for line in describe_not_sent(spec, tree, chosen=True):
+        output.out(line)
     show_withheld(tree)
 
 

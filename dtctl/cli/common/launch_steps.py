@@ -310,7 +310,7 @@ def real_launch(options: LaunchOptions) -> int:
         from dtctl.launch.files.tree import check_program_files
 
         check_program_files(spec, code.tree)
-        tell_of_files(code.tree)
+        tell_of_files(spec, code.tree)
     record = create_run(
         spec, run, spec_name=options.spec_name, detached=options.detach, token=job.token, snapshots=snapshots
     )

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from dtctl.launch.files.tree import Tree
     from dtctl.launch.records.record import RunRecord
     from dtctl.plan.model import Plan
+    from dtctl.spec.model import Spec
 
 STATES = {
     "connecting": "connecting",
@@ -61,12 +62,12 @@ STATES = {
 }
 
 
-def tell_of_files(tree: Tree) -> None:
+def tell_of_files(spec: Spec, tree: Tree) -> None:
     """What a person should know of a tree before it is pushed; mostly nothing."""
-    if tree.withheld or tree.skipped or tree.is_large:
+    if tree.withheld or tree.skipped or tree.left_out or tree.is_large:
         from dtctl.cli.common.files_view import show_push
 
-        show_push(tree)
+        show_push(spec, tree)
 
 
 def waits(event: JobQueued) -> str:

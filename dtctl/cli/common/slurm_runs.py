@@ -57,7 +57,7 @@ def launch_job(
     code = CodePush(spec) if spec.pushes else None
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
     if code is not None:
-        tell_of_files(code.tree)
+        tell_of_files(spec, code.tree)
     with closing(site_of(spec)) as site:
         record = create_run(spec, run, spec_name=spec_name, detached=detach, slurm=True)
         record.write_plan(plan)
@@ -113,7 +113,7 @@ def _launch_array(spec: Spec, run: str, *, spec_name: str, json_lines: bool) -> 
     runs = {index: check_run_name(run_of_task(run, index)) for index in array_of(spec)}
     code = CodePush(spec) if spec.pushes else None
     if code is not None:
-        tell_of_files(code.tree)
+        tell_of_files(spec, code.tree)
     emits: dict[int, Emit] = {}
     with closing(site_of(spec)) as site, ExitStack() as locks:
 

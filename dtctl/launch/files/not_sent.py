@@ -1,0 +1,130 @@
+"""Sums over the files of the working tree that rules keep from the nodes, folder by folder."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from dtctl.launch.files import left_out
+from dtctl.launch.files.ignore import Rules
+from dtctl.launch.files.push_selection import ALWAYS_LEFT_OUT, ENVIRONMENT_MARKS
+from dtctl.launch.files.tree import Tree
+from dtctl.spec.model import Spec
+
+MAX_FILES: Final = 2000
+MAX_S: Final = 0.02
+"""Most files and seconds that are spent on counting: a launch must not wait for it."""
+CACHE_MARK: Final = b"CACHEDIR.TAG"
+"""File in the top folder of a cache (https://bford.info/cachedir)."""
+
+
+@dataclass(slots=True)
+class NotSent:
+    """What lies in one folder and is not sent."""
+
+    folder: str
+    """Below the folder that is pushed; empty for that folder itself."""
+    path: str
+    """A file or a folder (with `/`) in it, or the folder itself; `rule` is about this one."""
+    is_whole: bool = False
+    """Whether nothing of the folder is sent."""
+    files: int = 0
+    bytes: int = 0
+    is_partial: bool = False
+    """Whether there is more than was counted."""
+    rule: str = ""
+    """What leaves it out, as `left_out.reason` returns it."""
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the rule was written for dtctl, so that nobody is surprised by it."""
+        return self.rule.startswith("job.files.exclude") or ".dtctlignore" in self.rule.partition(" ")[0]
+
+
+def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
+    """Return what rules keep from the nodes, the largest folder first.
+
+    Hidden files, caches, environments and the outputs of the job are left out: no program reads them on a node.
+
+    Args:
+        spec: the checked spec.
+        tree: its scanned files.
+        most: folders to return.
+    """
+    root, files = os.fsencode(os.path.realpath(tree.root)), spec.job.files
+    counter = _Counter(root)
+    outputs = Rules(os.fsencode(pattern) for pattern in spec.job.outputs)
+    groups: dict[str, NotSent] = {}
+    for path in tree.left_out:
+        is_folder = path.endswith("/")
+        folder, _, name = path.rstrip("/").rpartition("/")
+        shown = os.fsencode(name) + b"/" * is_folder
+        is_output = outputs.verdict(os.fsencode(folder) + b"/" * bool(folder), shown) or any(
+            pattern.startswith(path) for pattern in spec.job.outputs
+        )
+        if path.startswith(".") or "/." in path or is_output:
+            continue
+        key = path.rstrip("/") if is_folder else folder
+        group = groups.setdefault(key, NotSent(key, path, is_folder))
+        if not counter.add(group, os.fsencode(path)):
+            break
+    found = sorted((group for group in groups.values() if group.files), key=lambda group: (-group.bytes, group.folder))
+    for group in found[:most]:
+        kept = os.fsencode(group.path)
+        group.rule = left_out.reason(root, kept, include=files.include, exclude=files.exclude)
+    return found[:most]
+
+
+class _Counter:
+    """Counts files until the limit of this launch is reached."""
+
+    def __init__(self, root: bytes) -> None:
+        self._root = root
+        self._left = MAX_FILES
+        self._caches: dict[bytes, bool] = {}
+        self._deadline = time.monotonic() + MAX_S
+
+    def add(self, group: NotSent, path: bytes) -> bool:
+        """Add a file, or the files of a folder, to the sums of a group; return whether the limit allows more."""
+        for info in self._files(path):
+            if not self._left or time.monotonic() > self._deadline:
+                group.is_partial = True
+                return False
+            self._left -= 1
+            group.files += 1
+            group.bytes += info.st_size
+        return True
+
+    def _is_in_cache(self, folder: bytes) -> bool:
+        """Return whether a folder is a cache; asked about each folder once."""
+        if folder not in self._caches:
+            self._caches[folder] = os.path.lexists(folder + b"/" + CACHE_MARK)
+        return self._caches[folder]
+
+    def _files(self, path: bytes) -> Iterator[os.stat_result]:
+        """Yield what `lstat` says of a file, or of all files in a folder that is no cache and no environment."""
+        todo = [self._root + b"/" + path]
+        while todo:
+            place = todo.pop()
+            try:
+                if not place.endswith(b"/"):
+                    if not self._is_in_cache(place.rpartition(b"/")[0]):
+                        yield os.lstat(place)
+                    continue
+                with os.scandir(place) as listing:
+                    entries = list(listing)
+                marks = {entry.name for entry in entries}
+                if CACHE_MARK in marks or not ENVIRONMENT_MARKS.isdisjoint(marks):
+                    continue
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        if entry.name not in ALWAYS_LEFT_OUT and not entry.name.startswith(b"."):
+                            todo.append(entry.path + b"/")
+                    elif stat.S_ISREG((info := entry.stat(follow_symlinks=False)).st_mode):
+                        yield info
+            except OSError:
+                continue  # it went away, or is not for this user
