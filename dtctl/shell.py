@@ -11,7 +11,7 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 class Late(str):
-    """Text with `$NAME` in it that the shell fills in where the script runs. Never made of a user's words."""
+    """Text with `$NAME` in it that the shell fills in where the script runs, ready to stand in double quotes."""
 
     __slots__ = ()
 
@@ -27,6 +27,31 @@ def quote(text: str) -> str:
     if "\0" in text:
         raise ValueError("a NUL character cannot be passed to a program")
     return shlex.quote(text)
+
+
+_HOME = re.compile(r"(?P<home>\$HOME(?!\w)|\$\{HOME\})|\\(?P<kept>\$HOME(?!\w)|\$\{HOME\})|'[^']*'")
+_TILDE = re.compile(r"(?P<option>--?[\w.-]+=)?(?P<kept>\\?)~(?=/|\Z)")
+_SPECIAL = re.compile(r'[\\"$`]')
+
+
+def expand_home(text: str) -> str:
+    r"""Return a user's text with the home folder of the place where the script runs for `~` and `$HOME`.
+
+    `~` counts at the beginning, and after the `=` of an option, where `/` or nothing follows. What is in single quotes
+    stays as it is; `\~` and `\$HOME` stand for these very characters.
+    """
+    pieces: list[tuple[str, bool]] = []
+    at = 0
+    if tilde := _TILDE.match(text):
+        pieces += [(tilde["option"] or "", False), ("~", not tilde["kept"])]
+        at = tilde.end()
+    for match in _HOME.finditer(text, at):
+        pieces += [(text[at : match.start()], False), (match["kept"] or match[0], bool(match["home"]))]
+        at = match.end()
+    pieces.append((text[at:], False))
+    if not any(is_home for _, is_home in pieces):
+        return "".join(piece for piece, _ in pieces)
+    return Late("".join("${HOME}" if is_home else _SPECIAL.sub(r"\\\g<0>", piece) for piece, is_home in pieces))
 
 
 def program(path: str) -> str:

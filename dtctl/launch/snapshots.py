@@ -163,7 +163,8 @@ def _job_variables(node: Mapping[str, Any]) -> str:
     """What the job was told of the store: `job.env`, `job.env_from` and the node's own. Secrets are kept nowhere."""
     origins = ("job.env", "cluster.nodes")
     variables = [variable for variable in node["env"] if variable["origin"].startswith(origins)]
-    return "".join(f"export {variable['name']}={shell.quote(variable['value'])}\n" for variable in variables)
+    words = ((variable["name"], shell.quote(shell.expand_home(variable["value"]))) for variable in variables)
+    return "".join(f"export {name}={word}\n" for name, word in words)
 
 
 def _beginning(node: Mapping[str, Any], code: str, *, asks: bool) -> str:

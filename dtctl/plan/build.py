@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dtctl import node_facts
+from dtctl import node_facts, shell
 from dtctl.errors import PlanError
 from dtctl.plan import environment as env
 from dtctl.plan.bind import Attempt, NodeTemplate, PlanTemplate, bind_plan
@@ -227,7 +227,7 @@ def _program(spec: Spec, generated: Generated, source: str) -> Program:
             where="job",
             hint="set one of `job.script`, `job.module` and `job.command`",
         )
-    args = (*generated.args, *job.args)
+    args = (*generated.args, *map(shell.expand_home, job.args))
     if job.shell and args and not _TAKES_ARGUMENTS.search(job.command[0] if job.command else ""):
         raise PlanError(
             "the shell line of the job has no place for arguments",

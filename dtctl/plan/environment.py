@@ -198,7 +198,7 @@ def from_spec(env: Mapping[str, str], *, origin: str) -> list[EnvVar]:
             raise PlanError(f"{name!r} cannot be the name of a variable", where=origin)
         if "\0" in value:
             raise PlanError("a variable cannot hold a NUL character", where=f"{origin}.{name}")
-    return [EnvVar(name=name, value=value, origin=origin) for name, value in env.items()]
+    return [EnvVar(name=name, value=shell.expand_home(value), origin=origin) for name, value in env.items()]
 
 
 def identity(

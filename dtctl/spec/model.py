@@ -264,14 +264,16 @@ class Job(Section):
     """Any program and its arguments, instead of a script; as text it is split as a shell would. The folder of
     `cluster.python` comes first on its PATH, so that `python3` is that Python."""
     args: tuple[Text, ...] = ()
-    """Arguments of the script or module."""
+    """Arguments of the script or module. `~/x`, `--out=~/x` and `$HOME/x` mean the home folder on the node; `\\~` and
+    `\\$HOME` stand for themselves."""
     add_args: tuple[Literal["local_rank", "deepspeed_config"], ...] | None = None
     """Arguments that dtctl puts before `args`. local_rank: `--local_rank=N`, as DeepSpeed's launcher gives it (default
     with kind deepspeed). deepspeed_config: `--deepspeed_config` with a configuration made of `train`."""
     deepspeed: dict[str, Any] = Field(default={})
     """Further keys of DeepSpeed's configuration (kind deepspeed); they win over those made of `train`."""
     env: dict[str, Text] = Field(default={})
-    """Variables for the workers. They appear in scripts and dry runs, so do not put secrets here."""
+    """Variables for the workers. They appear in scripts and dry runs, so do not put secrets here. `~` and `$HOME` mean
+    the home folder on the node, as in `args`."""
     env_from: tuple[Word, ...] = ()
     """Patterns of variables to take from the environment of `dtctl launch`: `WANDB_*`."""
     secrets: tuple[Word, ...] = ()

@@ -257,3 +257,16 @@ def test_counting_what_is_not_sent_ends_soon(tmp_path: Path) -> None:
     (line,) = not_sent(dtctl("launch", "--dry-run", cwd=folder).stdout)
     assert line.startswith("over ")
     assert int(line.split()[1].replace(",", "")) <= 2000
+
+
+def test_the_home_folder_in_arguments_and_variables_is_that_of_the_node(tmp_path: Path) -> None:
+    text = "import os, sys; print(sys.argv[1:], os.environ['CACHE'], os.environ['KEPT'])\n"
+    job = "script: t.py, kind: direct, args: [~/a, --out=~/b], env: {CACHE: $HOME/c, KEPT: '\\~/d'}"
+    folder = project(tmp_path / "p", job, **{"t.py": text})
+    words = ("--", "$HOME/e f", "\\$HOME", "'$HOME'")
+    shown = dtctl("launch", "--dry-run", *words, cwd=folder).stdout
+    lines = ('"${HOME}/a"', '"--out=${HOME}/b"', '"${HOME}/c"', '"${HOME}/e f"', "'$HOME'", "KEPT='~/d'")
+    assert all(line in shown for line in lines)
+    done = dtctl("launch", *words, cwd=folder, env={"HOME": str(tmp_path)})
+    argv = [f"{tmp_path}/a", f"--out={tmp_path}/b", f"{tmp_path}/e f", "$HOME", "'$HOME'"]
+    assert done.stdout == f"[localhost:0] {argv} {tmp_path}/c ~/d\n", done.stderr

@@ -117,12 +117,18 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
+def _escaped(text: str) -> str:
+    """The text as a spec has it where no home folder is meant."""
+    return re.sub(r"\A~|\$HOME", r"\\\g<0>", text)
+
+
 @pytest.mark.parametrize("kind", ["direct", "torchrun"])
 @pytest.mark.parametrize("transport", ["sandbox", "slurm"])
 def test_arguments_and_variables_arrive_as_they_were_written(shared: Project, transport: str, kind: str) -> None:
+    env = {name: _escaped(value) for name, value in VARIABLES.items()}
     spec = {
         "cluster": {"transport": transport, "nodes": 2, "slots": 1, "python": sys.executable},
-        "job": {"script": "show.py", "kind": kind, "args": ARGUMENTS, "env": VARIABLES},
+        "job": {"script": "show.py", "kind": kind, "args": [*map(_escaped, ARGUMENTS)], "env": env},
     }
     shared.write("dtctl.yaml", json.dumps(spec))
     shared.write("show.py", SHOW)

@@ -23,7 +23,7 @@ cluster: {{transport: {transport}, nodes: 2, slots: 2}}
 job:
   name: "a b"
   {program}
-  args: ["it's", "$HOME", "a,b", "", "x\\ny", "é"]
+  args: ["it's", "\\\\$HOME", "a,b", "", "x\\ny", "é"]
   env: {{VALUE: "a,b 'c' \\"d\\"\\n$(e) `f` \\\\", LIST: "mlx5_0,mlx5_1"}}
 train: {{steps: 5}}
 """

@@ -98,3 +98,31 @@ def test_a_program_may_lie_in_the_home_folder_of_whoever_runs_it() -> None:
         ["sh", "-c", f"printf '%s ' {command}"], capture_output=True, text=True, env={"HOME": "/h"}, check=True
     )
     assert done.stdout == "/h/it's here/python ~/x "
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("~", "/h o"),
+        ("~/data", "/h o/data"),
+        ("--out=~/x", "/h o/x"),
+        ("$HOME/a b", "/h o/a b"),
+        ("${HOME}x:$HOME", "/h ox:/h o"),
+        ("~/$A `id` \\ \"q\" $(id)", "/h o/$A `id` \\ \"q\" $(id)"),
+        ("it is ~/x", "it is ~/x"),
+        ("~user/x", "~user/x"),
+        ("a~", "a~"),
+        ("$HOMES $A", "$HOMES $A"),
+        ("\\~/x", "~/x"),
+        ("\\$HOME/x \\${HOME}", "$HOME/x ${HOME}"),
+        ("$HOME \\$HOME", "/h o $HOME"),
+        ("print('$HOME')", "print('$HOME')"),
+        ("'~/x' $HOME", "'~/x' /h o"),
+        ("C:\\dir\\x", "C:\\dir\\x"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_the_home_folder_of_the_node(text: str, expected: str) -> None:
+    command = f"printf %s {shell.quote(shell.expand_home(text))}"
+    done = subprocess.run(["sh", "-uc", command], capture_output=True, text=True, env={"HOME": "/h o"}, check=True)
+    assert done.stdout.removeprefix("--out=") == expected
