@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +65,7 @@ def _not_sent(each: NotSent) -> str:
     count = "1 file" if each.files == 1 and not over else f"{over}{each.files:,} files"
     is_one = each.files == 1 and not each.is_whole
     place = f": {each.path}" if is_one else f" in {each.folder or '.'}"
-    source = re.sub(r"(:\d+)? \(.*\)$", "", each.rule)
+    source = each.rule.partition(" (")[0]
     pattern = f": [{each.path}]" if is_one or each.is_whole else ""
     return f"not sent: {count}, {over}{output.size(each.bytes)}{place} ({source}); job.files.include{pattern}"
 

@@ -5,6 +5,7 @@ Slow and thorough where `push_selection.py` is fast: asked about the few files t
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 
@@ -19,7 +20,9 @@ from dtctl.launch.files.push_selection import (
 )
 
 
-def reason(root: bytes, path: bytes, *, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> str:
+def reason(
+    root: bytes, path: bytes, *, include: Sequence[str] = (), exclude: Sequence[str] = (), with_line: bool = True
+) -> str:
     """What leaves a file or folder out, such as `.gitignore:3 (*.bin)`; empty if nothing does.
 
     Args:
@@ -27,6 +30,7 @@ def reason(root: bytes, path: bytes, *, include: Sequence[str] = (), exclude: Se
         path: below it, relative; of a folder with `/` at its end.
         include: as `job.files.include` has it.
         exclude: as `job.files.exclude` has it.
+        with_line: whether to find the line of an ignore file, which takes longer than finding the file.
     """
     included = Rules(map(os.fsencode, include))
     parts = path.rstrip(b"/").split(b"/")
@@ -44,7 +48,7 @@ def reason(root: bytes, path: bytes, *, include: Sequence[str] = (), exclude: Se
         if included.verdict(folder, shown):
             if not is_last:
                 return ""  # the folder was asked for, with all that is in it
-        elif rule := _ignored_by(root, folder, shown):
+        elif rule := _ignored_by(root, folder, shown, with_line=with_line):
             return rule
         if SECRETS.match(shown):
             return f"{os.fsdecode(shown)} looks like a secret"
@@ -55,17 +59,30 @@ def _is_environment(folder: bytes) -> bool:
     return any(os.path.lexists(folder + b"/" + mark) for mark in ENVIRONMENT_MARKS)
 
 
-def _ignored_by(root: bytes, folder: bytes, name: bytes) -> str:
+def _ignored_by(root: bytes, folder: bytes, name: bytes, *, with_line: bool) -> str:
     """The line of an ignore file that decides about a name, if it leaves the name out."""
     for kind in (OWN_IGNORE, GIT_IGNORE):
         for place, prefix in _places(root, folder, kind):
-            lines = split(read_rules(place))
-            for number in range(len(lines), 0, -1):
-                verdict = Rules([lines[number - 1]]).verdict(prefix, name)
-                if verdict is not None:
-                    shown = os.path.relpath(os.fsdecode(place), os.fsdecode(root))
-                    return f"{shown}:{number} ({os.fsdecode(lines[number - 1]).strip()})" if verdict else ""
+            text = read_rules(place)
+            verdict = _rules_of(text).verdict(prefix, name)
+            if verdict is None:
+                continue
+            shown = os.path.relpath(os.fsdecode(place), os.fsdecode(root))
+            if not verdict or not with_line:
+                return shown if verdict else ""
+            lines = split(text)
+            deciding = (
+                at for at in range(len(lines), 0, -1) if Rules([lines[at - 1]]).verdict(prefix, name) is not None
+            )
+            number = next(deciding)
+            return f"{shown}:{number} ({os.fsdecode(lines[number - 1]).strip()})"
     return ""
+
+
+@functools.lru_cache(maxsize=16)
+def _rules_of(text: bytes) -> Rules:
+    """Return the rules of an ignore file; kept, because several names are most often asked about at once."""
+    return Rules(split(text))
 
 
 def _places(root: bytes, folder: bytes, kind: bytes) -> Iterator[tuple[bytes, bytes]]:

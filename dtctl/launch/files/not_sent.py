@@ -16,7 +16,7 @@ from dtctl.launch.files.tree import Tree
 from dtctl.spec.model import Spec
 
 MAX_FILES: Final = 2000
-MAX_S: Final = 0.02
+MAX_S: Final = 0.01
 """Most files and seconds that are spent on counting: a launch must not wait for it."""
 CACHE_MARK: Final = b"CACHEDIR.TAG"
 """File in the top folder of a cache (https://bford.info/cachedir)."""
@@ -42,7 +42,7 @@ class NotSent:
     @property
     def is_chosen(self) -> bool:
         """Whether the rule was written for dtctl, so that nobody is surprised by it."""
-        return self.rule.startswith("job.files.exclude") or ".dtctlignore" in self.rule.partition(" ")[0]
+        return self.rule.startswith("job.files.exclude") or self.rule.endswith(".dtctlignore")
 
 
 def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
@@ -75,7 +75,7 @@ def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
     found = sorted((group for group in groups.values() if group.files), key=lambda group: (-group.bytes, group.folder))
     for group in found[:most]:
         kept = os.fsencode(group.path)
-        group.rule = left_out.reason(root, kept, include=files.include, exclude=files.exclude)
+        group.rule = left_out.reason(root, kept, include=files.include, exclude=files.exclude, with_line=False)
     return found[:most]
 
 
