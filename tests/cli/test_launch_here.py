@@ -233,18 +233,18 @@ def not_sent(text: str) -> list[str]:
 def test_what_is_not_sent_is_told_folder_by_folder(tmp_path: Path) -> None:
     folder = unsent_project(tmp_path / "p", ", outputs: [out/*.pt]")
     told = [
-        "2 files, 3.9 KiB in data (.gitignore); job.files.include: [data/]",
-        "2 files, 1000 B in w (.gitignore); job.files.include",
-        "1 file, 5 B: one.bin (.gitignore); job.files.include: [one.bin]",
+        "2 files, 3.9 KiB in data (.gitignore); job.files.include: [data/], or job.data",
+        "2 files, 1000 B in w (.gitignore); job.files.include, or job.data",
+        "1 file, 5 B: one.bin (.gitignore); job.files.include: [one.bin], or job.data",
     ]
     launched = dtctl("launch", cwd=folder)
     assert launched.returncode == 0, launched.stderr
     assert not_sent(launched.stderr) == told
     dry = not_sent(dtctl("launch", "--dry-run", cwd=folder).stdout)
-    assert dry == [*told[:2], "1 file, 20 B in notes (.dtctlignore); job.files.include: [notes/]",
+    assert dry == [*told[:2], "1 file, 20 B in notes (.dtctlignore); job.files.include: [notes/], or job.data",
                    "5 B in 1 other folder, such as ."]  # fmt: skip
     sent = dtctl("launch", "--dry-run", "--set", "job.files.include=[data/,'*.bin']", cwd=folder)
-    assert not_sent(sent.stdout) == ["1 file, 20 B: notes/a (.dtctlignore); job.files.include: [notes/a]"]
+    assert not_sent(sent.stdout) == ["1 file, 20 B: notes/a (.dtctlignore); job.files.include: [notes/a], or job.data"]
     silent = dtctl("launch", "--set", "job.files.exclude=[data/,w/,one.bin]", cwd=folder)
     assert not_sent(silent.stderr) == []
 

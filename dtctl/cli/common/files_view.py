@@ -60,14 +60,15 @@ def describe_not_sent(spec: Spec, tree: Tree, *, chosen: bool) -> list[str]:
 
 
 def _not_sent(each: NotSent) -> str:
-    """Return `not sent: 3 files, 2.1 MiB in data/x (.gitignore); job.files.include: [data/x/]`."""
+    """Return `not sent: 3 files, 2.1 MiB in data/x (.gitignore); job.files.include: [data/x/], or job.data`."""
     over = "over " if each.is_partial else ""
     count = "1 file" if each.files == 1 and not over else f"{over}{each.files:,} files"
     is_one = each.files == 1 and not each.is_whole
     place = f": {each.path}" if is_one else f" in {each.folder or '.'}"
     source = each.rule.partition(" (")[0]
     pattern = f": [{each.path}]" if is_one or each.is_whole else ""
-    return f"not sent: {count}, {over}{output.size(each.bytes)}{place} ({source}); job.files.include{pattern}"
+    what = f"{count}, {over}{output.size(each.bytes)}{place}"
+    return f"not sent: {what} ({source}); job.files.include{pattern}, or job.data"
 
 
 def show_files(spec: Spec, tree: Tree) -> None:

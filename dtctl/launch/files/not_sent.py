@@ -7,6 +7,7 @@ import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from dtctl.launch.files import left_out
@@ -48,7 +49,7 @@ class NotSent:
 def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
     """Return what rules keep from the nodes, the largest folder first.
 
-    Hidden files, caches, environments and the outputs of the job are left out: no program reads them on a node.
+    Hidden files, caches, environments, the outputs of the job and its data are left out: no program lacks them.
 
     Args:
         spec: the checked spec.
@@ -58,6 +59,7 @@ def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
     root, files = os.fsencode(os.path.realpath(tree.root)), spec.job.files
     counter = _Counter(root)
     outputs = Rules(os.fsencode(pattern) for pattern in spec.job.outputs)
+    data = [os.path.relpath(spec.base_dir / Path(entry.source).expanduser(), tree.root) for entry in spec.job.data]
     groups: dict[str, NotSent] = {}
     for path in tree.left_out:
         is_folder = path.endswith("/")
@@ -66,7 +68,8 @@ def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
         is_output = outputs.verdict(os.fsencode(folder) + b"/" * bool(folder), shown) or any(
             pattern.startswith(path) for pattern in spec.job.outputs
         )
-        if path.startswith(".") or "/." in path or is_output:
+        is_data = any(f"{path}/".startswith(f"{source}/") for source in data)
+        if path.startswith(".") or "/." in path or is_output or is_data:
             continue
         key = path.rstrip("/") if is_folder else folder
         group = groups.setdefault(key, NotSent(key, path, is_folder))
