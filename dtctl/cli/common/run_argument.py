@@ -43,8 +43,8 @@ def list_running() -> Iterator[RunRecord]:
 
     for record in reversed(list_runs(Path.cwd())):
         info = record.info()
-        # Only the events tell more, and a folder may have hundreds of runs.
-        if not (info.slurm or alive(info) or record.has_launcher()):
+        # Reading events takes longer, and a folder may have hundreds of runs.
+        if not (info.slurm or alive(info)):
             continue
         if info.slurm and not state_of(record).over:
             from dtctl.cli.common.slurm_runs import refresh
