@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 RESUMED = re.compile(r"resumed at step (\d+)(?: of \d+)?(?: from memory)?: (nothing known differs|known to differ: .*)")
-VERDICT = re.compile(r"^(?:\[?\S*\]?\s*)?(exact: steps? \d.*|not exact: .*|not confirmed: .*)$", re.MULTILINE)
+VERDICT = re.compile(r"^(?:\[\S*\]\s*)?(exact: steps? \d.*|not exact: .*|not confirmed: .*)$", re.MULTILINE)
 
 
 def read_verdict(text: str) -> str:
