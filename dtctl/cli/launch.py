@@ -9,6 +9,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli.common.agreement import Yes
+from dtctl.errors import UsageError
 
 
 def launch(
@@ -26,6 +27,10 @@ def launch(
     slots: Annotated[int | None, typer.Option(min=1, help="Workers per node, with --nodes.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=A,B", help="One run after another, for each combination of these values."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, without sending it.")] = False,
     out: Annotated[
@@ -68,6 +73,12 @@ def launch(
         json_lines=json_,
         yes=yes,
     )
+    if sweep:
+        from dtctl.cli.common.sweep import launch_sweep, parse_sweep
+
+        if out is not None:
+            raise UsageError("--out is for one run, and --sweep launches several")
+        return launch_sweep(options, parse_sweep(sweep), dry=dry_run)
     if dry_run or out is not None:
         return dry_launch(options, out)
     return real_launch(options)

@@ -39,12 +39,12 @@ def _of_this_folder(*, json_: bool) -> None:
 
     records = list_runs(Path.cwd())
     states = [state_of(record) for record in records]
-    commands = [record.info().command_line for record in records]
+    infos = [record.info() for record in records]
     if json_:
-        output.emit_json(
-            {"runs": [asdict(state) | {"command": line} for state, line in zip(states, commands, strict=True)]}
-        )
+        told = [{"command": info.command_line, "sweep": info.sweep} for info in infos]
+        output.emit_json({"runs": [asdict(state) | more for state, more in zip(states, told, strict=True)]})
         return
+    swept = list(dict.fromkeys(key for info in infos for key in info.sweep))
     if not states:
         output.err("no run was launched from this folder")
         return
@@ -56,12 +56,15 @@ def _of_this_folder(*, json_: bool) -> None:
             f"{state.duration_s:.0f} s",
             str(len(state.nodes)),
             "" if state.done is None else str(state.done.exit_code),
-            _why(state) or command,
+            *(info.sweep.get(key, "") for key in swept),
+            _why(state) or info.command_line,
         ]
-        for state, command in zip(states, commands, strict=True)
+        for state, info in zip(states, infos, strict=True)
     ]
     output.table(
-        rows, header=["RUN", "STATUS", "STARTED", "DURATION", "NODES", "CODE", "COMMAND, OR WHY IT FAILED"], cut=True
+        rows,
+        header=["RUN", "STATUS", "STARTED", "DURATION", "NODES", "CODE", *swept, "COMMAND, OR WHY IT FAILED"],
+        cut=True,
     )
 
 

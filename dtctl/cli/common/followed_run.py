@@ -100,6 +100,7 @@ def create_run(
     snapshots: Mapping[str, str] | None = None,
     slurm: bool = False,
     started: float | None = None,
+    sweep: Mapping[str, str] | None = None,
 ) -> RunWriter:
     """The folder of a new run, whose launcher this process is; see `RunInfo` for the arguments.
 
@@ -126,6 +127,7 @@ def create_run(
         detached=detached,
         slurm=slurm,
         snapshots=dict(snapshots or {}),
+        sweep=dict(sweep or {}),
         ssh=choose_client(spec.cluster.ssh) if spec.cluster.transport == "ssh" else "",
     )
     record = RunWriter.create(spec.base_dir, info)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,10 @@ class LaunchOptions:
     json_lines: bool
     resume: str | None = None
     """The run whose snapshots training continues from."""
+    sweep: Mapping[str, str] = field(default_factory=dict)
+    """Key -> value, of a run that is one of a sweep; among the overrides, too."""
+    started: float | None = None
+    """When the run began, in seconds since the epoch. None: with this process."""
     yes: bool = False
     """Whether what the spec reaches beyond its folder is agreed to."""
 
@@ -312,8 +316,9 @@ def real_launch(options: LaunchOptions) -> int:
         check_program_files(spec, code.tree)
         tell_of_files(spec, code.tree)
     record = create_run(
-        spec, run, spec_name=options.spec_name, detached=options.detach, token=job.token, snapshots=snapshots
-    )
+        spec, run, spec_name=options.spec_name, detached=options.detach, token=job.token, snapshots=snapshots,
+        started=options.started, sweep=options.sweep,
+    )  # fmt: skip
     view = LaunchView(json_lines=options.json_lines, record=record)
     progress = RunProgress()
     pass_on = emitter(record, view, json_lines=options.json_lines)

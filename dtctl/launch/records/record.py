@@ -129,6 +129,8 @@ class RunInfo:
     """Node -> folder of the snapshots, where the run has gone on from another one's."""
     ssh: str = ""
     """Program that connects to the nodes, `openssh` or `paramiko`; empty where they are reached otherwise."""
+    sweep: dict[str, str] = field(default_factory=dict)
+    """Key of the spec -> value, of a run that is one of a sweep."""
 
     @property
     def resumes(self) -> str:
