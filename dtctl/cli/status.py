@@ -47,7 +47,7 @@ def status(
         state = _as_nodes_tell(record, state)
     rows, steps, info = metrics_of(record), steps_of(record), record.info()
     if json_:
-        progress = {"step": int(rows[-1]["step"]), "steps": steps, **_progress(rows[-1])} if rows else None
+        progress = _progress(rows[-1], steps) if rows else None
         facts = {"progress": progress, "launcher_pid": info.pid, "command": info.command}
         output.emit_json({**asdict(state), "done": state.done and state.done.to_json(), **facts})
         return
@@ -88,10 +88,14 @@ def status(
     _show_left(record)
 
 
-def _progress(row: dict[str, Any]) -> dict[str, Any]:
-    """The loss of a row of metrics, and what it says of experts where the model has any."""
+def _progress(row: dict[str, Any], steps: int | None) -> dict[str, Any]:
+    """Step, loss and source of a row of metrics, and what it says of experts where the model has any."""
+    from dtctl.cli.common.progress_line import PRINTED
+
     experts = ("expert_load", "expert_tokens", "expert_tokens_max", "experts_idle", "tokens_dropped")
-    return {"loss": row.get("loss")} | {key: row[key] for key in experts if key in row}
+    facts = {"step": int(row["step"]), "steps": steps or (int(row.get("steps") or 0) or None), "loss": row.get("loss")}
+    facts["source"] = "output" if row.get(PRINTED) else "metrics"
+    return facts | {key: row[key] for key in experts if key in row}
 
 
 def _as_nodes_tell(record: RunRecord, state: RunState) -> RunState:
@@ -139,14 +143,14 @@ def _show_recoveries(state: RunState) -> None:
 
 def _show_training(info: RunInfo, state: RunState, rows: list[dict[str, Any]], steps: int | None) -> None:
     """How far the training is, and who launched it."""
-    from dtctl.cli.common.progress_line import experts_line, loss_text, progress_line
+    from dtctl.cli.common.progress_line import experts_line, loss_text, progress_line, source_text
 
     if info.resumes:
         output.out(f"continues run {info.resumes}")
     if rows:
         loss = loss_text(rows[-1])
         line = progress_line(rows[-1], steps=steps, runs=state.status == "running")
-        output.out(f"{line}  loss {loss}" if loss else line)
+        output.out((f"{line}  loss {loss}" if loss else line) + source_text(rows[-1]))
         if experts := experts_line(rows[-1]):
             output.out(experts)
     if not state.over:

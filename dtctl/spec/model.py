@@ -286,6 +286,10 @@ class Job(Section):
     outputs: tuple[Word, ...] = ()
     """Files and folders that the job writes and that are worth keeping, relative to its working folder: `[out/]`.
     `dtctl fetch` brings them, and `dtctl launch --resume` goes on in them. Default: all that was written is brought."""
+    progress: Word | None = None
+    """Regular expression that finds a training's progress in what the program prints, with a group `(?P<step>...)` and
+    perhaps `(?P<loss>...)` and `(?P<steps>...)`. Default: the usual forms (`step 20: loss 3.4`, bars of tqdm). Not
+    needed with dtctl.runtime, which writes metrics."""
     log_mib: CountOrZero = 1024
     """Most MiB that are kept of the output of a worker, on its node and here. More is cut out of the middle, and how
     much is said there. 0: no limit."""
@@ -319,6 +323,17 @@ class Job(Section):
     launch` with exit code 75, which asks for another launch. Default: no limit."""
     grace_s: PositiveOrZero = 10.0
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
+
+    @field_validator("progress")
+    @classmethod
+    def _finds_steps(cls, pattern: str | None) -> str | None:
+        try:
+            groups = re.compile(pattern or "").groupindex
+        except re.error as exc:
+            raise ValueError(f"is no regular expression: {exc}") from exc
+        if pattern is not None and "step" not in groups:
+            raise ValueError("has no group (?P<step>...)")
+        return pattern
 
     @field_validator("add_args", mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from dtctl import names
@@ -11,6 +12,9 @@ from dtctl.launch.records.metrics_rows import is_number, read_last_rows
 
 if TYPE_CHECKING:
     from dtctl.launch.records.record import RunRecord
+
+PRINTED = "is_printed"
+"""In a row: whether its figures were read from the output."""
 
 
 def steps_of(record: RunRecord) -> int | None:
@@ -25,9 +29,24 @@ def steps_of(record: RunRecord) -> int | None:
 
 
 def metrics_of(record: RunRecord) -> list[dict[str, Any]]:
-    """The last rows of a run's metrics, with what is a number there."""
+    """The last rows of a run's metrics, with what is a number there; else what the program has printed."""
     rows = read_last_rows(record.folder / names.METRICS_FILE)
+    if not rows:
+        return _read_printed(record)
     return [{key: value for key, value in row.items() if isinstance(value, float) or is_number(value)} for row in rows]
+
+
+def _read_printed(record: RunRecord) -> list[dict[str, Any]]:
+    """Return rows of what the program has printed of its progress."""
+    from dtctl.launch.assemble import spec_of_run
+    from dtctl.launch.records.printed_figures import read_figures
+
+    try:
+        pattern = spec_of_run(record).job.progress
+    except DtctlError:
+        return []
+    rows = read_figures(record.folder / names.LOGS_DIR, re.compile(pattern) if pattern is not None else None)
+    return [{**row, PRINTED: True} for row in rows]
 
 
 def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
@@ -39,6 +58,7 @@ def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
         runs: whether it goes on, so that some time is left.
     """
     step, step_s = int(row["step"]), float(row.get("step_s") or "nan")
+    steps = steps or int(row.get("steps") or 0)
     facts = [f"step {step:,}"]
     if steps:
         facts[0] += f" of {steps:,}"
@@ -51,6 +71,11 @@ def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
     if tokens or samples:
         facts.append(f"{tokens:,.0f} tokens/s" if tokens else f"{samples:,.0f} samples/s")
     return "  ".join(facts)
+
+
+def source_text(row: dict[str, Any]) -> str:
+    """Where the figures of a row come from, if that needs to be said."""
+    return "  (read from the output)" if row.get(PRINTED) else ""
 
 
 def loss_text(row: dict[str, Any]) -> str:

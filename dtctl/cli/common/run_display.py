@@ -149,17 +149,17 @@ class TrainingLine:
         now = time.monotonic()
         if not isinstance(event, OutputLine) or now - self._looked_s < self.EVERY_S:
             return
-        from dtctl.cli.common.progress_line import loss_text, metrics_of, progress_line, steps_of
+        from dtctl.cli.common.progress_line import loss_text, metrics_of, progress_line, source_text, steps_of
 
+        is_first, self._looked_s = not self._looked_s, now
         rows = metrics_of(self._record)
+        if is_first:
+            self._steps = steps_of(self._record)
         if not rows:
             return
-        if not self._looked_s:
-            self._steps = steps_of(self._record)
-        self._looked_s = now
         loss = loss_text(rows[-1])
         line = progress_line(rows[-1], steps=self._steps, runs=True)
-        output.stand(f"{line}  loss {loss}" if loss else line)
+        output.stand((f"{line}  loss {loss}" if loss else line) + source_text(rows[-1]))
 
 
 class LaunchView:

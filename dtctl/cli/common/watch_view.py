@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtctl.cli.common.folding import Folding
 from dtctl.cli.common.log_reader import LogFilter, LogReader
-from dtctl.cli.common.progress_line import clock, experts_line, loss_text, metrics_of, progress_line
+from dtctl.cli.common.progress_line import clock, experts_line, loss_text, metrics_of, progress_line, source_text
 from dtctl.cli.common.run_display import STATES
 from dtctl.launch.records.state import RunState, state_of, where_the_time_went
 from dtctl.printable import printable
@@ -96,7 +96,7 @@ class Screen:
     def _progress(self, rows: list[dict[str, Any]], width: int) -> list[RenderableType]:
         from rich.text import Text
 
-        facts = progress_line(rows[-1], steps=self._steps, runs=self.state.status == "running")
+        facts = progress_line(rows[-1], steps=self._steps, runs=self.state.status == "running") + source_text(rows[-1])
         losses = [row.get("loss") for row in rows]
         numbers = [float("nan") if loss is None else float(loss) for loss in losses]
         rates = [float(row.get("tokens_per_s") or row.get("samples_per_s") or "nan") for row in rows]
