@@ -37,6 +37,7 @@ def shared(sandbox_env: dict[str, str], cluster: Sandbox) -> Iterator[Project]:
     yield project
     project.close()
     ask(project, "scancel", "--user=root")  # what a failed test leaves
+    wait_until(lambda: not ask(project, "squeue", "--noheader", "--user=root").strip(), what="no job writes any more")
     shutil.rmtree(folder)
 
 
