@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dtctl.runtime.distributed.process_group import start
     from dtctl.runtime.distributed.worker import Worker
     from dtctl.runtime.evaluation import evaluate
+    from dtctl.runtime.hooks import Hook
     from dtctl.runtime.loop import Trainer
     from dtctl.runtime.main import run
     from dtctl.runtime.moe.layer import MoE
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from dtctl.train.settings import build
 
 __all__ = [
+    "Hook",
     "MoE",
     "Outcome",
     "SnapshotConfig",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Hook": "dtctl.runtime.hooks",
     "MoE": "dtctl.runtime.moe.layer",
     "Outcome": "dtctl.runtime.stop",
     "SnapshotConfig": "dtctl.train.config",

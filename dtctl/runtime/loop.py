@@ -48,6 +48,7 @@ from dtctl.runtime.guards.consistency import fingerprint, require_equal, setting
 from dtctl.runtime.guards.nonfinite import NonFiniteGuard
 from dtctl.runtime.guards.oom import MemoryWatch, enough_memory, smaller
 from dtctl.runtime.guards.origin import spoilt
+from dtctl.runtime.hooks import Hook, Hooks, TrainingView
 from dtctl.runtime.live import recovery
 from dtctl.runtime.memory_snapshots import MemorySnapshots
 from dtctl.runtime.moe import balance
@@ -92,6 +93,7 @@ class Trainer:
         unused: numbers of the parameters that no worker had a gradient of in the newest step.
         ready: takes the step under way, given what `unused` is to be; None unless nothing else is missing.
         is_torn: whether a change of the state has begun and not ended.
+        is_ended: whether a hook has ended it before its last step.
         is_owed: whether what is due after the newest step has not been done yet.
     """
 
@@ -108,6 +110,7 @@ class Trainer:
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         rate: Callable[[int], float] | None = None,
         extra_state: Mapping[str, Any] | None = None,
+        hooks: Sequence[Hook] = (),
         tensorboard: Path | None = None,
     ) -> None:
         """Put the parts together; nothing is trained yet.
@@ -129,6 +132,7 @@ class Trainer:
             extra_state: what else belongs to the state of the training, by name: objects with `state_dict` and
                 `load_state_dict` (a module, an optimizer, a scheduler), or random generators of torch, NumPy or
                 Python. Every snapshot has it, of each worker its own where they differ, and a resume puts it back.
+            hooks: called on every worker after steps, evaluations and snapshots; see `Hook`.
             tensorboard: folder for TensorBoard's event files, if `train.tensorboard` names none. None: none is
                 written.
 
@@ -141,7 +145,8 @@ class Trainer:
         self._optimize(optimizer, rate)
         self._watch()
         self._order(samples)
-        self._keep(extra_state or {})
+        self.hooks = Hooks(hooks, worker)
+        self._keep({**(extra_state or {}), **self.hooks.list_stateful()})
         self.validation, self.score = validation, score
         self.profiler = Profiler(self.config.profile, worker)
         self.step = self.position = self.began_at = 0
@@ -150,7 +155,7 @@ class Trainer:
         self.passed: Step | None = None
         """The passes of the newest step, with live recovery."""
         self.ready: Callable[[Sequence[int]], None] | None = None
-        self.is_torn = self.is_owed = False
+        self.is_torn = self.is_owed = self.is_ended = False
         self.agreement: Agreement | None = None
         self.constants: int | None = None
         self.scale_before: Mapping[str, Any] = {}
@@ -481,9 +486,8 @@ class Trainer:
         """What is due after a step: evaluation, a line of metrics, a snapshot; whether all stop. May be repeated."""
         agreement, newest = self.agreement, self.newest
         assert agreement is not None and newest is not None  # noqa: S101, PT018  # for the type checker
-        last = self.step == self.steps
         self.report.step(self.step)
-        self.profiler.after(self.step, last=last)
+        self.profiler.after(self.step, last=self.step == self.steps)
         if self.recorder.is_wanted(self.step):
             verdict = self.recorder.exchange(self.step)
             if verdict is not None and verdict.is_open and self._compute_again(verdict):
@@ -491,7 +495,17 @@ class Trainer:
             self._conclude_resume(verdict)
         if self.others is not None:
             self.others.require_equal(self.step, self.worker)
+        view = TrainingView(self.step, self.steps, self.model, self.optimizer) if self.hooks else None
+        if view is not None:
+            self.hooks.call("after_step", view, is_held=self._is_held)
         scores = self.evaluate() if self._is_evaluated(self.step) else {}
+        if scores and view is not None:
+            self.hooks.decide(view, scores)
+            self.rate.factor *= view.rate_factor
+            self.is_ended = view.is_stopped
+        if self.is_ended:
+            self.steps = self.step
+        last = self.step == self.steps
         if self._is_logged(self.step) or not newest.is_taken:
             use = newest.use if newest.is_taken else {**newest.use, "skipped": 1.0}
             self.report.log(self.step, newest.loss, newest.lr, newest.norm, self.batch, scores, use, newest.mean)
@@ -502,6 +516,8 @@ class Trainer:
             return decision.stop
         if last or best or decision.stop or decision.save or _due(self.step, self.config.snapshot.every_steps):
             self.save(needed=last or best or decision.stop)
+            if view is not None:
+                self.hooks.call("after_snapshot", view, is_held=False)
         elif self.in_memory is not None and self.in_memory.is_due(self.step):
             self._save_in_memory(self.in_memory)
         return decision.stop
@@ -543,6 +559,7 @@ class Trainer:
         if self.worker.is_first:
             say(verdict.describe())
         self.report.release()
+        self.hooks.release()
 
     @property
     def _is_held(self) -> bool:
@@ -739,6 +756,7 @@ class Trainer:
             "circumstances": self.circumstances,
             "batch": resume.sizes(self.asked, self.batch),
             "rate_factor": self.rate.factor,
+            "ended": self.is_ended,
             "chosen": self.settled.kept,
             "best": self.best and self.best.state(),
             "loss_scale": self.loss_scale and self.loss_scale.state(),
@@ -873,6 +891,9 @@ class Trainer:
         self.step, self.position = found.step, found.facts["position"]
         sizes, self.rate.factor = resume.batch(self.config, self.asked, found.facts)
         self.use(sizes)
+        self.is_ended = bool(found.facts.get("ended"))
+        if self.is_ended:
+            self.steps = self.step
         if self.loss_scale is not None and found.facts.get("loss_scale"):
             self.loss_scale.load(found.facts["loss_scale"])
         held = self._warm_up()  # before anything is restored, so that what it changes is put right

@@ -261,8 +261,8 @@ def obstacle(trainer: Training) -> str:
         return "which share a worker takes is agreed on when all start"
     if live.has_own_groups():
         return "the program has process groups of its own, which cannot be made anew for it"
-    if trainer.extra_state:
-        return "the program has `extra_state`, which may be another on each worker"
+    if trainer.extra_state or trainer.hooks:
+        return "the program has `extra_state` or hooks, which may be another on each worker"
     if trainer.config.snapshot.replicas or (trainer.saver.collective and not is_divided):
         return "all workers write the snapshots together"
     if trainer.config.ddp.comm_hook == "powersgd":

@@ -14,6 +14,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.exactness.account import Account
 from dtctl.runtime.exactness.record import StepRecorder
+from dtctl.runtime.hooks import Hooks
 from dtctl.runtime.optim import LearningRate
 from dtctl.runtime.precision import LossScale
 from dtctl.runtime.snapshot.saver import Saver
@@ -42,6 +43,7 @@ class Training(Protocol):
     loss_scale: LossScale | None
     best: Best | None
     feed: Feed
+    hooks: Hooks
     report: Report
     recorder: StepRecorder
     saver: Saver

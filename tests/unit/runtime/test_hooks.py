@@ -1,0 +1,152 @@
+"""Hooks are called at their moments, end a training on all workers alike, and are part of its state."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtctl.errors import PlanError
+from dtctl.runtime import Hook, Outcome, Trainer
+from dtctl.runtime.hooks import Hooks, TrainingView
+from dtctl.runtime.snapshot.format import layout
+from tests.facts import raises
+from tests.unit.runtime.conftest import Make, points
+from tests.unit.runtime.snapshot.gang import gang
+from tests.verdicts import read_verdict
+
+pytestmark = pytest.mark.torch
+
+SETTINGS: dict[str, Any] = {
+    "schedule": "constant", "lr": 0.05, "log_every": 1, "steps": 20, "eval_every": 2,
+    "snapshot": {"every_steps": 4, "keep": 9},
+}  # fmt: skip
+
+
+class Patience(Hook):
+    """Early stopping: the score has not fallen for some evaluations; it is halved at first."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.best, self.waited = limit, float("inf"), 0
+
+    def after_evaluation(self, training: TrainingView, scores: Mapping[str, float]) -> None:
+        score = scores["val_loss"] if training.step < 7 else self.limit
+        self.waited = 0 if score < self.best else self.waited + 1
+        self.best = min(self.best, score)
+        if self.waited == 1:
+            training.scale_rate(0.5)
+        if self.waited == 3:
+            training.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]
+
+
+def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    inputs, targets = batch
+    return {"loss": (model(inputs) - targets).square().mean(-1)}
+
+
+def with_hooks(make: Make, *hooks: Hook, settings: Mapping[str, Any] | None = None, **parts: Any) -> Trainer:
+    return make(
+        {**SETTINGS, **(settings or {})}, hooks=hooks, validation=points(), score=score, **parts
+    )  # fmt: skip
+
+
+class Moments(Hook):
+    """Notes when it is called."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def after_step(self, training: TrainingView) -> None:
+        self.seen.append(("step", training.step))
+
+    def after_evaluation(self, training: TrainingView, scores: Mapping[str, float]) -> None:
+        assert scores.keys() == {"val_loss"}
+        self.seen.append(("evaluation", training.step))
+
+    def after_snapshot(self, training: TrainingView) -> None:
+        self.seen.append(("snapshot", training.step))
+
+
+def test_hooks_are_called_in_order(make: Make) -> None:
+    hook = Moments()
+    with_hooks(make, hook, settings={"steps": 5}).run()
+    assert hook.seen == [
+        ("step", 1), ("step", 2), ("evaluation", 2), ("step", 3), ("step", 4), ("evaluation", 4), ("snapshot", 4),
+        ("step", 5), ("evaluation", 5), ("snapshot", 5),
+    ]  # fmt: skip
+
+
+def test_a_training_that_a_hook_ends_is_finished_and_exact_after_a_kill(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calm = with_hooks(make, Patience(1e9))
+    assert calm.run() is Outcome.FINISHED
+    assert 8 < calm.step < 20
+    newest, *_ = layout.listing(Path("snapshots"))
+    assert newest[0] == calm.step, "there is a snapshot of the end"
+
+    again = with_hooks(make, Patience(1e9))
+    assert again.run() is Outcome.FINISHED
+    assert again.step == calm.step, "a run that was ended stays ended"
+
+    for step, path in layout.listing(Path("snapshots")):
+        if step > 8:
+            shutil.rmtree(path)
+    capsys.readouterr()
+    killed = with_hooks(make, Patience(1e9))
+    assert killed.run() is Outcome.FINISHED
+    assert read_verdict(capsys.readouterr().out) == "exact"
+    assert killed.step == calm.step
+    assert killed.rate.factor == calm.rate.factor < 1
+    assert all(torch.equal(one, other) for one, other in zip(calm.parameters, killed.parameters, strict=True))
+
+
+def test_a_decision_elsewhere_is_refused(make: Make) -> None:
+    class Hasty(Hook):
+        def after_step(self, training: TrainingView) -> None:
+            training.stop()
+
+    with raises(PlanError, "stop after_evaluation"):
+        with_hooks(make, Hasty()).run()
+
+
+def test_calls_are_held_back_until_a_resume_is_known_to_be_exact(make: Make) -> None:
+    with_hooks(make, settings={"steps": 8}).run()
+    shutil.rmtree(layout.folder_of(Path("snapshots"), 8))
+    hook = Moments()
+
+    class Noting(Hook):
+        def after_step(self, training: TrainingView) -> None:
+            hook.seen.append((f"with {trainer.recorder.is_pending}", training.step))
+
+    trainer = with_hooks(make, Noting(), settings={"steps": 8, "require_exact": True})
+    trainer.run()
+    assert hook.seen == [("with False", step) for step in (5, 6, 7, 8)]
+
+
+def test_workers_that_decide_differently_are_named(tmp_path: Path) -> None:
+    class Own(Hook):
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def after_evaluation(self, training: TrainingView, scores: Mapping[str, float]) -> None:
+            if self.rank:
+                training.stop()
+
+    def action(worker: Any) -> None:
+        view = TrainingView(4, 9, nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)], lr=1.0))
+        with raises(PlanError, "rank 0 1 stop False True step 4"):
+            Hooks([Own(worker.rank)], worker).decide(view, {"val_loss": 1.0})
+
+    gang(2, tmp_path, action)
