@@ -37,8 +37,8 @@ def test_each_combination_is_a_run(folder: Path) -> None:
         "launch", "--sweep", "job.args=[--lr,1],[--lr,3]", "--sweep", "job.env.SEED=4,5", "--name", "s", cwd=folder
     )
     assert done.returncode == 8, done.stderr  # of the first run that has failed; those after it were launched
-    assert not missing(done.stdout, "s-1 4 succeeded 10 5")
-    assert not missing(done.stdout, "s-2 5 succeeded 10 6")
+    assert not missing(done.stdout, "s-1 4 succeeded 10 5.0000")
+    assert not missing(done.stdout, "s-2 5 succeeded 10 6.0000")
     assert not missing(done.stdout, "s-3 4 exit code 8")
     assert not missing(done.stdout, "s-4 5 exit code 8")
     listed = json.loads(dtctl("runs", "--json", cwd=folder).stdout)["runs"]

@@ -113,18 +113,17 @@ def launch_sweep(options: LaunchOptions, rows: Sequence[dict[str, str]], *, dry:
 
 def show_sweep(runs: Sequence[LaunchOptions], codes: dict[str, int]) -> None:
     """Print the settings of all runs beside what they came to."""
-    from dtctl.launch.records.metrics_rows import read_last_rows
+    from dtctl.cli.common.progress_line import loss_text, metrics_of
+    from dtctl.launch.records.record import RunRecord
 
     rows = []
     for one in runs:
         name = one.name or ""
         base = Path(one.spec).parent if one.spec is not None and str(one.spec) != "-" else Path()
-        logged = read_last_rows(base / names.STATE_DIR / names.RUNS_DIR / name / names.METRICS_FILE)
+        logged = metrics_of(RunRecord(base / names.STATE_DIR / names.RUNS_DIR / name))
         newest = logged[-1] if logged else {}
         code = codes.get(name)
         status = "not launched" if code is None else "succeeded" if code == 0 else f"exit code {code}"
-        loss = newest.get("loss")
-        rows.append(
-            [name, *one.sweep.values(), status, str(newest.get("step", "")), "" if loss is None else f"{loss:.4g}"]
-        )
+        step = f"{newest['step']:.0f}" if newest else ""
+        rows.append([name, *one.sweep.values(), status, step, loss_text(newest)])
     output.table(rows, header=["RUN", *runs[0].sweep, "STATUS", "STEP", "LOSS"])
