@@ -19,6 +19,7 @@ import pytest
 import dtctl
 from dtctl.launch.records.events import JobSubmitted, Note
 from dtctl.launch.records.record import RunRecord, list_runs
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import alive
 from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
@@ -294,7 +295,7 @@ def test_stop_ends_a_job_that_is_followed_on_another_machine(shared: Project, cl
     shared.write("train.py", ESCAPES.format(stays_s=600))
     assert shared.run("launch", "--detach").code == 0
     wait_until(lambda: processes(cluster).count("train.py") >= 8, what="it runs")
-    with record(shared).launcher_lock():
+    with RunWriter(record(shared).folder).launcher_lock():
         stopped = shared.run("stop")
         assert stopped.code == 0, stopped.err
         assert stopped.out == "0 processes left on 2 nodes: counted on the nodes\n"
