@@ -18,13 +18,14 @@ from typing import Final
 
 import torch
 
+from dtctl import folders, names
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness.verdict import Verdict
 from dtctl.runtime.snapshot.json_collectives import gathered_json, spread_json
 from dtctl.runtime.snapshot.storage.place import Place
 
 FILE: Final = ".losses-rank-{}"
-"""In the folder of the snapshots."""
+"""In the run's folder in memory, or that of the snapshots."""
 RING: Final = 1 << 16
 """Steps that are kept: the newest, 1 MiB of them."""
 _HEADER: Final = struct.Struct("<16s16sq")
@@ -57,7 +58,7 @@ class LossRecord:
         """Read what an earlier process has left of the same training, and begin anew; collective over all workers.
 
         Args:
-            folder: of the snapshots. At a URL nothing is kept.
+            folder: of the snapshots, for a training without a supervisor. At a URL nothing is kept there.
             worker: this worker.
             before: the lineage that the snapshot is of; empty if there is none.
             step: of the snapshot.
@@ -65,13 +66,14 @@ class LossRecord:
         self.close()
         self.forget()
         self.lineage = spread_json(secrets.token_hex(8), worker, 0)
-        if not isinstance(folder, Path):
+        base = _choose_folder(folder)
+        if base is None:
             return
-        self._path = folder / FILE.format(worker.rank)
+        self._path = base / FILE.format(worker.rank)
         with contextlib.suppress(OSError, struct.error):
             self.then = _read(self._path.read_bytes(), before.encode(), step) if before else {}
         with contextlib.suppress(OSError):  # training is worth more than its record
-            folder.mkdir(parents=True, exist_ok=True)
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, _HEADER.pack(self.lineage.encode(), b"", 0), 0)
@@ -158,6 +160,16 @@ class LossRecord:
             self._file = -1
         if remove and self._path is not None:
             self._path.unlink(missing_ok=True)
+
+
+def _choose_folder(snapshots: Place) -> Path | None:
+    """Memory of the node, if the run has a folder there: on a disk, each step might wait for a snapshot's fsync."""
+    memory = os.environ.get(names.MEMORY_DIR, "")
+    if memory and Path(memory).parent.is_dir():
+        with contextlib.suppress(OSError, folders.Foreign):
+            folders.make_private(memory)
+            return Path(memory)
+    return snapshots if isinstance(snapshots, Path) else None
 
 
 def _read(data: bytes, before: bytes, step: int) -> dict[int, bytes]:

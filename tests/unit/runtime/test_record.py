@@ -168,6 +168,19 @@ def test_losses_of_an_attempt_that_differed_do_not_count(make: Make, capsys: pyt
     assert read_verdict(capsys.readouterr().out) == "exact"
 
 
+def test_losses_are_in_the_memory_of_a_run_that_has_some(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(names.MEMORY_DIR, str(tmp_path / "memory"))
+    with pytest.raises(Killed):
+        make(SETTINGS, loss=counting(itertools.count(1), until=11)).run()
+    assert [path.name for path in (tmp_path / "memory").iterdir()] == [LOSSES.format(0)]
+    assert not list(Path("snapshots").glob(".losses*"))
+    capsys.readouterr()
+    make(SETTINGS, loss=counting(itertools.count(1))).run()
+    assert "and the losses up to step 11 are those of before\n" in capsys.readouterr().out
+
+
 def test_a_second_kill_leaves_what_was_recorded(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     for until in (11, 4):  # after step 11, and after step 10 of the second attempt
         with pytest.raises(Killed):
