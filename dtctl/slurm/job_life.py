@@ -31,15 +31,17 @@ SILENT_S: Final = 60
 GUARDS: Final = 2
 """Nodes that look after the first one, if the job outlives its nodes."""
 WARN_AGAIN_S: Final = 15.0
-"""A worker that is just being started does not listen yet."""
+"""A worker that is just being started does not listen yet. Twice as long after each time."""
 WARN_LOOK_S: Final = 3600.0
 """Between two looks when the job ends."""
 CONTROLLER_S: Final = 600.0
 """How long Slurm's controller is waited for while scontrol fails: without a controller srun would, too."""
 # A job that outlives its nodes outlives the first one, too, and then nobody has it started again: Slurm leaves it as it
 # is. The launcher's file is opened, since a folder of the network may show an old size for long; Slurm is asked last.
+# The signal that warns workers of the time limit goes to all steps of the job, and these too.
 GUARD: Final = r"""
-job=$1 first=$2 restarts=$3 folder=$4 before= silent=0
+trap '' USR1
+job=$1 first=$2 restarts=$3 folder=$4 most=$5 before= silent=0
 while sleep 10; do
   now=$(cat "$folder/alive" 2>/dev/null)
   [ "$now" = "$before" ] && silent=$((silent + 10)) || silent=0
@@ -50,7 +52,9 @@ while sleep 10; do
   has=$(squeue --noheader --jobs="$job" --nodelist="$first" --format=%i) && [ -z "$has" ] || continue
   mkdir "$folder/lost-$first-$restarts" 2>/dev/null || exit 0
   echo "dtctl: a node was lost, and no other one is left for its place: the first one" >>"$folder/../job.log"
-  scontrol requeue "$job" || scancel "$job"
+  [ "$restarts" -lt "$most" ] && scontrol requeue "$job" && exit 0
+  echo "dtctl: the job ends: slurm.requeues allows to start it again $most times" >>"$folder/../job.log"
+  scancel "$job"
 done
 """.replace("SILENT", str(SILENT_S))
 
@@ -94,8 +98,8 @@ class JobLife:
         """Have others look after this node, the first of `nodes`."""
         for node in nodes[1 : 1 + GUARDS]:
             argv = ["srun", "--jobid", self.number, "--overlap", "--mem=0", f"--nodelist={node}", "--nodes=1"]
-            argv += ["--ntasks=1", "--export=ALL", "--quiet", "bash", "-c", GUARD, "guard"]
-            argv += [self.job, nodes[0], str(self.restarts), str(folder)]
+            argv += ["--ntasks=1", "--export=ALL", "--quiet", "--job-name=dtctl-guard", "bash", "-c", GUARD, "guard"]
+            argv += [self.job, nodes[0], str(self.restarts), str(folder), str(self.requeues)]
             quiet = subprocess.DEVNULL
             self._guards.append(subprocess.Popen(argv, stdin=quiet, stdout=quiet, stderr=quiet))
 
@@ -164,10 +168,12 @@ class JobLife:
             if self._until_warning() == 0.0:
                 self._warned.set()
         write_line("the time is nearly over, the workers save")
+        again_s = WARN_AGAIN_S
         while not self._over.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 _ask("scancel", "--signal=USR1", self.job)
-            self._over.wait(WARN_AGAIN_S)
+            self._over.wait(again_s)
+            again_s *= 2
 
     def _until_warning(self) -> float:
         """Return the seconds until the workers are to be warned, at most an hour."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
+from collections.abc import Callable
 from typing import Final
 
 from dtctl.errors import ConnectError
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalConnection, LocalStream
 
+STEPS_PER_S: Final = 50.0
+"""Most that are begun in a second, for the sake of Slurm's controller: a launch begins one on each node."""
 UNBOUND: Final = b"srun: cluster configuration lacks support for cpu binding\n"
 """What it says where tasks are not bound anyway."""
 
@@ -16,9 +21,9 @@ UNBOUND: Final = b"srun: cluster configuration lacks support for cpu binding\n"
 class SrunConnection(LocalConnection):
     """One node; its streams are srun's, which is a child of this process."""
 
-    def __init__(self, target: Target, job: str) -> None:
+    def __init__(self, target: Target, job: str, take_turn: Callable[[], None]) -> None:
         super().__init__(target)
-        self._job = job
+        self._job, self._take_turn = job, take_turn
 
     def peer_address(self) -> str:
         """See `dtctl.transport.base.Connection`."""
@@ -35,6 +40,8 @@ class SrunConnection(LocalConnection):
         # Overlap: the job's own steps hold all its processors, and this one has them, too. All variables, whatever
         # sbatch was told. No wait for a node that has stopped answering.
         options = ["--overlap", "--mem=0", "--cpu-bind=none", "--export=ALL", "--quiet", "--unbuffered"]
+        options += ["--job-name=dtctl-node"]  # as accounting shows the step
+        self._take_turn()
         return self.start(["srun", *placement, *options, "/bin/sh", "-c", command], noise=UNBOUND)
 
 
@@ -43,7 +50,15 @@ class SrunTransport:
 
     def __init__(self, job: str) -> None:
         self._job = job
+        self._lock, self._next = threading.Lock(), 0.0
 
     def connect(self, target: Target) -> SrunConnection:
         """See `dtctl.transport.base.Transport`."""
-        return SrunConnection(target, self._job)
+        return SrunConnection(target, self._job, self._take_turn)
+
+    def _take_turn(self) -> None:
+        """Wait until another step may be begun."""
+        with self._lock:
+            turn = max(self._next, time.monotonic())
+            self._next = turn + 1 / STEPS_PER_S
+        time.sleep(max(0.0, turn - time.monotonic()))
