@@ -35,7 +35,9 @@ PLACES |= {"DTCTL_SLOTS", "DTCTL_NODE", "DTCTL_ATTEMPT", "DTCTL_TRAIN_CONFIG", "
 TELL = f"""\
 import json, os, sys
 found = {{name: os.environ.get(name, "") for name in {sorted(PLACES)}}}
-print("SAID", json.dumps([os.environ["RANK"], sys.argv[1:], found]), flush=True)
+# In one piece: torchrun passes on what two workers write at the same time as it comes.
+sys.stdout.write("SAID " + json.dumps([os.environ["RANK"], sys.argv[1:], found]) + "\\n")
+sys.stdout.flush()
 """
 
 
