@@ -17,9 +17,11 @@ from dtctl import folders
 
 TAIL_BYTES: Final = 256 << 10
 """Of a log; a program that prints more without a loss is not understood."""
+LINE_CHARACTERS: Final = 1000
+"""Most that is looked at of a line, with blanks in a row as one: on a longer one the patterns would go on for minutes."""
 _NUMBER: Final = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _LOSS: Final = re.compile(
-    r"(?i)(?P<which>[a-z]*)[ _/-]?(?<![a-z])loss(?:[\"'*]|\s*\(?avg\)?)?\s*[:=|]?\s*(?:tensor\()?"
+    r"(?i)(?P<which>[a-z]{0,20})[ _/-]?(?<![a-z])loss(?:[\"'*]|\s*\(?avg\)?)?\s*[:=|]?\s*(?:tensor\()?"
     rf"(?P<loss>{_NUMBER}|nan\b|inf\b)"
 )
 _STEP: Final = re.compile(
@@ -42,6 +44,7 @@ _OF_EVALUATIONS: Final = frozenset({"val", "valid", "validation", "eval", "test"
 def find_figures(line: str) -> dict[str, float]:
     """Return what a printed line says: `loss`, `step`, `steps` (how many there are), `step_s`, `tokens_per_s`."""
     found: dict[str, float] = {}
+    line = " ".join(line[:LINE_CHARACTERS].split())
     for match in _LOSS.finditer(line):
         if match["which"].lower() not in _OF_EVALUATIONS:
             found["loss"] = _to_float(match["loss"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ def test_figures_are_read_in_the_forms_of_well_known_trainers(line: str, expecte
 )
 def test_other_words_are_no_loss(line: str) -> None:
     assert "loss" not in find_figures(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["a" * 200_000, "step" + " " * 200_000, "loss" + "\t" * 200_000 + "x", "1/" * 100_000],
+    ids=lambda line: line[:4],
+)
+def test_a_line_that_is_made_to_take_long_does_not(line: str) -> None:
+    began = time.process_time()
+    find_figures(line)
+    assert time.process_time() - began < 1.0
 
 
 def test_bars_count_beside_losses_alone() -> None:
