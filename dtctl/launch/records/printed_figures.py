@@ -18,7 +18,7 @@ from dtctl import folders
 TAIL_BYTES: Final = 256 << 10
 """Of a log; a program that prints more without a loss is not understood."""
 LINE_CHARACTERS: Final = 1000
-"""Most that is looked at of a line, with blanks in a row as one: on a longer one the patterns would go on for minutes."""
+"""Most that is looked at of a line, with blanks in a row as one: on a longer one patterns go on for minutes."""
 _NUMBER: Final = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _LOSS: Final = re.compile(
     r"(?i)(?P<which>[a-z]{0,20})[ _/-]?(?<![a-z])loss(?:[\"'*]|\s*\(?avg\)?)?\s*[:=|]?\s*(?:tensor\()?"
