@@ -58,7 +58,9 @@ def doubtful(reports: Sequence[NodeReport]) -> list[Way]:
     chosen: dict[Way, None] = {}
     for node in cover(list(rank)):
         worst = sorted((way for way in rank if node in way and way not in chosen), key=lambda way: rank[way])
-        chosen.update(dict.fromkeys(worst[:AGAIN_PER_NODE]))
+        # Of two pairs where there are two: only then it is known whether the machine is at fault, or one pair.
+        pairs = {frozenset(way): way for way in reversed(worst)}
+        chosen.update(dict.fromkeys([*reversed(pairs.values()), *worst][:AGAIN_PER_NODE]))
     return list(chosen)[:AGAIN_AT_MOST]
 
 
@@ -118,13 +120,14 @@ def links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _only_confirmed(bad: dict[Way, Any], tries_of: Mapping[Way, Sequence[Mapping[str, Any]]]) -> None:
-    """Drop what was seen once, unless a way of the same machine was bad twice.
+    """Drop what was seen once, unless the same pair was bad twice, or ways to two others of the same machine were.
 
-    Which machine that is, all bad ways say: those that were measured again are few, and may be of a single pair.
+    Which machine that is, all bad ways say: those that were measured again are few. A single pair accuses no machine:
+    beside it, whatever another program delayed for a moment would be taken for a part of the same fault.
     """
-    repeated = {name for way in bad if len(tries_of[way]) > 1 for name in way}
-    machines = repeated.intersection(cover([*bad]))
-    for way in [way for way in bad if not {*way} & machines]:
+    pairs = {frozenset(way) for way in bad if len(tries_of[way]) > 1}
+    machines = {name for name in cover([*bad]) if sum(name in pair for pair in pairs) > 1}
+    for way in [way for way in bad if frozenset(way) not in pairs and not {*way} & machines]:
         del bad[way]
 
 

@@ -64,19 +64,34 @@ def test_a_slow_node_is_named_of_three_nodes_too(names: str, rate: float, status
     assert found(cluster(names, **ways)) == [("bandwidth", status, ("b",))]
 
 
+BAD_WAYS = [({"mbit_s": 191.0}, "bandwidth"), ({"lost": 10}, "packet-loss"), ({"rtt_ms": [3.0, 9.0]}, "latency")]
+
+
 @pytest.mark.parametrize("names", ["abc", "abcdefgh"])
-@pytest.mark.parametrize("repeated", ["ab", "bc"])
-@pytest.mark.parametrize(
-    ("tried", "check"),
-    [({"mbit_s": 191.0}, "bandwidth"), ({"lost": 10}, "packet-loss"), ({"rtt_ms": [3.0, 9.0]}, "latency")],
-)
+@pytest.mark.parametrize("repeated", [("ab", "bc"), ("ba", "cb"), ("ab", "cb")])
+@pytest.mark.parametrize(("tried", "check"), BAD_WAYS)
 def test_whichever_of_its_ways_were_measured_again_the_node_with_most_bad_ways_is_named(
-    names: str, repeated: str, tried: dict[str, Any], check: str
+    names: str, repeated: tuple[str, str], tried: dict[str, Any], check: str
 ) -> None:
-    """The worst two of a node's ways can be those to one peer and back: they alone would fit the peer as well."""
     bad = {one + other: [tried] for one, other in permutations(names, 2) if "b" in (one, other)}
-    bad |= dict.fromkeys((repeated, repeated[::-1]), [tried] * 4)
+    bad |= dict.fromkeys(repeated, [tried] * 4)
     assert [(one, nodes) for one, _, nodes in found(cluster(names, **bad))] == [(check, ("b",))]
+
+
+@pytest.mark.parametrize("names", ["abc", "abcdefgh"])
+@pytest.mark.parametrize("disturbed", ["ba", "ab", "bc"])
+@pytest.mark.parametrize(("tried", "check"), BAD_WAYS)
+def test_a_way_that_was_disturbed_once_accuses_no_machine_beside_a_bad_pair(
+    names: str, disturbed: str, tried: dict[str, Any], check: str
+) -> None:
+    """The pair of a and c is bad both ways, and another way of a or c was measured while something else ran there."""
+    bad = {"ac": [tried] * 2, "ca": [tried], disturbed: [tried]}
+    ways = {*bad, "ac", "ca"}
+    (one,) = links.links(cluster(names, **bad))
+    assert (one.check, {*one.nodes, *one.peers}, len(one.ways)) == (check, {"a", "c"}, 2)
+    again = links.doubtful(cluster(names, **{way: [tried] for way in ways}))
+    assert {"ac", "ca"} & {caller + called for caller, called in again}
+    assert tuple(disturbed) in again, "a second measurement says whether it was disturbed"
 
 
 def test_a_slow_way_is_named_once_it_was_slow_twice() -> None:
