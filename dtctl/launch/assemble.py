@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from dtctl.launch import cluster as clusters
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
 from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push as pushing
+from dtctl.launch.files.relay import Relay
 from dtctl.launch.files.tree import Tree, scan
 from dtctl.launch.records.events import PushProgress
 from dtctl.launch.records.record import RunRecord, check_no_link
@@ -141,7 +142,11 @@ class CodePush:
         """The scanned tree; waits for the scan."""
         return self._tree.result()
 
-    def __call__(self, link: NodeLink, progress: Callable[[int], None]) -> PushProgress:
+    def expect_nodes(self, count: int) -> None:
+        """So many nodes will want the tree."""
+        self._payloads = pushing.Payloads(Relay(count))
+
+    def __call__(self, link: NodeLink, progress: pushing.PushReport) -> PushProgress:
         """Bring the tree to one node; what was done."""
         result = pushing.push(link, self.tree, shared=self._payloads, progress=progress)
         return PushProgress(path=result.path, files=result.files_sent, bytes=result.bytes_sent, state=result.state)
@@ -152,9 +157,9 @@ def join_pushes(code: CodePush | None, data: DataPush | None) -> Push | None:
     if code is None or data is None:
         return code or data
 
-    def push(link: NodeLink, progress: Callable[[int], None]) -> PushProgress:
+    def push(link: NodeLink, progress: pushing.PushReport) -> PushProgress:
         first = code(link, progress)
-        second = data(link, lambda sent: progress((first.bytes or 0) + sent))
+        second = data(link, lambda sent, note="": progress((first.bytes or 0) + sent, note))
         state = "done" if "done" in (first.state, second.state) else first.state
         files, size = ((first.files or 0) + (second.files or 0), (first.bytes or 0) + (second.bytes or 0))
         return replace(first, files=files, bytes=size, state=state)
@@ -184,6 +189,9 @@ def job_of(
     from dtctl.launch.control.launch_job import LaunchJob
 
     plan = clusters.first_plan(spec, cluster, run=run)
+    for push in (code, data):
+        if push is not None:
+            push.expect_nodes(len(cluster.nodes) + len(cluster.spares))
     values = read_secrets(spec.job.secrets, os.environ)
     source, share = clusters.source_of(spec), clusters.share_of(spec)
 

@@ -81,7 +81,7 @@ def push(site: LoginSite, code: CodePush, *, python: str, workdir: str) -> str:
     try:
         link.expect(NodeDescription)
         clock.reset()
-        pushed = code(link, lambda _sent: clock.reset())
+        pushed = code(link, lambda _sent, _note="": clock.reset())
         clock.check(site.name)
         return pushed.path or ""
     except ConnectError as exc:

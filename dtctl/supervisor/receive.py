@@ -23,7 +23,13 @@ import zlib
 
 from dtctl import folders
 from dtctl.supervisor import facts, frames
-from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd, PushState
+from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd, PushRelay, PushSource, PushState
+
+TYPE_CHECKING = False  # typing is slow to import on a node
+if TYPE_CHECKING:
+    import ssl
+
+    from dtctl.supervisor import relay
 
 LINK_MODE = 0o120000
 KEPT_TREES = 3
@@ -31,6 +37,8 @@ STORES = ("code", "data")
 MAX_MANIFEST_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 18
 
+_servers: list = []  # type: ignore[type-arg]
+"""Of blocks that were pushed to this node; see `stop_serving`."""
 _locks_in_use: list[int] = []
 """Seals of the trees in use, open for as long as this process and its children live."""
 
@@ -74,6 +82,12 @@ def receive(link: frames.FdLink, workdir: str, tree: str, kind: str = "code") ->
         code, text = "digest", f"the stream is damaged: {exc}"
     link.send_json(PushState(state="error", code=code, message=text))
     raise Refused(text)
+
+
+def stop_serving() -> None:
+    """Serve blocks to no other node any longer; no thread of it is left."""
+    while _servers:
+        _servers.pop().close()
 
 
 def find(workdir: str, tree: str, kind: str) -> str:
@@ -192,7 +206,8 @@ class _Push:
                     first.setdefault(file[3], index)  # what several files hold is sent once
             need = sorted(first.values())
             self.link.send_json(PushState(state="need", indexes=need))
-            self._receive_contents([files[index] for index in need])
+            if not self._is_relayed([files[index] for index in need]):
+                self._receive_contents([files[index] for index in need])
             for index, file in enumerate(files):
                 if first.get(file[3], index) != index and file[1] != LINK_MODE:
                     self._fill(file, _contents(self.partial_fd, files[first[file[3]]][0]))
@@ -237,6 +252,123 @@ class _Push:
         finally:
             os.close(fd)
         return bool(total.hexdigest() == file[3])
+
+    def _is_relayed(self, files: list) -> bool:  # type: ignore[type-arg]
+        """Take the contents in blocks, if that is how they come; return whether it is."""
+        frame = self.link.receive()
+        if frame is None:
+            raise _Problem("protocol", "the sender has gone")
+        document = frames.decode(frame[2]) if frame[0] == frames.JSON else {}
+        if document.get("op") != PushRelay.op:
+            self.link.ready.insert(0, frame)
+            return False
+        from dtctl.supervisor import relay
+
+        request = PushRelay.parse(document)
+        packed = b"".join(self._pieces(PushManifestEnd.op))
+        blocks = relay.cut([file[2] for file in files])
+        if len(packed) != 32 * len(blocks):
+            raise _Problem("protocol", "the sender cuts the files into other blocks")
+        digests = [packed[start : start + 32] for start in range(0, len(packed), 32)]
+        for path, mode, size, _, _ in files:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=self.partial_fd)
+            os.truncate(fd, size)
+            os.close(fd)
+        store = relay.BlockFiles(self.partial_fd, [file[0] for file in files], blocks, digests)
+        self._reuse_blocks(files, blocks, digests, store)
+        state, fetching = self._serve(request, store)
+        wanted = list(dict.fromkeys(digest for digest in digests if not store.has(digest)))
+        numbers = {digest: number for number, digest in reversed(list(enumerate(digests)))}
+        state.blocks = [numbers[digest] for digest in wanted]
+        self.link.send_json(state)
+        self._fetch(store, wanted, fetching)
+        for path, _, _, digest, _ in files:
+            if not _is_file(self.partial_fd, path, digest):
+                raise _Problem("digest", f"{os.fsdecode(path)!r} has contents that differ from those announced")
+        return True
+
+    def _reuse_blocks(self, files: list, blocks: list, digests: list, store: relay.BlockFiles) -> None:  # type: ignore[type-arg]
+        """Take blocks of large files from where they were in the files of the same name in other trees."""
+        large = {
+            (files[segments[0][0]][0], segments[0][1]): digest
+            for segments, digest in zip(blocks, digests)  # noqa: B905 - Python 3.8 has no strict
+            if len(segments) == 1
+        }
+        with self._lock(fcntl.LOCK_SH):
+            trees = [os.path.join(self.store, name) for name in _sealed(self.store)[:KEPT_TREES]]
+            held = [hold(path) for path in trees]
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        for tree in trees:
+            for (path, offset), digest in large.items():
+                if store.has(digest):
+                    continue
+                try:
+                    fd = os.open(os.path.join(os.fsencode(tree), path), flags)
+                except OSError:
+                    continue
+                try:
+                    store.write(digest, memoryview(os.pread(fd, store.size(digest), offset)))
+                finally:
+                    os.close(fd)
+        for fd in held:
+            os.close(fd)
+
+    def _serve(self, request: PushRelay, store: relay.BlockFiles):  # type: ignore[no-untyped-def]
+        """Serve blocks to other nodes; what to tell of it, and the TLS for fetching from them, None without any."""
+        from dtctl.supervisor import relay
+
+        try:
+            serving, fetching = relay.make_contexts(request.certificate, request.key, self.partial_path)
+            server = relay.BlockServer(store, serving)
+        except ImportError:
+            return PushState(state="blocks", code="no-ssl"), None
+        except (OSError, RuntimeError) as exc:
+            return PushState(state="blocks", code="no-port", message=str(exc)), None
+        _servers.append(server)
+        return PushState(state="blocks", address=facts.server_address(), port=server.port), fetching
+
+    def _fetch(self, store: relay.BlockFiles, wanted: list, fetching: ssl.SSLContext | None) -> None:  # type: ignore[type-arg]
+        """Fetch blocks from whatever node the control machine names, and from itself in the end."""
+        from dtctl.supervisor import relay
+
+        count = 0
+        while True:
+            document = self.link.receive_json()
+            if document is None:
+                raise _Problem("protocol", "the sender has gone")
+            if document.get("op") != PushSource.op:
+                raise _Problem("protocol", "expected the source of blocks")
+            source = PushSource.parse(document)
+            left = [digest for digest in wanted if not store.has(digest)]
+            if not source.port or fetching is None:
+                self._receive_blocks(store, left)
+                return
+            try:
+                for _ in relay.fetch(store, left, source.address, source.port, fetching):
+                    count += 1
+                    self.link.send_json(PushState(state="got", count=count))
+                return
+            except relay.SourceFailed as exc:
+                self.link.send_json(PushState(state="source-failed", code=exc.code, message=str(exc)))
+
+    def _receive_blocks(self, store: relay.BlockFiles, digests: list) -> None:  # type: ignore[type-arg]
+        """Write the blocks that come over the link, one after the other out of one zlib stream."""
+        inflate = zlib.decompressobj()
+        ready = bytearray()
+        todo = list(reversed(digests))
+        for piece in self._pieces(PushEnd.op):
+            while piece:
+                limit = store.size(todo[-1]) - len(ready) if todo else 1
+                ready += inflate.decompress(piece, limit)
+                piece = inflate.unconsumed_tail
+                if not todo and ready:
+                    raise _Problem("escape", "what was sent differs from what was announced")
+                if todo and len(ready) == store.size(todo[-1]):
+                    if not store.write(todo.pop(), memoryview(bytes(ready))):
+                        raise _Problem("digest", "a block differs from the one announced")
+                    ready.clear()
+        if todo or inflate.unused_data or (digests and not inflate.eof):
+            raise _Problem("digest", "the stream differs from what was announced")
 
     def _receive_contents(self, files: list) -> None:  # type: ignore[type-arg]
         """Write what is sent, one file after the other out of one zlib stream."""
@@ -356,6 +488,16 @@ def _contents(folder: int, path: bytes):  # type: ignore[no-untyped-def]
                 yield memoryview(data)
     except OSError:
         pass
+
+
+def _is_file(folder: int, path: bytes, digest: str) -> bool:
+    """Whether a file has these contents."""
+    import hashlib
+
+    total = hashlib.sha256()
+    for data in _contents(folder, path):
+        total.update(data)
+    return total.hexdigest() == digest
 
 
 def _read_seal(path: str) -> list | None:  # type: ignore[type-arg]

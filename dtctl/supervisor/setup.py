@@ -237,6 +237,9 @@ def run(link: frames.FdLink, workdir: str, message: StartAttempt) -> int:
     run_dir = os.path.join(workdir, "runs", message.run)
     listener = listen(run_dir) if message.keep else None
     processes.become_subreaper()
+    from dtctl.supervisor import receive
+
+    receive.stop_serving()  # all nodes have the code; and nothing but this thread may be here when it forks
     guard_pid = os.getpid()
     supervisor = os.fork()
     if supervisor:

@@ -113,8 +113,10 @@ class Gang:
                 self.emit(NodeChanged(node=name, state="failed", error=str(to_dtctl_error(error))))
             case Ready():
                 self.emit(NodeChanged(node=name, state="ready"))
-            case Preparing(state, push):
+            case Preparing(state, push, note):
                 self.emit(NodeChanged(node=name, state=state, push=push))
+                if note:
+                    self.emit(Note(text=note))
 
     def find_stall(self, session: Session) -> ConnectError | None:
         """Return the error of a node that makes no progress in its preparation; one that sends nothing is named first.

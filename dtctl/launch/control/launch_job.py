@@ -12,6 +12,7 @@ from dtctl.launch.control.failure import AGENT
 from dtctl.launch.control.gang import PING_S
 from dtctl.launch.control.hang import HangLimit
 from dtctl.launch.control.link import NodeLink
+from dtctl.launch.files.push import PushReport
 from dtctl.launch.records.events import PushProgress
 from dtctl.plan import environment
 from dtctl.plan.model import NodePlan, Plan, Threads
@@ -37,7 +38,7 @@ class MakePlan(Protocol):
         """See `PlanFacts` for what is known of nodes; these are in rank order, the first has the address."""
 
 
-Push = Callable[[NodeLink, Callable[[int], None]], PushProgress]
+Push = Callable[[NodeLink, PushReport], PushProgress]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

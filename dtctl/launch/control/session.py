@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 
 from dtctl.errors import ConnectError, NodeError
 from dtctl.launch.control.link import NodeLink, open_program, parse_message, require_known
+from dtctl.launch.files.push import PushReport
 from dtctl.launch.records.events import PushProgress
 from dtctl.schema import prose
 from dtctl.supervisor import frames
@@ -40,6 +41,8 @@ class Preparing:
 
     state: Literal["connected", "pushing", "pushed"]
     push: PushProgress | None = None
+    note: str = ""
+    """What a person should know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class NodeSetup:
     workdir: str
     ports: tuple[int, ...]
     """Candidates for the rendezvous port; empty on all nodes but the head."""
-    push: Callable[[NodeLink, Callable[[int], None]], PushProgress] | None
+    push: Callable[[NodeLink, PushReport], PushProgress] | None
     """Brings the code and says what it did; None when there is nothing to bring."""
     prepare: Callable[[str], Prepare]
     """What to check, by the folder of the code, which the push decides."""
@@ -289,8 +292,8 @@ class Session:
             link.send(setup.prepare(self.code))
         link.expect(Ready)
 
-    def _report_push(self, sent_bytes: int) -> None:
-        self.report(Preparing("pushing", PushProgress(sent=sent_bytes)))
+    def _report_push(self, sent_bytes: int, note: str = "", /) -> None:
+        self.report(Preparing("pushing", PushProgress(sent=sent_bytes), note))
 
     def _listen(self, link: NodeLink) -> None:
         while True:

@@ -13,7 +13,7 @@ import shutil
 import stat
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from dtctl import names
 from dtctl.errors import PlanError, UsageError
 from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push
+from dtctl.launch.files.relay import Relay
 from dtctl.launch.files.tree import Digests, Tree, TreeFile, tree_digest
 from dtctl.launch.records.events import PushProgress
 from dtctl.spec.model import DataEntry, Spec
@@ -76,7 +77,11 @@ class DataPush:
         """Return what a node is told."""
         return [item.to_link() for item in self.items]
 
-    def __call__(self, link: NodeLink, progress: Callable[[int], None]) -> PushProgress:
+    def expect_nodes(self, count: int) -> None:
+        """So many nodes will want the data."""
+        self._payloads = defaultdict(lambda: push.Payloads(Relay(count)))
+
+    def __call__(self, link: NodeLink, progress: push.PushReport) -> PushProgress:
         """Bring all that a node lacks."""
         files = sent = 0
         state = "have"
@@ -91,8 +96,8 @@ class DataPush:
         return PushProgress(files=files, bytes=sent, state=state)
 
 
-def _add(progress: Callable[[int], None], before: int, sent: int) -> None:
-    progress(before + sent)
+def _add(progress: push.PushReport, before: int, sent: int, note: str = "", /) -> None:
+    progress(before + sent, note)
 
 
 def find_data(spec: Spec) -> tuple[DataItem, ...]:

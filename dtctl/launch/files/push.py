@@ -6,19 +6,23 @@ once and the pieces are shared, while they are still being made.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import posixpath
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from dtctl.errors import ConnectError, NodeError, TransferError
 from dtctl.launch.control.link import NodeLink, parse_message, quoted
+from dtctl.launch.files.relay import Relay
 from dtctl.launch.files.tree import Tree
+from dtctl.supervisor import relay as blocks
 from dtctl.supervisor.messages.base import Refusal, by_op
-from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd, PushState, PushTree
+from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd, PushRelay, PushSource, PushState, PushTree
 
 PIECE_BYTES = 1 << 18
 SAMPLES, SAMPLE_BYTES = 32, 1 << 15
@@ -30,6 +34,10 @@ HINTS = {
     "permission": "the login user has to own `cluster.workdir`",
     "digest": "launch again; if it happens again, the node's disk or memory is at fault, or a file changed meanwhile",
 }
+
+
+_Segment: TypeAlias = tuple[int, int, int]
+"""Index of a file, offset and length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +56,14 @@ class PushResult:
 class Payloads:
     """Compressed contents, made once for all nodes that lack the same files at the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, relay: Relay | None = None) -> None:
+        """`relay`: who fetches blocks from whom; None if all is sent from here."""
+        self.relay = relay
         self._lock = threading.Lock()
-        self._payloads: dict[tuple[int, ...], _Payload] = {}
+        self._payloads: dict[tuple[_Segment, ...], _Payload] = {}
         self._manifest: bytes | None = None
+        self._digesting = threading.Lock()
+        self._digests: dict[tuple[int, ...], list[bytes]] = {}
 
     def manifest(self, tree: Tree) -> bytes:
         """The list of files, compressed."""
@@ -63,19 +75,31 @@ class Payloads:
                 self._manifest = zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
             return self._manifest
 
-    def pieces(self, tree: Tree, indexes: tuple[int, ...]) -> Iterator[bytes]:
-        """The contents of the files with these indexes as one zlib stream, in pieces.
+    def digests(self, tree: Tree, indexes: tuple[int, ...]) -> list[bytes]:
+        """SHA-256 of the blocks of the files with these indexes.
 
         Raises:
             _Unreadable: a file has changed since it was scanned.
         """
-        if sum(tree.files[index].size for index in indexes) > SHARED_LIMIT_BYTES:
-            yield from _compressed(tree, indexes)
+        with self._digesting:  # whoever wants the same waits for it
+            if indexes not in self._digests:
+                self._digests[indexes] = [_digest(tree, block) for block in _cut(tree, indexes)]
+            return self._digests[indexes]
+
+    def pieces(self, tree: Tree, segments: Sequence[_Segment]) -> Iterator[bytes]:
+        """Parts of files as one zlib stream, in pieces.
+
+        Raises:
+            _Unreadable: a file has changed since it was scanned.
+        """
+        key = tuple(segments)
+        if sum(length for _, _, length in key) > SHARED_LIMIT_BYTES:
+            yield from _compressed(tree, key)
             return
         with self._lock:
-            payload = self._payloads.get(indexes)
+            payload = self._payloads.get(key)
             if payload is None:
-                payload = self._payloads[indexes] = _Payload(_compressed(tree, indexes))
+                payload = self._payloads[key] = _Payload(_compressed(tree, key))
             payload.readers += 1
         try:
             yield from payload.pieces()
@@ -83,7 +107,7 @@ class Payloads:
             with self._lock:
                 payload.readers -= 1
                 if not payload.readers:  # a run may last for days after its push
-                    self._payloads.pop(indexes, None)
+                    self._payloads.pop(key, None)
 
 
 class _Payload:
@@ -134,14 +158,32 @@ class _Unreadable(Exception):
         self.path = os.fsdecode(path)
 
 
-def _compressed(tree: Tree, indexes: Sequence[int]) -> Iterator[bytes]:
-    """One zlib stream of the files' contents; stored, not compressed, if a sample does not shrink."""
-    if not indexes:
+def _whole(tree: Tree, indexes: Sequence[int]) -> list[_Segment]:
+    return [(index, 0, tree.files[index].size) for index in indexes]
+
+
+def _cut(tree: Tree, indexes: Sequence[int]) -> list[list[_Segment]]:
+    """The blocks of files, as the node cuts them, too."""
+    cut = blocks.cut(tree.files[index].size for index in indexes)
+    return [[(indexes[number], offset, length) for number, offset, length in block] for block in cut]
+
+
+def _digest(tree: Tree, block: Sequence[_Segment]) -> bytes:
+    total = hashlib.sha256()
+    for segment in block:
+        for data in _contents(tree, segment):
+            total.update(data)
+    return total.digest()
+
+
+def _compressed(tree: Tree, segments: Sequence[_Segment]) -> Iterator[bytes]:
+    """One zlib stream of parts of files; stored, not compressed, if a sample does not shrink."""
+    if not segments:
         return
-    deflate = zlib.compressobj(_level(tree, indexes))
+    deflate = zlib.compressobj(_level(tree, segments))
     ready = bytearray()
-    for index in indexes:
-        for data in _contents(tree, index):
+    for segment in segments:
+        for data in _contents(tree, segment):
             ready += deflate.compress(data)
             if len(ready) >= PIECE_BYTES:
                 yield bytes(ready)
@@ -150,37 +192,47 @@ def _compressed(tree: Tree, indexes: Sequence[int]) -> Iterator[bytes]:
     yield bytes(ready)
 
 
-def _level(tree: Tree, indexes: Sequence[int]) -> int:
+def _level(tree: Tree, segments: Sequence[_Segment]) -> int:
     """Compression level: 1, or 0 when what is to be sent is compressed already, by a sample spread over it.
 
     Level 1 makes of 50 MB of sources 18 MB in 0.45 s, which is less than what it saves in encryption for two nodes;
     level 6 takes 1.25 s for 16 MB.
     """
     sample = bytearray()
-    for index in indexes[:: max(1, len(indexes) // SAMPLES)]:
-        sample += next(_contents(tree, index), b"")[:SAMPLE_BYTES]
+    for segment in segments[:: max(1, len(segments) // SAMPLES)]:
+        sample += next(_contents(tree, segment), b"")[:SAMPLE_BYTES]
     return 1 if len(zlib.compress(bytes(sample), 1)) < 0.9 * len(sample) else 0
 
 
-def _contents(tree: Tree, index: int) -> Iterator[bytes]:
-    """What is in a file, in pieces; exactly as much as the scan found there."""
+def _contents(tree: Tree, segment: _Segment) -> Iterator[bytes]:
+    """What is in a part of a file, in pieces; the file is exactly as long as the scan found it."""
+    index, offset, remaining = segment
     entry = tree.files[index]
     path = os.path.join(os.fsencode(tree.root), entry.path)
-    remaining = entry.size
+    is_last = offset + remaining == entry.size
     try:
         with open(path, "rb", buffering=0) as file:
+            if offset:
+                file.seek(offset)
             while remaining > PIECE_BYTES:
                 data = file.read(PIECE_BYTES)
                 if not data:
                     break
                 remaining -= len(data)
                 yield data
-            data = file.read(remaining + 1)
+            data = file.read(remaining + is_last)
     except OSError as exc:
         raise _Unreadable(path, f"a file can no longer be read: {exc.strerror}") from exc
     if len(data) != remaining:
         raise _Unreadable(path, "a file changed while it was being pushed")
     yield data
+
+
+class PushReport(Protocol):
+    """Takes the progress of a push to one node."""
+
+    def __call__(self, sent_bytes: int, note: str = "", /) -> None:
+        """Report how many bytes the node has, and what a person should know."""
 
 
 def push(
@@ -189,7 +241,7 @@ def push(
     *,
     shared: Payloads,
     store: str = "code",
-    progress: Callable[[int], None] | None = None,
+    progress: PushReport | None = None,
 ) -> PushResult:
     """Bring a tree to one node.
 
@@ -198,7 +250,7 @@ def push(
         tree: what to bring.
         store: `code` or `data`, the folder there.
         shared: the same for all nodes of a launch.
-        progress: called with the number of bytes sent so far.
+        progress: called with the number of bytes sent so far, and with notes.
 
     Raises:
         NodeError: the node cannot take it.
@@ -216,23 +268,97 @@ def push(
         link.send_bytes(manifest)
         link.send(PushManifestEnd())
         indexes = _needed(_answer(link, "need"), tree, link.node)
-        for chunk in shared.pieces(tree, indexes):
-            link.send_bytes(chunk)
-            bytes_sent += len(chunk)
-            if progress is not None:
-                progress(bytes_sent)
-        link.send(PushEnd())
+        relay = shared.relay
+        if relay is not None and relay.is_worthwhile(sum(tree.files[index].size for index in indexes)):
+            done, relayed_bytes = _push_blocks(link, tree, indexes, shared, relay, progress or _ignore)
+            bytes_sent += relayed_bytes
+        else:
+            for chunk in shared.pieces(tree, _whole(tree, indexes)):
+                link.send_bytes(chunk)
+                bytes_sent += len(chunk)
+                if progress is not None:
+                    progress(bytes_sent)
+            link.send(PushEnd())
+            done = _answer(link, "done")
     except _Unreadable as exc:
         raise TransferError(str(exc), node=link.node, where=exc.path, hint="launch again") from exc
     except ConnectError:
         _answer(link)  # a node that refuses says why, and then no longer reads
         raise
-    done = _answer(link, "done")
     if done.digest != tree.digest:
         raise TransferError("the node has a different tree from the one that was sent", node=link.node)
     return PushResult(
         path=_folder(done, tree, store, link.node), state="done", files_sent=len(indexes), bytes_sent=bytes_sent
     )
+
+
+def _ignore(sent_bytes: int, note: str = "", /) -> None:
+    """Nobody wants to know."""
+
+
+def _push_blocks(
+    link: NodeLink, tree: Tree, indexes: tuple[int, ...], shared: Payloads, relay: Relay, progress: PushReport
+) -> tuple[PushState, int]:
+    """Let a node fetch its blocks from others, or from here; its last answer, and the bytes that left this machine."""
+    digests = shared.digests(tree, indexes)
+    certificate, key = relay.key_pair()
+    link.send(PushRelay(certificate=certificate, key=key))
+    link.send_bytes(b"".join(digests))
+    link.send(PushManifestEnd())
+    answer = _answer(link, "blocks")
+    cut = _cut(tree, indexes)
+    if not all(number < len(cut) for number in answer.blocks):
+        raise TransferError("the node requested blocks that are not in the tree", node=link.node)
+    missing = [cut[number] for number in answer.blocks]
+    got = [0]
+    for block in missing:
+        got.append(got[-1] + sum(length for _, _, length in block))
+    count, bytes_sent = 0, 32 * len(digests)
+
+    def note(text: str) -> None:
+        progress(got[count], text)
+
+    member = relay.join(link.node, answer, note)
+    is_dead = True
+    try:
+        while True:
+            source = relay.choose_source(member)
+            if source is None:
+                segments = [segment for block in missing[count:] for segment in block]
+                bytes_sent += _send_rest(link, tree, segments, shared, got[count], progress)
+                answer = _answer(link, "done")
+            else:
+                link.send(PushSource(address=source.address, port=source.port))
+                while (answer := _answer(link, "got", "source-failed", "done")).state == "got":
+                    count = _counted(answer, count, len(missing), link.node)
+                    relay.reached()
+                    progress(got[count])
+            if answer.state == "done":
+                is_dead = False
+                return answer, bytes_sent
+            relay.fail(member, answer, note)
+    finally:
+        relay.leave(member, is_dead=is_dead)
+
+
+def _counted(answer: PushState, before: int, limit: int, node: str) -> int:
+    if not before < answer.count <= limit:
+        raise TransferError(f"the node counts {answer.count} blocks of {limit}", node=node)
+    return answer.count
+
+
+def _send_rest(
+    link: NodeLink, tree: Tree, segments: list[_Segment], shared: Payloads, before: int, progress: PushReport
+) -> int:
+    """Send a node all that it has not got from others; the number of bytes."""
+    link.send(PushSource())
+    sent = 0
+    for chunk in shared.pieces(tree, segments):
+        link.send_bytes(chunk)
+        sent += len(chunk)
+        progress(before + sent)
+    link.send(PushEnd())
+    return sent
 
 
 def _needed(answer: PushState, tree: Tree, node: str) -> tuple[int, ...]:

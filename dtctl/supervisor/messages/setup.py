@@ -41,6 +41,25 @@ class PushEnd(Message):
     op = "push-end"
 
 
+class PushRelay(Message):
+    """Contents come in blocks, perhaps from other nodes; the digests of the blocks follow, then PushManifestEnd."""
+
+    op = "push-relay"
+    certificate: str = value(text(1 << 16))
+    """Of the run, PEM; its nodes prove by it that they belong together."""
+    key: str = value(text(1 << 16))
+    """Its private key, PEM."""
+
+
+class PushSource(Message):
+    """Fetch the blocks that are missing from this node."""
+
+    op = "push-source"
+    address: str = value(numeric_address, default="")
+    port: int = value(PORT, default=0)
+    """0: none; the blocks follow over this link, then PushEnd."""
+
+
 class DataLink(Record):
     """Files beside the code that appear in the working folder."""
 
@@ -108,7 +127,7 @@ class NodeDescription(Message):
 
 
 class PushState(Message):
-    """How a push stands: have, want-manifest, need, done or error."""
+    """How a push stands: have, want-manifest, need, blocks, got, source-failed, done or error."""
 
     op = "push"
     state: str = value(text(40))
@@ -118,8 +137,16 @@ class PushState(Message):
     """done: of the tree."""
     indexes: list[int] = value(list_of(COUNT, 10_000_000), default=[])
     """need: files of the manifest whose contents are to be sent."""
+    blocks: list[int] = value(list_of(COUNT, 10_000_000), default=[])
+    """blocks: those that are missing here, by their number."""
+    address: str = value(numeric_address, default="")
+    """blocks: where this node serves them; empty when not known."""
+    port: int = value(PORT, default=0)
+    """blocks: 0: it serves none."""
+    count: int = value(COUNT, default=0)
+    """got: blocks that came from other nodes so far."""
     code: str = value(text(40), default="")
-    """error: as in Refusal."""
+    """error: as in Refusal. source-failed: unreachable, digest or lost. blocks: no-ssl, or empty."""
     message: str = value(prose, default="")
 
 

@@ -111,8 +111,16 @@ def test_contents_do_not_depend_on_how_they_are_cut(
 
 def test_what_cannot_be_compressed_is_not(project: Path, tmp_path: Path) -> None:
     tree = scan(project)
-    assert pushing._level(tree, [i for i, e in enumerate(tree.files) if e.path.endswith(b".bin")]) == 0
-    assert pushing._level(tree, [i for i, e in enumerate(tree.files) if e.path.endswith(b"train.py")]) == 1
+    assert (
+        pushing._level(tree, pushing._whole(tree, [i for i, e in enumerate(tree.files) if e.path.endswith(b".bin")]))
+        == 0
+    )
+    assert (
+        pushing._level(
+            tree, pushing._whole(tree, [i for i, e in enumerate(tree.files) if e.path.endswith(b"train.py")])
+        )
+        == 1
+    )
 
 
 def test_many_nodes_at_once_share_one_compression(
