@@ -343,6 +343,8 @@ class _Push:
             if not source.port or fetching is None:
                 self._receive_blocks(store, left)
                 return
+            if not left:
+                return
             try:
                 for _ in relay.fetch(store, left, source.address, source.port, fetching):
                     count += 1
