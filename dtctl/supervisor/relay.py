@@ -245,12 +245,18 @@ class BlockServer:
                     return
                 time.sleep(0.1)  # no more descriptors for the moment
                 continue
-            self._admit(str(peer[0]), sock)
             try:
-                self._start(self._serve, (sock,))
-            except RuntimeError:  # no more threads are allowed here
-                self._dismiss(sock)
+                # Not a byte is read here. What shuts a connection has to have this socket: `sock` has lost its own.
+                secure = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            except OSError:  # it has gone already
                 sock.close()
+                continue
+            self._admit(str(peer[0]), secure)
+            try:
+                self._start(self._serve, (secure,))
+            except RuntimeError:  # no more threads are allowed here
+                self._dismiss(secure)
+                secure.close()
 
     def _admit(self, address: str, sock: socket.socket) -> None:
         """Give a connection one of the places of those that have proven nothing, if need be somebody else's.
@@ -280,19 +286,16 @@ class BlockServer:
             had, self._unproven = len(left) < len(self._unproven), left
         return had
 
-    def _serve(self, sock: socket.socket) -> None:
-        try:
-            secure = self._prove(sock)
-        except OSError:  # ssl's errors are some of these
-            secure = None
-        finally:
-            still_there = self._dismiss(sock)
-        if secure is None:
-            sock.close()
-            return
+    def _serve(self, secure: ssl.SSLSocket) -> None:
         with secure:
+            try:
+                shake_hands(secure, HANDSHAKE_S)
+                is_proven = True
+            except OSError:  # ssl's errors are some of these
+                is_proven = False
+            still_there = self._dismiss(secure)
             with self._lock:
-                if not still_there or len(self._proven) >= PROVEN or self._files.is_closed():
+                if not is_proven or not still_there or len(self._proven) >= PROVEN or self._files.is_closed():
                     return
                 self._proven.add(secure)
             try:
@@ -302,24 +305,6 @@ class BlockServer:
             finally:
                 with self._lock:
                     self._proven.discard(secure)
-
-    def _prove(self, sock: socket.socket) -> ssl.SSLSocket:
-        """Shake hands; not a byte at a time for ever.
-
-        Raises:
-            OSError: it is not of the run, or was too slow.
-        """
-        limit = threading.Timer(HANDSHAKE_S, _shut, (sock,))
-        limit.daemon = True
-        limit.start()
-        try:
-            sock.settimeout(HANDSHAKE_S)
-            secure = self._context.wrap_socket(sock, server_side=True)
-            # With TLS 1.3 the other end's proof is complete when its part of the handshake has been read, as here.
-            secure.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return secure
-        finally:
-            limit.cancel()
 
     def _answer(self, sock: ssl.SSLSocket) -> None:
         while True:
@@ -352,22 +337,42 @@ def fetch(
         raise SourceFailed("unreachable", f"{address}:{port}: {exc}") from exc
     with sock:
         try:
-            secure = context.wrap_socket(sock)
+            secure = context.wrap_socket(sock, do_handshake_on_connect=False)
+        except OSError as exc:
+            raise SourceFailed("lost", f"{address}:{port}: {exc}") from exc
+    with secure:
+        try:
+            shake_hands(secure, HANDSHAKE_S)
             secure.settimeout(SILENCE_S)
-            secure.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             secure.sendall(b"".join(digests[:AHEAD]))
         except OSError as exc:
             raise SourceFailed("lost", f"{address}:{port}: {exc}") from exc
-        with secure:
-            for number, digest in enumerate(digests):
-                try:
-                    data = _receive_block(secure, files.size(digest))
-                    secure.sendall(b"".join(digests[number + AHEAD : number + AHEAD + 1]))
-                except OSError as exc:
-                    raise SourceFailed("lost", f"{address}:{port}: {exc}") from exc
-                if data is None or not files.write(digest, data):
-                    raise SourceFailed("digest", f"block {digest.hex()[:12]} is not what its name says")
-                yield digest
+        for number, digest in enumerate(digests):
+            try:
+                data = _receive_block(secure, files.size(digest))
+                secure.sendall(b"".join(digests[number + AHEAD : number + AHEAD + 1]))
+            except OSError as exc:
+                raise SourceFailed("lost", f"{address}:{port}: {exc}") from exc
+            if data is None or not files.write(digest, data):
+                raise SourceFailed("digest", f"block {digest.hex()[:12]} is not what its name says")
+            yield digest
+
+
+def shake_hands(secure: ssl.SSLSocket, limit_s: float) -> None:
+    """Let both ends prove that they are of the run, however slowly the other one sends.
+
+    Raises:
+        OSError: it is not of the run, or the time is over.
+    """
+    limit = threading.Timer(limit_s, _shut, (secure,))
+    limit.daemon = True
+    limit.start()
+    try:
+        secure.settimeout(limit_s)
+        secure.do_handshake()
+        secure.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    finally:
+        limit.cancel()
 
 
 def _receive_block(sock: ssl.SSLSocket, size: int) -> memoryview | None:

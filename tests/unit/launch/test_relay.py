@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import select
 import socket
 import ssl
 from collections.abc import Iterator
@@ -181,6 +182,20 @@ def test_a_stranger_that_says_nothing_is_dropped(served: Served, monkeypatch: py
     monkeypatch.setattr(relay, "HANDSHAKE_S", 0.3)
     with served.connect() as sock:
         assert sock.recv(1) == b""
+    wait_until(lambda: not served.server._unproven, what="its place is free")
+
+
+def test_a_stranger_that_dribbles_is_dropped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "HANDSHAKE_S", 0.5)
+    hello = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        served.fetching.wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
+    data, sent = hello.read(), 0
+    with served.connect() as sock, contextlib.suppress(OSError):
+        while sent < len(data) and not select.select([sock], [], [], 0.1)[0]:
+            sock.sendall(data[sent : sent + 1])  # well before each wait is over
+            sent += 1
+    assert sent < min(100, len(data)), "it was waited for"
     wait_until(lambda: not served.server._unproven, what="its place is free")
 
 
