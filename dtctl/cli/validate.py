@@ -40,7 +40,7 @@ def validate(
         output.emit_json(json_schema())
         return
     try:
-        plan, estimate = _planned(spec, set_ or ())
+        plan, estimate, environment = _planned(spec, set_ or ())
     except DtctlError as exc:
         if json_:
             facts = {"message": exc.message, "where": exc.where, "hint": exc.hint, "exit_code": exc.exit_code}
@@ -54,6 +54,7 @@ def validate(
                 "nodes": [node.name for node in plan.nodes],
                 "world_size": plan.world_size,
                 "estimate": estimate,
+                "environment": environment or None,
                 "not_examined": list(NOT_EXAMINED),
             }
         )
@@ -61,6 +62,8 @@ def validate(
     nodes = "1 node" if len(plan.nodes) == 1 else f"{len(plan.nodes)} nodes"
     workers = "1 worker" if plan.world_size == 1 else f"{plan.world_size} workers"
     output.out(f"{spec} can be planned: {plan.job}, {plan.kind} over {plan.transport}, {nodes}, {workers}", "green")
+    if environment:
+        output.out(f"environment: {environment}")
     for note in plan.notes:
         output.out(f"note: {note}", "cyan")
     if estimate is not None:
@@ -70,8 +73,8 @@ def validate(
     output.out(f"not examined: {', '.join(open_questions)}", "dim")
 
 
-def _planned(spec: Path, changes: Sequence[str]) -> tuple[Plan, dict[str, Any] | None]:
-    """The plan that a launch would begin with, had it asked the nodes nothing; the memory that it needs, if known."""
+def _planned(spec: Path, changes: Sequence[str]) -> tuple[Plan, dict[str, Any] | None, str]:
+    """The first plan of a launch, as far as no node is asked; its memory, if known; what nodes would install."""
     from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.launch.files.tree import check_program_files, scan
     from dtctl.spec.load import load_spec
@@ -79,7 +82,13 @@ def _planned(spec: Path, changes: Sequence[str]) -> tuple[Plan, dict[str, Any] |
     checked = load_spec(spec, changes)
     root = checked.base_dir / checked.job.files.root
     check_program_files(checked, scan(root, include=checked.job.files.include, exclude=checked.job.files.exclude))
-    return first_plan(checked, cluster_of(checked, start=False), run="validate"), _estimate(checked)
+    plan = first_plan(checked, cluster_of(checked, start=False), run="validate")
+    environment = ""
+    if checked.job.environment is not None:
+        from dtctl.launch.files.environment import describe_environment
+
+        environment = describe_environment(checked)
+    return plan, _estimate(checked), environment
 
 
 def _estimate(spec: Spec) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ from dtctl.plan.model import Plan, Threads
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
 from dtctl.supervisor.messages.attempt import RunOrigin
+from dtctl.supervisor.messages.setup import EnvironmentOrder
 
 CACHE_DIR = "cache"
 SPEC_BYTES = 4 << 20
@@ -43,6 +44,7 @@ UNSPARED_S = 30.0
 if TYPE_CHECKING:
     from dtctl.launch.control.launch_job import LaunchJob, Push
     from dtctl.launch.files.data import DataPush
+    from dtctl.launch.files.environment import EnvironmentPush
     from dtctl.plan.model import NodePlan
 
 
@@ -81,8 +83,16 @@ def job_of_run(record: RunRecord) -> LaunchJob:
     spec = spec_of_run(record)
     cluster = cluster_of(spec, start=False, record=record)
     info = record.info()
+    if info.environment:
+        cluster = clusters.with_environment(cluster, info.environment)
     job = job_of(spec, cluster, run=record.run, keep=True, code=None, token=info.token, snapshots=info.snapshots)
-    return replace(job, origin=origin(info.command_line, info.started))
+    kept = EnvironmentOrder(digest=info.environment) if info.environment else None
+    return replace(
+        job,
+        origin=origin(info.command_line, info.started),
+        environment=lambda: kept,
+        environment_digest=info.environment,
+    )
 
 
 def attempt_of_run(record: RunRecord, job: LaunchJob) -> Plan:
@@ -152,10 +162,15 @@ class CodePush:
         return PushProgress(path=result.path, files=result.files_sent, bytes=result.bytes_sent, state=result.state)
 
 
-def join_pushes(code: CodePush | None, data: DataPush | None) -> Push | None:
-    """Return what brings the code and the data of a job; None where there is nothing to bring."""
-    if code is None or data is None:
-        return code or data
+def join_pushes(code: CodePush | None, *others: Push | None) -> Push | None:
+    """Return what brings the code of a job and all else; None where there is nothing to bring."""
+    joined: Push | None = code
+    for other in others:
+        joined = _join(joined, other) if joined is not None and other is not None else joined or other
+    return joined
+
+
+def _join(code: Push, data: Push) -> Push:
 
     def push(link: NodeLink, progress: pushing.PushReport) -> PushProgress:
         first = code(link, progress)
@@ -175,6 +190,7 @@ def job_of(
     keep: bool,
     code: CodePush | None,
     data: DataPush | None = None,
+    environment: EnvironmentPush | None = None,
     token: str | None = None,
     snapshots: Mapping[str, str] | None = None,
     earlier: str = "",
@@ -234,8 +250,10 @@ def job_of(
         transport=cluster.make_transport(),
         targets=cluster.targets,
         spares={spare.name: spare_plan(spare) for spare in cluster.spares},
-        push=join_pushes(code, data),
+        push=join_pushes(code, data, environment),
         data=data.links if data is not None else list,
+        environment=environment.order if environment is not None else lambda: None,
+        environment_digest=environment.locked.digest if environment is not None else "",
         code_folder="" if spec.pushes else spec.code_folder,
         secrets=values,
         snapshots=snapshots or {},

@@ -259,6 +259,17 @@ def _never() -> Transport:
     raise PlanError("the sandbox is not up", hint="dtctl sandbox up")
 
 
+def with_environment(cluster: ResolvedCluster, digest: str) -> ResolvedCluster:
+    """Return the cluster with nodes whose programs run in an environment (`job.environment`)."""
+    from dtctl.supervisor.environments import python_of
+
+    def changed(node: NodeSpec) -> NodeSpec:
+        workdir = node.workdir if node.workdir.startswith(("/", "~")) else f"~/{node.workdir}"
+        return replace(node, job_python=python_of(workdir, digest))
+
+    return replace(cluster, nodes=tuple(map(changed, cluster.nodes)), spares=tuple(map(changed, cluster.spares)))
+
+
 def first_plan(spec: Spec, cluster: ResolvedCluster, *, run: str) -> Plan:
     """The plan as it is known before any node was asked; what a dry run shows.
 

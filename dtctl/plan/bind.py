@@ -46,6 +46,8 @@ class NodeTemplate:
     """Where nodes of the same name are lost together; None: nothing is known of it."""
     preload: tuple[str, ...]
     files: tuple[str, ...]
+    job_python: str | None = None
+    """Interpreter of the program, where that is not `python`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,7 @@ def _node(
     argv = node_argv(
         template.program,
         kind=template.kind,
-        python=node.python,
+        python=node.job_python or node.python,
         placement=placement,
         nodes=len(template.nodes),
         rendezvous=meeting,

@@ -183,12 +183,20 @@ def _node(
         python=node.python,
         env=tuple(variable for variable in variables if variable.name not in spec.job.secrets),
         setup=tuple(spec.job.setup),
-        path=posixpath.dirname(node.python) if kind == "command" and node.python else "",
+        path=_path(kind, node),
         gres=node.gres,
         rack=node.rack,
         preload=_preload(spec, kind, placement, facts) if program.is_python else (),
         files=(script,) if script else (),
+        job_python=node.job_python,
     )
+
+
+def _path(kind: Kind, node: NodeSpec) -> str:
+    """Folder that comes first on the PATH of the program; empty: none."""
+    if node.job_python is not None:  # has programs of its own, whoever starts them
+        return posixpath.dirname(node.job_python)
+    return posixpath.dirname(node.python) if kind == "command" and node.python else ""
 
 
 def _preload(spec: Spec, kind: Kind, placement: Placement, facts: PlanFacts) -> tuple[str, ...]:
@@ -282,6 +290,12 @@ def _check_transport(spec: Spec, nodes: Sequence[NodeSpec]) -> None:
             f"{spec.plain_reason}, and srun then starts the same workers on every node",
             where=spec.written_at("cluster.nodes"),
             hint="give all nodes the same slots, gres, python and env",
+        )
+    if transport == "slurm" and spec.job.environment is not None:
+        raise PlanError(
+            "no environment is made for a job of Slurm, whose nodes have a disk in common",
+            where=spec.written_at("job.environment"),
+            hint="make it there (`uv venv`, `uv pip sync`), and name its Python as `cluster.python`",
         )
     if transport == "slurm" and spec.job.data:
         raise PlanError(

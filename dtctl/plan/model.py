@@ -100,9 +100,10 @@ class NodePlan:
     env: tuple[EnvVar, ...]
     """Variables exported by the node script, in the order of the script; names are unique."""
     python: str | None = None
-    """Interpreter on the node, for the program and for dtctl's own part; None: `python3` from its PATH."""
+    """Interpreter on the node, for dtctl's own part, and for the program unless the job has an environment; None:
+    `python3` from its PATH."""
     path: str = ""
-    """Folder that comes first on the command's PATH: that of `cluster.python`; empty: none."""
+    """Folder that comes first on the command's PATH: that of `cluster.python` or of the environment; empty: none."""
     setup: tuple[str, ...] = ()
     """Shell lines that the node script runs before the command (`module load`, `source activate`)."""
     gres: str | None = None

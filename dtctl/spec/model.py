@@ -37,6 +37,7 @@ __all__ = [  # the sections
     "Cluster",
     "Container",
     "DataEntry",
+    "Environment",
     "Files",
     "Job",
     "Kubernetes",
@@ -247,6 +248,49 @@ class DataEntry(Section):
         return source
 
 
+PythonVersion = Annotated[Text, _written(r"3\.\d{1,2}", 'a version as text: "3.12"')]
+_PASSWORD_IN_URL = re.compile(r"://[^/]*@")
+
+
+class Environment(Section):
+    """The Python environment of the workers: uv makes it on every node, once, below `cluster.workdir`."""
+
+    requirements: FilePath | None = None
+    """File of requirements, as pip reads them. Its lock, `NAME.dtctl.lock`, is written beside the spec and renewed when
+    the file changes; a file with hashes is its own lock."""
+    project: FilePath | None = None
+    """Folder with pyproject.toml and uv.lock, instead: what the lock names is installed, the project itself is not,
+    since its files are copied to the nodes."""
+    python: PythonVersion | None = None
+    """Version of Python. Default: that of the Python that runs dtctl. A node without it gets one from uv."""
+    platform: Literal["x86_64", "aarch64"] | None = None
+    """Processor of the nodes, for which packages are chosen. Default: that of this machine."""
+    index: tuple[Word, ...] = ()
+    """Where packages come from, instead of PyPI: URLs of indexes, and folders with wheels (relative to the spec), which
+    nodes have under the same path unless `wheels` is relay. Passwords belong into ~/.netrc."""
+    wheels: Literal["index", "relay"] = "index"
+    """index: nodes fetch wheels themselves. relay: this machine fetches them and brings them to the nodes, which need
+    no way to an index."""
+
+    @field_validator("index", mode="before")
+    @classmethod
+    def _one_text(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("index")
+    @classmethod
+    def _no_passwords(cls, places: tuple[str, ...]) -> tuple[str, ...]:
+        if any(_PASSWORD_IN_URL.search(place) for place in places):
+            raise ValueError("has a user or a password in a URL; write them into ~/.netrc, here and on the nodes")
+        return places
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Environment:
+        if (self.requirements is None) == (self.project is None):
+            raise ValueError("expected either requirements or project")
+        return self
+
+
 class Job(Section):
     """What is run."""
 
@@ -283,6 +327,9 @@ class Job(Section):
     data: tuple[DataEntry, ...] = ()
     """Files that the job reads and that are no part of its code: `[{from: ~/datasets/x, to: data/x}]`. They are brought
     to every node once, whatever .gitignore says of them, kept there between runs, and appear in the working folder."""
+    environment: Environment | None = None
+    """Python environment that every node makes, and in which the workers run: `{requirements: requirements.txt}`.
+    `cluster.python` is then the Python of dtctl's own program alone. Default: the Python of `cluster.python`."""
     outputs: tuple[Word, ...] = ()
     """Files and folders that the job writes and that are worth keeping, relative to its working folder: `[out/]`.
     `dtctl fetch` brings them, and `dtctl launch --resume` goes on in them. Default: all that was written is brought."""

@@ -37,6 +37,8 @@ class NodeSpec:
     """Port of the SSH server; None: what `ssh NODE` would use."""
     python: str | None = None
     """Interpreter on the node; None: `python3` from its PATH."""
+    job_python: str | None = None
+    """Interpreter of `job.environment`, which runs the program instead; None: there is none."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for the workers of this node alone."""
     rack: str | None = None

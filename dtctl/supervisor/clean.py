@@ -11,7 +11,7 @@ import os
 import time
 
 from dtctl import folders
-from dtctl.supervisor import processes, receive
+from dtctl.supervisor import environments, processes, receive
 from dtctl.supervisor.messages.base import Message, by_op
 from dtctl.supervisor.messages.stored import STORED, ItemsRemoved, ListStored, RemoveStored, StoredItem, StoredItems
 from dtctl.supervisor.requests import NodeRequests
@@ -55,6 +55,10 @@ def stored(workdir: str) -> list[StoredItem]:
             for name in receive._sealed(folder):
                 path = os.path.join(folder, name)
                 items.append(_item(kind, name, path, is_used=not _free(path), at=os.stat(path + ".json").st_mtime))
+    items += [
+        _item("env", name, path, is_used=environments.is_used(path), at=environments.last_used(path))
+        for name, path in environments.stored(workdir)
+    ]
     return sorted(items, key=lambda item: -item.age_s)[:STORED]
 
 
@@ -103,7 +107,11 @@ def remove(workdir: str, items: list[tuple[str, str]]) -> list[str]:
     left = []
     for kind, name in items:
         store = KINDS_OF_TREES.get(kind)
-        if not (remove_tree(workdir, name, store) if store else remove_run(workdir, name)):
+        if kind == "env":
+            is_gone = environments.remove(workdir, name)
+        else:
+            is_gone = remove_tree(workdir, name, store) if store else remove_run(workdir, name)
+        if not is_gone:
             left.append(name)
     return left
 

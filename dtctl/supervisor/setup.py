@@ -84,7 +84,7 @@ class SetupRequests(NodeRequests):
         """Answer one request; the first attempt's and that of a new link are the last ones."""
         link, runs = self.link, os.path.join(self.workdir, "runs")
         if isinstance(request, Hello):
-            link.send_json(describe_node(self.workdir, request.ports))
+            link.send_json(describe_node(self.workdir, request))
             from dtctl.supervisor import supervisor  # noqa: F401 - imported while the control machine goes on
         elif isinstance(request, PushTree):
             from dtctl.supervisor import receive
@@ -96,6 +96,10 @@ class SetupRequests(NodeRequests):
                 return 1  # the control machine has been told why
         elif isinstance(request, Prepare):
             with Reporting(link):
+                if request.environment is not None:
+                    from dtctl.supervisor import environments
+
+                    environments.make(link, self.workdir, request.environment)
                 prepare(self.workdir, request)
             link.send_json(Ready())
         elif isinstance(request, ProbePorts):
@@ -127,21 +131,33 @@ def claim(workdir: str) -> None:
         raise CannotDo(
             code if code == "disk-full" else "workdir", f"{exc.filename or workdir}: {exc.strerror}"
         ) from exc
-    for name in ("code", "data", "runs"):
+    for name in ("code", "data", "envs", "runs"):
         folders.check_private(os.path.join(workdir, name))
 
 
-def describe_node(workdir: str, ports: list[int]) -> NodeDescription:
-    """What this node says about itself; `ports`: candidates for the rendezvous, in order of preference."""
+def describe_node(workdir: str, request: Hello) -> NodeDescription:
+    """What this node says about itself."""
+    has_environment = has_uv = False
+    has_glibc = True
+    if request.environment:
+        from dtctl.supervisor import environments
+
+        has_environment = environments.is_ready(workdir, request.environment)
+        if not has_environment:
+            has_uv, has_glibc = bool(environments.find_uv()), environments.has_glibc()
     return NodeDescription(
         gpus=node_facts.count_gpus(os.environ),
         cores=node_facts.usable_cores(),
         address=facts.server_address(),
-        port=node_facts.first_free(ports),
+        port=node_facts.first_free(request.ports),
         python=".".join(str(part) for part in sys.version_info[:3]),
         host=os.uname().nodename[:255],
         workdir=workdir,
         running=runs_under_way(os.path.join(workdir, "runs")),
+        machine=os.uname().machine,
+        has_environment=has_environment,
+        has_uv=has_uv,
+        has_glibc=has_glibc,
     )
 
 

@@ -101,6 +101,7 @@ def create_run(
     slurm: bool = False,
     started: float | None = None,
     sweep: Mapping[str, str] | None = None,
+    environment: str = "",
 ) -> RunWriter:
     """The folder of a new run, whose launcher this process is; see `RunInfo` for the arguments.
 
@@ -128,6 +129,7 @@ def create_run(
         slurm=slurm,
         snapshots=dict(snapshots or {}),
         sweep=dict(sweep or {}),
+        environment=environment,
         ssh=choose_client(spec.cluster.ssh) if spec.cluster.transport == "ssh" else "",
     )
     record = RunWriter.create(spec.base_dir, info)

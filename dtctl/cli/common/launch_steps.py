@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dtctl.cli.common.run_display import LaunchView
     from dtctl.launch.control.launch_job import LaunchJob
     from dtctl.launch.files.data import DataItem
+    from dtctl.launch.files.environment import EnvironmentPush
     from dtctl.launch.files.tree import Tree
     from dtctl.launch.records.events import Emit, Event, RunProgress
     from dtctl.launch.records.run_writer import RunWriter
@@ -135,7 +136,7 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     import time
 
     from dtctl.launch import trust
-    from dtctl.launch.cluster import cluster_of, first_plan
+    from dtctl.launch.cluster import cluster_of, first_plan, with_environment
     from dtctl.launch.records.record import check_run_name, new_run_id
     from dtctl.render import node_scripts
 
@@ -144,7 +145,14 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     for text in (*trust.reach(spec), *trust.sent_items(spec)):
         output.err(text, "yellow")
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
-    plan = first_plan(spec, cluster_of(spec, start=False), run=run)
+    cluster = cluster_of(spec, start=False)
+    plan = first_plan(spec, cluster, run=run)  # refuses what no environment is made for
+    if spec.job.environment is not None:
+        from dtctl.launch.files.environment import lock_environment
+
+        locked = lock_environment(spec, write=False)
+        output.err(f"environment: {locked.told}")
+        plan = first_plan(spec, with_environment(cluster, locked.digest), run=run)
     batch = _batch_file(spec, plan)
     # In plain mode the batch file is all that there is.
     scripts = {} if spec.is_plain else node_scripts(plan, base_dir=spec.base_dir)
@@ -293,7 +301,7 @@ def real_launch(options: LaunchOptions) -> int:
     from dtctl.cli.common.followed_run import create_run, emitter, measured
     from dtctl.cli.common.run_display import LaunchView, tell_of_files
     from dtctl.launch.assemble import CodePush, job_of
-    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.cluster import cluster_of, with_environment
     from dtctl.launch.records.events import Note, RunPlanned, RunProgress
     from dtctl.plan.warnings import list_warnings
 
@@ -303,10 +311,13 @@ def real_launch(options: LaunchOptions) -> int:
         from dtctl.launch.files.data import DataPush
 
         data = DataPush(spec)
+    environment = _environment(spec)
     cluster = cluster_of(spec, start=True)
+    if environment is not None:
+        cluster = with_environment(cluster, environment.locked.digest)
     job = job_of(
-        spec, cluster, run=run, keep=options.detach, code=code, data=data, snapshots=snapshots,
-        earlier=options.resume or "",
+        spec, cluster, run=run, keep=options.detach, code=code, data=data, environment=environment,
+        snapshots=snapshots, earlier=options.resume or "",
     )  # fmt: skip
     if data is not None:
         show_data(data.items, code.tree if code is not None else None)
@@ -317,7 +328,7 @@ def real_launch(options: LaunchOptions) -> int:
         tell_of_files(spec, code.tree)
     record = create_run(
         spec, run, spec_name=options.spec_name, detached=options.detach, token=job.token, snapshots=snapshots,
-        started=options.started, sweep=options.sweep,
+        started=options.started, sweep=options.sweep, environment=job.environment_digest,
     )  # fmt: skip
     view = LaunchView(json_lines=options.json_lines, record=record)
     progress = RunProgress()
@@ -334,6 +345,17 @@ def real_launch(options: LaunchOptions) -> int:
         emit(Note(text=text))
     with measured(spec, record, emit):
         return _run(job, record, emit, view, progress, options)
+
+
+def _environment(spec: Spec) -> EnvironmentPush | None:
+    """Return what brings the environment of a job, whose lock is made where it is missing; None without one."""
+    if spec.job.environment is None:
+        return None
+    from dtctl.launch.files.environment import EnvironmentPush, lock_environment
+
+    locked = lock_environment(spec, write=True)
+    output.err(f"environment: {locked.told}{'; its lock was made' if locked.is_new else ''}")
+    return EnvironmentPush(spec, locked)
 
 
 def _name_way_without(error: DtctlError, options: LaunchOptions, nodes: Sequence[str]) -> None:

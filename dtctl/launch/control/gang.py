@@ -17,7 +17,7 @@ from dtctl.launch.records.events import Emit, NodeChanged, Note, TimeIsUp
 from dtctl.launch.records.logs import Logs
 from dtctl.supervisor.messages.attempt import Ping, PortProbed, ProbePorts, StartAttempt
 from dtctl.supervisor.messages.base import Quit
-from dtctl.supervisor.messages.setup import NodeDescription, Ready
+from dtctl.supervisor.messages.setup import EnvironmentProgress, NodeDescription, Ready
 
 PING_S = 1.0
 ANSWER_S = 5.0
@@ -113,6 +113,8 @@ class Gang:
                 self.emit(NodeChanged(node=name, state="failed", error=str(to_dtctl_error(error))))
             case Ready():
                 self.emit(NodeChanged(node=name, state="ready"))
+            case EnvironmentProgress() as progress:
+                self.emit(Note(node=name, text=progress.text))
             case Preparing(state, push, note):
                 self.emit(NodeChanged(node=name, state=state, push=push))
                 if note:

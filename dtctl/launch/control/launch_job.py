@@ -17,7 +17,7 @@ from dtctl.launch.records.events import PushProgress
 from dtctl.plan import environment
 from dtctl.plan.model import NodePlan, Plan, Threads
 from dtctl.supervisor.messages.attempt import RunOrigin, StartAttempt, WorkerSpec
-from dtctl.supervisor.messages.setup import DataLink
+from dtctl.supervisor.messages.setup import DataLink, EnvironmentOrder
 from dtctl.transport.base import Target, Transport
 
 
@@ -63,6 +63,10 @@ class LaunchJob:
     push: Push | None
     data: Callable[[], list[DataLink]] = list
     """Files beside the code, once they are known."""
+    environment: Callable[[], EnvironmentOrder | None] = lambda: None
+    """What nodes make before the workers start, once the first of them was asked."""
+    environment_digest: str = ""
+    """Its digest, which is known before; empty: the job has no environment."""
     code_folder: str = ""
     """Where the code lies on every node, if it is not pushed."""
     is_shared: bool = False

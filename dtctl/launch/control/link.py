@@ -17,6 +17,7 @@ from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.schema import InvalidMessage, prose
 from dtctl.supervisor import bootstrap, frames
 from dtctl.supervisor.messages.base import Message, Refusal, Working, by_op, parse
+from dtctl.supervisor.messages.setup import NodeDescription
 from dtctl.supervisor.requests import find_module
 from dtctl.transport.base import ByteStream, Connection, Target, Transport
 
@@ -27,6 +28,11 @@ HINTS = {
     "missing-file": "is it in the folder that is pushed, and not in .gitignore or .dtctlignore?",
     "missing-there": "with `job.files.push: false` it has to be there: bring it, or set `job.files.root`",
     "missing-folder": "with `job.files.push: false` the code has to be there: bring it, or set `job.files.root`",
+    "environment": "correct `job.environment`, or the file that it names, and launch again",
+    "no-environment": "launch again; `dtctl clean` may have removed it",
+    "no-folder": "with `wheels: relay` this machine brings the wheels; otherwise nodes need the same folder",
+    "no-uv": "install uv there, or `pip install uv` on this machine, which brings it",
+    "platform": "set `job.environment.platform`; all nodes of a job need one kind of processor",
     "missing-data": "bring it there, or correct `job.data`",
     "too-large": "name a smaller folder as `job.files.root`, and data by absolute paths; or let dtctl push the code",
     "old-python": "set `cluster.python` to a Python 3.8 or newer on that node",
@@ -68,6 +74,8 @@ class NodeLink:
         self._ready: list[tuple[bytes, int, bytes]] = []
         self.clock: SilenceLimit | None = None
         """Started again by whatever arrives."""
+        self.description: NodeDescription | None = None
+        """What the node has said about itself before it is prepared."""
         self.waiting_since: float | None = None
         """When the wait for the next answer began, or the node last reported that it is at work; None: nobody waits."""
 

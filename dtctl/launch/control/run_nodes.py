@@ -96,6 +96,7 @@ class RunNodes:
                 outputs=list(job.outputs),
                 earlier=job.earlier,
                 data=job.data(),
+                environment=job.environment(),
             )
 
         setup = NodeSetup(
@@ -107,6 +108,7 @@ class RunNodes:
             code=code or job.code_folder,
             attach=attach,
             sweep=sweep,
+            environment=job.environment_digest,
         )
         return Session(job.targets[node.name], job.transport, setup, self.inbox)
 

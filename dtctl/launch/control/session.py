@@ -23,7 +23,15 @@ from dtctl.schema import prose
 from dtctl.supervisor import frames
 from dtctl.supervisor.messages.attempt import WHILE_RUNNING, Attach
 from dtctl.supervisor.messages.base import Message
-from dtctl.supervisor.messages.setup import Hello, NodeDescription, Prepare, Ready, Sweep, Swept
+from dtctl.supervisor.messages.setup import (
+    EnvironmentProgress,
+    Hello,
+    NodeDescription,
+    Prepare,
+    Ready,
+    Sweep,
+    Swept,
+)
 from dtctl.transport.base import Connection, Target, Transport
 
 MAX_QUEUED_BYTES = 1 << 20
@@ -96,6 +104,8 @@ class NodeSetup:
     """That folder, where the code was brought before."""
     attach: Attach | None = None
     """To take up a kept run again instead of preparing one."""
+    environment: str = ""
+    """Digest of the environment that the job needs; empty: none."""
     sweep: Sweep | None = None
     """To end what may be left there of the run before it is prepared again."""
 
@@ -254,7 +264,7 @@ class Session:
             self.connection = self._transport.connect(self.target)
             self.report(Preparing("connected"))
             setup = self.setup
-            first = setup.attach or Hello(ports=list(setup.ports))
+            first = setup.attach or Hello(ports=list(setup.ports), environment=setup.environment)
             link = open_program(self.connection, first, node=self.name, python=setup.python, workdir=setup.workdir)
             if setup.attach is None:
                 self._prepare(link)
@@ -275,7 +285,7 @@ class Session:
                 link.send(setup.prepare(self.code))
         description = link.expect(NodeDescription)
         require_known(description.port, (0, *setup.ports), subject="port", node=self.name)
-        self.is_described = True
+        self.is_described, link.description = True, description
         self.report(description)
         if setup.sweep is not None:
             link.send(setup.sweep)
@@ -290,7 +300,8 @@ class Session:
             self.report(Preparing("pushed", pushed))
         if not is_simple:
             link.send(setup.prepare(self.code))
-        link.expect(Ready)
+        while isinstance(message := link.expect(EnvironmentProgress, Ready), EnvironmentProgress):
+            self.report(message)
 
     def _report_push(self, sent_bytes: int, note: str = "", /) -> None:
         self.report(Preparing("pushing", PushProgress(sent=sent_bytes), note))

@@ -131,6 +131,8 @@ class RunInfo:
     """Program that connects to the nodes, `openssh` or `paramiko`; empty where they are reached otherwise."""
     sweep: dict[str, str] = field(default_factory=dict)
     """Key of the spec -> value, of a run that is one of a sweep."""
+    environment: str = ""
+    """Digest of the environment that its workers run in; empty: the nodes' own Python."""
 
     @property
     def resumes(self) -> str:

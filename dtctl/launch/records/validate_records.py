@@ -35,7 +35,7 @@ INFO: Final = form(
     run=_WORD, token=_WORD, pid=integer(-(1 << 63)), started=moment, spec=_WORD, command=list_of(_TEXT), detached=flag,
     optional={
         "pid_started": COUNT, "boot": _WORD, "slurm": flag, "snapshots": mapping_of(_WORD, _WORD),
-        "sweep": mapping_of(_WORD, _TEXT),
+        "sweep": mapping_of(_WORD, _TEXT), "environment": _WORD,
     },
 )  # fmt: skip
 """Who has launched a run."""

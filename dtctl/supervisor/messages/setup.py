@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtctl.schema import Record, flag, integer, list_of, number, prose, text, value
+from dtctl.schema import Record, flag, integer, list_of, nullable, number, prose, text, value
 from dtctl.schema import address as numeric_address
 from dtctl.schema import path as printable_path
 from dtctl.supervisor.messages.base import COUNT, NAME, PORT, PROCESSES, WORKERS, Message
@@ -17,6 +17,8 @@ class Hello(Message):
     op = "hello"
     ports: list[int] = value(list_of(PORT), default=[])
     """Candidates for the rendezvous, in order of preference; empty on all nodes but the head."""
+    environment: str = value(text(64), default="")
+    """Digest of the environment that the job needs; empty: none."""
 
 
 class PushTree(Message):
@@ -71,6 +73,26 @@ class DataLink(Record):
     """A file of the tree, empty for all of it; or where the node has the files, which may begin with `~`."""
 
 
+class EnvironmentOrder(Record):
+    """The environment that a node makes unless it has it; see dtctl/supervisor/environments.py."""
+
+    digest: str = value(text(64))
+    tree: str = value(text(64), default="")
+    """Digest of the tree with the lock and the wheels that were brought; empty: the environment has to be there."""
+    uv: str = value(text(64), default="")
+    """Digest of the tree with uv, where it was brought."""
+    lock: str = value(NAME, default="")
+    """Name of the lock in the tree."""
+    python: str = value(text(16), default="")
+    """Version: 3.12."""
+    machine: str = value(text(40), default="")
+    """Processor that the lock was made for."""
+    offline: bool = value(flag, default=False)
+    """Whether all wheels were brought."""
+    bytes: int = value(COUNT, default=0)
+    """Size of all wheels; 0: not known."""
+
+
 class Prepare(Message):
     """Check now whatever would make the start fail."""
 
@@ -94,6 +116,7 @@ class Prepare(Message):
     earlier: str = value(NAME, default="")
     """The run whose outputs this one goes on in."""
     data: list[DataLink] = value(list_of(DataLink.parse), default=[])
+    environment: EnvironmentOrder | None = value(nullable(EnvironmentOrder.parse), default=None)
 
 
 class Sweep(Message):
@@ -124,6 +147,14 @@ class NodeDescription(Message):
     workdir: str = value(NAME, default="")
     running: list[str] = value(list_of(prose, RUNS), default=[])
     """Runs of this user that are under way here already."""
+    machine: str = value(text(40), default="")
+    """Its processor: x86_64."""
+    has_environment: bool = value(flag, default=False)
+    """Whether it has the environment that was asked about."""
+    has_uv: bool = value(flag, default=False)
+    """Whether it has uv; not looked for where it has the environment, or none was asked about."""
+    has_glibc: bool = value(flag, default=True)
+    """Whether programs for glibc run there; found out where uv is missing."""
 
 
 class PushState(Message):
@@ -148,6 +179,13 @@ class PushState(Message):
     code: str = value(text(40), default="")
     """error: as in Refusal. source-failed: unreachable, digest or lost. blocks: no-ssl, or empty."""
     message: str = value(prose, default="")
+
+
+class EnvironmentProgress(Message):
+    """How far the node is with its environment."""
+
+    op = "environment"
+    text: str = value(prose)
 
 
 class Ready(Message):

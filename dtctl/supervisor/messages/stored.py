@@ -16,10 +16,10 @@ class ListStored(Message):
 
 
 class StoredItem(Record):
-    """A run, or a tree of code."""
+    """A run, a tree of code or data, or an environment."""
 
     kind: str = value(text(8))
-    """run or tree"""
+    """run, tree, data or env"""
     name: str = value(NAME)
     bytes: int = value(COUNT)
     """On the disk, and in memory."""

@@ -17,6 +17,7 @@ from dtctl.errors import DtctlError
 from dtctl.launch.assemble import settings_of
 from dtctl.launch.cluster import cluster_of, first_plan
 from dtctl.launch.files.data import find_data
+from dtctl.launch.files.environment import describe_environment
 from dtctl.launch.files.tree import scan
 from dtctl.plan.warnings import unused_keys
 from dtctl.render import node_scripts
@@ -82,6 +83,7 @@ VALUES: Final[Mapping[str, Any]] = {
     "job.files.include": [".env"],
     "job.files.exclude": ["other.py"],
     "job.data": [{"from": "node:/mnt/x", "to": "data"}],
+    "job.environment": {"requirements": "requirements.txt"},
     "job.progress": None,
     "job.outputs": ["out/"],
     "job.log_mib": 5,
@@ -152,12 +154,13 @@ def section_in(hint: Any) -> type[Section] | None:
     return None
 
 
-CLOSED: Final = ("train", "metrics", "kubernetes", "slurm.container", "job.data")
+CLOSED: Final = ("train", "metrics", "kubernetes", "slurm.container", "job.data", "job.environment")
 KEYS: Final = [key for key in walk(Spec) if key != "base_dir"]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "requirements.txt").write_text("torch\n")
     for name in ("train.py", "other.py", "package/__init__.py", "package/__main__.py", ".env", "folder/train.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("import dtctl.runtime\n")
@@ -193,6 +196,7 @@ def sent(spec: Spec) -> dict[str, Any]:
     files = spec.job.files
     tree = scan(spec.base_dir / files.root, include=files.include, exclude=files.exclude) if files.push else None
     made: dict[str, Any] = {
+        "environment": describe_environment(spec),
         "outputs": spec.job.outputs,
         "data": [asdict(item) for item in find_data(spec)],
         "files": None if tree is None else [str(entry.path) for entry in tree.files],

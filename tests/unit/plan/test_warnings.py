@@ -18,8 +18,8 @@ USED_BY_PLAIN_MODE: Final = {
     "cluster.transport", "cluster.nodes", "cluster.hostfile", "cluster.slots", "cluster.python", "cluster.workdir",
     "cluster.login", "cluster.connect_timeout_s",
     "job.name", "job.script", "job.module", "job.shell", "job.command", "job.args", "job.add_args", "job.deepspeed",
-    "job.env", "job.env_from", "job.secrets", "job.files", "job.data", "job.progress", "job.outputs", "job.setup",
-    "job.kind",
+    "job.env", "job.env_from", "job.secrets", "job.files", "job.data", "job.environment", "job.progress",
+    "job.outputs", "job.setup", "job.kind",
     # With a login node alone.
     "cluster.user", "cluster.port", "cluster.identity_file", "cluster.known_hosts", "cluster.ssh_config", "cluster.ssh",
 }  # fmt: skip

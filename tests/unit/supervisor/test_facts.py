@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from dtctl.supervisor import facts
+from dtctl.supervisor.messages.setup import Hello
 from dtctl.supervisor.setup import describe_node
 
 
 def test_hello_is_about_this_machine() -> None:
-    description = describe_node("/work", [])
+    description = describe_node("/work", Hello())
     assert (description.workdir, description.port) == ("/work", 0)
     assert description.gpus == sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
 

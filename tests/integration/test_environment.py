@@ -1,0 +1,144 @@
+"""`job.environment`: uv makes it on every node, once, from a lock with hashes, and workers run in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from dtctl.sandbox import control
+from dtctl.sandbox.layout import Sandbox, SandboxNode
+from tests.hosts import Project
+
+pytestmark = pytest.mark.usefixtures("sandbox")
+
+SHOW = """\
+import sys
+import {first}
+print("runs in", sys.prefix, flush=True)
+print("has", {first}.VERSION, flush=True)
+"""
+
+
+def make_wheel(folder: Path, name: str, version: str, needs: Sequence[str] = (), tag: str = "py3-none-any") -> Path:
+    """Write a wheel with one module."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, info = folder / f"{name}-{version}-{tag}.whl", f"{name}-{version}.dist-info"
+    needed = "".join(f"Requires-Dist: {each}\n" for each in needs)
+    files = {
+        f"{name}.py": f"VERSION = '{name} {version}'\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}",
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
+    }
+    rows = []
+    for inner, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        rows.append(f"{inner},sha256={digest},{len(text)}\n")
+    with zipfile.ZipFile(path, "w") as wheel:
+        for inner, text in {**files, f"{info}/RECORD": f"{''.join(rows)}{info}/RECORD,,\n"}.items():
+            wheel.writestr(zipfile.ZipInfo(inner), text)
+    return path
+
+
+@pytest.fixture
+def index() -> Iterator[Path]:
+    """A folder of wheels that the hosts see, too; their /tmp is their own."""
+    folder = Path.home() / ".cache" / f"dtctl-index-{os.getpid()}"
+    make_wheel(folder, "alpha", "1.0", ["beta>=1"])
+    make_wheel(folder, "beta", "1.2")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def write_spec(project: Project, **environment: object) -> None:
+    cluster = {"transport": "sandbox", "nodes": 3, "slots": 1}
+    job = {"script": "train.py", "kind": "direct", "environment": environment}
+    project.write("dtctl.yaml", json.dumps({"cluster": cluster, "job": job}))
+
+
+def on_node(sandbox: Sandbox, node: SandboxNode, command: str) -> str:
+    """What a command for bash says on a node."""
+    argv = control.enter_argv(sandbox, node, ["bash", "-c", command])
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def folder_of(sandbox: Sandbox) -> str:
+    """Where nodes keep environments."""
+    return f"{sandbox.home}/.dtctl/node/envs"
+
+
+def environments(sandbox: Sandbox, node: SandboxNode) -> list[str]:
+    """Names of the environments of a node."""
+    listed = on_node(sandbox, node, f"ls {folder_of(sandbox)} 2>/dev/null || true").split()
+    return sorted(name for name in listed if len(name) == 32)
+
+
+def test_requirements_are_locked_and_installed_once(project: Project, sandbox: Sandbox, index: Path) -> None:
+    write_spec(project, requirements="requirements.txt", index=[str(index)])
+    project.write("requirements.txt", "alpha\n")
+    project.write("train.py", SHOW.format(first="alpha"))
+    first = project.run("launch", "--name", "first")
+    assert first.code == 0, first.err
+    assert first.out.count("has alpha 1.0") == 3
+    for node in sandbox.nodes:
+        (made,) = environments(sandbox, node)
+        assert f"[{node.name}" in first.out
+        assert f"runs in {folder_of(sandbox)}/{made}" in first.out
+        assert json.loads(on_node(sandbox, node, f"cat {folder_of(sandbox)}/{made}/dtctl.json"))["packages"] == 2
+    assert "uv has installed 2 packages" in first.err
+    lock = (project.folder / "requirements.txt.dtctl.lock").read_text()
+    assert "alpha==1.0" in lock
+    assert lock.count("--hash=sha256:") == 2
+
+    lines = first.err
+    again = project.run("launch", "--name", "again")
+    assert again.code == 0, again.err
+    assert "uv " not in again.err
+    assert "its lock was made" in lines
+    assert "its lock was made" not in again.err
+    assert (project.folder / "requirements.txt.dtctl.lock").read_text() == lock
+
+    checked = project.run("validate")
+    assert "2 packages of requirements.txt for Python" in checked.out
+    shown = project.run("launch", "--dry-run")
+    assert f"/envs/{made}/bin/python" in shown.out
+
+    cleaned = project.run("clean", "--older", "0", "--yes")
+    assert cleaned.code == 0, cleaned.err
+    assert [environments(sandbox, node) for node in sandbox.nodes] == [[], [], []]
+    assert on_node(sandbox, sandbox.nodes[0], f"ls {folder_of(sandbox)}") == ""
+
+
+def test_a_file_with_hashes_is_its_own_lock(project: Project, sandbox: Sandbox, index: Path) -> None:
+    digest = hashlib.sha256((index / "beta-1.2-py3-none-any.whl").read_bytes()).hexdigest()
+    write_spec(project, requirements="requirements.txt", index=[str(index)])
+    project.write("requirements.txt", f"beta==1.2 --hash=sha256:{digest}\n")
+    project.write("train.py", SHOW.format(first="beta"))
+    done = project.run("launch")
+    assert done.code == 0, done.err
+    assert done.out.count("has beta 1.2") == 3
+    assert not (project.folder / "requirements.txt.dtctl.lock").exists()
+
+    project.write("requirements.txt", f"beta==1.2 --hash=sha256:{digest[::-1]}\n")
+    refused = project.run("launch")
+    assert refused.code == 6
+    assert "node1: requirements.txt:1: beta: uv:" in refused.err
+    assert "Hash mismatch" in refused.err
+
+
+def test_a_wheel_of_the_project_is_brought(project: Project, sandbox: Sandbox, index: Path) -> None:
+    write_spec(project, requirements="requirements.txt", index=[str(index)])
+    make_wheel(project.folder / "wheels", "private", "0.3", ["beta"])
+    project.write("requirements.txt", "./wheels/private-0.3-py3-none-any.whl\n")
+    project.write("train.py", SHOW.format(first="private"))
+    done = project.run("launch")
+    assert done.code == 0, done.err
+    assert done.out.count("has private 0.3") == 3
