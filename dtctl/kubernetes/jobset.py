@@ -244,6 +244,12 @@ def _check(spec: Spec, plan: Plan, settings: Kubernetes) -> None:
                     hint="at most 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends",
                 )
     pod.check(spec, settings)
+    if spec.job.environment is not None:
+        raise PlanError(
+            "no environment is made in pods, which have that of their image",
+            where=spec.written_at("job.environment"),
+            hint="install the packages in the image",
+        )
     if plan.secrets and not settings.secret:
         raise PlanError(
             f"{', '.join(plan.secrets)} must come from a Secret of the cluster",

@@ -267,10 +267,7 @@ class Environment(Section):
     """Processor of the nodes, for which packages are chosen. Default: that of this machine."""
     index: tuple[Word, ...] = ()
     """Where packages come from, instead of PyPI: URLs of indexes, and folders with wheels (relative to the spec), which
-    nodes have under the same path unless `wheels` is relay. Passwords belong into ~/.netrc."""
-    wheels: Literal["index", "relay"] = "index"
-    """index: nodes fetch wheels themselves. relay: this machine fetches them and brings them to the nodes, which need
-    no way to an index."""
+    nodes have under the same path. Passwords belong into ~/.netrc."""
 
     @field_validator("index", mode="before")
     @classmethod

@@ -36,9 +36,6 @@ TOUCH_S = 1.0
 STALE_S = 15.0
 """Without a touch for so long, whoever has claimed the work is gone: file servers may show a touch seconds later."""
 REPORT_S = 60.0
-SPACE_FACTOR = 3
-"""Wheel, its contents in the cache, and the environment, which may lie on another file system than the cache."""
-ERROR_LINES = 12
 
 
 def python_of(workdir: str, digest: str) -> str:
@@ -258,7 +255,6 @@ class _Build:
             CannotDo: it cannot be made.
         """
         begun = time.monotonic()
-        self._check_space()
         if folders.remove_tree(self.path):
             raise CannotDo("environment", "%s has the remains of an environment that cannot be removed" % self.path)
         with open(os.path.join(self.tree, self.order.lock), encoding="utf-8") as file:
@@ -269,31 +265,18 @@ class _Build:
         count = len([line for line in lines if _name_of(line)])
         what = "%d package%s" % (count, "" if count == 1 else "s")
         self.link.send_json(EnvironmentProgress(text="uv installs %s for Python %s" % (what, self.order.python)))
-        options = ["--no-progress", "--no-python-downloads"] if self.order.offline else ["--no-progress"]
         is_own = "%d.%d" % sys.version_info[:2] == self.order.python
         python = sys.executable if is_own and sys.executable else self.order.python
-        self._uv([*options, "venv", "--no-project", "--python", python, self.path], lines)
+        self._uv(["--no-progress", "venv", "--no-project", "--python", python, self.path], lines)
         # Compiled now, once, instead of by all workers at the same time.
         sync = ["pip", "sync", "--require-hashes", "--no-build", "--compile-bytecode", "--allow-empty-requirements"]
-        if self.order.offline:
-            sync += ["--offline", "--no-index", "--no-config", "--find-links", "."]
-        self._uv([*options, *sync, "--python", os.path.join(self.path, "bin", "python"), self.order.lock], lines)
+        self._uv(["--no-progress", *sync, "--python", os.path.join(self.path, "bin", "python"), self.order.lock], lines)
         if not self.claim.is_held():
             raise CannotDo("environment", "%s was taken over by another node" % self.path)
         made = {"python": self.order.python, "packages": count, "lock": self.order.tree}
         records.write_atomically(os.path.join(self.path, MARKER), json.dumps(made).encode())
         took = time.monotonic() - begun
         self.link.send_json(EnvironmentProgress(text="uv has installed %s in %.1f s" % (what, took)))
-
-    def _check_space(self) -> None:
-        stat = os.statvfs(os.path.dirname(self.path))
-        free, needed = stat.f_bavail * stat.f_frsize, SPACE_FACTOR * self.order.bytes
-        if free < needed:
-            raise CannotDo(
-                "disk-full",
-                "an environment of %d MiB of wheels takes up to %d MiB, and %d MiB are left on the disk of %s"
-                % (self.order.bytes >> 20, needed >> 20, free >> 20, os.path.dirname(self.path)),
-            )
 
     def _uv(self, arguments: list[str], lock: list[str]) -> None:
         """Run uv, and keep the claim fresh meanwhile.

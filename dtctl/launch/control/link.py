@@ -30,7 +30,7 @@ HINTS = {
     "missing-folder": "with `job.files.push: false` the code has to be there: bring it, or set `job.files.root`",
     "environment": "correct `job.environment`, or the file that it names, and launch again",
     "no-environment": "launch again; `dtctl clean` may have removed it",
-    "no-folder": "with `wheels: relay` this machine brings the wheels; otherwise nodes need the same folder",
+    "no-folder": "nodes need it under the same path; a wheel that the file of requirements names is brought",
     "no-uv": "install uv there, or `pip install uv` on this machine, which brings it",
     "platform": "set `job.environment.platform`; all nodes of a job need one kind of processor",
     "missing-data": "bring it there, or correct `job.data`",

@@ -2,7 +2,7 @@
 
 The lock is a file of requirements with hashes, which uv makes of the user's own and nodes install without resolving
 anything again. What goes to a node that has not made the environment yet is one tree: the lock, the wheels that only
-this machine has, and with `wheels: relay` all others.
+this machine has.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ class LockedEnvironment:
     machine: str
     wheels: tuple[Path, ...]
     """Wheels of this machine that the lock names."""
-    relays: bool
-    """Whether this machine brings all wheels."""
     is_new: bool
     """Whether the lock had to be made again."""
 
@@ -76,8 +74,7 @@ class LockedEnvironment:
     def told(self) -> str:
         """For people: `12 packages of requirements.txt for Python 3.12 on x86_64`."""
         count = f"{self.packages} package{'' if self.packages == 1 else 's'}"
-        way = ", brought by this machine" if self.relays else ""
-        return f"{count} of {self.source} for Python {self.python} on {self.machine} ({self.digest[:8]}){way}"
+        return f"{count} of {self.source} for Python {self.python} on {self.machine} ({self.digest[:8]})"
 
 
 def lock_environment(spec: Spec, *, write: bool) -> LockedEnvironment:
@@ -148,7 +145,7 @@ class _Source:
         """
         lines, wheels = _with_own_wheels(text, self)
         lock = "".join([*lines, *(f"\n{option}" for option in _index_options(self)), "\n"])
-        facts = (lock, self.python, self.machine, self.wanted.wheels)
+        facts = (lock, self.python, self.machine)
         return LockedEnvironment(
             digest=hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32],
             source=self.name,
@@ -157,7 +154,6 @@ class _Source:
             python=self.python,
             machine=self.machine,
             wheels=tuple(wheels),
-            relays=self.wanted.wheels == "relay",
             is_new=is_new,
         )
 
@@ -290,7 +286,7 @@ def _with_own_wheels(text: str, source: _Source) -> tuple[list[str], list[Path]]
 def _index_options(source: _Source) -> list[str]:
     """Return the lines of a lock that say where packages come from; none where nodes know that themselves."""
     places = source.wanted.index
-    if source.wanted.wheels == "relay" or not places:
+    if not places:
         return []
     urls = [place for place in places if "://" in place]
     options = [f"--extra-index-url {url}" for url in urls[1:]]
@@ -387,7 +383,6 @@ class EnvironmentPush:
             lock=self.locked.lock_name,
             python=self.locked.python,
             machine=self.locked.machine,
-            offline=self.locked.relays,
         )
 
     def __call__(self, link: NodeLink, progress: Callable[[int], None]) -> PushProgress:

@@ -87,10 +87,6 @@ class EnvironmentOrder(Record):
     """Version: 3.12."""
     machine: str = value(text(40), default="")
     """Processor that the lock was made for."""
-    offline: bool = value(flag, default=False)
-    """Whether all wheels were brought."""
-    bytes: int = value(COUNT, default=0)
-    """Size of all wheels; 0: not known."""
 
 
 class Prepare(Message):
