@@ -171,10 +171,9 @@ def join_pushes(code: CodePush | None, *others: Push | None) -> Push | None:
 
 
 def _join(code: Push, data: Push) -> Push:
-
     def push(link: NodeLink, progress: pushing.PushReport) -> PushProgress:
         first = code(link, progress)
-        second = data(link, lambda sent, note="": progress((first.bytes or 0) + sent, note))
+        second = data(link, pushing.report_after(first.bytes or 0, progress))
         state = "done" if "done" in (first.state, second.state) else first.state
         files, size = ((first.files or 0) + (second.files or 0), (first.bytes or 0) + (second.bytes or 0))
         return replace(first, files=files, bytes=size, state=state)
@@ -205,7 +204,7 @@ def job_of(
     from dtctl.launch.control.launch_job import LaunchJob
 
     plan = clusters.first_plan(spec, cluster, run=run)
-    for push in (code, data):
+    for push in (code, data, environment):
         if push is not None:
             push.expect_nodes(len(cluster.nodes) + len(cluster.spares))
     values = read_secrets(spec.job.secrets, os.environ)

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from dtctl import names
@@ -88,16 +87,11 @@ class DataPush:
         for item in self.items:
             if item.tree is not None:
                 shared, before = self._payloads[item.tree.digest], sent
-                result = push.push(
-                    link, item.tree, store="data", shared=shared, progress=partial(_add, progress, before)
-                )
+                later = push.report_after(before, progress)
+                result = push.push(link, item.tree, store="data", shared=shared, progress=later)
                 files, sent = files + result.files_sent, sent + result.bytes_sent
                 state = result.state if state == "have" else state
         return PushProgress(files=files, bytes=sent, state=state)
-
-
-def _add(progress: push.PushReport, before: int, sent: int, note: str = "", /) -> None:
-    progress(before + sent, note)
 
 
 def find_data(spec: Spec) -> tuple[DataItem, ...]:

@@ -17,9 +17,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +27,7 @@ from dtctl.errors import PlanError, UsageError
 from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push
 from dtctl.launch.files.data import CACHE_DIR, scan_data
+from dtctl.launch.files.relay import Relay
 from dtctl.launch.files.tree import Tree, tree_digest
 from dtctl.launch.records.events import PushProgress
 from dtctl.spec.model import Spec
@@ -385,7 +385,11 @@ class EnvironmentPush:
             machine=self.locked.machine,
         )
 
-    def __call__(self, link: NodeLink, progress: Callable[[int], None]) -> PushProgress:
+    def expect_nodes(self, count: int) -> None:
+        """So many nodes will want it."""
+        self._payloads, self._uv_payloads = push.Payloads(Relay(count)), push.Payloads(Relay(count))
+
+    def __call__(self, link: NodeLink, progress: push.PushReport) -> PushProgress:
         """Bring what a node lacks."""
         node = link.description
         if node is None or node.has_environment:
@@ -393,7 +397,7 @@ class EnvironmentPush:
         result = push.push(link, self._tree_of_lock(), store="data", shared=self._payloads, progress=progress)
         files, sent, state = result.files_sent, result.bytes_sent, result.state
         if not node.has_uv:
-            later = partial(_add, progress, sent)
+            later = push.report_after(sent, progress)
             of_uv = push.push(link, self._tree_of_uv(), store="data", shared=self._uv_payloads, progress=later)
             files, sent = files + of_uv.files_sent, sent + of_uv.bytes_sent
             state = of_uv.state if state == "have" else state
@@ -417,10 +421,6 @@ class EnvironmentPush:
                 files = tuple(file._replace(mode=0o700) for file in tree.files)
                 self._uv_tree = Tree(tree.root, files, tree_digest(files), withheld=(), skipped=())
             return self._uv_tree
-
-
-def _add(progress: Callable[[int], None], before: int, sent: int) -> None:
-    progress(before + sent)
 
 
 def _write(path: Path, data: bytes) -> None:

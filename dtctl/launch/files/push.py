@@ -235,6 +235,11 @@ class PushReport(Protocol):
         """Report how many bytes the node has, and what a person should know."""
 
 
+def report_after(before_bytes: int, progress: PushReport) -> PushReport:
+    """Return the report of a push that follows one of so many bytes."""
+    return lambda sent, note="": progress(before_bytes + sent, note)
+
+
 def push(
     link: NodeLink,
     tree: Tree,
