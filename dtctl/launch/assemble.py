@@ -22,7 +22,7 @@ from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push as pushing
 from dtctl.launch.files.relay import Relay
 from dtctl.launch.files.tree import Tree, scan
-from dtctl.launch.records.events import PushProgress
+from dtctl.launch.records.events import PushProgress, PushReport
 from dtctl.launch.records.record import RunRecord, check_no_link
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.environment import ON_CPUS, read_secrets
@@ -156,7 +156,7 @@ class CodePush:
         """So many nodes will want the tree."""
         self._payloads = pushing.Payloads(Relay(count))
 
-    def __call__(self, link: NodeLink, progress: pushing.PushReport) -> PushProgress:
+    def __call__(self, link: NodeLink, progress: PushReport) -> PushProgress:
         """Bring the tree to one node; what was done."""
         result = pushing.push(link, self.tree, shared=self._payloads, progress=progress)
         return PushProgress(path=result.path, files=result.files_sent, bytes=result.bytes_sent, state=result.state)
@@ -171,7 +171,7 @@ def join_pushes(code: CodePush | None, *others: Push | None) -> Push | None:
 
 
 def _join(code: Push, data: Push) -> Push:
-    def push(link: NodeLink, progress: pushing.PushReport) -> PushProgress:
+    def push(link: NodeLink, progress: PushReport) -> PushProgress:
         first = code(link, progress)
         second = data(link, pushing.report_after(first.bytes or 0, progress))
         state = "done" if "done" in (first.state, second.state) else first.state

@@ -12,8 +12,7 @@ from dtctl.launch.control.failure import AGENT
 from dtctl.launch.control.gang import PING_S
 from dtctl.launch.control.hang import HangLimit
 from dtctl.launch.control.link import NodeLink
-from dtctl.launch.files.push import PushReport
-from dtctl.launch.records.events import PushProgress
+from dtctl.launch.records.events import PushProgress, PushReport
 from dtctl.plan import environment
 from dtctl.plan.model import NodePlan, Plan, Threads
 from dtctl.supervisor.messages.attempt import RunOrigin, StartAttempt, WorkerSpec

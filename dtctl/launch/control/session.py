@@ -17,8 +17,7 @@ from typing import Literal, TypeAlias
 
 from dtctl.errors import ConnectError, NodeError
 from dtctl.launch.control.link import NodeLink, open_program, parse_message, require_known
-from dtctl.launch.files.push import PushReport
-from dtctl.launch.records.events import PushProgress
+from dtctl.launch.records.events import PushProgress, PushReport
 from dtctl.schema import prose
 from dtctl.supervisor import frames
 from dtctl.supervisor.messages.attempt import WHILE_RUNNING, Attach

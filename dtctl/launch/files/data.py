@@ -24,7 +24,7 @@ from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push
 from dtctl.launch.files.relay import Relay
 from dtctl.launch.files.tree import Digests, Tree, TreeFile, tree_digest
-from dtctl.launch.records.events import PushProgress
+from dtctl.launch.records.events import PushProgress, PushReport
 from dtctl.spec.model import DataEntry, Spec
 from dtctl.supervisor.messages.setup import DataLink
 
@@ -80,7 +80,7 @@ class DataPush:
         """So many nodes will want the data."""
         self._payloads = defaultdict(lambda: push.Payloads(Relay(count)))
 
-    def __call__(self, link: NodeLink, progress: push.PushReport) -> PushProgress:
+    def __call__(self, link: NodeLink, progress: PushReport) -> PushProgress:
         """Bring all that a node lacks."""
         files = sent = 0
         state = "have"

@@ -29,7 +29,7 @@ from dtctl.launch.files import push
 from dtctl.launch.files.data import CACHE_DIR, scan_data
 from dtctl.launch.files.relay import Relay
 from dtctl.launch.files.tree import Tree, tree_digest
-from dtctl.launch.records.events import PushProgress
+from dtctl.launch.records.events import PushProgress, PushReport
 from dtctl.spec.model import Spec
 from dtctl.supervisor.messages.setup import EnvironmentOrder
 
@@ -389,7 +389,7 @@ class EnvironmentPush:
         """So many nodes will want it."""
         self._payloads, self._uv_payloads = push.Payloads(Relay(count)), push.Payloads(Relay(count))
 
-    def __call__(self, link: NodeLink, progress: push.PushReport) -> PushProgress:
+    def __call__(self, link: NodeLink, progress: PushReport) -> PushProgress:
         """Bring what a node lacks."""
         node = link.description
         if node is None or node.has_environment:

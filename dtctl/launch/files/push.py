@@ -14,12 +14,13 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from dtctl.errors import ConnectError, NodeError, TransferError
 from dtctl.launch.control.link import NodeLink, parse_message, quoted
 from dtctl.launch.files.relay import Relay
 from dtctl.launch.files.tree import Tree
+from dtctl.launch.records.events import PushReport
 from dtctl.supervisor import relay as blocks
 from dtctl.supervisor.messages.base import Refusal, by_op
 from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd, PushRelay, PushSource, PushState, PushTree
@@ -226,13 +227,6 @@ def _contents(tree: Tree, segment: _Segment) -> Iterator[bytes]:
     if len(data) != remaining:
         raise _Unreadable(path, "a file changed while it was being pushed")
     yield data
-
-
-class PushReport(Protocol):
-    """Takes the progress of a push to one node."""
-
-    def __call__(self, sent_bytes: int, note: str = "", /) -> None:
-        """Report how many bytes the node has, and what a person should know."""
 
 
 def report_after(before_bytes: int, progress: PushReport) -> PushReport:

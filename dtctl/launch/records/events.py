@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, ClassVar, Final, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Final, Protocol, get_args, get_origin, get_type_hints
 
 from dtctl import schema
 from dtctl.schema import Check, InvalidMessage
@@ -91,6 +91,13 @@ class PushProgress:
     """`have`: the node had it already."""
     path: str | None = field(default=None, metadata=_OPTIONAL)
     """Its folder there."""
+
+
+class PushReport(Protocol):
+    """Takes the progress of a push to one node."""
+
+    def __call__(self, sent_bytes: int, note: str = "", /) -> None:
+        """Report how many bytes the node has, and what a person should know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
