@@ -164,7 +164,7 @@ def test_a_key_without_effect_is_named(tmp_path: Path, command: tuple[str, ...])
             ("--dry-run",),
             59,
         ),
-        ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 83),
+        ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 85),
     ],
 )
 def test_a_command_loads_what_it_needs(tmp_path: Path, spec: str, options: tuple[str, ...], most: int) -> None:
