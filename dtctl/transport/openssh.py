@@ -114,7 +114,7 @@ class Login:
         self._begun = time.monotonic()
         command = f"exec /bin/sh -c {quote(waiting_script(self.mark.decode().strip(), COMMAND_LIMIT_S))}"
         try:
-            self.process = start_process([*argv, "-E", str(log), "--", target.address, command], node=target.name)
+            self.process = start_process([*argv, "-E", _log_name(log), "--", target.address, command], node=target.name)
         except BaseException:
             self.close_log()
             raise
@@ -224,6 +224,16 @@ class Login:
             self.words.stderr = _read_all(self.process.stderr.fileno()).decode(errors="replace")
         self.close_process()
         return False
+
+
+def _log_name(fifo: Path) -> str:
+    """Return a name of a FIFO of this process under which ssh can open it only while this process lives.
+
+    ssh would wait for a reader for ever if this process ended before ssh had opened the FIFO. A name below
+    /proc/PID ends with its process; elsewhere than on Linux there is none.
+    """
+    name = f"/proc/{os.getpid()}/root{fifo}"
+    return name if Path(name).exists() else str(fifo)
 
 
 def waiting_script(mark: str, limit_s: int) -> str:

@@ -262,7 +262,10 @@ def test_relays_that_go_away_are_replaced(project: Path, tmp_path: Path) -> None
     for result in results:
         assert Path(result.path, "weights.bin").read_bytes() == (project / "weights.bin").read_bytes()
     assert sum(result.bytes_sent for result in results) <= 4 * 1.1 * SIZE
-    assert len(notes) <= 1, notes
+    sources = [note.partition(" from ")[2].partition(":")[0] for note in notes]
+    # Connections that the kernel had accepted for them may be lost later than refused ones: then a note each.
+    assert len(set(sources)) == len(sources), notes
+    assert set(sources) <= {"first", "second"}, notes
 
 
 def test_nodes_that_cannot_reach_each_other_are_told_in_one_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from dtctl.transport import openssh
 from dtctl.transport.base import Target
 from dtctl.transport.openssh import Login, OpenSshTransport, _line_of, config_text, waiting_script
 from dtctl.transport.openssh_errors import Words, explain_login, is_busy, login_command
+from tests.hosts import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh")
 TARGET = Target(name="gpu1", address="10.0.0.1")
@@ -320,6 +322,42 @@ def test_a_program_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConnectError, match="cannot be started"):
         Login(TARGET, [str(tmp_path / "nowhere")], tmp_path / "log")
     assert list(tmp_path.iterdir()) == []
+
+
+LAUNCHER_THAT_DIES = """\
+import os, sys
+from pathlib import Path
+from dtctl.transport.base import Target
+from dtctl.transport.openssh import Login
+slow_ssh = ["/bin/sh", "-c", 'sleep 0.5; exec ssh "$@"', "sh", "-F", "/dev/null", "-p", "1"]
+login = Login(Target(name="gpu1", address="127.0.0.1"), slow_ssh, Path(sys.argv[1]))
+print(login.process.pid, flush=True)
+os._exit(1)  # as by kill -9, before ssh has opened its log
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/root").exists(), reason="there is no /proc")
+def test_ssh_ends_if_its_launcher_ends_before_the_log_is_open(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER_THAT_DIES, str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+        check=False,
+        text=True,
+    )
+    pid = int(done.stdout)
+    try:
+        wait_until(lambda: not command_line(pid), 10, what="ssh ends")
+    finally:
+        if command_line(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def command_line(pid: int) -> bytes:
+    """Return the command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 WITHOUT_PROCESSES = """\
