@@ -53,14 +53,15 @@ def commands() -> str:
     from typer.main import get_command
     from typer.testing import CliRunner
 
-    from dtctl.cli.app import app_of
+    from dtctl.cli.app import make_app
 
-    app = app_of(())
+    app = make_app()
     runner = CliRunner()
 
     def paths(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield path
-        for name, below in sorted(getattr(command, "commands", {}).items()):
+        for name in sorted(getattr(command, "commands", ())):
+            below = command.get_command(None, name)
             if not below.hidden:
                 yield from paths(below, (*path, name))
 

@@ -1,13 +1,14 @@
-"""The commands and where they live. A command's file is imported when that command, or the help, is asked for."""
+"""The commands and where they live. A command's file is imported when that command is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_group
 
 import dtctl
 
@@ -88,16 +89,39 @@ HIDDEN = ("take-up",)
 """As `COMMANDS`; called by dtctl itself."""
 
 
-class _Sections(TyperGroup):
-    """Help with the commands in groups."""
+class _Commands(TyperGroup):
+    """All commands, each imported when it is wanted; help with the commands in groups."""
 
-    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+    def __init__(self, **options: Any) -> None:
+        """Know the names of all commands; none is there yet."""
+        super().__init__(**options)
+        self.commands = dict.fromkeys((*COMMANDS, *HIDDEN, *GROUPS))  # type: ignore[assignment]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """Return a command, imported if need be; None if there is none of that name."""
+        if cmd_name in self.commands and self.commands[cmd_name] is None:
+            self.commands[cmd_name] = _load_command(cmd_name)
+        return self.commands.get(cmd_name)
+
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ARG002
         """Write each group with what its commands are for."""
         for title, helps in SECTIONS.items():
-            rows = [(name, text) for name, text in helps.items() if self.get_command(ctx, name) is not None]
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+            with formatter.section(title):
+                formatter.write_dl(list(helps.items()))
+
+
+def _load_command(name: str) -> Any:
+    """Import the file of a command and return what typer makes of it."""
+    python_name = name.replace("-", "_")
+    module = import_module(f"dtctl.cli.{python_name}")
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.callback()(_root)  # with one command alone, typer would make no group
+    if name in GROUPS:
+        app.add_typer(module.app, name=name)
+    else:
+        function = getattr(module, python_name, None) or getattr(module, f"{python_name}_")
+        app.command(name, hidden=name in HIDDEN, epilog=_examples(name))(function)
+    return get_group(app).commands[name]
 
 
 def _examples(name: str) -> str | None:
@@ -131,11 +155,11 @@ def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
     return arguments, None
 
 
-def app_of(arguments: Sequence[str]) -> typer.Typer:
-    """The command line for these arguments: with the command that they begin with, or with all if that is none."""
+def make_app() -> typer.Typer:
+    """Return the command line, of which no command is imported yet."""
     app = typer.Typer(
         name="dtctl",
-        cls=_Sections,
+        cls=_Commands,
         help=HELP,
         no_args_is_help=True,
         add_completion=True,
@@ -144,13 +168,4 @@ def app_of(arguments: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    names = (*COMMANDS, *HIDDEN, *GROUPS)
-    for name in arguments[:1] if arguments and arguments[0] in names else names:
-        python_name = name.replace("-", "_")
-        module = import_module(f"dtctl.cli.{python_name}")
-        if name in GROUPS:
-            app.add_typer(module.app, name=name)
-        else:
-            function = getattr(module, python_name, None) or getattr(module, f"{python_name}_")
-            app.command(name, hidden=name in HIDDEN, epilog=_examples(name))(function)
     return app

@@ -54,11 +54,11 @@ def run(arguments: list[str]) -> int:
     import typer
 
     from dtctl.cli import output
-    from dtctl.cli.app import app_of, split_rest
+    from dtctl.cli.app import make_app, split_rest
     from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 
     before, rest = split_rest(arguments)
-    app = app_of(before)
+    app = make_app()
     try:
         if signal.getsignal(signal.SIGINT) is leave:
             signal.signal(signal.SIGINT, _interrupt)

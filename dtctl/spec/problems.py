@@ -9,6 +9,7 @@ from dtctl.errors import SpecError
 from dtctl.spec.model import Spec
 from dtctl.spec.places import Path, Places, dotted, holds
 from dtctl.spec.section import Section
+from dtctl.spec.train_section import make_train_section
 from dtctl.spec.training import Train
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _models_at(path: Path) -> list[type[Section]]:
 def _models_in(annotation: Any) -> list[type[Section]]:
     """The section classes that an annotation mentions."""
     if annotation is Train:
-        return [Train.section]
+        return [make_train_section()]
     if get_origin(annotation) is None:
         return [annotation] if isinstance(annotation, type) and issubclass(annotation, Section) else []
     return [model for inner in get_args(annotation) for model in _models_in(inner)]

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from dtctl.spec import model
+from dtctl.spec.train_section import make_train_section
 from dtctl.train import config, mesh
 
 FIELDS = {"from": "source"}
@@ -36,6 +37,10 @@ def documentation() -> dict[str, dict[str, str]]:
 def json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of `dtctl.yaml`."""
     schema = model.Spec.model_json_schema()
+    train = make_train_section().model_json_schema()
+    definitions = {**schema["$defs"], **train.pop("$defs"), "Train": train}
+    schema["$defs"] = dict(sorted(definitions.items()))
+    schema["properties"]["train"] = {"anyOf": [{"$ref": "#/$defs/Train"}, {"type": "null"}], "default": None}
     del schema["properties"]["base_dir"]
     texts = documentation()
     for name, section in [("Spec", schema), *schema["$defs"].items()]:

@@ -1,24 +1,21 @@
-"""The `train:` section of a spec. Its keys are those of dtctl/train/config.py, which the workers read.
+"""The `train:` section of a spec.
 
-pydantic is shown them as sections of its own, so that their mistakes are reported at their line, with all others.
+Most jobs have none: its keys, and pydantic's classes for them, are loaded when a spec has the section.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache, reduce
-from operator import or_
-from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from pydantic import AfterValidator, Field, GetCoreSchemaHandler, StrictBool, create_model
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from dtctl.errors import SpecError
-from dtctl.spec.section import Section
-from dtctl.train import settings
-from dtctl.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from dtctl.train.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +27,6 @@ class Train:
     config: TrainConfig
     """The same with dtctl's defaults for all others."""
 
-    section: ClassVar[type[Section]]
-    """The section as pydantic checks it."""
-
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Train:
         """The section that sets these keys.
@@ -40,74 +34,31 @@ class Train:
         Raises:
             SpecError: a key or a value is wrong, or keys exclude each other.
         """
+        from dtctl.train import settings
+        from dtctl.train.config import TrainConfig
+
         return cls(values, settings.build(TrainConfig, values, at="train", where="the spec"))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Check the section key by key, then as a whole."""
-        return core_schema.no_info_after_validator_function(
-            _train_of,
-            handler.generate_schema(cls.section),
+        return core_schema.no_info_plain_validator_function(
+            _check_train,
             serialization=core_schema.plain_serializer_function_ser_schema(lambda train: dict(train.values)),
         )
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Leave the place to schema.py, which puts the classes that check the section there."""
+        return {}
 
-def _train_of(section: Section) -> Train:
+
+def _check_train(values: object) -> Train:
+    """Return the section; pydantic puts the place of `train:` before those of the mistakes."""
+    from dtctl.spec.train_section import make_train_section
+
+    section = make_train_section().model_validate(values)
     try:
         return Train.of(section.model_dump(exclude_none=True, exclude_unset=True))
     except SpecError as exc:  # pydantic asks for a ValueError, and knows the place
         raise ValueError(exc.message) from None
-
-
-@cache
-def _section_of(config: type) -> type[Section]:
-    """The section whose keys are the fields of a dataclass; what is unset is left to the job's script."""
-    hints = get_type_hints(config)
-    keys: dict[str, Any] = {}
-    for field in fields(config):
-        annotation = _annotation(hints[field.name], field.metadata)
-        # What is shown to editors is what holds where the script says nothing.
-        schema_extra = {} if field.default is MISSING else {"default": field.default}
-        optional = annotation | None if annotation is not Any else Any
-        keys[field.name] = (optional, Field(default=None, json_schema_extra=schema_extra))
-    return create_model(config.__name__.removesuffix("Config"), __base__=Section, __doc__=config.__doc__, **keys)
-
-
-def _annotation(hint: Any, rules: Mapping[str, Any]) -> Any:
-    """What pydantic checks of a field with this type hint and these `metadata`; see `dtctl.train.settings.build`."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return reduce(or_, (_annotation(option, rules) for option in inner))
-    if is_dataclass(hint):
-        return _section_of(hint)  # type: ignore[arg-type]
-    if origin is Mapping:
-        return _section_of(rules["section"]) if "section" in rules else dict[str, _annotation(inner[1], {})]  # type: ignore[misc]
-    if origin is tuple:
-        return list[_annotation(inner[0], rules)]  # type: ignore[misc]
-    if hint in (int, float):
-        limits = {pydantic: rules[ours] for ours, pydantic in _LIMITS.items() if ours in rules}
-        finite = {"allow_inf_nan": False} if hint is float else {"le": settings.MOST}
-        return _checked(Annotated[hint, Field(strict=True, **limits, **finite)], rules)
-    if hint is bool:
-        return StrictBool
-    if hint is str:
-        return _checked(Annotated[str, Field(min_length=1)] if rules.get("not_empty") else str, rules)
-    return hint
-
-
-_LIMITS = {"at_least": "ge", "above": "gt", "below": "lt"}
-
-
-def _checked(annotation: Any, rules: Mapping[str, Any]) -> Any:
-    check: Callable[[Any], None] | None = rules.get("check")
-    if check is None:
-        return annotation
-
-    def checked(value: Any) -> Any:
-        check(value)
-        return value
-
-    return Annotated[annotation, AfterValidator(checked)]
-
-
-Train.section = _section_of(TrainConfig)

@@ -576,14 +576,14 @@ def test_a_command_in_a_sentence_exists_with_its_options(line: str) -> None:
     from typer.main import get_command
     from typer.testing import CliRunner
 
-    from dtctl.cli.app import app_of
+    from dtctl.cli.app import make_app
 
-    app = app_of(())
+    app = make_app()
     command, words = get_command(app), shlex.split(line.replace(" | ", " "))[1:]
     path: list[str] = []
     while words and words[0] in getattr(command, "commands", {}):
         path.append(words[0])
-        command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
+        command = command.get_command(None, words.pop(0))  # type: ignore[attr-defined]
     assert path or words[0].startswith("-"), f"there is no command {line}"
     shown = CliRunner().invoke(app, [*path, "--help"], terminal_width=200).output
     options = [word.partition("=")[0] for word in words[: words.index("--") if "--" in words else None]]

@@ -7,6 +7,7 @@ from dtctl.errors import SpecError
 from dtctl.spec.load import dump_spec, parse_spec
 from dtctl.spec.model import _OWN_DIRECTIVES, Cluster, Job, Network, Spec
 from dtctl.spec.section import Section
+from dtctl.spec.train_section import make_train_section
 
 
 def parse(text: str) -> Spec:
@@ -160,7 +161,7 @@ metrics:
         for name in set(type(section).model_fields) - section.model_fields_set
     }
     assert spec.train is not None
-    unset |= {f"Train.{name}" for name in set(spec.train.section.model_fields) - set(spec.settings)}
+    unset |= {f"Train.{name}" for name in set(make_train_section().model_fields) - set(spec.settings)}
     assert unset == {"Job.script", "Job.command", "Job.shell", "Cluster.hostfile", "Train.epochs"}
     assert spec.settings["steps"] == 1000
     assert spec.settings["data"] == {"any": {"thing": None}}

@@ -1,0 +1,75 @@
+"""Sections of pydantic whose keys are those of dtctl/train/config.py, which the workers read.
+
+With them, mistakes below `train:` are reported at their line, together with all others of a spec.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache, reduce
+from operator import or_
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from pydantic import AfterValidator, Field, StrictBool, create_model
+
+from dtctl.spec.section import Section
+from dtctl.train import settings
+from dtctl.train.config import TrainConfig
+
+
+def make_train_section() -> type[Section]:
+    """Return the `train:` section as pydantic checks it, made when first wanted."""
+    return _section_of(TrainConfig)
+
+
+@cache
+def _section_of(config: type) -> type[Section]:
+    """The section whose keys are the fields of a dataclass; what is unset is left to the job's script."""
+    hints = get_type_hints(config)
+    keys: dict[str, Any] = {}
+    for field in fields(config):
+        annotation = _annotation(hints[field.name], field.metadata)
+        # What is shown to editors is what holds where the script says nothing.
+        schema_extra = {} if field.default is MISSING else {"default": field.default}
+        optional = annotation | None if annotation is not Any else Any
+        keys[field.name] = (optional, Field(default=None, json_schema_extra=schema_extra))
+    return create_model(config.__name__.removesuffix("Config"), __base__=Section, __doc__=config.__doc__, **keys)
+
+
+def _annotation(hint: Any, rules: Mapping[str, Any]) -> Any:
+    """What pydantic checks of a field with this type hint and these `metadata`; see `dtctl.train.settings.build`."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return reduce(or_, (_annotation(option, rules) for option in inner))
+    if is_dataclass(hint):
+        return _section_of(hint)  # type: ignore[arg-type]
+    if origin is Mapping:
+        return _section_of(rules["section"]) if "section" in rules else dict[str, _annotation(inner[1], {})]  # type: ignore[misc]
+    if origin is tuple:
+        return list[_annotation(inner[0], rules)]  # type: ignore[misc]
+    if hint in (int, float):
+        limits = {pydantic: rules[ours] for ours, pydantic in _LIMITS.items() if ours in rules}
+        finite = {"allow_inf_nan": False} if hint is float else {"le": settings.MOST}
+        return _checked(Annotated[hint, Field(strict=True, **limits, **finite)], rules)
+    if hint is bool:
+        return StrictBool
+    if hint is str:
+        return _checked(Annotated[str, Field(min_length=1)] if rules.get("not_empty") else str, rules)
+    return hint
+
+
+_LIMITS = {"at_least": "ge", "above": "gt", "below": "lt"}
+
+
+def _checked(annotation: Any, rules: Mapping[str, Any]) -> Any:
+    check: Callable[[Any], None] | None = rules.get("check")
+    if check is None:
+        return annotation
+
+    def checked(value: Any) -> Any:
+        check(value)
+        return value
+
+    return Annotated[annotation, AfterValidator(checked)]
