@@ -14,6 +14,7 @@ import importlib.util
 import json
 import marshal
 import sys
+import threading
 import types
 import zlib
 from importlib import resources
@@ -104,6 +105,10 @@ def _text(name: str) -> str:
     return (resources.files(package) / f"{leaf}.py").read_text(encoding="utf-8")
 
 
+_bundling = threading.Lock()
+"""Sessions with all nodes want the bundle at the same moment, and a cache alone would have each of them make it."""
+
+
 @functools.cache
 def _bundle(answering: str) -> tuple[tuple[str, ...], bytes, bytes]:
     """Return the names of the modules, and the modules as text and compiled by this Python; both compressed."""
@@ -182,7 +187,8 @@ def opening(workdir: str, answering: str) -> bytes:
         workdir: the node's folder; may begin with `~`.
         answering: the module that answers the first request, by requests.py; those of other requests stay here.
     """
-    modules, texts, codes = _bundle(answering)
+    with _bundling:
+        modules, texts, codes = _bundle(answering)
     facts = {"MODULES": modules, "PACKAGES": PACKAGES, "COMPILED_FOR": _compiled_for()}
     loader = "".join([*(f"{name} = {value!r}\n" for name, value in facts.items()), _REPORT_ERROR, _LOADER]).encode()
     folder = workdir.encode()

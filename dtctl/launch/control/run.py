@@ -180,8 +180,8 @@ class NodesBackend:
     def _prepare(self) -> Plan:
         for session in self.gang.sessions.values():
             session.start()
-        for node in self.job.first_plan.nodes:  # a wrong template is found now, while the nodes are being connected
-            self.job.make_script(self.job.first_plan, node)
+        # A wrong template is found now, and dtctl's is compiled, while the nodes are being connected.
+        self.job.make_script(self.job.first_plan, self.job.first_plan.head)
         self.nodes.descriptions |= self.gang.gather()
         self.nodes.report_other_runs()
         if self.gang.signals:

@@ -7,7 +7,10 @@ import os
 import py_compile
 import subprocess
 import sys
+import time
+import types
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +77,23 @@ def test_a_launch_sends_nothing_of_other_requests() -> None:
 
 
 PLANTED = "raise SystemExit('not ours')\n"
+
+
+def test_many_links_that_begin_at_once_share_one_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[str]] = []
+    reach = bootstrap._reached
+
+    def slow_reach(modules: list[str]) -> dict[str, types.CodeType]:
+        made.append(list(modules))
+        time.sleep(0.1)  # so that all the others arrive meanwhile
+        return reach(modules)
+
+    monkeypatch.setattr(bootstrap, "_reached", slow_reach)
+    bootstrap._bundle.cache_clear()
+    module = requests.find_module("start")[0]
+    with ThreadPoolExecutor(8) as links:
+        opened = set(links.map(lambda _: bootstrap.opening("~/x", module), range(8)))
+    assert (len(opened), len(made)) == (1, 1)
 
 
 @pytest.mark.parametrize("place", ["lib", "lib/{digest}/dtctl/supervisor", "dtctl/supervisor", "."])
