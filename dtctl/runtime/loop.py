@@ -46,7 +46,7 @@ from dtctl.runtime.exactness.verdict import Verdict
 from dtctl.runtime.guards import other_optimizers
 from dtctl.runtime.guards.consistency import fingerprint, require_equal, settings
 from dtctl.runtime.guards.nonfinite import NonFiniteGuard
-from dtctl.runtime.guards.oom import MemoryWatch, enough_memory, smaller
+from dtctl.runtime.guards.oom import MemoryWatch, enough_memory, raise_lack_of_memory, smaller
 from dtctl.runtime.guards.origin import spoilt
 from dtctl.runtime.hooks import Hook, Hooks, TrainingView
 from dtctl.runtime.live import recovery
@@ -448,7 +448,8 @@ class Trainer:
         counts = self.balance.counts(taken=is_taken, logged=is_logged) if self.balance is not None else []
         is_told = is_logged or not is_taken
         mean = self.report.mean(loss) if is_told and self.worker.live is not None else None
-        result = StepResult(loss, lr, norm, balance.use(counts) if is_logged else {}, is_taken, mean)
+        use = balance.use(counts) if is_logged else {}
+        result = StepResult(loss, lr, norm, use, mean, is_taken=is_taken, is_logged=is_logged)
         self.ready = partial(self._take_step, result, counts, is_taken=is_taken)
         # The last exchange of a step, and nothing of the state is changed before: if any worker has come through, all
         # have entered it with all they need but its result, and can take the step even if one of them is lost in it.
@@ -506,7 +507,7 @@ class Trainer:
         if self.is_ended:
             self.steps = self.step
         last = self.step == self.steps
-        if self._is_logged(self.step) or not newest.is_taken:
+        if newest.is_logged or last or not newest.is_taken:
             use = newest.use if newest.is_taken else {**newest.use, "skipped": 1.0}
             self.report.log(self.step, newest.loss, newest.lr, newest.norm, self.batch, scores, use, newest.mean)
         best = bool(scores) and self.best is not None and self.best.take(self.step, scores)
@@ -605,9 +606,7 @@ class Trainer:
                 say(f"out of memory on rank {ranks} in step {self.step + 1}: again with {self.batch.describe()}")
         if before is not None and self.passed is not None:
             recovery.require_repeated(before, self.passed, self.worker)
-        if step.own is not None:
-            self.report.times.own(*step.own)
-        self.report.times.waited(step.waited_s)
+        self.report.times.record_passes(step.own, step.waited_s)
         if self.frozen is not None:
             self.frozen.require(self.step)
         self.strategy.finish()
@@ -678,13 +677,19 @@ class Trainer:
 
     def _update(self) -> None:
         """Take the optimizer's step."""
-        hint = (
-            "its state takes as much in the first step as later, whatever the batch: divide it with `strategy: zero1` "
-            "or `fsdp`, or look at `dtctl advise`"
-        )
-        apart = nullcontext() if self.others is None else self.others.ignoring()
-        with enough_memory(f"the optimizer's step {self.step + 1}", hint, self.worker), apart:
-            self.optimizer.step()
+        try:
+            if self.others is None:
+                self.optimizer.step()
+            else:
+                with self.others.ignoring():
+                    self.optimizer.step()
+        except RuntimeError as exc:
+            hint = (
+                "its state takes as much in the first step as later, whatever the batch: divide it with "
+                "`strategy: zero1` or `fsdp`, or look at `dtctl advise`"
+            )
+            raise_lack_of_memory(exc, f"the optimizer's step {self.step + 1}", hint, self.worker)
+            raise
 
     def evaluate(self) -> dict[str, float]:
         """The means of the scores over the validation set as `val_NAME`; collective over all workers."""

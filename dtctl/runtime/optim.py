@@ -109,7 +109,7 @@ class LearningRate:
         Raises:
             WorkerFailed: the optimizer has other groups than when training began.
         """
-        rate = self(step)
+        rate = (self.own or self._schedule)(step) * self.factor
         groups = self._optimizer.param_groups
         if len(groups) != len(self._scales):
             raise WorkerFailed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -17,10 +17,10 @@ LEAST_SCALE: Final = 1.0
 """A gradient that is not finite at this scale is not so because of it."""
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context for a forward pass; it may be entered again and again."""
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any] | None:
+    """Return the context for a forward pass, which may be entered again and again; None for fp32."""
     if precision == "fp32":
-        return nullcontext()
+        return None
     return torch.autocast(device.type, dtype=TYPES[precision])
 
 

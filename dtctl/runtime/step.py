@@ -49,10 +49,12 @@ class StepResult:
     """Of the gradient, before clipping."""
     use: Mapping[str, float] = field(default_factory=dict)
     """How evenly experts were used, if the model has any."""
-    is_taken: bool = True
-    """Whether the optimizer has made its step; not if the gradient was not finite."""
     mean: float | None = None
     """Mean loss of all workers; known before the line is written where a worker may be lost in between and replaced."""
+    is_taken: bool = True
+    """Whether the optimizer has made its step; not if the gradient was not finite."""
+    is_logged: bool = False
+    """Whether the step has a line of metrics."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +64,8 @@ class Passes:
     loss: Loss
     feed: Feed
     worker: Worker
-    autocast: AbstractContextManager[Any]
+    autocast: AbstractContextManager[Any] | None
+    """The number format of forward passes; None if that is fp32."""
     loss_scale: LossScale | None
     clock: Clock
     mark: Callable[[], Any]
@@ -150,8 +153,13 @@ class Step:
             samples: how many of it count; 0 for a stand-in.
             weight: what the backward pass multiplies the loss with.
         """
-        with self.passes.autocast, accounting.counting(weight, samples, self.passes.load):
-            loss = self.passes.loss(model, batch)
+        passes = self.passes
+        with accounting.Pass(weight, samples, passes.load):
+            if passes.autocast is None:
+                loss = passes.loss(model, batch)
+            else:
+                with passes.autocast:
+                    loss = passes.loss(model, batch)
         if not isinstance(loss, tuple):
             return loss
         total, amount = loss

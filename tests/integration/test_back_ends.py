@@ -209,7 +209,7 @@ def normalise(project: Project) -> list[str]:
     told: list[dict[str, Any]] = []
     for line in lines:
         kind = line["event"]
-        if kind in OF_ONE_BACK_END and (kind != "note" or is_of_slurm(line)):
+        if kind in OF_ONE_BACK_END and (kind != "note" or is_of_slurm(line) or is_of_other_run(line)):
             continue
         facts = {
             key: plain(value, record.folder, names)
@@ -229,6 +229,11 @@ def normalise(project: Project) -> list[str]:
 
 def is_of_slurm(note: dict[str, Any]) -> bool:
     return str(note["text"]).startswith("the processes left on")
+
+
+def is_of_other_run(note: dict[str, Any]) -> bool:
+    """Return whether the note is about a run of another test that this machine has at the moment."""
+    return str(note["text"]).endswith("both share their GPUs, cores and memory")
 
 
 def of_node(states: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -95,7 +95,10 @@ class Schedule:
         self.stand_in: Indices = order(np.zeros(2, dtype=np.int64))
         """For a worker whose last micro batch is empty: one sample, twice, since BatchNorm refuses a single one."""
         self._order = order
-        self._batch = batch
+        self._accumulate = batch.accumulate
+        self._total = batch.total
+        self.samples_per_pass: Final = batch.micro * batch.parts
+        """Over all workers."""
         self._end = end
         shares = batch.shares or (1,) * batch.world_size
         first = np.arange(batch.accumulate)[:, None] * batch.parts + sum(shares[:rank])
@@ -107,14 +110,14 @@ class Schedule:
 
     def samples(self, start: int) -> int:
         """How many samples the step at position `start` takes over all workers."""
-        return min(self._batch.total, self._end - start)
+        return min(self._total, self._end - start)
 
     def __call__(self, start: int) -> list[Indices]:
         """The indices of this worker's micro batches in the step that begins at position `start`.
 
         In the last step a micro batch may be short or empty.
         """
-        total = self._batch.total
+        total = self._total
         place, rest = divmod(start - self._first, total)
         if rest or not self._first <= start < self._last:
             steps = np.arange(self._ahead, dtype=np.int64)[:, None, None] * total
@@ -133,8 +136,8 @@ class Schedule:
 
     def keys(self, start: int, index: int) -> Iterator[tuple[int, int]]:
         """From micro batch `index` of the step at `start` on: where each one stands that is not empty."""
-        for place in range(start, self._end, self._batch.total):
-            for number in range(index if place == start else 0, self._batch.accumulate):
+        for place in range(start, self._end, self._total):
+            for number in range(index if place == start else 0, self._accumulate):
                 if place + int(self._offsets[number, 0]) < self._end:
                     yield place, number
 

@@ -129,8 +129,11 @@ class LossRecord:
         if self._file < 0:
             return
         if loss.is_cpu:
-            with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError):  # a class of its own
-                self._write(step, float(loss))
+            try:
+                value = float(loss)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError):  # a class of its own
+                return
+            self._write(step, value)
             return
         self._pending.append((step, loss.detach().clone()))
         if len(self._pending) >= _PENDING:
@@ -146,8 +149,10 @@ class LossRecord:
 
     def _write(self, step: int, value: float) -> None:
         bits = struct.pack("<d", value)
-        with contextlib.suppress(OSError):
+        try:  # noqa: SIM105 - `suppress` would be three calls in every step
             os.pwrite(self._file, _ROW.pack(step, bits), _HEADER.size + step % RING * _ROW.size)
+        except OSError:
+            pass
         if self.then.pop(step, bits) != bits and self.differs is None:
             self.differs = step
 

@@ -147,7 +147,10 @@ class StepRecorder:
         """Whether the bits of this step are of interest; the same on all workers."""
         if number == self.losses.until or (self._expected is not None and number in self._expected.rows):
             return True
-        return any(target.step < number <= target.step + STEPS for target in self._targets)
+        for target in self._targets:  # noqa: SIM110 - most often none, asked for three times in every step
+            if target.step < number <= target.step + STEPS:
+                return True
+        return False
 
     def follow(self, step: int, saver: Saver) -> None:
         """Record the steps after this one for the snapshot of it that was just begun; collective.

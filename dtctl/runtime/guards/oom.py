@@ -53,11 +53,19 @@ def enough_memory(doing: str, hint: str, worker: Worker) -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:
-        if not is_lack_of_memory(exc):
-            raise
-        raise WorkerFailed(
-            f"out of memory in {doing}: {str(exc).partition(chr(10))[0]}", where=f"rank {worker.rank}", hint=hint
-        ) from exc
+        raise_lack_of_memory(exc, doing, hint, worker)
+        raise
+
+
+def raise_lack_of_memory(error: RuntimeError, doing: str, hint: str, worker: Worker) -> None:
+    """Explain an error, if it is that memory has run out; see `enough_memory`.
+
+    Raises:
+        WorkerFailed: it is.
+    """
+    if is_lack_of_memory(error):
+        what = f"out of memory in {doing}: {str(error).partition(chr(10))[0]}"
+        raise WorkerFailed(what, where=f"rank {worker.rank}", hint=hint) from error
 
 
 class MemoryWatch:

@@ -120,8 +120,9 @@ def bring_level(trainer: Training, *, is_newcomer: bool) -> bool:
         _take_facts(trainer, facts)
         _take(trainer, tree)
         norm = facts["norm"] and torch.tensor(facts["norm"])
+        is_taken, is_logged = facts["is_taken"], facts["is_logged"]
         trainer.newest = StepResult(
-            None, facts["lr"], norm, facts["use"], is_taken=facts["is_taken"], mean=facts["mean"]
+            None, facts["lr"], norm, facts["use"], facts["mean"], is_taken=is_taken, is_logged=is_logged
         )
     if trainer.step:  # a step that was begun has set its own
         trainer.rate.set(trainer.step - 1)
@@ -146,6 +147,7 @@ def _facts(trainer: Training) -> dict[str, Any]:
         "norm": norm,
         "use": {} if newest is None else dict(newest.use),
         "is_taken": newest is None or newest.is_taken,
+        "is_logged": newest is not None and newest.is_logged,
         "mean": None if newest is None else newest.mean,
         "unused": list(trainer.unused),
         "checksums": trainer.account.checksums,

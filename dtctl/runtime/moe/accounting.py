@@ -7,8 +7,6 @@ alike, and so have numbers of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +37,9 @@ class Load:
         self.dropped.clear()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pass:
-    """A forward pass that is under way."""
+    """A forward pass; the context in which it is under way."""
 
     weight: float = 1.0
     """What the mean loss of its samples is multiplied with before the backward pass."""
@@ -56,6 +54,15 @@ class Pass:
         weights[:count] = self.weight / max(1, count)
         return weights
 
+    # Every step enters one: a generator as context would cost twice as much.
+    def __enter__(self) -> None:
+        """Begin the pass."""
+        _current.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        _current.pop()
+
 
 _current = [Pass()]
 
@@ -63,16 +70,6 @@ _current = [Pass()]
 def current() -> Pass:
     """The pass under way; outside of the runtime's loop one that counts fully."""
     return _current[-1]
-
-
-@contextmanager
-def counting(weight: float, samples: int, load: Load | None) -> Iterator[None]:
-    """The context of a forward pass; see `Pass`."""
-    _current.append(Pass(weight, samples, load))
-    try:
-        yield
-    finally:
-        _current.pop()
 
 
 def is_first_time() -> bool:

@@ -162,7 +162,7 @@ def choose(
         except (AssertionError, RuntimeError, ValueError) as exc:
             raise explained(exc) or exc from exc
     begin_alike(model)
-    halves = None if config.precision == "fp32" else autocast(config.precision, worker.device)
+    halves = autocast(config.precision, worker.device)
     names = compared_modules(model, config, degrees)
     parts = blocks.find(model, config.blocks) if degrees.pp > 1 else None
     with trial.Stream(parts) as stream:

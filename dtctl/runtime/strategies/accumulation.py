@@ -31,13 +31,16 @@ def accumulate(
     """
     losses = []
     # At the end of a training, those that are empty on all workers are left out.
-    count = -(-step.samples // (step.batch.micro * step.batch.parts))
+    count = -(-step.samples // step.schedule.samples_per_pass)
     micro_batches = step.micro_batches[:count]
     for index, indices in enumerate(micro_batches):
         # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
         weight = len(indices) * step.replicas / step.samples
         batch = step.read(index)
-        with nullcontext() if index + 1 == len(micro_batches) else local():
+        if index + 1 == len(micro_batches):
             losses.append(step.backward(model, batch, weight, len(indices), beside=beside))
+        else:
+            with local():
+                losses.append(step.backward(model, batch, weight, len(indices), beside=beside))
     step.own = (step.began, step.forwarded)
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()

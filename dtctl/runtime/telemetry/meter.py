@@ -76,13 +76,16 @@ class StepTimes:
         self._own: list[tuple[Any, Any]] = []
         self._waited_s = 0.0
 
-    def own(self, begin: Any, end: Any) -> None:
-        """Note marks between which this worker did in a step what does not wait for others: data and forward passes."""
-        self._own.append((begin, end))
+    def record_passes(self, own: tuple[Any, Any] | None, waited_s: float) -> None:
+        """Note what the passes of a step took.
 
-    def waited(self, seconds: float) -> None:
-        """Note time that the loop of this worker waited for data."""
-        self._waited_s += seconds
+        Args:
+            own: marks between which this worker did what does not wait for others: data and forward passes.
+            waited_s: seconds that its loop waited for data.
+        """
+        if own is not None:
+            self._own.append(own)
+        self._waited_s += waited_s
 
     def step(self) -> None:
         """A step is done."""

@@ -33,7 +33,7 @@ def test_the_spread_is_of_the_window(clock: Clock) -> None:
     times = meter.StepTimes()
     for milliseconds in range(1, 101):
         clock.now += milliseconds / 1000
-        times.own(1.0, 1.5)
+        times.record_passes((1.0, 1.5), 0.0)
         times.step()
     spread, own_s, _ = times.take()
     assert spread["step_p50_s"] == 0.050
@@ -145,7 +145,7 @@ def test_on_a_gpu_times_are_those_of_its_kernels(monkeypatch: pytest.MonkeyPatch
     for kernels in (4.0, 2.0, 3.0):
         begin = clock.mark()
         Event.queue_s += kernels / 4
-        times.own(begin, clock.mark())
+        times.record_passes((begin, clock.mark()), 0.0)
         Event.queue_s += 3 * kernels / 4
         times.step()
         Event.queue_s += 50.0  # a snapshot's copies
@@ -196,7 +196,7 @@ def test_the_share_of_time_waited_for_data_is_that_of_the_steps_since_the_last_l
     times = meter.StepTimes()
     for _ in range(4):
         clock.now += 2.0
-        times.waited(0.5)
+        times.record_passes(None, 0.5)
         times.step()
     assert times.take()[2] == 0.25
     clock.now += 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.unit.runtime.conftest import Make, squared
 
 @pytest.mark.parametrize(("name", "kind"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_a_forward_pass_computes_in_the_format(name: str, kind: torch.dtype) -> None:
-    with autocast(name, torch.device("cpu")):
+    with autocast(name, torch.device("cpu")) or nullcontext():
         assert nn.Linear(2, 2)(torch.zeros(1, 2)).dtype == kind
 
 

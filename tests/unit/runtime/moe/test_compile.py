@@ -27,7 +27,7 @@ def group() -> Iterator[None]:
 def chosen(block: nn.Module, layer: nn.Module, stream: torch.Tensor) -> tuple[int, ...]:
     """How often each expert was chosen in a pass forward and backward."""
     load = Load({layer})
-    with accounting.counting(weight=1.0, samples=len(stream), load=load):
+    with accounting.Pass(weight=1.0, samples=len(stream), load=load):
         block(stream).sum().backward()
     return tuple(load.chosen[layer].tolist())
 

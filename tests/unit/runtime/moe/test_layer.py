@@ -84,7 +84,7 @@ def gradient(made: MoE, stream: torch.Tensor) -> torch.Tensor:
 def test_the_balance_loss_is_that_of_the_samples_which_count_times_the_weight_of_the_pass() -> None:
     plain, balanced = layer(), layer(balance_loss=0.3, z_loss=0.2)
     stream = torch.randn(3, 8, WIDTH, dtype=torch.float64)
-    with accounting.counting(weight=2.5, samples=2, load=None):
+    with accounting.Pass(weight=2.5, samples=2, load=None):
         added = gradient(balanced, stream) - gradient(plain, stream)
     logits = stream[:2] @ plain.router.weight.T
     shares = logits.softmax(-1)
@@ -98,7 +98,7 @@ def test_the_balance_loss_is_that_of_the_samples_which_count_times_the_weight_of
 def test_an_evaluation_and_a_stand_in_add_nothing() -> None:
     plain, balanced = layer(), layer(balance_loss=0.3, z_loss=0.2)
     stream = torch.randn(3, 8, WIDTH, dtype=torch.float64)
-    with accounting.counting(weight=1.0, samples=0, load=None):
+    with accounting.Pass(weight=1.0, samples=0, load=None):
         assert torch.equal(gradient(balanced, stream), gradient(plain, stream))
     balanced.eval()
     assert torch.equal(gradient(balanced, stream), gradient(plain, stream))
@@ -136,7 +136,7 @@ def test_a_step_moves_the_bias_towards_experts_that_got_less_and_tells_how_even_
 def test_a_pass_counts_the_choices_of_the_samples_that_count_and_no_pass_that_is_made_again() -> None:
     made, stream = layer(capacity=0.5), torch.randn(3, 8, WIDTH, dtype=torch.float64)
     load = Load({made})
-    with accounting.counting(weight=1.0, samples=2, load=load):
+    with accounting.Pass(weight=1.0, samples=2, load=load):
         result = torch.utils.checkpoint.checkpoint(made, stream, use_reentrant=False)
         with torch.no_grad():
             made(stream)
