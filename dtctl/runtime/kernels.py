@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime.exactness import determinism
+from dtctl.runtime import determinism
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees
 

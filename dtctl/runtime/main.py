@@ -16,10 +16,10 @@ import torch
 import dtctl
 from dtctl import names
 from dtctl.errors import DtctlError
+from dtctl.runtime import determinism
 from dtctl.runtime.console import complain, say
 from dtctl.runtime.distributed.process_group import record_failure, start
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.exactness import determinism
 from dtctl.runtime.stop import Outcome
 from dtctl.train.config import TrainConfig, load
 

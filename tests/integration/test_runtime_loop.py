@@ -234,7 +234,7 @@ def test_settings_that_are_refused_leave_no_record(tmp_path: Path) -> None:
 BEFORE_CUDA = """
 import json, os, torch
 from dtctl.runtime.distributed import process_group
-from dtctl.runtime.exactness import determinism
+from dtctl.runtime import determinism
 from dtctl.runtime.main import run
 from dtctl.runtime.stop import Outcome
 real = process_group.identify

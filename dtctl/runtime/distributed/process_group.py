@@ -19,9 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from dtctl import names
 from dtctl.errors import PlanError, SpecError
+from dtctl.runtime import determinism
 from dtctl.runtime.distributed import affinity, network
 from dtctl.runtime.distributed.worker import Worker, identify
-from dtctl.runtime.exactness import determinism
 from dtctl.runtime.exactness.randomness import seed_all
 from dtctl.runtime.live.control import Control
 

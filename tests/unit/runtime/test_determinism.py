@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError
+from dtctl.runtime import determinism
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.exactness import determinism
 from dtctl.train.config import TrainConfig, load
 from tests.facts import raises
 from tests.unit.runtime.conftest import Make, squared
