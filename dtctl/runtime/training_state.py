@@ -13,7 +13,7 @@ from dtctl.errors import SnapshotError, WorkerFailed
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.exactness import randomness
-from dtctl.runtime.exactness.account import EVERYONE, Account, checksum
+from dtctl.runtime.exactness.account import EVERYONE, Account
 from dtctl.runtime.exactness.stateful import name_some
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.gather import gathered, gathered_optimizer
@@ -114,10 +114,12 @@ class TrainingState:
             self.account.require_elastic()
         mine, lost = self.account.local()
         groups = [
-            {key: checksum(value) for key, value in state.group_values(group).items()} if group["params"] else None
+            {key: state.checksum_tree(value) for key, value in state.group_values(group).items()}
+            if group["params"]
+            else None
             for group in self.optimizer.param_groups
         ]
-        reports = gathered_json([checksum(mine) if mine else None, lost, groups], worker)
+        reports = gathered_json([state.checksum_tree(mine) if mine else None, lost, groups], worker)
         _require_alike([rows for _, _, rows in reports], self.strategy.name)
         everywhere = list(dict.fromkeys(path for _, paths, _ in reports for path in paths))
         if all(digest is None for digest, _, _ in reports):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,7 +29,6 @@ from dtctl.runtime.exactness.stateful import (
 from dtctl.runtime.own_code import digest_modules, name_class
 from dtctl.runtime.snapshot.format.encoding import decode, encode, is_generator, with_devices
 from dtctl.runtime.snapshot.json_collectives import gathered_json
-from dtctl.runtime.snapshot.state import tensors
 from dtctl.train.compatibility import not_elastic
 
 EVERYONE: Final = "all"
@@ -219,21 +217,3 @@ def differences(account: Account, parts: Mapping[str, Any], facts: Mapping[str, 
             f"{name_some(sorted(changed))} changed on each of {len(before)} workers, and there are {len(now)}"
         )
     return phrases
-
-
-def checksum(tree: Any) -> int:
-    """One number for an encoded tree, the same on workers that have the same."""
-    crc = zlib.crc32(json.dumps(_without_tensors(tree), sort_keys=True).encode())
-    for name, tensor in tensors(tree):
-        crc = zlib.crc32(name.encode(), crc)
-        if tensor.numel():
-            crc = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
-    return crc
-
-
-def _without_tensors(tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return [str(tree.dtype), list(tree.shape)]
-    if isinstance(tree, dict):
-        return {key: _without_tensors(value) for key, value in tree.items()}
-    return [_without_tensors(value) for value in tree] if isinstance(tree, list) else tree

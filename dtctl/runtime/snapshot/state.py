@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -356,6 +357,24 @@ def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor as a flat uint8 tensor on the CPU; a view where that is possible."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def checksum_tree(tree: Any) -> int:
+    """Return one number for an encoded tree, the same on workers that have the same."""
+    crc = zlib.crc32(json.dumps(_without_tensors(tree), sort_keys=True).encode())
+    for name, tensor in tensors(tree):
+        crc = zlib.crc32(name.encode(), crc)
+        if tensor.numel():
+            crc = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
+    return crc
+
+
+def _without_tensors(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return [str(tree.dtype), list(tree.shape)]
+    if isinstance(tree, dict):
+        return {key: _without_tensors(value) for key, value in tree.items()}
+    return [_without_tensors(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def digest(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> str:
