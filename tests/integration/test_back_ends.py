@@ -204,7 +204,7 @@ def normalise(project: Project) -> list[str]:
     record = list_runs(project.folder)[-1]
     lines = [json.loads(line) for line in (record.folder / "events.jsonl").read_text().splitlines()]
     lines.sort(key=lambda line: line["time"])  # a follower of a job tells what it does before what it then reads
-    names = list(dict.fromkeys(line["node"] for line in lines if line["event"] == "node"))
+    names = sorted({line["node"] for line in lines if line["event"] == "node"})
     states: dict[str, list[Any]] = {}
     told: list[dict[str, Any]] = []
     for line in lines:

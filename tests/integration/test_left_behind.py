@@ -72,7 +72,11 @@ def launch(project: Project, sandbox: Sandbox, script: str, other: dict[str, set
     project.write("train.py", script)
     process = project.start("launch", "--json", "--name", project.unique)
     wait_until(lambda: _up(project), 20, "all workers are up")
-    assert all(len(ours(sandbox, other)[node.name]) >= 2 + workers_each for node in sandbox.nodes)
+    wait_until(
+        lambda: all(len(ours(sandbox, other)[node.name]) >= 2 + workers_each for node in sandbox.nodes),
+        20,
+        "all processes of the run are there",
+    )
     return process
 
 
