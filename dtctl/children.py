@@ -13,7 +13,7 @@ _THEN: Final = "import runpy; runpy.run_module(sys.argv[0], run_name='__main__',
 
 
 def module(python: str, name: str, *arguments: str, last: str | None = None) -> list[str]:
-    """The argv that runs a module of dtctl.
+    """Return the argv that runs a module of dtctl.
 
     Args:
         python: program name or path.

@@ -102,7 +102,7 @@ def _quoted(path: str) -> str:
 
 
 def open_folder(path: str, parent: int | None = None) -> int:
-    """A descriptor of a folder that is no link.
+    """Return a descriptor of a folder that is no link.
 
     Raises:
         OSError: it is a link, or no folder.
@@ -111,7 +111,7 @@ def open_folder(path: str, parent: int | None = None) -> int:
 
 
 def create_in(folder: int, name: str, mode: int = 0o600) -> int:
-    """A descriptor of a new file in an open folder; nothing is overwritten, and no link followed.
+    """Return a descriptor of a new file in an open folder; nothing is overwritten, and no link followed.
 
     Raises:
         ValueError: the name is not that of a file in this folder.
@@ -134,7 +134,7 @@ def is_name(name: object) -> bool:
 
 
 def open_regular(path: str, *, follow: bool = True) -> int:
-    """A descriptor of a regular file. A pipe or a device is refused before anything is read from it.
+    """Return a descriptor of a regular file. A pipe or a device is refused before anything is read from it.
 
     Raises:
         NotRegular: it is something else.
@@ -151,7 +151,7 @@ def open_regular(path: str, *, follow: bool = True) -> int:
 
 
 def read_regular(path: str, limit_bytes: int) -> bytes:
-    """All of a regular file.
+    """Return all of a regular file.
 
     Raises:
         NotRegular: it is something else.
@@ -200,7 +200,7 @@ def make_durable(path: str, mode: int = 0o777) -> None:
 
 
 def mark(path: str, ours) -> bool:  # type: ignore[no-untyped-def]  # Callable would have to come from typing
-    """Whether a folder is marked as ours. One in which everything has a name of ours is, from now on.
+    """Return whether a folder is marked as ours. One in which everything has a name of ours is, from now on.
 
     Args:
         path: the folder.
@@ -275,7 +275,7 @@ def _remove(parent: int, name: str, path: str, mount: object, unremoved: list[st
 
 
 def mount_of(fd: int) -> object:
-    """What tells one mount from another, also where both show the same file system (bind mounts)."""
+    """Return what tells one mount from another, also where both show the same file system (bind mounts)."""
     try:
         with open("/proc/self/fdinfo/%d" % fd) as file:
             for line in file:
@@ -287,6 +287,6 @@ def mount_of(fd: int) -> object:
 
 
 def memory_folder(run_dir: str) -> str:
-    """Where a run may keep snapshots in memory on this node, from its start to its end."""
+    """Return where a run may keep snapshots in memory on this node, from its start to its end."""
     digest = zlib.crc32(os.fsencode(run_dir))
     return "/dev/shm/dtctl-%d-%s-%08x" % (os.getuid(), os.path.basename(run_dir), digest)  # noqa: S108 - made private

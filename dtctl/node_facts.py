@@ -42,7 +42,7 @@ def port_candidates(seed: str) -> list[int]:
 
 
 def first_free(ports: list[int]) -> int:
-    """The first port that nothing listens on; 0 when all are taken or none was given."""
+    """Return the first port that nothing listens on; 0 when all are taken or none was given."""
     for port in ports:
         probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -57,7 +57,7 @@ def first_free(ports: list[int]) -> int:
 
 
 def has_socket_at(port: int) -> bool:
-    """Whether a TCP socket of this machine listens at a port, or a connection to it stands or has just ended."""
+    """Return whether a TCP socket of this machine listens at a port, or a connection to it stands or has just ended."""
     end = ":%04X" % port
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in read(path).splitlines()[1:]:
@@ -82,7 +82,7 @@ def address_towards(peer: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Name of the interface whose primary address this is; empty when there is none."""
+    """Return name of the interface whose primary address this is; empty when there is none."""
     if ":" in address:
         packed = socket.inet_pton(socket.AF_INET6, address.split("%", 1)[0]).hex()
         rows = [row.split() for row in read("/proc/net/if_inet6").splitlines()]
@@ -104,7 +104,7 @@ def ipv4_of(interface: str) -> str:
 
 
 def interface_towards(peer: str) -> str:
-    """Name of the interface that packets to `peer` leave by; on `peer` itself, the one that has the address.
+    """Return name of the interface that packets to `peer` leave by; on `peer` itself, the one that has the address.
 
     Empty when there is no route, or when the address on the way is not the primary one of any interface.
     """
@@ -122,7 +122,7 @@ def neighbours(flags: int = 0) -> dict:  # type: ignore[type-arg]
 
 
 def read(path: str) -> str:
-    """The text of a small file of the kernel's; empty when it is not there."""
+    """Return the text of a small file of the kernel's; empty when it is not there."""
     try:
         with open(path) as file:
             return file.read()
@@ -169,7 +169,7 @@ def amd_devices() -> list:  # type: ignore[type-arg]
 
 
 def verbs(device: str) -> str:
-    """Whether this process may open an RDMA device: yes, no, or empty if the system does not say.
+    """Return whether this process may open an RDMA device: yes, no, or empty if the system does not say.
 
     In a container the kernel's list has devices whose files were not handed in; NCCL cannot use them.
     """
@@ -197,7 +197,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def visible_gpus(environ: Mapping[str, str], count: int) -> int:
-    """How many of `count` GPUs variables leave to a process."""
+    """Return how many of `count` GPUs variables leave to a process."""
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environ:
             entries = [entry.strip() for entry in environ[name].split(",")]
@@ -230,7 +230,7 @@ def cpu_quota() -> float:
 
 
 def _quota_of(folder: str) -> float:
-    """The limit of one control group."""
+    """Return the limit of one control group."""
     words = read(os.path.join(folder, "cpu.max")).split()
     if len(words) != 2:
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -266,7 +266,7 @@ def _listed(folder: str) -> list:  # type: ignore[type-arg]
 
 
 def _opens(path: str) -> bool:
-    """Whether a device is this process's to use; one that is broken is, and somebody has to be told."""
+    """Return whether a device is this process's to use; one that is broken is, and somebody has to be told."""
     try:  # without waiting for a driver that is asleep; the control group has its say before that
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError as exc:
@@ -275,7 +275,7 @@ def _opens(path: str) -> bool:
 
 
 def boot_id() -> str:
-    """What tells this boot of the machine from all others; empty where the system does not say."""
+    """Return what tells this boot of the machine from all others; empty where the system does not say."""
     return read("/proc/sys/kernel/random/boot_id").strip()
 
 
@@ -297,7 +297,7 @@ def process(pid: int | str) -> tuple[str, int, int] | None:
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for what a process does; empty when there is none."""
+    """Return the kernel's letter for what a process does; empty when there is none."""
     fields = process(pid)
     return "" if fields is None else fields[0]
 
@@ -311,7 +311,7 @@ def start_ticks(pid: int) -> int:
 
 
 def process_start() -> float:
-    """When this process began, on the monotonic clock; needed to count the time of the imports."""
+    """Return when this process began, on the monotonic clock; needed to count the time of the imports."""
     ticks = start_ticks(os.getpid())
     if ticks <= 0:  # the system does not say; until now we have computed rather than waited
         return time.monotonic() - time.process_time()
@@ -321,7 +321,7 @@ def process_start() -> float:
 
 
 def launch_time() -> float:
-    """When this process began, in seconds since the epoch."""
+    """Return when this process began, in seconds since the epoch."""
     return time.time() - (time.monotonic() - process_start())
 
 

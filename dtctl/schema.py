@@ -47,14 +47,14 @@ class InvalidMessage(ValueError):
 
 
 def prose(value: object) -> str:
-    """A text for people, cut to a length that they read."""
+    """Return a text for people, cut to a length that they read."""
     if not isinstance(value, str):
         raise InvalidMessage("not a string")
     return value if len(value) <= PROSE else f"{value[:PROSE]} ..."
 
 
 def text(limit: int) -> Check[str]:
-    """A text that is used whole, or not at all."""
+    """Return a text that is used whole, or not at all."""
 
     def check(value: object) -> str:
         if not isinstance(value, str) or len(value) > limit:
@@ -65,7 +65,7 @@ def text(limit: int) -> Check[str]:
 
 
 def integer(low: int, high: int = 1 << 63) -> Check[int]:
-    """An integer of a range, both ends included."""
+    """Return an integer of a range, both ends included."""
 
     def check(value: object) -> int:
         if type(value) is not int or not low <= value <= high:
@@ -76,7 +76,7 @@ def integer(low: int, high: int = 1 << 63) -> Check[int]:
 
 
 def number(value: object) -> float:
-    """A number that a clock or a plot can have."""
+    """Return a number that a clock or a plot can have."""
     if type(value) is int and abs(value) < 1 << 63:
         return value
     if type(value) is not float or not math.isfinite(value):
@@ -85,7 +85,7 @@ def number(value: object) -> float:
 
 
 def moment(value: object) -> float:
-    """Seconds since the epoch that a clock can show."""
+    """Return seconds since the epoch that a clock can show."""
     if not 0 <= number(value) < 1 << 36:
         raise InvalidMessage("not a time")
     return number(value)
@@ -113,7 +113,7 @@ def any_json(value: object) -> Any:
 
 
 def file_name(value: object) -> str:
-    """The name of one file, which is no path."""
+    """Return the name of one file, which is no path."""
     from dtctl import folders
 
     if not folders.is_name(value):
@@ -122,14 +122,14 @@ def file_name(value: object) -> str:
 
 
 def path(value: object) -> str:
-    """A path for people to read and for its own node to be given back; nothing is opened by it here."""
+    """Return a path for people to read and for its own node to be given back; nothing is opened by it here."""
     if not isinstance(value, str) or not 0 < len(value) <= 4096 or not value.isprintable():
         raise InvalidMessage("not a path")
     return value
 
 
 def address(value: object) -> str:
-    """A numeric address, or nothing."""
+    """Return a numeric address, or nothing."""
     import ipaddress  # slow, and not needed on a node
 
     try:
@@ -139,12 +139,12 @@ def address(value: object) -> str:
 
 
 def nullable(check: Check[T]) -> Check[T | None]:
-    """The value, or null."""
+    """Return the value, or null."""
     return lambda value: None if value is None else check(value)
 
 
 def list_of(check: Check[T], limit: int = MANY) -> Check[list[T]]:
-    """A list of such values."""
+    """Return a list of such values."""
 
     def check_all(value: object) -> list[T]:
         if not isinstance(value, list) or len(value) > limit:
@@ -170,7 +170,7 @@ def valid_items(check: Check[T], limit: int) -> Check[list[T]]:
 
 
 def pair(first: Check[T], second: Check[U]) -> Check[tuple[T, U]]:
-    """A list of two."""
+    """Return a list of two."""
 
     def check_both(value: object) -> tuple[T, U]:
         if not isinstance(value, list) or len(value) != 2:
@@ -181,7 +181,7 @@ def pair(first: Check[T], second: Check[U]) -> Check[tuple[T, U]]:
 
 
 def mapping_of(check_name: Check[str], check: Check[T], limit: int = MANY) -> Check[dict[str, T]]:
-    """An object with names that are not known before."""
+    """Return an object with names that are not known before."""
 
     def check_all(value: object) -> dict[str, T]:
         if not isinstance(value, dict) or len(value) > limit:
@@ -192,7 +192,7 @@ def mapping_of(check_name: Check[str], check: Check[T], limit: int = MANY) -> Ch
 
 
 def form(optional: Mapping[str, Check[Any]] | None = None, **needed: Check[Any]) -> Check[dict[str, Any]]:
-    """An object with these keys, as a dictionary; others are dropped."""
+    """Return an object with these keys, as a dictionary; others are dropped."""
 
     def check(value: object) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -224,7 +224,7 @@ _NEEDED = object()
 
 
 def value(check: Check[T], *, default: T = _NEEDED) -> T:  # type: ignore[assignment]
-    """A key of a Record: what it may hold, and what it is when it is missing."""
+    """Return a key of a Record: what it may hold, and what it is when it is missing."""
     return _Value(check, default)  # type: ignore[return-value]
 
 
@@ -257,7 +257,7 @@ class Record:
 
     @classmethod
     def parse(cls, document: object) -> Self:
-        """The object that this JSON is.
+        """Return the object that this JSON is.
 
         Raises:
             InvalidMessage: it is none: a key is missing, or a value has another form.
@@ -265,7 +265,7 @@ class Record:
         return cls(**cls._form(document))
 
     def to_json(self) -> dict[str, Any]:
-        """The object for json.dumps, without what is as it is when it is missing."""
+        """Return the object for json.dumps, without what is as it is when it is missing."""
         defaults = {name: each.default for name, each in self._values.items()}
         return {name: item for name, item in vars(self).items() if name not in defaults or item != defaults[name]}
 

@@ -17,7 +17,7 @@ class Late(str):
 
 
 def quote(text: str) -> str:
-    """One shell word that means exactly `text`.
+    """Return one shell word that means exactly `text`.
 
     Raises:
         ValueError: `text` holds a NUL character, which no program can be given as an argument.
@@ -60,17 +60,17 @@ def program(path: str) -> str:
 
 
 def words(argv: Iterable[str]) -> list[str]:
-    """Each word of a command as shell text; the first one names a program."""
+    """Return each word of a command as shell text; the first one names a program."""
     return [quote(word) if at else program(word) for at, word in enumerate(argv)]
 
 
 def join(argv: Iterable[str]) -> str:
-    """A shell command that runs `argv`, word for word."""
+    """Return a shell command that runs `argv`, word for word."""
     return " ".join(words(argv))
 
 
 def split(text: str) -> list[str]:
-    """The words of a command line as a POSIX shell would split them, without expansion.
+    """Return the words of a command line as a POSIX shell would split them, without expansion.
 
     Raises:
         ValueError: a quotation mark is not closed.
@@ -125,5 +125,5 @@ def operator_among(argv: Sequence[str]) -> str:
 
 
 def is_env_name(name: str) -> bool:
-    """Whether a POSIX shell can export a variable of this name."""
+    """Return whether a POSIX shell can export a variable of this name."""
     return _ENV_NAME.match(name) is not None

@@ -30,7 +30,7 @@ class Advice:
 
 
 def advise(task: Task) -> Advice:
-    """The best way to train.
+    """Return the best way to train.
 
     Raises:
         UsageError: no way exists, as with a batch that no number of workers divides.
@@ -55,7 +55,7 @@ def advise(task: Task) -> Advice:
 
 
 def _refused(task: Task) -> str:
-    """Why no layout of a mesh that was asked for can run."""
+    """Return why no layout of a mesh that was asked for can run."""
     return (
         f"no batch suits {task.mesh}: a global batch of {task.global_batch or 'any size'} must be micro batches times "
         f"{task.mesh.data if task.mesh else 1} replicas, and a pipeline needs as many micro batches as stages"
@@ -63,7 +63,7 @@ def _refused(task: Task) -> str:
 
 
 def _as_written(written: Choice, best: Choice) -> str:
-    """What the spec's own layout costs."""
+    """Return what the spec's own layout costs."""
     need = f"the spec's own {described(written.layout)} needs {written.memory.total / GIB:.1f} GiB"
     if not written.fits:
         return f"{need}, {written.short / GIB:.1f} too many"
@@ -72,7 +72,7 @@ def _as_written(written: Choice, best: Choice) -> str:
 
 
 def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list[str]:
-    """Why this one: figures, not names."""
+    """Return why this one: figures, not names."""
     reasons = []
     memory, speed, layout = best.memory, best.speed, best.layout
     budget_gib = best.budget / GIB
@@ -143,7 +143,7 @@ def _absurd(task: Task, best: Choice) -> str:
 
 
 def _batch(task: Task, layout: Layout) -> str:
-    """The samples of a step, and which layouts they exclude."""
+    """Return the samples of a step, and which layouts they exclude."""
     samples = layout.micro_batch * layout.accumulate * layout.data
     arithmetic = f"micro batch {layout.micro_batch} x {layout.accumulate} accumulated x {layout.data} replicas"
     if task.global_batch is None:
@@ -158,7 +158,7 @@ def _batch(task: Task, layout: Layout) -> str:
 
 
 def _what_helps(task: Task, best: Choice) -> str:
-    """What would make it fit."""
+    """Return what would make it fit."""
     memory = best.memory
     if memory.total <= best.budget:
         return (
@@ -176,7 +176,7 @@ def _what_helps(task: Task, best: Choice) -> str:
 
 
 def _in_host(task: Task, layout: Layout) -> str:
-    """What lies in the host's memory."""
+    """Return what lies in the host's memory."""
     kept = [("offloaded states", layout.offload), ("snapshots", task.recipe_of(layout).snapshots)]
     return " and ".join(name for name, is_there in kept if is_there)
 
@@ -197,7 +197,7 @@ def described(layout: Layout) -> str:
 
 
 def as_json(shown: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The object of `--json`."""
+    """Return the object of `--json`."""
     layout, memory = shown.layout, shown.memory
     parts = ("total", "states", "activations", "logits", "temporary", "overhead")
     return {
@@ -224,7 +224,7 @@ def as_json(shown: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def model_json(model: Model) -> dict[str, Any]:
-    """What the figures were computed with, for `--json`."""
+    """Return what the figures were computed with, for `--json`."""
     return {
         "name": model.name,
         "params": model.params,
@@ -241,7 +241,7 @@ def model_json(model: Model) -> dict[str, Any]:
 
 
 def settings(task: Task, chosen: Choice) -> dict[str, Any]:
-    """The keys of a spec's `train:` section that say this.
+    """Return the keys of a spec's `train:` section that say this.
 
     Raises:
         UsageError: the runtime has no such axis.

@@ -105,7 +105,7 @@ LONGEST = 8192
 
 
 def read_config(path: Path, *, seq: int | None) -> Model:
-    """The model of a config.json.
+    """Return the model of a config.json.
 
     Raises:
         UsageError: the file cannot be read, says too little, or is of a model that the formulas do not know.
@@ -123,7 +123,7 @@ def read_config(path: Path, *, seq: int | None) -> Model:
 
 
 def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: str = "") -> Model:
-    """The model that a config describes. Without a `model_type` it is taken for a GPT.
+    """Return the model that a config describes. Without a `model_type` it is taken for a GPT.
 
     Raises:
         UsageError: what is needed is missing, or is no number, or the formulas do not know such a model.
@@ -187,7 +187,7 @@ def _family(kind: str, data: Mapping[str, Any], source: str) -> Family:
 
 
 def _integer(data: Mapping[str, Any], names: tuple[str, ...], source: str) -> int | None:
-    """The first of the names that has a value: a whole number."""
+    """Return the first of the names that has a value: a whole number."""
     for name in names:
         value = data.get(name)
         if value is None:
@@ -245,7 +245,7 @@ def _embed(data: Mapping[str, Any], values: Mapping[str, int], source: str) -> i
 
 
 def _with_experts(shape: Shape, data: Mapping[str, Any], values: Mapping[str, int], source: str) -> Shape:
-    """The shape with its experts, and with the number of blocks that have none."""
+    """Return the shape with its experts, and with the number of blocks that have none."""
     experts = values.get("experts", 1)
     if experts <= 1:
         return shape

@@ -86,7 +86,7 @@ class AdviseOptions:
 
 
 def task(options: AdviseOptions, spec: Spec | None) -> Task:
-    """The task that options and spec describe; options win.
+    """Return the task that options and spec describe; options win.
 
     Raises:
         UsageError: something is missing, unknown or not above 0.
@@ -142,7 +142,7 @@ def task(options: AdviseOptions, spec: Spec | None) -> Task:
 
 
 def _precision(options: AdviseOptions, written: Mapping[str, Any], gpu: Gpu) -> Precision:
-    """What was asked for, or what the spec says, or half precision of the kind that the GPU has."""
+    """Return what was asked for, or what the spec says, or half precision of the kind that the GPU has."""
     precision: Precision | None = options.precision or written.get("precision")
     if precision == "bf16" and not gpu.bf16:
         where = "--precision" if options.precision else "train.precision"
@@ -153,13 +153,13 @@ def _precision(options: AdviseOptions, written: Mapping[str, Any], gpu: Gpu) -> 
 
 
 def _framework(options: AdviseOptions, spec: Spec | None) -> str:
-    """What trains: as the options say, or the spec's kind of job, else dtctl.runtime."""
+    """Return what trains: as the options say, or the spec's kind of job, else dtctl.runtime."""
     kind = (spec.job.kind or "") if spec is not None else ""
     return options.framework or (kind if kind in FRAMEWORKS else "runtime")
 
 
 def _recipe(options: AdviseOptions, written: Mapping[str, Any], precision: Precision, name: str) -> Recipe:
-    """How a framework holds the model, with the optimizer that the spec or the options name."""
+    """Return how a framework holds the model, with the optimizer that the spec or the options name."""
     if name not in FRAMEWORKS:
         raise UsageError(
             f"framework {name} is not known", where="--framework", hint=f"there are {', '.join(FRAMEWORKS)}"
@@ -192,7 +192,7 @@ def _recipe(options: AdviseOptions, written: Mapping[str, Any], precision: Preci
 
 
 def _mesh(options: AdviseOptions, hardware: Hardware) -> Degrees | None:
-    """The mesh that was asked for: `fsdp`, or `dp=2,fsdp=8,tp=4`."""
+    """Return the mesh that was asked for: `fsdp`, or `dp=2,fsdp=8,tp=4`."""
     if options.mesh is None:
         return None
     text = options.mesh.strip().strip("{}")
@@ -211,7 +211,7 @@ _OF_EXPERTS: Final = "--config or --experts says how many there are; ep x tp (in
 
 
 def _undivided(model: Model, layout: Layout, recipe: Recipe) -> str | None:
-    """Why ep cannot divide the model's experts; None if it can, or there is no ep."""
+    """Return why ep cannot divide the model's experts; None if it can, or there is no ep."""
     if layout.ep == 1:
         return None
     parts = layout.ep if recipe.split_experts else layout.ep * layout.tp
@@ -240,7 +240,7 @@ def estimate(spec: Spec) -> tuple[Layout, MemoryEstimate] | None:
 
 
 def _written(written: Mapping[str, Any], hardware: Hardware) -> Layout | None:
-    """What the spec describes now; None if it leaves the strategy open, or its mesh is one of other workers."""
+    """Return what the spec describes now; None if it leaves the strategy open, or its mesh is one of other workers."""
     strategy = written.get("strategy")
     if strategy in (None, "auto"):
         return None
@@ -349,7 +349,7 @@ def _model(options: AdviseOptions, spec: Spec | None) -> Model:
 
 
 def inspected(name: str, *, seq: int, python: str) -> dict[str, Any]:
-    """What `dtctl.advise.inspect` says about a model, in a process of the job's Python.
+    """Return what `dtctl.advise.inspect` says about a model, in a process of the job's Python.
 
     Raises:
         UsageError: the model cannot be built, with what torch says about it.

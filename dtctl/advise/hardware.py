@@ -27,9 +27,9 @@ class Gpu:
     host: float
     nvlinks: int = 0
     bf16: bool = True
-    """Whether it computes in bf16."""
+    """True if it computes in bf16."""
     fp8: bool = False
-    """Whether it has products in fp8."""
+    """True if it has products in fp8."""
     source: str = ""
 
 
@@ -75,17 +75,17 @@ def _read() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def gpus() -> dict[str, Gpu]:
-    """All known GPUs by name."""
+    """Return all known GPUs by name."""
     return {name: Gpu(name=name, **entry) for name, entry in _read()["gpus"].items()}
 
 
 def networks() -> dict[str, float]:
-    """All known networks: name -> GB/s of a node."""
+    """Return all known networks: name -> GB/s of a node."""
     return {name: float(entry["node"]) for name, entry in _read()["networks"].items()}
 
 
 def gpu(name: str, memory_gib: float | None = None) -> Gpu:
-    """A GPU by name, with another memory if that is given.
+    """Return a GPU by name, with another memory if that is given.
 
     Raises:
         UsageError: it is not known.

@@ -21,7 +21,7 @@ from dtctl.estimate import look
 
 
 def load(name: str) -> Callable[[], Any]:
-    """The factory `module:name`.
+    """Return the factory `module:name`.
 
     Raises:
         ValueError: there is none.
@@ -55,7 +55,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def figures(built: Any, seq: int) -> dict[str, Any]:
-    """All figures of a model that is on the meta device.
+    """Return all figures of a model that is on the meta device.
 
     Raises:
         ValueError: it is no model, or its forward pass cannot be run.

@@ -102,7 +102,7 @@ def measure(
 
 
 def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | None]:
-    """Bytes by torch's tracker, or why there are none; its tools are not part of what torch promises to keep."""
+    """Return bytes by torch's tracker, or why there are none; its tools are not part of what torch promises to keep."""
     argv = children.module(python, "dtctl.advise.track", json.dumps(settings), last=str(Path.cwd()))
     try:
         completed = subprocess.run(
@@ -122,7 +122,7 @@ def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | No
 
 
 def _peaks(trainings: list[dict[str, Any]], workers: int, python: str) -> list[float]:
-    """Bytes of the fullest worker of each."""
+    """Return bytes of the fullest worker of each."""
     with tempfile.TemporaryDirectory(prefix="dtctl-measure-") as folder:
         _run({"trainings": trainings, "workers": workers, "out": folder}, python, Path(folder))
         return [
@@ -132,7 +132,7 @@ def _peaks(trainings: list[dict[str, Any]], workers: int, python: str) -> list[f
 
 
 def _path() -> str:
-    """Where a worker finds dtctl."""
+    """Return where a worker finds dtctl."""
     root = str(Path(dtctl.__file__).resolve().parent.parent)
     return os.pathsep.join(entry for entry in (root, os.environ.get("PYTHONPATH")) if entry)
 

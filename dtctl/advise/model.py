@@ -23,7 +23,7 @@ def transformer(
     params: float | None = None,
     name: str = "model",
 ) -> Model:
-    """A decoder (GPT, Llama) from its numbers; `dtctl.advise.shape` says what is counted.
+    """Return a decoder (GPT, Llama) from its numbers; `dtctl.advise.shape` says what is counted.
 
     Raises:
         UsageError: a number is not above 0, or they do not fit together.

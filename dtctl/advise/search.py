@@ -47,7 +47,7 @@ class Task:
     compiled: bool = False
     fp8: bool = False
     beyond: bool = False
-    """Whether layouts are tried that dtctl.runtime does not have: ep over copies (dp), and cp in a pipeline."""
+    """True if layouts are tried that dtctl.runtime does not have: ep over copies (dp), and cp in a pipeline."""
     recipe: Recipe = RUNTIME
     parallel: Recipe | None = None
     """How layouts with tp or pp are held. None: as the others."""
@@ -61,7 +61,7 @@ class Task:
     """Keys of `train:` that the spec sets."""
 
     def recipe_of(self, layout: Layout) -> Recipe:
-        """How this layout is held."""
+        """Return how this layout is held."""
         chosen = self.parallel if self.parallel is not None and layout.tp * layout.pp > 1 else self.recipe
         return chosen.at(layout)
 
@@ -82,7 +82,7 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest GPU has room for it, and its node for what is offloaded."""
+        """Return whether the fullest GPU has room for it, and its node for what is offloaded."""
         return self.memory.total <= self.budget and self.memory.host <= self.host_budget
 
     @property
@@ -92,7 +92,7 @@ class Choice:
 
     @property
     def strategy(self) -> str:
-        """Its name in a spec; `mesh` when only degrees say it."""
+        """Return its name in a spec; `mesh` when only degrees say it."""
         layout = self.layout
         axes = [name for name, degree in layout.mesh.items() if degree > 1]
         if not axes:
@@ -114,12 +114,12 @@ class Choice:
 
 
 def choices(task: Task) -> list[Choice]:
-    """Every way that can run, whether it fits or not; micro batches only up to the first that does not fit."""
+    """Return every way that can run, whether it fits or not; micro batches only up to the first that does not fit."""
     return [option for base in _bases(task) for option in _until_full(task, base)]
 
 
 def choice(task: Task, layout: Layout) -> Choice:
-    """One layout with its cost."""
+    """Return one layout with its cost."""
     hardware, model, recipe = task.hardware, task.model, task.recipe_of(layout)
     cost = speed(model, layout, hardware, recipe, compiled=task.compiled, fp8=task.fp8)
     peak = (hardware.gpu.half if layout.precision != "fp32" else hardware.gpu.single) * 1e12
@@ -179,7 +179,7 @@ def _batches(task: Task, base: Layout) -> Iterator[Layout]:
 
 
 def _meshes(task: Task) -> Iterator[Layout]:
-    """All products of degrees that give the number of GPUs and suit the model, or the one that was asked for."""
+    """Yield all products of degrees that give the number of GPUs and suit the model, or the one that was asked for."""
     model, hardware = task.model, task.hardware
     if task.mesh is not None:
         yield of_mesh(task.mesh)
@@ -202,7 +202,7 @@ def _meshes(task: Task) -> Iterator[Layout]:
 
 
 def _parted(task: Task, layout: Layout) -> Iterator[Layout]:
-    """A layout, and the same with its experts parted: over a node, over all that hold the same, one on each GPU.
+    """Yield a layout, and the same with its experts parted: over a node, over all that hold the same, one on each GPU.
 
     dtctl.runtime has ep within fsdp, and divides whole experts over ep x tp. Others have it within dp, too.
     """

@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def plain(self) -> bool:
-        """Whether a plain GPT has these numbers: nothing but attention of full width and two matrices."""
+        """Return whether a plain GPT has these numbers: nothing but attention of full width and two matrices."""
         wide = self.head_dim * self.heads == self.hidden and self.kv_heads == self.heads
         return wide and self.experts == 1 and not (self.gated or self.cross or self.latent or self.embed)
 
@@ -101,7 +101,7 @@ def check(shape: Shape) -> None:
 
 
 def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ...] = ()) -> Model:
-    """The model of a shape; of `params`, counted elsewhere, blocks get what embeddings leave.
+    """Return the model of a shape; of `params`, counted elsewhere, blocks get what embeddings leave.
 
     Raises:
         UsageError: as `check`, or `params` are fewer than the embeddings.
@@ -192,7 +192,7 @@ def _mlp(shape: Shape, inner: float) -> _Part:
 
 
 def _experts(shape: Shape) -> _Part:
-    """All experts of a block: parameters of all, work of those that a token uses, and the router."""
+    """Return all experts of a block: parameters of all, work of those that a token uses, and the router."""
     expert_width = shape.expert_ffn or shape.ffn
     work = _mlp(shape, expert_width * shape.experts_used + shape.shared_ffn)
     params = _mlp(shape, float(expert_width * shape.experts + shape.shared_ffn)).params + shape.hidden * shape.experts
@@ -200,7 +200,7 @@ def _experts(shape: Shape) -> _Part:
 
 
 def _description(shape: Shape, params: float, active_params: float) -> str:
-    """The line that says what was computed with."""
+    """Return the line that says what was computed with."""
     blocks = f"{shape.layers} blocks"
     if shape.cross:
         blocks += f" ({shape.layers - shape.cross} of the encoder, {shape.cross} of the decoder)"

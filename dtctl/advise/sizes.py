@@ -13,7 +13,7 @@ LARGEST = 1e20
 
 
 def count(text: str) -> float:
-    """A number of things: `7B`, `125M`, `7e9`.
+    """Return a number of things: `7B`, `125M`, `7e9`.
 
     Raises:
         UsageError: it is none, or not above 0.
@@ -22,7 +22,7 @@ def count(text: str) -> float:
 
 
 def gibibytes(text: str) -> float:
-    """A size in GiB: `80`, `80GiB`, `80GB`.
+    """Return a size in GiB: `80`, `80GiB`, `80GB`.
 
     Raises:
         UsageError: it is none, or not above 0.
@@ -31,7 +31,7 @@ def gibibytes(text: str) -> float:
 
 
 def short_count(number: float) -> str:
-    """A number of things in three digits: `7.24M`, `8.03B`."""
+    """Return a number of things in three digits: `7.24M`, `8.03B`."""
     for letter, unit in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= unit * 0.9995:
             return f"{number / unit:.3g}{letter}"

@@ -35,7 +35,7 @@ STEPS = 2
 
 
 def peak(settings: dict[str, Any]) -> int:
-    """Bytes at the peak of the first worker; whatever torch raises where it cannot follow is passed on."""
+    """Return bytes at the peak of the first worker; whatever torch raises where it cannot follow is passed on."""
     workers, config = settings["workers"], load(settings["train"], argv=[], environ={})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
     try:

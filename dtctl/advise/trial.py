@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
-        """The stream after this block, [batch, tokens, hidden] as before it."""
+        """Return the stream after this block, [batch, tokens, hidden] as before it."""
         batch, tokens, hidden = stream.shape
         q, k, v = self.qkv(self.norm1(stream)).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -66,20 +66,20 @@ class Decoder(nn.Module):
 
 
 def _process(name: str) -> int:
-    """A figure of this process in bytes: VmRSS, VmHWM (its peak)."""
+    """Return a figure of this process in bytes: VmRSS, VmHWM (its peak)."""
     text = Path("/proc/self/status").read_text(encoding="ascii")
     return int(next(line.split()[1] for line in text.splitlines() if line.startswith(name))) * 1024
 
 
 def build_model(settings: dict[str, Any]) -> nn.Module:
-    """The model that is asked about."""
+    """Return the model that is asked about."""
     built = load_factory(settings["module"])() if settings["module"] else Decoder(**settings["shape"])
     model: nn.Module = built[0] if isinstance(built, tuple) else built
     return model
 
 
 def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The mean over tokens.
+    """Return the mean over tokens.
 
     Shapes:
         batch: inputs and targets, [samples, tokens] each.

@@ -59,7 +59,7 @@ FAMILIES: Final = (
 
 
 def usual(params: float, *, seq: int, name: str, **numbers: int | None) -> Model:
-    """A model with so many parameters.
+    """Return a model with so many parameters.
 
     Args:
         params: all of them.

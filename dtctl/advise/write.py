@@ -17,7 +17,7 @@ _SECTION = re.compile(r"train:\s*(?:#.*)?\Z")
 
 
 def with_settings(text: str, settings: Mapping[str, Any]) -> str:
-    """A spec's text with keys of its `train:` section set; comments and other keys stay.
+    """Return a spec's text with keys of its `train:` section set; comments and other keys stay.
 
     Raises:
         UsageError: the section is written in one line, which cannot be changed without losing how it was written.
@@ -59,7 +59,7 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> str:
 
 
 def as_yaml(value: object) -> str:
-    """A value as written in a spec."""
+    """Return a value as written in a spec."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
     return value if isinstance(value, str) else json.dumps(value)

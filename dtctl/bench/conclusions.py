@@ -59,7 +59,7 @@ def conclusions(
 
 
 def _between_nodes(gb_s: Sequence[Sequence[float | None]], owners: Sequence[str]) -> dict[Way, float]:
-    """The best rate of each way between two nodes: of several workers one may have waited for its core."""
+    """Return the best rate of each way between two nodes: of several workers one may have waited for its core."""
     rates: dict[Way, float] = {}
     for sender, row in enumerate(gb_s):
         for receiver, rate in enumerate(row):

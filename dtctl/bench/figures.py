@@ -37,7 +37,7 @@ WORD = 4
 
 
 def ops_of(names: Sequence[str]) -> tuple[str, ...]:
-    """The operations of these names, all without any; `all-reduce` and `allreduce` mean `all_reduce`.
+    """Return the operations of these names, all without any; `all-reduce` and `allreduce` mean `all_reduce`.
 
     Raises:
         UsageError: there is no such operation.
@@ -53,7 +53,7 @@ def ops_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def size_of(text: str) -> int:
-    """Bytes of `64`, `4K`, `16M` or `1G`.
+    """Return bytes of `64`, `4K`, `16M` or `1G`.
 
     Raises:
         UsageError: it is no size.
@@ -66,7 +66,7 @@ def size_of(text: str) -> int:
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
-    """The sizes in bytes of `A:B`, each four times the one before and the last one B; or of one size.
+    """Return the sizes in bytes of `A:B`, each four times the one before and the last one B; or of one size.
 
     Raises:
         UsageError: it is no range of sizes.

@@ -90,7 +90,7 @@ class Figures:
 
 
 def spec_for(spec: Spec, folder: Path, request: Asked) -> Spec:
-    """The user's spec with the benchmark as its job: same nodes, network, variables and set-up lines.
+    """Return the user's spec with the benchmark as its job: same nodes, network, variables and set-up lines.
 
     Args:
         spec: the user's.

@@ -15,7 +15,7 @@ CELL = 44
 
 
 def draw(figures: Mapping[str, Any]) -> str:
-    """An SVG of what `dtctl bench --json` prints."""
+    """Return an SVG of what `dtctl bench --json` prints."""
     rows: Sequence[Mapping[str, Any]] = figures["results"]
     pairs: Mapping[str, Any] = figures.get("pairs") or {}
     count = len(pairs["gb_s"]) if pairs else 0

@@ -146,7 +146,7 @@ def _differ(actual: torch.Tensor, expected: torch.Tensor) -> int:
 
 
 def over_ranks(number: float, device: torch.device, reduction: Any = dist.ReduceOp.SUM) -> float:
-    """One number made of every rank's."""
+    """Return one number made of every rank's."""
     tensor = torch.tensor([number], dtype=torch.float64, device=device)
     dist.all_reduce(tensor, reduction)
     return float(tensor)
@@ -155,7 +155,7 @@ def over_ranks(number: float, device: torch.device, reduction: Any = dist.Reduce
 def time_together(
     call: Callable[[], Any], device: torch.device, *, repeats: int, warm_up: int, seconds: float
 ) -> float:
-    """Seconds that one call takes, on the rank that needs longest.
+    """Return seconds that one call takes, on the rank that needs longest.
 
     Args:
         call: the same collective on all ranks.
@@ -215,7 +215,7 @@ def point_to_point(request: dict[str, Any], device: torch.device) -> None:
 
 
 def _measure_direction(sender: int, receiver: int, count: int, repeats: int, device: torch.device) -> tuple[float, int]:
-    """One way of one pair: seconds for one message, a round trip less the empty way back; and wrong elements."""
+    """Return one way of one pair: seconds for one message, a round trip less the empty way back; and wrong elements."""
     mine = dist.get_rank() == sender
     data = values(sender, count, device) if mine else torch.zeros(count, device=device)
     token = torch.zeros(1, device=device)
@@ -256,7 +256,7 @@ def training(request: dict[str, Any], device: torch.device) -> None:
 
 
 def _steps(request: dict[str, Any], device: torch.device, group: Any) -> tuple[float, bool]:
-    """Seconds of one step (median), and whether all workers have the same weights afterwards."""
+    """Return seconds of one step (median), and whether all workers have the same weights afterwards."""
     torch.manual_seed(0)
     width, depth, batch = request["training"]["width"], request["training"]["depth"], request["training"]["batch"]
     layers = [layer for _ in range(depth) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())]

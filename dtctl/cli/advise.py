@@ -87,7 +87,7 @@ def advise(
 
 
 def _origin(path: Path, task: Task, *, gpus: int | None, per_node: int | None) -> str:
-    """What of the machines comes from the spec, and which options say otherwise."""
+    """Return what of the machines comes from the spec, and which options say otherwise."""
     parts = []
     if per_node is None:
         parts.append(

@@ -125,7 +125,7 @@ def _load_command(name: str) -> Any:
 
 
 def _examples(name: str) -> str | None:
-    """The end of a command's help; the mark keeps its lines as they are."""
+    """Return the end of a command's help; the mark keeps its lines as they are."""
     lines = EXAMPLES.get(name)
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines) if lines else None
 
@@ -145,7 +145,7 @@ def _root(
 
 
 def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """The arguments before the first `--` of `dtctl launch` or `exec`, and those after it (None without one).
+    """Return the arguments before the first `--` of `dtctl launch` or `exec`, and those after it (None without one).
 
     A parser cannot tell `launch -- train.py` from `launch train.py` afterwards: it drops the dashes.
     """

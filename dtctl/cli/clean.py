@@ -73,7 +73,7 @@ def clean(
 
 
 def _stores(spec: Path | None) -> NodeStores | None:
-    """The nodes of the spec, if there is one whose nodes keep anything."""
+    """Return the nodes of the spec, if there is one whose nodes keep anything."""
     from dtctl.launch.clean import NodeStores
     from dtctl.launch.cluster import cluster_of
     from dtctl.spec.load import load_spec
@@ -118,7 +118,7 @@ def _age(seconds: float) -> str:
 
 
 def _asked() -> bool:
-    """Whether somebody at the terminal agrees."""
+    """Return whether somebody at the terminal agrees."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     output.err("remove all of this? [y/N] ")

@@ -62,7 +62,7 @@ def exec_(
 
 
 def _of_node(record: RunRecord, node: str, argv: list[str], window: tuple[int, int] | None) -> tuple[Connection, str]:
-    """The way to a node of a run, and what to run there."""
+    """Return the way to a node of a run, and what to run there."""
     from dtctl.cli.fetch import sources
     from dtctl.launch.assemble import cluster_of_run
     from dtctl.launch.inside import command_text
@@ -78,7 +78,7 @@ def _of_node(record: RunRecord, node: str, argv: list[str], window: tuple[int, i
 
 
 def _of_job(record: RunRecord, node: str, argv: list[str], window: tuple[int, int] | None) -> tuple[Connection, str]:
-    """The way to the machine of Slurm's commands, and what to run there."""
+    """Return the way to the machine of Slurm's commands, and what to run there."""
     from dtctl.launch.assemble import spec_of_run
     from dtctl.slurm.follow import reference
     from dtctl.slurm.inside import check_node, command_text

@@ -78,7 +78,7 @@ class _Origin:
     """What is worth keeping, as the spec says."""
     into: Path
     has_snapshots: bool = True
-    """Whether workers may have saved some."""
+    """True if workers may have saved some."""
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def _of_job(record: RunRecord, node: str | None) -> Iterator[tuple[FetchSource, 
 
 
 def sources(record: RunRecord, node: str | None) -> list[FetchSource]:
-    """The nodes of a run, or the one that is named.
+    """Return the nodes of a run, or the one that is named.
 
     Raises:
         LaunchError: it has no such node, or was never started.

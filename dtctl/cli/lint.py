@@ -79,7 +79,7 @@ def lint(
 
 
 def _rules(text: str) -> frozenset[str]:
-    """The rules that `--select` names."""
+    """Return the rules that `--select` names."""
     from dtctl.lint.rules import rules
 
     only = frozenset(rule.strip().upper() for rule in text.split(",") if rule.strip())
@@ -90,7 +90,7 @@ def _rules(text: str) -> frozenset[str]:
 
 
 def _list(format_: Format) -> int:
-    """All rules, one a line; `--format json` for programs."""
+    """Return all rules, one a line; `--format json` for programs."""
     from dtctl.lint.rules import rules
 
     if format_ is Format.json:
@@ -117,7 +117,7 @@ def _explain(name: str) -> int:
 
 
 def _cluster(path: Path | None) -> ClusterFacts:
-    """What the spec says about the cluster; nothing without one. A spec that was not asked for may be wrong."""
+    """Return what the spec says about the cluster; nothing without one. A spec that was not asked for may be wrong."""
     from dtctl.lint.model import ClusterFacts
 
     default = Path(names.SPEC_FILE)

@@ -28,7 +28,7 @@ _STYLES = {
 
 
 def size(number: float) -> str:
-    """A number of bytes for people: `640 B`, `3.1 MiB`."""
+    """Return a number of bytes for people: `640 B`, `3.1 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
@@ -37,7 +37,7 @@ def size(number: float) -> str:
 
 
 def is_terminal(stream: IO[str]) -> bool:
-    """Whether people look at this stream, in a terminal that can move its cursor."""
+    """Return whether people look at this stream, in a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -130,7 +130,7 @@ def _write(stream: IO[str], text: str) -> None:
 
 
 def is_cut() -> bool:
-    """Whether something was not shown on standard output because it could not be written."""
+    """Return whether something was not shown on standard output because it could not be written."""
     return bool(_refused)
 
 

@@ -69,7 +69,7 @@ def _of_this_folder(*, json_: bool) -> None:
 
 
 def _why(state: RunState) -> str:
-    """The first failure of a run that has failed, or why it was never started."""
+    """Return the first failure of a run that has failed, or why it was never started."""
     from dtctl.launch.records.events import subject_of
 
     end = state.done
@@ -82,6 +82,6 @@ def _why(state: RunState) -> str:
 
 
 def _ago(looked: float) -> str:
-    """When somebody last looked at a job of Slurm; `dtctl status` looks again."""
+    """Return when somebody last looked at a job of Slurm; `dtctl status` looks again."""
     seconds = time.time() - looked
     return "" if seconds < 60 else f"({seconds / 60:.0f} min ago)"

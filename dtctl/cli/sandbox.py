@@ -29,7 +29,7 @@ Other = Annotated[
 
 
 def running(name: str | None) -> Sandbox:
-    """The sandbox of this name.
+    """Return the sandbox of this name.
 
     Raises:
         SandboxError: it is not up.
@@ -273,7 +273,7 @@ def fault_full_disk(
 
 
 def as_json(sandbox: Sandbox) -> dict[str, object]:
-    """What `status --json` prints."""
+    """Return what `status --json` prints."""
     from dtctl.sandbox import control, faults, slurm
 
     return {

@@ -270,7 +270,7 @@ def _of_run(place: str | None) -> RunSnapshots:
 
 
 def _all(kind: type[A], place: str | None, options: Sequence[str]) -> tuple[dict[str | None, A], list[DtctlError]]:
-    """The answers by node (None: this machine), and the errors of nodes that could not be asked.
+    """Return the answers by node (None: this machine), and the errors of nodes that could not be asked.
 
     Raises:
         DtctlError: nobody has an answer.
@@ -284,7 +284,7 @@ def _all(kind: type[A], place: str | None, options: Sequence[str]) -> tuple[dict
 
 
 def _of_all_nodes(kind: type[A], run: RunSnapshots, options: Sequence[str]) -> tuple[dict[str, A], list[DtctlError]]:
-    """The same for a run."""
+    """Return the same for a run."""
     replies = run.ask(kind, options)
     answers = {node: reply for node, reply in replies.items() if not isinstance(reply, DtctlError)}
     errors = [reply for reply in replies.values() if isinstance(reply, DtctlError)]
@@ -312,7 +312,7 @@ def _newest(kind: type[Newest], place: str | None, options: Sequence[str]) -> tu
 def _of_nodes(
     kind: type[Newest], run: RunSnapshots, options: Sequence[str], out: Path | None = None
 ) -> tuple[Newest, dict[str, str]]:
-    """The same for a run: where one node has all of the snapshot, there; else here, with what the nodes send."""
+    """Return the same for a run: where one node has all of the snapshot, there; else here, with what the nodes send."""
     from dtctl.launch import collect_snapshot, snapshots
 
     answers, _ = _of_all_nodes(Parts, run, [])
@@ -350,7 +350,7 @@ def _of_nodes(
 
 
 def _document(record: Record) -> dict[str, Any]:
-    """An answer as JSON."""
+    """Return an answer as JSON."""
     document: dict[str, Any] = json.loads(json.dumps(record, default=Record.to_json))
     return document
 

@@ -99,7 +99,7 @@ def _progress(row: dict[str, Any], steps: int | None) -> dict[str, Any]:
 
 
 def _as_nodes_tell(record: RunRecord, state: RunState) -> RunState:
-    """The state of a run that goes on without a launcher: what its nodes say, where they can be asked."""
+    """Return the state of a run that goes on without a launcher: what its nodes say, where they can be asked."""
     from dataclasses import replace
 
     from dtctl.errors import DtctlError

@@ -74,7 +74,7 @@ def validate(
 
 
 def _planned(spec: Path, changes: Sequence[str]) -> tuple[Plan, dict[str, Any] | None, str]:
-    """The first plan of a launch, as far as no node is asked; its memory, if known; what nodes would install."""
+    """Return the first plan of a launch, as far as no node is asked; its memory, if known; what nodes would install."""
     from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.launch.files.tree import check_program_files, scan
     from dtctl.spec.load import load_spec

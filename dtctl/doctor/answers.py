@@ -187,7 +187,7 @@ _WORKER: Final = form(optional={**_TOLD, "each": list_of(form(optional=_TOLD), 6
 
 
 def answer(message: Message, said: Mapping[str, Any], *, node: str) -> dict[str, Any]:
-    """A probe's answer to a question.
+    """Return a probe's answer to a question.
 
     Raises:
         NodeError: it has not the form that was asked for.

@@ -24,7 +24,7 @@ def unexamined(
     rendezvous: bool,
     found: Iterable[Finding] = (),
 ) -> Iterator[Finding]:
-    """All that was not looked at.
+    """Yield all that was not looked at.
 
     Args:
         reports: the nodes, the head node first.

@@ -54,12 +54,12 @@ class Examination:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing has failed of what was examined."""
+        """Return whether nothing has failed of what was examined."""
         return not any(finding.status == "fail" for finding in self.findings)
 
     @property
     def can_train(self) -> bool | None:
-        """Whether these nodes can run a launch of the spec, as far as a doctor can tell.
+        """Return whether these nodes can run a launch of the spec, as far as a doctor can tell.
 
         False: something has failed. None: nothing has, and something that a launch needs was not looked at.
         """
@@ -69,7 +69,7 @@ class Examination:
 
     @property
     def not_examined(self) -> tuple[str, ...]:
-        """What nobody has looked at, one sentence each without a point; what no doctor looks at comes last."""
+        """Return what nobody has looked at, one sentence each without a point; what no doctor looks at comes last."""
         skipped = dict.fromkeys(finding.summary for finding in self.findings if finding.status == "skip")
         return (*skipped, "the job's own code and data")
 
@@ -139,7 +139,7 @@ def examine(
 
 
 def _can_add_up(reports: list[NodeReport], found: list[Finding], *, every_gpu: bool) -> bool:
-    """Whether everything below holds: several nodes, or one whose GPUs add up, all well, all with torch."""
+    """Return whether everything below holds: several nodes, or one whose GPUs add up, all well, all with torch."""
     alone = len(reports) < 2 and not (every_gpu and all(one.error is None and one.facts["gpus"] > 1 for one in reports))
     if alone or any(one.status == "fail" for one in found):
         return False
@@ -149,7 +149,7 @@ def _can_add_up(reports: list[NodeReport], found: list[Finding], *, every_gpu: b
 
 
 def given_to(spec: Spec, one: NodeSpec) -> dict[str, str]:
-    """The variables that the spec sets for a node's workers."""
+    """Return the variables that the spec sets for a node's workers."""
     return {**spec.job.env, **one.env}
 
 
@@ -195,7 +195,7 @@ def _judge(
     *,
     measured: bool,
 ) -> tuple[list[Finding], list[str]]:
-    """The findings, and the names of the checks that were made."""
+    """Return the findings, and the names of the checks that were made."""
     findings = list(node.reach(reports, node_facts.neighbours()))
     well = [one for one in reports if one.error is None]
     ran = list(node.RAN_REACH)
@@ -250,7 +250,7 @@ def _of_nodes(well: list[NodeReport], spec: Spec, slots: dict[str, int]) -> list
 
 
 def wanted_of(spec: Spec, one: NodeSpec, cluster: ResolvedCluster) -> NodeQuery:
-    """What to ask about a node of the spec."""
+    """Return what to ask about a node of the spec."""
     data = spec.settings.get("data", {})
     # Relative ones may lie in the code that a launch brings; only absolute ones have to be there now.
     absolute = [value for value in data.values() if isinstance(value, str) and value.startswith(("/", "~"))]

@@ -60,7 +60,7 @@ class Finding:
 
 
 def ordered(found: Iterable[Finding], *, ran: Iterable[str], unexamined: Iterable[Finding] = ()) -> list[Finding]:
-    """All findings, the primary one first, then by severity; checks that ran and found nothing are ok.
+    """Return all findings, the primary one first, then by severity; checks that ran and found nothing are ok.
 
     Args:
         found: warnings and failures.
@@ -126,7 +126,7 @@ _ROOT = {"bandwidth": "packet-loss"}
 
 
 def _root(bad: Sequence[Finding]) -> int:
-    """The place of the primary finding: the most severe one, or the cause of it at one end of all its pairs."""
+    """Return the place of the primary finding: the most severe one, or the cause of it at one end of all its pairs."""
     ends = [{*bad[0].nodes}, {*bad[0].peers}]
     for place, finding in enumerate(bad):
         if finding.check == _ROOT.get(bad[0].check) and any(end and end <= {*finding.nodes} for end in ends):

@@ -14,11 +14,11 @@ class LoginShell:
     """What came of `echo WORD` in the login shell of a node."""
 
     answered: bool
-    """Whether it came to an end in time."""
+    """True if it came to an end in time."""
     refused: bool = False
-    """Whether the server opened no session for it at all."""
+    """True if the server opened no session for it at all."""
     has_run: bool = False
-    """Whether the word came back."""
+    """True if the word came back."""
     other: str = ""
     """What else it printed to standard output."""
     complaint: str = ""
@@ -67,7 +67,7 @@ REACHED = "reached"
 
 
 def good_ways(reports: Sequence[NodeReport]) -> set[tuple[str, str]]:
-    """The (caller, called) ways on which every call went well."""
+    """Return the (caller, called) ways on which every call went well."""
     said: dict[tuple[str, str], bool] = {}
     for node in reports:
         for answer in node.answers:

@@ -152,7 +152,7 @@ class _Node:
 
     @property
     def is_in(self) -> bool:
-        """Whether a login was accepted."""
+        """Return whether a login was accepted."""
         return self._connection is not None
 
     def ask(self, message: Message) -> dict[str, Any]:
@@ -411,7 +411,7 @@ def _at(caller: NodeReport, called: NodeReport, kind: str, head: NodeReport) -> 
 
 
 def _part(ports: Sequence[int], place: int, nodes: int) -> Sequence[int]:
-    """Those that one of many callers tries, so that all of them together try every one."""
+    """Return those that one of many callers tries, so that all of them together try every one."""
     if nodes <= EVERYBODY or not ports:
         return ports
     each = -(-len(ports) // (nodes - 1))
@@ -419,7 +419,7 @@ def _part(ports: Sequence[int], place: int, nodes: int) -> Sequence[int]:
 
 
 def _ears(caller: NodeReport, called: NodeReport) -> Iterator[tuple[str, int, str]]:
-    """Where a node is to be called: address, port, kind."""
+    """Yield where a node is to be called: address, port, kind."""
     for kind, port in called.ports.items():
         address = caller.meeting if kind == "rendezvous" else called.data_address
         if port > 0 and address:

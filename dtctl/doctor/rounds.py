@@ -21,7 +21,7 @@ def all_pairs(names: Sequence[str]) -> list[list[Way]]:
 
 
 def disjoint(ways: Sequence[Way]) -> list[list[Way]]:
-    """These ways in few rounds, each put into the first round that has room for it."""
+    """Return these ways in few rounds, each put into the first round that has room for it."""
     rounds: list[list[Way]] = []
     for way in ways:
         for pairs in rounds:

@@ -19,7 +19,7 @@ from dtctl.transport.fanout import raise_failures
 
 
 def node_settings(spec: Spec, cluster: ResolvedCluster) -> list[dict[str, Any]]:
-    """A row a node: `node`, `profile`, `set` (name, value, reason), `now` (name, value, origin), `unusable`, ...
+    """Return a row a node: `node`, `profile`, `set` (name, value, reason), `now` (name, value, origin), `unusable`, ...
 
     `unusable` is why workers will not meet by the interface that the spec names; `unreached` are the nodes that it
     cannot call: what is to be set is tried, not only derived.

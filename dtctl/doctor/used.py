@@ -34,7 +34,7 @@ class UsedInterface:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means the machine itself on every machine."""
+    """Return whether an address means the machine itself on every machine."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -85,7 +85,7 @@ def _gloo(value: str, node: NodeReport) -> str:
 
 
 def route(node: NodeReport, reports: Iterable[NodeReport]) -> str:
-    """The interface of a node's route to the others; empty if there is none."""
+    """Return the interface of a node's route to the others; empty if there is none."""
     ways: Mapping[str, str] = node.facts["ways"]
     return next((way for other in reports if other.name != node.name and (way := ways.get(other.address))), "")
 

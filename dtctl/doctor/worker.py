@@ -99,7 +99,7 @@ def add_numbers(torch: Any, world: int, count: int, device: Any, shift: int = 0)
 
 
 def wrong_gpus(torch: Any) -> int:
-    """How many of this node's GPUs cannot add up numbers by themselves, where only the first takes part."""
+    """Return how many of this node's GPUs cannot add up numbers by themselves, where only the first takes part."""
     count = COUNT["gloo"]
     right = sum(place % PERIOD for place in range(count))
     sums = [
@@ -137,7 +137,7 @@ def measure_gpus(say: Any, torch: Any) -> None:
 
 
 def no_gpu(torch: Any) -> str:
-    """Why torch sees none, in its own words."""
+    """Return why torch sees none, in its own words."""
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as exc:

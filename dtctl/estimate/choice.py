@@ -37,9 +37,9 @@ class TrainingSetting:
     offload: bool = False
     """Shards lie in the host's memory."""
     divisible: bool = True
-    """Whether the model can be sharded."""
+    """True if the model can be sharded."""
     halves: bool = False
-    """Whether steps that run out of memory are repeated in smaller passes, with ddp and zero1."""
+    """True if steps that run out of memory are repeated in smaller passes, with ddp and zero1."""
     recipe: Recipe = RUNTIME
 
 
@@ -78,7 +78,7 @@ def small(model: Model, setting: TrainingSetting) -> StrategyVerdict | None:
 
 
 def choose(model: Model, setting: TrainingSetting, *, unseen: str | None = None) -> StrategyVerdict:
-    """The first strategy that fits.
+    """Return the first strategy that fits.
 
     Args:
         model: with its activations, if they are known.
@@ -108,7 +108,7 @@ def choose(model: Model, setting: TrainingSetting, *, unseen: str | None = None)
 
 
 def candidates(model: Model, setting: TrainingSetting) -> list[Candidate]:
-    """All strategies that are possible, in the order in which they are preferred."""
+    """Return all strategies that are possible, in the order in which they are preferred."""
     workers, per_node = setting.workers, setting.per_node
     base = Layout(
         micro_batch=setting.micro_batch,
@@ -149,7 +149,7 @@ def _with(setting: TrainingSetting, micro: int) -> TrainingSetting:
 
 
 def _smaller(micro: int) -> int:
-    """The largest part of a number of samples that is less than it."""
+    """Return the largest part of a number of samples that is less than it."""
     return micro // next(number for number in range(2, micro + 1) if micro % number == 0)
 
 
@@ -158,7 +158,7 @@ def _fits_with(model: Model, setting: TrainingSetting, micro: int) -> bool:
 
 
 def _since(refused: list[Candidate], chosen: Candidate, setting: TrainingSetting) -> str:
-    """Why the ones before do not do."""
+    """Return why the ones before do not do."""
     if not refused:
         return f"which needs {_needs(chosen)} of {_of(setting)}"
     first = f"since {refused[0].strategy} needs {_needs(refused[0])} of {_of(setting)}"
@@ -191,7 +191,7 @@ def _gib(size: float) -> str:
 
 
 def _what_helps(candidate: Candidate, setting: TrainingSetting, fits_with: Callable[[int], bool]) -> str:
-    """What would make it fit."""
+    """Return what would make it fit."""
     need, helps = candidate.memory, []
     micro = setting.micro_batch
     while micro > 1:

@@ -49,7 +49,7 @@ FRAMEWORKS: Final[Mapping[str, Recipe]] = {
 
 
 def held(recipe: Recipe, precision: str) -> Recipe:
-    """A recipe in a number format: in fp32 there is one copy of the weights, and it is fp32."""
+    """Return a recipe in a number format: in fp32 there is one copy of the weights, and it is fp32."""
     if precision != "fp32" or recipe.weight_bytes == 4:
         return recipe
     return replace(recipe, weight_bytes=4, gradient_bytes=4, master_bytes=0, optimizer_bytes=8)

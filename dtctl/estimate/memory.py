@@ -141,7 +141,7 @@ class Recipe:
         return replace(self, optimizer_bytes=matrix, table_bytes=table - matrix, vector_bytes=vector - matrix)
 
     def at(self, layout: Layout) -> Recipe:
-        """What holds for a layout."""
+        """Return what holds for a layout."""
         return replace(self, **dict(self.sharded)) if layout.zero > 1 or layout.fsdp > 1 else self
 
     def expert_split(self, layout: Layout) -> int:
@@ -197,7 +197,7 @@ class Layout(Degrees):
 
 
 def of_mesh(degrees: Degrees) -> Layout:
-    """The layout of a mesh; one that is a layout already as it is."""
+    """Return the layout of a mesh; one that is a layout already as it is."""
     if isinstance(degrees, Layout):
         return degrees
     fsdp = degrees.fsdp * degrees.ep
@@ -227,7 +227,7 @@ class MemoryEstimate:
 
     @property
     def tensors(self) -> float:
-        """What tensors need, without overhead."""
+        """Return what tensors need, without overhead."""
         return self.total - self.overhead
 
 
@@ -331,7 +331,7 @@ def _state_beside_matrices(model: Model, layout: Layout, recipe: Recipe, blocks:
 
 
 def _kept(model: Model, layout: Layout, recipe: Recipe, *, compiled: bool, fp8: bool) -> float:
-    """Bytes that a block keeps of a token on a GPU, where nothing is computed again."""
+    """Return bytes that a block keeps of a token on a GPU, where nothing is computed again."""
     half = layout.precision != "fp32"
     if compiled or recipe.fused:
         share, extra = COMPILED * (QUARTER if fp8 else 1.0), 0.0
@@ -368,7 +368,7 @@ def _activations(model: Model, layout: Layout, recipe: Recipe, per_token: float,
 
 
 def _logits(model: Model, layout: Layout, recipe: Recipe) -> float:
-    """Bytes of the output over the vocabulary while the loss is computed.
+    """Return bytes of the output over the vocabulary while the loss is computed.
 
     In half precision once, in fp32 as the loss sees it and as log-softmax keeps it; split over workers, torch's loss
     makes two more, which frameworks with a loss of their own do not.
@@ -384,7 +384,7 @@ def _logits(model: Model, layout: Layout, recipe: Recipe) -> float:
 
 
 def _temporary(layout: Layout, recipe: Recipe, *, params: float, block: float, root: float) -> float:
-    """Bytes of weights that are gathered or cast, and of gradients on their way."""
+    """Return bytes of weights that are gathered or cast, and of gradients on their way."""
     half = layout.precision != "fp32"
     casts = 0.0
     if half and recipe.autocast:
@@ -405,12 +405,12 @@ def _temporary(layout: Layout, recipe: Recipe, *, params: float, block: float, r
 
 
 def _on_their_way(layout: Layout, recipe: Recipe, block: float) -> float:
-    """Bytes of the gradients of two blocks, which sharded workers exchange while the next ones are made."""
+    """Return bytes of the gradients of two blocks, which sharded workers exchange while the next ones are made."""
     if layout.shards == 1 or layout.pp > 1 or _whole(layout, recipe):
         return 0.0
     return recipe.gradient_bytes * 2 * block
 
 
 def _whole(layout: Layout, recipe: Recipe) -> bool:
-    """Whether sharded workers add up whole gradients of several micro batches."""
+    """Return whether sharded workers add up whole gradients of several micro batches."""
     return layout.accumulate > 1 and recipe.whole_gradients and layout.shards > 1

@@ -64,7 +64,7 @@ class Model:
 
     @property
     def tied(self) -> bool:
-        """Whether the output shares its weight with the embedding, in a model without experts."""
+        """Return whether the output shares its weight with the embedding, in a model without experts."""
         return self.active_params == self.params
 
     @property
@@ -84,7 +84,7 @@ class Model:
 
 
 def from_inspection(data: Mapping[str, Any], *, name: str) -> Model:
-    """The model whose figures `dtctl.estimate.look` has found."""
+    """Return the model whose figures `dtctl.estimate.look` has found."""
     layers = max(1, int(data["layers"]))
     seq = max(1, int(data["seq"]))
     kept_values = float(data["kept_bytes"]) / 2 / layers / seq  # measured in fp32

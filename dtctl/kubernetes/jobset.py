@@ -57,7 +57,7 @@ def stable_run(spec: Spec) -> str:
 
 
 def text(spec: Spec, plan: Plan) -> str:
-    """The file with the JobSet.
+    """Return the file with the JobSet.
 
     Args:
         spec: the spec.
@@ -80,7 +80,7 @@ def text(spec: Spec, plan: Plan) -> str:
 
 
 def jobset(spec: Spec, plan: Plan, settings: Kubernetes) -> dict[str, Any]:
-    """The JobSet, with the spec's patch applied.
+    """Return the JobSet, with the spec's patch applied.
 
     Raises:
         PlanError: the script is too long, or the patch does not fit.
@@ -110,7 +110,7 @@ def jobset(spec: Spec, plan: Plan, settings: Kubernetes) -> dict[str, Any]:
 
 
 def object_name(run: str) -> str:
-    """A run's id as the name of an object: small letters, digits and dashes."""
+    """Return a run's id as the name of an object: small letters, digits and dashes."""
     slug = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
     if len(slug) <= NAME_LIMIT:
         return slug
@@ -153,7 +153,7 @@ def _jobset(plan: Plan, settings: Kubernetes, name: str, script: str) -> dict[st
 
 
 def _python(spec: Spec, node: NodePlan) -> str:
-    """The image's Python: what the spec names, and never the one that a transport takes from this machine."""
+    """Return the image's Python: what the spec names, and never the one that a transport takes from this machine."""
     return (node.python if spec.cluster.python else "") or "python3"
 
 
@@ -192,7 +192,7 @@ def _script(spec: Spec, plan: Plan, name: str) -> str:
 
 
 def _threads(node: NodePlan) -> list[EnvGroup]:
-    """The threads of each worker: its share of the cores that the pod finds, unless the image sets them."""
+    """Return the threads of each worker: its share of the cores that the pod finds, unless the image sets them."""
     if any(variable.name == environment.THREADS for variable in node.env):
         return []
     workers = "1 worker has" if node.slots == 1 else f"{node.slots} workers share"
@@ -203,7 +203,7 @@ def _threads(node: NodePlan) -> list[EnvGroup]:
 
 
 def _with_late_values(argv: tuple[str, ...]) -> list[str]:
-    """The argv of torchrun with what only the pod knows; nothing behind torchrun's own options is touched."""
+    """Return the argv of torchrun with what only the pod knows; nothing behind torchrun's own options is touched."""
     start = 3 if argv[1:3] == ("-m", "torch.distributed.run") else 1
     end = next((at for at in range(start, len(argv)) if not argv[at].startswith("--")), len(argv))
     return [*(LATE_OPTIONS.get(argument.partition("=")[0], argument) for argument in argv[:end]), *argv[end:]]

@@ -31,7 +31,7 @@ _DIRECTIVES: Final = ("merge", "replace", "delete")
 
 
 def merge(target: Mapping[str, Any], patch: Mapping[str, Any], *, at: str) -> dict[str, Any]:
-    """The object with the patch applied; both stay as they are.
+    """Return the object with the patch applied; both stay as they are.
 
     Args:
         target: an object, or a part of one.

@@ -30,7 +30,7 @@ TERMINATION_MARGIN_S: Final = 30
 
 
 def template(plan: Plan, settings: Kubernetes, script: str) -> dict[str, Any]:
-    """The template of the pods.
+    """Return the template of the pods.
 
     Args:
         plan: what they run.
@@ -47,7 +47,7 @@ def template(plan: Plan, settings: Kubernetes, script: str) -> dict[str, Any]:
 
 
 def termination_s(plan: Plan, settings: Kubernetes) -> int:
-    """Seconds between the request to stop and the end of a pod."""
+    """Return seconds between the request to stop and the end of a pod."""
     return settings.termination_s or math.ceil(plan.grace_s) + TERMINATION_MARGIN_S
 
 

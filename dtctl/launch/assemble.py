@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def spec_of_run(record: RunRecord) -> Spec:
-    """The spec that a run was launched with.
+    """Return the spec that a run was launched with.
 
     Raises:
         SpecError: its copy in the run's folder is gone or broken.
@@ -65,7 +65,7 @@ def spec_of_run(record: RunRecord) -> Spec:
 
 
 def cluster_of_run(record: RunRecord) -> ResolvedCluster:
-    """The nodes of a run that was launched before, and the way to them.
+    """Return the nodes of a run that was launched before, and the way to them.
 
     Raises:
         SpecError: the copy of its spec is gone or broken.
@@ -74,7 +74,7 @@ def cluster_of_run(record: RunRecord) -> ResolvedCluster:
 
 
 def job_of_run(record: RunRecord) -> LaunchJob:
-    """The job of a run that was launched before; nothing is pushed for it again.
+    """Return the job of a run that was launched before; nothing is pushed for it again.
 
     Raises:
         SpecError: the copy of its spec is gone or broken.
@@ -96,7 +96,7 @@ def job_of_run(record: RunRecord) -> LaunchJob:
 
 
 def attempt_of_run(record: RunRecord, job: LaunchJob) -> Plan:
-    """The plan of the newest attempt of a run, made again.
+    """Return the plan of the newest attempt of a run, made again.
 
     Raises:
         LaunchError: none was ever started.
@@ -122,7 +122,7 @@ def this_user() -> str:
 
 
 def origin(command: str, started: float) -> RunOrigin:
-    """What the nodes are told; `started` in seconds since the epoch."""
+    """Return what the nodes are told; `started` in seconds since the epoch."""
     return RunOrigin(launched_from=this_user(), command=command[:COMMAND_CHARACTERS], started=started)
 
 

@@ -48,7 +48,7 @@ class CleanRule:
     larger_bytes: int
 
     def covers(self, item: Item) -> bool:
-        """Whether an item goes."""
+        """Return whether an item goes."""
         return item.age_s >= self.older_s and item.bytes >= self.larger_bytes
 
 
@@ -147,7 +147,7 @@ class NodeStores:
         return set(self._nodes)
 
     def items(self) -> tuple[list[Item], dict[str, DtctlError]]:
-        """What no process uses, and the nodes that could not be asked."""
+        """Return what no process uses, and the nodes that could not be asked."""
         answers = fan_out(self._nodes, lambda node: self._ask(node, ListStored(), StoredItems))
         items = [
             Item(node=node, kind=each.kind, name=each.name, bytes=each.bytes, age_s=each.age_s, has=tuple(each.has))

@@ -47,7 +47,7 @@ class ResolvedCluster:
 
 
 def cluster_of(spec: Spec, *, start: bool, record: RunRecord | None = None) -> ResolvedCluster:
-    """The nodes that a spec names.
+    """Return the nodes that a spec names.
 
     Args:
         spec: the checked spec.
@@ -192,7 +192,7 @@ def _targets(spec: Spec, nodes: Sequence[NodeSpec]) -> dict[str, Target]:
 
 
 def _sandbox(spec: Spec, *, start: bool) -> ResolvedCluster:
-    """The spec's nodes as hosts of the running sandbox.
+    """Return the spec's nodes as hosts of the running sandbox.
 
     Args:
         spec: a spec with `transport: sandbox`.
@@ -271,7 +271,7 @@ def with_environment(cluster: ResolvedCluster, digest: str) -> ResolvedCluster:
 
 
 def first_plan(spec: Spec, cluster: ResolvedCluster, *, run: str) -> Plan:
-    """The plan as it is known before any node was asked; what a dry run shows.
+    """Return the plan as it is known before any node was asked; what a dry run shows.
 
     Raises:
         PlanError: no job can be made of the spec.
@@ -284,7 +284,7 @@ def first_plan(spec: Spec, cluster: ResolvedCluster, *, run: str) -> Plan:
 
 
 def share_of(spec: Spec) -> Share | None:
-    """What each node has of this machine, if they all lie on it."""
+    """Return what each node has of this machine, if they all lie on it."""
     from dtctl.plan.environment import Share
 
     if spec.cluster.transport == "local":

@@ -50,7 +50,7 @@ class DistributedSnapshot:
 
     @property
     def nodes(self) -> list[str]:
-        """Those that have something of it."""
+        """Return those that have something of it."""
         return list(self.paths)
 
     @property
@@ -73,11 +73,11 @@ class DistributedSnapshot:
 
     @property
     def is_readable(self) -> bool:
-        """Whether every file is right on some node."""
+        """Return whether every file is right on some node."""
         return self.is_readable_on(self.paths.keys())
 
     def is_readable_on(self, nodes: AbstractSet[str]) -> bool:
-        """Whether every file is right on one of these nodes."""
+        """Return whether every file is right on one of these nodes."""
         readable_files: set[str] = set().union(*(self.good_files.get(node, frozenset()) for node in nodes))
         return bool(self.sizes) and readable_files >= self.sizes.keys()
 
@@ -92,7 +92,7 @@ class DistributedSnapshot:
 
 
 def combine(answers: Mapping[str, Parts]) -> list[DistributedSnapshot]:
-    """What the nodes have together, newest first, by what each says of its `pieces`.
+    """Return what the nodes have together, newest first, by what each says of its `pieces`.
 
     Snapshots of one step belong together if they have one commit record and one manifest.
     """
@@ -126,7 +126,10 @@ def _describe(snapshot: DistributedSnapshot, record: str, manifest: str, node: s
 
 
 def _agree(record: str, manifest: str) -> bool:
-    """Whether a commit record is that of a manifest. What this machine has no hash for, two nodes at least agree on."""
+    """Return whether a commit record is that of a manifest.
+
+    What this machine has no hash for, two nodes at least agree on.
+    """
     name, _, digest_line = record.partition(" ")
     if name == "blake3":
         try:
@@ -150,7 +153,7 @@ class PruneRule:
     every_s: float | None = None
     """Of older ones, those that are so many seconds apart."""
     keep_best: bool = True
-    """Whether the best ones stay."""
+    """True if the best ones stay."""
 
     def kept_steps(self, readable: Sequence[tuple[DistributedSnapshot, float]]) -> set[int]:
         """Steps that stay, of snapshots that are whole, with when they were made; the newest always does."""
@@ -180,7 +183,7 @@ def _number(value: Any, otherwise: float) -> Any:
 def removable(
     snapshots: Sequence[DistributedSnapshot], rule: PruneRule, node: str, *, all_answered: bool
 ) -> list[DistributedSnapshot]:
-    """What `dtctl snapshot prune` removes on one node.
+    """Return what `dtctl snapshot prune` removes on one node.
 
     The rule is applied to the whole snapshots that the node has a share in, so that nothing that others tell of their
     own ones makes it remove anything. Something only goes if one that stays can be read without any node that it did

@@ -21,7 +21,7 @@ from dtctl.supervisor import work
 
 
 def command(run: str) -> str:
-    """What goes on from a run."""
+    """Return what goes on from a run."""
     return f"dtctl launch --resume {run}"
 
 
@@ -38,7 +38,7 @@ def require_over(earlier: RunRecord) -> None:
 
 
 def continued(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mapping[str, str]]:
-    """The spec and the folders of snapshots, by node, of a run that goes on from an earlier one.
+    """Return the spec and the folders of snapshots, by node, of a run that goes on from an earlier one.
 
     Raises:
         LaunchError: the earlier run has no snapshot, and the job keeps nothing else.
@@ -66,13 +66,13 @@ def folders(earlier: RunRecord, job_folder: str | None) -> dict[str, str]:
 
 
 def shared_folder(record: RunRecord) -> str | None:
-    """The folder or URL of snapshots that a run's spec names, if every launch of it finds the same there."""
+    """Return the folder or URL of snapshots that a run's spec names, if every launch of it finds the same there."""
     folder = spec_of_run(record).snapshot_dir
     return folder if folder is not None and ("://" in folder or posixpath.isabs(folder)) else None
 
 
 def with_folder(spec: Spec, folder: str | None) -> Spec:
-    """The spec with this folder of snapshots; None: that of the run."""
+    """Return the spec with this folder of snapshots; None: that of the run."""
     if folder == spec.snapshot_dir:
         return spec
     snapshot = {key: value for key, value in spec.settings.get("snapshot", {}).items() if key != "dir"}

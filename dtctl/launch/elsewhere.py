@@ -48,7 +48,7 @@ class FoundRun:
 
     @property
     def first(self) -> RunOnNode:
-        """What the first node says."""
+        """Return what the first node says."""
         return next(iter(self.nodes.values()))
 
     @property
@@ -72,7 +72,7 @@ class RunElsewhere:
         return self._transport
 
     def nodes_of(self, run: FoundRun) -> dict[str, tuple[NodeSpec, Target]]:
-        """The nodes that know a run, and how they are reached."""
+        """Return the nodes that know a run, and how they are reached."""
         return {name: (self._nodes[name], self._cluster.targets[name]) for name in run.nodes}
 
     def runs(self) -> tuple[dict[str, FoundRun], dict[str, DtctlError]]:
@@ -155,7 +155,7 @@ def _read(link: NodeLink, offsets: dict[str, int], show: Callable[[str, int, byt
 
 
 def find(cluster: ResolvedCluster, run: str) -> tuple[RunElsewhere, FoundRun]:
-    """A run of this name on the nodes.
+    """Return a run of this name on the nodes.
 
     Raises:
         LaunchError: no node knows it.

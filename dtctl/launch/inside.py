@@ -36,7 +36,7 @@ exec {command}
 
 
 def command_text(argv: Sequence[str], *, run_dir: str, attempt: int, window: tuple[int, int] | None = None) -> str:
-    """The shell text that runs a command inside of a run.
+    """Return the shell text that runs a command inside of a run.
 
     Args:
         argv: the command; one word with blanks or operators in it is a line for a shell.
@@ -53,7 +53,7 @@ def command_text(argv: Sequence[str], *, run_dir: str, attempt: int, window: tup
 
 
 def command_line(argv: Sequence[str], window: tuple[int, int] | None) -> str:
-    """A command as shell text, in a terminal of that many columns and rows if there is to be one."""
+    """Return a command as shell text, in a terminal of that many columns and rows if there is to be one."""
     words = list(argv)
     if len(words) == 1 and (shell.shell_syntax(words[0]) or " " in words[0].strip()):
         words = ["bash", "-c", words[0]]

@@ -188,7 +188,7 @@ A = TypeVar("A", bound=SnapshotAnswer)
 
 
 def parse_answer(kind: type[A], output: str, *, node: str) -> A:
-    """The last line of what the command has said.
+    """Return the last line of what the command has said.
 
     Raises:
         InvalidMessage: there is no such line.
@@ -208,7 +208,7 @@ def parse_answer(kind: type[A], output: str, *, node: str) -> A:
 
 
 def parse_manifest(text: str, *, node: str) -> SnapshotManifest:
-    """A snapshot's manifest, as a node has sent it.
+    """Return a snapshot's manifest, as a node has sent it.
 
     Raises:
         NodeError: it is none.

@@ -123,7 +123,7 @@ class RunSnapshots:
 
 
 def _folder(folder: str | None, run_dir: str) -> str | None:
-    """Where a folder lies that the job names: a relative one in the run's working folder."""
+    """Return where a folder lies that the job names: a relative one in the run's working folder."""
     if folder is None or is_url(folder) or folder.startswith(("/", "~")):
         return folder
     return posixpath.join(run_dir, work.FOLDER, folder)
@@ -160,7 +160,10 @@ def _open(connection: Connection, place: _Place, verb: str, options: Sequence[st
 
 
 def _job_variables(node: Mapping[str, Any]) -> str:
-    """What the job was told of the store: `job.env`, `job.env_from` and the node's own. Secrets are kept nowhere."""
+    """Return what the job was told of the store: `job.env`, `job.env_from` and the node's own.
+
+    Secrets are kept nowhere.
+    """
     origins = ("job.env", "cluster.nodes")
     variables = [variable for variable in node["env"] if variable["origin"].startswith(origins)]
     words = ((variable["name"], shell.quote(shell.expand_home(variable["value"]))) for variable in variables)
@@ -168,7 +171,7 @@ def _job_variables(node: Mapping[str, Any]) -> str:
 
 
 def _beginning(node: Mapping[str, Any], code: str, *, asks: bool) -> str:
-    """The job's own way to its Python: its folder, its set-up, whose chatter is kept from the answer.
+    """Return the job's own way to its Python: its folder, its set-up, whose chatter is kept from the answer.
 
     Args:
         node: of the plan.
@@ -196,10 +199,10 @@ def _answer(kind: type[A], code: int | None, text: str, errors: str, *, where: s
 
 
 def is_folder(place: str | None) -> bool:
-    """Whether a command's argument is a folder or a URL rather than a run's name."""
+    """Return whether a command's argument is a folder or a URL rather than a run's name."""
     return place is not None and ("://" in place or Path(place).expanduser().is_dir())
 
 
 def is_url(place: str) -> bool:
-    """Whether snapshots lie where every node, and this machine, can ask for them."""
+    """Return whether snapshots lie where every node, and this machine, can ask for them."""
     return "://" in place and not place.startswith(("file://", "local://"))

@@ -64,13 +64,13 @@ def reach(spec: Spec) -> list[str]:
 
 
 def _is_own(config: Path) -> bool:
-    """Whether an SSH configuration is one that `ssh` itself would read, and no file that came with a spec."""
+    """Return whether an SSH configuration is one that `ssh` itself would read, and no file that came with a spec."""
     ssh_folders = (Path("~/.ssh").expanduser(), Path("/etc/ssh"))
     return any(Path(os.path.realpath(folder)) in Path(os.path.realpath(config)).parents for folder in ssh_folders)
 
 
 def _commands(config: Path) -> list[str]:
-    """A phrase for each line of an SSH configuration that may run something."""
+    """Return a phrase for each line of an SSH configuration that may run something."""
     try:
         text = folders.read_regular(str(config), CONFIG_BYTES).decode(errors="replace")
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def _commands(config: Path) -> list[str]:
 
 
 def sent_items(spec: Spec) -> list[str]:
-    """What else leaves this machine, for the dry run: variables by pattern, and what secrets they may be."""
+    """Return what else leaves this machine, for the dry run: variables by pattern, and what secrets they may be."""
     phrases = [
         f"variables of this machine that match {pattern} are sent (job.env_from)" for pattern in spec.job.env_from
     ]

@@ -55,7 +55,7 @@ def _directives(script: Script, directives: list[re.Match[str]], first: int) -> 
 
 
 def _output(script: Script, directives: list[re.Match[str]]) -> Iterator[Finding]:
-    """A folder for the job's output that the job itself makes: Slurm opens the file before."""
+    """Yield a folder for the job's output that the job itself makes: Slurm opens the file before."""
     made = " ".join(word.text for command in script.commands if command.name == "mkdir" for word in command.words[1:])
     for match in directives:
         option = _OUTPUT.search(match["options"])
@@ -96,7 +96,7 @@ def _steps(script: Script, directives: str) -> Iterator[Finding]:
 
 
 def _replaced(word: Word) -> str | None:
-    """The variable of a task that a word has, outside of single quotes."""
+    """Return the variable of a task that a word has, outside of single quotes."""
     bare = re.sub(r"'[^']*'", "", word.text) if not word.text.startswith('"') else word.text
     match = _OWN_OF_TASK.search(bare)
     escaped = match is not None and bare[: match.start()].endswith("\\")

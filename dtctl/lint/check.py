@@ -30,7 +30,7 @@ class Check:
         fix: str | None = None,
         edits: tuple[Edit, ...] = (),
     ) -> Problem:
-        """A problem at a node; severity and fix are the rule's unless they are given."""
+        """Return a problem at a node; severity and fix are the rule's unless they are given."""
         meta = rules()[rule]
         severity = severity or meta.severity
         if severity == "warning" and self.module.tests:

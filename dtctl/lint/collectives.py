@@ -16,7 +16,7 @@ _MOST = {"barrier": 0, "all_reduce": 2, "broadcast": 2, "all_gather": 2, "reduce
 
 
 def takes_a_group(name: str, call: ast.Call) -> bool:
-    """Whether a collective is one of a group: of less than all ranks."""
+    """Return whether a collective is one of a group: of less than all ranks."""
     if any(argument.arg in ("group", "process_group") for argument in call.keywords):
         group = keyword(call, "group") or keyword(call, "process_group")
         return not (isinstance(group, ast.Constant) and group.value is None)
@@ -24,7 +24,7 @@ def takes_a_group(name: str, call: ast.Call) -> bool:
 
 
 def collective(module: SourceFile, function: ast.AST, depth: int = _DEPTH) -> str | None:
-    """The collective that a function always calls, whatever its rank; None if there is none."""
+    """Return the collective that a function always calls, whatever its rank; None if there is none."""
     fact = ("collective", function)
     if fact not in module.facts:
         module.facts[fact] = None  # for functions that call each other
@@ -33,7 +33,7 @@ def collective(module: SourceFile, function: ast.AST, depth: int = _DEPTH) -> st
 
 
 def collective_called(module: SourceFile, call: ast.Call, depth: int = _DEPTH) -> str | None:
-    """The collective that a call of a function of the project makes; None if it makes none, or is not known."""
+    """Return the collective that a call of a function of the project makes; None if it makes none, or is not known."""
     target = _target(module, call)
     return collective(target.module, target.node, depth) if target is not None else None
 
@@ -76,7 +76,7 @@ def _collective(module: SourceFile, function: ast.AST, depth: int) -> str | None
 
 
 def _of_mpi(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a call is a collective of mpi4py's world."""
+    """Return whether a call is a collective of mpi4py's world."""
     name = module.name(call.func) or ""
     return name.startswith("mpi4py.MPI.COMM_WORLD.") and name.rpartition(".")[2].lower() in (
         "bcast", "barrier", "allreduce", "allgather", "gather", "scatter", "reduce", "alltoall",
@@ -84,7 +84,7 @@ def _of_mpi(module: SourceFile, call: ast.Call) -> bool:
 
 
 def forward_of(module: SourceFile, call: ast.Call, depth: int = 3) -> tuple[Kind, bool] | None:
-    """The wrapped model whose forward pass a call makes, itself or in a function of the project that gets it.
+    """Return the wrapped model whose forward pass a call makes, itself or in a function of the project that gets it.
 
     Returns:
         (how it is wrapped, whether it surely is); None if it makes none.
@@ -111,7 +111,7 @@ def forward_of(module: SourceFile, call: ast.Call, depth: int = 3) -> tuple[Kind
 
 
 def _models_run(module: SourceFile, function: ast.AST, depth: int) -> list[ast.expr]:
-    """What a function calls that may be a model: its parameters, and names that are wrapped somewhere."""
+    """Return what a function calls that may be a model: its parameters, and names that are wrapped somewhere."""
     fact = ("models", function)
     cached = module.facts.get(fact)
     if cached is None:
@@ -137,7 +137,7 @@ def _models_run(module: SourceFile, function: ast.AST, depth: int) -> list[ast.e
 
 
 def _if_wanted(module: SourceFile, call: ast.Call, function: ast.AST) -> bool:
-    """Whether a call stands under a parameter of its function: `if reduce:`; its caller decides then."""
+    """Return whether a call stands under a parameter of its function: `if reduce:`; its caller decides then."""
     if not isinstance(function, Function):
         return False
     flags = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
@@ -152,7 +152,7 @@ def _if_wanted(module: SourceFile, call: ast.Call, function: ast.AST) -> bool:
 
 
 def _left_before(function: ast.AST) -> float:
-    """The line from which on a function goes on only if its caller wants it: after `if not wanted: return`."""
+    """Return the line from which on a function goes on only if its caller wants it: after `if not wanted: return`."""
     if not isinstance(function, Function):
         return float("inf")
     parameters = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)} - {"self"}

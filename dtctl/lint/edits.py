@@ -9,14 +9,14 @@ from dtctl.lint.source_file import SourceFile, position
 
 
 def indent(module: SourceFile, statement: ast.stmt) -> str | None:
-    """The blanks before a statement; None if anything else stands before it on its line."""
+    """Return the blanks before a statement; None if anything else stands before it on its line."""
     line = module.lines[statement.lineno - 1].encode()[: statement.col_offset].decode()
     decorated = getattr(statement, "decorator_list", None)
     return None if line.strip(" \t") or decorated else line
 
 
 def ends_its_line(module: SourceFile, statement: ast.stmt) -> bool:
-    """Whether nothing but a comment follows a statement on its last line."""
+    """Return whether nothing but a comment follows a statement on its last line."""
     line = module.lines[(statement.end_lineno or statement.lineno) - 1].encode()
     rest = line[statement.end_col_offset :].decode().strip()
     return not rest or rest.startswith("#")

@@ -124,7 +124,7 @@ _CAUSES = (
 
 
 def _once(problems: list[Problem]) -> list[Problem]:
-    """One finding for each cause and line, and for each obsolete name of a file."""
+    """Return one finding for each cause and line, and for each obsolete name of a file."""
     kept: list[Problem] = []
     reported: set[int] = set()
     obsolete: dict[str, list[int]] = {}
@@ -145,7 +145,7 @@ def _once(problems: list[Problem]) -> list[Problem]:
 
 
 def _with_other_lines(problem: Problem, lines: list[int]) -> Problem:
-    """A problem that stands for all uses of an obsolete name in its file."""
+    """Return a problem that stands for all uses of an obsolete name in its file."""
     others = [f"line {line}" for line in dict.fromkeys(lines) if line != problem.line]
     if problem.rule != "DT025" or problem.edits or not others:
         return problem
@@ -153,7 +153,7 @@ def _with_other_lines(problem: Problem, lines: list[int]) -> Problem:
 
 
 def _goes_first(other: Problem, problem: Problem, reported: bool) -> bool:
-    """Whether another problem of the same cause is the one to report."""
+    """Return whether another problem of the same cause is the one to report."""
     levels = LEVELS.index(other.severity), LEVELS.index(problem.severity)
     return levels[0] > levels[1] or (levels[0] == levels[1] and reported)
 
@@ -251,12 +251,12 @@ def _guarded(work: Callable[[], Iterable[Problem]], path: Path, name: str) -> li
 
 
 def unreadable(path: Path, line: int, column: int, message: str) -> Problem:
-    """The problem of a file that no rule can be applied to."""
+    """Return the problem of a file that no rule can be applied to."""
     return _dt000(path, line, column, f"the file {message}", "fix this first; no rule was applied to the file")
 
 
 def failed(path: Path, message: str) -> Problem:
-    """The problem of a file on which a rule crashed."""
+    """Return the problem of a file on which a rule crashed."""
     return _dt000(path, 1, 1, message, "report it with the file; all other rules were applied")
 
 

@@ -25,7 +25,7 @@ class Fixed:
 
 
 def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Problem]]:
-    """A text with the edits of some problems applied, and the problems that this fixes.
+    """Return a text with the edits of some problems applied, and the problems that this fixes.
 
     A problem whose edits lie in the way of an earlier one's is left for the next run. Edits that several problems share
     are made once. New lines end as the first line of the text does.
@@ -56,7 +56,7 @@ def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Proble
 
 
 def _clashes(begin: int, end: int, new: str, edited: dict[tuple[int, int], set[str]]) -> bool:
-    """Whether an edit changes what another one changes, in another way."""
+    """Return whether an edit changes what another one changes, in another way."""
     for (other_begin, other_end), texts in edited.items():
         same_span = (begin, end) == (other_begin, other_end)
         if same_span and (new in texts):
@@ -95,7 +95,7 @@ def apply(path: Path, problems: Sequence[Problem]) -> Fixed:
 
 
 def _wrong(text: str, kind: Kind | None) -> str:
-    """Why a fixed text must not be written; empty if it may be."""
+    """Return why a fixed text must not be written; empty if it may be."""
     if kind == "python":
         try:
             with warnings.catch_warnings():

@@ -36,7 +36,7 @@ class Value:
 
 
 def origins(module: SourceFile, node: ast.expr, frame: CallFrame | None = None) -> list[Value]:
-    """The expressions that a value may come from; the node itself where nothing more is known.
+    """Return the expressions that a value may come from; the node itself where nothing more is known.
 
     The number of a process that mp.spawn starts comes from the call of mp.spawn.
     """
@@ -50,7 +50,7 @@ def origins(module: SourceFile, node: ast.expr, frame: CallFrame | None = None) 
 
 
 def callee(module: SourceFile, call: ast.Call, depth: int = 4) -> Definition | None:
-    """The function or class of the project that a call calls; None for others, and where it is not known."""
+    """Return the function or class of the project that a call calls; None for others, and where it is not known."""
     fact = ("callee", call)
     if fact not in module.facts:
         module.facts[fact] = None  # for a call that is needed to find itself
@@ -60,7 +60,7 @@ def callee(module: SourceFile, call: ast.Call, depth: int = 4) -> Definition | N
 
 
 def function_of(module: SourceFile, call: ast.Call) -> Definition | None:
-    """The function that runs when something is called; for a class its __init__."""
+    """Return the function that runs when something is called; for a class its __init__."""
     found = callee(module, call)
     if found is not None and isinstance(found.node, ast.ClassDef):
         return method(found.module, found.node, "__init__")
@@ -68,7 +68,7 @@ def function_of(module: SourceFile, call: ast.Call) -> Definition | None:
 
 
 def method(module: SourceFile, owner: ast.ClassDef, name: str, depth: int = 4) -> Definition | None:
-    """A method of a class, or of those that it is derived from."""
+    """Return a method of a class, or of those that it is derived from."""
     for member in owner.body:
         if isinstance(member, Function) and member.name == name:
             return Definition(module, member)
@@ -82,7 +82,7 @@ def method(module: SourceFile, owner: ast.ClassDef, name: str, depth: int = 4) -
 
 
 def argument(call: ast.Call, function: ast.AST, parameter: str, *, bound: bool) -> ast.expr | None:
-    """What a call gives a parameter; None for its default, and where it cannot be told.
+    """Return what a call gives a parameter; None for its default, and where it cannot be told.
 
     Args:
         call: of the function.
@@ -105,7 +105,7 @@ def argument(call: ast.Call, function: ast.AST, parameter: str, *, bound: bool) 
 
 
 def names_given(module: SourceFile, call: ast.Call) -> set[str | None]:
-    """The names of the arguments of a call, those of `**settings` that are written out too; None for others."""
+    """Return the names of the arguments of a call, those of `**settings` that are written out too; None for others."""
     given: set[str | None] = {passed.arg for passed in call.keywords if passed.arg is not None}
     for passed in call.keywords:
         if passed.arg is None:
@@ -138,7 +138,7 @@ def _keys(module: SourceFile, mapping: ast.expr) -> set[str | None]:
 
 
 def is_bound(module: SourceFile, function: ast.AST) -> bool:
-    """Whether a function is a method that gets its object first."""
+    """Return whether a function is a method that gets its object first."""
     if not isinstance(function, Function) or not isinstance(module.parents.get(function), ast.ClassDef):
         return False
     return not any(key(decorator) == "staticmethod" for decorator in function.decorator_list)
@@ -171,12 +171,12 @@ def _followed(value: Value, depth: int, seen: set[tuple[int, int]]) -> Iterator[
 
 
 def _is_condition(node: ast.BoolOp) -> bool:
-    """Whether an `or` is one of conditions, not of alternatives."""
+    """Return whether an `or` is one of conditions, not of alternatives."""
     return any(isinstance(part, ast.Compare | ast.UnaryOp | ast.Call) for part in node.values)
 
 
 def _returned(value: Value, depth: int, seen: set[tuple[int, int]]) -> Iterator[Value]:
-    """What a call of a function of the project returns."""
+    """Yield what a call of a function of the project returns."""
     call, module = value.node, value.module
     if not isinstance(call, ast.Call):
         return
@@ -194,7 +194,7 @@ def _returned(value: Value, depth: int, seen: set[tuple[int, int]]) -> Iterator[
 
 
 def _item(whole: Value, at: int, depth: int, seen: set[tuple[int, int]], itself: Value | None) -> Iterator[Value]:
-    """One item of a value."""
+    """Yield one item of a value."""
     for origin in _followed(whole, depth, seen):
         if isinstance(origin.node, ast.Tuple | ast.List) and -len(origin.node.elts) <= at < len(origin.node.elts):
             yield from _followed(Value(origin.module, origin.node.elts[at], origin.frame), depth - 1, seen)
@@ -205,7 +205,7 @@ def _item(whole: Value, at: int, depth: int, seen: set[tuple[int, int]], itself:
 
 
 def _named(value: Value, depth: int, seen: set[tuple[int, int]]) -> Iterator[Value]:
-    """What a name or an attribute is set to."""
+    """Yield what a name or an attribute is set to."""
     node, module = value.node, value.module
     bindings = [binding for binding in _bound(module, node) if not module.within(node, binding.statement)]
     if not bindings:
@@ -224,13 +224,13 @@ def _named(value: Value, depth: int, seen: set[tuple[int, int]]) -> Iterator[Val
 
 
 def _frame_at(value: Value, node: ast.expr) -> CallFrame | None:
-    """The frame of a value, if a node is in its function too."""
+    """Return the frame of a value, if a node is in its function too."""
     frame = value.frame
     return frame if frame is not None and value.module.within(node, frame.function) else None
 
 
 def _bound(module: SourceFile, node: ast.expr) -> list[Binding]:
-    """The assignments that a name may have its value from at its place."""
+    """Return the assignments that a name may have its value from at its place."""
     name = key(node)
     if name is None:
         return []
@@ -241,7 +241,7 @@ def _bound(module: SourceFile, node: ast.expr) -> list[Binding]:
 
 
 def _given(value: Value, binding: Binding, depth: int, seen: set[tuple[int, int]]) -> Iterator[Value]:
-    """What a parameter gets: from the call on the way, else from all calls."""
+    """Yield what a parameter gets: from the call on the way, else from all calls."""
     module, function = value.module, value.module.parents.get(value.module.parents[binding.statement])
     name = binding.statement.arg if isinstance(binding.statement, ast.arg) else ""
     if not isinstance(function, Function) or name in ("self", "cls"):
@@ -274,7 +274,7 @@ def _given(value: Value, binding: Binding, depth: int, seen: set[tuple[int, int]
 def _passed(
     caller: SourceFile, call: ast.Call, module: SourceFile, function: ast.AST, parameter: str
 ) -> ast.expr | None:
-    """What a call gives a parameter; the call itself for the number of a process that it starts."""
+    """Return what a call gives a parameter; the call itself for the number of a process that it starts."""
     name = caller.name(call.func) or ""
     if name not in names.STARTS:
         return argument(call, function, parameter, bound=is_bound(module, function))
@@ -291,7 +291,7 @@ def _passed(
 
 
 def default_of(function: ast.AST, parameter: str) -> ast.expr | None:
-    """The default of a parameter; None if it has none."""
+    """Return the default of a parameter; None if it has none."""
     if not isinstance(function, Function):
         return None
     positional = [*function.args.posonlyargs, *function.args.args]
@@ -305,7 +305,7 @@ def default_of(function: ast.AST, parameter: str) -> ast.expr | None:
 
 
 def _not_bound_here(value: Value, depth: int, seen: set[tuple[int, int]]) -> Iterator[Value]:
-    """A name of another file, an attribute of an object, or one that is set in another function."""
+    """Yield a name of another file, an attribute of an object, or one that is set in another function."""
     node, module = value.node, value.module
     found = _definition(module, node, 3)
     if found is not None and isinstance(found.node, ast.expr):
@@ -334,7 +334,7 @@ def _is_property(function: ast.AST) -> bool:
 
 
 def _set_elsewhere(module: SourceFile, node: ast.Attribute) -> Iterator[tuple[SourceFile, ast.expr]]:
-    """What `args.rank` is set to by functions that got the object under the same name."""
+    """Yield what `args.rank` is set to by functions that got the object under the same name."""
     root = key(node.value)
     if root is None or root == "self" or module.neighbours is None:
         return
@@ -346,7 +346,7 @@ def _set_elsewhere(module: SourceFile, node: ast.Attribute) -> Iterator[tuple[So
 
 
 def _definition(module: SourceFile, node: ast.expr, depth: int) -> Definition | None:
-    """What a name means in the project: a function, a class, or a value given to a name of a module."""
+    """Return what a name means in the project: a function, a class, or a value given to a name of a module."""
     if isinstance(node, ast.Name):
         return _by_name(module, node)
     if not isinstance(node, ast.Attribute) or not depth:
@@ -387,7 +387,7 @@ def _elsewhere(module: SourceFile, qualified: str) -> Definition | None:
 
 
 def _attribute(module: SourceFile, node: ast.Attribute, depth: int) -> Definition | None:
-    """A method, property or attribute of an object of a class of the project."""
+    """Return a method, property or attribute of an object of a class of the project."""
     owner = node.value
     if isinstance(owner, ast.Name) and owner.id in ("self", "cls"):
         own_class = module.enclosing(node, (ast.ClassDef,))

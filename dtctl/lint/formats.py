@@ -22,12 +22,12 @@ def text_lines(problem: Problem) -> tuple[str, str]:
 
 
 def as_json(problems: Sequence[Problem]) -> list[dict[str, object]]:
-    """The list of `--format json`."""
+    """Return the list of `--format json`."""
     return [problem.as_json() for problem in problems]
 
 
 def github(problem: Problem) -> str:
-    """A workflow command, which GitHub shows at the line of a pull request.
+    """Return a workflow command, which GitHub shows at the line of a pull request.
 
     https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions
     """
@@ -40,7 +40,7 @@ def github(problem: Problem) -> str:
 
 
 def sarif(problems: Sequence[Problem], version: str) -> dict[str, Any]:
-    """A SARIF log, see https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html."""
+    """Return a SARIF log, see https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html."""
     rule_ids = sorted({problem.rule for problem in problems})
     index = {rule: number for number, rule in enumerate(rule_ids)}
     return {
@@ -91,7 +91,7 @@ def _sarif_rule(id_: str) -> dict[str, Any]:
 
 
 def explained(rule: Rule) -> str:
-    """All that is known about a rule, for `--explain`."""
+    """Return all that is known about a rule, for `--explain`."""
     parts = [
         f"{rule.id} {rule.name} ({rule.severity})",
         "",
@@ -113,5 +113,5 @@ def _indented(code: str) -> str:
 
 
 def dumped(value: object) -> str:
-    """One JSON value, readable."""
+    """Return one JSON value, readable."""
     return json.dumps(value, indent=2)

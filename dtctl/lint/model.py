@@ -37,7 +37,7 @@ class Problem:
     """What `--fix` changes; empty when a person has to decide."""
 
     def as_json(self) -> dict[str, object]:
-        """The object of `--format json`."""
+        """Return the object of `--format json`."""
         return {
             "rule": self.rule,
             "severity": self.severity,
@@ -58,10 +58,10 @@ class ClusterFacts:
 
     @property
     def multi_node(self) -> bool:
-        """Whether it surely runs on several nodes."""
+        """Return whether it surely runs on several nodes."""
         return self.nodes is not None and self.nodes > 1
 
     @property
     def single_node(self) -> bool:
-        """Whether it surely runs on one node."""
+        """Return whether it surely runs on one node."""
         return self.nodes == 1

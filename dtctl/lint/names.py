@@ -77,7 +77,7 @@ TRAINS: Final = (
 
 
 def canonical(name: str) -> str:
-    """The one spelling of a dotted name."""
+    """Return the one spelling of a dotted name."""
     if name.startswith("torch.distributed.distributed_c10d."):
         name = "torch.distributed." + name.rpartition(".")[2]
     return _SAME.get(name, name)

@@ -17,7 +17,7 @@ _OPENING = re.compile(r"(?<![\w\"'])(?P<prefix>[bBuUfFrRtT]{0,2})(?P<quote>\"\"\
 
 
 def older(text: str) -> str | None:
-    """The same program for an older parser; None where nothing is to be changed, or it cannot be told how."""
+    """Return the same program for an older parser; None where nothing is to be changed, or it cannot be told how."""
     found = _PARAMETERS.sub(lambda match: match["head"], text)
     found = _TYPE_STATEMENT.sub(lambda match: f"{match['indent']}{match['name']}{match['rest']}", found)
     pieces: list[str] = []
@@ -51,7 +51,7 @@ def _line_end(text: str, at: int) -> int:
 
 
 def _string_end(text: str, at: int, quote: str, *, formatted: bool) -> tuple[int | None, bool]:
-    """Where a string ends, and whether a field of it has its own quotes or a line end inside of it.
+    """Return where a string ends, and whether a field of it has its own quotes or a line end inside of it.
 
     Args:
         text: of the file.

@@ -58,12 +58,12 @@ class Project:
         self._modules[os.path.normpath(module.path)] = module
 
     def parsed(self, path: Path, text: str) -> SourceFile | None:
-        """The module in a file, if it was parsed for another one already, from the same text."""
+        """Return the module in a file, if it was parsed for another one already, from the same text."""
         module = self._modules.get(os.path.normpath(path))
         return module if module is not None and module.text == text else None
 
     def module(self, path: str) -> SourceFile | None:
-        """The module in a file; None when it cannot be read or parsed."""
+        """Return the module in a file; None when it cannot be read or parsed."""
         if path not in self._modules:
             try:
                 text = self._source(path)
@@ -89,7 +89,7 @@ class Project:
         return cached
 
     def having(self, module: SourceFile, *words: str) -> tuple[SourceFile, ...]:
-        """A module and the local ones that it imports whose text has one of some words."""
+        """Return a module and the local ones that it imports whose text has one of some words."""
         fact = (module, words)
         cached = self._having.get(fact)
         if cached is None:
@@ -99,7 +99,7 @@ class Project:
         return cached
 
     def says(self, module: SourceFile, pattern: re.Pattern[str] | str, *, elsewhere: bool = False) -> bool:
-        """Whether the text of a module, or of one that it imports, has a word or matches a pattern.
+        """Return whether the text of a module, or of one that it imports, has a word or matches a pattern.
 
         Args:
             module: where to begin.
@@ -110,25 +110,25 @@ class Project:
         return any(pattern in text if isinstance(pattern, str) else pattern.search(text) for text in texts)
 
     def calls(self, module: SourceFile, name: str) -> bool:
-        """Whether the resolved name is called in a module or in what it imports."""
+        """Return whether the resolved name is called in a module or in what it imports."""
         if module.calls.get(name):
             return True
         return any(source.calls.get(name) for source in self.having(module, name.rpartition(".")[2]))
 
     def methods(self, module: SourceFile, name: str) -> bool:
-        """Whether anything whose last part is `name` is called in a module or in what it imports."""
+        """Return whether anything whose last part is `name` is called in a module or in what it imports."""
         if module.methods.get(name):
             return True
         return any(source.methods.get(name) for source in self.having(module, name))
 
     def trains(self, module: SourceFile) -> bool:
-        """Whether a module, with what it imports, is a distributed training."""
+        """Return whether a module, with what it imports, is a distributed training."""
         return module.trains or any(
             any(word in self._source(path) for word in names.TRAINS) for path in self.reach(module)
         )
 
     def distributed(self, module: SourceFile) -> bool:
-        """Whether a module is part of a program that starts a process group or wraps a model.
+        """Return whether a module is part of a program that starts a process group or wraps a model.
 
         It does so itself, calls a function of another file that does, or is imported by a file of which that is true.
         """
@@ -143,13 +143,13 @@ class Project:
         return cached
 
     def _reaches(self, path: str) -> bool:
-        """Whether a file, or one that it imports, has a word that starts a process group or wraps a model."""
+        """Return whether a file, or one that it imports, has a word that starts a process group or wraps a model."""
         if _BEGINS.search(self._source(path)):
             return True
         return any(_BEGINS.search(self._source(below)) for below in self._imported(path)[:MAX_FILES])
 
     def _begins(self, module: SourceFile) -> bool:
-        """Whether a module starts a process group or wraps a model, or calls a function elsewhere that does."""
+        """Return whether a module starts a process group or wraps a model, or calls a function elsewhere that does."""
         if any(module.calls.get(name) for name in _WRAPS):
             return True
         for name, qualified in module.aliases.items():
@@ -169,7 +169,7 @@ class Project:
         return False
 
     def _wraps(self, definition: Definition, depth: int) -> bool:
-        """Whether a function or class starts a process group or wraps a model, itself or in what it calls."""
+        """Return whether a function or class starts a process group or wraps a model, itself or in what it calls."""
         fact = ("wraps", definition.node)
         module = definition.module
         if fact not in module.facts:
@@ -196,7 +196,7 @@ class Project:
         return bool(module.facts[fact])
 
     def framework(self, module: SourceFile) -> bool:
-        """Whether a framework divides the data and wraps the model.
+        """Return whether a framework divides the data and wraps the model.
 
         One that is imported beside torch's own process group or sampler is an alternative to them, not their place.
         """
@@ -218,7 +218,7 @@ class Project:
         )
 
     def definition(self, module: SourceFile, name: str) -> Definition | None:
-        """What a dotted name that a file imports is, in the local file that defines it; None for anything else.
+        """Return what a dotted name that a file imports is, in the local file that defines it; None for anything else.
 
         Args:
             module: the file that imports it.
@@ -243,7 +243,7 @@ class Project:
         return None
 
     def _in(self, module: SourceFile, rest: list[str]) -> Definition | None:
-        """What a name is in a module: defined there, or imported from elsewhere."""
+        """Return what a name is in a module: defined there, or imported from elsewhere."""
         first = rest[0]
         functions = [node for node in module.functions.get(first, []) if module.parents[node] is module.tree]
         if functions and len(rest) == 1:
@@ -266,7 +266,7 @@ class Project:
         return None
 
     def callers(self, module: SourceFile, function: Function) -> list[tuple[SourceFile, ast.Call]]:
-        """The calls of a function, in its file and in those that import it.
+        """Return the calls of a function, in its file and in those that import it.
 
         For a method they are all calls of a method of that name whose object is not known to be another one.
         """
@@ -283,7 +283,7 @@ class Project:
         return cached
 
     def _calls(self, source: SourceFile, call: ast.Call, module: SourceFile, function: Function) -> bool:
-        """Whether a call may be one of a function."""
+        """Return whether a call may be one of a function."""
         if source.scope(call) is function:
             return False
         in_class = isinstance(module.parents.get(function), ast.ClassDef)
@@ -316,7 +316,7 @@ class Project:
         return tuple(other for path in chosen if (other := self.module(path)) is not None)
 
     def _importing(self, module: SourceFile) -> tuple[str, ...]:
-        """The paths of the files that import a module."""
+        """Return the paths of the files that import a module."""
         own = os.path.normpath(module.path)
         cached = self._importers.get(own)
         if cached is None:
@@ -358,7 +358,7 @@ class Project:
         return self._names_of[path]
 
     def _source(self, path: str) -> str:
-        """The text of a file; empty if it cannot be read."""
+        """Return the text of a file; empty if it cannot be read."""
         if path not in self._sources:
             try:
                 self._sources[path] = decoded(read(Path(path)), python=True).text
@@ -427,7 +427,7 @@ class Project:
         return ()
 
     def _names(self, folder: str) -> frozenset[str]:
-        """What is in a folder; looked at once."""
+        """Return what is in a folder; looked at once."""
         if folder not in self._entries:
             try:
                 self._entries[folder] = frozenset(os.listdir(folder))

@@ -34,22 +34,22 @@ class RankGuard:
 
     rank: RankKind
     at_zero: bool
-    """Whether rank 0 goes this way."""
+    """True if rank 0 goes this way."""
     test: ast.AST
     early: bool = False
-    """Whether it stands before the code, and leaves, instead of around it."""
+    """True if it stands before the code, and leaves, instead of around it."""
     sure: bool = True
-    """Whether the rank alone decides; not where another condition may send all ranks the same way."""
+    """True if the rank alone decides; not where another condition may send all ranks the same way."""
     sure_not: bool = True
     """The same for the other way."""
 
     def negated(self, *, early: bool = False) -> RankGuard:
-        """The guard of the other way."""
+        """Return the guard of the other way."""
         return RankGuard(self.rank, not self.at_zero, self.test, early, sure=self.sure_not, sure_not=self.sure)
 
 
 def rank_kind(module: SourceFile, node: ast.expr, frame: CallFrame | None = None) -> RankKind | None:
-    """Whether an expression is the rank in the world or in the node; None for ranks in groups and anything else.
+    """Return whether an expression is the rank in the world or in the node; None for ranks in groups and anything else.
 
     It is followed through assignments, helper functions and their arguments.
     """
@@ -83,7 +83,7 @@ def _rank_kind(module: SourceFile, node: ast.expr, frame: CallFrame | None) -> R
 
 
 def _may_be_rank(module: SourceFile, node: ast.expr) -> bool:
-    """Whether it is worth following a name that does not sound like a rank: it is set to a call or to a name."""
+    """Return whether it is worth following a name that does not sound like a rank: it is set to a call or to a name."""
     bindings = module.lookup(node)
     return (isinstance(node, ast.Attribute) and not bindings) or any(
         binding.value is None or isinstance(binding.value, _FOLLOWED) for binding in bindings
@@ -99,7 +99,7 @@ def _kind_by_name(node: ast.expr) -> RankKind | None:
 
 
 def _kind_of_origin(value: Value, node: ast.expr) -> RankKind | None:
-    """What a place that a value comes from says about it."""
+    """Return what a place that a value comes from says about it."""
     origin, module = value.node, value.module
     if isinstance(origin, ast.Call):
         if (module.name(origin.func) or "") in names.STARTS:
@@ -120,7 +120,7 @@ def _kind_of_origin(value: Value, node: ast.expr) -> RankKind | None:
 
 
 def _counts(module: SourceFile, node: ast.Name) -> bool:
-    """Whether a name is that of a loop around it: `for rank in range(4)` goes through all of them on each."""
+    """Return whether a name is that of a loop around it: `for rank in range(4)` goes through all of them on each."""
     scope = module.scope(node)
     return any(
         isinstance(parent, ast.For)
@@ -173,7 +173,7 @@ def _of_variable(name: object) -> RankKind | None:
 
 
 def guard(module: SourceFile, test: ast.AST, frame: CallFrame | None = None, depth: int = 4) -> RankGuard | None:
-    """What a condition says about the rank; None when it does not depend on it."""
+    """Return what a condition says about the rank; None when it does not depend on it."""
     fact = ("guard", test, frame)
     if fact not in module.facts:
         module.facts[fact] = None  # for a condition that is needed to find itself
@@ -293,7 +293,7 @@ def guards(module: SourceFile, node: ast.AST) -> Iterator[RankGuard]:
 
 
 def for_some(module: SourceFile, node: ast.AST, depth: int = 3) -> RankGuard | None:
-    """The condition on the rank under which a node runs: around it, or around every call of its function."""
+    """Return the condition on the rank under which a node runs: around it, or around every call of its function."""
     own = next(guards(module, node), None)
     if own is not None:
         return own
@@ -306,7 +306,7 @@ def for_some(module: SourceFile, node: ast.AST, depth: int = 3) -> RankGuard | N
 
 
 def by_turns(module: SourceFile, node: ast.AST) -> bool:
-    """Whether the function of a node is called by rank 0 in one branch and by the others in the other one."""
+    """Return whether the function of a node is called by rank 0 in one branch and by the others in the other one."""
     function = module.scope(node)
     if not isinstance(function, Function) or module.neighbours is None or next(guards(module, node), None) is not None:
         return False
@@ -326,7 +326,7 @@ _MANY = re.compile(
 
 
 def for_one_process(module: SourceFile, node: ast.AST) -> bool:
-    """Whether a node stands in a branch that is taken where nothing is distributed."""
+    """Return whether a node stands in a branch that is taken where nothing is distributed."""
     for parent, child in module.chain(node):
         if not isinstance(parent, ast.If | ast.IfExp) or child is parent.test:
             continue
@@ -338,7 +338,7 @@ def for_one_process(module: SourceFile, node: ast.AST) -> bool:
 
 
 def one_process(module: SourceFile) -> bool:
-    """Whether the process group of a file has one rank, as in tests and benchmarks."""
+    """Return whether the process group of a file has one rank, as in tests and benchmarks."""
     sizes = [(keyword(start, "world_size"), keyword(start, "rank")) for start in module.calls_of(names.INIT)]
     return any(constant(size) == 1 and constant(rank) == 0 for size, rank in sizes) or (
         bool(sizes) and all(constant(size) == 1 for size, _ in sizes)
@@ -367,7 +367,7 @@ def _instead_of_ranks(module: SourceFile, function: ast.AST) -> bool:
 
 
 def by_launcher(module: SourceFile, node: ast.AST) -> bool:
-    """Whether a node runs in the process that starts the ranks, and not in them."""
+    """Return whether a node runs in the process that starts the ranks, and not in them."""
     scope = module.scope(node)
     starts = [
         call
@@ -402,12 +402,12 @@ def _exits_before(module: SourceFile, statement: ast.stmt) -> Iterator[RankGuard
 
 
 def leaves(body: list[ast.stmt]) -> bool:
-    """Whether what comes after a block is not reached over it."""
+    """Return whether what comes after a block is not reached over it."""
     return isinstance(body[-1], ast.Return | ast.Continue | ast.Break)
 
 
 def is_world_size(module: SourceFile, node: ast.expr) -> bool:
-    """Whether an expression is the number of ranks."""
+    """Return whether an expression is the number of ranks."""
     for value in module.values(node):
         if isinstance(value, ast.Call) and (key(value.func) or "").endswith("get_world_size"):
             return True
@@ -421,7 +421,7 @@ def is_world_size(module: SourceFile, node: ast.expr) -> bool:
 
 
 def mentions_rank(module: SourceFile, node: ast.expr) -> bool:
-    """Whether the rank is part of an expression, over assignments too."""
+    """Return whether the rank is part of an expression, over assignments too."""
     name, scope = key(node), module.scope(node)
     added = [
         one.value for one in module.nodes_of(ast.AugAssign) if key(one.target) == name and module.scope(one) is scope

@@ -28,12 +28,12 @@ class Rule:
     exempt: str = ""
     """Where it does not apply although it might look so."""
     fixable: bool = False
-    """Whether `--fix` fixes the plain cases."""
+    """True if `--fix` fixes the plain cases."""
 
 
 @functools.cache
 def rules() -> dict[str, Rule]:
-    """All rules by id, in the order of the file."""
+    """Return all rules by id, in the order of the file."""
     import yaml
 
     text = resources.files("dtctl.lint").joinpath("rules.yaml").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def rules() -> dict[str, Rule]:
 
 
 def explained_syntax() -> str:
-    """What DT000 means; it is not a rule about training, and has no example."""
+    """Return what DT000 means; it is not a rule about training, and has no example."""
     return (
         f"{SYNTAX} unreadable (error)\n\n"
         "The file could not be read: it is not Python, or not text in the encoding that it names, or it may not be\n"

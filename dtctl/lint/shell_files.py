@@ -60,7 +60,7 @@ class Read:
     text: str
     script: Script
     several: bool
-    """Whether there are several nodes, by the spec or by the script's own directives."""
+    """True if there are several nodes, by the spec or by the script's own directives."""
 
 
 def logical_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -135,7 +135,7 @@ def _ports(path: str, line: int, code: str, read: Read) -> Iterator[Problem]:
 
 
 def _torchrun(read: Read, line: int, column: int) -> tuple[Edit, ...]:
-    """The edits to torchrun; to its module, where another interpreter or a wrapper is named.
+    """Return the edits to torchrun; to its module, where another interpreter or a wrapper is named.
 
     Only with --use_env: without it the script is told its local rank by an argument. Only in a simple command: what is
     quoted, or part of an array, is used elsewhere in ways that cannot be seen.
@@ -170,7 +170,7 @@ def _torchrun(read: Read, line: int, column: int) -> tuple[Edit, ...]:
 
 
 def _is_script(word: str) -> bool:
-    """Whether a word of the launcher names what is launched: options after it are not the launcher's."""
+    """Return whether a word of the launcher names what is launched: options after it are not the launcher's."""
     return word in ("-m", "--module") or word.strip("\"'").endswith(".py")
 
 
@@ -183,7 +183,7 @@ def _edit(text: str, start: int, end: int, instead: str) -> Edit:
 
 
 def _without_comment(line: str) -> str:
-    """A line up to its comment."""
+    """Return a line up to its comment."""
     if "#" not in line:
         return line
     lexer = shlex.shlex(line, posix=False, punctuation_chars=False)

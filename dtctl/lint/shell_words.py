@@ -20,7 +20,7 @@ class Word:
     start: int
     end: int
     plain: bool
-    """Whether it stands there as it is: nothing is quoted or replaced."""
+    """True if it stands there as it is: nothing is quoted or replaced."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Command:
 
     @property
     def name(self) -> str:
-        """What is run, without its folder; empty for assignments alone."""
+        """Return what is run, without its folder; empty for assignments alone."""
         return self.words[self.first].text.rpartition("/")[2] if self.first < len(self.words) else ""
 
 
@@ -48,11 +48,11 @@ class Script:
     documents: list[tuple[int, int, Command]] = field(default_factory=list)
     """Here-documents: from, to, and whose."""
     complete: bool = True
-    """Whether all of it was understood; a quotation may not end."""
+    """True if all of it was understood; a quotation may not end."""
 
 
 def scanned(text: str) -> Script:
-    """The commands of a script; those inside quotations and substitutions are part of a word."""
+    """Return the commands of a script; those inside quotations and substitutions are part of a word."""
     script, command, at = Script(), Command(), 0
     waiting: list[tuple[str, bool, Command]] = []
     while at < len(text):
@@ -117,7 +117,7 @@ def _line_end(text: str, at: int) -> int:
 
 
 def _document_end(text: str, at: int, delimiter: str, *, tabs: bool) -> int:
-    """The offset after a here-document's last line; one more than there is when it has none."""
+    """Return the offset after a here-document's last line; one more than there is when it has none."""
     while at < len(text):
         end = _line_end(text, at)
         line = text[at:end].rstrip("\r")
@@ -143,7 +143,7 @@ def _word_end(text: str, at: int) -> tuple[int, bool]:
 
 
 def _quoted_end(text: str, at: int) -> int:
-    """The offset after what a backslash, a dollar or a quotation mark begins."""
+    """Return the offset after what a backslash, a dollar or a quotation mark begins."""
     char = text[at]
     if char == "$":
         return at + 1
@@ -159,7 +159,7 @@ def _quoted_end(text: str, at: int) -> int:
 
 
 def _closed(text: str, at: int) -> int:
-    """The offset after the bracket that closes the one at an offset."""
+    """Return the offset after the bracket that closes the one at an offset."""
     opening = text[at]
     closing, depth = {"(": ")", "{": "}"}[opening], 0
     while at < len(text):

@@ -40,7 +40,7 @@ class SourceText:
     bom: bool
 
     def encoded(self, text: str) -> bytes:
-        """The bytes of another text for the same file."""
+        """Return the bytes of another text for the same file."""
         return (_BOM if self.bom else b"") + text.encode(self.encoding)
 
 
@@ -69,7 +69,7 @@ def kind_of(path: Path, raw: bytes | None = None) -> Kind | None:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file, or of standard input.
+    """Return the content of a file, or of standard input.
 
     Raises:
         OSError: it cannot be read, or is larger than programs are.
@@ -84,7 +84,7 @@ def _standard_input() -> bytes:
 
 
 def decoded(raw: bytes, *, python: bool) -> SourceText:
-    """The text of a file: in the encoding that a Python file names, else UTF-8.
+    """Return the text of a file: in the encoding that a Python file names, else UTF-8.
 
     Raises:
         UnicodeDecodeError: the bytes are not text in it.
@@ -104,7 +104,7 @@ def decoded(raw: bytes, *, python: bool) -> SourceText:
 
 
 def collect(paths: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """The files that are meant, each once, and what was named or met and is not read, with the reason.
+    """Return the files that are meant, each once, and what was named or met and is not read, with the reason.
 
     Files as named if they are Python or shell by suffix or first line; folders with all that are by suffix;
     `-` is standard input. What is no regular file (a FIFO, a device, a link to nothing) is not opened.
@@ -163,7 +163,7 @@ class Ignored:
                 self._lines[number] = rules
 
     def covers(self, rule: str, line: int, end_line: int) -> bool:
-        """Whether a problem is suppressed: on its first or last line, or for the file."""
+        """Return whether a problem is suppressed: on its first or last line, or for the file."""
         if self._all or rule in self._file:
             return True
         lines = [self._lines[number] for number in (line, end_line) if number in self._lines]

@@ -48,13 +48,13 @@ class Neighbours(Protocol):
     """The other files of the project that a file belongs to."""
 
     def definition(self, module: SourceFile, name: str) -> Definition | None:
-        """What a dotted name that a file imports is, in the local file that defines it."""
+        """Return what a dotted name that a file imports is, in the local file that defines it."""
 
     def callers(self, module: SourceFile, function: Function) -> list[tuple[SourceFile, ast.Call]]:
-        """The calls of a function, in its file and in those that import it."""
+        """Return the calls of a function, in its file and in those that import it."""
 
     def having(self, module: SourceFile, *words: str) -> tuple[SourceFile, ...]:
-        """A module and the local ones that it imports whose text has one of some words."""
+        """Return a module and the local ones that it imports whose text has one of some words."""
 
 
 class SourceFile:
@@ -191,7 +191,7 @@ class SourceFile:
             self.bindings[(self._home(target, name), name)].append(Binding(line, value, statement))
 
     def _home(self, node: ast.AST, name: str) -> ast.AST:
-        """Where a name lives: its function or the module; for `self.x` the class."""
+        """Return where a name lives: its function or the module; for `self.x` the class."""
         if name.startswith("self."):
             owner = self.enclosing(node, (ast.ClassDef,))
             if owner is not None:
@@ -211,7 +211,7 @@ class SourceFile:
         return [(block[0].lineno, block[-1].end_lineno or block[-1].lineno) for block in blocks if block]
 
     def is_dead(self, line: int) -> bool:
-        """Whether a line is never run."""
+        """Return whether a line is never run."""
         return any(first <= line <= last for first, last in self._dead)
 
     @functools.cached_property
@@ -255,7 +255,7 @@ class SourceFile:
 
     @functools.cached_property
     def tests(self) -> bool:
-        """Whether a file has tests of a program, and is none."""
+        """Return whether a file has tests of a program, and is none."""
         return any(name.partition(".")[0] in ("pytest", "unittest") for name, _ in self.imports) or bool(
             {"tests", "test", "testing"} & set(self.path.parts[-5:-1])
         )
@@ -300,7 +300,7 @@ class SourceFile:
         return None
 
     def nodes_of(self, kind: type[Kind]) -> list[Kind]:
-        """All nodes of a kind, in the order of the file. Kinds in `_WANTED` only."""
+        """Return all nodes of a kind, in the order of the file. Kinds in `_WANTED` only."""
         return cast("list[Kind]", self.nodes.get(kind, []))
 
     def calls_of(self, *names: str) -> list[ast.Call]:
@@ -309,11 +309,11 @@ class SourceFile:
         return sorted(calls, key=position) if len(names) > 1 else calls
 
     def scope(self, node: ast.AST) -> ast.AST:
-        """The function around a node, or the module."""
+        """Return the function around a node, or the module."""
         return self.enclosing(node, _SCOPES) or self.tree
 
     def enclosing(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
-        """The nearest node around this one that is of one of these kinds."""
+        """Return the nearest node around this one that is of one of these kinds."""
         above = self.parents.get(node)
         while above is not None and not isinstance(above, kinds):
             above = self.parents.get(above)
@@ -329,13 +329,13 @@ class SourceFile:
             child = above
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The statement that a node is part of."""
+        """Return the statement that a node is part of."""
         while not isinstance(node, ast.stmt):
             node = self.parents[node]
         return node
 
     def block(self, statement: ast.AST) -> list[ast.stmt]:
-        """The list of statements that contains a statement."""
+        """Return the list of statements that contains a statement."""
         above = self.parents.get(statement)
         for value in above.__dict__.values() if above is not None else ():
             if isinstance(value, list) and any(item is statement for item in value):
@@ -343,7 +343,7 @@ class SourceFile:
         return []
 
     def lookup(self, node: ast.expr) -> list[Binding]:
-        """What a name or `self.x` is set to, in the nearest scope that sets it; in the order of the file."""
+        """Return what a name or `self.x` is set to, in the nearest scope that sets it; in the order of the file."""
         name = key(node)
         if name is None:
             return []
@@ -358,7 +358,7 @@ class SourceFile:
         return []
 
     def values(self, node: ast.expr, depth: int = 4) -> list[ast.expr]:
-        """What an expression may be, names replaced by what they were set to; itself when nothing is known."""
+        """Return what an expression may be, names replaced by what they were set to; itself when nothing is known."""
         if isinstance(node, ast.IfExp):
             return self.values(node.body, depth) + self.values(node.orelse, depth)
         if isinstance(node, ast.Name | ast.Attribute) and depth:
@@ -368,7 +368,7 @@ class SourceFile:
         return [node]
 
     def current(self, node: ast.expr, at: ast.AST) -> Binding | None:
-        """The assignment that a name has its value from at a place, if that is certain.
+        """Return the assignment that a name has its value from at a place, if that is certain.
 
         It is if it stands before, in the same function, and on every way to the place.
         """
@@ -382,7 +382,7 @@ class SourceFile:
         return earlier[-1]
 
     def dominates(self, first: ast.AST, second: ast.AST) -> bool:
-        """Whether `second`, further down in the same function, is only reached over `first`."""
+        """Return whether `second`, further down in the same function, is only reached over `first`."""
         if first not in self.parents or self.scope(first) is not self.scope(second):
             return False
         above = {id(parent): child for parent, child in self.chain(second)}
@@ -394,7 +394,7 @@ class SourceFile:
         return True
 
     def within(self, node: ast.AST, function: ast.AST) -> bool:
-        """Whether a node is below another one."""
+        """Return whether a node is below another one."""
         above: ast.AST | None = node
         while above is not None and above is not function:
             above = self.parents.get(above)
@@ -417,12 +417,12 @@ def key(node: ast.AST) -> str | None:
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """The value of a keyword argument."""
+    """Return the value of a keyword argument."""
     return next((argument.value for argument in call.keywords if argument.arg == name), None)
 
 
 def constant(node: ast.AST | None) -> object:
-    """The value of a literal; None for anything else."""
+    """Return the value of a literal; None for anything else."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
@@ -465,7 +465,7 @@ _BELOW = _Below()
 
 
 def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
-    """The fields of a kind of node that hold others."""
+    """Return the fields of a kind of node that hold others."""
     if issubclass(kind, ast.Constant | ast.Global | ast.Nonlocal | ast.MatchSingleton):
         return ()
     return tuple(name for name in kind._fields if name not in _PLAIN)

@@ -21,7 +21,7 @@ _OLD = re.compile(
 
 
 def reason(text: str, error: SyntaxError) -> str | None:
-    """Why a text is no Python of this version: it is of another one; None if that cannot be told.
+    """Return why a text is no Python of this version: it is of another one; None if that cannot be told.
 
     Args:
         text: of the file.

@@ -27,7 +27,7 @@ class Wrap:
 
 
 def wrap_of(module: SourceFile, call: ast.Call) -> Wrap | None:
-    """The wrap that a call is; None if it is none."""
+    """Return the wrap that a call is; None if it is none."""
     kind = _KINDS.get(module.name(call.func) or "")
     if kind is None:
         return None
@@ -43,13 +43,13 @@ def wrap_of(module: SourceFile, call: ast.Call) -> Wrap | None:
 
 
 def wraps(module: SourceFile) -> list[Wrap]:
-    """All wraps of a file, in its order."""
+    """Return all wraps of a file, in its order."""
     candidates = [wrap_of(module, call) for call in module.calls_of(*_KINDS)]
     return [wrap for wrap in candidates if wrap is not None]
 
 
 def wrapped(module: SourceFile, node: ast.expr, at: ast.AST) -> Wrap | None:
-    """The wrap that a name surely stands for at a place; None if it does not, or nobody can tell."""
+    """Return the wrap that a name surely stands for at a place; None if it does not, or nobody can tell."""
     name = key(node)
     if name is None:
         return None
@@ -102,5 +102,5 @@ def _sharded_in_place(module: SourceFile, node: ast.expr) -> bool:
 
 
 def maybe(module: SourceFile, node: ast.expr, *kinds: Kind) -> bool:
-    """Whether a model is wrapped as one of these in some way that leads here."""
+    """Return whether a model is wrapped as one of these in some way that leads here."""
     return bool(model_kinds(module, node) & set(kinds))

@@ -34,7 +34,7 @@ class AlertRules:
             self._restarts = max(self._restarts, int(number) if number.isdecimal() else 0)
 
     def judge(self, figures: RunFigures, now: float) -> list[AlertChanged]:
-        """What has changed since the last time.
+        """Return what has changed since the last time.
 
         Args:
             figures: the run.
@@ -55,7 +55,7 @@ class AlertRules:
         return changes
 
     def end(self, figures: RunFigures, now: float) -> list[AlertChanged]:
-        """What is to be told at the end of the run: that all alerts are over, and the failure."""
+        """Return what is to be told at the end of the run: that all alerts are over, and the failure."""
         end = figures.progress.end
         how = f"the run has {end.status}" if end is not None and end.status != "stopped" else "the run was stopped"
         text = "its launcher has died" if end is None else how

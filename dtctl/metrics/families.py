@@ -135,7 +135,7 @@ def _of_ledger(figures: RunFigures) -> Iterator[MetricFamily]:
 
 
 def page(found: Iterator[MetricFamily], run: str) -> str:
-    """The families in Prometheus' text format, version 0.0.4."""
+    """Return the families in Prometheus' text format, version 0.0.4."""
     lines = []
     for family in found:
         lines += [f"# HELP {family.name} {_escaped(family.help)}", f"# TYPE {family.name} {family.kind}"]

@@ -60,7 +60,7 @@ class Tail:
         self._offset = 0
         self._partial = b""
         self.is_behind = False
-        """Whether there was more to read at the last look."""
+        """True if there was more to read at the last look."""
 
     def lines(self) -> list[str]:
         """Whole lines that are new; all, if the file has been begun anew since the last look."""
@@ -143,7 +143,7 @@ class RunFigures:
 
     @property
     def ends(self) -> bool:
-        """Whether no more steps follow in this attempt, though its processes are still there."""
+        """Return whether no more steps follow in this attempt, though its processes are still there."""
         return self.ledger.phase == "stop"
 
 
@@ -170,11 +170,11 @@ class FigureCollector:
         self._told_steps: dict[str, int] = {}
         self._newest_row = -math.inf
         self._stopping = False
-        """Whether workers are being ended, because one has failed before."""
+        """True if workers are being ended, because one has failed before."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is more to read at once."""
+        """Return whether there is more to read at once."""
         return self._events.is_behind or self._rows.is_behind
 
     def look(self) -> list[Event]:
@@ -281,7 +281,7 @@ def _is_figure(value: object) -> bool:
 
 
 def _value(value: float | None) -> float | None:
-    """A number that can be shown, or None for one that is not finite."""
+    """Return a number that can be shown, or None for one that is not finite."""
     try:
         return float(value) if value is not None and math.isfinite(value) else None
     except OverflowError:  # an integer of hundreds of digits

@@ -32,7 +32,7 @@ class AlertMessage:
 
     @property
     def text(self) -> str:
-        """What happened, for people, without control characters."""
+        """Return what happened, for people, without control characters."""
         return printable(self.change.text)
 
     @property

@@ -24,7 +24,7 @@ def read_secrets(spec: Spec) -> dict[str, str]:
 
 
 def read(spec: Spec, key: str, secret: Secret) -> str:
-    """The value of one secret, without white space at its ends.
+    """Return the value of one secret, without white space at its ends.
 
     Raises:
         PlanError: as `read_secrets`.

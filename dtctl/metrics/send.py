@@ -131,7 +131,7 @@ def post_json(url: str, body: Mapping[str, Any]) -> None:
 
 
 def _reason(error: object) -> str:
-    """What is wrong with a connection, in words that hold no address."""
+    """Return what is wrong with a connection, in words that hold no address."""
     if isinstance(error, ssl.SSLError):
         text = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
         return f"TLS: {text or 'the handshake failed'}"

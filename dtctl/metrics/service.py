@@ -68,7 +68,7 @@ class Service:
             self._listen(self._metrics.port)
 
     def _secret(self, key: str) -> str | None:
-        """The value of a secret; None if none is asked for, or if it cannot be had here, which is told."""
+        """Return the value of a secret; None if none is asked for, or if it cannot be had here, which is told."""
         secret = self._metrics.secrets.get(key)
         if secret is None:
             return None
@@ -104,12 +104,12 @@ class Service:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended."""
+        """Return whether the run has ended."""
         return self._follower.figures.progress.end is not None
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is more to read at once."""
+        """Return whether there is more to read at once."""
         return self._follower.is_behind
 
     def _read(self) -> list[Event]:

@@ -27,14 +27,14 @@ class NcclVariable:
     risky: tuple[str, ...] = ()
     """Values to warn of; `any` for all."""
     differ: bool = False
-    """Whether nodes may have different values."""
+    """True if nodes may have different values."""
     rccl: str = ""
     """What AMD's RCCL does with one that NCCL does not read any more; empty if neither does."""
 
 
 @functools.cache
 def catalogue() -> dict[str, NcclVariable]:
-    """All variables by name, in the order of the file."""
+    """Return all variables by name, in the order of the file."""
     import yaml
 
     text = resources.files("dtctl.nccl").joinpath("catalogue.yaml").read_text(encoding="utf-8")
@@ -53,6 +53,6 @@ def _variable(name: str, entry: dict[str, Any]) -> NcclVariable:
 
 @functools.cache
 def closest_name(name: str) -> str:
-    """The known variable that `name` is probably a misspelling of; empty when none is near."""
+    """Return the known variable that `name` is probably a misspelling of; empty when none is near."""
     matches = difflib.get_close_matches(name, catalogue(), n=1, cutoff=0.9)
     return matches[0] if matches else ""

@@ -25,14 +25,14 @@ class NetworkProfile:
     interface: str
     """Interface that packets to the other nodes leave by; empty when there is none or no other node."""
     named: bool = False
-    """Whether the spec names that interface (`network.interface`), whatever way packets take by themselves."""
+    """True if the spec names that interface (`network.interface`), whatever way packets take by themselves."""
     rdma: Sequence[Mapping[str, str]] = ()
     """Ports of RDMA devices: device, port, state, link_layer; `verbs` is no where the job may not open the device."""
     nodes: int = 1
 
 
 def detect(network: NetworkProfile) -> str:
-    """The profile that fits what was found; clouds other than AWS cannot be told from what their nodes show."""
+    """Return the profile that fits what was found; clouds other than AWS cannot be told from what their nodes show."""
     if network.nodes == 1:
         return "nvlink"
     active = _usable(network)
@@ -57,7 +57,7 @@ def _routable(port: Mapping[str, str]) -> bool:
 
 
 def settings(profile: str, network: NetworkProfile) -> list[VariableSetting]:
-    """What to set for a profile (one of `network.profile`, not auto) on a node."""
+    """Return what to set for a profile (one of `network.profile`, not auto) on a node."""
     if network.nodes == 1 or profile == "nvlink":
         return []  # GPUs of one machine find their ways themselves
     result = []

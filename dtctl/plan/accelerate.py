@@ -13,7 +13,7 @@ PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 def variables(settings: FrameworkSettings) -> dict[str, str]:
-    """Name -> value.
+    """Return name -> value.
 
     Raises:
         PlanError: a key of `train:` has no counterpart.

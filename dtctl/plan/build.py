@@ -63,7 +63,7 @@ _TAKES_ARGUMENTS = re.compile(r"\$\{?[@*1-9#]")
 
 
 def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, facts: PlanFacts | None = None) -> Plan:
-    """What will run where; see `make_template` for arguments and errors."""
+    """Return what will run where; see `make_template` for arguments and errors."""
     facts = facts or PlanFacts()
     template, meeting = make_template(spec, nodes, run=run, attempt=attempt, facts=facts)
     return bind_plan(
@@ -139,7 +139,7 @@ def make_template(
 
 
 def _recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery | None:
-    """What a lost worker will cost; None for what is no training."""
+    """Return what a lost worker will cost; None for what is no training."""
     if spec.train is None and spec.job.recovery != "live":
         return None
     from dtctl.plan.recovery import recovery
@@ -264,7 +264,7 @@ def _gpus(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]) -> int | N
 
 
 def _interface(spec: Spec, node: NodeSpec) -> list[EnvVar]:
-    """The interface that the spec names for this node; nothing when it is found on the node at launch."""
+    """Return the interface that the spec names for this node; nothing when it is found on the node at launch."""
     chosen = spec.network.interface
     name = chosen.get(node.name) if isinstance(chosen, Mapping) else chosen
     if name is None or name == "auto":

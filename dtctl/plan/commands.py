@@ -16,7 +16,7 @@ SHELLS: Final = {".sh": "bash", ".bash": "bash", ".zsh": "zsh", ".ksh": "ksh", "
 
 
 def interpreter_of(script: str, source: str) -> tuple[str, ...]:
-    """What runs a script that is not Python, by its first line or its name; empty for Python.
+    """Return what runs a script that is not Python, by its first line or its name; empty for Python.
 
     Args:
         script: its path.
@@ -43,17 +43,17 @@ class Program:
     command: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
     shell: bool = False
-    """Whether the command is a line for bash."""
+    """True if the command is a line for bash."""
     interpreter: tuple[str, ...] = ()
     """What runs the script, where that is not Python."""
 
     @property
     def is_python(self) -> bool:
-        """Whether a Python runs it, so that torchrun can start it."""
+        """Return whether a Python runs it, so that torchrun can start it."""
         return not (self.command or self.interpreter)
 
     def with_python(self, python: str) -> tuple[str, ...]:
-        """The argv that runs this under the interpreter `python`, or under its own."""
+        """Return the argv that runs this under the interpreter `python`, or under its own."""
         if self.shell:
             return (*SHELL, *self.command, SHELL[0], *self.args)
         if self.command:
@@ -67,7 +67,7 @@ class Program:
 def node_argv(
     program: Program, *, kind: str, python: str | None, placement: Placement, nodes: int, rendezvous: Rendezvous
 ) -> tuple[str, ...]:
-    """What the node script ends with.
+    """Return what the node script ends with.
 
     Args:
         program: the user's program.

@@ -19,7 +19,7 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def config(settings: FrameworkSettings) -> dict[str, Any]:
-    """The configuration made of `train:`, with what `job.deepspeed` adds; empty when neither says anything.
+    """Return the configuration made of `train:`, with what `job.deepspeed` adds; empty when neither says anything.
 
     Raises:
         PlanError: a key of `train:` has no counterpart.
@@ -57,7 +57,7 @@ def as_argument(config: dict[str, Any]) -> str:
 
 
 def as_text(config: dict[str, Any]) -> str:
-    """A configuration as JSON on one line."""
+    """Return a configuration as JSON on one line."""
     return json.dumps(config, sort_keys=True, separators=(",", ":"))
 
 

@@ -67,7 +67,7 @@ class Share:
 def defaults(
     *, kind: str, slots: int, share: Share | None, threads: Threads | None, on_cpus: bool = False
 ) -> list[EnvVar]:
-    """What dtctl sets unless somebody else does; as little as possible.
+    """Return what dtctl sets unless somebody else does; as little as possible.
 
     Args:
         kind: of the job.
@@ -114,7 +114,7 @@ def _number_of(threads: Threads) -> EnvVar:
 
 
 def threads_of(cores: Mapping[str, int], placements: Sequence[Placement]) -> Threads | None:
-    """The threads of each worker: its share of the cores of the node that has the fewest for each of its own.
+    """Return the threads of each worker: its share of the cores of the node that has the fewest for each of its own.
 
     A step is over when the slowest worker is, so that more threads elsewhere would gain little.
 
@@ -213,7 +213,7 @@ def identity(
     max_restarts: int,
     rack: str | None = None,
 ) -> list[EnvVar]:
-    """The node's place in the job, the same for all of its workers; `worker_variables` has what differs."""
+    """Return the node's place in the job, the same for all of its workers; `worker_variables` has what differs."""
     values = {
         names.RUN_ID: run,
         names.ATTEMPT: str(attempt),
@@ -250,7 +250,7 @@ def node_variables(
     attempt: str,
     max_restarts: str,
 ) -> dict[str, str]:
-    """What launchers of torch tell the workers of a node alike; the values may be text for a shell.
+    """Return what launchers of torch tell the workers of a node alike; the values may be text for a shell.
 
     Workers that dtctl starts itself get each variable that torchrun sets: programs ask by them whether they are part of
     a job. Source: torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.13.
@@ -290,7 +290,7 @@ def node_variables(
 
 
 def train_config(train: Mapping[str, Any]) -> list[EnvVar]:
-    """The spec's `train:` section, for `dtctl.runtime`; nothing when the section says nothing."""
+    """Return the spec's `train:` section, for `dtctl.runtime`; nothing when the section says nothing."""
     if not train:
         return []
     value = json.dumps(train, sort_keys=True, separators=(",", ":"))
@@ -298,7 +298,7 @@ def train_config(train: Mapping[str, Any]) -> list[EnvVar]:
 
 
 def generated(variables: Mapping[str, str], *, framework: str) -> list[EnvVar]:
-    """What a framework reads, made from the spec; `job.env` wins over it."""
+    """Return what a framework reads, made from the spec; `job.env` wins over it."""
     return [EnvVar(name=name, value=value, origin=f"spec: train, for {framework}") for name, value in variables.items()]
 
 
@@ -310,7 +310,7 @@ def worker_variables(kind: str, *, rank: str, local_rank: str) -> dict[str, str]
 
 
 def merge(*layers: Iterable[EnvVar]) -> tuple[EnvVar, ...]:
-    """One variable a name, the last layer's value, in the order in which names first appear."""
+    """Return one variable a name, the last layer's value, in the order in which names first appear."""
     merged: dict[str, EnvVar] = {}
     for layer in layers:
         for variable in layer:

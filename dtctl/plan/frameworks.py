@@ -32,11 +32,11 @@ class FrameworkSettings:
     remaining: dict[str, Any] = field(default_factory=dict)
 
     def take(self, key: str) -> Any:
-        """The value of a key, or None if the spec does not set it; the key counts as understood."""
+        """Return the value of a key, or None if the spec does not set it; the key counts as understood."""
         return self.remaining.pop(key, None)
 
     def take_part(self, key: str, *allowed: str) -> dict[str, Any]:
-        """The keys of a part of the section, `train.fsdp`; those that are not in `known` are refused if set."""
+        """Return the keys of a part of the section, `train.fsdp`; those that are not in `known` are refused if set."""
         part: dict[str, Any] = self.remaining.pop(key, None) or {}
         for name in part:
             if name not in allowed:
@@ -44,7 +44,7 @@ class FrameworkSettings:
         return part
 
     def refused(self, key: str, reason: str | None = None) -> PlanError:
-        """The error that says that a key has no counterpart."""
+        """Return the error that says that a key has no counterpart."""
         return PlanError(
             reason or f"train.{key} has no counterpart in {self.framework}",
             where=self.spec.written_at(f"train.{key}"),
@@ -62,7 +62,7 @@ class FrameworkSettings:
                 raise self.refused(key)
 
     def mesh(self) -> tuple[str, Degrees]:
-        """Name of the strategy (mesh when degrees are given) and what it means for these workers.
+        """Return name of the strategy (mesh when degrees are given) and what it means for these workers.
 
         Raises:
             PlanError: the workers cannot be divided so.
@@ -95,7 +95,7 @@ class FrameworkSettings:
 
 
 def settings_for(spec: Spec, framework: str, *, workers: int, per_node: int) -> FrameworkSettings:
-    """What a spec sets, for a framework of this name to take."""
+    """Return what a spec sets, for a framework of this name to take."""
     return FrameworkSettings(
         spec=spec, framework=framework, workers=workers, per_node=per_node, remaining=dict(spec.settings)
     )

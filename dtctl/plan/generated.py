@@ -19,7 +19,7 @@ LOCAL_RANK_ARGUMENT = "--local_rank"
 
 
 def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, slots_known: bool) -> Generated:
-    """What the framework of a job is given.
+    """Return what the framework of a job is given.
 
     Args:
         spec: the spec.

@@ -26,7 +26,7 @@ class Generated:
     args: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     runtime: bool = False
-    """Whether it is dtctl.runtime that reads `train:`."""
+    """True if it is dtctl.runtime that reads `train:`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ class Plan:
     threads: Threads | None = None
     """Of each worker; None: they are not counted from the nodes' cores, or not yet."""
     live: bool = False
-    """Whether lost workers are replaced while the others stay."""
+    """True if lost workers are replaced while the others stay."""
     secrets: tuple[str, ...] = ()
     """Names of variables whose values are read on the control machine at launch and never written down."""
     spec_digest: str = ""
@@ -161,7 +161,7 @@ class Plan:
 
     @property
     def per_worker(self) -> bool:
-        """Whether each worker is started by dtctl, and not by a program that is started once per node."""
+        """Return whether each worker is started by dtctl, and not by a program that is started once per node."""
         return self.kind in WORKER_KINDS
 
     @property
@@ -204,7 +204,7 @@ def place(slots: Mapping[str, int]) -> tuple[Placement, ...]:
 
 
 def world_size(placements: Sequence[Placement]) -> int:
-    """Number of workers of the job."""
+    """Return number of workers of the job."""
     return sum(placement.slots for placement in placements)
 
 

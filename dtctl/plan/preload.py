@@ -17,7 +17,7 @@ TRAINING = {"Trainer": f"{RUNTIME}.loop", "run": f"{RUNTIME}.main"}
 
 
 def modules_of(source: str) -> tuple[str, ...]:
-    """The modules worth importing beforehand among those that a script imports at its top level.
+    """Return the modules worth importing beforehand among those that a script imports at its top level.
 
     Empty for a script that is not Python: whoever runs it will say so.
     """

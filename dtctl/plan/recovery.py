@@ -16,13 +16,13 @@ class Recovery:
     """What happens when a worker is lost."""
 
     live: bool
-    """Whether it is replaced while the others stay."""
+    """True if it is replaced while the others stay."""
     note: str
     """That, for people; empty for what is no training with dtctl.runtime."""
 
 
 def recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery:
-    """What `job.recovery` comes to. The workers look further: what their program keeps decides, too.
+    """Return what `job.recovery` comes to. The workers look further: what their program keeps decides, too.
 
     Raises:
         PlanError: the spec wants lost workers to be replaced, and this kind of run cannot do it.
@@ -57,7 +57,7 @@ def _restart_note(spec: Spec, obstacle: str, workers: int) -> str:
 
 
 def _obstacle(spec: Spec, kind: Kind, *, workers: int) -> tuple[str, str]:
-    """Why not, and what to do about it; empty if it can be done."""
+    """Return why not, and what to do about it; empty if it can be done."""
     train = spec.settings
     if spec.is_plain:
         why = f"nothing in the job watches the workers: {spec.plain_reason}"

@@ -33,7 +33,7 @@ def port_candidates(run: str, attempt: int, fixed: int | None) -> tuple[int, ...
 
 
 def is_numeric(address: str) -> bool:
-    """Whether `address` needs no look-up."""
+    """Return whether `address` needs no look-up."""
     try:
         ip_address(address)
     except ValueError:
@@ -67,5 +67,5 @@ def check_reachable(address: str, *, node: str, nodes: int) -> None:
 
 
 def rendezvous(run: str, attempt: int, *, address: str, port: int) -> Rendezvous:
-    """The meeting point of one attempt."""
+    """Return the meeting point of one attempt."""
     return Rendezvous(run_id=rendezvous_id(run, attempt), address=address, port=port)

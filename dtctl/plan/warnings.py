@@ -125,7 +125,7 @@ def _names_nodes(spec: Spec) -> bool:
 
 
 def _scarce_cores(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) -> str:
-    """A sentence if a job of Slurm asks for GPUs and not for cores, of which most sites then give one a task."""
+    """Return a sentence if a job of Slurm asks for GPUs and not for cores, of which most sites then give one a task."""
     slurm = spec.slurm
     said = ("cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus")
     if slurm is None or slurm.cpus_per_task or slurm.exclusive or any(key in slurm.extra for key in said):

@@ -21,12 +21,12 @@ def builtin_templates() -> Path:
 
 
 def template_folders(base_dir: Path) -> tuple[Path, ...]:
-    """Where to look for a template of a spec that lies in `base_dir`, in order."""
+    """Return where to look for a template of a spec that lies in `base_dir`, in order."""
     return (base_dir / USER_FOLDER, builtin_templates())
 
 
 def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
-    """The text of template `name`, taken from the first folder that has it.
+    """Return the text of template `name`, taken from the first folder that has it.
 
     Templates that are not dtctl's own are rendered in a process with limits of memory and time.
 
@@ -48,7 +48,7 @@ def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) 
 
 
 def node_script(plan: Plan, node: NodePlan, *, base_dir: Path) -> str:
-    """The script that `node` runs.
+    """Return the script that `node` runs.
 
     Args:
         plan: the attempt.

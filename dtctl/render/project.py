@@ -30,7 +30,7 @@ class Template:
 
 
 def templates() -> list[Template]:
-    """All templates, by name."""
+    """Return all templates, by name."""
     root = builtin_templates() / "init"
     available = []
     for folder in sorted(root.iterdir()):

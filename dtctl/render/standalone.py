@@ -11,7 +11,7 @@ from dtctl import node_facts
 
 
 def standalone(program: Path) -> str:
-    """The text of a Python program that imports nothing but the standard library.
+    """Return the text of a Python program that imports nothing but the standard library.
 
     Args:
         program: its file; of dtctl it may import names of `dtctl.node_facts`.
@@ -40,7 +40,7 @@ def standalone(program: Path) -> str:
 
 @functools.cache
 def _facts() -> tuple[dict[str, ast.stmt], str]:
-    """What `dtctl.node_facts` has, by name, and its text."""
+    """Return what `dtctl.node_facts` has, by name, and its text."""
     text = Path(node_facts.__file__).read_text(encoding="utf-8")
     definitions: dict[str, ast.stmt] = {}
     for node in ast.parse(text).body:
@@ -54,7 +54,7 @@ def _facts() -> tuple[dict[str, ast.stmt], str]:
 
 
 def _needed(name: str) -> Iterator[str]:
-    """A name and all that its definition uses."""
+    """Yield a name and all that its definition uses."""
     facts, _ = _facts()
     yield name
     for node in ast.walk(facts[name]):

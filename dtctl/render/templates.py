@@ -74,7 +74,7 @@ def _is_still(path: Path, mtime: int) -> bool:
 
 
 def _poured(template: Template, values: Mapping[str, object]) -> str:
-    """A template's text, of limited length."""
+    """Return a template's text, of limited length."""
     chunks, size = [], 0
     for piece in template.generate(values):
         chunks.append(piece)

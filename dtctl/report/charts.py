@@ -82,7 +82,7 @@ SILENT = ("time", "slowest_rank", "fullest_rank")
 
 
 def charts(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
-    """All plots of these runs, as the page's script takes them."""
+    """Return all plots of these runs, as the page's script takes them."""
     drafts = [_goodput(runs)] if any(run.metrics for run in runs) else []
     handled = set(SILENT)
     tables = [run.metrics for run in runs]
@@ -144,7 +144,7 @@ def _short(value: float) -> float | None:
 
 
 def _step_at(run: RunFacts, time_s: float) -> float:
-    """The last step that was logged before a time and still counts."""
+    """Return the last step that was logged before a time and still counts."""
     times = run.metrics.curves.get("time") if run.metrics else None
     if times is None:
         return 0.0
@@ -172,7 +172,7 @@ def _goodput(runs: Sequence[RunFacts]) -> dict[str, Any]:
 def goodput(
     metrics: MetricsTable, started: float, *, total: float | None = None, length_s: float = 0.0
 ) -> Curve | None:
-    """The share of time spent on steps that count, by seconds since the start, in percent.
+    """Return the share of time spent on steps that count, by seconds since the start, in percent.
 
     Steps that had to be done again are not in metrics.jsonl any more, so what is there is what counts; those of an
     earlier run, which this one continues, are not this one's.

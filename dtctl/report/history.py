@@ -81,12 +81,12 @@ class History:
     """Node -> how often it was the first to fail."""
 
     def of(self, *kinds: str) -> list[Mark]:
-        """The marks of these kinds."""
+        """Return the marks of these kinds."""
         return [mark for mark in self.marks if mark.kind in kinds]
 
 
 def history_of(events: Iterable[Event], *, began: float, length_s: float) -> History:
-    """The course of a run.
+    """Return the course of a run.
 
     Args:
         events: as events.jsonl has them.

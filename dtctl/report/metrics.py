@@ -74,7 +74,7 @@ class MetricsTable:
 
 
 def read(path: Path) -> MetricsTable | None:
-    """The metrics of a run; None when there are none.
+    """Return the metrics of a run; None when there are none.
 
     Raises:
         LaunchError: the file is there and cannot be read.
@@ -94,7 +94,7 @@ def read(path: Path) -> MetricsTable | None:
 
 
 def _short(path: Path) -> MetricsTable:
-    """Every line in full."""
+    """Return every line in full."""
     columns: dict[str, Column] = {}
     rows = damaged = 0
     with path.open("rb") as file:
@@ -123,7 +123,7 @@ def _add(columns: dict[str, Column], row: Mapping[str, Any], *, without: Collect
 
 
 def _float(value: float | None) -> float:
-    """A value as a curve has it; what is too large for that has left the scale."""
+    """Return a value as a curve has it; what is too large for that has left the scale."""
     try:
         return math.nan if value is None else float(value)
     except OverflowError:
@@ -156,7 +156,7 @@ class _Form:
 
 
 def _form(lines: Sequence[bytes]) -> _Form | None:
-    """The form of most lines; None if they do not begin with what is watched, as dtctl.runtime writes it."""
+    """Return the form of most lines; None if they do not begin with what is watched, as dtctl.runtime writes it."""
     shapes = Counter(tuple(row) for row in map(parse_row, lines) if row)
     keys = shapes.most_common(1)[0][0] if shapes else ()
     watched = tuple(key for key in keys if key in WATCHED)
@@ -225,7 +225,7 @@ def _long(path: Path) -> MetricsTable:
 
 
 def _part(path: Path, form: _Form, begin: int, end: int, size: int) -> _Part:
-    """The lines that begin between two places in the file, in blocks of about `size` bytes."""
+    """Return the lines that begin between two places in the file, in blocks of about `size` bytes."""
     part = _Part({name: [] for name in form.watched})
     for block in _blocks(path, begin, end, size):
         count = block.count("\n")
@@ -247,7 +247,7 @@ def _part(path: Path, form: _Form, begin: int, end: int, size: int) -> _Part:
 
 
 def _blocks(path: Path, begin: int, end: int, size: int) -> Iterator[str]:
-    """The lines that begin from `begin` on and before `end`, some at a time."""
+    """Yield the lines that begin from `begin` on and before `end`, some at a time."""
     with path.open("rb") as file:
         if begin:
             file.seek(begin - 1)
@@ -259,7 +259,7 @@ def _blocks(path: Path, begin: int, end: int, size: int) -> Iterator[str]:
 
 
 def _watched(block: str, count: int, form: _Form) -> list[list[float]]:
-    """The watched values of all lines that are whole."""
+    """Return the watched values of all lines that are whole."""
     matches = form.usual.findall(block)
     if len(matches) == count:
         try:
@@ -305,7 +305,7 @@ def _sorted(values: Sequence[float], most: int = 100_000) -> tuple[float, ...]:
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:
-    """The value that `share` of them do not exceed (nearest rank); NaN of nothing."""
+    """Return the value that `share` of them do not exceed (nearest rank); NaN of nothing."""
     if not ascending:
         return math.nan
     return ascending[min(len(ascending) - 1, max(0, math.ceil(share * len(ascending)) - 1))]

@@ -33,7 +33,7 @@ PHASE_NAMES = {
 
 
 def page(runs: Sequence[RunFacts], *, now: float) -> str:
-    """The report of one run, or of several beside each other.
+    """Return the report of one run, or of several beside each other.
 
     Args:
         runs: at least one; the first is described in full.
@@ -66,7 +66,7 @@ def advice_page(
     title: str, verdict: str, reasons: Sequence[str], *, parts: Sequence[str], rows: Sequence[Bar], budget: float,
     now: float,
 ) -> str:  # fmt: skip
-    """The advisor's choices as bars of memory, the best first.
+    """Return the advisor's choices as bars of memory, the best first.
 
     Args:
         title: model and machines.
@@ -83,7 +83,7 @@ def advice_page(
 
 
 def render(name: str, values: Mapping[str, Any], data: Mapping[str, Any], *, now: float) -> str:
-    """A template of a page, filled in.
+    """Return a template of a page, filled in.
 
     Args:
         name: of the template.
@@ -112,7 +112,7 @@ def render(name: str, values: Mapping[str, Any], data: Mapping[str, Any], *, now
 
 
 def card(run: RunFacts, number: int) -> dict[str, Any]:
-    """What the page says of one run, as text."""
+    """Return what the page says of one run, as text."""
     state, plan, ledger = run.state, run.plan, run.state.ledger or LedgerFacts()
     nodes = [node["name"] for node in plan.get("nodes", [])]
     return {
@@ -143,7 +143,7 @@ def card(run: RunFacts, number: int) -> dict[str, Any]:
 
 
 def verdict(run: RunFacts) -> str:
-    """What became of the run and why, in a sentence or two."""
+    """Return what became of the run and why, in a sentence or two."""
     earlier = run.info.resumes
     return f"{_ending(run)} Continues run {earlier}{_first_step(run)}." if earlier else _ending(run)
 
@@ -179,7 +179,7 @@ def _ending(run: RunFacts) -> str:
 
 
 def tiles(run: RunFacts) -> list[tuple[str, str, str]]:
-    """The figures to see first: name, value, what it is beside."""
+    """Return the figures to see first: name, value, what it is beside."""
     state, ledger, metrics = run.state, run.state.ledger or LedgerFacts(), run.metrics
     items = [("wall time", clock(state.duration_s), _count(len(run.history.of("restart")) + 1, "attempt"))]
     goodput = ledger.goodput
@@ -254,7 +254,7 @@ def _last(metrics: MetricsTable, key: str) -> float | None:
 
 
 def _not_since(metrics: MetricsTable, key: str) -> int | None:
-    """The first step of those at the end that have no number; None without any line."""
+    """Return the first step of those at the end that have no number; None without any line."""
     curve, first = metrics.curves.get(key), None
     for step, value in zip(reversed(curve.steps), reversed(curve.values), strict=True) if curve else ():
         if math.isfinite(value):
@@ -274,7 +274,7 @@ def _greatest(metrics: MetricsTable, key: str) -> float:
 
 
 def phases(ledger: LedgerFacts) -> list[dict[str, Any]]:
-    """Where the time went: every phase that took any, with its share."""
+    """Return where the time went: every phase that took any, with its share."""
     seconds = ledger.phases_s
     total = sum(seconds.values())
     if total <= 0:
@@ -287,7 +287,7 @@ def phases(ledger: LedgerFacts) -> list[dict[str, Any]]:
 
 
 def lanes(run: RunFacts) -> list[dict[str, Any]]:
-    """The timeline: a lane for each node, places in percent of the run's length."""
+    """Return the timeline: a lane for each node, places in percent of the run's length."""
     history = run.history
     length = max(history.length_s, 1e-9)
     blamed = {mark.node for mark in history.of("failure", "restart")}
@@ -325,7 +325,7 @@ def _event(mark: Mark) -> dict[str, str]:
 
 
 def node_rows(run: RunFacts) -> list[dict[str, str]]:
-    """What is known of every node that took part."""
+    """Return what is known of every node that took part."""
     planned = {node["name"]: node for node in run.plan.get("nodes", [])}
     rows = []
     for node, state in run.history.nodes.items():
@@ -348,7 +348,7 @@ def node_rows(run: RunFacts) -> list[dict[str, str]]:
 
 
 def metrics_note(metrics: MetricsTable | None) -> str:
-    """How complete the plots are; why there are none."""
+    """Return how complete the plots are; why there are none."""
     if metrics is None:
         return (
             "This run has no metrics: its job does not train with dtctl.runtime, or ended before the first line of "
@@ -375,7 +375,7 @@ def differences(runs: Sequence[RunFacts]) -> list[tuple[str, list[str]]]:
 
 
 def clock(seconds: float) -> str:
-    """A time span for people: 7.2 s, 12:34, 3:04:05."""
+    """Return a time span for people: 7.2 s, 12:34, 3:04:05."""
     if seconds < 60:
         return f"{max(0.0, seconds):.1f} s"
     hours, minutes = divmod(int(seconds) // 60, 60)

@@ -52,7 +52,7 @@ class RunFacts:
 
 
 def facts(record: RunRecord) -> RunFacts:
-    """All that a report says of a run.
+    """Return all that a report says of a run.
 
     Raises:
         LaunchError: the folder is not that of a run, or its metrics cannot be read.
@@ -90,7 +90,7 @@ def _text(path: Path) -> str:
 
 
 def flat(text: str) -> dict[str, str]:
-    """The spec as dotted keys; none when it is not YAML."""
+    """Return the spec as dotted keys; none when it is not YAML."""
     try:
         document = positions.parse(text, source="")
     except SpecError:
@@ -109,7 +109,7 @@ def flat(text: str) -> dict[str, str]:
 
 
 def environment(plan: Mapping[str, Any]) -> tuple[ReportedVariable, ...]:
-    """Every variable of every node, those with the same value together."""
+    """Return every variable of every node, those with the same value together."""
     nodes = plan.get("nodes", [])
     nodes_by_setting: dict[tuple[str, str, str], list[str]] = {}
     for node in nodes:
@@ -124,7 +124,7 @@ def environment(plan: Mapping[str, Any]) -> tuple[ReportedVariable, ...]:
 
 
 def check_out(path: Path, *, option: str = "-o") -> Path:
-    """The file to write for `path`, which may be a link to it.
+    """Return the file to write for `path`, which may be a link to it.
 
     Raises:
         UsageError: it is a folder, or in none.

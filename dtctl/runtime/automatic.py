@@ -74,7 +74,7 @@ class Subject:
 
 
 def settle(config: TrainConfig, worker: Worker, subject: Subject, folder: Place) -> Settled:
-    """The strategy that auto means here, or the one that the configuration names; collective over all workers.
+    """Return the strategy that auto means here, or the one that the configuration names; collective over all workers.
 
     Args:
         config: of the training.
@@ -118,7 +118,7 @@ def settle(config: TrainConfig, worker: Worker, subject: Subject, folder: Place)
 
 
 def _asked(config: TrainConfig, worker: Worker, sizes: Batch) -> dict[str, Any]:
-    """What a choice is made for, JSON: while it is the same, the choice stands."""
+    """Return what a choice is made for, JSON: while it is the same, the choice stands."""
     return {
         "workers": worker.world_size,
         "micro_batch": sizes.micro,
@@ -130,7 +130,7 @@ def _asked(config: TrainConfig, worker: Worker, sizes: Batch) -> dict[str, Any]:
 
 
 def _before(folder: Place) -> dict[str, Any] | None:
-    """The step of the newest snapshot that lies on this node, and what its run had chosen."""
+    """Return the step of the newest snapshot that lies on this node, and what its run had chosen."""
     try:
         for step, path in layout.listing(folder):
             manifest = read.record(path).manifest
@@ -183,7 +183,7 @@ def _decide(
 
 
 def _verdict(config: TrainConfig, subject: Subject, setting: choice.TrainingSetting) -> choice.StrategyVerdict:
-    """The choice, with no closer look at the model than it needs."""
+    """Return the choice, with no closer look at the model than it needs."""
     sizes: dict[str, Any] = {}
     if isinstance(subject.model, nn.Module):
         sizes = _sizes(subject.model, config)
@@ -206,7 +206,7 @@ def _verdict(config: TrainConfig, subject: Subject, setting: choice.TrainingSett
 
 
 def _sizes(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
-    """What is known of a model that was not run."""
+    """Return what is known of a model that was not run."""
     parts = blocks.find(model, config.blocks)
     figures = look.sizes(model, parts.modules if parts else [model])
     try:
@@ -260,7 +260,7 @@ def _empty(model: nn.Module) -> None:
 
 
 def _model(figures: Mapping[str, Any], config: TrainConfig) -> Model:
-    """The figures, with what the blocks keep that are computed again."""
+    """Return the figures, with what the blocks keep that are computed again."""
     model, every = from_inspection(figures, name="model"), config.checkpointing
     if isinstance(every, int) and every > 1:
         model = dataclasses.replace(model, block_kept=((every - 1) * model.block_kept + model.block_input) / every)
@@ -274,7 +274,7 @@ def _recompute(config: TrainConfig) -> Recompute:
 
 
 def _recipe(config: TrainConfig, worker: Worker) -> Recipe:
-    """How this training holds a model; an optimizer of the script's own is taken to have the state of AdamW."""
+    """Return how this training holds a model; an optimizer of the script's own is taken to have the state of AdamW."""
     recipe = dataclasses.replace(
         RUNTIME.with_optimizer(config.optimizer, momentum=bool(config.momentum)),
         average_bytes=4 if config.ema else 0,

@@ -35,7 +35,7 @@ class Best:
 
     @property
     def steps(self) -> list[int]:
-        """Those whose snapshots are kept, the best first."""
+        """Return those whose snapshots are kept, the best first."""
         return [step for _, step in self._seen[: self._keep]]
 
     def take(self, step: int, scores: Mapping[str, float]) -> bool:
@@ -59,7 +59,7 @@ class Best:
         return step in self.steps
 
     def state(self) -> dict[str, Any]:
-        """What a snapshot keeps; JSON."""
+        """Return what a snapshot keeps; JSON."""
         seen = [[self._sign * value, step] for value, step in self._seen]
         return {"metric": self._config.metric, "step": self.step, "value": self.value, "seen": seen}
 

@@ -51,7 +51,7 @@ def sum_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _as_strided(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same with places and values apart of what is sparse, such as gradients of an embedding."""
+    """Return the same with places and values apart of what is sparse, such as gradients of an embedding."""
     strided: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.layout is torch.sparse_coo:
@@ -89,7 +89,7 @@ def sum_part(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) 
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits as a vector of integers, in row-major order."""
+    """Return the bits as a vector of integers, in row-major order."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.resolve_neg().contiguous().reshape(-1)
@@ -97,7 +97,7 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _find_stretches(part: Shape, whole: Shape, offset: Shape) -> tuple[Places, int]:
-    """Where stretches of a part that are in one piece in the whole begin there, and how long each is."""
+    """Return where stretches of a part that are in one piece in the whole begin there, and how long each is."""
     # All dimensions behind the last divided one are in one piece with it.
     last = max((i for i, size in enumerate(part) if size != whole[i]), default=0)
     steps = [math.prod(whole[i + 1 :]) for i in range(len(whole))]

@@ -38,7 +38,7 @@ KEPT: Final = frozenset(
 
 
 def find(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by name.
+    """Return the blocks of a model by name.
 
     They are the members of its ModuleLists that hold parameters; without any, those children of its Sequentials of
     which there are at least two of one class.

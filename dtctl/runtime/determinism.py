@@ -21,7 +21,7 @@ VARIABLES: Final = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMI
 
 
 def is_wanted(config: TrainConfig, device_type: str) -> bool:
-    """Whether the configuration asks for deterministic kernels.
+    """Return whether the configuration asks for deterministic kernels.
 
     Args:
         config: of the training.

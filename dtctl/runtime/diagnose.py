@@ -26,7 +26,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def placement(model: nn.Module, batch: object = None) -> list[str]:
-    """What lies on another device than most of the model, or is not there at all.
+    """Return what lies on another device than most of the model, or is not there at all.
 
     Args:
         model: any module.

@@ -46,7 +46,7 @@ class Ema:
             torch._foreach_copy_(own, kept)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The averages by name of parameter; not copied."""
+        """Return the averages by name of parameter; not copied."""
         return dict(zip(self._names, self._average, strict=True))
 
     def load(self, state: Mapping[str, torch.Tensor] | None, *, absent_keys: Collection[str] = ()) -> None:

@@ -30,7 +30,7 @@ def evaluate(
     place: Coordinate | None = None,
     lockstep: bool = False,
 ) -> dict[str, float]:
-    """The mean of each score over all samples, each taken exactly once whatever the number of workers.
+    """Return the mean of each score over all samples, each taken exactly once whatever the number of workers.
 
     Args:
         model: not wrapped: workers may have different numbers of batches, and a wrapper may exchange data in each.

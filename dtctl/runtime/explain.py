@@ -54,7 +54,7 @@ KNOWN: Final = (
 
 
 def explained(error: BaseException) -> PlanError | None:
-    """The error in words of the spec; None if it is not known that a key resolves it."""
+    """Return the error in words of the spec; None if it is not known that a key resolves it."""
     text = str(error)
     for said, meaning, where, hint in KNOWN:
         if said in text:

@@ -194,7 +194,7 @@ class Trainer:
         self.balance = balance.Balance(mixtures, self.model, worker, self.place) if mixtures else None
 
     def _spread(self) -> Strategy:
-        """The model over the workers; collective."""
+        """Return the model over the workers; collective."""
         with self.worker.making_groups():
             return choose(self.config, self.worker, self.place.degrees, self.batch, self.model, self._probe)
 
@@ -423,7 +423,10 @@ class Trainer:
         self.step, self.position = stopped_at
 
     def _advance(self) -> bool:
-        """One optimizer step; False if it went back to a snapshot instead. Until the end the state is that before."""
+        """Return one optimizer step; False if it went back to a snapshot instead.
+
+        Until the end the state is that before.
+        """
         recovery.before_step(self)
         number = self.step + 1
         self.draws.begin(self.step)
@@ -484,7 +487,10 @@ class Trainer:
         self.is_torn = False
 
     def _attend(self, asked: StopRequest) -> bool:
-        """What is due after a step: evaluation, a line of metrics, a snapshot; whether all stop. May be repeated."""
+        """Return what is due after a step: evaluation, a line of metrics, a snapshot; whether all stop.
+
+        May be repeated.
+        """
         agreement, newest = self.agreement, self.newest
         assert agreement is not None and newest is not None  # noqa: S101, PT018  # for the type checker
         self.report.step(self.step)
@@ -564,7 +570,7 @@ class Trainer:
 
     @property
     def _is_held(self) -> bool:
-        """Whether nothing may be kept yet, since it is not known whether the resume is exact."""
+        """Return whether nothing may be kept yet, since it is not known whether the resume is exact."""
         return self.config.require_exact and self.recorder.is_pending
 
     def _is_evaluated(self, step: int) -> bool:
@@ -574,7 +580,7 @@ class Trainer:
         return step == self.steps or self._is_evaluated(step) or _due(step, self.config.log_every)
 
     def _probe(self, model: nn.Module) -> torch.Tensor:
-        """The loss of the first samples, the same on all workers; two show what a whole micro batch would."""
+        """Return the loss of the first samples, the same on all workers; two show what a whole micro batch would."""
         indices = np.arange(min(self.batch.micro, self.samples, 2), dtype=np.int64)
         loss = self.loss(model, datasets.to_device(self.feed.single(indices), self.worker.device))
         return loss[0] if isinstance(loss, tuple) else loss
@@ -692,7 +698,7 @@ class Trainer:
             raise
 
     def evaluate(self) -> dict[str, float]:
-        """The means of the scores over the validation set as `val_NAME`; collective over all workers."""
+        """Return the means of the scores over the validation set as `val_NAME`; collective over all workers."""
         if self.validation is None or self.score is None:
             raise PlanError("an evaluation needs both `validation` and `score`", where="Trainer")
         averaged = self.ema is not None and self.config.ema is not None and self.config.ema.evaluate
@@ -746,15 +752,18 @@ class Trainer:
         self._record_next_steps(memory.saver)
 
     def _newest_snapshot(self) -> resume.ResumePoint:
-        """The newest good snapshot, in memory or on disk; collective over all workers."""
+        """Return the newest good snapshot, in memory or on disk; collective over all workers."""
         return resume.find(self.folder, self.worker, memory=self.in_memory.folder if self.in_memory else None)
 
     def full_weights(self) -> dict[str, Any]:
-        """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""
+        """Return the whole model's state on rank 0, whatever the strategy; empty elsewhere.
+
+        Collective over all workers.
+        """
         return self.state.full_weights()
 
     def counters(self) -> dict[str, Any]:
-        """What a snapshot keeps of the loop itself; JSON."""
+        """Return what a snapshot keeps of the loop itself; JSON."""
         return {
             "position": self.position,
             "lineage": self.recorder.losses.lineage,
@@ -789,7 +798,7 @@ class Trainer:
 
     @property
     def state(self) -> TrainingState:
-        """What snapshots hold beside the counters of the loop."""
+        """Return what snapshots hold beside the counters of the loop."""
         return TrainingState(
             model=self.model,
             optimizer=self.optimizer,
@@ -913,7 +922,7 @@ class Trainer:
         return list(dict.fromkeys(phrase for phrases in reports for phrase in phrases))
 
     def _warm_up(self) -> dict[str, Any]:
-        """A pass that is thrown away, if the strategy needs one: it changes gradients, buffers and random state.
+        """Return a pass that is thrown away, if the strategy needs one: it changes gradients, buffers and random state.
 
         Returns:
             What the program had before.

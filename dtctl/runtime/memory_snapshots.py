@@ -38,7 +38,7 @@ MOST_FAILED: Final = 3
 
 
 def folder() -> Path:
-    """Where this node keeps them.
+    """Return where this node keeps them.
 
     Raises:
         PlanError: nobody would remove them, or the node has no file system in memory.
@@ -97,7 +97,7 @@ class MemorySnapshots:
         )  # fmt: skip
 
     def is_due(self, step: int) -> bool:
-        """Whether one is to be made after this step."""
+        """Return whether one is to be made after this step."""
         begun = 0 if self._last is None else self._last[0]
         return not self.is_off and step - begun >= self._every
 

@@ -13,7 +13,7 @@ from dtctl.train.config import TrainConfig
 
 
 def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that the configuration asks for, over all parameters that want a gradient.
+    """Return the optimizer that the configuration asks for, over all parameters that want a gradient.
 
     The default betas are those of most language models since Brown et al. 2020, appendix B. Matrices decay, vectors
     do not: decay on biases and norms costs accuracy (He et al. 2019, section 3.1).
@@ -43,7 +43,7 @@ def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def schedule(config: TrainConfig, steps: int) -> Callable[[int], float]:
-    """The learning rate of each step, from 0 to `steps` - 1.
+    """Return the learning rate of each step, from 0 to `steps` - 1.
 
     It rises linearly over `warmup_steps`, the last of which has `lr`, and then falls to `min_lr` at the last step;
     under wsd by the root of the steps done, which Haegele et al. 2024 (arXiv 2405.18392) found better than a line.
@@ -100,7 +100,7 @@ class LearningRate:
         self._schedule = schedule(self._config, steps)
 
     def __call__(self, step: int) -> float:
-        """The rate of a step, from 0, that a group with `lr` has."""
+        """Return the rate of a step, from 0, that a group with `lr` has."""
         return (self.own or self._schedule)(step) * self.factor
 
     def set(self, step: int) -> float:

@@ -53,7 +53,7 @@ class LossScale:
         return explained
 
     def state(self) -> dict[str, float]:
-        """What a snapshot keeps; JSON."""
+        """Return what a snapshot keeps; JSON."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load(self, state: Mapping[str, float]) -> None:

@@ -47,10 +47,10 @@ class ResumePoint:
     chosen: Chosen
     """What has been read of it, by whom."""
     is_in_memory: bool = False
-    """Whether it lies in the memory of the nodes."""
+    """True if it lies in the memory of the nodes."""
 
     def parts(self, model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) -> dict[str, Any]:
-        """Its parts, once, as far as this worker needs them; collective over all workers.
+        """Return its parts, once, as far as this worker needs them; collective over all workers.
 
         Args:
             model: as this worker has it.
@@ -61,7 +61,7 @@ class ResumePoint:
 
 
 def find(folder: Place, worker: Worker, *, memory: Path | None = None) -> ResumePoint:
-    """The newest snapshot that all workers together can read and verify.
+    """Return the newest snapshot that all workers together can read and verify.
 
     Those on disk are not read if one in memory is as new as the newest that was committed there.
 
@@ -122,7 +122,7 @@ def marker(folder: Place, progress: Progress) -> Callable[[int], None]:
 
 
 def _committed(folder: Place, worker: Worker) -> int:
-    """The newest step of this run that anybody knows to be on disk; 0 for none. Collective over all workers."""
+    """Return the newest step of this run that anybody knows to be on disk; 0 for none. Collective over all workers."""
     mine = int(os.environ.get(names.COMMITTED_STEP, "0"))
     with contextlib.suppress(OSError, ValueError, KeyError):
         kept = json.loads((Path(os.environ[names.RUN_DIR]) / MARKER).read_text())
@@ -148,7 +148,7 @@ def _require_beginning(folder: Place, worker: Worker) -> None:
 
 
 def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker, late: Collection[str]) -> Wanted:
-    """What a worker needs: its own stretch of what it has of model and optimizer, and of other parts all."""
+    """Return what a worker needs: its own stretch of what it has of model and optimizer, and of other parts all."""
     own, parameters = model.state_dict(), dict(model.named_parameters())
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
@@ -171,12 +171,12 @@ def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker, 
 
 
 def sizes(asked: Batch, used: Batch) -> dict[str, list[int]]:
-    """What a snapshot keeps of the sizes of a batch: those asked for, and those that memory allowed; JSON."""
+    """Return what a snapshot keeps of the sizes of a batch: those asked for, and those that memory allowed; JSON."""
     return {name: [of.micro, of.accumulate, of.parts] for name, of in (("asked", asked), ("used", used))}
 
 
 def batch(config: TrainConfig, asked: Batch, facts: Mapping[str, Any]) -> tuple[Batch, float]:
-    """The sizes of a batch to go on with, and what to multiply the learning rate with.
+    """Return the sizes of a batch to go on with, and what to multiply the learning rate with.
 
     If the same is asked for as before: what memory allowed then. If only the number of workers is another: what
     `on_resize` says. Else what is asked for.
@@ -201,7 +201,7 @@ def batch(config: TrainConfig, asked: Batch, facts: Mapping[str, Any]) -> tuple[
 
 
 def _keeping(total: int, asked: Batch) -> Batch:
-    """The sizes that make this global batch, in passes no larger than asked for."""
+    """Return the sizes that make this global batch, in passes no larger than asked for."""
     parts = asked.parts
     if total % parts:
         workers = f"{parts} workers" if not asked.shares else f"shares of {parts}"

@@ -21,7 +21,7 @@ from dtctl.train.config import SnapshotConfig
 
 
 def folder(config: SnapshotConfig, environ: Mapping[str, str]) -> Place:
-    """Where the snapshots of a run lie.
+    """Return where the snapshots of a run lie.
 
     Raises:
         SpecError: at a URL of a kind that is not known, or with a password in it.
@@ -31,14 +31,14 @@ def folder(config: SnapshotConfig, environ: Mapping[str, str]) -> Place:
 
 
 def is_in_pieces(config: SnapshotConfig, *, sharded_state: bool) -> bool:
-    """Whether each of several workers writes what it has."""
+    """Return whether each of several workers writes what it has."""
     return sharded_state if config.layout == "auto" else config.layout == "sharded"
 
 
 def saver(
     config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Module, *, progress: Progress, sharded_state: bool
 ) -> Saver:
-    """What writes the snapshots of a training; collective over all workers.
+    """Return what writes the snapshots of a training; collective over all workers.
 
     Args:
         config: when and where.

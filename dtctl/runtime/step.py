@@ -52,9 +52,9 @@ class StepResult:
     mean: float | None = None
     """Mean loss of all workers; known before the line is written where a worker may be lost in between and replaced."""
     is_taken: bool = True
-    """Whether the optimizer has made its step; not if the gradient was not finite."""
+    """True if the optimizer has made its step; not if the gradient was not finite."""
     is_logged: bool = False
-    """Whether the step has a line of metrics."""
+    """True if the step has a line of metrics."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class Step:
         return 1.0 if scale is None else scale.scale / self.replicas
 
     def read(self, index: int) -> Any:
-        """The micro batch of that number, on the worker's device; a stand-in for an empty one.
+        """Return the micro batch of that number, on the worker's device; a stand-in for an empty one.
 
         The peers expect this worker's part of every exchange.
         """
@@ -136,16 +136,16 @@ class Step:
         return datasets.to_device(batch, self.passes.worker.device)
 
     def first_alone(self) -> Any:
-        """The first micro batch, read out of turn, on the worker's device."""
+        """Return the first micro batch, read out of turn, on the worker's device."""
         indices = self.micro_batches[0] if len(self.micro_batches[0]) else self.schedule.stand_in
         return datasets.to_device(self.passes.feed.single(indices), self.passes.worker.device)
 
     def stand_in(self) -> Any:
-        """A micro batch for a pass that does not count, on the worker's device."""
+        """Return a micro batch for a pass that does not count, on the worker's device."""
         return datasets.to_device(self.passes.feed.single(self.schedule.stand_in), self.passes.worker.device)
 
     def loss(self, model: nn.Module, batch: Any, samples: int, weight: float) -> torch.Tensor:
-        """The mean loss of a micro batch; a loss with weights is divided by the samples, and the weight noted.
+        """Return the mean loss of a micro batch; a loss with weights is divided by the samples, and the weight noted.
 
         Args:
             model: what the loss function is called with.

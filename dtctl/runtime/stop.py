@@ -32,7 +32,7 @@ class Outcome(Enum):
 
     @property
     def exit_code(self) -> int:
-        """What the worker's process should end with."""
+        """Return what the worker's process should end with."""
         return self.value
 
 
@@ -44,7 +44,7 @@ class StopRequest:
         self._granted = False
 
     def granted(self) -> Outcome:
-        """All workers stop, this one too whether it was asked itself or not; how its training ends.
+        """Return all workers stop, this one too whether it was asked itself or not; how its training ends.
 
         From now on it has only to end, with the exit code that says so: a launcher that sees its peers end sends
         SIGTERM to whoever is not through yet.

@@ -17,7 +17,7 @@ Weighted = tuple[torch.Tensor, torch.Tensor | float]
 
 
 def correction(weights: list[torch.Tensor], samples: int, worker: Worker, *, copies: int = 1) -> torch.Tensor:
-    """What to multiply a gradient with that was divided by the number of samples instead; collective.
+    """Return what to multiply a gradient with that was divided by the number of samples instead; collective.
 
     Args:
         weights: of this worker's passes; scalars on its device.

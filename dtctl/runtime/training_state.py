@@ -39,10 +39,10 @@ class TrainingState:
     stream: int
     """The rank whose random numbers this worker draws."""
     elastic: bool
-    """Whether the program may keep nothing that depends on what its worker has seen."""
+    """True if the program may keep nothing that depends on what its worker has seen."""
 
     def collect(self, *, in_pieces: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The parts of a snapshot, and facts about them; collective over all workers.
+        """Return the parts of a snapshot, and facts about them; collective over all workers.
 
         Args:
             in_pieces: each worker gives what it has; else rank 0 gives all, and the others nothing.
@@ -98,13 +98,16 @@ class TrainingState:
         return differing
 
     def full_weights(self) -> dict[str, Any]:
-        """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""
+        """Return the whole model's state on rank 0, whatever the strategy; empty elsewhere.
+
+        Collective over all workers.
+        """
         spread = self.strategy.sharded_state
         own = dict(self.model.state_dict()) if spread or self.worker.is_first else {}
         return (gathered(own, self.worker) or {}) if spread else own
 
     def _local(self, *, in_pieces: bool) -> tuple[dict[str, Any], list[str]]:
-        """What the program keeps beside model and optimizer, once if all workers have the same; collective.
+        """Return what the program keeps beside model and optimizer, once if all workers have the same; collective.
 
         Returns:
             What this worker gives to the snapshot, and the paths of what cannot be kept, on any.
@@ -146,7 +149,7 @@ class TrainingState:
         return parts
 
     def _whole(self) -> dict[str, Any]:
-        """All there is, on rank 0, and nothing elsewhere; collective over all workers."""
+        """Return all there is, on rank 0, and nothing elsewhere; collective over all workers."""
         worker, spread, tree = self.worker, self.strategy.sharded_state, dict[str, Any]()
         if spread or worker.is_first:
             tree = state.optimizer_tree(self.model, self.optimizer, self.configured)

@@ -65,7 +65,7 @@ def check_requirements() -> None:
 
 
 def find(name: str) -> Sandbox | None:
-    """The sandbox of this name if it is up."""
+    """Return the sandbox of this name if it is up."""
     sandbox = layout.load(layout.state_dir(name))
     if sandbox is None or node_facts.start_ticks(sandbox.keeper) != sandbox.keeper_started:
         return None
@@ -90,7 +90,7 @@ def up(name: str, *, nodes: int, with_slurm: bool = False) -> Sandbox:
 
 
 def up_or_running(name: str, *, nodes: int) -> Sandbox:
-    """The sandbox of this name, started if it is not up; concurrent callers get the same one.
+    """Return the sandbox of this name, started if it is not up; concurrent callers get the same one.
 
     Raises:
         SandboxError: as `up`.
@@ -273,7 +273,7 @@ def namespace_flags(sandbox: Sandbox, *, mounts: bool = True) -> list[str]:
 
 
 def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> list[str]:
-    """The argv that runs `command` on a host as its login user, in its home.
+    """Return the argv that runs `command` on a host as its login user, in its home.
 
     Raises:
         SandboxError: the host is switched off.
@@ -299,7 +299,7 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
 
 
 def is_on(node: SandboxNode) -> bool:
-    """Whether a host runs. Its init's id may be that of another process by now, which is not to be touched."""
+    """Return whether a host runs. Its init's id may be that of another process by now, which is not to be touched."""
     return bool(node.pid) and node_facts.start_ticks(node.pid) == node.started
 
 

@@ -109,7 +109,7 @@ def limit(sandbox: Sandbox, node: SandboxNode, *, rate: str, peer: SandboxNode |
 
 
 def _burst(rate: str) -> str:
-    """What a bucket has to hold, in bytes: all that is due while a busy machine lets its timers wait."""
+    """Return what a bucket has to hold, in bytes: all that is due while a busy machine lets its timers wait."""
     number = rate.rstrip("bitkmgKMG")
     unit = {"k": 1e3, "m": 1e6, "g": 1e9}.get(rate[len(number) : len(number) + 1].lower(), 1.0)
     try:
@@ -161,7 +161,7 @@ def fill_disk(sandbox: Sandbox, node: SandboxNode, *, path: str, size: str) -> N
 
 
 def _administrator(sandbox: Sandbox, node: SandboxNode) -> list[str]:
-    """The beginning of an argv that runs on a host with all rights there."""
+    """Return the beginning of an argv that runs on a host with all rights there."""
     return ["nsenter", "--target", str(node.pid), *control.namespace_flags(sandbox)]
 
 
@@ -201,7 +201,7 @@ def _unmount_disks(sandbox: Sandbox, node: SandboxNode) -> None:
 
 
 def recorded(sandbox: Sandbox) -> list[str]:
-    """The faults in force, as people wrote them."""
+    """Return the faults in force, as people wrote them."""
     try:
         faults: list[str] = json.loads((sandbox.state / FAULTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -92,7 +92,7 @@ def _write_key(path: Path) -> str:
 
 
 def _passwd(uid: int, home: Path) -> str:
-    """The machine's /etc/passwd with a plain shell and another home for the login user.
+    """Return the machine's /etc/passwd with a plain shell and another home for the login user.
 
     A shell that reads start-up files (pyenv, conda) would cost more than the SSH connection, on every command.
     """

@@ -54,7 +54,7 @@ class Sandbox:
     keeper_started: int
     """When it started, in clock ticks since boot: with the id, this tells it from a later process of the same id."""
     rootless: bool
-    """Whether the network is in a private world that only the keeper can reach."""
+    """True if the network is in a private world that only the keeper can reach."""
     user: str
     """Login user on every host."""
     bridge: str
@@ -62,7 +62,7 @@ class Sandbox:
     """This machine's address on the hosts' network."""
     nodes: tuple[SandboxNode, ...]
     slurm: bool = False
-    """Whether the hosts are a Slurm cluster."""
+    """True if the hosts are a Slurm cluster."""
 
     @property
     def state(self) -> Path:
@@ -85,7 +85,7 @@ class Sandbox:
         return self.state / "self" / "home"
 
     def peer(self, name: str) -> SandboxNode:
-        """The other side of a fault: a host, or `control`, which is this machine as the hosts see it.
+        """Return the other side of a fault: a host, or `control`, which is this machine as the hosts see it.
 
         Raises:
             SandboxError: there is none of this name.
@@ -95,7 +95,7 @@ class Sandbox:
         return self.node(name)
 
     def node(self, name: str) -> SandboxNode:
-        """The host of this name.
+        """Return the host of this name.
 
         Raises:
             SandboxError: there is none.
@@ -108,7 +108,7 @@ class Sandbox:
 
 
 def default_name() -> str:
-    """The sandbox that commands mean when none is named."""
+    """Return the sandbox that commands mean when none is named."""
     return os.environ.get("DTCTL_SANDBOX", "default")
 
 
@@ -133,12 +133,12 @@ def tag(state: Path) -> str:
 
 
 def bridge_name(state: Path) -> str:
-    """Name of the bridge; interfaces may have 15 characters."""
+    """Return name of the bridge; interfaces may have 15 characters."""
     return f"dt{tag(state)}"
 
 
 def link_name(state: Path, index: int) -> str:
-    """Name of the bridge's end of a host's cable."""
+    """Return name of the bridge's end of a host's cable."""
     return f"dt{tag(state)}n{index}"
 
 
@@ -149,7 +149,7 @@ def mac_address(state: Path, index: int) -> str:
 
 
 def choose_network(state: Path, taken: Iterable[str]) -> ipaddress.IPv4Network:
-    """A /24 of 10.0.0.0/8 that overlaps none of `taken`; the same for the same sandbox if it is free.
+    """Return a /24 of 10.0.0.0/8 that overlaps none of `taken`; the same for the same sandbox if it is free.
 
     Raises:
         SandboxError: everything is taken.
@@ -178,7 +178,7 @@ def save(sandbox: Sandbox) -> None:
 
 
 def load(state: Path) -> Sandbox | None:
-    """The sandbox as it was written down; None when there is none, or not wholly."""
+    """Return the sandbox as it was written down; None when there is none, or not wholly."""
     try:
         data = json.loads((state / STATE_FILE).read_text(encoding="utf-8"))
         return Sandbox(**{**data, "nodes": tuple(SandboxNode(**node) for node in data["nodes"])})

@@ -101,7 +101,7 @@ def check_requirements() -> None:
 
 
 def config_file(state: Path) -> Path:
-    """Where the configuration lies; it is there if the sandbox has Slurm."""
+    """Return where the configuration lies; it is there if the sandbox has Slurm."""
     return state / "slurm" / "slurm.conf"
 
 

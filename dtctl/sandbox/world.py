@@ -12,7 +12,7 @@ from dtctl.sandbox.layout import Sandbox
 
 
 def opener(sandbox: Sandbox) -> Callable[[str, int, float], socket.socket]:
-    """A function (address, port, time-out in seconds) -> connected socket, for a transport."""
+    """Return a function (address, port, time-out in seconds) -> connected socket, for a transport."""
 
     def open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
         return connect(sandbox, address, port, timeout_s)

@@ -22,7 +22,7 @@ POLL_S: Final = 0.5
 
 
 def intent(ref: JobRef, site: str, *, index: int | None = None) -> JobSubmitting:
-    """What is written down before Slurm is asked.
+    """Return what is written down before Slurm is asked.
 
     Args:
         ref: the job, without a number.
@@ -35,7 +35,7 @@ def intent(ref: JobRef, site: str, *, index: int | None = None) -> JobSubmitting
 
 
 def open_intent(record: RunRecord) -> JobSubmitting | None:
-    """What was to be submitted, if nothing says that it was, or was not."""
+    """Return what was to be submitted, if nothing says that it was, or was not."""
     intent: JobSubmitting | None = None
     for event in record.events():
         if isinstance(event, JobSubmitted | RunEnded):
@@ -46,18 +46,18 @@ def open_intent(record: RunRecord) -> JobSubmitting | None:
 
 
 def begins(record: RunRecord) -> bool:
-    """Whether a run has neither been submitted nor ended, nor was about to be submitted."""
+    """Return whether a run has neither been submitted nor ended, nor was about to be submitted."""
     return not any(isinstance(event, JobSubmitting | JobSubmitted | RunEnded) for event in record.events())
 
 
 def never(run: str) -> RunEnded:
-    """The end of a run that Slurm never had."""
+    """Return the end of a run that Slurm never had."""
     text = "its launcher ended before Slurm had the job"
     return RunEnded(run=run, status="failed", exit_code=LaunchError.exit_code, left_behind=0, error=text)
 
 
 def outcome(run: str, submitting: JobSubmitting, site: Site) -> JobSubmitted | RunEnded:
-    """What has become of it: the job that Slurm has, or the end of a run that never was one.
+    """Return what has become of it: the job that Slurm has, or the end of a run that never was one.
 
     Raises:
         LaunchError: Slurm does not say.

@@ -13,7 +13,7 @@ from dtctl.transport.srun import SrunTransport
 
 
 def cluster_of_allocation(spec: Spec, environ: Mapping[str, str]) -> ResolvedCluster:
-    """The nodes that Slurm has given to this process's job, reached by srun.
+    """Return the nodes that Slurm has given to this process's job, reached by srun.
 
     Args:
         spec: for what it says of all nodes: slots, python, workdir.

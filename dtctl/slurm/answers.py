@@ -48,7 +48,7 @@ def _job(value: Any) -> str:
 
 
 def _kept_file(value: Any) -> str:
-    """One of the files that a job's folder has for whoever follows it."""
+    """Return one of the files that a job's folder has for whoever follows it."""
     if value in ("job.log", "metrics.jsonl", "progress.jsonl"):
         return str(value)
     if isinstance(value, str) and _CONTROL.match(value):
@@ -216,7 +216,7 @@ A = TypeVar("A", bound=AgentAnswer)
 
 
 def parse(kind: type[A], request: Mapping[str, Any], output: str, *, node: str) -> A:
-    """The answer to a request.
+    """Return the answer to a request.
 
     Raises:
         InvalidMessage: there is none.

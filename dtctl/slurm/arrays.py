@@ -13,7 +13,7 @@ _PART: Final = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?\Z")
 
 
 def indexes(text: str, *, where: str) -> list[int]:
-    """The indexes of `0-9:3,12%2`, in rising order; behind `%` stands how many may run at once.
+    """Return the indexes of `0-9:3,12%2`, in rising order; behind `%` stands how many may run at once.
 
     Args:
         text: as sbatch takes it.
@@ -42,10 +42,10 @@ def _too_many(where: str) -> PlanError:
 
 
 def run_of_task(run: str, index: int) -> str:
-    """The run that a task is."""
+    """Return the run that a task is."""
     return f"{run}.{index}"
 
 
 def job_of_task(job: str, index: int) -> str:
-    """The job that a task is, by the name that Slurm's commands know it under at any time."""
+    """Return the job that a task is, by the name that Slurm's commands know it under at any time."""
     return f"{job}_{index}"

@@ -20,12 +20,12 @@ class AttemptFacts:
     begun: float
     """In seconds since the epoch."""
     workers_apart: bool
-    """Whether each worker is a task of its own (kind direct)."""
+    """True if each worker is a task of its own (kind direct)."""
     failures: list[Failure] = field(default_factory=list)
     hangs: bool = False
-    """Whether it was ended because it made no progress; what ends from then on was ended."""
+    """True if it was ended because it made no progress; what ends from then on was ended."""
     aborted: bool = False
-    """Whether srun ends what is left of it; who is ended by its signals from then on has not failed."""
+    """True if srun ends what is left of it; who is ended by its signals from then on has not failed."""
     taken_back: str = ""
     """Why Slurm ended the job, or the batch file had it requeued."""
     ended: float | None = None
@@ -66,7 +66,7 @@ class AttemptFacts:
                 self.failures.append(event.failure)
 
     def first_failure(self, output: Output) -> Failure | None:
-        """The failure that the others follow from; None when there was none."""
+        """Return the failure that the others follow from; None when there was none."""
         failed = {failure.rank for failure in self.failures}
         left_early = [worker for worker in self._left_early if worker.rank not in failed]
         return first_failure(self.failures, left_early, output)
@@ -75,11 +75,11 @@ class AttemptFacts:
         return event.task if self.workers_apart else None
 
     def rank_of(self, event: Ended) -> int:
-        """The rank that has ended; that of torchrun's agent where srun knows only those."""
+        """Return the rank that has ended; that of torchrun's agent where srun knows only those."""
         rank = self._rank_of(event)
         return AGENT if rank is None else rank
 
 
 def begin(event: Start, *, workers_apart: bool) -> AttemptFacts:
-    """An attempt that begins with this event."""
+    """Return an attempt that begins with this event."""
     return AttemptFacts(number=event.attempt, begun=event.time, workers_apart=workers_apart)

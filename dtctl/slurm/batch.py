@@ -127,7 +127,7 @@ def text(
 
 
 def _place(plan: Plan, slots: str) -> dict[str, str]:
-    """The place of a task in the job, which it works out where it runs."""
+    """Return the place of a task in the job, which it works out where it runs."""
     rank, run_id, attempt = shell.Late("$SLURM_PROCID"), names.RUN_ID, names.ATTEMPT
     place = environment.node_variables(
         plan.kind,
@@ -240,7 +240,7 @@ def _threads(slurm: Slurm, plan: Plan) -> int | None:
 
 
 def _may_lack_gpus(slurm: Slurm, plan: Plan) -> bool:
-    """Whether workers have to be told if there are no GPUs, which a job that asks for some has in any case."""
+    """Return whether workers have to be told if there are no GPUs, which a job that asks for some has in any case."""
     asked = " ".join(map(str, (*slurm.extra.items(), *slurm.srun, *(node.gres for node in plan.nodes))))
     return plan.kind == "accelerate" and "gpu" not in asked
 
@@ -250,7 +250,7 @@ def _srun_options(slurm: Slurm) -> list[str]:
 
 
 def _container(slurm: Slurm, *, chdir: Path, folder: Path, own_folder: bool) -> tuple[list[str], list[str]]:
-    """What brings the tasks into their container: options of srun, and words before the tasks' shell."""
+    """Return what brings the tasks into their container: options of srun, and words before the tasks' shell."""
     container = slurm.container
     if container is None:
         return [], []
@@ -290,7 +290,7 @@ def _quoted(key: str, value: str) -> str:
 
 
 def literal(path: Path) -> str:
-    """A path in a file name pattern of Slurm, where `%` begins a replacement."""
+    """Return a path in a file name pattern of Slurm, where `%` begins a replacement."""
     return str(path).replace("%", "%%")
 
 

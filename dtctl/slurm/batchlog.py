@@ -139,7 +139,7 @@ _BEGINNINGS: Final[Sequence[tuple[str, Callable[[str], Event]]]] = (
 
 
 def read(line: str) -> Sequence[Event]:
-    """What one line means; nothing for most.
+    """Return what one line means; nothing for most.
 
     Source of srun's texts: src/srun/libsrun/launch.c and task_state.c of Slurm 22.05.
     """
@@ -175,7 +175,7 @@ def read(line: str) -> Sequence[Event]:
 
 
 def _nodes(text: str) -> tuple[str, ...]:
-    """The nodes of `node[1-2]`; none where it is no list of nodes."""
+    """Return the nodes of `node[1-2]`; none where it is no list of nodes."""
     try:
         nodes = nodeset.expand(text)
     except SpecError:
@@ -184,7 +184,7 @@ def _nodes(text: str) -> tuple[str, ...]:
 
 
 def _moment(text: str) -> float | None:
-    """Seconds since the epoch of `2026-11-22T11:40:03.250Z`, as `date -u` of the batch file writes it."""
+    """Return seconds since the epoch of `2026-11-22T11:40:03.250Z`, as `date -u` of the batch file writes it."""
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
     except ValueError:

@@ -61,9 +61,9 @@ class Follower:
         self.files = JobFiles(record.folder)
         self.history = JobHistory(record, ref, self.files, self.mirror, emit)
         self.is_cancelled = False
-        """Whether this process has asked Slurm to end it."""
+        """True if this process has asked Slurm to end it."""
         self.is_asked_to_stop = False
-        """Whether `dtctl stop` has asked for its end."""
+        """True if `dtctl stop` has asked for its end."""
         self._ledger_written = 0.0
 
     # -- one look ---------------------------------------------------------------------------------------------------
@@ -100,13 +100,13 @@ class Follower:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is about to end, or has ended, for all that is known."""
+        """Return whether it is about to end, or has ended, for all that is known."""
         has_word = self.history.script_code is not None or self.mirror.end is not None or self.history.is_taken_back
         return self.is_cancelled or self.is_asked_to_stop or has_word or self.slurm.is_over
 
     @property
     def settled(self) -> bool:
-        """Whether it has ended for good: one that is being requeued looks cancelled for a moment."""
+        """Return whether it has ended for good: one that is being requeued looks cancelled for a moment."""
         history, state = self.history, self.slurm.facts.state
         has_ended = history.script_code is not None and self.mirror.end is not None
         if has_ended and history.script_code == 0:
@@ -133,7 +133,7 @@ class Follower:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def result(self, *, stopped_by: int | None) -> Result:
-        """How it ended; call it when it is over.
+        """Return how it ended; call it when it is over.
 
         Args:
             stopped_by: signal that has ended it, if it was one to the launcher.
@@ -205,7 +205,7 @@ class Follower:
         return self.history.attempt is not None and self.history.attempt.exit_code == 0
 
     def left_behind(self) -> Left:
-        """What is left of the job on the nodes that it was given; call it when it is over."""
+        """Return what is left of the job on the nodes that it was given; call it when it is over."""
         known = {**self.history.counted}
         if self.mirror.end is not None:
             known |= {node: left for node, left in self.mirror.progress.left.items() if left is not None}
@@ -231,7 +231,7 @@ class Follower:
         return 1 if code is None else code
 
     def _without_a_word(self, state: str) -> Failure:
-        """The failure of a job of which no task is known to have failed."""
+        """Return the failure of a job of which no task is known to have failed."""
         tail, log = failures.last_lines(self.files.read_log()), ""
         if tail:
             reason = self.history.taken_back or job_error("\n".join(tail))
@@ -257,7 +257,7 @@ class Follower:
 
 
 def nodes_of(record: RunRecord) -> list[str]:
-    """All nodes that the job was ever given, as far as it was followed."""
+    """Return all nodes that the job was ever given, as far as it was followed."""
     return sorted(progress_of(record).all_nodes)
 
 
@@ -273,7 +273,7 @@ def cancel(site: Site, job: str) -> None:
 
 
 def reference(record: RunRecord) -> JobRef:
-    """The job that a run is, as its event of the submission says.
+    """Return the job that a run is, as its event of the submission says.
 
     Raises:
         LaunchError: it was never submitted.
@@ -285,7 +285,7 @@ def reference(record: RunRecord) -> JobRef:
 
 
 def snapshot_folder(record: RunRecord) -> str:
-    """Where the run keeps its snapshots: a folder, or a URL.
+    """Return where the run keeps its snapshots: a folder, or a URL.
 
     Raises:
         LaunchError: it was never submitted, or they lie where this machine does not see them.

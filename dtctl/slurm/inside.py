@@ -67,7 +67,7 @@ def command_text(
     secrets: Sequence[str],
     window: tuple[int, int] | None,
 ) -> str:
-    """The shell text, for the machine of Slurm's commands, that runs a command inside of a job.
+    """Return the shell text, for the machine of Slurm's commands, that runs a command inside of a job.
 
     Args:
         argv: the command; one word with blanks or operators in it is a line for a shell.

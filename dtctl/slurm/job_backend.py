@@ -96,7 +96,7 @@ class JobBackend:
         """Nothing is held."""
 
     def result(self) -> Result:
-        """How the job ended."""
+        """Return how the job ended."""
         return self.follower.result(stopped_by=self._cancelled_by)
 
     def _wait(self, seconds: float) -> None:

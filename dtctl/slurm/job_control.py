@@ -167,7 +167,7 @@ def _launch(
 
 
 def _has_pipes(folder: Path) -> bool:
-    """Whether the disk of the job's folder has named pipes, by which workers are told of a loss."""
+    """Return whether the disk of the job's folder has named pipes, by which workers are told of a loss."""
     path = folder / f"pipe-{os.getpid()}"
     try:
         os.mkfifo(path)
@@ -183,9 +183,9 @@ class _Emitter:
     def __init__(self, record: RunWriter) -> None:
         self._record, self._lock = record, threading.Lock()
         self.is_followed = True
-        """Whether somebody reads the records; if not, this job's output has what the workers print."""
+        """True if somebody reads the records; if not, this job's output has what the workers print."""
         self.has_started = False
-        """Whether workers were started: all nodes were there then."""
+        """True if workers were started: all nodes were there then."""
 
     def __call__(self, event: Event) -> None:
         with self._lock:
@@ -277,7 +277,7 @@ def job_in(
     planned, spares = [*addresses][:count], [*addresses][count:]
 
     def placed(nodes: Sequence[str]) -> PlanTemplate:
-        """The template for these nodes of the allocation."""
+        """Return the template for these nodes of the allocation."""
         return replace(
             file.template,
             run=run,

@@ -50,7 +50,7 @@ class JobFile:
     snapshots: str
     """Folder of the snapshots; empty: below that of the run."""
     is_followed: bool
-    """Whether somebody follows the run. If not, what workers print goes into the job's output."""
+    """True if somebody follows the run. If not, what workers print goes into the job's output."""
     launched_from: str
     command: str
     """Who has submitted the job, and how."""
@@ -59,7 +59,7 @@ class JobFile:
 
     @property
     def origin(self) -> RunOrigin:
-        """What the nodes are told of it."""
+        """Return what the nodes are told of it."""
         return RunOrigin(launched_from=self.launched_from, command=self.command, started=self.started)
 
     def to_text(self) -> str:

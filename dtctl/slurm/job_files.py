@@ -43,7 +43,7 @@ class JobFiles:
         return self.folder / JOB_LOG
 
     def read_log(self) -> str:
-        """What that has so far."""
+        """Return what that has so far."""
         return _text_of(self.job_log)
 
     def receive(self, files: Mapping[str, Part], *, is_over: bool) -> dict[str, Part]:
@@ -68,7 +68,7 @@ class JobFiles:
         return _events_of(texts)
 
     def copied_events(self) -> list[tuple[float, job_record.Event]]:
-        """The events of the copies: those that earlier followers have emitted."""
+        """Return the events of the copies: those that earlier followers have emitted."""
         return _events_of([_text_of(self.folder / name) for name in (JOB_LOG, names.PROGRESS_FILE)])
 
     def append(self, name: str, data: bytes) -> None:

@@ -69,7 +69,7 @@ class JobHistory:
         self.counted: dict[str, int | None] = {}
         """Node -> processes that the job's own last step has found left there, unless workers were started since."""
         self.is_taken_back = False
-        """Whether the newest start of the job was taken back by Slurm, or by its batch file."""
+        """True if the newest start of the job was taken back by Slurm, or by its batch file."""
         self.script_code: int | None = None
         self.script_ended_at = 0.0
         """When that was read."""
@@ -86,7 +86,7 @@ class JobHistory:
         self._early: list[tuple[float, job_record.Event]] = []
         """What was recorded of an attempt whose start was not read yet."""
         self._is_replay = True
-        """Whether events are those of an earlier follower."""
+        """True if events are those of an earlier follower."""
         for at, event in files.copied_events():
             self.apply(at, event)
         self._is_replay = False
@@ -100,7 +100,7 @@ class JobHistory:
 
     @property
     def taken_back(self) -> str:
-        """Why Slurm, or the batch file, has taken the job back; empty when neither has."""
+        """Return why Slurm, or the batch file, has taken the job back; empty when neither has."""
         return self.mirror.requeue_reason if self.attempt is None else self.attempt.taken_back
 
     def give_nodes(self, nodes: list[str]) -> None:
@@ -265,7 +265,7 @@ class JobHistory:
                 self._tell(WorkerExited(time=event.time, node=node["name"], rank=rank, exit_code=0))
 
     def first_failure(self) -> Failure | None:
-        """What the newest attempt has failed of; None when it has not."""
+        """Return what the newest attempt has failed of; None when it has not."""
         if self.mirror.has_begun:
             return self.mirror.failure()
         failure = self.attempt.first_failure(self.logs) if self.attempt is not None else None
@@ -286,12 +286,12 @@ class JobHistory:
 
 
 def job_error(log: str) -> str:
-    """Why the batch file could not start the workers, by its own words; empty when it says nothing of that."""
+    """Return why the batch file could not start the workers, by its own words; empty when it says nothing of that."""
     marks = [line.removeprefix(ERROR_MARK) for line in log.splitlines() if line.startswith(ERROR_MARK)]
     return marks[-1] if marks else ""
 
 
 def _attempt_of(name: str) -> int:
-    """The attempt that a file of the job belongs to; -1 of one that all share."""
+    """Return the attempt that a file of the job belongs to; -1 of one that all share."""
     parts = Path(name).parts
     return int(parts[1].partition("-")[2]) if len(parts) > 1 else -1

@@ -20,7 +20,7 @@ class JobLedger:
         self._now = begun
         self.ledger = Ledger(lambda: self._now, begun=begun)
         self._runs = False
-        """Whether an attempt is on, or was and is not closed yet."""
+        """True if an attempt is on, or was and is not closed yet."""
         self._over_at: float | None = None
         """When that attempt was over; its last records may be read later."""
         self._failed = False

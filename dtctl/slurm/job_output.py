@@ -17,7 +17,7 @@ TAIL_BYTES = 1 << 18
 
 
 def by_rank(file: str, data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The lines of a task's file with the rank that has printed them; torchrun marks those of its workers."""
+    """Yield the lines of a task's file with the rank that has printed them; torchrun marks those of its workers."""
     if file != AGENT_LOG:
         yield int(file.removeprefix("rank-").removesuffix(".log")), data
         return
@@ -35,12 +35,12 @@ class AttemptOutput:
         self._folder = folder / names.LOGS_DIR / f"attempt-{attempt}"
 
     def path(self, node: str, rank: int) -> Path:
-        """The file that a rank's lines are in."""
+        """Return the file that a rank's lines are in."""
         own = self._folder / node / f"rank-{rank}.log"
         return own if own.exists() else self._folder / node / AGENT_LOG
 
     def tail(self, node: str, rank: int) -> str:
-        """The end of what a rank has printed."""
+        """Return the end of what a rank has printed."""
         path = self.path(node, rank)
         try:
             with os.fdopen(folders.open_regular(str(path)), "rb") as file:

@@ -75,7 +75,7 @@ _KINDS: Final[Mapping[str, type[Recorded]]] = {kind.op: kind for kind in Recorde
 
 
 def read(line: str) -> Recorded | None:
-    """What was recorded; None for a line that is none."""
+    """Return what was recorded; None for a line that is none."""
     try:
         document = json.loads(line)
         return _KINDS[document["op"]].parse(document)
@@ -84,7 +84,7 @@ def read(line: str) -> Recorded | None:
 
 
 def in_order(log_lines: Iterable[str], record_lines: Iterable[str], *, now: float) -> list[tuple[float, Event]]:
-    """The events in a part of the job's log and of its record, by time.
+    """Return the events in a part of the job's log and of its record, by time.
 
     Args:
         log_lines: what was read of the log; a line without a time is as old as the next one with a time.

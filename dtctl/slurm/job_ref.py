@@ -15,6 +15,6 @@ class JobRef:
     python: str
     """Interpreter there."""
     workers_apart: bool
-    """Whether each worker is a task of its own (kind direct); if not, torchrun marks their lines."""
+    """True if each worker is a task of its own (kind direct); if not, torchrun marks their lines."""
     slots: int
     max_attempts: int

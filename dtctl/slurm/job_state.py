@@ -18,7 +18,7 @@ TIME_IS_UP: Final = frozenset({"TIMEOUT", "DEADLINE"})
 
 
 def is_on(job: JobFacts) -> bool:
-    """Whether a job waits or runs."""
+    """Return whether a job waits or runs."""
     return job.state in WAITING | RUNNING
 
 
@@ -45,12 +45,12 @@ class JobState:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether Slurm has not started it, or will start it again."""
+        """Return whether Slurm has not started it, or will start it again."""
         return self.facts.state in WAITING
 
     @property
     def is_over(self) -> bool:
-        """Whether Slurm says that the job has ended."""
+        """Return whether Slurm says that the job has ended."""
         return not is_on(self.facts)
 
     @property
@@ -60,7 +60,7 @@ class JobState:
 
     @property
     def ended_at(self) -> float | None:
-        """When the job has ended, in seconds since the epoch; None where Slurm does not know it, or not yet."""
+        """Return when the job has ended, in seconds since the epoch; None where Slurm does not know it, or not yet."""
         return self.facts.end if self.is_over else None  # of a job that runs it is the time limit
 
     def exit_code(self) -> int | None:

@@ -91,7 +91,7 @@ def make_job_file(spec: Spec, run: str, *, code: str, snapshots: str, is_followe
 
 
 def _scripts_of(template: PlanTemplate, base_dir: Path) -> tuple[str, ...]:
-    """The script of each node, with names of variables where it tells of a place or an attempt."""
+    """Return the script of each node, with names of variables where it tells of a place or an attempt."""
     meeting = Rendezvous(run_id=f"{template.run}.0", address=Late("$MASTER_ADDR"), port=0)
     plan = bind_plan(template, Attempt(number=0, rendezvous=meeting))
     late = replace(plan, attempt=Late(f"${names.ATTEMPT}"))  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def digest_of(launcher: bytes) -> str:
 
 
 def _files() -> Iterator[tuple[str, str]]:
-    """Name in the zip without its end, and text, of each module."""
+    """Yield name in the zip without its end, and text, of each module."""
     package = Path(dtctl.__file__).parent
     for path in sorted({path for pattern in MODULES for path in package.glob(pattern)}):
         yield f"dtctl/{path.relative_to(package).with_suffix('').as_posix()}", path.read_text(encoding="utf-8")
@@ -138,7 +138,7 @@ def _files() -> Iterator[tuple[str, str]]:
 
 
 def _compiled(name: str, text: str) -> bytes:
-    """A .pyc file that is used without a look at the text: both have one digest."""
+    """Return a .pyc file that is used without a look at the text: both have one digest."""
     code = compile(text, f"{name}.py", "exec", dont_inherit=True, optimize=2)  # its descriptions stay in the text
     hashed = 0b01  # by PEP 552: named by a hash of the text, which is not checked
     return b"".join(

@@ -19,7 +19,7 @@ from dtctl.supervisor.requests import find_module
 
 
 def ask(site: Site, python: str, kind: type[A], **request: object) -> A:
-    """The answer to one request, whose `op` is that of the answer.
+    """Return the answer to one request, whose `op` is that of the answer.
 
     Raises:
         LaunchError: it cannot be done there: no Slurm, no Python, no place.
@@ -47,7 +47,7 @@ def ask(site: Site, python: str, kind: type[A], **request: object) -> A:
 
 
 def _answer(data: bytes, name: str) -> str:
-    """The JSON in the frames that the program has sent; empty when it has sent none.
+    """Return the JSON in the frames that the program has sent; empty when it has sent none.
 
     Raises:
         LaunchError: it says why it cannot answer.
@@ -65,7 +65,7 @@ def _answer(data: bytes, name: str) -> str:
 
 
 def missing(site: Site) -> LaunchError:
-    """The error of a machine without Slurm."""
+    """Return the error of a machine without Slurm."""
     hint = "set `cluster.login` to a login node of the cluster" if site.name == "this machine" else None
     return LaunchError(f"there is no sbatch on {site.name}", where="cluster.login", hint=hint)
 

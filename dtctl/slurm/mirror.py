@@ -71,9 +71,9 @@ class Mirror:
         self.requeue_reason = ""
         """Why Slurm has taken the job back, for the start that follows, which does not know."""
         self.is_stop_told = False
-        """Whether whoever follows the job has had it stopped, and told so."""
+        """True if whoever follows the job has had it stopped, and told so."""
         self.has_begun = False
-        """Whether there is a launcher inside of the job, or was one."""
+        """True if there is a launcher inside of the job, or was one."""
         for line in _text(record.folder / EVENTS_COPY).splitlines():
             self._apply(parse(line))
 
@@ -101,7 +101,7 @@ class Mirror:
         return again
 
     def _explained(self, event: Event) -> Event:
-        """The event, with the reason for which Slurm has started the job again."""
+        """Return the event, with the reason for which Slurm has started the job again."""
         if not (isinstance(event, Restarting) and event.node is None and self.requeue_reason):
             return event
         reason, self.requeue_reason = self.requeue_reason, ""
@@ -132,7 +132,7 @@ class Mirror:
             file.truncate()
 
     def failure(self) -> Failure | None:
-        """What the newest attempt has failed of, as the launcher inside has found; None when it has not."""
+        """Return what the newest attempt has failed of, as the launcher inside has found; None when it has not."""
         first = self.end.first_failure if self.end is not None else None
         if first is None or self.end is None:
             return None

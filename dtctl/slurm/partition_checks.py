@@ -29,7 +29,7 @@ class Lack:
     summary: str
     fix: str
     never: bool
-    """Whether the job can never start; if not, it may have to wait for somebody to repair something."""
+    """True if the job can never start; if not, it may have to wait for somebody to repair something."""
     evidence: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     """The nodes to act on; empty where it is about the spec or the partition."""
@@ -46,12 +46,12 @@ class Node:
 
     @property
     def works(self) -> bool:
-        """Whether jobs can run on it, now or when others have ended."""
+        """Return whether jobs can run on it, now or when others have ended."""
         return not _GONE.search(self.state) and not self.state.endswith("*")
 
 
 def lacks(slurm: Slurm, nodes: int, offer: Offer) -> Iterator[Lack]:
-    """What stands in the way of a job.
+    """Yield what stands in the way of a job.
 
     Args:
         slurm: the section of the spec.
@@ -126,7 +126,7 @@ def _time(slurm: Slurm, partitions: Sequence[Mapping[str, str]], name: str) -> I
 
 
 def _requeue(slurm: Slurm, partitions: Sequence[Mapping[str, str]]) -> Iterator[Lack]:
-    """What keeps a job that was interrupted from going on: it must be warned in time, and started again."""
+    """Yield what keeps a job that was interrupted from going on: it must be warned in time, and started again."""
     limits = [slurm.time] if slurm.time else [row.get("DefaultTime", "") for row in partitions]
     shortest = min((limit for text in limits if (limit := minutes(text)) is not None), default=None)
     if shortest is not None and shortest * 60 <= slurm.warn_s:
@@ -149,7 +149,7 @@ def _requeue(slurm: Slurm, partitions: Sequence[Mapping[str, str]]) -> Iterator[
 
 
 def _repairs(nodes: Mapping[str, Node]) -> Iterator[str]:
-    """What to type about nodes that take no jobs, by why they take none."""
+    """Yield what to type about nodes that take no jobs, by why they take none."""
     away = [node for node in nodes.values() if not node.works]
     reserved = [node.name for node in away if re.search("resv|reserved", node.state, re.IGNORECASE)]
     broken = [node.name for node in away if node.name not in reserved]
@@ -222,7 +222,7 @@ def _gres(text: str | None) -> tuple[str, int]:
 
 
 def _count(offered: str, kind: str) -> int:
-    """How many of a kind a node has, from sinfo's `gpu:a100:8(S:0-1),shard:16`."""
+    """Return how many of a kind a node has, from sinfo's `gpu:a100:8(S:0-1),shard:16`."""
     total = 0
     for item in re.sub(r"\([^)]*\)", "", offered).split(","):
         fields = item.split(":")
@@ -232,7 +232,7 @@ def _count(offered: str, kind: str) -> int:
 
 
 def minutes(text: str) -> float | None:
-    """A time limit of Slurm in minutes: `90`, `30:00`, `1:30:00`, `1-12`, `1-12:30:00`; None if it has none."""
+    """Return a time limit of Slurm in minutes: `90`, `30:00`, `1:30:00`, `1-12`, `1-12:30:00`; None if it has none."""
     if text.upper() in _UNLIMITED:
         return None
     days, dash, clock = text.rpartition("-")

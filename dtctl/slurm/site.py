@@ -121,7 +121,7 @@ class LoginSite:
         return self.target.name
 
     def connection(self) -> Connection:
-        """The open connection.
+        """Return the open connection.
 
         Raises:
             TransportError: of the class that says why there is none.
@@ -176,7 +176,7 @@ def _text(data: bytes) -> str:
 
 
 def site_of(spec: Spec) -> Site:
-    """Where the spec says that Slurm's commands are.
+    """Return where the spec says that Slurm's commands are.
 
     Raises:
         LaunchError: it is the sandbox, and that has no Slurm; or nobody has agreed to what the spec reaches.

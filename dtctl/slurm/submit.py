@@ -45,13 +45,13 @@ class Submission:
     """What the spec, or the shell, says and Slurm was not asked for; a sentence each."""
 
     def job_of(self, index: int) -> JobRef:
-        """One task of the array, as the job that it is."""
+        """Return one task of the array, as the job that it is."""
         job = arrays.job_of_task(self.ref.job, index)
         return replace(self.ref, job=job, folder=f"{self.ref.folder}/{index}")
 
 
 def python_at(spec: Spec, site: Site) -> str:
-    """The interpreter for dtctl's own small programs there."""
+    """Return the interpreter for dtctl's own small programs there."""
     return (spec.cluster.python or "python3") if isinstance(site, LoginSite) else sys.executable
 
 
@@ -162,7 +162,7 @@ def locate_folder(spec: Spec, run: str) -> Path:
 
 
 def _about_variables(answer: Submitted) -> list[str]:
-    """What became of the variables of the submitting shell that sbatch would have obeyed."""
+    """Return what became of the variables of the submitting shell that sbatch would have obeyed."""
     notes = []
     if answer.ignored:
         notes.append(f"{', '.join(answer.ignored)} of the environment is not used: the spec says what the job asks for")
@@ -188,7 +188,7 @@ def _check_allocation(site: Site, environ: Mapping[str, str]) -> None:
 
 
 def array_of(spec: Spec) -> list[int]:
-    """The tasks of the job array that a spec asks for; none where it asks for one job.
+    """Return the tasks of the job array that a spec asks for; none where it asks for one job.
 
     Raises:
         PlanError: what it says is none.
@@ -268,6 +268,6 @@ def _copy(tree: Tree, folder: Path) -> None:
 
 
 def words(output: str) -> str:
-    """What sbatch has said, without its name on every line."""
+    """Return what sbatch has said, without its name on every line."""
     lines = [re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in output.splitlines()]
     return "; ".join(line for line in lines if line) or "no message"

@@ -27,7 +27,7 @@ class HostfileLine:
 
 
 def parse(text: str, *, source: str) -> list[HostfileLine]:
-    """The nodes, in the order of the file.
+    """Return the nodes, in the order of the file.
 
     Understands `name slots=4 max_slots=8` (Open MPI, DeepSpeed) and `name:4` (MPICH); `#` begins a comment. `max_slots`
     is checked and then left alone: dtctl never starts more workers than `slots`.
@@ -82,7 +82,7 @@ def _count(key: str, text: str, where: str) -> int:
 
 
 def read(path: Path) -> list[HostfileLine]:
-    """The nodes of the hostfile at `path`.
+    """Return the nodes of the hostfile at `path`.
 
     Raises:
         SpecError: it cannot be read, or is wrong. Never quietly taken for an empty one.

@@ -25,7 +25,7 @@ _INIT = "`dtctl init DIR` makes a project with one"
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
-    """The spec in the file at `path`, or in `dtctl.yaml` of the folder at `path`, with `--set` values applied.
+    """Return the spec in the file at `path`, or in `dtctl.yaml` of the folder at `path`, with `--set` values applied.
 
     `-` is the standard input; the working folder is then the project's.
 
@@ -69,7 +69,7 @@ def _text(raw: bytes, source: str) -> str:
 def parse_spec(
     text: str, *, source: str, base_dir: Path, overrides: Sequence[str] = (), is_of_run: bool = False
 ) -> Spec:
-    """The spec that `text` says.
+    """Return the spec that `text` says.
 
     Args:
         text: YAML.
@@ -93,7 +93,7 @@ def parse_spec(
 
 
 def check(document: positions.Document, *, base_dir: Path, overrides: Sequence[str], is_of_run: bool = False) -> Spec:
-    """The spec that the data of a document says, with `--set` values applied; the data is changed.
+    """Return the spec that the data of a document says, with `--set` values applied; the data is changed.
 
     Raises:
         SpecError: a key or a value is wrong; all problems in one error.
@@ -121,7 +121,7 @@ def check(document: positions.Document, *, base_dir: Path, overrides: Sequence[s
 
 
 def dump_spec(spec: Spec) -> str:
-    """The spec as YAML that `parse_spec` reads as the same spec."""
+    """Return the spec as YAML that `parse_spec` reads as the same spec."""
     return positions.write(spec.model_dump(mode="json", exclude_none=True, exclude_unset=True, by_alias=True))
 
 
@@ -154,7 +154,7 @@ def _without_plugins() -> Iterator[None]:
 
 
 def _retype(error: ValidationError, data: dict[str, Any], texts: Mapping[Key, str]) -> bool:
-    """Where text is wanted and YAML took what was typed for a number or a truth value, put what was typed.
+    """Return where text is wanted and YAML took what was typed for a number or a truth value, put what was typed.
 
     `env: {CUDA: 12.10}` means 12.10 and not 12.1. Returns whether anything was changed.
     """
@@ -188,7 +188,7 @@ def _leave_out_removed(error: ValidationError, data: dict[str, Any]) -> bool:
 
 
 def _absolute(cluster: Cluster, base_dir: Path, places: Places) -> dict[str, Cluster]:
-    """The cluster section with paths that do not depend on the working folder; empty if it names none."""
+    """Return the cluster section with paths that do not depend on the working folder; empty if it names none."""
     update = {}
     for name in ("hostfile", "identity_file", "known_hosts", "ssh_config"):
         path = getattr(cluster, name)

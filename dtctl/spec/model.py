@@ -60,7 +60,7 @@ _OR_TEXT: dict[str, Any] = {"type": ["array", "string"]}
 
 
 def _written(pattern: str, expected: str) -> AfterValidator:
-    """The check that text is written as a program wants it, before that program refuses it minutes later."""
+    """Return the check that text is written as a program wants it, before that program refuses it minutes later."""
 
     def check(text: str) -> str:
         if re.fullmatch(pattern, text) is None:
@@ -210,7 +210,7 @@ class Files(Section):
 
 
 def _for_a_shell(found: str) -> str:
-    """Why a command is refused: part of it means something to a shell alone, and would be an argument."""
+    """Return why a command is refused: part of it means something to a shell alone, and would be an argument."""
     return f"{found} is shell syntax, and no shell runs this; add `shell: true`, or quote it to pass it on"
 
 
@@ -225,12 +225,12 @@ class DataEntry(Section):
 
     @property
     def is_on_nodes(self) -> bool:
-        """Whether nodes have the files."""
+        """Return whether nodes have the files."""
         return self.source.startswith("node:")
 
     @property
     def is_url(self) -> bool:
-        """Whether the files have to be fetched."""
+        """Return whether the files have to be fetched."""
         return "://" in self.source
 
     @field_validator("to")
@@ -718,7 +718,7 @@ class Spec(Section):
 
     @property
     def pushes(self) -> bool:
-        """Whether code is copied to the nodes."""
+        """Return whether code is copied to the nodes."""
         return self.job.files.push
 
     @property
@@ -735,7 +735,7 @@ class Spec(Section):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a job of Slurm has no launcher of dtctl inside."""
+        """Return whether a job of Slurm has no launcher of dtctl inside."""
         return bool(self.plain_reason)
 
     @property
@@ -745,7 +745,7 @@ class Spec(Section):
 
     @property
     def code_folder(self) -> str:
-        """Where the code lies on every node, if it is not pushed; may begin with `~`."""
+        """Return where the code lies on every node, if it is not pushed; may begin with `~`."""
         root = self.job.files.root
         return root if root.startswith("~") else posixpath.normpath(self.base_dir.absolute() / root)
 
@@ -760,7 +760,7 @@ class Spec(Section):
         return self.train.config.snapshot.dir if self.train is not None else None
 
     def written_at(self, key: str) -> str:
-        """Where the user wrote `key`, or what is nearest above it: `dtctl.yaml:12`, `--set train.lr=1`.
+        """Return where the user wrote `key`, or what is nearest above it: `dtctl.yaml:12`, `--set train.lr=1`.
 
         Without a file or a command line behind the spec, `key` itself.
         """

@@ -48,7 +48,7 @@ class NodeSpec:
 
 
 def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
-    """The nodes of a spec, in its order. Reads nothing but the hostfile, if one is named.
+    """Return the nodes of a spec, in its order. Reads nothing but the hostfile, if one is named.
 
     Raises:
         SpecError: there is none, a name is unusable, or a name is listed twice.
@@ -79,7 +79,7 @@ def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
 
 
 def resolve_spares(spec: Spec) -> tuple[NodeSpec, ...]:
-    """The spare nodes, in the order in which they are used.
+    """Return the spare nodes, in the order in which they are used.
 
     Raises:
         SpecError: a name is unusable.
@@ -136,7 +136,7 @@ def list_entries(spec: Spec) -> Iterator[tuple[NodeEntry, str, str, str]]:
 
 
 def _numbered_names(spec: Spec) -> Iterable[str]:
-    """Names where the spec gives a number of nodes, or nothing."""
+    """Return names where the spec gives a number of nodes, or nothing."""
     transport, nodes = spec.cluster.transport, spec.cluster.nodes
     if isinstance(nodes, int) and transport not in ("sandbox", "slurm"):
         raise SpecError(
@@ -172,7 +172,7 @@ def _expanded(text: str, key: str, where: str) -> list[str]:
 
 
 def gpus_of_gres(text: str) -> int:
-    """The GPUs in a request of generic resources: `gpu:8`, `gpu:a100:4,nic:1`; 0 without."""
+    """Return the GPUs in a request of generic resources: `gpu:8`, `gpu:a100:4,nic:1`; 0 without."""
     total = 0
     for item in text.split(","):
         kind, *rest = re.split(r"[:=]", item.strip().removeprefix("gres/"))

@@ -30,7 +30,7 @@ def _short(text: str) -> str:
 
 
 def expand(text: str) -> list[str]:
-    """The names that `text` stands for, in the order in which it writes them.
+    """Return the names that `text` stands for, in the order in which it writes them.
 
     Raises:
         SpecError: `text` is not well formed, or stands for too many names.
@@ -94,7 +94,7 @@ def _numbers(text: str, inside: str, limit: int) -> list[str]:
 
 
 def fold(names: Sequence[str]) -> str:
-    """A short text that `expand` turns into `names` again: runs of names that differ in their last number.
+    """Return a short text that `expand` turns into `names` again: runs of names that differ in their last number.
 
     Args:
         names: without brackets and commas, as nodes' names are.
@@ -111,7 +111,7 @@ def fold(names: Sequence[str]) -> str:
 
 
 def _stem(name: str) -> tuple[str, str, str]:
-    """A name around its last number: `gpu07-ib` as gpu, 07, -ib."""
+    """Return a name around its last number: `gpu07-ib` as gpu, 07, -ib."""
     match = re.match(r"(.*?)([0-9]{1,200})([^0-9]*)\Z", name, re.DOTALL)
     return (match[1], match[2], match[3]) if match else (name, "", "")
 

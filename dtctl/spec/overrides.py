@@ -56,7 +56,7 @@ def _read(text: str, override: str) -> positions.Document:
 
 
 def _descend(place: Any, step: str | int, following: str | int, above: Path, override: str) -> Any:
-    """The part of `place` that `step` names, made ready for `following` to be set in it."""
+    """Return the part of `place` that `step` names, made ready for `following` to be set in it."""
     if isinstance(place, dict) and isinstance(step, str):
         inner = place.get(step)
         if inner is None and isinstance(following, int):

@@ -15,7 +15,7 @@ _STEP = re.compile(r"(?P<name>[^.\[\]]+)(?P<indexes>(?:\[[0-9]{1,9}\])*)\Z")
 
 
 def parse_key(text: str) -> Path:
-    """The steps of a key: `cluster.nodes[0].slots` -> cluster, nodes, 0, slots.
+    """Return the steps of a key: `cluster.nodes[0].slots` -> cluster, nodes, 0, slots.
 
     Raises:
         SpecError: it is not a key.
@@ -33,14 +33,14 @@ def parse_key(text: str) -> Path:
 
 
 def holds(data: object, step: str | int) -> bool:
-    """Whether `data[step]` exists: a key of a mapping, or a position in a list."""
+    """Return whether `data[step]` exists: a key of a mapping, or a position in a list."""
     if isinstance(step, int):
         return isinstance(data, list) and step < len(data)
     return isinstance(data, dict) and step in data
 
 
 def dotted(path: Path) -> str:
-    """The key that `parse_key` turns into `path`."""
+    """Return the key that `parse_key` turns into `path`."""
     text = ""
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step

@@ -133,7 +133,7 @@ def _not_yaml(error: yaml.MarkedYAMLError, text: str, source: str) -> SpecError:
 
 
 def _hint(text: str, number: int) -> str | None:
-    """What is most often wrong with such a line, or the one before it."""
+    """Return what is most often wrong with such a line, or the one before it."""
     lines = text.split("\n")
     for line in lines[max(0, number - 1) : number + 1]:
         if "\t" in line[: len(line) - len(line.lstrip())]:
@@ -194,7 +194,7 @@ class _Reader:
         return merged | pairs
 
     def _merged(self, node: yaml.Node, path: Path) -> dict[str, tuple[int, yaml.Node]]:
-        """The value of `<<`: a mapping or a list of them; of two with one key the first wins."""
+        """Return the value of `<<`: a mapping or a list of them; of two with one key the first wins."""
         pairs: dict[str, tuple[int, yaml.Node]] = {}
         for part in reversed(node.value) if isinstance(node, yaml.SequenceNode) else [node]:
             if not isinstance(part, yaml.MappingNode):
@@ -253,6 +253,6 @@ def _tag_name(node: yaml.Node) -> str:
 
 
 def _number(text: str) -> float | int:
-    """A number; a whole one when it is written without a point, because steps are counted as `1e5`."""
+    """Return a number; a whole one when it is written without a point, because steps are counted as `1e5`."""
     number = float(text.replace(".inf", "inf").replace(".nan", "nan"))
     return int(number) if "." not in text and number.is_integer() and abs(number) < 2**53 else number

@@ -53,7 +53,7 @@ def path_in(loc: Sequence[int | str], data: Any) -> Path:
 
 
 def explain(problems: Sequence[ErrorDetails], data: Any, places: Places) -> SpecError:
-    """One error that tells all problems, in the order of the file; what `--set` did comes last."""
+    """Return one error that tells all problems, in the order of the file; what `--set` did comes last."""
     entries = []
     for path, group in _by_path(problems, data).items():
         set_by = any(path[: len(key)] == key for key, _ in places.overrides)
@@ -84,7 +84,7 @@ REFUSED_SINCE: Final = ("slurm.extra",)
 
 
 def unknown(path: Path) -> str:
-    """The message for an unknown key: the nearest key, or all that are allowed there."""
+    """Return the message for an unknown key: the nearest key, or all that are allowed there."""
     import difflib
 
     if instead := REMOVED.get(dotted(path)):
@@ -103,7 +103,7 @@ def unknown(path: Path) -> str:
 
 
 def _by_path(problems: Sequence[ErrorDetails], data: Any) -> dict[Path, list[ErrorDetails]]:
-    """The problems of each key. A value that fits no member of a union has one for each member.
+    """Return the problems of each key. A value that fits no member of a union has one for each member.
 
     When the value has the shape of a member and something inside of it is wrong, only that is kept.
     """
@@ -144,7 +144,7 @@ def _expected(problem: ErrorDetails) -> list[str]:
 
 
 def _choices(problem: ErrorDetails) -> list[str]:
-    """The words of `Literal["a", "b"]`, which pydantic gives as `'a' or 'b'`."""
+    """Return the words of `Literal["a", "b"]`, which pydantic gives as `'a' or 'b'`."""
     return [word.strip("' ") for word in problem["ctx"]["expected"].replace("' or '", "', '").split(",")]
 
 
@@ -157,7 +157,7 @@ def _near_choice(value: Any, group: Sequence[ErrorDetails]) -> str | None:
 
 
 def _abbreviated(value: Any) -> str:
-    """A value as the file has it, shortened."""
+    """Return a value as the file has it, shortened."""
     if value is None:
         return "nothing"
     if isinstance(value, Mapping):
@@ -169,7 +169,7 @@ def _abbreviated(value: Any) -> str:
 
 
 def _models_at(path: Path) -> list[type[Section]]:
-    """The sections allowed at `path`."""
+    """Return the sections allowed at `path`."""
     models: list[type[Section]] = [Spec]
     for step in path:
         if isinstance(step, str):
@@ -179,7 +179,7 @@ def _models_at(path: Path) -> list[type[Section]]:
 
 
 def _models_in(annotation: Any) -> list[type[Section]]:
-    """The section classes that an annotation mentions."""
+    """Return the section classes that an annotation mentions."""
     if annotation is Train:
         return [make_train_section()]
     if get_origin(annotation) is None:

@@ -17,7 +17,7 @@ from dtctl.spec.positions import Document
 def spec_from_nodes(
     nodes: str, *, slots: int | None, argv: Sequence[str], overrides: Sequence[str], base_dir: Path
 ) -> Spec:
-    """The spec that a command line describes.
+    """Return the spec that a command line describes.
 
     Args:
         nodes: names and ranges; `localhost` alone means this machine without SSH.

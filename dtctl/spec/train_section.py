@@ -26,7 +26,7 @@ def make_train_section() -> type[Section]:
 
 @cache
 def _section_of(config: type) -> type[Section]:
-    """The section whose keys are the fields of a dataclass; what is unset is left to the job's script."""
+    """Return the section whose keys are the fields of a dataclass; what is unset is left to the job's script."""
     hints = get_type_hints(config)
     keys: dict[str, Any] = {}
     for field in fields(config):

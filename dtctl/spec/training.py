@@ -29,7 +29,7 @@ class Train:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Train:
-        """The section that sets these keys.
+        """Return the section that sets these keys.
 
         Raises:
             SpecError: a key or a value is wrong, or keys exclude each other.

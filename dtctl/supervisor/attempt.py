@@ -140,7 +140,7 @@ class Attempt:
         """Of the SIGTERM phase, while the attempt is being ended."""
         self._stray_deadline: float | None = None
         self._is_killing = False
-        """Whether the processes of the attempt were sent SIGKILL."""
+        """True if the processes of the attempt were sent SIGKILL."""
         self.stopped: AttemptStopped | None = None
         """Goes out when all output has."""
         self.is_end_sent = False
@@ -155,7 +155,7 @@ class Attempt:
         self.link.send(Started(interface=self.interface))
 
     def read_progress(self) -> list[WorkerProgress]:
-        """How far the workers are, as far as they tell."""
+        """Return how far the workers are, as far as they tell."""
         return progress.read(self.progress_dir) if self.stopped is None else []
 
     def end(self, at_once: bool = False) -> None:

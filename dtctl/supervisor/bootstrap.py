@@ -164,7 +164,7 @@ def _renamed(code: types.CodeType, file_name: str, imports: list[str]) -> types.
 
 
 def _compiled_for() -> str:
-    """What a Python must have in common with this one to run its compiled code."""
+    """Return what a Python must have in common with this one to run its compiled code."""
     return importlib.util.MAGIC_NUMBER.hex() + str(sys.implementation.cache_tag)
 
 

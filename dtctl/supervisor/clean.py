@@ -71,7 +71,7 @@ def _item(kind: str, name: str, path: str, *, is_used: bool, has: list[str] | No
 
 
 def _measure(path: str) -> tuple[int, float]:
-    """Bytes on the disk, and when something was last written, of a folder with all that is below it."""
+    """Return bytes on the disk, and when something was last written, of a folder with all that is below it."""
     info = os.lstat(path)
     size, newest = info.st_blocks * 512, info.st_mtime
     with os.scandir(path) as entries:
@@ -97,7 +97,7 @@ def _is_running(path: str) -> bool:
 
 
 def _free(path: str) -> bool:
-    """Whether no process holds a tree."""
+    """Return whether no process holds a tree."""
     with receive._Lock(path + ".json", fcntl.LOCK_EX | fcntl.LOCK_NB) as seal:
         return bool(seal.is_held)
 

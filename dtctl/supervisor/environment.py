@@ -23,7 +23,7 @@ def without_step(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, str]:
-    """The variables of an attempt, with this node's folders and its interface towards the head node.
+    """Return the variables of an attempt, with this node's folders and its interface towards the head node.
 
     What the message already sets stays: a user who names an interface knows better than the routing table.
     """
@@ -44,7 +44,7 @@ def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, s
 
 
 def with_error_file(worker: WorkerSpec, folder: str) -> WorkerSpec:
-    """The worker with a file for its exception, as torchrun gives each of its workers one.
+    """Return the worker with a file for its exception, as torchrun gives each of its workers one.
 
     torchrun itself, and a command that starts workers by its own means, see to that themselves.
     """

@@ -44,7 +44,7 @@ def python_of(workdir: str, digest: str) -> str:
 
 
 def is_ready(workdir: str, digest: str) -> bool:
-    """Whether an environment is whole, and its interpreter can still be started."""
+    """Return whether an environment is whole, and its interpreter can still be started."""
     marker = os.path.join(workdir, FOLDER, digest, MARKER)
     return os.path.isfile(marker) and os.access(python_of(workdir, digest), os.X_OK)
 
@@ -59,7 +59,7 @@ def find_uv() -> str:
 
 
 def has_glibc() -> bool:
-    """Whether programs for glibc run here."""
+    """Return whether programs for glibc run here."""
     try:
         return bool(os.confstr("CS_GNU_LIBC_VERSION"))
     except (ValueError, OSError):
@@ -101,14 +101,14 @@ def make(link: frames.FdLink, workdir: str, order: EnvironmentOrder) -> None:
 
 
 def stored(workdir: str) -> list[tuple[str, str]]:
-    """Names and paths of this node's environments, also of those that were never finished, and of uv's cache."""
+    """Return names and paths of this node's environments, also of those that were never finished, and of uv's cache."""
     top = os.path.join(workdir, FOLDER)
     names = os.listdir(top) if os.path.isdir(top) else []
     return [(name, os.path.join(top, name)) for name in names if name == CACHE or _is_digest(name)]
 
 
 def is_used(path: str) -> bool:
-    """Whether a process of this node runs in an environment, or it is being made."""
+    """Return whether a process of this node runs in an environment, or it is being made."""
     if os.path.basename(path) == CACHE:
         return any(name.endswith(CLAIM) for name in os.listdir(os.path.dirname(path)))
     if os.path.exists(path + CLAIM):
@@ -126,7 +126,7 @@ def is_used(path: str) -> bool:
 
 
 def last_used(path: str) -> float:
-    """When a launch has used an environment for the last time; 0: not known."""
+    """Return when a launch has used an environment for the last time; 0: not known."""
     try:
         return os.stat(os.path.join(path, MARKER)).st_mtime
     except OSError:
@@ -178,14 +178,14 @@ class _Claim:
         return True
 
     def is_held(self) -> bool:
-        """Whether the claim is still ours; touches it."""
+        """Return whether the claim is still ours; touches it."""
         if self._read() != self._text:
             return False
         os.utime(self.path)
         return True
 
     def holder(self) -> str:
-        """Name of the node that has it."""
+        """Return name of the node that has it."""
         return str(self._others().get("node") or "another node")
 
     def release(self) -> None:
@@ -321,7 +321,7 @@ class _Build:
 
 
 def _name_of(line: str) -> str:
-    """The package that a line of a lock is about; empty for others."""
+    """Return the package that a line of a lock is about; empty for others."""
     match = re.match(r"(?:\./)?([A-Za-z0-9][A-Za-z0-9._-]*?)(?:-\d[^/]*\.whl|\s*(?:==|@|;|\\|$))", line)
     return _normal(match.group(1)) if match else ""
 
@@ -331,7 +331,7 @@ def _normal(name: str) -> str:
 
 
 def _failure(said: str, lock: list[str], name: str, status: int) -> tuple[str, str]:
-    """The code of a failure, and what uv has said of it, with the line of the lock that it is about."""
+    """Return the code of a failure, and what uv has said of it, with the line of the lock that it is about."""
     if os.strerror(errno.ENOSPC) in said:
         return "disk-full", said.strip().split("\n")[-1].strip()
     lines = [re.sub(r"^[\s×╰├─▶│]+", "", line).strip() for line in said.split("\n")]

@@ -37,7 +37,7 @@ class OomCounters:
         self.initial = self._count()
 
     def _count(self) -> int | None:
-        """The counter; None where there is none."""
+        """Return the counter; None where there is none."""
         for line in _read(os.path.join(self.root, self._cgroup(), "memory.events")).splitlines():
             fields = line.split()
             if len(fields) == 2 and fields[0] == "oom_kill" and fields[1].isdigit():
@@ -52,7 +52,7 @@ class OomCounters:
         return "sys/fs/cgroup"
 
     def reason(self, pid: int) -> str:
-        """What is known about a process that SIGKILL has ended; empty: nothing, so it was sent on purpose."""
+        """Return what is known about a process that SIGKILL has ended; empty: nothing, so it was sent on purpose."""
         for line in _kernel_log(os.path.join(self.root, "dev/kmsg")).splitlines()[::-1]:
             if f"Killed process {pid} " in line:
                 return f"the kernel killed it for lack of memory: {line.rpartition(';')[2]}"
@@ -137,7 +137,7 @@ def _read(path: str) -> str:
 
 
 def _kernel_log(path: str) -> str:
-    """The kernel's messages, newest last; empty where they may not be read."""
+    """Return the kernel's messages, newest last; empty where they may not be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

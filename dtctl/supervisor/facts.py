@@ -13,12 +13,12 @@ def server_address() -> str:
 
 
 def code_of(exc: OSError) -> str:
-    """A word for the control machine to choose its hint by."""
+    """Return a word for the control machine to choose its hint by."""
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk-full"
     return "permission" if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else "os"
 
 
 def describe(exc: OSError) -> str:
-    """What the system refused, and where."""
+    """Return what the system refused, and where."""
     return f"{exc.strerror}: {exc.filename}" if exc.filename else str(exc.strerror)

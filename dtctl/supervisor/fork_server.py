@@ -41,7 +41,7 @@ FORK_LIMIT_S = 10.0
 
 
 def _warm() -> bytes:
-    """The text of fork_server_main.py, wherever this module comes from."""
+    """Return the text of fork_server_main.py, wherever this module comes from."""
     return bytes(__loader__.get_data(os.path.join(os.path.dirname(__file__), WARM_FILE)))  # type: ignore[name-defined]
 
 
@@ -76,7 +76,7 @@ class ForkServer:
         self._capture_fd: int | None = None
         self._capture_pid = 0
         self._is_captured = False
-        """Whether the program is that of another attempt than the one this was started for."""
+        """True if the program is that of another attempt than the one this was started for."""
 
     def start(self, script: str, cwd: str, env: dict[str, str], modules: list[str], output_fd: int) -> None:
         """Start the fork server by the node script; what it prints goes to `output_fd`."""
@@ -105,7 +105,7 @@ class ForkServer:
         self._capture_fd = read_end
 
     def descriptors(self) -> list[int]:
-        """What to wait on."""
+        """Return what to wait on."""
         link = [self._link.fileno()] if self._link is not None else []
         return link + ([self._capture_fd] if self._capture_fd is not None else [])
 
@@ -166,7 +166,7 @@ class ForkServer:
         self.env = _cleaned({name: value for name, _, value in pairs})
 
     def fork(self, env: dict[str, str], output_fd: int) -> int:
-        """A new worker: a child of this process with these variables on top, printing to `output_fd`; its id.
+        """Return a new worker: a child of this process with these variables on top, printing to `output_fd`; its id.
 
         Raises:
             ForkServerUnavailable: the fork server does not do it.
@@ -228,7 +228,7 @@ class ForkServer:
             self.standby_pid = 0
 
     def _ask(self, request: Mapping[str, object], fd: int) -> int:
-        """The id of the process that the server forks for this.
+        """Return the id of the process that the server forks for this.
 
         Raises:
             ForkServerUnavailable: it does not.
@@ -291,7 +291,7 @@ class ForkServers:
         return (self.server.pid, self.server.standby_pid) if self.server is not None else ()
 
     def require(self) -> ForkServer:
-        """The one that there is, or a new one, which is not started."""
+        """Return the one that there is, or a new one, which is not started."""
         if self.server is None:
             self.server = ForkServer(self.run_dir)
         return self.server
@@ -325,5 +325,5 @@ def _cleaned(env: dict[str, str]) -> dict[str, str]:
 
 
 def _program(argv: list[str]) -> list[str]:
-    """What follows the interpreter and its `-u`."""
+    """Return what follows the interpreter and its `-u`."""
     return argv[2:] if argv[1:2] == ["-u"] else argv[1:]

@@ -106,7 +106,7 @@ def load(modules: list[str]) -> str:
 
 
 def receive(link: socket.socket) -> tuple[dict | None, int]:  # type: ignore[type-arg]
-    """The next message and the descriptor that came with it; (None, -1) at the end."""
+    """Return the next message and the descriptor that came with it; (None, -1) at the end."""
     import array
 
     fds = array.array("i")

@@ -25,28 +25,28 @@ class BrokenFrame(Exception):
 
 
 def pack(kind: bytes, payload: bytes, rank: int = -1) -> bytes:
-    """The bytes of one frame; `rank` is -1 for all that does not belong to a worker."""
+    """Return the bytes of one frame; `rank` is -1 for all that does not belong to a worker."""
     return HEADER.pack(kind, rank, len(payload)) + payload
 
 
 def pack_bytes(data: bytes | memoryview) -> list[bytes]:
-    """The frames of a long payload."""
+    """Return the frames of a long payload."""
     view = memoryview(data)
     return [pack(BYTES, bytes(view[start : start + MAX_FRAME])) for start in range(0, len(view), MAX_FRAME)]
 
 
 def encode(message: object) -> bytes:
-    """The JSON of a message: a dictionary, or of messages.py."""
+    """Return the JSON of a message: a dictionary, or of messages.py."""
     return json.dumps(message, separators=(",", ":"), default=lambda record: record.to_json()).encode()
 
 
 def pack_json(message: object) -> bytes:
-    """The bytes of one JSON frame."""
+    """Return the bytes of one JSON frame."""
     return pack(JSON, encode(message))
 
 
 def decode(payload: bytes) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node
-    """The message in a JSON frame.
+    """Return the message in a JSON frame.
 
     Raises:
         BrokenFrame: the payload is not a JSON object.
@@ -143,7 +143,7 @@ class FdLink:
                 return frame
 
     def receive_json(self) -> dict | None:  # type: ignore[type-arg]  # typing is slow to import on a node
-        """The next frame, which must be JSON, decoded; None when the other end has closed.
+        """Return the next frame, which must be JSON, decoded; None when the other end has closed.
 
         Raises:
             BrokenFrame: as `receive`, or the frame is not JSON.

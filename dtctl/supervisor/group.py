@@ -117,7 +117,7 @@ class Group:
         return ended
 
     def running(self) -> list[Process]:
-        """The started processes that have not ended."""
+        """Return the started processes that have not ended."""
         return [process for process in self.processes if process.status is None]
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ def split_prefix(line: bytes) -> tuple[int, bytes]:
 
 
 def split_marks(line: bytes, rank: "int | None" = None) -> list:  # type: ignore[type-arg]
-    """The parts of a line as (rank, text); `rank` is that of its beginning, if that is known.
+    """Return the parts of a line as (rank, text); `rank` is that of its beginning, if that is known.
 
     torchrun begins a new line with the prefix whenever it finds a piece of one, and what redraws its line (tqdm) comes
     in pieces: their marks stand in the middle of a line, and the pieces of several workers between each other.

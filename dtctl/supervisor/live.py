@@ -47,7 +47,7 @@ class Live:
 
     @property
     def is_open(self) -> bool:
-        """Whether a lost worker has no successor yet, and may get one."""
+        """Return whether a lost worker has no successor yet, and may get one."""
         return bool(self.undecided or self.missing)
 
     def lose(self, rank: int) -> None:
@@ -97,7 +97,7 @@ class Live:
             self.tell(rank, op="end")
 
     def read(self) -> list[LiveReport]:
-        """What the workers have said."""
+        """Return what the workers have said."""
         try:
             self._received += os.read(self.reports, LONGEST)
         except BlockingIOError:
@@ -113,7 +113,7 @@ class Live:
         return [report for report in reports if report.rank in self.ranks]
 
     def environment(self) -> dict[str, str]:
-        """What a worker that takes a place gets on top."""
+        """Return what a worker that takes a place gets on top."""
         return {LIVE_EPOCH: str(self.epoch)}
 
     def close(self) -> None:

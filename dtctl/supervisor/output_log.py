@@ -92,16 +92,16 @@ class Log:
         self.end = target + tail
 
     def is_full(self) -> bool:
-        """Whether the link should take something before more is read from the worker."""
+        """Return whether the link should take something before more is read from the worker."""
         would_be_cut = self.limit_bytes and self.stored() + COPY_BYTES >= self.limit_bytes
         return len(self.held) >= HELD_BYTES or bool(would_be_cut and self.size - self.sent > self.limit_bytes // 8)
 
     def stored(self) -> int:
-        """Bytes of the output that the file has."""
+        """Return bytes of the output that the file has."""
         return sum(segment[2] for segment in self.segments)
 
     def take(self, limit: int) -> tuple:  # type: ignore[type-arg]
-        """How many bytes are missing where the link has got to, and some that follow, which count as sent."""
+        """Return how many bytes are missing where the link has got to, and some that follow, which count as sent."""
         held_start = self.size - len(self.held)
         segment = next((each for each in self.segments if each[0] + each[2] > self.sent), None)
         start = held_start if segment is None else segment[0]
@@ -138,11 +138,11 @@ class RankLogs:
         self.folder = folder
         self.limit_bytes = limit_bytes
         self.is_linked = True
-        """Whether somebody takes what the disk refuses."""
+        """True if somebody takes what the disk refuses."""
         self._logs: dict[int, Log] = {}
 
     def open(self, rank: int) -> Log:
-        """The log of a rank."""
+        """Return the log of a rank."""
         if rank not in self._logs:
             name = AGENT_FILE if rank == AGENT else f"rank-{rank}.log"
             self._logs[rank] = Log(os.path.join(self.folder, name), self.limit_bytes)
@@ -166,7 +166,7 @@ class RankLogs:
         self.open(rank).write(data, self.is_linked)
 
     def must_wait(self) -> bool:
-        """Whether the link should take something before more is read from the workers."""
+        """Return whether the link should take something before more is read from the workers."""
         return self.is_linked and any(log.is_full() for log in self._logs.values())
 
     def feed(self, link: ControlLink) -> bool:
@@ -182,7 +182,7 @@ class RankLogs:
         return all(log.sent >= log.size for log in self._logs.values())
 
     def losses(self, is_linked: bool) -> dict[str, int]:
-        """Bytes that are lost, and bytes that the disk has refused, as AttemptStopped names them."""
+        """Return bytes that are lost, and bytes that the disk has refused, as AttemptStopped names them."""
         logs = self._logs.values()
         return {
             "log_bytes_lost": sum(log.lost(is_linked) for log in logs),
@@ -190,7 +190,7 @@ class RankLogs:
         }
 
     def segments(self) -> dict[str, list[list[int]]]:
-        """The segments of each log that does not have all of its rank's output."""
+        """Return the segments of each log that does not have all of its rank's output."""
         return {str(rank): log.segments for rank, log in self._logs.items() if log.unstored or log.cut}
 
 

@@ -42,7 +42,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _table() -> dict[int, tuple[int, str, int]]:
-    """All processes: id -> (parent id, state letter, start time in clock ticks since boot)."""
+    """Return all processes: id -> (parent id, state letter, start time in clock ticks since boot)."""
     table = {}
     for name in os.listdir("/proc"):
         row = node_facts.process(name) if name.isdigit() else None
@@ -52,13 +52,13 @@ def _table() -> dict[int, tuple[int, str, int]]:
 
 
 def identity(pid: int) -> str:
-    """What tells a process from any other that has its id, before or after it; empty when there is none."""
+    """Return what tells a process from any other that has its id, before or after it; empty when there is none."""
     row = node_facts.process(pid)
     return "" if row is None else f"{node_facts.boot_id()} {row[2]}"
 
 
 def living_supervisor(run_dir: str) -> dict[str, Any] | None:
-    """The record of a run's supervisor; None when it has ended, or none was started on this node."""
+    """Return the record of a run's supervisor; None when it has ended, or none was started on this node."""
     try:
         record = frames.decode(folders.read_regular(os.path.join(run_dir, RECORD), _RECORD_BYTES))
         return record if identity(int(record["pid"])) == record["identity"] != "" else None
@@ -67,7 +67,7 @@ def living_supervisor(run_dir: str) -> dict[str, Any] | None:
 
 
 def carries(pid: int, token: str) -> bool:
-    """Whether a process was started with the run's token, as far as we may know."""
+    """Return whether a process was started with the run's token, as far as we may know."""
     return _carries(pid, f"{TOKEN}={token}".encode())
 
 
@@ -172,7 +172,7 @@ def kill(token: str, keepers: frozenset[int] = frozenset()) -> int:
 
 
 def has_children() -> bool:
-    """Whether this process has any child, one that has ended and was not collected yet included."""
+    """Return whether this process has any child, one that has ended and was not collected yet included."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

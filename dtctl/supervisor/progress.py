@@ -25,7 +25,7 @@ RESUME_SUFFIX = ".resume"
 
 
 def read(folder: str) -> list[WorkerProgress]:
-    """What each worker that tells its progress has noted last, in no particular order."""
+    """Return what each worker that tells its progress has noted last, in no particular order."""
     try:
         file_names = os.listdir(folder)
     except OSError:
@@ -46,7 +46,7 @@ def read(folder: str) -> list[WorkerProgress]:
 
 
 def read_resume(path: str) -> dict[str, ResumeVerdict]:
-    """What a worker tells of a resume; nothing of a file that is not what a worker writes."""
+    """Return what a worker tells of a resume; nothing of a file that is not what a worker writes."""
     try:
         with open(path, "rb") as file:
             told = json.loads(file.read(1 << 20))
@@ -56,7 +56,7 @@ def read_resume(path: str) -> dict[str, ResumeVerdict]:
 
 
 def report(rank: int, numbers: tuple[int, ...], now_ns: int, told: dict[str, ResumeVerdict]) -> WorkerProgress:
-    """A worker's record for the control machine; clocks are the node's, so times are sent as ages in seconds."""
+    """Return a worker's record for the control machine; clocks are the node's, so times are sent as ages in seconds."""
     record = dict(zip(FIELDS, numbers))  # noqa: B905 - `strict` is newer than Python 3.8
     return WorkerProgress(
         rank=rank,

@@ -150,7 +150,7 @@ class _Push:
         self.partial_fd = -1
 
     def run(self) -> str:
-        """The dialogue, from the sender's request to the folder's name."""
+        """Return the dialogue, from the sender's request to the folder's name."""
         with self._lock(fcntl.LOCK_SH):
             path = _find(self.store, self.tree)
         if path:
@@ -427,7 +427,7 @@ class _Push:
 
 
 def _find(store: str, tree: str) -> str:
-    """A folder that has a tree unchanged, held; empty if there is none. Needs the store's lock."""
+    """Return a folder that has a tree unchanged, held; empty if there is none. Needs the store's lock."""
     for name in _sealed(store):
         path = os.path.join(store, name)
         seal = _read_seal(path) if name.partition(".")[0] == tree else None
@@ -439,7 +439,7 @@ def _find(store: str, tree: str) -> str:
 
 
 def _parse_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
-    """The rows of a manifest, in which bytes are written as latin-1; refused unless every one is harmless."""
+    """Return the rows of a manifest, in which bytes are written as latin-1; refused unless every one is harmless."""
     import hashlib
 
     total = hashlib.sha256()
@@ -471,7 +471,7 @@ def _parse_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
 
 
 def _folders(files: list) -> set[bytes]:  # type: ignore[type-arg]
-    """All folders that the files lie in."""
+    """Return all folders that the files lie in."""
     folders = set()
     for file in files:
         folder = file[0].rpartition(b"/")[0]
@@ -493,7 +493,7 @@ def _contents(folder: int, path: bytes):  # type: ignore[no-untyped-def]
 
 
 def _is_file(folder: int, path: bytes, digest: str) -> bool:
-    """Whether a file has these contents."""
+    """Return whether a file has these contents."""
     import hashlib
 
     total = hashlib.sha256()
@@ -531,13 +531,13 @@ def _changed(path: str, seal: list) -> set[bytes]:  # type: ignore[type-arg]
 
 
 def _is_tree(name: str) -> bool:
-    """Whether this is how a tree is called: a digest, and a number where that was taken."""
+    """Return whether this is how a tree is called: a digest, and a number where that was taken."""
     digest, _, number = name.partition(".")
     return len(digest) == 32 and not digest.strip("0123456789abcdef") and (number.isdigit() or name == digest)
 
 
 def _is_part(name: str) -> bool:
-    """Whether this is how a tree is called while it is written."""
+    """Return whether this is how a tree is called while it is written."""
     fields = name.split("-")
     return len(fields) == 3 and fields[0] == ".part" and fields[1].isdigit() and len(fields[2]) == 8
 
@@ -548,7 +548,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _sealed(store: str) -> list[str]:
-    """Names of sealed trees, the most recently used first."""
+    """Return names of sealed trees, the most recently used first."""
     names = [name[:-5] for name in os.listdir(store) if name.endswith(".json") and _is_tree(name[:-5])]
     return sorted(names, key=lambda name: -os.stat(os.path.join(store, name + ".json")).st_mtime_ns)
 

@@ -136,7 +136,7 @@ def claim(workdir: str) -> None:
 
 
 def describe_node(workdir: str, request: Hello) -> NodeDescription:
-    """What this node says about itself."""
+    """Return what this node says about itself."""
     has_environment = has_uv = False
     has_glibc = True
     if request.environment:
@@ -173,7 +173,7 @@ def runs_under_way(runs_dir: str) -> list[str]:
 
 
 def _absent(path: str, kind: str) -> str:
-    """Why something cannot be used as a folder or a file."""
+    """Return why something cannot be used as a folder or a file."""
     return f"{path} is not a {kind}" if os.path.exists(path) else f"{path} does not exist"
 
 
@@ -216,7 +216,7 @@ def prepare(workdir: str, message: Prepare) -> None:
 
 
 def _locate_data(workdir: str, link: DataLink) -> str:
-    """Where files beside the code lie on this node; a tree stays there while this process lives.
+    """Return where files beside the code lie on this node; a tree stays there while this process lives.
 
     Raises:
         CannotDo: they are missing.
@@ -293,7 +293,7 @@ def guard(supervisor: int, token: str) -> int:
 
 
 def listen(run_dir: str) -> int:
-    """A unix socket in the run's folder on which a kept run takes a new link; its descriptor."""
+    """Return a unix socket in the run's folder on which a kept run takes a new link; its descriptor."""
     path = os.path.join(run_dir, SOCKET)
     if os.path.exists(path):
         os.unlink(path)

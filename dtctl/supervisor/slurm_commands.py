@@ -53,7 +53,7 @@ def run(
 
 
 def offer(_: Json) -> Json:
-    """The partitions, and each node of each: name, partition, state, generic resources, features."""
+    """Return the partitions, and each node of each: name, partition, state, generic resources, features."""
     partitions = run("scontrol", "show", "partition", "-o")
     listed = run("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%f")
     if partitions.returncode or listed.returncode:
@@ -99,7 +99,7 @@ def fill(request: Json) -> Json:
 
 
 def outputs(request: Json) -> Json:
-    """Number and bytes of the files that a run has made or changed, or of those below some paths."""
+    """Return number and bytes of the files that a run has made or changed, or of those below some paths."""
     put_out = work.summary(request["folder"], request["paths"])
     return {"files": put_out.files, "bytes": put_out.bytes}
 
@@ -170,13 +170,13 @@ def test(request: Json) -> Json:
 
 
 def look(request: Json) -> Json:
-    """How the job is, and what its files hold beyond what the requester has."""
+    """Return how the job is, and what its files hold beyond what the requester has."""
     job = known_state(request)
     return {"job": job, "files": news(request["folder"], request["have"])}
 
 
 def standing(request: Json) -> Json:
-    """How the job is."""
+    """Return how the job is."""
     return {"job": known_state(request)}
 
 
@@ -251,7 +251,7 @@ def state(job: str) -> Json:
 
 
 def find(request: Json) -> Json:
-    """The numbers of the jobs that a batch file has become, or null where Slurm does not say.
+    """Return the numbers of the jobs that a batch file has become, or null where Slurm does not say.
 
     Those that Slurm has forgotten are found by the first line of their output.
     """
@@ -277,7 +277,7 @@ def find(request: Json) -> Json:
 
 
 def moment(text: str) -> float | None:
-    """Seconds since the epoch of a time as Slurm writes it; None of none."""
+    """Return seconds since the epoch of a time as Slurm writes it; None of none."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
@@ -313,7 +313,7 @@ WHOLE = ("plan.json", "ledger.json", "attempt.json")
 
 
 def control_news(folder: str, have: dict[str, int]) -> Json:
-    """The same of the records of the launcher inside of the job, if it has one.
+    """Return the same of the records of the launcher inside of the job, if it has one.
 
     Its events come only with all that was printed before them, so they are read first.
     """
@@ -369,7 +369,7 @@ def files(folder: str, ends: tuple[str, ...]) -> list[str]:
 
 
 def listed(folder: str) -> list[str]:
-    """The names in a folder; none where there is none."""
+    """Return the names in a folder; none where there is none."""
     try:
         return [name for name in os.listdir(folder) if name.partition("-")[2].isdigit()]
     except OSError:
@@ -458,7 +458,7 @@ def left(request: Json) -> Json:
 
 
 def over_ssh(nodes: list[str], ids: str) -> dict[str, int | None]:
-    """The same over SSH, where nodes let their users in, as the first one shows; null where they do not."""
+    """Return the same over SSH, where nodes let their users in, as the first one shows; null where they do not."""
     from concurrent.futures import ThreadPoolExecutor
 
     if not nodes or shutil.which("ssh") is None:

@@ -40,7 +40,7 @@ class StackDump:
             self.tool_of_rank[report.rank] = self._ask(report)
 
     def path(self, rank: int, kind: str) -> str:
-        """Where the answer of a rank lies: `stack`, `threads` or `flight`."""
+        """Return where the answer of a rank lies: `stack`, `threads` or `flight`."""
         return os.path.join(self.folder, f"rank-{rank}.{kind}")
 
     def _ask(self, report: WorkerProgress) -> str:
@@ -65,7 +65,7 @@ class StackDump:
         return "faulthandler"
 
     def ready(self) -> bool:
-        """Whether all have answered, or the time limit has passed."""
+        """Return whether all have answered, or the time limit has passed."""
         now = time.monotonic()
         expected = [rank for rank, tool in self.tool_of_rank.items() if tool != "none"]
         sizes = [_size(self.path(rank, "stack")) for rank in expected]
@@ -75,7 +75,7 @@ class StackDump:
         return now >= self.deadline or (all(sizes) and now - self.sizes[1] >= SETTLED_S)
 
     def answers(self) -> list[WorkerStack]:
-        """One message for each worker."""
+        """Return one message for each worker."""
         return [
             WorkerStack(
                 rank=report.rank,
@@ -88,7 +88,7 @@ class StackDump:
         ]
 
     def _stacks(self, rank: int) -> str:
-        """The stacks of a worker, that of its main thread last."""
+        """Return the stacks of a worker, that of its main thread last."""
         stack = _text(self.path(rank, "stack"), TEXT_BYTES)
         if self.tool_of_rank[rank] != "faulthandler":
             return stack

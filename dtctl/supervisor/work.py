@@ -48,7 +48,7 @@ class TooLarge(Exception):
 
 
 def folder_of(run_dir: str) -> str:
-    """The run's working folder; empty when it has none of its own."""
+    """Return the run's working folder; empty when it has none of its own."""
     return os.path.join(run_dir, FOLDER) if os.path.exists(os.path.join(run_dir, RECORD)) else ""
 
 

@@ -37,7 +37,7 @@ class WorkerStart:
         self.env = env
         self.workers = list(workers)
         self.waiting = False
-        """Whether a fork server is to start them as soon as it is ready."""
+        """True if a fork server is to start them as soon as it is ready."""
         self._missing = list(workers)
 
     def start(self, group: Group) -> None:
@@ -124,7 +124,7 @@ class WorkerStart:
             self.warm_up()
 
     def is_importing(self) -> bool:
-        """Whether a fork server is not ready yet; a fresh worker would take as long for that."""
+        """Return whether a fork server is not ready yet; a fresh worker would take as long for that."""
         return self.servers.server is not None and not self.servers.server.ready
 
     def start_again(self, rank: int, env: dict[str, str], group: Group) -> bool:
@@ -146,7 +146,7 @@ class WorkerStart:
         return True
 
     def descriptors(self) -> list[int]:
-        """Where a fork server that workers wait for reports."""
+        """Return where a fork server that workers wait for reports."""
         server = self.servers.server
         return server.descriptors() if server is not None and (self.waiting or not server.ready) else []
 

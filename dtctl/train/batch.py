@@ -37,7 +37,7 @@ class Batch:
         return self.micro * self.parts * self.accumulate
 
     def describe(self) -> str:
-        """The sizes in words for people."""
+        """Return the sizes in words for people."""
         parts = f"({' + '.join(map(str, self.shares))})" if self.shares else self.world_size
         return f"global batch {self.total} = {self.micro} x {parts} x {self.accumulate}"
 

@@ -66,7 +66,7 @@ def require(config: TrainConfig, degrees: Degrees, *, accumulate: int | None) ->
 
 
 def not_elastic(reason: str) -> PlanError:
-    """The error that says why a training cannot have the same bits on any number of workers."""
+    """Return the error that says why a training cannot have the same bits on any number of workers."""
     return PlanError(
         f"exact: elastic is not possible: {reason}",
         where="train.exact",
@@ -75,7 +75,7 @@ def not_elastic(reason: str) -> PlanError:
 
 
 def stages_per_worker(options: PipelineConfig) -> int:
-    """How many stages of a pipeline each worker has."""
+    """Return how many stages of a pipeline each worker has."""
     return options.stages_per_worker or (1 if options.schedule in ONE_STAGE else 2)
 
 

@@ -330,7 +330,7 @@ def load(
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> TrainConfig:
-    """The configuration of this run.
+    """Return the configuration of this run.
 
     Args:
         defaults: what the script prefers where nobody says anything else; keys as in the spec.
@@ -355,7 +355,7 @@ def load(
 
 
 def _yielding(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """What is left of a layer under one that settles the same matter with other keys."""
+    """Return what is left of a layer under one that settles the same matter with other keys."""
     set_keys = {key for key, value in upper.items() if value is not None}
     sizes = {"micro_batch", "global_batch", "accumulate"}
     overridden = sizes if len(sizes & set_keys) >= 2 else set()

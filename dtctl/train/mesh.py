@@ -69,7 +69,7 @@ class Degrees:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether every part of the state is on several workers, and no tp, cp or pp divides it."""
+        """Return whether every part of the state is on several workers, and no tp, cp or pp divides it."""
         return self.dp > 1 and self.dp * self.fsdp * self.ep == self.workers
 
     @property
@@ -107,7 +107,7 @@ class Coordinate:
 
     @property
     def data(self) -> int:
-        """Which part of every batch this worker takes."""
+        """Return which part of every batch this worker takes."""
         degrees = self.degrees
         replica = self.rank // (degrees.tp * degrees.ep * degrees.cp) % (degrees.dp * degrees.fsdp)
         return replica * degrees.ep + self.ep
@@ -134,12 +134,12 @@ class Coordinate:
 
     @property
     def counts(self) -> bool:
-        """Whether this worker stands for its part of the batch, where several have the same samples."""
+        """Return whether this worker stands for its part of the batch, where several have the same samples."""
         return self.tp == self.cp == 0 and self.stage == self.degrees.pp - 1
 
 
 def resolve(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -> Degrees:
-    """The degrees that a strategy means for a number of workers.
+    """Return the degrees that a strategy means for a number of workers.
 
     Args:
         strategy: a name of `NAMES`, or degrees by axis: missing is 1, one of them may be -1 and takes what is left.
@@ -213,7 +213,7 @@ def _filled(requested: Mapping[str, int], workers: int) -> Degrees:
 
 
 def _nearest(requested: Mapping[str, int], workers: int) -> str:
-    """The mesh of this many workers that is nearest in ratio, over the axes that were asked for, and dp."""
+    """Return the mesh of this many workers that is nearest in ratio, over the axes that were asked for, and dp."""
     axes = [axis for axis in AXES if requested.get(axis, 1) != 1 or axis == "dp"]
 
     def distance(degrees: tuple[int, ...]) -> tuple[float, ...]:
@@ -232,7 +232,7 @@ def _nearest(requested: Mapping[str, int], workers: int) -> str:
 
 
 def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of `count` factors."""
+    """Yield all ways to write a number as a product of `count` factors."""
     if count == 1:
         yield (number,)
         return

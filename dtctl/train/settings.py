@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def from_json(text: str, *, where: str) -> dict[str, Any]:
-    """A JSON object; no text is an empty one.
+    """Return a JSON object; no text is an empty one.
 
     Raises:
         SpecError: the text is not a JSON object.
@@ -40,7 +40,7 @@ def from_json(text: str, *, where: str) -> dict[str, Any]:
 
 
 def from_argv(argv: Sequence[str]) -> dict[str, Any]:
-    """The settings among arguments: `--train.key=value` or `--train.key value`.
+    """Return the settings among arguments: `--train.key=value` or `--train.key value`.
 
     Keys nest by dots (`--train.model.layers=2`); values are JSON, or else text.
 
@@ -88,7 +88,7 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
-    """An instance of a dataclass from plain values.
+    """Return an instance of a dataclass from plain values.
 
     Fields may carry `metadata`: `at_least`, `above` and `below` for numbers and lists of them; `not_empty` for text;
     `check`, a function that raises ValueError; `section`, a dataclass whose fields are the keys of a mapping. Meant

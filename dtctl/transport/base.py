@@ -39,7 +39,7 @@ class ByteStream(Protocol):
         ...
 
     def read_stderr(self) -> bytes:
-        """All of standard error that has arrived so far and was not read yet; never blocks for more."""
+        """Return all of standard error that has arrived so far and was not read yet; never blocks for more."""
         ...
 
     def write(self, data: bytes) -> None:
@@ -84,7 +84,7 @@ class Connection(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Whether the link still stands, as far as this end knows."""
+        """Return whether the link still stands, as far as this end knows."""
         ...
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ OpenSocket = Callable[[str, int, float], Any]
 
 
 def open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
-    """An ordinary connection, without Nagle's delay.
+    """Return an ordinary connection, without Nagle's delay.
 
     Raises:
         OSError: it cannot be made.

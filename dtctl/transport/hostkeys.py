@@ -57,7 +57,7 @@ def _lines(path: str) -> tuple[tuple[int, str], ...]:
 
 
 def known_keys(name: str, files: Sequence[str]) -> list[KnownKey]:
-    """The keys on record for `name`, in the order of the files.
+    """Return the keys on record for `name`, in the order of the files.
 
     As with OpenSSH, a name with a port for which nothing is on record is looked up without its port; what is found then
     may confirm a key, and refuses none, because another server may answer at another port.

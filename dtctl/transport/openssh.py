@@ -152,17 +152,17 @@ class Login:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether the login was accepted: ssh says so, or the command's output has begun."""
+        """Return whether the login was accepted: ssh says so, or the command's output has begun."""
         return self.mark in self.early or self.has_own_connection
 
     @property
     def has_expired(self) -> bool:
-        """Whether the node's shell may have ended before a command reaches it."""
+        """Return whether the node's shell may have ended before a command reaches it."""
         return time.monotonic() - self._begun > COMMAND_LIMIT_S - COMMAND_MARGIN_S
 
     @property
     def has_own_connection(self) -> bool:
-        """Whether ssh has logged in itself, and does not share a connection that the user has opened."""
+        """Return whether ssh has logged in itself, and does not share a connection that the user has opened."""
         return _AUTHENTICATED.search(self.words.log) is not None
 
     @property
@@ -215,7 +215,7 @@ class Login:
         return self.target.connect_timeout_s + SHELL_LIMIT_S
 
     def _has_ended_itself(self) -> bool:
-        """Whether it is the node's shell that has ended the output, and not ssh before or instead of a login."""
+        """Return whether it is the node's shell that has ended the output, and not ssh before or instead of a login."""
         status = self.process.wait()
         self.read_log()
         if status != LOST_STATUS or self.is_accepted:
@@ -317,7 +317,7 @@ class OpenSshStream(LocalStream):
         return data
 
     def _lost(self) -> str:
-        """Why ssh has lost the link; empty if exit status 255 is the command's own."""
+        """Return why ssh has lost the link; empty if exit status 255 is the command's own."""
         self._login.read_log()
         if not self._login.has_own_connection:
             return "the connection that it shares (ControlMaster) has ended, or its command has with status 255"
@@ -325,7 +325,7 @@ class OpenSshStream(LocalStream):
 
     @property
     def _was_killed(self) -> bool:
-        """Whether ssh itself was ended by a signal, which says nothing about the command."""
+        """Return whether ssh itself was ended by a signal, which says nothing about the command."""
         return (self._login.process.returncode or 0) < 0
 
     def close(self) -> None:
@@ -336,7 +336,7 @@ class OpenSshStream(LocalStream):
 
 
 def _usable(login: Login | None) -> Login | None:
-    """The login, unless its node may not wait for a command any more."""
+    """Return the login, unless its node may not wait for a command any more."""
     if login is not None and login.has_expired:
         login.close_process()
         return None
@@ -411,7 +411,7 @@ class Master:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it can be shared no more."""
+        """Return whether it can be shared no more."""
         return self.login.has_expired or self.login.process.poll() is not None
 
 
@@ -505,14 +505,14 @@ class OpenSshTransport:
             ) from exc
 
     def _jump_hosts(self, target: Target) -> str:
-        """The jump hosts of a node, as its configuration names them; empty without."""
+        """Return the jump hosts of a node, as its configuration names them; empty without."""
         argv = [*self.argv(target), "-G", "--", target.address]
         done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         found = re.search(r"^proxyjump (.+)$", done.stdout, re.MULTILINE)
         return found[1] if found and found[1] != "none" else ""
 
     def _debug_host_key(self, target: Target) -> str:
-        """What `ssh -v` says on the way to a host key that it refuses, which comes before any login."""
+        """Return what `ssh -v` says on the way to a host key that it refuses, which comes before any login."""
         argv = [*self.argv(target), "-v", "--", target.address, "true"]
         limit_s = target.connect_timeout_s + DEBUG_S
         try:
@@ -535,7 +535,7 @@ class OpenSshTransport:
         return argv
 
     def _config(self, target: Target) -> Path:
-        """A configuration file that begins with what must hold."""
+        """Return a configuration file that begins with what must hold."""
         key = (target.ssh_config, target.known_hosts)
         with self._lock:
             if key not in self._configs:
@@ -606,7 +606,7 @@ def config_text(ssh_config: str | None, known_hosts: str | None) -> str:
 
 
 def _quoted(path: str, *, is_pattern: bool = False) -> str:
-    """A path as a value of ssh_config(5)."""
+    """Return a path as a value of ssh_config(5)."""
     path = str(Path(path).expanduser().absolute())
     # ssh takes one backslash of two away, and glob(3) one of the two that are left.
     path = path.replace("\\", "\\\\\\\\" if is_pattern else "\\\\")
@@ -615,7 +615,7 @@ def _quoted(path: str, *, is_pattern: bool = False) -> str:
 
 
 def _line_of(command: str) -> bytes:
-    """A command as one line for the shell that waits."""
+    """Return a command as one line for the shell that waits."""
     if "\n" in command:
         escaped = command.replace("\\", "\\\\").replace("\n", "\\n")
         command = f'eval "$(printf %b {quote(escaped)})"'
@@ -623,7 +623,7 @@ def _line_of(command: str) -> bytes:
 
 
 def _read_all(fd: int) -> bytes:
-    """What a process that has ended has left in a pipe."""
+    """Return what a process that has ended has left in a pipe."""
     data = b""
     with contextlib.suppress(OSError):
         while (more := os.read(fd, 1 << 16)) and len(data) < EARLY_BYTES:

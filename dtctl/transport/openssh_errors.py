@@ -58,7 +58,7 @@ class Words:
 
 
 def _telling(text: str) -> list[str]:
-    """The lines of a log that say something."""
+    """Return the lines of a log that say something."""
     lines = [" ".join(line.split()) for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith("@") and not _USUAL.match(line)]
 

@@ -102,7 +102,7 @@ def mapped(node: str, *, doing: str) -> Iterator[None]:
 
 
 def _one_line(exc: BaseException) -> str:
-    """What an exception says, without the line ends that a server may have put in."""
+    """Return what an exception says, without the line ends that a server may have put in."""
     return " ".join(str(exc).split()) or type(exc).__name__
 
 
@@ -226,7 +226,7 @@ class SshTransport:
         return SshConnection(target, transport, tuple(hops))
 
     def _hop(self, text: str, target: Target, before: SshConnection | None, depth: int) -> SshConnection:
-        """A connection to a jump host, through the one before it; the first may have jump hosts of its own."""
+        """Return a connection to a jump host, through the one before it; the first may have jump hosts of its own."""
         user, host, port = sshconfig.jump_parts(text)
         if depth == MAX_JUMPS:
             raise ConnectError(
@@ -246,7 +246,7 @@ class SshTransport:
         return self._connect(hop, via=before, depth=depth + 1)
 
     def _log_in(self, target: Target, call: PendingConnection, via: SshConnection | None) -> paramiko.Transport:
-        """A connection to a node whose host key is the one on record and that has accepted one of our keys."""
+        """Return a connection to a node whose host key is the one on record and that has accepted one of our keys."""
         settings = call.settings
         name = hostkeys.lookup_name(settings.host, settings.port, settings.host_key_alias)
         host_keys = hostkeys.known_keys(name, settings.known_hosts)
@@ -271,7 +271,7 @@ class SshTransport:
     def _handshake(
         self, target: Target, call: PendingConnection, via: SshConnection | None, key_types: list[str]
     ) -> paramiko.Transport:
-        """A connection with keys exchanged; tried again while nothing but the connecting has been done."""
+        """Return a connection with keys exchanged; tried again while nothing but the connecting has been done."""
         settings = call.settings
         deadline = time.monotonic() + target.connect_timeout_s
         for attempt in range(TRIES):
@@ -371,7 +371,7 @@ class SshTransport:
             return self._agent
 
     def _key(self, file: str) -> paramiko.PKey | str | None:
-        """The key in a file, why it cannot be used, or None if there is no such file."""
+        """Return the key in a file, why it cannot be used, or None if there is no such file."""
         with self._lock:
             if file not in self._keys:
                 try:
@@ -390,7 +390,7 @@ class SshTransport:
 
 
 def _public_blob(file: str) -> bytes | None:
-    """The public half of an identity file, which may itself be the one that is named; None if there is none."""
+    """Return the public half of an identity file, which may itself be the one that is named; None if there is none."""
     path = Path(file if file.endswith(".pub") else f"{file}.pub")
     try:
         return base64.b64decode(path.read_text(encoding="ascii").split()[1], validate=True)
@@ -433,7 +433,7 @@ def _through(via: SshConnection) -> OpenSocket:
 
 
 def _proxy_command(settings: sshconfig.Settings) -> socket.socket:
-    """One end of a socket whose other end is a process that the user's configuration names."""
+    """Return one end of a socket whose other end is a process that the user's configuration names."""
     parent_end, child_end = socket.socketpair()
     # The user's own line for a shell, as OpenSSH runs it. It ends when our end of the socket is closed.
     line = f"exec {settings.proxy_command}"

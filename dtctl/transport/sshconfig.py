@@ -58,7 +58,7 @@ class Settings:
 
 
 def settings_for(target: Target) -> Settings:
-    """What the spec says about a node, filled up from the OpenSSH configuration.
+    """Return what the spec says about a node, filled up from the OpenSSH configuration.
 
     Raises:
         ConnectError: OpenSSH does not accept the configuration.
@@ -147,7 +147,7 @@ def _known_hosts_files(options: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _has_config(named: str | None) -> bool:
-    """Whether there is a configuration that could say something about a node."""
+    """Return whether there is a configuration that could say something about a node."""
     if named == NO_CONFIG:
         return False
     if named is not None:
@@ -178,7 +178,7 @@ def _included(patterns: str, folder: Path) -> list[str]:
 
 
 def _ask_openssh(target: Target) -> dict[str, list[str]]:
-    """The output of `ssh -G`, key -> values in order; empty without OpenSSH on this machine."""
+    """Return the output of `ssh -G`, key -> values in order; empty without OpenSSH on this machine."""
     argv = ["ssh", "-G"]
     if target.ssh_config:
         argv += ["-F", str(Path(target.ssh_config).expanduser())]

@@ -125,7 +125,7 @@ def _title(task: Task) -> str:
 
 
 def _how(task: Task, advice: Advice) -> str:
-    """Number format and framework: what the figures were computed for."""
+    """Return number format and framework: what the figures were computed for."""
     recipe = task.recipe_of(advice.best.layout)
     parts = {"weights": recipe.weight_bytes, "gradients": recipe.gradient_bytes, "fp32 copies": recipe.master_bytes,
              "optimizer": recipe.optimizer_bytes}  # fmt: skip

@@ -44,7 +44,7 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
 
 
 def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
-    """What the job lacks, and Slurm's own words about it."""
+    """Return what the job lacks, and Slurm's own words about it."""
     from dtctl.doctor.findings import Finding
     from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.slurm import batch, login_client

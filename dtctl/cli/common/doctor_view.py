@@ -47,7 +47,7 @@ def show_examination(examination: Examination, took_s: float) -> None:
 
 
 def _cannot_train(examination: Examination) -> str:
-    """What a person types next depends on it: which of the nodes it is about, where it is not all of them."""
+    """Return what a person types next depends on it: which of the nodes it is about, where it is not all of them."""
     if len(examination.seen) == 1:
         return "cannot train in its present state"
     failed = [one for one in examination.findings if one.status == "fail" and not one.follows]
@@ -122,7 +122,7 @@ def show_cause(logs: Path, failure: Failure | None = None) -> None:
 
 
 def _is_elsewhere(diagnosis: Diagnosis, failure: Failure) -> bool:
-    """Whether a diagnosis is of workers or nodes of which the failure is none."""
+    """Return whether a diagnosis is of workers or nodes of which the failure is none."""
     if failure.rank is not None and failure.rank >= 0 and diagnosis.ranks:
         return failure.rank not in diagnosis.ranks
     return bool(diagnosis.nodes) and failure.node not in diagnosis.nodes

@@ -20,7 +20,7 @@ COLOURS = {"succeeded": "green", "running": "green", "failed": "red"}
 
 
 def find_elsewhere(run: str | None) -> tuple[RunElsewhere, FoundRun] | None:
-    """A run that this folder has no record of, on the nodes of its spec; None for one that it has a record of.
+    """Return a run that this folder has no record of, on the nodes of its spec; None for one that it has a record of.
 
     Raises:
         LaunchError: nobody knows the run.

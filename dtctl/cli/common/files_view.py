@@ -83,7 +83,7 @@ def show_files(spec: Spec, tree: Tree) -> None:
 
 
 def as_json(spec: Spec, tree: Tree) -> dict[str, Any]:
-    """The same for `launch --dry-run --json`."""
+    """Return the same for `launch --dry-run --json`."""
     return {
         "count": len(tree.files),
         "bytes": tree.total_bytes,

@@ -57,7 +57,7 @@ def _has_problems(findings: tuple[Finding, ...]) -> bool:
 
 
 def _is_due(spec: Spec) -> bool:
-    """Whether to examine: not this machine, virtual hosts without faults, or nodes found healthy recently."""
+    """Return whether to examine: not this machine, virtual hosts without faults, or nodes found healthy recently."""
     if spec.cluster.transport == "sandbox":
         from dtctl.sandbox import control, faults
 
@@ -81,6 +81,6 @@ def _remember(spec: Spec) -> None:
 
 
 def _key(spec: Spec) -> str:
-    """A key for the nodes and how they are reached."""
+    """Return a key for the nodes and how they are reached."""
     text = spec.model_dump_json(include={"cluster", "network"})
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -41,7 +41,7 @@ class _Stream:
     held: list[str] | None = None
     """Lines of a traceback whose end has not come."""
     folded: bool = False
-    """Whether the last traceback was folded, so that what belongs to it is, too."""
+    """True if the last traceback was folded, so that what belongs to it is, too."""
     report_rules: int = 0
     """Ruled lines that torchrun's report of a failure has still to come."""
 
@@ -54,7 +54,7 @@ class Folding:
     _torchrun_told: bool = False
 
     def feed(self, node: str, rank: int, text: str) -> list[str]:
-        """The lines to show now that this one has come."""
+        """Return the lines to show now that this one has come."""
         stream = self._streams.setdefault((node, rank), _Stream())
         line = _RANK.sub("", text)
         if stream.held is not None:
@@ -102,6 +102,6 @@ class Folding:
 
 
 def _short(line: str) -> str:
-    """What an exception says, without the source file of the library."""
+    """Return what an exception says, without the source file of the library."""
     text = re.sub(r"\[/?\S+:\d+\] ", "", line).partition(". ")[0]
     return text if len(text) <= 100 else f"{text[:100].rstrip()} ..."

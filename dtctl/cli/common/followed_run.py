@@ -103,7 +103,7 @@ def create_run(
     sweep: Mapping[str, str] | None = None,
     environment: str = "",
 ) -> RunWriter:
-    """The folder of a new run, whose launcher this process is; see `RunInfo` for the arguments.
+    """Return the folder of a new run, whose launcher this process is; see `RunInfo` for the arguments.
 
     It began when this process did, unless `started` says otherwise.
 

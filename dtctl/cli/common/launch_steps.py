@@ -49,7 +49,7 @@ class LaunchOptions:
     started: float | None = None
     """When the run began, in seconds since the epoch. None: with this process."""
     yes: bool = False
-    """Whether what the spec reaches beyond its folder is agreed to."""
+    """True if what the spec reaches beyond its folder is agreed to."""
 
     @property
     def has_spec(self) -> bool:
@@ -75,7 +75,7 @@ class LaunchOptions:
 
 
 def spec_of(options: LaunchOptions) -> Spec:
-    """The spec that the options name or describe.
+    """Return the spec that the options name or describe.
 
     Raises:
         UsageError: the options contradict each other.
@@ -207,7 +207,7 @@ def _batch_file(spec: Spec, plan: Plan) -> str:
 
 
 def _tree(spec: Spec) -> Tree | None:
-    """The files that would be pushed; None where none are.
+    """Return the files that would be pushed; None where none are.
 
     Raises:
         PlanError: the script is not among them.
@@ -401,7 +401,7 @@ def _run(
 
 
 def _continued(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
-    """The spec and, by node, the folders of snapshots of a run that continues from an earlier one."""
+    """Return the spec and, by node, the folders of snapshots of a run that continues from an earlier one."""
     from dtctl.launch import continuation
     from dtctl.launch.records.record import find_run
 

@@ -64,7 +64,7 @@ class LogReader:
 
     @property
     def has_output(self) -> bool:
-        """Whether the workers have printed anything, selected or not."""
+        """Return whether the workers have printed anything, selected or not."""
         return any(path.is_file() and path.stat().st_size for path in self._folder.glob("*/*.log"))
 
     def read_new(self) -> Iterator[LogLine]:
@@ -103,7 +103,7 @@ class LogReader:
             yield from deque(texts, self._chosen.tail) if is_first and self._chosen.tail is not None else texts
 
     def _lines(self, path: Path, file: BinaryIO, begin: int, end: int | None) -> Iterator[str]:
-        """The lines between two places that have the pattern; what is read is noted."""
+        """Yield the lines between two places that have the pattern; what is read is noted."""
         lines = self._partial.setdefault(path, Lines())
         file.seek(begin)
         self._read[path] = begin
@@ -114,7 +114,7 @@ class LogReader:
                     yield text
 
     def _number(self) -> int | None:
-        """The chosen attempt, counted from 0."""
+        """Return the chosen attempt, counted from 0."""
         attempt = self._chosen.attempt
         if attempt is None:
             return None
@@ -146,7 +146,7 @@ class LogReader:
 
 
 def _line_start(file: BinaryIO, offset: int) -> int:
-    """The beginning of the line in which a place lies."""
+    """Return the beginning of the line in which a place lies."""
     start = max(0, offset - LOOK_BACK_BYTES)
     file.seek(start)
     before, newline, _ = file.read(offset - start).rpartition(b"\n")

@@ -29,7 +29,7 @@ def steps_of(record: RunRecord) -> int | None:
 
 
 def metrics_of(record: RunRecord) -> list[dict[str, Any]]:
-    """The last rows of a run's metrics, with what is a number there; else what the program has printed."""
+    """Return the last rows of a run's metrics, with what is a number there; else what the program has printed."""
     rows = read_last_rows(record.folder / names.METRICS_FILE)
     if not rows:
         return _read_printed(record)
@@ -74,12 +74,12 @@ def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
 
 
 def source_text(row: dict[str, Any]) -> str:
-    """Where the figures of a row come from, if that needs to be said."""
+    """Return where the figures of a row come from, if that needs to be said."""
     return "  (read from the output)" if row.get(PRINTED) else ""
 
 
 def loss_text(row: dict[str, Any]) -> str:
-    """The loss of a row; empty if it has none."""
+    """Return the loss of a row; empty if it has none."""
     if "loss" not in row:
         return ""
     loss = row["loss"]
@@ -105,7 +105,7 @@ def experts_line(row: dict[str, Any]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A time span for people: 0:07, 12:34, 3:04:05."""
+    """Return a time span for people: 0:07, 12:34, 3:04:05."""
     total_s = max(0, int(seconds))
     hours, minutes = divmod(total_s // 60, 60)
     return f"{hours}:{minutes:02}:{total_s % 60:02}" if hours else f"{minutes}:{total_s % 60:02}"

@@ -71,7 +71,7 @@ def tell_of_files(spec: Spec, tree: Tree) -> None:
 
 
 def waits(event: JobQueued) -> str:
-    """Why a job of Slurm waits, and until when Slurm thinks that it does."""
+    """Return why a job of Slurm waits, and until when Slurm thinks that it does."""
     when = f", expected to start at {time.strftime('%H:%M:%S', time.localtime(event.start))}" if event.start else ""
     reason = event.reason if event.reason not in (None, "", "None") else "for Slurm"
     from dtctl.slurm.wait_reasons import explain_wait
@@ -119,7 +119,7 @@ def _line(event: Event) -> tuple[str, str]:
 
 
 def _change(event: Healed | NodeReplaced | NodeLeftOut) -> str:
-    """Who has taken whose place, or whose place is empty."""
+    """Return who has taken whose place, or whose place is empty."""
     if isinstance(event, NodeReplaced):
         return f"{event.node} is replaced by {event.by}: {event.reason}"
     if isinstance(event, NodeLeftOut):

@@ -284,7 +284,7 @@ def _site(record: RunRecord) -> Iterator[tuple[Site, JobRef]]:
 
 
 def _unfollowed(record: RunRecord) -> bool:
-    """Whether the job was submitted, is not known to be over, and no launcher follows it."""
+    """Return whether the job was submitted, is not known to be over, and no launcher follows it."""
     from dtctl.launch.records.state import state_of
 
     return bool(state_of(record).job) and not state_of(record).over and not record.has_launcher()

@@ -45,7 +45,7 @@ def parse_sweep(texts: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that are neither in brackets nor in quotes."""
+    """Return the parts between commas that are neither in brackets nor in quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:

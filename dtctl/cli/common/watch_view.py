@@ -44,7 +44,7 @@ class Screen:
         self.state: RunState = state_of(record)
 
     def draw(self, *, width: int) -> RenderableType:
-        """The picture as of now, `width` columns wide."""
+        """Return the picture as of now, `width` columns wide."""
         from rich.console import Group
         from rich.text import Text
 
@@ -83,7 +83,7 @@ class Screen:
         )  # fmt: skip
 
     def _nodes(self) -> RenderableType:
-        """Every node with its state; many nodes side by side."""
+        """Return every node with its state; many nodes side by side."""
         from rich.columns import Columns
         from rich.text import Text
 

@@ -12,7 +12,7 @@ Works = Callable[[Sequence[str]], bool]
 
 
 def smallest_failing(members: Sequence[str], works: Works) -> list[str]:
-    """A part of `members`, which do not work together, that fails and of which every smaller part works.
+    """Return a part of `members`, which do not work together, that fails and of which every smaller part works.
 
     Halves are left out first, then quarters, and so on: of one bad member among N about 2 log2 N groups are tried.
     """
@@ -32,7 +32,7 @@ def smallest_failing(members: Sequence[str], works: Works) -> list[str]:
 
 
 def bad_ones(members: Sequence[str], works: Works) -> list[str]:
-    """The members to act on: of two that fail together the one that fails with a third as well; else both.
+    """Return the members to act on: of two that fail together the one that fails with a third as well; else both.
 
     Args:
         members: a group that does not work.

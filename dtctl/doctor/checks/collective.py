@@ -121,7 +121,7 @@ class _Gang:
         return list(said["uses"]) if "uses" in said else self._hidden(name)
 
     def round(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """One all_reduce over these nodes; what each says."""
+        """Return one all_reduce over these nodes; what each says."""
         again = [name for name in names if name in self.broken]
         if again:
             self.start(again)
@@ -130,7 +130,7 @@ class _Gang:
         return self._together([names])
 
     def apart(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """An all_reduce over the workers of each of these nodes, all at once; what each says."""
+        """Return an all_reduce over the workers of each of these nodes, all at once; what each says."""
         self._progress(f"adding up numbers with torch ({self._backend}) on each of {len(names)} nodes")
         return self._together([[name] for name in names])
 
@@ -183,7 +183,7 @@ def merged(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def well(answers: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether all have come to the end, and with the right sums."""
+    """Return whether all have come to the end, and with the right sums."""
     return all(answer.get("stage") == "done" and not answer.get("wrong") for answer in answers.values())
 
 

@@ -17,7 +17,7 @@ Environment = dict[str, tuple[str, str]]
 
 
 def effective(node: NodeReport, job: Mapping[str, str]) -> Environment:
-    """What a worker on this node would see, and where it comes from.
+    """Return what a worker on this node would see, and where it comes from.
 
     Args:
         node: the node.
@@ -36,7 +36,7 @@ def effective(node: NodeReport, job: Mapping[str, str]) -> Environment:
 
 
 def environment(reports: Sequence[NodeReport], jobs: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """All findings about variables.
+    """Yield all findings about variables.
 
     Args:
         reports: the nodes.
@@ -69,7 +69,7 @@ def _value(node: NodeReport, job: Mapping[str, str], name: str) -> str:
 
 
 def _counts(text: str) -> bool:
-    """Whether a text is a number from 1, or a list of them, one for each level of OpenMP's nesting."""
+    """Return whether a text is a number from 1, or a list of them, one for each level of OpenMP's nesting."""
     return all(part.strip().isdecimal() and int(part) > 0 for part in text.split(","))
 
 

@@ -86,7 +86,7 @@ def measure(
 
 
 def judge(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """What is not as it should be: torch that cannot use a GPU, GPUs and links that are slow. Pure.
+    """Yield what is not as it should be: torch that cannot use a GPU, GPUs and links that are slow. Pure.
 
     Args:
         measured: as `measure` returns it.
@@ -201,7 +201,7 @@ def _by_node(told: Any) -> dict[str, str]:
 
 
 def rows(measured: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """A row for each GPU: `node`, `gpu`, `name`, its figures, and `busbw_gb_s` of the sum over its node."""
+    """Return a row for each GPU: `node`, `gpu`, `name`, its figures, and `busbw_gb_s` of the sum over its node."""
     return tuple(
         {
             "node": node,

@@ -213,7 +213,7 @@ def _links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """What the driver says of how each GPU is set up and how it fares."""
+    """Yield what the driver says of how each GPU is set up and how it fares."""
     states = {n.name: state_rows(n.facts["state"]) for n in reports}
     few = {
         node: ", ".join(f"GPU {row['index']} at {row['limit']} of {row['usual']} W" for row in rows if is_capped(row))
@@ -273,7 +273,7 @@ def _state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _of_maker(reports: Sequence[NodeReport], nodes: Mapping[str, str], nvidia: str, amd: str) -> str:
-    """What to type on the nodes with a text, by the maker of their GPUs."""
+    """Return what to type on the nodes with a text, by the maker of their GPUs."""
     makers = {n.facts["vendor"] for n in reports if nodes.get(n.name)}
     return amd if makers == {"amd"} else nvidia
 
@@ -347,7 +347,7 @@ def ecc_errors(said: str, remapped: str) -> list[str]:
 
 
 def state_rows(said: str) -> list[dict[str, str]]:
-    """How each GPU is set up, from the probe's query of nvidia-smi.
+    """Return how each GPU is set up, from the probe's query of nvidia-smi.
 
     Returns:
         Rows of `index`, `awake` (persistence mode), power `limit` and the board's `usual` limit in W, `reasons` of its
@@ -359,7 +359,7 @@ def state_rows(said: str) -> list[dict[str, str]]:
 
 
 def is_capped(row: Mapping[str, str]) -> bool:
-    """Whether the power limit of a GPU was set below its board's own."""
+    """Return whether the power limit of a GPU was set below its board's own."""
     try:
         return float(row["limit"]) < 0.98 * float(row["usual"])
     except ValueError:  # [N/A]
@@ -367,7 +367,7 @@ def is_capped(row: Mapping[str, str]) -> bool:
 
 
 def slowed_by(reasons: str) -> list[str]:
-    """What the bit mask of nvidia-smi, or the level of AMD's driver, says against a GPU's clocks."""
+    """Return what the bit mask of nvidia-smi, or the level of AMD's driver, says against a GPU's clocks."""
     if reasons in HELD:
         return [HELD[reasons]]
     try:
@@ -378,7 +378,7 @@ def slowed_by(reasons: str) -> list[str]:
 
 
 def amd_errors(said: str) -> list[str]:
-    """The kernel's messages of GPUs of AMD that were reset or have errors, without their times; each once."""
+    """Return the kernel's messages of GPUs of AMD that were reset or have errors, without their times; each once."""
     return list(dict.fromkeys(line[line.find("amdgpu") :] for line in said.splitlines() if "amdgpu" in line))[:4]
 
 
@@ -426,7 +426,7 @@ def missing_links(gpus: str, said: str) -> list[str]:
 
 
 def topology(said: str) -> str:
-    """The GPUs' part of `nvidia-smi topo -m`: how each reaches each, a row each."""
+    """Return the GPUs' part of `nvidia-smi topo -m`: how each reaches each, a row each."""
     # Before the matrix stands its header, set off by an escape sequence or nothing but a tab.
     rows = [line.split() for line in said.splitlines() if _ROW.match(line)]
     rows = [row for row in rows if not row[1].startswith("GPU")]

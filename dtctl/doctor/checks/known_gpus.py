@@ -19,7 +19,7 @@ def _known() -> dict[str, dict[str, Any]]:
 
 
 def normal(name: str) -> dict[str, Any] | None:
-    """What a GPU of this name can do (dtctl/advise/hardware.yaml); None where that is not known, and with MIG.
+    """Return what a GPU of this name can do (dtctl/advise/hardware.yaml); None where that is not known, and with MIG.
 
     Args:
         name: as the driver gives it, such as NVIDIA A100-SXM4-40GB.

@@ -65,7 +65,7 @@ def doubtful(reports: Sequence[NodeReport]) -> list[Way]:
 
 
 def links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """What the measurements of all ways have told."""
+    """Yield what the measurements of all ways have told."""
     tries_of = _said(reports)
     if not tries_of:
         return
@@ -137,7 +137,7 @@ def _said(reports: Sequence[NodeReport]) -> dict[Way, list[dict[str, Any]]]:
 
 
 def _broken(one: Mapping[str, Any]) -> str:
-    """How a stream has broken off: stalled, reset, or what else was wrong; empty if it has not."""
+    """Return how a stream has broken off: stalled, reset, or what else was wrong; empty if it has not."""
     return str(one.get("broken") or one.get("error") or "")
 
 
@@ -146,7 +146,7 @@ def _breaks(tries: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def never_begun(tries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether no connection was made any of these times, though calls of the same way had gone well before."""
+    """Return whether no connection was made any of these times, though calls of the same way had gone well before."""
     return _breaks(tries) and all(one.get("result") for one in tries)
 
 

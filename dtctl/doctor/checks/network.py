@@ -243,7 +243,7 @@ def _mtu(node: NodeReport, reports: Sequence[NodeReport]) -> int:
 def pairs(
     reports: Sequence[NodeReport], *, rendezvous: Sequence[int], fixed: bool, explained: Collection[str] = ()
 ) -> Iterator[Finding]:
-    """What the calls between all ordered pairs of nodes have told.
+    """Yield what the calls between all ordered pairs of nodes have told.
 
     Args:
         reports: the nodes that took part, the head node first.
@@ -366,7 +366,7 @@ def _blocked(kind: str, failed: Sequence[_Call], reports: Sequence[NodeReport], 
 def _which(
     kind: str, numbers: Sequence[int], ways: Sequence[tuple[str, str]], reports: Sequence[NodeReport], *, fixed: bool
 ) -> tuple[str, str]:
-    """Which ports it is about, in words, and those to let through; empty for all that the kernel gives out."""
+    """Return which ports it is about, in words, and those to let through; empty for all that the kernel gives out."""
     tried = ", ".join(map(str, numbers[:4])) + (" ..." if len(numbers) > 4 else "")
     if kind == "data":
         passed = any(
@@ -412,7 +412,7 @@ def _opened(
 
 
 def _misrouted(caller: str, called: str, reports: Sequence[NodeReport]) -> str:
-    """What to type where a node's own table leads its packets astray; empty where it does not."""
+    """Return what to type where a node's own table leads its packets astray; empty where it does not."""
     of = {node.name: node for node in reports}
     one, other = of[caller], of[called]
     address = other.data_address

@@ -132,7 +132,7 @@ def _fix_of(check: str, node: NodeReport) -> str:
 
 
 def _login_fix(error: DtctlError) -> str:
-    """What to try where the server says no; it tells nobody why but its own log."""
+    """Return what to try where the server says no; it tells nobody why but its own log."""
     return (
         f"{error.hint or 'try another key'}; the server's log has the reason (sudo journalctl -u ssh -n 20): a key "
         f"that is "
@@ -153,7 +153,7 @@ def _reach_check(error: DtctlError) -> str:
 
 
 def _start(node: NodeReport) -> Finding | None:
-    """What keeps programs from being started behind a login that was accepted, by what a plain `echo` did."""
+    """Return what keeps programs from being started behind a login that was accepted, by what a plain `echo` did."""
     shell, error = node.shell, node.error
     if shell is None or error is None:
         return None
@@ -202,7 +202,7 @@ def _start(node: NodeReport) -> Finding | None:
 def per_node(
     check: str, said: Mapping[str, str], fix: str, *, summary: str, status: Status = "fail"
 ) -> Iterator[Finding]:
-    """One finding for all nodes that have the same trouble."""
+    """Yield one finding for all nodes that have the same trouble."""
     if said:
         evidence = tuple(f"{node}: {text}" for node, text in said.items())
         where = ", ".join(said)
@@ -259,7 +259,7 @@ def limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _allowed(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """What control groups and limits leave to the workers."""
+    """Yield what control groups and limits leave to the workers."""
     free = {n.name: _memory(n) for n in reports}
     short = {n.name for n in reports if 0 <= free[n.name] < WORKER_BYTES * n.slots}
     tight = {n.name for n in reports if n.name not in short and 0 <= free[n.name] < COMFORT_BYTES * n.slots}
@@ -320,7 +320,7 @@ def _allowed(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _memory(node: NodeReport) -> int:
-    """Bytes that the workers may have; -1 if the kernel does not say."""
+    """Return bytes that the workers may have; -1 if the kernel does not say."""
     known = [value for value in (node.facts["memory_limit"], node.facts["memory_free"]) if value >= 0]
     return min(known) if known else -1
 
@@ -332,7 +332,7 @@ def _cores(node: NodeReport) -> float:
 
 
 def storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
-    """Whether each node has room and the right to write, and the files that the job needs."""
+    """Yield whether each node has room and the right to write, and the files that the job needs."""
     disks = {n.name: n.facts["disk"] for n in reports}
     # Of some file systems nobody knows how many inodes there are: 0.
     none_left = {
@@ -404,7 +404,7 @@ def storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
 
 
 def _tmp(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Where temporary files go: compilers, torch's inductor and data loaders use it."""
+    """Yield where temporary files go: compilers, torch's inductor and data loaders use it."""
     tmp = {n.name: n.facts["tmp"] for n in reports}
     bad = {name: one["why"] for name, one in tmp.items() if one["why"]}
     for name, one in tmp.items():
@@ -439,7 +439,7 @@ def _tmp(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def python(reports: Sequence[NodeReport], confirmed: Mapping[str, Collection[str]]) -> Iterator[Finding]:
-    """Whether the job's Python starts with the job's variables, and finds its own modules.
+    """Yield whether the job's Python starts with the job's variables, and finds its own modules.
 
     Args:
         reports: the nodes.
@@ -522,7 +522,7 @@ def alike(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def differ(check: str, values: Mapping[str, str], fix: str, *, what: str, status: Status = "fail") -> Iterator[Finding]:
-    """One finding when nodes differ in what has to be alike; the odd ones are named."""
+    """Yield one finding when nodes differ in what has to be alike; the odd ones are named."""
     odd, usual = odd_ones(values)
     if odd:
         told = f"; the others have {usual}" if usual is not None else ""

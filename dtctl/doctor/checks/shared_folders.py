@@ -47,7 +47,7 @@ def look(probes: Probes, reports: Sequence[NodeReport], folders: Sequence[str]) 
 
 
 def judge(sights: Sights) -> Iterator[Finding]:
-    """A folder that some nodes share and others do not, and files that appear late. Pure."""
+    """Yield a folder that some nodes share and others do not, and files that appear late. Pure."""
     for folder in dict.fromkeys(folder for folder, _, _ in sights):
         here = {(who, whose): after_s for (where, who, whose), after_s in sights.items() if where == folder}
         names = list(dict.fromkeys(name for pair in here for name in pair))

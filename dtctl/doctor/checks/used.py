@@ -48,7 +48,7 @@ def interfaces(reports: Sequence[NodeReport], used: Used) -> Iterator[Finding]:
 
 
 def why_not(node: NodeReport, one: UsedInterface, reports: Sequence[NodeReport], used: Used) -> str:
-    """Why the other nodes' workers will not meet this node's by an interface; empty if they will."""
+    """Return why the other nodes' workers will not meet this node's by an interface; empty if they will."""
     if not one.name:
         return "the node has no such interface"
     if not one.up:
@@ -79,7 +79,7 @@ def why_not(node: NodeReport, one: UsedInterface, reports: Sequence[NodeReport],
 
 
 def meeting(reports: Sequence[NodeReport], wanted: str | None) -> Iterator[Finding]:
-    """The address of the rendezvous that the spec names.
+    """Yield the address of the rendezvous that the spec names.
 
     Args:
         reports: the nodes that are well, the head node first.

@@ -55,7 +55,7 @@ class Activity:
 
 
 def before(lines: Sequence[str], index: int) -> Activity | None:
-    """What stands before a line of a file; None where nothing of the program's own does."""
+    """Return what stands before a line of a file; None where nothing of the program's own does."""
     last = ""
     for raw in reversed(lines[max(0, index - LOOK_BACK) : index]):
         text = parse(raw[:400], file="", number=0, rank=None, node=None).text.strip()

@@ -73,7 +73,7 @@ class CollectiveTable:
 
     @property
     def told(self) -> str:
-        """What was waited for, when all say the same; empty otherwise."""
+        """Return what was waited for, when all say the same; empty otherwise."""
         said = {(call.number, call.said) for call in self.calls.values()}
         if len(said) != 1:
             return ""
@@ -99,7 +99,7 @@ class CollectiveTable:
 
 
 def rank_in(line: LogLine) -> int | None:
-    """The rank that a watchdog's line is of."""
+    """Return the rank that a watchdog's line is of."""
     if line.rank is not None:
         return line.rank
     found = _SPOKEN_RANK.search(line.raw)
@@ -107,13 +107,13 @@ def rank_in(line: LogLine) -> int | None:
 
 
 def world_in(text: str) -> int:
-    """The number of ranks that a line tells, 0 without."""
+    """Return the number of ranks that a line tells, 0 without."""
     found = _WORLD.search(text)
     return int(found["world"] or found["clients"]) if found else 0
 
 
 def table_of(lines: Iterable[LogLine]) -> CollectiveTable:
-    """What the lines in which watchdogs speak say."""
+    """Return what the lines in which watchdogs speak say."""
     table = CollectiveTable(calls={}, enqueued={})
     for line in lines:
         if found := _LAGGING.search(line.text):
@@ -132,7 +132,7 @@ def table_of(lines: Iterable[LogLine]) -> CollectiveTable:
 
 
 def judge(table: CollectiveTable, ranks: set[int], world: int = 0) -> CollectiveVerdict | None:
-    """Who is to blame for a collective that timed out; None when the texts do not tell.
+    """Return who is to blame for a collective that timed out; None when the texts do not tell.
 
     Args:
         table: what the watchdogs of all ranks said.

@@ -22,7 +22,7 @@ NEAR = 400
 def weighed(
     group: Sequence[Hit], rivals: Sequence[Sequence[Hit]], found: Found, before: Confidence, *, earliest: bool
 ) -> Confidence:
-    """The confidence of a primary cause, no higher than its place allows.
+    """Return the confidence of a primary cause, no higher than its place allows.
 
     Args:
         group: its hits, the first one first.
@@ -39,7 +39,7 @@ def weighed(
 
 
 def _several_runs(group: Sequence[Hit], found: Found) -> bool:
-    """Whether one process seems to have ended twice: what stands in one file is then of several runs."""
+    """Return whether one process seems to have ended twice: what stands in one file is then of several runs."""
     first = next((hit for hit in group if hit.uncaught), None)
     return first is not None and any(
         hit.uncaught
@@ -67,7 +67,7 @@ def _for(group: Sequence[Hit], found: Found) -> int:
 
 
 def _last_word(group: Sequence[Hit], found: Found) -> bool:
-    """Whether the program of the last hit says nothing more."""
+    """Return whether the program of the last hit says nothing more."""
     last = group[-1]
     ended = last.line.number + 12 >= found.length.get(last.line.file, 0)
     return ended and not any(hit.order > last.order and hit.raised is not None for hit in found.hits)
@@ -84,7 +84,7 @@ def _against(group: Sequence[Hit], found: Found) -> int:
 
 
 def _just_before(hit: Hit, first: Hit) -> bool:
-    """Whether something else went wrong shortly before, and was not survived."""
+    """Return whether something else went wrong shortly before, and was not survived."""
     return (
         hit.line.file == first.line.file
         and 0 < first.line.number - hit.line.number <= NEAR

@@ -21,7 +21,7 @@ _AGENT = re.compile(r"/torch/distributed/(?:run\.py|launch|elastic/(?:agent|rend
 
 
 def without_errors_that_are_here(group: Sequence[Hit], found: Found) -> list[Hit]:
-    """A group without what claims of a worker that its error is not in these logs, although it is."""
+    """Return a group without what claims of a worker that its error is not in these logs, although it is."""
     if group[0].signature.id not in _ERROR_ELSEWHERE:
         return list(group)
     here = {(run_of(hit.line.file), hit.rank) for hit in found.hits if _error_of_a_worker(hit)}
@@ -50,13 +50,13 @@ def _error_of_a_worker(hit: Hit) -> bool:
 
 
 def in_one_run(one: Hit, other: Hit) -> bool:
-    """Whether two findings may be of the same run of dtctl: their paths do not tell them apart."""
+    """Return whether two findings may be of the same run of dtctl: their paths do not tell them apart."""
     runs = {run_of(hit.line.file) for hit in (one, other)} - {None}
     return len(runs) < 2
 
 
 def told_as_consequence(one: Diagnosis, group: Sequence[Hit], first: Diagnosis) -> Diagnosis:
-    """A diagnosis that follows from the first, in words that do not look for another cause of it."""
+    """Return a diagnosis that follows from the first, in words that do not look for another cause of it."""
     one, cause = replace(one, follows=True), group[0].signature.follows
     if not cause or first.id in _TOLD_TO_STOP:
         return one

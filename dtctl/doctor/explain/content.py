@@ -41,7 +41,7 @@ class Content:
 
 
 def content(file: Path) -> Content:
-    """The text of a log.
+    """Return the text of a log.
 
     Raises:
         UsageError: the system does not let it be read.
@@ -70,7 +70,7 @@ def content(file: Path) -> Content:
 
 
 def _streamed(file: Path) -> tuple[bytes, str]:
-    """What a pipe or a device gives at once: one without a writer, or without an end, keeps nobody waiting."""
+    """Return what a pipe or a device gives at once: one without a writer, or without an end, keeps nobody waiting."""
     fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     data, deadline = bytearray(), time.monotonic() + PATIENCE_S
     try:

@@ -181,7 +181,7 @@ def _with_exit(first: Diagnosis, group: list[Hit], found: Found) -> Diagnosis:
 
 
 def _told_of(found: Found) -> tuple[str, ...]:
-    """The few nodes on which anything is said to have ended, where the error itself names none."""
+    """Return the few nodes on which anything is said to have ended, where the error itself names none."""
     ends = [hit for hit in found.hits if hit.end is not None and not hit.survived]
     nodes = {hit.node for hit in ends if hit.node is not None}
     nodes = nodes or {hit.node for hit in (*found.hits, *found.complaints) if hit.node is not None and not hit.survived}
@@ -225,7 +225,7 @@ def _settle_ranks(hits: list[Hit]) -> None:
 
 
 def _merged(groups: dict[tuple[str, str], list[Hit]]) -> list[list[Hit]]:
-    """One group for each id, but for exceptions, of which several may be told apart."""
+    """Return one group for each id, but for exceptions, of which several may be told apart."""
     found: dict[object, list[Hit]] = {}
     for (id_, cause), hits in groups.items():
         generic = hits[0].raised is not None and hits[0].weight < 3
@@ -234,7 +234,7 @@ def _merged(groups: dict[tuple[str, str], list[Hit]]) -> list[list[Hit]]:
 
 
 def _failed(found: Found, groups: list[list[Hit]], known: set[str]) -> bool:
-    """Whether anything says that the job failed, and is not only a warning, or a complaint that was survived."""
+    """Return whether anything says that the job failed, and is not only a warning, or a complaint that was survived."""
     if any(_insists(group, found) for group in groups):
         return True
     if any(
@@ -246,7 +246,7 @@ def _failed(found: Found, groups: list[list[Hit]], known: set[str]) -> bool:
 
 
 def _insists(group: list[Hit], found: Found) -> bool:
-    """Whether a warning is repeated until the log ends: it is waited for, and nothing else happens."""
+    """Return whether a warning is repeated until the log ends: it is waited for, and nothing else happens."""
     last = group[-1]
     return (
         len(group) >= 3
@@ -276,7 +276,7 @@ def _order(
 
 
 def _place(group: list[Hit], known: set[str]) -> int:
-    """What a group is worth beside the others; `known` are the ids of what was found and not survived."""
+    """Return what a group is worth beside the others; `known` are the ids of what was found and not survived."""
     signature = group[0].signature
     if signature.role == "note" or (signature.role == "effect" and all(hit.warned or hit.survived for hit in group)):
         return NOTE
@@ -297,7 +297,7 @@ def _place(group: list[Hit], known: set[str]) -> int:
 
 
 def _earlier(group: list[Hit], rivals: list[list[Hit]], many: bool) -> bool:
-    """Whether a group is certainly earlier than all of the others: by times, or in one file."""
+    """Return whether a group is certainly earlier than all of the others: by times, or in one file."""
     first = group[0]
     for rival in rivals:
         other = rival[0]
@@ -311,7 +311,7 @@ def _earlier(group: list[Hit], rivals: list[list[Hit]], many: bool) -> bool:
 
 
 def _follows(group: list[Hit], first: list[Hit], known: set[str]) -> bool:
-    """Whether a group is a consequence of the first: its text says so, and it does not stand before it."""
+    """Return whether a group is a consequence of the first: its text says so, and it does not stand before it."""
     place = _place(group, known)
     one, other = first[0], group[0]
     if place not in (EFFECT, OPEN) or any(hit.survived for hit in first) or not in_one_run(one, other):

@@ -34,9 +34,9 @@ class Diagnosis:
     source: str
     evidence: tuple[Evidence, ...]
     survived: bool = False
-    """Whether training went on after it."""
+    """True if training went on after it."""
     follows: bool = False
-    """Whether it is a consequence of the primary cause, going by its text or its time."""
+    """True if it is a consequence of the primary cause, going by its text or its time."""
 
     def as_json(self) -> dict[str, Any]:
         """As `dtctl doctor --log --json` prints it."""

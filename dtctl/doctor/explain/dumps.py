@@ -66,7 +66,7 @@ class Dump:
 
     @property
     def last(self) -> str:
-        """What the rank was doing: the last collective of each group."""
+        """Return what the rank was doing: the last collective of each group."""
         told = []
         for group, calls in self.calls.items():
             number = max(calls)
@@ -76,12 +76,12 @@ class Dump:
 
 
 def is_dump(path: Path) -> bool:
-    """Whether the file is called like a dump."""
+    """Return whether the file is called like a dump."""
     return NAME.search(path.name) is not None
 
 
 def read_dump(path: Path) -> Dump | None:
-    """The dump in a file; None when it holds none, or anything but plain data."""
+    """Return the dump in a file; None when it holds none, or anything but plain data."""
     named = NAME.search(path.name)
     try:
         if named is None or path.stat().st_size > MAX_BYTES:
@@ -96,7 +96,7 @@ def read_dump(path: Path) -> Dump | None:
 
 
 def _unpickled(raw: bytes) -> Any:
-    """What a pickle of plain data has. It asks for no more memory than its own length explains."""
+    """Return what a pickle of plain data has. It asks for no more memory than its own length explains."""
     for op, argument, _ in pickletools.genops(raw):
         if op.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(raw):
             raise pickle.UnpicklingError("it numbers more than it has")
@@ -123,7 +123,10 @@ def _dump(data: Mapping[str, Any], file: str, rank: int) -> Dump:
 
 
 def _word(value: object) -> str:
-    """A name or a number. What a pickle has can be larger than the pickle: lists of one list are many lists in text."""
+    """Return a name or a number.
+
+    What a pickle has can be larger than the pickle: lists of one list are many lists in text.
+    """
     if not isinstance(value, str | int) or (isinstance(value, str) and len(value) > MAX_WORD):
         raise ValueError("no name")
     return str(value)

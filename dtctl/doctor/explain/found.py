@@ -41,17 +41,17 @@ class Hit:
     ranks: tuple[int, ...] = ()
     """More ranks of which it tells."""
     root: bool = False
-    """Whether a launcher calls this the first failure of its node."""
+    """True if a launcher calls this the first failure of its node."""
     bare: bool = False
-    """Whether an exception stands there without its traceback."""
+    """True if an exception stands there without its traceback."""
     warned: bool = False
-    """Whether the line says of itself that it is no failure."""
+    """True if the line says of itself that it is no failure."""
     late: bool = False
-    """Whether it stands behind a line that says that the training ended well."""
+    """True if it stands behind a line that says that the training ended well."""
     survived: bool = False
-    """Whether the same rank has trained on afterwards, or ended well, or the program was started again."""
+    """True if the same rank has trained on afterwards, or ended well, or the program was started again."""
     restarted: bool = False
-    """Whether the program was started again after it, and has written into the same file."""
+    """True if the program was started again after it, and has written into the same file."""
     raised: Raised | None = None
     """The exception that it is."""
     weight: int = 3

@@ -127,9 +127,9 @@ class _File:
     open: list[tuple[Hit, int]] = field(default_factory=list)
     """Hits that nothing shows to be survived, and how many lines of progress would show it."""
     complaining: bool = False
-    """Whether lines that complain in unknown words are among them."""
+    """True if lines that complain in unknown words are among them."""
     ended: bool = False
-    """Whether a line says that the training ended well."""
+    """True if a line says that the training ended well."""
     starts: Starts = field(default_factory=Starts)
 
 
@@ -316,14 +316,14 @@ class _Scan:
         return self.found
 
     def _rank_of_process(self, line: LogLine) -> int | None:
-        """The rank that a line calls a process by, if it is one: most numbers of processes are the system's."""
+        """Return the rank that a line calls a process by, if it is one: most numbers of processes are the system's."""
         number = who.process_named(line.raw)
         there = number is not None and (number in self.found.ranks or number < self.found.world)
         return number if there and str(number) != line.pid else None
 
 
 def _unfolded(lines: Sequence[str]) -> Sequence[str]:
-    """The lines, with those taken apart that hold several in one, as JSON writes them."""
+    """Return the lines, with those taken apart that hold several in one, as JSON writes them."""
     if not any("\\n  File " in line or (line.startswith('{"') and _COMPLAINS.search(line)) for line in lines):
         return lines
     found: list[str] = []
@@ -336,7 +336,7 @@ def _unfolded(lines: Sequence[str]) -> Sequence[str]:
 
 
 def _of_json(line: str) -> list[str]:
-    """A record of a logger that writes JSON, as lines with the prefixes that its fields stand for."""
+    """Return a record of a logger that writes JSON, as lines with the prefixes that its fields stand for."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -396,7 +396,7 @@ def _by_a_shell(hit: Hit) -> bool:
 
 
 def _ran_without(missed: Hit, other: Hit) -> bool:
-    """Whether the program was started although a shell had not found a command, and failed at something else."""
+    """Return whether the program was started although a shell had not found a command, and failed at something else."""
     return (
         other.uncaught
         and other.line.file == missed.line.file

@@ -47,7 +47,7 @@ class Interfaces:
             self.settings.setdefault(setting["variable"], setting["value"])
 
     def of(self, address: str) -> str:
-        """The interface that has this address or one of its network, empty where none is known."""
+        """Return the interface that has this address or one of its network, empty where none is known."""
         for name, addresses in self.address_of.items():
             if address in addresses:
                 return name
@@ -67,7 +67,7 @@ class Interfaces:
 
     @property
     def virtual(self) -> list[str]:
-        """Those that do not."""
+        """Return those that do not."""
         return [name for name in self.address_of if VIRTUAL.match(name)]
 
 
@@ -84,7 +84,7 @@ def _unroutable(address: str) -> bool:
 
 
 def what_is(address: str, interfaces: Interfaces) -> tuple[str, str]:
-    """What is odd about an address that could not be reached, and its interface; empty when nothing is."""
+    """Return what is odd about an address that could not be reached, and its interface; empty when nothing is."""
     name = interfaces.of(address)
     try:
         parsed = ipaddress.ip_address(address)
@@ -116,7 +116,7 @@ def addresses_in(texts: Iterable[str]) -> list[str]:
 
 
 def advice(interfaces: Interfaces) -> str:
-    """The variables to set, with the name of an interface where one is known."""
+    """Return the variables to set, with the name of an interface where one is known."""
     usable = interfaces.usable
     if usable:
         return f"export NCCL_SOCKET_IFNAME={usable[0]} GLOO_SOCKET_IFNAME={usable[0]} on every node"

@@ -216,7 +216,7 @@ class Explained:
 
 
 def library_of(frame: TracebackFrame) -> str:
-    """The package that a file belongs to; empty for a file of the user's."""
+    """Return the package that a file belongs to; empty for a file of the user's."""
     path = frame.path.replace("\\", "/")
     if (found := _OWN.fullmatch(path)) and _is_own(found["file"]):
         return OWN
@@ -235,12 +235,12 @@ def library_of(frame: TracebackFrame) -> str:
 
 @functools.cache
 def _is_own(file: str) -> bool:
-    """Whether dtctl has such a file; a folder of the user's may be called like it."""
+    """Return whether dtctl has such a file; a folder of the user's may be called like it."""
     return (Path(dtctl.__file__).parent / file).is_file()
 
 
 def explain(last: Raised) -> Explained:
-    """What the chain that ends with this exception means."""
+    """Return what the chain that ends with this exception means."""
     chain = last.chain()
     judged = [_judge(raised, later) for raised, later in zip(chain, [*chain[1:], None], strict=True)]
     for judge, raised in zip(judged, chain, strict=True):
@@ -351,7 +351,7 @@ def _blamed_library(raised: Raised) -> str:
 
 
 def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the form of questions
-    """The id of the kind of an exception that no signature knows, and how much it says."""
+    """Return the id of the kind of an exception that no signature knows, and how much it says."""
     name, text = raised.short, raised.text
     root = raised.name.partition(".")[0] if "." in raised.name else ""
     libraries = [library_of(frame) for frame in raised.frames]
@@ -451,7 +451,7 @@ def _of_a_library(raised: Raised) -> bool:
 
 
 def known_as(name: str) -> bool:
-    """Whether an exception is about a process of the data loader, and not about its data."""
+    """Return whether an exception is about a process of the data loader, and not about its data."""
     return name in ("KeyboardInterrupt", "MemoryError", "ConnectionResetError", "BrokenPipeError", "EOFError")
 
 
@@ -487,7 +487,7 @@ def _is_os(name: str) -> bool:
 
 
 def _foreign(raised: Raised, libraries: list[str]) -> bool:
-    """Whether what does not fit is a library's: it was raised in one, or it names one."""
+    """Return whether what does not fit is a library's: it was raised in one, or it names one."""
     if libraries and libraries[-1]:
         return True
     named = re.search(

@@ -104,10 +104,10 @@ class ReportedExit:
     ranks: tuple[int, ...] = ()
     node: str | None = None
     root: bool = False
-    """Whether its launcher calls it the first failure."""
+    """True if its launcher calls it the first failure."""
     out_of_memory: bool = False
     local: bool = False
-    """Whether the rank is only the rank within its node."""
+    """True if the rank is only the rank within its node."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class Table:
     root: bool = False
 
     def follow(self, text: str) -> ReportedExit | None:
-        """The exit that a line of torchrun's or an mpirun's summary completes."""
+        """Return the exit that a line of torchrun's or an mpirun's summary completes."""
         if text.startswith("Root Cause (first observed failure)"):
             self.root = True
         elif text.startswith("====="):
@@ -138,7 +138,7 @@ class Table:
         return None
 
     def has(self, text: str) -> bool:
-        """Whether a line is a row of a summary: it is about the process that the rows before it name."""
+        """Return whether a line is a row of a summary: it is about the process that the rows before it name."""
         return text[:1].isspace() and _TABLE.match(text) is not None
 
     @property
@@ -147,7 +147,7 @@ class Table:
 
 
 def exit_of(line: LogLine, table: Table) -> ReportedExit | None:
-    """The end of a process that this line tells, None where it tells none or a good one."""
+    """Return the end of a process that this line tells, None where it tells none or a good one."""
     text = line.text
     if not any(word in text for word in _GATE):
         return None

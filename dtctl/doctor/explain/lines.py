@@ -115,7 +115,7 @@ class LogLine:
 
 
 def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | None) -> LogLine:
-    """A line and what its prefixes say.
+    """Return a line and what its prefixes say.
 
     Args:
         raw: as it stands in the file, without its line end.
@@ -154,7 +154,7 @@ def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | Non
 
 
 def _of_logger(groups: dict[str, str | None]) -> bool:
-    """Whether a prefix is of a logger inside of the process.
+    """Return whether a prefix is of a logger inside of the process.
 
     A launcher's label stands before it, so a mere number behind it is a process or the line of a file. Who collects
     lines may put a time before the label, and writes it with a T.
@@ -164,7 +164,7 @@ def _of_logger(groups: dict[str, str | None]) -> bool:
 
 
 def shown(text: str) -> str:
-    """A line as a terminal would show it in the end, cut off, and without anything that a terminal obeys."""
+    """Return a line as a terminal would show it in the end, cut off, and without anything that a terminal obeys."""
     if len(text) > LONGEST:
         text = text.rstrip("\r").rsplit("\r", 1)[-1][:LONGEST]
     if text.isprintable():
@@ -187,7 +187,7 @@ def _time(groups: dict[str, str | None]) -> float | None:
 
 
 def owner_of(path: Path) -> tuple[int | None, str | None]:
-    """The rank and the node that a log file belongs to, going by its path."""
+    """Return the rank and the node that a log file belongs to, going by its path."""
     text = path.as_posix()
     node = _DTCTL_PATH.search(text)
     rank = _PATH_RANK.search("/".join(text.split("/")[-2:])) or _TORCHRUN_PATH.search(text)
@@ -195,6 +195,6 @@ def owner_of(path: Path) -> tuple[int | None, str | None]:
 
 
 def run_of(file: str) -> str | None:
-    """The folder of the run of dtctl that a log file belongs to, going by its path; None where it tells none."""
+    """Return the folder of the run of dtctl that a log file belongs to, going by its path; None where it tells none."""
     found = _DTCTL_PATH.search(file)
     return found["run"] if found else None

@@ -43,7 +43,7 @@ class LogLayout:
 
 
 def dump_files(paths: Iterable[Path]) -> list[Path]:
-    """The flight-recorder dumps that these paths mean, each once, in order."""
+    """Return the flight-recorder dumps that these paths mean, each once, in order."""
     found: dict[Path, None] = {}
     for path in paths:
         inside = _files_in(path) if path.is_dir() else [path]
@@ -52,7 +52,7 @@ def dump_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def log_files(paths: Sequence[Path], unread: list[Unread]) -> list[Path]:
-    """The log files that these paths mean, each once, in order; without dumps.
+    """Return the log files that these paths mean, each once, in order; without dumps.
 
     Folders without any are added to `unread`.
 
@@ -106,7 +106,7 @@ def _plan_of(path: Path) -> Path | None:
 
 
 def _agreed(tables: Sequence[dict[_Key, str]]) -> dict[_Key, str]:
-    """What several tables say and none of them contradicts."""
+    """Return what several tables say and none of them contradicts."""
     said: dict[_Key, set[str]] = {}
     for table in tables:
         for key, value in table.items():
@@ -129,7 +129,7 @@ def _layout(plan: Path) -> LogLayout:
 
 
 def read(files: Iterable[Path], unread: list[Unread]) -> Iterator[Source]:
-    """The lines of all files; those that could not be read, or not to their end, are added to `unread`.
+    """Yield the lines of all files; those that could not be read, or not to their end, are added to `unread`.
 
     Raises:
         UsageError: the system does not let one be read.

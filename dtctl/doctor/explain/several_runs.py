@@ -71,18 +71,18 @@ def mark_earlier_runs(found: Found, file: str, starts: Starts, *, lines: int) ->
 
 
 def _says_more(start: int, hits: Sequence[Hit], starts: Starts, lines: int) -> bool:
-    """Whether a run says anything behind its first lines."""
+    """Return whether a run says anything behind its first lines."""
     long = lines - start > 3 * OPENING
     return long or starts.went_on > start or any(hit.line.number > start for hit in hits)
 
 
 def _of_a_parent(hit: Hit) -> bool:
-    """Whether an exception only passes on that another process has ended, or was made to end."""
+    """Return whether an exception only passes on that another process has ended, or was made to end."""
     return hit.raised is not None and (hit.raised.short in kinds.PASSING_ON or hit.raised.short == "SignalException")
 
 
 def _of_several_processes(hit: Hit) -> bool:
-    """Whether something is said of one process among others: a rank that ended, or a peer that was lost."""
+    """Return whether something is said of one process among others: a rank that ended, or a peer that was lost."""
     lost = hit.raised is not None and hit.signature.role in ("effect", "symptom") and not _of_a_parent(hit)
     return (hit.end is not None and bool(hit.end.ranks)) or (lost and hit.signature.id != "interrupted")
 

@@ -150,7 +150,7 @@ def _gloo(found: Diagnosis, all_: Found) -> Diagnosis:
 
 
 def _peer(found: Diagnosis, group: list[Hit]) -> Diagnosis:
-    """Name the peer that closed its connection, if it is one."""
+    """Return name the peer that closed its connection, if it is one."""
     texts = [hit.raised.text if hit.raised else hit.line.text for hit in group]
     peers = {match["peer"] for text in texts if (match := _PEER.search(text))}
     if len(peers) != 1 or found.nodes or peers & {"127.0.0.1"}:
@@ -159,7 +159,7 @@ def _peer(found: Diagnosis, group: list[Hit]) -> Diagnosis:
 
 
 def _apart(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
-    """Name all of the ranks of which a text says what they called."""
+    """Return name all of the ranks of which a text says what they called."""
     texts = [hit.raised.text if hit.raised else hit.line.text for hit in group]
     told = {int(rank) for text in texts for rank in re.findall(r"\b[Rr]ank (\d+) is running", text)}
     ranks = tuple(sorted({*found.ranks, *told}))
@@ -167,14 +167,14 @@ def _apart(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
 
 
 def _tasks(found: Diagnosis, group: list[Hit]) -> Diagnosis:
-    """Name the processes that a coordinator of XLA or TensorFlow has waited for."""
+    """Return name the processes that a coordinator of XLA or TensorFlow has waited for."""
     texts = [hit.raised.text if hit.raised else hit.line.text for hit in group]
     late = sorted({int(task) for text in texts for task in re.findall(r"/task:(\d+)\b", text)})
     return replace(found, ranks=tuple(late), cause=f"{found.cause}; it waited for {_ranks(late)}") if late else found
 
 
 def _doing(found: Diagnosis, group: list[Hit]) -> Diagnosis:
-    """What the program did before somebody waited is a part of the cause."""
+    """Return what the program did before somebody waited is a part of the cause."""
     doing = next((hit.before for hit in group if hit.before is not None and hit.before.doing), None)
     said = next((hit.before for hit in group if hit.before is not None), None)
     if doing is not None:
@@ -226,7 +226,7 @@ def _at_the_barrier(found: Diagnosis, group: list[Hit]) -> Diagnosis:
 
 
 def _gpu(found: Diagnosis, group: list[Hit]) -> Diagnosis:
-    """Name the GPU and what the Xid that was read means."""
+    """Return name the GPU and what the Xid that was read means."""
     groups: dict[str, str] = {}
     for hit in group:
         groups = {**hit.groups, **groups}
@@ -280,7 +280,7 @@ def _addresses(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
 
 
 def blame(found: Diagnosis, verdict: collective.CollectiveVerdict, node_of: dict[int, str]) -> Diagnosis:
-    """The same diagnosis with the ranks that a verdict on collectives names."""
+    """Return the same diagnosis with the ranks that a verdict on collectives names."""
     who = _ranks(verdict.ranks)
     blamed = replace(found, ranks=verdict.ranks, nodes=_nodes(verdict.ranks, node_of), confidence="high")
     if verdict.kind == "mismatch":

@@ -44,7 +44,7 @@ class Signature:
 
 @functools.cache
 def signatures() -> tuple[Signature, ...]:
-    """All of them, in the order of the file: of two that fit one line alike, the first wins."""
+    """Return all of them, in the order of the file: of two that fit one line alike, the first wins."""
     return tuple(
         Signature(
             patterns=tuple(re.compile(pattern) for pattern in entry.pop("match")),
@@ -57,17 +57,17 @@ def signatures() -> tuple[Signature, ...]:
 
 @functools.cache
 def kinds() -> dict[str, Signature]:
-    """What an exception can be that no text is known of, by id."""
+    """Return what an exception can be that no text is known of, by id."""
     return {entry["id"]: Signature(patterns=(), **entry) for entry in _entries("kinds.yaml")}
 
 
 def kind(id_: str) -> Signature:
-    """One of them; an exception without its traceback is one of the program's as far as anybody can tell."""
+    """Return one of them; an exception without its traceback is one of the program's as far as anybody can tell."""
     return replace(kinds()[id_], id="exception") if id_ == "not-in-traceback" else kinds()[id_]
 
 
 def by_id(id_: str) -> Signature:
-    """The signature of an id."""
+    """Return the signature of an id."""
     return next(signature for signature in signatures() if signature.id == id_)
 
 
@@ -155,7 +155,7 @@ def _words(run: str) -> Iterator[tuple[str, bool]]:
 
 
 def find_best(text: str) -> tuple[Signature, dict[str, str]] | None:
-    """The signature that says most about a text, and its named groups: a cause before a consequence."""
+    """Return the signature that says most about a text, and its named groups: a cause before a consequence."""
     text = _OTHER_DEVICES.sub(r"CUDA\1", text[:LONGEST])
     index, lower = _index(), text.lower()
     candidates = list(index.always)
@@ -186,7 +186,7 @@ _ROLES = {"cause": 0, "symptom": 3, "effect": 4, "note": 5}
 
 
 def worth(signature: Signature) -> int:
-    """How well a signature explains a failure; less is more."""
+    """Return how well a signature explains a failure; less is more."""
     if signature.role != "cause":
         return _ROLES[signature.role]
     return 2 if signature.ambiguous else 1 if signature.yields else 0

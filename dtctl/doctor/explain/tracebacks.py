@@ -156,9 +156,9 @@ class Raised:
     detail: list[str] = field(default_factory=list)
     """Further lines of its message."""
     bare: bool = False
-    """Whether it stands there without a traceback."""
+    """True if it stands there without a traceback."""
     ignored: bool = False
-    """Whether Python itself, or a logger, says that nothing came of it."""
+    """True if Python itself, or a logger, says that nothing came of it."""
     rank: int | None = None
     """The process that it comes from, where a parent passes it on."""
     node: str | None = None
@@ -167,15 +167,15 @@ class Raised:
     link: Link = ""
     """How this one follows from the one before."""
     passed_on: bool = False
-    """Whether a later exception of the chain has taken its place."""
+    """True if a later exception of the chain has taken its place."""
     told: bool = False
-    """Whether what printed its traceback called it information or a warning."""
+    """True if what printed its traceback called it information or a warning."""
     cut: bool = False
-    """Whether the beginning of its traceback is missing."""
+    """True if the beginning of its traceback is missing."""
 
     @property
     def short(self) -> str:
-        """Its name without the modules."""
+        """Return its name without the modules."""
         return self.name.rpartition(".")[2]
 
     @property
@@ -229,13 +229,13 @@ class TracebackReader:
     at: LogLine | None = None
     """The last frame."""
     told: bool = False
-    """Whether the header stands behind a word like INFO."""
+    """True if the header stands behind a word like INFO."""
     cut: bool = False
-    """Whether the header is missing."""
+    """True if the header is missing."""
 
     @property
     def inside(self) -> bool:
-        """Whether an exception, or the rest of a message, may come next."""
+        """Return whether an exception, or the rest of a message, may come next."""
         return self.opened > 0 or self.saying is not None or self.ignored > 0
 
     def feed(self, line: LogLine) -> tuple[bool, Raised | None]:
@@ -267,7 +267,7 @@ class TracebackReader:
         return False, None
 
     def cut_off(self) -> Raised | None:
-        """The traceback whose exception never came, None without one."""
+        """Return the traceback whose exception never came, None without one."""
         if len(self.frames) == 1 and "/lib/python" in self.frames[0].path:  # a scrap of one
             return None
         launcher = self.frames and any(

@@ -41,7 +41,7 @@ _LAUNCHER = re.compile(r"\[mpiexec@(?P<node>[\w.-]+)\]")
 
 
 def rank_named(text: str) -> int | None:
-    """The rank that a line says something about; None where it names none.
+    """Return the rank that a line says something about; None where it names none.
 
     >>> rank_named("ERROR:composer.cli.launcher:Rank 2 crashed with exit code -7.")
     2
@@ -53,7 +53,7 @@ def rank_named(text: str) -> int | None:
 
 
 def process_named(text: str) -> int | None:
-    """The number of a process that a line says something about, which is a rank only if the job has that rank.
+    """Return the number of a process that a line says something about, which is a rank only if the job has that rank.
 
     >>> process_named("Process 3 exited with code 1")
     3
@@ -63,7 +63,7 @@ def process_named(text: str) -> int | None:
 
 
 def node_named(text: str) -> str | None:
-    """The node that a line says something about; None where it names none.
+    """Return the node that a line says something about; None where it names none.
 
     >>> node_named("srun: error: Task launch for 36.0 failed on node cn131: Job credential expired")
     'cn131'

@@ -137,12 +137,12 @@ class Attempt:
             self._on_progress(name, content)
 
     def _concerns_own_workers(self, name: str, content: WorkerExit | AttemptStopped) -> bool:
-        """Whether what a node says is about its own workers, or torchrun's agent there."""
+        """Return whether what a node says is about its own workers, or torchrun's agent there."""
         exits = content.exits if isinstance(content, AttemptStopped) else [content]
         return all(each.rank in self.nodes.ranks[name] | {AGENT} for each in exits)
 
     def _has_metrics(self, name: str) -> bool:
-        """Whether the worker that writes metrics.jsonl is on this node."""
+        """Return whether the worker that writes metrics.jsonl is on this node."""
         return 0 in self.nodes.ranks.get(name, ())
 
     def _on_log(self, name: str, rank: int, payload: bytes) -> None:
@@ -263,7 +263,7 @@ class Attempt:
                 self.gang.emit(kind(**facts | {"why": tuple(told.why)}))
 
     def close(self) -> AttemptOutcome:
-        """The outcome, once no node is open."""
+        """Return the outcome, once no node is open."""
         if self.losses.pool is not None:
             self.losses.pool.end()
             self.losses.pool.spares.close()

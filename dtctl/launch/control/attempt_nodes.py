@@ -32,7 +32,7 @@ class AttemptOutcome:
     lost_nodes: list[str] = field(default_factory=list)
     """Nodes whose link was lost."""
     is_unmet: bool = False
-    """Whether nobody has ever opened the port at which the workers were to meet."""
+    """True if nobody has ever opened the port at which the workers were to meet."""
     already_ended: list[str] = field(default_factory=list)
     """Nodes where the run had ended before this launcher came; no supervisor waits there for another attempt."""
     lost_output: dict[str, int] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class AttemptNodes:
             self.absence = (away_s, now + self.link_timeout_s + self.plan.grace_s + 5)
 
     def is_explained(self) -> bool:
-        """Whether what ends now may end because nodes had to take the launcher for gone."""
+        """Return whether what ends now may end because nodes had to take the launcher for gone."""
         return time.monotonic() < self.absence[1] and not self.outcome.failures and self.outcome.stopped_by is None
 
     def end_for_absence(self) -> None:

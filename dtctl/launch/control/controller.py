@@ -26,7 +26,7 @@ class Result:
     stopped_by: int | None
     """Signal that somebody ended it with; None when nobody did."""
     asked_to_stop: bool
-    """Whether its workers were told to end, saved a snapshot and want to be launched again."""
+    """True if its workers were told to end, saved a snapshot and want to be launched again."""
     attempts: int
     launch_s: float | None
     """Seconds from the launcher's start to the last node's processes started; None if that was never reached."""
@@ -42,7 +42,7 @@ class Result:
     outputs: Mapping[str, Outputs] = field(default_factory=dict)
     """Node -> what the run has put out there; without nodes that were lost."""
     is_local: bool = False
-    """Whether the run's only node was this machine."""
+    """True if the run's only node was this machine."""
     nodes: int
     goodput: float | None
     """Share of the time that went into steps which count; None when the job tells no progress."""
@@ -64,11 +64,11 @@ class Result:
 
     @property
     def first_failure(self) -> Failure | None:
-        """What a run that has failed failed of."""
+        """Return what a run that has failed failed of."""
         return self.failure if self.status == "failed" else None
 
     def to_event(self) -> RunEnded:
-        """The last event of the run."""
+        """Return the last event of the run."""
         failure = self.first_failure
         first_failure = None
         if failure is not None:
@@ -113,7 +113,7 @@ class Backend(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Whether the attempt goes on somewhere."""
+        """Return whether the attempt goes on somewhere."""
         ...
 
     def poll(self) -> None:
@@ -125,7 +125,7 @@ class Backend(Protocol):
         ...
 
     def restart(self) -> bool:
-        """The attempt is over: start another one in its place; False when there is to be none.
+        """Return the attempt is over: start another one in its place; False when there is to be none.
 
         Raises:
             DtctlError: another one could not be started.
@@ -137,7 +137,7 @@ class Backend(Protocol):
         ...
 
     def result(self) -> Result:
-        """How it ended; called last."""
+        """Return how it ended; called last."""
         ...
 
 

@@ -18,11 +18,11 @@ class Output(Protocol):
     """What workers have printed in the attempt; rank -1 is torchrun's agent."""
 
     def tail(self, node: str, rank: int) -> str:
-        """The end of it."""
+        """Return the end of it."""
         ...
 
     def path(self, node: str, rank: int) -> Path:
-        """The file that it is in."""
+        """Return the file that it is in."""
         ...
 
 
@@ -32,7 +32,7 @@ def first_failure(
     output: Output,
     host_names: HostNames | None = None,
 ) -> Failure | None:
-    """The failure that the others follow from; None when there was none.
+    """Return the failure that the others follow from; None when there was none.
 
     Args:
         reported: what has failed in the attempt.
@@ -55,7 +55,7 @@ def first_failure(
 
 
 def _explained(failure: Failure, output: Output, host_names: HostNames) -> Failure:
-    """The failure with what the logs say about it."""
+    """Return the failure with what the logs say about it."""
     if failure.exit_code is None:
         return failure
     named_by_agent = False

@@ -59,15 +59,15 @@ class Failure:
     node_reason: str = ""
     """What the node knows about it that its log does not: it was ended for lack of memory, the disk is full."""
     hang: bool = False
-    """Whether it was ended because it made no progress."""
+    """True if it was ended because it made no progress."""
     early_exit: str = ""
     """How it left the training while the others went on, without an error: `ended while others ran`."""
     asked_to_stop: bool = False
-    """Whether it was ended by a signal from outside that asks to stop, SIGTERM or SIGUSR1."""
+    """True if it was ended by a signal from outside that asks to stop, SIGTERM or SIGUSR1."""
 
 
 def describe(failure: Failure) -> str:
-    """What happened, in one line without a place: `was ended by signal 9 (SIGKILL)`."""
+    """Return what happened, in one line without a place: `was ended by signal 9 (SIGKILL)`."""
     if failure.hang:
         return "made no progress"
     if failure.early_exit:
@@ -87,7 +87,7 @@ def describe(failure: Failure) -> str:
 
 
 def from_torchrun(failure: Failure, agent_log: str) -> Failure:
-    """The worker that torchrun's agent names as the root cause on its node, if it names one.
+    """Return the worker that torchrun's agent names as the root cause on its node, if it names one.
 
     Source: torch/distributed/elastic/multiprocessing/errors/__init__.py, the format of ChildFailedError, torch 2.13.
     """
@@ -107,7 +107,7 @@ def from_torchrun(failure: Failure, agent_log: str) -> Failure:
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Whether the worker failed because another one had, going by its last lines."""
+    """Return whether the worker failed because another one had, going by its last lines."""
     if failure.asked_to_stop:
         return False
     if failure.signal in (signal.SIGTERM, signal.SIGHUP):
@@ -120,7 +120,7 @@ def is_consequence(failure: Failure) -> bool:
 def from_early_exit(
     failure: Failure, *, node: str, rank: int, early_exit: str, tail: tuple[str, ...]
 ) -> Failure | None:
-    """The failure of a worker that others have lost, which is what `failure` says.
+    """Return the failure of a worker that others have lost, which is what `failure` says.
 
     Args:
         failure: the first of those that are reported.
@@ -149,7 +149,7 @@ def from_early_exit(
 
 
 def is_stop(failure: Failure, *, trains: bool) -> bool:
-    """Whether somebody wanted the training to stop, and nothing is wrong with it.
+    """Return whether somebody wanted the training to stop, and nothing is wrong with it.
 
     Args:
         failure: the first one of an attempt.
@@ -160,7 +160,7 @@ def is_stop(failure: Failure, *, trains: bool) -> bool:
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:
-    """The failure that the others follow from; None when there was none."""
+    """Return the failure that the others follow from; None when there was none."""
 
     def order(failure: Failure) -> tuple[int, float]:
         if is_consequence(failure):
@@ -173,12 +173,12 @@ def first(failures: Iterable[Failure]) -> Failure | None:
 
 
 def last_lines(text: str, count: int = 12) -> tuple[str, ...]:
-    """The last `count` lines that say something."""
+    """Return the last `count` lines that say something."""
     return tuple(line for line in text.splitlines() if line.strip())[-count:]
 
 
 def summary(tail: Iterable[str]) -> str:
-    """The one line that says most: the exception at the end of a traceback, else the last line."""
+    """Return the one line that says most: the exception at the end of a traceback, else the last line."""
     lines = [re.sub(r"^\[rank\d+\]:\s?", "", line) for line in tail]
     for line in reversed(lines):
         if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b", line) or line.startswith("error: "):

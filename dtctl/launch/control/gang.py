@@ -150,7 +150,7 @@ class Gang:
             self.next_message(min(0.2, max(0.0, deadline - time.monotonic())))
 
     def probe(self, node: str, ports: tuple[int, ...]) -> int | None:
-        """The first of `ports` that is free on `node`; 0 when none is, None when the node does not answer."""
+        """Return the first of `ports` that is free on `node`; 0 when none is, None when the node does not answer."""
         session = self.sessions[node]
         session.send(ProbePorts(ports=list(ports)))
         deadline = time.monotonic() + PROBE_S
@@ -213,7 +213,7 @@ class Gang:
 
 
 def _clock() -> float:
-    """Seconds that pass while the machine sleeps, too."""
+    """Return seconds that pass while the machine sleeps, too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 

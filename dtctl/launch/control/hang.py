@@ -79,7 +79,7 @@ class Stack:
 
     @property
     def is_waiting(self) -> bool | None:
-        """Whether it waits for other workers; None when there is no telling."""
+        """Return whether it waits for other workers; None when there is no telling."""
         frames = self.frames
         return any(marker in frames[0][0] for marker in _WAITING) if frames else None
 
@@ -127,7 +127,7 @@ def left_early(workers: Collection[Standing]) -> list[Standing]:
 
 
 def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list[Standing]:
-    """The workers that the others wait for, by rank; none when all are in the same place and all wait."""
+    """Return the workers that the others wait for, by rank; none when all are in the same place and all wait."""
     everyone = sorted(workers, key=lambda worker: worker.rank)
     stopped = [worker for worker in everyone if worker.state == "T"]
     if stopped:
@@ -155,7 +155,7 @@ def hang_failure(
     now: float,
     silent: Mapping[int, str] | None = None,
 ) -> Failure:
-    """The failure that describes a run that hangs.
+    """Return the failure that describes a run that hangs.
 
     Args:
         workers: those that have told their progress, also if they have ended since.
@@ -288,7 +288,7 @@ class HangMonitor:
             self.on_progress(reports)
 
     def _as_ended(self, worker: Standing) -> Standing:
-        """Its number may be another process's by now."""
+        """Return its number may be another process's by now."""
         return replace(worker, state="") if worker.rank in self._ended else worker
 
     def worker_ended(self, rank: int) -> None:
@@ -313,7 +313,7 @@ class HangMonitor:
             self._before_stop = dict(self.workers)
 
     def hangs(self, now: float) -> bool:
-        """Whether the attempt hangs, and the workers should be asked where they stand."""
+        """Return whether the attempt hangs, and the workers should be asked where they stand."""
         if self.silent_s is not None or any(
             now - self._last_report.get(worker.node, 0.0) > FRESH_S
             for worker in self.workers.values()
@@ -326,7 +326,7 @@ class HangMonitor:
         return self.silent_s is not None
 
     def is_stuck(self, rank: int, *, asked_s: float, again: bool) -> bool:
-        """Whether a worker alone has been silent for longer than a step can take.
+        """Return whether a worker alone has been silent for longer than a step can take.
 
         Args:
             rank: of the worker.
@@ -365,7 +365,7 @@ class HangMonitor:
         self._awaited.discard(node)
 
     def verdict(self, now: float) -> Failure | None:
-        """The culprit, once all nodes have answered or the time limit has passed; the stacks are saved then."""
+        """Return the culprit, once all nodes have answered or the time limit has passed; the stacks are saved then."""
         if self.silent_s is None or (self._awaited and now < self._deadline):
             return None
         silent = {rank: node for rank, node in self.node_of_rank.items() if rank not in self.workers}

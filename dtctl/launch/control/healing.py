@@ -40,7 +40,7 @@ class _Current:
     meeting: tuple[str, int] | None = None
     """Address and port of the store."""
     is_called: bool = False
-    """Whether the workers have been told to join."""
+    """True if the workers have been told to join."""
 
 
 class Healing:
@@ -83,7 +83,7 @@ class Healing:
 
     @property
     def is_on(self) -> bool:
-        """Whether workers are being replaced."""
+        """Return whether workers are being replaced."""
         return self._current is not None
 
     @property
@@ -92,7 +92,7 @@ class Healing:
         return set() if self._pool is None else self._pool.vacant
 
     def is_expected(self, rank: int) -> bool:
-        """Whether the end of a worker's process is a part of its replacement; asked once."""
+        """Return whether the end of a worker's process is a part of its replacement; asked once."""
         if rank not in self._dying:
             return False
         self._dying.discard(rank)
@@ -182,7 +182,7 @@ class Healing:
         self._place(substitute, self._epoch)
 
     def take(self, report: LiveReport) -> Healed | None:
-        """A worker has said something; the event when with that all are in the new group.
+        """Return a worker has said something; the event when with that all are in the new group.
 
         Raises:
             NotHealed: a worker cannot be healed.

@@ -69,7 +69,7 @@ class LaunchJob:
     code_folder: str = ""
     """Where the code lies on every node, if it is not pushed."""
     is_shared: bool = False
-    """Whether that is one folder for all nodes, in which the workers start, and what nodes keep is the run's alone."""
+    """True if that is one folder for all nodes, in which the workers start, and what nodes keep is the run's alone."""
     fixed_port: int | None
     fixed_address: str
     """The head node's address, if the spec names it, so that the nodes need not be asked; empty: they are."""
@@ -83,7 +83,7 @@ class LaunchJob:
     time_s: float | None
     """When the run is stopped with snapshots; None: never."""
     trains: bool
-    """Whether the spec has a section `train`, which dtctl.runtime reads in the workers."""
+    """True if the spec has a section `train`, which dtctl.runtime reads in the workers."""
     snapshots: Mapping[str, str]
     """Node -> folder of snapshots, of nodes that go on from another run's; the others have their own run's."""
     outputs: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class LaunchJob:
     earlier: str = ""
     """The run whose outputs this one goes on in."""
     keep: bool
-    """Whether nodes go on when the link is lost (`--detach`)."""
+    """True if nodes go on when the link is lost (`--detach`)."""
 
 
 def make_start_message(
@@ -152,6 +152,6 @@ def make_start_message(
 
 
 def _fence_s(job: LaunchJob) -> float:
-    """Seconds of silence after which a node ends its workers: before a spare has their ranks."""
+    """Return seconds of silence after which a node ends its workers: before a spare has their ranks."""
     limit_s = job.link_timeout_s
     return limit_s - min(PING_S, limit_s / 4) if job.spares else limit_s

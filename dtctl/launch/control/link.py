@@ -44,7 +44,7 @@ HINTS = {
 
 
 def error_of(refusal: Refusal, node: str) -> DtctlError:
-    """The error that a node's refusal means."""
+    """Return the error that a node's refusal means."""
     code, text = refusal.code, refusal.message
     if code == "missing-program":
         return NodeError(f"{text}: there is no such program on the node", node=node, hint=_hint_of_program(text))
@@ -54,7 +54,7 @@ def error_of(refusal: Refusal, node: str) -> DtctlError:
 
 
 def _hint_of_program(program: str) -> str:
-    """What helps where a program is not found, by what it is."""
+    """Return what helps where a program is not found, by what it is."""
     if program == "torchrun" or re.fullmatch(r"(\S*/)?(python|pypy)[\d.]*", program):
         return "set `cluster.python` to the Python there that has torch, or activate it in `job.setup`"
     if "/" in program:
@@ -97,7 +97,7 @@ class NodeLink:
             self.stream.write(frame)
 
     def receive(self) -> tuple[bytes, int, bytes] | None:
-        """The next frame as (kind, rank, payload); None when the node's end closed between two frames.
+        """Return the next frame as (kind, rank, payload); None when the node's end closed between two frames.
 
         Raises:
             NodeError: what came is not from our supervisor, for example a banner of a shell start-up file.
@@ -123,7 +123,7 @@ class NodeLink:
         return self._ready.pop(0)
 
     def receive_json(self) -> dict[str, Any] | None:
-        """The next frame, which must be a message, decoded; None when the node's end closed.
+        """Return the next frame, which must be a message, decoded; None when the node's end closed.
 
         Raises:
             NodeError: a frame of another kind came.
@@ -143,7 +143,7 @@ class NodeLink:
                 return document
 
     def decode(self, payload: bytes) -> dict[str, Any]:
-        """The object in a frame of JSON, of which nothing else is certain; see `parse_message`.
+        """Return the object in a frame of JSON, of which nothing else is certain; see `parse_message`.
 
         Raises:
             NodeError: there is none.
@@ -154,7 +154,7 @@ class NodeLink:
             raise NodeError(f"the node sent something that is {exc}", node=self.node) from None
 
     def expect(self, *kinds: type[Kind]) -> Kind:
-        """The next message, which must be of one of these kinds.
+        """Return the next message, which must be of one of these kinds.
 
         Raises:
             NodeError: the node says that it cannot go on, or there is no usable Python.
@@ -166,7 +166,7 @@ class NodeLink:
         return self._parse(document, kinds)
 
     def parse(self, payload: bytes, *kinds: type[Kind]) -> Kind:
-        """The message in a frame of JSON, which must be of one of these kinds.
+        """Return the message in a frame of JSON, which must be of one of these kinds.
 
         Raises:
             NodeError: it is another one, or says that the node cannot go on.
@@ -180,7 +180,7 @@ class NodeLink:
         return cast("Kind", message)
 
     def closed_error(self) -> DtctlError:
-        """Why the node's end has closed: no Python, a program that has ended, or a link that is gone."""
+        """Return why the node's end has closed: no Python, a program that has ended, or a link that is gone."""
         status = self.stream.exit_status(2.0)
         lines = self.stream.read_stderr().decode(errors="replace").strip().splitlines()
         last = prose(lines[-1]) if lines else ""
@@ -243,7 +243,7 @@ def open_node(
 
 
 def parse_message(document: Mapping[str, Any], kinds: Mapping[str, type[Message]], *, node: str) -> Message:
-    """A node's message of one of these kinds.
+    """Return a node's message of one of these kinds.
 
     Raises:
         NodeError: it is none.
@@ -255,7 +255,7 @@ def parse_message(document: Mapping[str, Any], kinds: Mapping[str, type[Message]
 
 
 def require_known(value: int, allowed: Collection[int], *, subject: str, node: str) -> int:
-    """The value, if it is one of those that were asked about.
+    """Return the value, if it is one of those that were asked about.
 
     Raises:
         NodeError: it is another one.
@@ -266,7 +266,7 @@ def require_known(value: int, allowed: Collection[int], *, subject: str, node: s
 
 
 def checked(check: Callable[[Any], T], value: object, *, subject: str, node: str) -> T:
-    """The value in its form.
+    """Return the value in its form.
 
     Raises:
         NodeError: it has another one.
@@ -282,7 +282,7 @@ def checked(check: Callable[[Any], T], value: object, *, subject: str, node: str
 
 
 def quoted(value: object) -> str:
-    """A value that a node sent, shortened for an error message."""
+    """Return a value that a node sent, shortened for an error message."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 

@@ -50,7 +50,7 @@ class Losses:
                 substitute.session.send(StopAttempt(now=False))
 
     def is_replaced(self, name: str, worker: WorkerExit) -> bool:
-        """Whether another process takes the place of a worker that has ended; begins that."""
+        """Return whether another process takes the place of a worker that has ended; begins that."""
         healing = self.healing
         if healing is None or self.nodes.stop_deadline is not None:
             return False
@@ -71,7 +71,7 @@ class Losses:
             self.nodes.gang.emit(healed)
 
     def _is_node_replaced(self, name: str, text: str) -> bool:
-        """Whether another node takes the place of a lost one, or the node itself again; begins that."""
+        """Return whether another node takes the place of a lost one, or the node itself again; begins that."""
         nodes = self.nodes
         is_running = nodes.all_started and not nodes.ended_workers and nodes.stop_deadline is None
         if self.healing is None or not is_running:

@@ -61,17 +61,17 @@ class Standing:
 
     @property
     def exited(self) -> bool:
-        """Whether its process has ended."""
+        """Return whether its process has ended."""
         return self.state in ("", "Z", "X")
 
     @property
     def finished(self) -> bool:
-        """Whether it takes no more steps."""
+        """Return whether it takes no more steps."""
         return self.exited or self.phase == ReportedPhase.ENDING
 
     @property
     def left_early(self) -> bool:
-        """Whether it takes no more steps although its training has some left, or had not begun."""
+        """Return whether it takes no more steps although its training has some left, or had not begun."""
         return self.finished and (self.step < self.until or self.phase == ReportedPhase.STARTING)
 
     @property
@@ -86,13 +86,13 @@ class Standing:
 
 
 def standings(node: str, reports: Iterable[WorkerProgress]) -> list[Standing]:
-    """What a node has said about its workers."""
+    """Return what a node has said about its workers."""
     fields = [name for name in Standing.__dataclass_fields__ if name != "node"]
     return [Standing(node=node, **{name: getattr(report, name) for name in fields}) for report in reports]
 
 
 def unheard(node: str, rank: int) -> Standing:
-    """A worker that has told no progress."""
+    """Return a worker that has told no progress."""
     return Standing(
         node=node, rank=rank, pid=0, phase=ReportedPhase.STARTING, step=0, place=0,
         first=0, saved=0, until=0, begun_s=0.0, stale_s=0.0,

@@ -40,7 +40,7 @@ _USAGE = re.compile(r"^\S+: error: |^usage: ", re.MULTILINE)
 
 
 def hopeless(failure: Failure) -> str:
-    """What about a failure would be the same after any number of restarts; empty if something may change."""
+    """Return what about a failure would be the same after any number of restarts; empty if something may change."""
     if failure.signal is not None or not failure.exit_code:
         return ""
     if failure.exit_code == 2 and _USAGE.search("\n".join(failure.tail)):

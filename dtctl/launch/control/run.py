@@ -88,7 +88,7 @@ class NodesBackend:
         self.outcome = AttemptOutcome()
         self.failure: Failure | None = None
         self._started = False
-        """Whether all nodes have started the attempt."""
+        """True if all nodes have started the attempt."""
 
     # -- the loop of controller.py ----------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class NodesBackend:
 
     @property
     def is_running(self) -> bool:
-        """Whether a node is waited for."""
+        """Return whether a node is waited for."""
         return self.attempt is not None and bool(self.attempt.nodes.open)
 
     def poll(self) -> None:
@@ -267,7 +267,7 @@ class NodesBackend:
         self._watch(plan, under_way=True)
 
     def _next_plan(self, plan: Plan, attempt: int, outcome: AttemptOutcome) -> Plan:
-        """The plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
+        """Return the plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
         nodes = self.nodes
         known_nodes = nodes.known()
         unreachable = {*outcome.lost_nodes, *outcome.already_ended}
@@ -300,7 +300,7 @@ class NodesBackend:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def result(self) -> Result:
-        """How it ended; computed last, so that the ledger has all of its time."""
+        """Return how it ended; computed last, so that the ledger has all of its time."""
         counts = list(self.outcome.left_behind.values())
         with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
             path = self.record.folder / names.LEDGER_FILE

@@ -49,7 +49,7 @@ class RunNodes:
 
     @property
     def host_names(self) -> dict[str, str]:
-        """How each node calls itself."""
+        """Return how each node calls itself."""
         return self.earlier_host_names | {name: each.host for name, each in self.descriptions.items() if each.host}
 
     def known(self) -> dict[str, NodePlan]:
@@ -132,7 +132,7 @@ class RunNodes:
         return {str(rank): size for rank, size in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
 
     def plan_with(self, lost: str, name: str, description: NodeDescription) -> Plan:
-        """The plan that is followed, with another node in the place of a lost one.
+        """Return the plan that is followed, with another node in the place of a lost one.
 
         Raises:
             NotHealed: it cannot have the same workers.

@@ -183,12 +183,12 @@ class Session:
         self.last_progress: float | None = None
         """When it last came nearer to its start; None until it is connected, for which the transport has a limit."""
         self.is_described = False
-        """Whether it has sent its first message."""
+        """True if it has sent its first message."""
         self.is_named = False
-        """Whether the user knows that it has sent nothing for a while."""
+        """True if the user knows that it has sent nothing for a while."""
         self.code = setup.code
         self.is_over = False
-        """Whether the link was lost, or never came to be; also if nobody has read the message that says so."""
+        """True if the link was lost, or never came to be; also if nobody has read the message that says so."""
         self._transport = transport
         self._inbox = NodeInbox(inbox)
         self._link: NodeLink | None = None

@@ -69,7 +69,7 @@ class DataPush:
 
     @property
     def items(self) -> tuple[DataItem, ...]:
-        """What was found; waits for it."""
+        """Return what was found; waits for it."""
         return self._items.result()
 
     def links(self) -> list[DataLink]:

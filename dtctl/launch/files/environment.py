@@ -63,7 +63,7 @@ class LockedEnvironment:
     wheels: tuple[Path, ...]
     """Wheels of this machine that the lock names."""
     is_new: bool
-    """Whether the lock had to be made again."""
+    """True if the lock had to be made again."""
 
     @property
     def packages(self) -> int:

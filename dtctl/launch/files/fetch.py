@@ -75,7 +75,7 @@ class Fetched:
     left_out: list[str] = field(default_factory=list)
     """Links that lead out of the working folder, and were not made, a phrase each."""
     is_there: bool = True
-    """Whether the node has a working folder of the run."""
+    """True if the node has a working folder of the run."""
 
 
 def fetch(
@@ -140,7 +140,7 @@ class _Begun(NamedTuple):
 
     length: int
     is_whole: bool
-    """Whether it has its name, rather than being on its way."""
+    """True if it has its name, rather than being on its way."""
 
 
 class _Fetch:
@@ -207,7 +207,7 @@ class _Fetch:
             raise NodeError(f"the node listed {quoted(path)}, which is no path of a file", node=self.link.node)
 
     def _digests(self, files: list[tuple[int, int]]) -> dict[int, str]:
-        """What the node's files hash to, of each as many bytes as are here."""
+        """Return what the node's files hash to, of each as many bytes as are here."""
         lengths, digests = dict(files), {}
         for begin in range(0, len(files), BATCH):
             self.link.send(DigestFiles(files=files[begin : begin + BATCH]))
@@ -233,7 +233,7 @@ class _Fetch:
             os.close(folder)
 
     def _here(self, path: str, size: int) -> _Begun | None:
-        """What is here of a file of this size; None when that is of no use."""
+        """Return what is here of a file of this size; None when that is of no use."""
         for is_whole in (True, False):
             with contextlib.suppress(OSError), self._parent(path) as (folder, name):
                 info = os.stat(name if is_whole else _partial(name), dir_fd=folder, follow_symlinks=False)
@@ -328,7 +328,7 @@ class _Fetch:
             self.result.files += 1
 
     def _contents(self, index: int) -> bytes | FileSent:
-        """The next piece of a file; at its end, what the node thinks of it."""
+        """Return the next piece of a file; at its end, what the node thinks of it."""
         frame = self.link.receive()
         if frame is None:
             raise self.link.closed_error()
@@ -342,7 +342,7 @@ class _Fetch:
 
 
 def _link_at(folder: int, name: str) -> str | None:
-    """Where the link of this name leads; None when there is none."""
+    """Return where the link of this name leads; None when there is none."""
     try:
         return os.readlink(name, dir_fd=folder)
     except OSError:

@@ -47,7 +47,7 @@ class Rules:
         return bool(self._groups)
 
     def verdict(self, folder: bytes, name: bytes) -> bool | None:
-        """Whether a name is ignored (True), had back by a `!` (False), or not spoken of (None).
+        """Return whether a name is ignored (True), had back by a `!` (False), or not spoken of (None).
 
         Args:
             folder: where it lies, relative to the file of the patterns, with `/` at its end; empty for right there.
@@ -96,7 +96,7 @@ def _without_trailing_spaces(line: bytes) -> bytes:
 
 
 def _expression(pattern: bytes) -> bytes:
-    """A pattern as a regular expression over a path without a slash at its end."""
+    """Return a pattern as a regular expression over a path without a slash at its end."""
     expression = bytearray()
     at = 0
     while at < len(pattern):
@@ -117,7 +117,7 @@ def _expression(pattern: bytes) -> bytes:
 
 
 def _stars(pattern: bytes, at: int, end: int) -> tuple[int, bytes]:
-    """What the stars in `pattern[at:end]` mean, and where to go on."""
+    """Return what the stars in `pattern[at:end]` mean, and where to go on."""
     # git compares the plain text before the first sign by itself, so that the stars after it stand at the beginning.
     begins = pattern[at - 1 : at] == b"/" or _SIGNS.isdisjoint(pattern[:at])
     if end - at == 1 or not (begins and pattern[end : end + 1] in (b"", b"/")):

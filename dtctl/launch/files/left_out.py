@@ -23,7 +23,7 @@ from dtctl.launch.files.push_selection import (
 def reason(
     root: bytes, path: bytes, *, include: Sequence[str] = (), exclude: Sequence[str] = (), with_line: bool = True
 ) -> str:
-    """What leaves a file or folder out, such as `.gitignore:3 (*.bin)`; empty if nothing does.
+    """Return what leaves a file or folder out, such as `.gitignore:3 (*.bin)`; empty if nothing does.
 
     Args:
         root: folder that is pushed; an absolute path without links in it.
@@ -60,7 +60,7 @@ def _is_environment(folder: bytes) -> bool:
 
 
 def _ignored_by(root: bytes, folder: bytes, name: bytes, *, with_line: bool) -> str:
-    """The line of an ignore file that decides about a name, if it leaves the name out."""
+    """Return the line of an ignore file that decides about a name, if it leaves the name out."""
     for kind in (OWN_IGNORE, GIT_IGNORE):
         for place, prefix in _places(root, folder, kind):
             text = read_rules(place)
@@ -86,7 +86,7 @@ def _rules_of(text: bytes) -> Rules:
 
 
 def _places(root: bytes, folder: bytes, kind: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The ignore files that may speak of names in a folder, the nearest first, and the folder as each sees it."""
+    """Yield the ignore files that may speak of names in a folder, the nearest first, and the folder as each sees it."""
     parts = folder.rstrip(b"/").split(b"/") if folder else []
     for depth in range(len(parts), -1, -1):
         above = b"".join(part + b"/" for part in parts[:depth])

@@ -33,7 +33,7 @@ class LeftOut:
 
 
 def left_out_here(lines: Iterable[str], spec: Spec, *, folders: Iterable[str]) -> list[LeftOut]:
-    """The files that these lines miss although they lie here, with the rule that leaves each of them out.
+    """Return the files that these lines miss although they lie here, with the rule that leaves each of them out.
 
     Args:
         lines: the last ones that a worker printed.
@@ -56,7 +56,7 @@ def left_out_here(lines: Iterable[str], spec: Spec, *, folders: Iterable[str]) -
 
 
 def _below_code(path: str, folders: list[str]) -> str:
-    """A path as seen from the code; empty for one that lies elsewhere."""
+    """Return a path as seen from the code; empty for one that lies elsewhere."""
     for folder in folders:
         _, found, below = path.partition(folder.rstrip("/") + "/")
         path = below if found else path

@@ -32,17 +32,17 @@ class NotSent:
     path: str
     """A file or a folder (with `/`) in it, or the folder itself; `rule` is about this one."""
     is_whole: bool = False
-    """Whether nothing of the folder is sent."""
+    """True if nothing of the folder is sent."""
     files: int = 0
     bytes: int = 0
     is_partial: bool = False
-    """Whether there is more than was counted."""
+    """True if there is more than was counted."""
     rule: str = ""
     """What leaves it out, as `left_out.reason` returns it."""
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the rule was written for dtctl, so that nobody is surprised by it."""
+        """Return whether the rule was written for dtctl, so that nobody is surprised by it."""
         return self.rule.startswith("job.files.exclude") or self.rule.endswith(".dtctlignore")
 
 

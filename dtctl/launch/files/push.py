@@ -67,7 +67,7 @@ class Payloads:
         self._digests: dict[tuple[int, ...], list[bytes]] = {}
 
     def manifest(self, tree: Tree) -> bytes:
-        """The list of files, compressed."""
+        """Return the list of files, compressed."""
         with self._lock:
             if self._manifest is None:
                 rows = [
@@ -136,7 +136,7 @@ class _Payload:
             self._news.notify_all()
 
     def pieces(self) -> Iterator[bytes]:
-        """All pieces from the first on."""
+        """Yield all pieces from the first on."""
         index = 0
         while True:
             with self._news:
@@ -164,7 +164,7 @@ def _whole(tree: Tree, indexes: Sequence[int]) -> list[_Segment]:
 
 
 def _cut(tree: Tree, indexes: Sequence[int]) -> list[list[_Segment]]:
-    """The blocks of files, as the node cuts them, too."""
+    """Return the blocks of files, as the node cuts them, too."""
     cut = blocks.cut(tree.files[index].size for index in indexes)
     return [[(indexes[number], offset, length) for number, offset, length in block] for block in cut]
 
@@ -178,7 +178,7 @@ def _digest(tree: Tree, block: Sequence[_Segment]) -> bytes:
 
 
 def _compressed(tree: Tree, segments: Sequence[_Segment]) -> Iterator[bytes]:
-    """One zlib stream of parts of files; stored, not compressed, if a sample does not shrink."""
+    """Yield one zlib stream of parts of files; stored, not compressed, if a sample does not shrink."""
     if not segments:
         return
     deflate = zlib.compressobj(_level(tree, segments))
@@ -206,7 +206,7 @@ def _level(tree: Tree, segments: Sequence[_Segment]) -> int:
 
 
 def _contents(tree: Tree, segment: _Segment) -> Iterator[bytes]:
-    """What is in a part of a file, in pieces; the file is exactly as long as the scan found it."""
+    """Yield what is in a part of a file, in pieces; the file is exactly as long as the scan found it."""
     index, offset, remaining = segment
     entry = tree.files[index]
     path = os.path.join(os.fsencode(tree.root), entry.path)
@@ -368,7 +368,7 @@ def _needed(answer: PushState, tree: Tree, node: str) -> tuple[int, ...]:
 
 
 def _folder(answer: PushState, tree: Tree, store: str, node: str) -> str:
-    """Where the node says that the tree lies, which has to be a folder that is called after it."""
+    """Return where the node says that the tree lies, which has to be a folder that is called after it."""
     path = answer.path
     folder, name = posixpath.split(path)
     if not path.startswith("/") or posixpath.basename(folder) != store or name.partition(".")[0] != tree.digest:
@@ -377,7 +377,7 @@ def _folder(answer: PushState, tree: Tree, store: str, node: str) -> str:
 
 
 def _answer(link: NodeLink, *states: str) -> PushState:
-    """The node's next message.
+    """Return the node's next message.
 
     Raises:
         NodeError: it cannot take the push.

@@ -57,13 +57,13 @@ class _Level:
     """`include` names a folder that looks like a secret: what is in it was asked for."""
 
     def below(self, name: bytes, *, ignored: bool, included: bool, trusted: bool) -> _Level:
-        """The level of the folder `name` (with `/`) in this one."""
+        """Return the level of the folder `name` (with `/`) in this one."""
         own = tuple((prefix + name, rules) for prefix, rules in self.dtctlignore)
         git = tuple((prefix + name, rules) for prefix, rules in self.gitignore)
         return _Level(own, git, ignored, included, trusted)
 
     def ignores(self, name: bytes) -> bool:
-        """What the ignore files say of `name`."""
+        """Return what the ignore files say of `name`."""
         for chain in (self.dtctlignore, self.gitignore):
             for prefix, rules in chain:
                 verdict = rules.verdict(prefix, name)
@@ -98,7 +98,7 @@ class TreeWalk:
         self._exclude = Rules(os.fsencode(pattern) for pattern in exclude)
 
     def run(self) -> list[SelectedFile]:
-        """All files and links to push, in the order of their paths.
+        """Return all files and links to push, in the order of their paths.
 
         Raises:
             OSError: a folder cannot be read.
@@ -152,7 +152,7 @@ class TreeWalk:
                     self.skipped.append(os.fsdecode(prefix + name))
 
     def _decide(self, prefix: bytes, level: _Level, name: bytes) -> tuple[bool, bool, bool]:
-        """Whether to take a name, because `include` says so, and by name."""
+        """Return whether to take a name, because `include` says so, and by name."""
         if self._exclude.verdict(prefix, name):
             return False, False, False
         if self._include.verdict(prefix, name):
@@ -162,7 +162,7 @@ class TreeWalk:
         return not (level.ignored or level.ignores(name)), False, False
 
     def _may_hold_included(self, folder: bytes) -> bool:
-        """Whether a pattern of `include` may name something below an ignored folder."""
+        """Return whether a pattern of `include` may name something below an ignored folder."""
         parts = folder.split(b"/")[:-1]
         for folder_patterns in self._include_folders:
             for name, pattern in zip(parts, folder_patterns, strict=False):
@@ -190,7 +190,7 @@ def _names_a_file(pattern: bytes) -> bool:
 
 
 def _folders_of(pattern: bytes) -> list[bytes]:
-    """The folders, from the top, in which a pattern finds something; `**` for any."""
+    """Return the folders, from the top, in which a pattern finds something; `**` for any."""
     parts = pattern.rstrip(b"/").split(b"/")
     if len(parts) == 1:
         return [b"**"]
@@ -213,7 +213,7 @@ def _above(root: bytes) -> _Level:
 
 
 def _with_rules(level: _Level, entries: list[os.DirEntry[bytes]]) -> _Level:
-    """The level with the ignore files that lie in the folder itself."""
+    """Return the level with the ignore files that lie in the folder itself."""
     own, git = level.dtctlignore, level.gitignore
     for entry in entries:
         if entry.name == OWN_IGNORE:
@@ -224,7 +224,7 @@ def _with_rules(level: _Level, entries: list[os.DirEntry[bytes]]) -> _Level:
 
 
 def _read(path: bytes, prefix: bytes = b"") -> list[tuple[bytes, Rules]]:
-    """The rules in a file, if it has any."""
+    """Return the rules in a file, if it has any."""
     rules = Rules(split(read_rules(path)))
     return [(prefix, rules)] if rules else []
 

@@ -80,12 +80,12 @@ class Tree:
 
     @property
     def is_large(self) -> bool:
-        """Whether a person should be told before it is pushed."""
+        """Return whether a person should be told before it is pushed."""
         return self.total_bytes >= LARGE_BYTES
 
 
 def scan(root: Path, *, include: Sequence[str] = (), exclude: Sequence[str] = (), cache: Path | None = None) -> Tree:
-    """The tree below `root`.
+    """Return the tree below `root`.
 
     Args:
         root: a folder.
@@ -124,13 +124,13 @@ def scan(root: Path, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
 
 
 def tree_digest(entries: Iterable[TreeFile]) -> str:
-    """One digest over paths, modes and contents; the node computes the same from what it is told and checks."""
+    """Return one digest over paths, modes and contents; the node computes the same from what it is told and checks."""
     rows = [b"%d\0%o\0%s\0%s\0" % (len(e.path), e.mode, e.path, e.digest.encode()) for e in entries]
     return hashlib.sha256(b"".join(rows)).hexdigest()[:32]
 
 
 def _entry(walk: TreeWalk, file: SelectedFile, digests: Digests) -> TreeFile | None:
-    """The file with its digest; None if it is one that is not pushed."""
+    """Return the file with its digest; None if it is one that is not pushed."""
     full = walk.root + b"/" + file.path
     try:
         if stat.S_ISLNK(file.info.st_mode):
@@ -150,7 +150,7 @@ def _entry(walk: TreeWalk, file: SelectedFile, digests: Digests) -> TreeFile | N
 
 
 def _link(root: bytes, path: bytes, full: bytes) -> bytes:
-    """Where a link leads, as a relative path that meets no other link on its way; empty if it leads nowhere.
+    """Return where a link leads, as a relative path that meets no other link on its way; empty if it leads nowhere.
 
     Raises:
         PlanError: it leads out of the tree.

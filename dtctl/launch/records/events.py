@@ -39,11 +39,11 @@ class Event:
     event: ClassVar[str]
     """What the key `event` says in JSON."""
     recorded: ClassVar[bool] = True
-    """Whether it is written into events.jsonl."""
+    """True if it is written into events.jsonl."""
     time: Moment = field(default_factory=_now)
 
     def to_json(self) -> dict[str, Any]:
-        """The event as a JSON object: `event`, `time`, and its facts."""
+        """Return the event as a JSON object: `event`, `time`, and its facts."""
         facts = _object(self)
         return {"event": self.event, "time": facts.pop("time"), **facts}
 
@@ -116,7 +116,7 @@ class NodeChanged(Event):
     """Processes left there after a stop; None: not asked, or it could not be."""
 
     def to_json(self) -> dict[str, Any]:
-        """The event as a JSON object; `left` is null for a node that is over and could not be asked."""
+        """Return the event as a JSON object; `left` is null for a node that is over and could not be asked."""
         facts = super(NodeChanged, self).to_json()  # slots make another class of this one
         return {**facts, "left": self.left} if self.state in ("stopped", "lost") else facts
 
@@ -406,7 +406,7 @@ class JobSubmitted(Event):
     python: str = ""
     """Interpreter there."""
     workers_apart: bool = False
-    """Whether each worker is a task of its own (kind direct)."""
+    """True if each worker is a task of its own (kind direct)."""
     slots: Count = 1
     max_attempts: Index = 0
 
@@ -448,7 +448,7 @@ class FirstFailure:
 
 
 def subject_of(node: str | None, rank: int | None, exit_code: int | None) -> str:
-    """Who failed: `rank 3 on node2`, `node node2` that was lost, `the agent on node2`, or `a worker`.
+    """Return who failed: `rank 3 on node2`, `node node2` that was lost, `the agent on node2`, or `a worker`.
 
     The agent is what starts the workers of a node, such as torchrun; where it does not say which of them has failed, or
     has failed itself, the node is well all the same.
@@ -512,7 +512,7 @@ TYPES: Final[Mapping[str, type[Event]]] = {each.event: each for each in Event.__
 
 
 def parse(line: str) -> Event | None:
-    """The event in a line of events.jsonl; None when the line holds none."""
+    """Return the event in a line of events.jsonl; None when the line holds none."""
     try:
         document = json.loads(line)
         kind: Any = TYPES.get(document["event"])
@@ -545,7 +545,7 @@ def _check_of(hint: Any) -> Check[Any]:
 
 
 def _text(value: object) -> str:
-    """A text that can be printed anywhere."""
+    """Return a text that can be printed anywhere."""
     text = _ANY_TEXT(value)
     try:
         text.encode()

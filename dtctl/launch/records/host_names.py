@@ -44,7 +44,7 @@ class HostNames:
         self._pattern = re.compile("|".join(rules))
 
     def node_of(self, host: str) -> str:
-        """The node that a host is; the name itself of a host that is none."""
+        """Return the node that a host is; the name itself of a host that is none."""
         return self.nodes.get(host) or self.nodes.get(host.partition(".")[0], host)
 
     def replace_names(self, text: str) -> str:

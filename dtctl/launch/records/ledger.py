@@ -102,7 +102,7 @@ class Ledger:
         self._newest_progress: Standing | None = None
         """Of the worker that is gone by, in the attempt that is on or was the last."""
         self._attempt_runs = False
-        """Whether that attempt is still on."""
+        """True if that attempt is still on."""
         self._moved_s = {"stall": 0.0, "evaluation": 0.0}
         """Seconds of this attempt that have been moved to these phases."""
         self._marks: list[tuple[int, float]] = []
@@ -138,7 +138,7 @@ class Ledger:
         self.spent[target] += seconds
 
     def total_s(self) -> float:
-        """Seconds since the beginning."""
+        """Return seconds since the beginning."""
         return self._clock() - self.begun
 
     # -- what the workers tell --------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Ledger:
     # -- the file ---------------------------------------------------------------------------------------------------
 
     def facts(self) -> LedgerFacts:
-        """What is known so far."""
+        """Return what is known so far."""
         self.enter(self.phase)
         wall_s = self._phase_start - self.begun
         step = None if self._newest_progress is None else self._newest_progress.step
@@ -298,7 +298,7 @@ class Ledger:
 
 
 def _time_at_step(marks: Sequence[tuple[int, float]], step: int) -> float:
-    """The seconds at which a step was done, between the marks around it as if all steps took the same time."""
+    """Return the seconds at which a step was done, between the marks around it as if all steps took the same time."""
     previous = marks[0]
     for mark in marks:
         if mark[0] > step:

@@ -40,7 +40,7 @@ def attempts_of(run_folder: Path) -> list[dict[tuple[str, int], int]]:
 
 
 def offset_at(log: Path, moment: float) -> int:
-    """The size that a log had at a time, or a few seconds before; 0 if that is unknown."""
+    """Return the size that a log had at a time, or a few seconds before; 0 if that is unknown."""
     offset = 0
     with contextlib.suppress(OSError, ValueError):
         info = log.stat()
@@ -61,7 +61,7 @@ class Lines:
         self._partial_line = bytearray()
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that `data` completes, without their ends.
+        """Return the lines that `data` completes, without their ends.
 
         A progress bar redraws its line with carriage returns; its last state counts.
         """
@@ -74,7 +74,7 @@ class Lines:
         return lines
 
     def flush(self) -> str:
-        """The line that was begun and never ended; it counts as ended now."""
+        """Return the line that was begun and never ended; it counts as ended now."""
         return self._take(len(self._partial_line))
 
     def _add(self, data: bytes, lines: list[str]) -> None:
@@ -121,11 +121,11 @@ class RankLog:
 
     @property
     def is_open(self) -> bool:
-        """Whether something has come, here or to an earlier launcher."""
+        """Return whether something has come, here or to an earlier launcher."""
         return self._file is not None
 
     def open(self) -> BinaryIO:
-        """The file.
+        """Return the file.
 
         Raises:
             OSError: it cannot be opened.
@@ -215,7 +215,7 @@ class RankLog:
         return 0
 
     def tail(self, limit_bytes: int) -> str:
-        """The end of what has come in this attempt."""
+        """Return the end of what has come in this attempt."""
         try:
             with os.fdopen(folders.open_regular(str(self.path)), "rb") as file:
                 file.seek(0, 2)
@@ -323,7 +323,7 @@ class Logs:
         return dict(+found)
 
     def refusal(self) -> str | None:
-        """Why output is no longer kept, told once; None while all is kept, and afterwards."""
+        """Return why output is no longer kept, told once; None while all is kept, and afterwards."""
         if self._refusal is None or self._refusal_reported:
             return None
         self._refusal_reported = True
@@ -369,7 +369,7 @@ class Logs:
             log.open()  # known from now on, also to the next attempt
 
     def tail(self, node: str, rank: int, limit_bytes: int = 32_768) -> str:
-        """The end of a rank's output in this attempt."""
+        """Return the end of a rank's output in this attempt."""
         return self._log(node, rank).tail(limit_bytes)
 
     def close(self) -> None:
@@ -378,7 +378,7 @@ class Logs:
             log.close()
 
     def path(self, node: str, rank: int) -> Path:
-        """The file of a rank's output."""
+        """Return the file of a rank's output."""
         return self._record.folder / names.METRICS_FILE if rank == METRICS else self._record.log_path(node, rank)
 
     def _log(self, node: str, rank: int) -> RankLog:
@@ -397,5 +397,5 @@ def _step_of(line: bytes) -> int | None:
 
 
 def rank_of(path: Path) -> int:
-    """The rank whose output a log file holds; -1 for torchrun's agent."""
+    """Return the rank whose output a log file holds; -1 for torchrun's agent."""
     return -1 if path.name == "agent.log" else int(path.stem.removeprefix("rank-"))

@@ -43,7 +43,7 @@ LOCK_FILE = "launcher.lock"
 
 
 def new_run_id(job: str, *, now: float, salt: str | None = None) -> str:
-    """A run id that sorts by time: job, month and day, hour minute second, four random digits."""
+    """Return a run id that sorts by time: job, month and day, hour minute second, four random digits."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "-", job).strip("-_") or "job"
     stamp = time.strftime("%m%d-%H%M%S", time.localtime(now))
     return f"{stem[:32]}-{stamp}-{salt or secrets.token_hex(2)}"
@@ -124,7 +124,7 @@ class RunInfo:
     boot: str = ""
     """Id of the boot since which these are counted; empty where the system does not say."""
     slurm: bool = False
-    """Whether the run is a job of Slurm, which goes on whoever watches it."""
+    """True if the run is a job of Slurm, which goes on whoever watches it."""
     snapshots: dict[str, str] = field(default_factory=dict)
     """Node -> folder of the snapshots, where the run has gone on from another one's."""
     ssh: str = ""
@@ -173,7 +173,7 @@ class RunRecord:
             check_no_link(base, *runs, names.LOGS_DIR, path.name)
 
     def info(self) -> RunInfo:
-        """Who launched the run.
+        """Return who launched the run.
 
         Raises:
             LaunchError: the folder is not that of a run.
@@ -197,7 +197,7 @@ class RunRecord:
         return {node["name"]: node["host"] for node in self.plan().get("nodes", ()) if node.get("host")}
 
     def plan(self) -> dict[str, Any]:
-        """The plan of the newest attempt as plain data; empty when none was made."""
+        """Return the plan of the newest attempt as plain data; empty when none was made."""
         from dtctl.launch.records import validate_records
 
         try:
@@ -208,7 +208,7 @@ class RunRecord:
         return stored
 
     def whole_plan(self) -> dict[str, Any]:
-        """The plan of the newest attempt, with all that acting on it needs.
+        """Return the plan of the newest attempt, with all that acting on it needs.
 
         Raises:
             LaunchError: none was ever made, or it lacks something.
@@ -231,14 +231,14 @@ class RunRecord:
         return {event.node: event.push.path for event in changes if event.push is not None and event.push.path}
 
     def has_launcher(self) -> bool:
-        """Whether a living process is the run's launcher."""
+        """Return whether a living process is the run's launcher."""
         if (lock_fd := self._lock(fcntl.LOCK_SH)) is None:
             return True
         os.close(lock_fd)
         return False
 
     def _lock(self, kind: int) -> int | None:
-        """A descriptor that holds the launcher's lock; None when somebody else does."""
+        """Return a descriptor that holds the launcher's lock; None when somebody else does."""
         path = self.folder / LOCK_FILE
         with writing(path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -250,7 +250,7 @@ class RunRecord:
         return fd
 
     def events(self) -> Iterator[Event]:
-        """All events so far; a half-written last line, and what is none, is left out."""
+        """Yield all events so far; a half-written last line, and what is none, is left out."""
         try:
             with os.fdopen(folders.open_regular(str(self.folder / names.EVENTS_FILE)), "rb") as file:
                 data = file.read(EVENTS_BYTES // 2)
@@ -264,13 +264,13 @@ class RunRecord:
         yield from filter(None, map(parse, text.splitlines()))
 
     def log_path(self, node: str, rank: int) -> Path:
-        """Where the output of a rank is kept; rank -1 is torchrun's agent."""
+        """Return where the output of a rank is kept; rank -1 is torchrun's agent."""
         name = "agent.log" if rank < 0 else f"rank-{rank}.log"
         return self.folder / names.LOGS_DIR / node / name
 
 
 def list_runs(base_dir: Path) -> list[RunRecord]:
-    """All runs launched from `base_dir`, oldest first; a folder that cannot be read as a run is left out.
+    """Return all runs launched from `base_dir`, oldest first; a folder that cannot be read as a run is left out.
 
     Raises:
         LaunchError: the folder of records is a link.
@@ -290,7 +290,7 @@ def list_runs(base_dir: Path) -> list[RunRecord]:
 
 
 def tasks_of(base_dir: Path, run: str) -> list[RunRecord]:
-    """The tasks of the job array that was launched under this name; none where it is a run, or nothing."""
+    """Return the tasks of the job array that was launched under this name; none where it is a run, or nothing."""
     records = list_runs(base_dir)
     if any(record.run == run for record in records):
         return []
@@ -298,7 +298,7 @@ def tasks_of(base_dir: Path, run: str) -> list[RunRecord]:
 
 
 def find_run(base_dir: Path, run: str | None) -> RunRecord:
-    """The run of this name, or the newest one.
+    """Return the run of this name, or the newest one.
 
     Raises:
         LaunchError: there is no such run, or none at all.

@@ -33,7 +33,7 @@ LOCK_WAIT_S = 0.5
 
 
 def state_folder(base_dir: Path, name: str) -> Path:
-    """A folder of dtctl's own beside the spec, for this user alone and out of git's sight.
+    """Return a folder of dtctl's own beside the spec, for this user alone and out of git's sight.
 
     Raises:
         LaunchError: it cannot be made, is a link, or others own it or may write to it.

@@ -53,12 +53,12 @@ class RunState:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will happen."""
+        """Return whether nothing more will happen."""
         return self.status in ("succeeded", "failed", "stopped", *LEFT)
 
 
 def alive(info: RunInfo) -> bool:
-    """Whether the launcher of a run still lives; another process that has its id by now is not it."""
+    """Return whether the launcher of a run still lives; another process that has its id by now is not it."""
     if info.pid <= 0:
         return False
     ticks = node_facts.start_ticks(info.pid)
@@ -74,7 +74,7 @@ def alive(info: RunInfo) -> bool:
 
 
 def progress_of(record: RunRecord) -> RunProgress:
-    """What the run's events say so far."""
+    """Return what the run's events say so far."""
     progress = RunProgress()
     for event in record.events():
         progress.apply(event)
@@ -82,7 +82,7 @@ def progress_of(record: RunRecord) -> RunProgress:
 
 
 def _last_written(record: RunRecord) -> float:
-    """When output of the run last came here: a launcher that was killed may have had no event for hours."""
+    """Return when output of the run last came here: a launcher that was killed may have had no event for hours."""
     newest = 0.0
     for path in (record.folder / names.LOGS_DIR).glob("*/*"):
         with contextlib.suppress(OSError):  # it went away
@@ -91,7 +91,7 @@ def _last_written(record: RunRecord) -> float:
 
 
 def state_of(record: RunRecord) -> RunState:
-    """The state of a run.
+    """Return the state of a run.
 
     Raises:
         LaunchError: the folder is not that of a run.
@@ -134,7 +134,7 @@ def _ledger(record: RunRecord) -> LedgerFacts | None:
 
 
 def where_the_time_went(ledger: LedgerFacts) -> str:
-    """One line for people: `useful 91% of 1:02:03 (stall 0.4%, lost 3%, start 2%)`, the larger shares."""
+    """Return one line for people: `useful 91% of 1:02:03 (stall 0.4%, lost 3%, start 2%)`, the larger shares."""
     wall_s = ledger.wall_s
     shares = {name: spent / wall_s for name, spent in ledger.phases_s.items() if wall_s > 0}
     useful = shares.pop("useful", 0.0)

@@ -92,7 +92,7 @@ def _of_some_ranks(module: SourceFile, bindings: list[Binding]) -> RankGuard | N
 
 
 def _missed(module: SourceFile, use: ast.expr, name: str) -> bool:
-    """Whether a use is reached by ranks that do not have what is used."""
+    """Return whether a use is reached by ranks that do not have what is used."""
     if for_some(module, use) is not None or for_one_process(module, use) or _asked(module, use, name):
         return False
     statement = module.statement(use)
@@ -114,7 +114,7 @@ def _targets(comprehension: ast.AST) -> list[ast.AST]:
 
 
 def _asked(module: SourceFile, node: ast.AST, name: str) -> bool:
-    """Whether a condition around a node asks for what it uses, or for a flag that may stand for the rank."""
+    """Return whether a condition around a node asks for what it uses, or for a flag that may stand for the rank."""
     for parent, child in module.chain(node):
         if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
             text = ast.unparse(parent.test)
@@ -159,7 +159,7 @@ def share_of_one_rank(check: Check) -> Iterator[Problem]:
 
 
 def _divided(module: SourceFile, data: ast.expr) -> bool:
-    """Whether what is gone through is a DataLoader with a DistributedSampler wherever it comes from."""
+    """Return whether what is gone through is a DataLoader with a DistributedSampler wherever it comes from."""
     values = [value for value in origins(module, data) if not isinstance(value.node, ast.Constant)]
     loaders = [value for value in values if isinstance(value.node, ast.Call)
                and value.module.name(value.node.func) == names.LOADER]  # fmt: skip

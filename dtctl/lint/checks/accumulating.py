@@ -57,7 +57,7 @@ def accumulation(check: Check) -> Iterator[Problem]:
 
 
 def _some_calls_step(check: Check, backward: ast.Call) -> bool:
-    """Whether the optimizer steps in some of the calls of the function of a backward pass only."""
+    """Return whether the optimizer steps in some of the calls of the function of a backward pass only."""
     module = check.module
     function = module.scope(backward)
     for call in _steps(check):
@@ -83,7 +83,7 @@ def _some_calls_step(check: Check, backward: ast.Call) -> bool:
 
 
 def _counts_micro_batches(test: ast.expr) -> bool:
-    """Whether a condition is `step % n == 0`."""
+    """Return whether a condition is `step % n == 0`."""
     return isinstance(test, ast.Compare) and any(
         isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(test)
     )
@@ -106,7 +106,7 @@ def _of_torch(check: Check, step: ast.Call) -> bool:
 
 
 def _of_another(check: Check, step: ast.Call) -> bool:
-    """Whether an optimizer is known not to be one of torch: its step may do more."""
+    """Return whether an optimizer is known not to be one of torch: its step may do more."""
     owner = step.func.value if isinstance(step.func, ast.Attribute) else None
     values = origins(check.module, owner) if owner is not None else []
     made = [value.module.name(value.node.func) or key(value.node.func) for value in values
@@ -115,7 +115,7 @@ def _of_another(check: Check, step: ast.Call) -> bool:
 
 
 def every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> ast.If | None:
-    """The `if (i + 1) % n == 0` under which the optimizer of a loop steps; None if it steps every time."""
+    """Return the `if (i + 1) % n == 0` under which the optimizer of a loop steps; None if it steps every time."""
     module = check.module
     for call in _steps(check):
         if not module.within(call, loop):
@@ -144,7 +144,7 @@ def _skips_the_step(check: Check, loop: ast.For | ast.While, backward: ast.Call)
 
 
 def _in_a_window(module: SourceFile, backward: ast.Call) -> bool:
-    """Whether a helper of the project or of a library has the micro batches: `with trainer.step():`."""
+    """Return whether a helper of the project or of a library has the micro batches: `with trainer.step():`."""
     return any(
         isinstance(parent, ast.With)
         and any(
@@ -157,7 +157,7 @@ def _in_a_window(module: SourceFile, backward: ast.Call) -> bool:
 
 
 def _steps_beside(check: Check, loop: ast.AST, backward: ast.Call) -> bool:
-    """Whether the optimizer steps whenever a backward pass was made: after it, in the same block."""
+    """Return whether the optimizer steps whenever a backward pass was made: after it, in the same block."""
     module = check.module
     block = module.block(module.statement(backward))
     return any(
@@ -168,7 +168,7 @@ def _steps_beside(check: Check, loop: ast.AST, backward: ast.Call) -> bool:
 
 
 def _micro_batches(check: Check, loop: ast.For | ast.While) -> bool:
-    """Whether a loop is `for micro in range(n)` in a loop over steps, and the optimizer steps after it."""
+    """Return whether a loop is `for micro in range(n)` in a loop over steps, and the optimizer steps after it."""
     module = check.module
     over_range = isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and key(loop.iter.func) == "range"
     outer = module.enclosing(loop, (ast.For, ast.While))
@@ -210,7 +210,7 @@ def unscaled_too_often(check: Check) -> Iterator[Problem]:
 
 
 def _choice(module: SourceFile, call: ast.Call) -> ast.If | None:
-    """The `if (i + 1) % n == 0` around a call, in its function."""
+    """Return the `if (i + 1) % n == 0` around a call, in its function."""
     for parent, child in module.chain(call):
         if isinstance(parent, ast.If) and child in parent.body and _counts_micro_batches(parent.test):
             return parent
@@ -218,7 +218,7 @@ def _choice(module: SourceFile, call: ast.Call) -> ast.If | None:
 
 
 def _updated_within(module: SourceFile, scaler: str, choice: ast.If) -> bool:
-    """Whether a scaler is updated under a condition, and nowhere else in its function."""
+    """Return whether a scaler is updated under a condition, and nowhere else in its function."""
     updates = [
         call for call in module.methods.get("update", ())
         if isinstance(call.func, ast.Attribute) and key(call.func.value) == scaler
@@ -230,7 +230,7 @@ def _updated_within(module: SourceFile, scaler: str, choice: ast.If) -> bool:
 
 
 def _same_way(module: SourceFile, choice: ast.If, call: ast.Call) -> bool:
-    """Whether a call may be reached in the same round as a condition: not if it is in another branch."""
+    """Return whether a call may be reached in the same round as a condition: not if it is in another branch."""
     above = {id(parent): child for parent, child in module.chain(choice)}
     return not any(
         isinstance(parent, ast.If) and id(parent) in above
@@ -265,7 +265,7 @@ _ZEROES = re.compile(r"zero_grad|\.grad\s*=\s*None|grad\w*\.(?:zero_|fill_|detac
 
 
 def _zeroes(module: SourceFile, function: ast.AST) -> bool:
-    """Whether a function, one that it calls, or one of its class zeroes gradients, as its words say."""
+    """Return whether a function, one that it calls, or one of its class zeroes gradients, as its words say."""
     owner = module.enclosing(function, (ast.ClassDef,))
     if _ZEROES.search(ast.unparse(owner or function)):
         return True
@@ -302,7 +302,7 @@ def _deferred_already(check: Check, backward: ast.Call) -> bool:
 
 
 def _deferred(check: Check, loop: ast.For | ast.While, backward: ast.Call, choice: ast.If) -> tuple[Edit, ...]:
-    """The edits that put forward and backward pass under no_sync(); none where the condition may differ there.
+    """Return the edits that put forward and backward pass under no_sync(); none where the condition may differ there.
 
     Both stand in the loop's body, and so does the `if` with the optimizer's step, further down.
     """
@@ -334,7 +334,7 @@ def _deferred(check: Check, loop: ast.For | ast.While, backward: ast.Call, choic
 
 
 def _model_called(check: Check, statement: ast.stmt) -> str | None:
-    """The DDP model that a statement surely calls; None if it calls none."""
+    """Return the DDP model that a statement surely calls; None if it calls none."""
     for part in ast.walk(statement):
         if isinstance(part, ast.Call):
             wrap = wrapped(check.module, part.func, part)
@@ -363,7 +363,7 @@ def _settled(check: Check, test: ast.expr, before: Sequence[ast.stmt], model: st
 
 
 def _changes(part: ast.AST, names: set[str], attributes: set[str], owners: set[str], model: str) -> bool:
-    """Whether a piece of code may give one of these names or attributes another value.
+    """Return whether a piece of code may give one of these names or attributes another value.
 
     Args:
         part: of the code.

@@ -29,7 +29,7 @@ def _loader(call: ast.Call) -> dict[str, ast.expr]:
 
 
 def _open_ended(call: ast.Call) -> bool:
-    """Whether more arguments are passed than can be read: *args, **kwargs."""
+    """Return whether more arguments are passed than can be read: *args, **kwargs."""
     return any(argument.arg is None for argument in call.keywords) or any(
         isinstance(argument, ast.Starred) for argument in call.args
     )
@@ -114,7 +114,7 @@ def same_order(check: Check) -> Iterator[Problem]:
 
 
 def _given_away(check: Check, sampler: ast.Call) -> bool:
-    """Whether a sampler is an argument of a function that cannot be read, which may tell it the epoch."""
+    """Return whether a sampler is an argument of a function that cannot be read, which may tell it the epoch."""
     module = check.module
     statement = module.statement(sampler)
     name = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
@@ -132,7 +132,7 @@ def _given_away(check: Check, sampler: ast.Call) -> bool:
 
 
 def _shuffles(check: Check, call: ast.Call) -> bool:
-    """Whether a sampler shuffles what is trained on, as far as can be told."""
+    """Return whether a sampler shuffles what is trained on, as far as can be told."""
     arguments = _args(call, "dataset", "num_replicas", "rank", "shuffle")
     statement = check.module.statement(call)
     target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
@@ -178,7 +178,7 @@ def _same_order_elsewhere(check: Check, where: str) -> Iterator[Problem]:
 
 
 def _samplers(module: SourceFile, function: ast.AST, depth: int = 2) -> list[ast.Call]:
-    """The samplers that a function makes, itself or in another function of its file."""
+    """Return the samplers that a function makes, itself or in another function of its file."""
     found = [one for one in module.calls_of(names.SAMPLER) if module.scope(one) is function]
     for name, others in module.functions.items() if depth and not found else ():
         if any(module.scope(call) is function for call in module.methods.get(name, ())):
@@ -187,7 +187,7 @@ def _samplers(module: SourceFile, function: ast.AST, depth: int = 2) -> list[ast
 
 
 def _epoch_set(check: Check, sampler: ast.Call) -> bool:
-    """Whether some set_epoch() may be that of a sampler: all are but those that are surely of another one."""
+    """Return whether some set_epoch() may be that of a sampler: all are but those that are surely of another one."""
     module = check.module
     if any(
         source is not module and source.methods.get("set_epoch") for source in check.project.having(module, "set_epoch")
@@ -202,7 +202,7 @@ def _epoch_set(check: Check, sampler: ast.Call) -> bool:
 
 
 def _is_another(check: Check, value: ast.expr | None, sampler: ast.Call) -> bool:
-    """Whether a value is a DistributedSampler, and not this one."""
+    """Return whether a value is a DistributedSampler, and not this one."""
     if isinstance(value, ast.IfExp):
         return _is_another(check, value.body, sampler)
     return isinstance(value, ast.Call) and value is not sampler and check.module.name(value.func) == names.SAMPLER
@@ -234,7 +234,7 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _counter(loop: ast.For) -> str | None:
-    """The name that a loop counts with whole numbers; None if it counts with anything else."""
+    """Return the name that a loop counts with whole numbers; None if it counts with anything else."""
     iterated = loop.iter
     while isinstance(iterated, ast.Call) and (key(iterated.func) or "").rpartition(".")[2] == "tqdm" and iterated.args:
         iterated = iterated.args[0]
@@ -248,7 +248,7 @@ def _counter(loop: ast.For) -> str | None:
 
 
 def _over_epochs(loop: ast.For) -> bool:
-    """Whether a loop counts epochs, more than one."""
+    """Return whether a loop counts epochs, more than one."""
     if "epoch" not in (ast.unparse(loop.target) + ast.unparse(loop.iter)).lower():
         return False
     text = ast.unparse(loop.iter)
@@ -256,7 +256,7 @@ def _over_epochs(loop: ast.For) -> bool:
 
 
 def _reachable(check: Check, statement: ast.AST, loop: ast.For) -> bool:
-    """Whether the name that a statement sets can be used in a loop: the same function, before it."""
+    """Return whether the name that a statement sets can be used in a loop: the same function, before it."""
     return (
         check.module.scope(statement) is check.module.scope(loop)
         and getattr(statement, "lineno", 0) < loop.lineno
@@ -289,12 +289,12 @@ def contradicting(check: Check) -> Iterator[Problem]:
 
 
 def _surely_given(value: ast.expr) -> bool:
-    """Whether an argument is surely not None."""
+    """Return whether an argument is surely not None."""
     return isinstance(value, ast.Call)
 
 
 def _all_made(check: Check, value: ast.expr) -> bool:
-    """Whether a value is an object wherever it is set, and not None."""
+    """Return whether a value is an object wherever it is set, and not None."""
     bound = [binding.value for binding in check.module.lookup(value)]
     return _surely_given(value) or (bool(bound) and all(isinstance(binding, ast.Call) for binding in bound))
 
@@ -326,7 +326,7 @@ def stream_not_split(check: Check) -> Iterator[Problem]:
 
 
 def _passes_on(function: ast.FunctionDef) -> bool:
-    """Whether an __iter__ has no samples of its own: it raises, or hands out those of another dataset."""
+    """Return whether an __iter__ has no samples of its own: it raises, or hands out those of another dataset."""
     body = [
         statement
         for statement in function.body

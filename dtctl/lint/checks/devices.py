@@ -44,7 +44,7 @@ def weights_elsewhere(check: Check) -> Iterator[Problem]:
 
 
 def _made_on_cpu(check: Check, value: ast.expr) -> bool:
-    """Whether a value is surely a tensor on the CPU: made there wherever it is set, and never moved."""
+    """Return whether a value is surely a tensor on the CPU: made there wherever it is set, and never moved."""
     module = check.module
     values = module.values(value)
     name = key(value)
@@ -61,7 +61,7 @@ def _made_on_cpu(check: Check, value: ast.expr) -> bool:
 
 
 def _on_a_device(check: Check, node: ast.AST) -> bool:
-    """Whether a `with torch.device(...)` is around a node."""
+    """Return whether a `with torch.device(...)` is around a node."""
     return any(
         isinstance(parent, ast.With) and any("device" in ast.unparse(item.context_expr) for item in parent.items)
         for parent, _ in check.module.chain(node)
@@ -73,7 +73,7 @@ def _moves(check: Check) -> list[ast.Call]:
 
 
 def _moved(check: Check, call: ast.Call) -> bool:
-    """Whether what a call makes is put on a device, at once or later, or goes where nobody can tell."""
+    """Return whether what a call makes is put on a device, at once or later, or goes where nobody can tell."""
     module = check.module
     above: ast.AST = call
     while not isinstance(above, ast.stmt):
@@ -88,7 +88,7 @@ def _moved(check: Check, call: ast.Call) -> bool:
 
 
 def _in_a_module(check: Check, call: ast.Call) -> bool:
-    """Whether a call is in a class of nn.Module, which is moved as a whole."""
+    """Return whether a call is in a class of nn.Module, which is moved as a whole."""
     owner = check.module.enclosing(call, (ast.ClassDef,))
     return isinstance(owner, ast.ClassDef) and any("Module" in ast.unparse(base) for base in owner.bases)
 
@@ -137,7 +137,7 @@ def _fixed_devices(check: Check) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _set_again(check: Check, node: ast.Assign) -> bool:
-    """Whether the name is given another device further down."""
+    """Return whether the name is given another device further down."""
     module = check.module
     name = key(node.targets[0])
     bound = module.bindings.get((module.scope(node), name or ""), ())
@@ -171,7 +171,7 @@ def _is_fixed(node: ast.expr, *, number: bool) -> bool:
 
 
 def _for_one_process(check: Check, node: ast.AST) -> bool:
-    """Whether a condition around it asks whether the job is distributed at all."""
+    """Return whether a condition around it asks whether the job is distributed at all."""
     return any(
         isinstance(parent, ast.If | ast.IfExp)
         and child is not parent.test
@@ -181,7 +181,7 @@ def _for_one_process(check: Check, node: ast.AST) -> bool:
 
 
 def _own_gpu(check: Check, node: ast.expr) -> tuple[Edit, ...]:
-    """The edit that puts the local rank in place of a number."""
+    """Return the edit that puts the local rank in place of a number."""
     rank = _local_rank_here(check, node)
     if rank is None or node.end_lineno is None or node.end_col_offset is None:
         return ()
@@ -192,7 +192,7 @@ def _own_gpu(check: Check, node: ast.expr) -> tuple[Edit, ...]:
 
 
 def _reads_local_rank(check: Check, scope: ast.AST) -> bool:
-    """Whether a function, or the module outside of functions, reads LOCAL_RANK already."""
+    """Return whether a function, or the module outside of functions, reads LOCAL_RANK already."""
     module = check.module
     reads: list[ast.expr] = [node for node in module.nodes_of(ast.Subscript) if constant(node.slice) == "LOCAL_RANK"]
     reads += [
@@ -269,7 +269,7 @@ def _branches(node: ast.expr) -> tuple[ast.expr, ...]:
 
 
 def _formatted(node: ast.expr) -> Iterator[ast.expr]:
-    r"""The number in f"cuda:{number}"."""
+    r"""Yield the number in f"cuda:{number}"."""
     if isinstance(node, ast.JoinedStr) and constant(node.values[0]) == "cuda:" and len(node.values) == 2:
         inner = node.values[1]
         if isinstance(inner, ast.FormattedValue):
@@ -306,12 +306,12 @@ def no_device_chosen(check: Check) -> Iterator[Problem]:
 
 
 def _ids_of_ddp(check: Check) -> bool:
-    """Whether DDP is told a GPU of the rank's own."""
+    """Return whether DDP is told a GPU of the rank's own."""
     return any(keyword(call, "device_ids") is not None for call in check.module.calls_of(names.DDP))
 
 
 def _chosen_late(check: Check) -> Iterator[Problem]:
-    """A barrier, or another collective without a tensor, in front of the choice of the GPU in one function."""
+    """Yield a barrier, or another collective without a tensor, in front of the choice of the GPU in one function."""
     module = check.module
     for chosen in module.calls_of("torch.cuda.set_device"):
         scope = module.scope(chosen)

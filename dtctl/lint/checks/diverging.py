@@ -57,7 +57,7 @@ def ended_alone(check: Check) -> Iterator[Problem]:
 
 
 def _own_clock(module: SourceFile, test: ast.expr) -> bool:
-    """Whether a condition compares the time of this process."""
+    """Return whether a condition compares the time of this process."""
     return any(
         isinstance(part, ast.Compare)
         and any(
@@ -114,7 +114,7 @@ def stepped_in_a_hook(check: Check) -> Iterator[Problem]:
 
 
 def _on_ddp(check: Check, call: ast.Call) -> bool:
-    """Whether a hook is put on parameters of a model that is wrapped in DDP, here or later in the function."""
+    """Return whether a hook is put on parameters of a model that is wrapped in DDP, here or later in the function."""
     module = check.module
     loop = module.enclosing(call, (ast.For,))
     if not isinstance(loop, ast.For):
@@ -194,7 +194,7 @@ _NO_FORWARD = re.compile(
 
 
 def _owner(node: ast.expr, name: str) -> ast.expr | None:
-    """The part of a dotted name that is written so."""
+    """Return the part of a dotted name that is written so."""
     while isinstance(node, ast.Attribute):
         node = node.value
         if key(node) == name:
@@ -203,7 +203,7 @@ def _owner(node: ast.expr, name: str) -> ast.expr | None:
 
 
 def _averaged_by_hand(module: SourceFile, function: ast.AST) -> bool:
-    """Whether a function exchanges gradients itself."""
+    """Return whether a function exchanges gradients itself."""
     reduced = [call for name in ("all_reduce", "reduce_scatter", "reduce") for call in module.methods.get(name, ())]
     return any(module.scope(call) is function for call in reduced) and ".grad" in ast.unparse(function)
 
@@ -267,7 +267,7 @@ def stepped_by_some(check: Check) -> Iterator[Problem]:
 
 
 def _elsewhere_too(module: SourceFile, call: ast.Call) -> bool:
-    """Whether the same is called in another branch of the function, too."""
+    """Return whether the same is called in another branch of the function, too."""
     function = module.scope(call)
     name = key(call.func)
     return any(

@@ -120,7 +120,7 @@ def _starting(module: SourceFile) -> Iterator[ast.Call]:
 
 
 def _starts_group(module: SourceFile, function: ast.AST, depth: int = 2) -> bool:
-    """Whether a function starts the process group, itself or in another function of its file."""
+    """Return whether a function starts the process group, itself or in another function of its file."""
     if any(module.scope(start) is function for start in module.calls_of(names.INIT)):
         return True
     others = [
@@ -169,7 +169,7 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
 
 
 def _fixed(module: SourceFile, value: ast.expr) -> object:
-    """The literal that a value is, also as `str(port)` of a parameter that has it as its default."""
+    """Return the literal that a value is, also as `str(port)` of a parameter that has it as its default."""
     if isinstance(value, ast.Call) and key(value.func) in ("str", "int") and len(value.args) == 1:
         value = value.args[0]
         function = module.scope(value)
@@ -241,7 +241,7 @@ def sockets_for_gpus(check: Check) -> Iterator[Problem]:
 
 
 def _moves_to_gpus(module: SourceFile) -> bool:
-    """Whether a file moves something to a GPU: `.cuda()`, or `.to()` of a device that may be one."""
+    """Return whether a file moves something to a GPU: `.cuda()`, or `.to()` of a device that may be one."""
     if any(isinstance(call.func, ast.Attribute) and not call.keywords for call in module.methods.get("cuda", ())):
         return True
     devices = [call.args[0] for call in module.methods.get("to", ()) if call.args]
@@ -284,7 +284,7 @@ def _compared(check: Check, node: ast.expr, name: object) -> Iterator[Problem]:
 
 
 def _optional(check: Check, node: ast.AST) -> bool:
-    """Whether a condition around it asks whether a launcher has set it, or stands for one process."""
+    """Return whether a condition around it asks whether a launcher has set it, or stands for one process."""
     return any(
         isinstance(parent, ast.If)
         and any(

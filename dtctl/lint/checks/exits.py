@@ -68,7 +68,7 @@ def left_alone(check: Check) -> Iterator[Problem]:
 
 
 def _of_its_batch(check: Check, node: ast.If) -> bool:
-    """Whether a condition skips a batch for what is in it: every rank has another one."""
+    """Return whether a condition skips a batch for what is in it: every rank has another one."""
     module = check.module
     loop = module.enclosing(node, (ast.For, ast.While))
     if not isinstance(node.body[-1], ast.Continue) or not isinstance(loop, ast.For) or _joined(check, node):
@@ -94,7 +94,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _meets(check: Check, node: ast.If) -> bool:
-    """Whether the ranks that leave call a collective before they do: the others may mean that one."""
+    """Return whether the ranks that leave call a collective before they do: the others may mean that one."""
     calls = check.module.calls
     return any(check.module.within(call, statement) for name in names.COLLECTIVES for call in calls.get(name, ())
                for statement in node.body)  # fmt: skip
@@ -149,7 +149,7 @@ def _ends_without_error(module: SourceFile) -> list[ast.Call]:
 
 
 def backward_passes(module: SourceFile, loop: ast.AST) -> list[ast.Call]:
-    """The calls below a loop that make a backward pass, themselves or in a function of the project."""
+    """Return the calls below a loop that make a backward pass, themselves or in a function of the project."""
     fact = ("backward", loop)
     cached = module.facts.get(fact)
     if cached is None:
@@ -204,7 +204,7 @@ def _agreed_on(module: SourceFile, loop: ast.AST, test: ast.expr) -> bool:
 
 
 def _decided_by_rank(check: Check, leave: ast.stmt) -> RankGuard | None:
-    """The condition on the rank inside of a loop under which a statement leaves it."""
+    """Return the condition on the rank inside of a loop under which a statement leaves it."""
     module = check.module
     loop = module.enclosing(leave, (ast.For, ast.While))
     for condition in guards(module, leave):
@@ -215,7 +215,7 @@ def _decided_by_rank(check: Check, leave: ast.stmt) -> RankGuard | None:
 
 
 def _comes_after(check: Check, leave: ast.stmt, call: ast.Call, loop: ast.AST) -> bool:
-    """Whether a call is in a statement after this one, in its block or one around it, up to a loop."""
+    """Return whether a call is in a statement after this one, in its block or one around it, up to a loop."""
     module = check.module
     for parent, child in module.chain(leave):
         block = module.block(child) if isinstance(child, ast.stmt) else []
@@ -228,7 +228,7 @@ def _comes_after(check: Check, leave: ast.stmt, call: ast.Call, loop: ast.AST) -
 
 
 def _joined(check: Check, node: ast.AST) -> bool:
-    """Whether `with model.join()` is around a node: ranks may stop one by one there."""
+    """Return whether `with model.join()` is around a node: ranks may stop one by one there."""
     return any(
         isinstance(parent, ast.With) and any(".join(" in ast.unparse(item.context_expr) + "(" for item in parent.items)
         for parent, _ in check.module.chain(node)
@@ -286,7 +286,7 @@ def _collective_after(check: Check, node: ast.If) -> str | None:
 
 
 def _follows(check: Check, node: ast.If, call: ast.Call) -> bool:
-    """Whether a call is in a statement that comes after `node` in its block or in a block around it."""
+    """Return whether a call is in a statement that comes after `node` in its block or in a block around it."""
     module = check.module
     for parent, child in module.chain(node):
         if isinstance(child, ast.stmt):
@@ -300,7 +300,7 @@ def _follows(check: Check, node: ast.If, call: ast.Call) -> bool:
 
 
 def _waited_for(check: Check, node: ast.stmt) -> bool:
-    """Whether a loop around it trains a model that is wrapped somewhere."""
+    """Return whether a loop around it trains a model that is wrapped somewhere."""
     loop = check.module.enclosing(node, (ast.For, ast.While))
     if loop is None or not backward_passes(check.module, loop):
         return False
@@ -308,14 +308,14 @@ def _waited_for(check: Check, node: ast.stmt) -> bool:
 
 
 def _trained_together(check: Check) -> bool:
-    """Whether the program wraps a model somewhere, or starts a process group."""
+    """Return whether the program wraps a model somewhere, or starts a process group."""
     return any(check.project.calls(check.module, name) for name in names.WRAPPERS) or check.project.distributed(
         check.module
     )
 
 
 def _agreed(check: Check, node: ast.If, text: str) -> bool:
-    """Whether the ranks have agreed on what is tested."""
+    """Return whether the ranks have agreed on what is tested."""
     loop = check.module.enclosing(node, (ast.For, ast.While))
     if loop is None or _AGREED.search(text):
         return True
@@ -354,7 +354,7 @@ def swallowed(check: Check) -> Iterator[Problem]:
 
 
 def _goes_on_alone(check: Check, handler: ast.ExceptHandler) -> bool:
-    """Whether a handler hides that this rank could not join, and the program goes on."""
+    """Return whether a handler hides that this rank could not join, and the program goes on."""
     module = check.module
     around = module.parents[handler]
     joins = isinstance(around, ast.Try) and any(
@@ -374,7 +374,7 @@ def _steps(check: Check) -> list[ast.Call]:
 
 
 def _says_only(statement: ast.stmt) -> bool:
-    """Whether a statement only prints or logs."""
+    """Return whether a statement only prints or logs."""
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     return re.match(r"print|log|warn|traceback|tqdm|self\.log", ast.unparse(statement.value.func)) is not None

@@ -54,7 +54,7 @@ def long_timeout(check: Check) -> Iterator[Problem]:
 
 
 def _seconds(node: ast.AST) -> float | None:
-    """Seconds of `timedelta(hours=2)`; None if they are not known."""
+    """Return seconds of `timedelta(hours=2)`; None if they are not known."""
     if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("timedelta"):
         return None
     total = 0.0
@@ -67,7 +67,7 @@ def _seconds(node: ast.AST) -> float | None:
 
 
 def _product(node: ast.expr) -> float | None:
-    """The value of a number, or of a product of numbers."""
+    """Return the value of a number, or of a product of numbers."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         left, right = _product(node.left), _product(node.right)
         return left * right if left is not None and right is not None else None
@@ -97,7 +97,7 @@ def uneven_share(check: Check) -> Iterator[Problem]:
 
 
 def _size_of_share(module: SourceFile, call: ast.Call) -> str | None:
-    """How the parts into which a call divides something come out: "rounded up", "rounded down", or not known."""
+    """Return how the parts into which a call divides something come out: "rounded up", "rounded down", or not known."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else (key(call.func) or "")
     parts = call.args[-1] if call.args else None
     if parts is None:

@@ -81,7 +81,7 @@ def own_figure(check: Check) -> Iterator[Problem]:
 
 
 def _shown_by(module: SourceFile, call: ast.Call) -> tuple[SourceFile, ast.Call] | None:
-    """Where a function of the project prints what it is given; None if it does not."""
+    """Return where a function of the project prints what it is given; None if it does not."""
     target = function_of(module, call)
     if target is None or not isinstance(target.node, Function):
         return None
@@ -94,13 +94,13 @@ def _shown_by(module: SourceFile, call: ast.Call) -> tuple[SourceFile, ast.Call]
 
 
 def _no_show(call: ast.Call) -> bool:
-    """Whether a call is one of mathematics: math.log, torch.log."""
+    """Return whether a call is one of mathematics: math.log, torch.log."""
     name = key(call.func) or ""
     return name.rpartition(".")[2] == "log" and name.split(".")[0] in ("math", "torch", "np", "numpy", "F")
 
 
 def _says_why_it_ends(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a figure is shown because it is not finite: that of this rank is meant."""
+    """Return whether a figure is shown because it is not finite: that of this rank is meant."""
     return any(
         isinstance(parent, ast.If) and re.search(r"isfinite|isnan|isinf", ast.unparse(parent.test))
         for parent, _ in module.chain(call)
@@ -125,7 +125,7 @@ def _figures(check: Check, call: ast.Call) -> Iterator[_Figure]:
 
 
 def _is_text_or_table(value: ast.expr) -> bool:
-    """Whether a value is a text or a dictionary that shows other values."""
+    """Return whether a value is a text or a dictionary that shows other values."""
     if isinstance(value, ast.JoinedStr | ast.Dict):
         return True
     if isinstance(value, ast.BinOp):
@@ -177,12 +177,12 @@ def _own_line(check: Check, node: ast.AST, depth: int = _DEPTH) -> int | None:
 
 
 def _begins_empty(value: ast.expr) -> bool:
-    """Whether a value is only what a sum or a list begins with."""
+    """Return whether a value is only what a sum or a list begins with."""
     return isinstance(value, ast.Constant) or (isinstance(value, ast.List) and not value.elts)
 
 
 def _line_of_item(check: Check, node: ast.Subscript) -> int | None:
-    """The same of `metrics["loss"]`: for an item of a dictionary that is written out, here or by a function."""
+    """Return the same of `metrics["loss"]`: for an item of a dictionary that is written out, here or by a function."""
     wanted, name = constant(node.slice), key(node.value)
     for one in check.module.nodes_of(ast.AugAssign):
         target = one.target
@@ -201,7 +201,7 @@ def _line_of_item(check: Check, node: ast.Subscript) -> int | None:
 
 
 def _line_at_callers(check: Check, node: ast.Name, depth: int) -> int | None:
-    """The same of a parameter: whether all callers give it a figure of their own."""
+    """Return the same of a parameter: whether all callers give it a figure of their own."""
     module, function = check.module, check.module.scope(node)
     if not isinstance(function, Function) or module.neighbours is None:
         return None
@@ -237,7 +237,7 @@ def _own(module: SourceFile, value: ast.expr) -> bool:
 
 
 def _reduces(module: SourceFile, value: ast.expr) -> bool:
-    """Whether an expression reduces, as its words or those of the function that it calls say."""
+    """Return whether an expression reduces, as its words or those of the function that it calls say."""
     if _REDUCES.search(ast.unparse(value)):
         return True
     target = function_of(module, value) if isinstance(value, ast.Call) else None
@@ -245,7 +245,7 @@ def _reduces(module: SourceFile, value: ast.expr) -> bool:
 
 
 def _reduced_meter(check: Check, meter: ast.expr) -> bool:
-    """Whether a meter reduces over ranks itself, or is told what has been reduced."""
+    """Return whether a meter reduces over ranks itself, or is told what has been reduced."""
     module, name = check.module, key(meter)
     for value in origins(module, meter):
         made = callee(value.module, value.node) if isinstance(value.node, ast.Call) else None
@@ -265,7 +265,7 @@ def _reduced_meter(check: Check, meter: ast.expr) -> bool:
 
 
 def _reduced_near(check: Check, node: ast.AST, name: str) -> bool:
-    """Whether a figure, or what it is computed from, is given to something that reduces it, in its function."""
+    """Return whether a figure, or what it is computed from, is given to something that reduces it, in its function."""
     module = check.module
     scope = module.scope(node)
     text = " ".join(ast.unparse(one) for binding in module.bindings.get((scope, name), ())

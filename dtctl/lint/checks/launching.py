@@ -66,7 +66,7 @@ def whole_model_moved(check: Check) -> Iterator[Problem]:
 
 
 def _to_gpu(call: ast.Call) -> bool:
-    """Whether `.cuda()` or `.to(device)` moves to a GPU, as it seems."""
+    """Return whether `.cuda()` or `.to(device)` moves to a GPU, as it seems."""
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     if method == "cuda":
         return True

@@ -29,7 +29,7 @@ class Legacy:
 
 @functools.cache
 def legacy() -> dict[str, Legacy]:
-    """All of them by dotted name."""
+    """Return all of them by dotted name."""
     import yaml
 
     text = resources.files("dtctl.lint").joinpath("legacy.yaml").read_text(encoding="utf-8")

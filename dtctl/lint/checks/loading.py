@@ -39,7 +39,7 @@ def whole_module(check: Check) -> Iterator[Problem]:
 
 
 def _loaded_as(module: SourceFile, call: ast.Call) -> tuple[str | None, set[str]]:
-    """The name that a loaded file is given, and the keys that are read from it in its function."""
+    """Return the name that a loaded file is given, and the keys that are read from it in its function."""
     statement = module.statement(call)
     name = key(statement.targets[0]) if isinstance(statement, ast.Assign) and statement.value is call else None
     scope = module.scope(call)
@@ -53,7 +53,7 @@ def _loaded_as(module: SourceFile, call: ast.Call) -> tuple[str | None, set[str]
 
 
 def _saved_whole(check: Check, call: ast.Call) -> bool:
-    """Whether what is loaded as a model was saved as one: `torch.save(model, path)` somewhere in the project."""
+    """Return whether what is loaded as a model was saved as one: `torch.save(model, path)` somewhere in the project."""
     name, keys = _loaded_as(check.module, call)
     if name is not None and keys:
         return _saved_module_as(check, keys)
@@ -66,7 +66,7 @@ def _saved_whole(check: Check, call: ast.Call) -> bool:
 
 
 def _saved_module_as(check: Check, keys: set[str]) -> bool:
-    """Whether the project saves a module itself, and not its state, under one of some keys."""
+    """Return whether the project saves a module itself, and not its state, under one of some keys."""
     for source in check.project.having(check.module, "torch.save"):
         for save in source.calls_of("torch.save"):
             for value in origins(source, save.args[0]) if save.args else ():
@@ -83,7 +83,7 @@ def _saved_module_as(check: Check, keys: set[str]) -> bool:
 
 
 def _is_a_state(module: SourceFile, name: ast.Name) -> bool:
-    """Whether a name of a model stands for its state, or for something that is not known to be a module."""
+    """Return whether a name of a model stands for its state, or for something that is not known to be a module."""
     return any("state" in ast.unparse(value.node) for value in origins(module, name))
 
 
@@ -104,7 +104,7 @@ def _saved_settings(check: Check, call: ast.Call) -> str | None:
 
 
 def _used_as_module(module: SourceFile, call: ast.Call) -> bool:
-    """Whether what is loaded is itself used as a module, or a module is an item of it."""
+    """Return whether what is loaded is itself used as a module, or a module is an item of it."""
     above: ast.AST = call
     parent = module.parents.get(above)
     while isinstance(parent, ast.Subscript) and parent.value is above:
@@ -143,7 +143,7 @@ def unmapped(check: Check) -> Iterator[Problem]:
 
 
 def _data(check: Check, call: ast.Call) -> bool:
-    """Whether what is loaded is data rather than the state of a training, as the names and the place say."""
+    """Return whether what is loaded is data rather than the state of a training, as the names and the place say."""
     module = check.module
     owner = module.enclosing(call, (ast.ClassDef,))
     if isinstance(owner, ast.ClassDef) and re.search(
@@ -250,7 +250,7 @@ _HUB_PACKAGES = (
 
 
 def _of_the_hub(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a call is one of a library that asks the hub: of a class of it, or of its own function."""
+    """Return whether a call is one of a library that asks the hub: of a class of it, or of its own function."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
     return any(
         (value.module.name(value.node) or "").partition(".")[0] in _HUB_PACKAGES for value in origins(module, owner)
@@ -258,7 +258,7 @@ def _of_the_hub(module: SourceFile, call: ast.Call) -> bool:
 
 
 def default_of_setting(check: Check, node: ast.expr) -> object:
-    """What a setting of the command line is if nobody gives it: of argparse, or of a class of settings."""
+    """Return what a setting of the command line is if nobody gives it: of argparse, or of a class of settings."""
     if not isinstance(node, ast.Attribute):
         return None
     module = check.module
@@ -279,7 +279,7 @@ def default_of_setting(check: Check, node: ast.expr) -> object:
 
 
 def _in_turn(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a call stands in a context that lets one rank go first."""
+    """Return whether a call stands in a context that lets one rank go first."""
     return any(
         isinstance(parent, ast.With) and any(_FIRST.search(ast.unparse(item.context_expr)) for item in parent.items)
         for parent, _ in module.chain(call)
@@ -314,7 +314,7 @@ def _downloads(module: SourceFile) -> Iterator[tuple[ast.Call, str, bool]]:
 
 
 def _wanted(module: SourceFile, download: ast.expr) -> bool:
-    """Whether `download=` says yes: True, or that the data are not there yet, which all ranks find at once."""
+    """Return whether `download=` says yes: True, or that the data are not there yet, which all ranks find at once."""
     return any(
         constant(value) is True or (isinstance(value, ast.UnaryOp) and "exists(" in ast.unparse(value))
         for value in module.values(download)
@@ -336,7 +336,7 @@ def _download_by_position(call: ast.Call) -> bool:
 
 
 def _one_first(module: SourceFile, call: ast.Call) -> bool:
-    """Whether one rank does it alone, or before the others: under a condition, or next to a barrier."""
+    """Return whether one rank does it alone, or before the others: under a condition, or next to a barrier."""
     if for_some(module, call) is not None:
         return True
     function = module.scope(call)

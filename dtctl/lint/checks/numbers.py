@@ -101,7 +101,7 @@ def sum_of_batches(check: Check) -> Iterator[Problem]:
 
 
 def _summed_over_batches(check: Check, tensor: ast.expr, name: str) -> str | None:
-    """The name that losses are added to in a loop; None if the tensor is not such a sum."""
+    """Return the name that losses are added to in a loop; None if the tensor is not such a sum."""
     module = check.module
     scope = module.scope(tensor)
     sums = {}
@@ -119,7 +119,7 @@ def _summed_over_batches(check: Check, tensor: ast.expr, name: str) -> str | Non
 
 
 def _divided_elsewhere(check: Check, call: ast.Call, names: set[str]) -> bool:
-    """Whether a sum is also divided by something that is not the number of ranks."""
+    """Return whether a sum is also divided by something that is not the number of ranks."""
     module = check.module
     scope = module.scope(call)
     divided: list[tuple[ast.AST, ast.operator, ast.expr, ast.expr]] = [

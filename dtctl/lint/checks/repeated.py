@@ -84,7 +84,7 @@ def _reductions(module: SourceFile) -> list[tuple[ast.Call, str]]:
 
 
 def _batch_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
-    """The loop over batches that a call stands in: one with a backward pass, or over a loader."""
+    """Return the loop over batches that a call stands in: one with a backward pass, or over a loader."""
     loop = module.enclosing(call, (ast.For,))
     if not isinstance(loop, ast.For) or module.scope(loop) is not module.scope(call):
         return _step_loop(module, call)
@@ -108,7 +108,7 @@ def _joins(module: SourceFile, node: ast.AST) -> bool:
 
 
 def _step_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
-    """The loop over batches around a call: the innermost one around a backward pass of the same function."""
+    """Return the loop over batches around a call: the innermost one around a backward pass of the same function."""
     loop = module.enclosing(call, (ast.For, ast.While))
     if loop is None or module.scope(loop) is not module.scope(call):
         return None
@@ -148,7 +148,7 @@ def _now_and_then(module: SourceFile, call: ast.AST, loop: ast.AST) -> bool:
 
 
 def _setting(test: ast.expr) -> bool:
-    """Whether a condition is the same in all steps: a name of the settings, or its opposite."""
+    """Return whether a condition is the same in all steps: a name of the settings, or its opposite."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
     return (key(test) or "").partition(".")[0] in ("args", "cfg", "config", "opt", "hparams", "self", "use_amp", "ddp")
@@ -182,7 +182,7 @@ def said_by_all(check: Check) -> Iterator[Problem]:
 
 
 def _by_all(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a line is printed by all ranks, and does not say by which."""
+    """Return whether a line is printed by all ranks, and does not say by which."""
     if "rank" in ast.unparse(call).lower() or (for_some(module, call) is not None and not by_turns(module, call)):
         return False
     return module.enclosing(call, (ast.ExceptHandler,)) is None and not by_launcher(module, call)
@@ -210,7 +210,7 @@ def _prints(check: Check) -> Iterator[ast.Call]:
 
 
 def _runs(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a line is one of the program, and not of a description or an error."""
+    """Return whether a line is one of the program, and not of a description or an error."""
     function = module.scope(call)
     return (
         bool(call.args)

@@ -80,7 +80,7 @@ def every_rank_writes(check: Check) -> Iterator[Problem]:
 
 
 def _from(module: SourceFile, call: ast.Call) -> str:
-    """Where the function that writes is called."""
+    """Return where the function that writes is called."""
     function = module.scope(call)
     calls = [
         one.lineno for one in module.methods.get(getattr(function, "name", ""), ()) if module.scope(one) is not function
@@ -89,7 +89,7 @@ def _from(module: SourceFile, call: ast.Call) -> str:
 
 
 def _in_training(check: Check, call: ast.Call) -> bool:
-    """Whether a write is part of a training: in a file that knows of ranks, or the save of a model."""
+    """Return whether a write is part of a training: in a file that knows of ranks, or the save of a model."""
     return check.module.trains or (check.module.name(call.func) or "") == "torch.save"
 
 
@@ -123,7 +123,7 @@ def _writes(module: SourceFile) -> Iterator[tuple[ast.Call, ast.expr]]:
 
 
 def _is_open(module: SourceFile, node: ast.expr) -> bool:
-    """Whether what is written to is a file that was opened: opening it is the write."""
+    """Return whether what is written to is a file that was opened: opening it is the write."""
     bound = [binding.value for binding in module.lookup(node)]
     return any(
         isinstance(value, ast.Call) and (key(value.func) or "").rpartition(".")[2] == "open" for value in (node, *bound)
@@ -169,7 +169,7 @@ def _written_by(module: SourceFile, function: Function, call: ast.Call) -> ast.e
 
 
 def _guarded_inside(check: Check, name: str) -> bool:
-    """Whether a function of this file looks at the rank itself before it saves."""
+    """Return whether a function of this file looks at the rank itself before it saves."""
     module = check.module
     saves = [
         call
@@ -184,7 +184,7 @@ def _guarded_inside(check: Check, name: str) -> bool:
 
 
 def _fixed_path(check: Check, path: ast.expr) -> bool:
-    """Whether all ranks have the same path, and it is known here that it is one."""
+    """Return whether all ranks have the same path, and it is known here that it is one."""
     module = check.module
     if mentions_rank(module, path):
         return False
@@ -204,7 +204,7 @@ def _fixed_path(check: Check, path: ast.expr) -> bool:
 
 
 def _same_for_all(module: SourceFile, parameter: ast.Name) -> bool:
-    """Whether a parameter is the settings, or a path that all callers write out."""
+    """Return whether a parameter is the settings, or a path that all callers write out."""
     if re.fullmatch(
         r"args|cfg|config|config_path|cfg_path|opts?|hparams|(?:\w+_)?params|hps|conf|flags|settings|epoch|step|i|iteration|it|iter|iters|n_iter|global_step",
         parameter.id,
@@ -276,7 +276,7 @@ def incomplete(check: Check) -> Iterator[Problem]:
 
 
 def _missing(module: SourceFile, state: ast.expr) -> str | None:
-    """What a dictionary with the epoch of a training lacks; None if it is none, or complete."""
+    """Return what a dictionary with the epoch of a training lacks; None if it is none, or complete."""
     if isinstance(state, ast.Dict):
         pairs = [
             (str(constant(name) or ""), ast.unparse(value))
@@ -298,7 +298,7 @@ def _missing(module: SourceFile, state: ast.expr) -> str | None:
 
 
 def _weights_only(state: ast.expr) -> bool:
-    """Whether what is saved is the state of a model, or a dictionary with nothing else."""
+    """Return whether what is saved is the state of a model, or a dictionary with nothing else."""
     values = state.values if isinstance(state, ast.Dict) else [state]
     texts = [ast.unparse(value) for value in values]
     states = [text for text in texts if text.endswith(".state_dict()")]

@@ -67,13 +67,13 @@ def local_rank_as_rank(check: Check) -> Iterator[Problem]:
 
 
 def _one_node(call: ast.Call) -> bool:
-    """Whether the ranks meet on their own node."""
+    """Return whether the ranks meet on their own node."""
     method = constant(keyword(call, "init_method"))
     return isinstance(method, str) and ("127.0.0.1" in method or "localhost" in method)
 
 
 def _counts_gpus(check: Check, node: ast.expr) -> bool:
-    """Whether a value is torch.cuda.device_count(), wherever it comes from."""
+    """Return whether a value is torch.cuda.device_count(), wherever it comes from."""
     values = origins(check.module, node)
     return bool(values) and all(
         isinstance(value.node, ast.Call) and value.module.name(value.node.func) == "torch.cuda.device_count"
@@ -82,7 +82,7 @@ def _counts_gpus(check: Check, node: ast.expr) -> bool:
 
 
 def _spawns(check: Check) -> bool:
-    """Whether the program starts its ranks itself, on its node."""
+    """Return whether the program starts its ranks itself, on its node."""
     return check.project.says(check.module, "notebook_launcher") or any(
         check.project.calls(check.module, starter) for starter in names.STARTS
     )
@@ -128,7 +128,7 @@ def gathered_twice(check: Check) -> Iterator[Problem]:
 
 
 def _is_sampler(module: SourceFile, call: ast.Call) -> bool:
-    """Whether what a call returns is a DistributedSampler that keeps what is left of a division."""
+    """Return whether what a call returns is a DistributedSampler that keeps what is left of a division."""
     return any(
         isinstance(value.node, ast.Call)
         and value.module.name(value.node.func) == names.SAMPLER
@@ -138,7 +138,7 @@ def _is_sampler(module: SourceFile, call: ast.Call) -> bool:
 
 
 def _held_out(check: Check, call: ast.Call) -> bool:
-    """Whether what a sampler or loader is about is not trained on, as its names say."""
+    """Return whether what a sampler or loader is about is not trained on, as its names say."""
     module = check.module
     statement = module.statement(call)
     target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
@@ -170,7 +170,7 @@ def evaluated_by_all(check: Check) -> Iterator[Problem]:
 
 
 def _used_by_some(check: Check, loader: ast.Call) -> bool:
-    """Whether the only uses of a loader are under a condition on the rank."""
+    """Return whether the only uses of a loader are under a condition on the rank."""
     module = check.module
     statement = module.statement(loader)
     name = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
@@ -213,7 +213,7 @@ def own_random_order(check: Check) -> Iterator[Problem]:
 
 
 def _draws_rows(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a call draws rows of a table of pandas that was read from a file, without a seed of its own."""
+    """Return whether a call draws rows of a table of pandas that was read from a file, without a seed of its own."""
     if not isinstance(call.func, ast.Attribute) or keyword(call, "random_state") is not None:
         return False
     whole = constant(keyword(call, "frac")) == 1 and module.enclosing(call, (ast.FunctionDef,)) is not None
@@ -225,7 +225,7 @@ def _draws_rows(module: SourceFile, call: ast.Call) -> bool:
 
 
 def _orders_files(check: Check, call: ast.Call) -> bool:
-    """Whether what is shuffled are files or samples, once for all, and by all ranks."""
+    """Return whether what is shuffled are files or samples, once for all, and by all ranks."""
     module = check.module
     if not call.args or not module.trains or for_some(module, call) is not None:
         return False

@@ -120,7 +120,7 @@ def waits_each_step(check: Check) -> Iterator[Problem]:
 
 
 def _waits(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a call waits for the GPU: not the item of a number that was drawn on the processor."""
+    """Return whether a call waits for the GPU: not the item of a number that was drawn on the processor."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "item":
         return True
     drawn = isinstance(call.func.value, ast.Call) and keyword(call.func.value, "device") is None
@@ -129,7 +129,7 @@ def _waits(module: SourceFile, call: ast.Call) -> bool:
 
 
 def _steps(module: SourceFile) -> list[ast.AST]:
-    """What is run in every step: loops around a backward pass, and functions with one that a loop calls."""
+    """Return what is run in every step: loops around a backward pass, and functions with one that a loop calls."""
     found: dict[ast.AST, None] = {}
     for backward in module.methods.get("backward", ()):
         function = module.scope(backward)
@@ -161,7 +161,7 @@ _EVERY_STEP = re.compile(
 
 
 def _in_each_step(module: SourceFile, call: ast.Call, step: ast.AST) -> bool:
-    """Whether every step comes to a call: no condition, and no loop over other batches, is between."""
+    """Return whether every step comes to a call: no condition, and no loop over other batches, is between."""
     return module.scope(call) in (step, module.scope(step)) and not any(
         (isinstance(parent, ast.If | ast.While) and not _EVERY_STEP.match(ast.unparse(parent.test)))
         or (isinstance(parent, ast.For) and re.search(r"loader|batches|data", ast.unparse(parent.iter)))

@@ -52,7 +52,7 @@ def on_the_cpu(check: Check) -> Iterator[Problem]:
 
 
 def _only_nccl(check: Check) -> bool:
-    """Whether every process group of the program is surely one of NCCL alone."""
+    """Return whether every process group of the program is surely one of NCCL alone."""
     starts = [
         (source, call)
         for origin in (check.module, *check.project.importers(check.module)[:4])
@@ -81,7 +81,7 @@ def _made_on_cpu(module: SourceFile, node: ast.expr) -> bool:
 
 
 def _moved(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a method that moves it is called on the tensor somewhere in the function."""
+    """Return whether a method that moves it is called on the tensor somewhere in the function."""
     name = key(call.args[0])
     scope = module.scope(call)
     return any(
@@ -124,7 +124,7 @@ def thrown_away(check: Check) -> Iterator[Problem]:
 
 
 def _used_as_tensor(module: SourceFile, assign: ast.Assign) -> bool:
-    """Whether a name that is surely None is used afterwards where None makes no sense."""
+    """Return whether a name that is surely None is used afterwards where None makes no sense."""
     name = key(assign.targets[0])
     if name is None or len(assign.targets) != 1:
         return False
@@ -144,7 +144,7 @@ def _used_as_tensor(module: SourceFile, assign: ast.Assign) -> bool:
 
 
 def _waited(module: SourceFile, call: ast.Call) -> bool:
-    """Whether something in the function waits for the device or for all."""
+    """Return whether something in the function waits for the device or for all."""
     function = module.scope(call)
     return any(
         module.scope(wait) is function and wait.lineno > call.lineno
@@ -171,7 +171,7 @@ def _of_a_helper(check: Check) -> Iterator[Problem]:
 
 
 def _gives_a_copy(module: SourceFile, function: Function) -> bool:
-    """Whether a function reduces a clone of its parameter and returns that, and nothing else."""
+    """Return whether a function reduces a clone of its parameter and returns that, and nothing else."""
     results = module.returned.get(function, [])
     if not results:
         return False

@@ -19,7 +19,7 @@ _OF_TORCH = frozenset("to cuda cpu item append get items keys values format join
 
 
 def _alone(check: Check, call: ast.Call, others_of_kind: list[ast.Call]) -> RankGuard | None:
-    """The condition under which only some ranks make a call; None if all make it, here or in another place."""
+    """Return the condition under which only some ranks make a call; None if all make it, here or in another place."""
     module = check.module
     condition = next((candidate for candidate in guards(module, call) if candidate.sure), None)
     if condition is None or for_one_process(module, call):
@@ -103,7 +103,7 @@ def _backward_passes(check: Check) -> Iterator[Problem]:
 
 
 def _run_for(module: SourceFile, value: ast.expr, depth: int) -> tuple[Kind, bool] | None:
-    """The wrapped model that a loss comes from; None if it is not known."""
+    """Return the wrapped model that a loss comes from; None if it is not known."""
     for one in (value, *module.values(value)):
         for part in ast.walk(one):
             if isinstance(part, ast.Call) and (found := forward_of(module, part)) is not None:
@@ -127,7 +127,7 @@ def _of_accelerate(check: Check) -> Iterator[Problem]:
 
 
 def _is_accelerator(check: Check, call: ast.Call) -> bool:
-    """Whether a method is that of an accelerate.Accelerator."""
+    """Return whether a method is that of an accelerate.Accelerator."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     bound = [binding.value for binding in check.module.lookup(owner)] if owner is not None else []
     return bool(bound) and all(
@@ -185,7 +185,7 @@ def wrapped_by_some(check: Check) -> Iterator[Problem]:
 
 
 def _sharded(check: Check, call: ast.Call) -> bool:
-    """Whether a method is that of a model in shards."""
+    """Return whether a method is that of a model in shards."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
     wrap = wrapped(check.module, owner, call)
     if wrap is None:
@@ -204,7 +204,7 @@ def _sharded(check: Check, call: ast.Call) -> bool:
 
 
 def _maybe_sharded(check: Check, call: ast.Call) -> bool:
-    """Whether a method is that of a model that is in shards in some way that leads here."""
+    """Return whether a method is that of a model that is in shards in some way that leads here."""
     return isinstance(call.func, ast.Attribute) and maybe(check.module, call.func.value, "fsdp")
 
 

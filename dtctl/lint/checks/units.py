@@ -33,7 +33,7 @@ def clipped_over_meshes(check: Check) -> Iterator[Problem]:
 
 
 def _meshes(module: SourceFile) -> set[str]:
-    """The meshes over which parts of one model are sharded, in the function that shards most of them."""
+    """Return the meshes over which parts of one model are sharded, in the function that shards most of them."""
     by_scope: dict[ast.AST, set[str]] = {}
     for call in module.calls_of(names.FULLY_SHARD):
         mesh = keyword(call, "mesh")
@@ -44,7 +44,7 @@ def _meshes(module: SourceFile) -> set[str]:
 
 
 def _in_a_branch(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a call stands in one of several branches, so that others may not come with it."""
+    """Return whether a call stands in one of several branches, so that others may not come with it."""
     return any(isinstance(parent, ast.If) and parent.orelse for parent, _ in module.chain(call))
 
 
@@ -76,7 +76,7 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _alone(check: Check, call: ast.Call) -> bool:
-    """Whether a call wraps a whole model, and nothing else of it is wrapped."""
+    """Return whether a call wraps a whole model, and nothing else of it is wrapped."""
     module = check.module
     name = module.name(call.func) or ""
     inner = call.args[0] if call.args else keyword(call, "module")

@@ -68,7 +68,7 @@ def _fresh(check: Check, wrap: ast.Call) -> bool:
 
 
 def _placed(check: Check, wrap: Wrap) -> bool:
-    """Whether the model was put somewhere before it was wrapped."""
+    """Return whether the model was put somewhere before it was wrapped."""
     module = check.module
     text = ast.unparse(wrap.call.args[0]) if wrap.call.args else ""
     if ".to(" in text or ".cuda(" in text or wrap.source is None:
@@ -122,7 +122,7 @@ def attribute(check: Check) -> Iterator[Problem]:
 
 
 def _asked_for(check: Check, node: ast.Attribute) -> bool:
-    """Whether a condition around it asks what the model is: hasattr, isinstance."""
+    """Return whether a condition around it asks what the model is: hasattr, isinstance."""
     return any(
         isinstance(parent, ast.If | ast.IfExp)
         and ("hasattr" in (text := ast.unparse(parent.test)) or "isinstance" in text)
@@ -151,7 +151,7 @@ def prefixed_state(check: Check) -> Iterator[Problem]:
 
 
 def _prefixed_if_distributed(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a model that is wrapped where ranks are several is saved as it is, and never loaded as it is."""
+    """Return whether a model that is wrapped where ranks are several is saved as it is, and never loaded as it is."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     name = key(owner) if owner is not None else None
     if owner is None or name is None or not maybe(module, owner, "ddp"):
@@ -190,7 +190,7 @@ def optimizer_before(check: Check) -> Iterator[Problem]:
 
 
 def _made_again(check: Check, optimizer: ast.Call, wrap: Wrap) -> bool:
-    """Whether the optimizer's name gets another one after the wrap."""
+    """Return whether the optimizer's name gets another one after the wrap."""
     statement = check.module.statement(optimizer)
     target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
     bound = check.module.bindings.get((check.module.scope(optimizer), target or ""), [])
@@ -230,7 +230,7 @@ def changed_after(check: Check) -> Iterator[Problem]:
 
 
 def _in_a_step(check: Check, node: ast.AST) -> bool:
-    """Whether a loop around a node trains: what is frozen there is thawed again, as a GAN does in every step."""
+    """Return whether a loop around a node trains: what is frozen there is thawed again, as a GAN does in every step."""
     module = check.module
     loops = [parent for parent, _ in module.chain(node) if isinstance(parent, ast.For | ast.While)]
     return any(module.below(loop, "backward") for loop in loops) or len(
@@ -253,7 +253,7 @@ def _loop_over_parameters(check: Check, name: ast.Name) -> ast.expr | None:
 
 
 def _of_ddp(check: Check, node: ast.expr, at: ast.AST) -> bool:
-    """Whether an expression is a DDP model, or a part of one."""
+    """Return whether an expression is a DDP model, or a part of one."""
     while True:
         wrap = wrapped(check.module, node, at)
         if wrap is not None:

@@ -29,10 +29,10 @@ class Samples(Protocol):
     """A map-style data set, as torch knows it."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return number of samples."""
 
     def __getitem__(self, index: int) -> Any:
-        """One sample."""
+        """Return one sample."""
 
 
 @runtime_checkable
@@ -47,10 +47,10 @@ class Batches(Protocol):
     """
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return number of samples."""
 
     def batch(self, indices: Indices) -> Any:
-        """The samples at `indices`, stacked, on the CPU."""
+        """Return the samples at `indices`, stacked, on the CPU."""
 
 
 @runtime_checkable
@@ -67,7 +67,7 @@ class SampleStream(Protocol):
     shards: int
 
     def open(self, shard: int, epoch: int) -> Iterator[Any]:
-        """The samples of a shard in its epoch-th reading, in an order that depends on nothing else."""
+        """Return the samples of a shard in its epoch-th reading, in an order that depends on nothing else."""
 
 
 def is_deterministic(data: object) -> bool:
@@ -79,29 +79,29 @@ def is_deterministic(data: object) -> bool:
 
 
 def size(data: Samples | Batches | SampleStream) -> int:
-    """Number of samples; ENDLESS for a stream."""
+    """Return number of samples; ENDLESS for a stream."""
     return ENDLESS if isinstance(data, SampleStream) else len(data)
 
 
 def reader(data: Samples | Batches) -> Callable[[Indices], Any]:
-    """How to get a batch from a data set of either kind."""
+    """Return how to get a batch from a data set of either kind."""
     if isinstance(data, Batches):
         return data.batch
     return lambda indices: default_collate([data[int(index)] for index in indices])
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor on `device`, of whatever it is made (see `_each`)."""
+    """Return the batch with every tensor on `device`, of whatever it is made (see `_each`)."""
     return batch if device.type == "cpu" else _each(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def pinned(batch: Any) -> Any:
-    """The batch with every tensor in memory that a GPU can copy from while it computes; see `_each`."""
+    """Return the batch with every tensor in memory that a GPU can copy from while it computes; see `_each`."""
     return _each(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
 
 
 def _each(batch: Any, action: Callable[[Any], Any]) -> Any:
-    """The batch with `action` done to every tensor, and all else as it is.
+    """Return the batch with `action` done to every tensor, and all else as it is.
 
     Tuples (named ones too), lists, mappings (such as Hugging Face's BatchEncoding, a UserDict) and dataclasses keep
     their class and what else they have; a new one is made of each, so that the data set may hold on to its own.
@@ -126,7 +126,7 @@ def _each(batch: Any, action: Callable[[Any], Any]) -> Any:
 
 
 def _with_entries(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """A mapping like that one with other values under its keys, whose other attributes stay."""
+    """Return a mapping like that one with other values under its keys, whose other attributes stay."""
     if not isinstance(batch, MutableMapping):
         return values
     copied = copy.copy(batch)
@@ -148,11 +148,11 @@ class TensorData:
         self.tensors = tensors
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return number of samples."""
         return len(self.tensors[0])
 
     def batch(self, indices: Indices) -> tuple[torch.Tensor, ...]:
-        """The entries at `indices` of each tensor."""
+        """Return the entries at `indices` of each tensor."""
         chosen = torch.from_numpy(indices)
         return tuple(tensor[chosen] for tensor in self.tensors)
 
@@ -196,7 +196,7 @@ class TokenFile:
         self._window = np.arange(context + 1, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Number of samples; the tokens after the last whole one are left out."""
+        """Return number of samples; the tokens after the last whole one are left out."""
         return (len(self._tokens) - 1) // self.tokens_per_sample
 
     def batch(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:

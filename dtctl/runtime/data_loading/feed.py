@@ -60,7 +60,7 @@ class Feed:
         self._handles = handles.Handles(reader.data) if isinstance(config.data_workers, int) and self._workers else None
 
     def batch(self, indices: Indices, schedule: Schedule, start: int, index: int) -> Any:
-        """A micro batch, on the CPU.
+        """Return a micro batch, on the CPU.
 
         Args:
             indices: of its samples; some.
@@ -95,7 +95,7 @@ class Feed:
         return self.reader.examine(positions, threaded=self._workers == "thread")
 
     def single(self, indices: Indices) -> Any:
-        """A batch out of turn."""
+        """Return a batch out of turn."""
         return self.reader(indices, indices)
 
     def _begin(self, schedule: Schedule, start: int, index: int) -> None:

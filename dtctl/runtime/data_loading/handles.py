@@ -77,7 +77,7 @@ def put_back(opened: list[tuple[dict[str, Any], str, Any]]) -> None:
 
 
 def _unshareable(value: object) -> str | None:
-    """Name the connection that an object is; None if it is none."""
+    """Return name the connection that an object is; None if it is none."""
     number = _descriptor(value)
     if number is not None:
         try:

@@ -31,7 +31,7 @@ _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A 64-bit hash of each value; arrays only, since NumPy warns of the wanted overflow on single numbers."""
+    """Return a 64-bit hash of each value; arrays only, since NumPy warns of the wanted overflow on single numbers."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -47,7 +47,7 @@ class Order:
         self._columns = np.uint64(-(-samples // int(self._rows)))
 
     def __call__(self, positions: Indices) -> Indices:
-        """The index of the sample at each position of the endless stream."""
+        """Return the index of the sample at each position of the endless stream."""
         epochs, indices = np.divmod(positions.ravel().astype(np.uint64), np.uint64(self.samples))
         keys = mix(self._seed + (epochs + np.uint64(1)) * _GOLDEN)
         found = self._permute(indices, keys)
@@ -73,7 +73,7 @@ class InSequence:
     """The order of samples that can only be read one after the other: the index of a sample is its position."""
 
     def __call__(self, positions: Indices) -> Indices:
-        """The positions."""
+        """Return the positions."""
         return positions
 
 
@@ -109,11 +109,11 @@ class Schedule:
         self._window = np.empty((0, *self._offsets.shape), dtype=np.int64)
 
     def samples(self, start: int) -> int:
-        """How many samples the step at position `start` takes over all workers."""
+        """Return how many samples the step at position `start` takes over all workers."""
         return min(self._total, self._end - start)
 
     def __call__(self, start: int) -> list[Indices]:
-        """The indices of this worker's micro batches in the step that begins at position `start`.
+        """Return the indices of this worker's micro batches in the step that begins at position `start`.
 
         In the last step a micro batch may be short or empty.
         """
@@ -130,7 +130,7 @@ class Schedule:
         return [row[keep] for row, keep in zip(rows, inside, strict=True)]
 
     def positions(self, start: int) -> list[Indices]:
-        """The positions in the stream of samples of what `schedule(start)` has the indices of."""
+        """Return the positions in the stream of samples of what `schedule(start)` has the indices of."""
         found = start + self._offsets
         return [row if row[-1] < self._end else row[row < self._end] for row in found]
 
@@ -142,7 +142,7 @@ class Schedule:
                     yield place, number
 
     def requests(self, start: int, index: int) -> Iterator[tuple[Indices, Indices]]:
-        """The indices and positions of what `keys` tells the places of."""
+        """Yield the indices and positions of what `keys` tells the places of."""
         ahead = copy.copy(self)  # it is far ahead of the loop, and needs a window of its own
         for place, number in self.keys(start, index):
             yield ahead(place)[number], ahead.positions(place)[number]

@@ -61,7 +61,7 @@ class Reader:
                 self.at_once = data.batch
 
     def __call__(self, indices: Indices, positions: Indices) -> Any:
-        """The batch of the samples at `indices`, which stand at `positions` in the stream; on the CPU.
+        """Return the batch of the samples at `indices`, which stand at `positions` in the stream; on the CPU.
 
         The loop's stream of torch's random numbers goes on as if nothing had been drawn; those of Python and NumPy go
         on from the position (`settle`).
@@ -124,7 +124,7 @@ class Reader:
         return seeds
 
     def _seed_of(self, positions: Indices, *, salt: int = 0) -> int:
-        """One seed for a whole batch; pure Python, since NumPy takes ten times as long for a single number."""
+        """Return one seed for a whole batch; pure Python, since NumPy takes ten times as long for a single number."""
         return _mixed(_mixed(int(positions[0]) if len(positions) else 0) + self._seed + (salt << 32))
 
     def _seed_place(self, shard: int, place: int) -> None:
@@ -138,7 +138,7 @@ class Reader:
         self._seed_own(seed)
 
     def generators(self) -> list[Generator]:
-        """Those that the data set keeps in this process: they are others where it was copied to."""
+        """Return those that the data set keeps in this process: they are others where it was copied to."""
         if self._own_generators is None:
             self._own_generators = list(_generators(self.data))
         return self._own_generators
@@ -221,7 +221,7 @@ class Reader:
             yield str(index), pair, pair
 
     def _probe(self, indices: Indices, positions: Indices, *, other: bool) -> str:
-        """The digest of a batch, with the generators of the process seeded otherwise or not."""
+        """Return the digest of a batch, with the generators of the process seeded otherwise or not."""
         reader = self
         if isinstance(self.data, SampleStream):
             reader = Reader(self.data, self._seed)
@@ -244,7 +244,7 @@ def _digest_of(generator: Generator) -> str:
 
 
 def _mixed(value: int) -> int:
-    """The finalizer of SplitMix64, as `order.mix` has it, of one number."""
+    """Return the finalizer of SplitMix64, as `order.mix` has it, of one number."""
     value &= 2**64 - 1
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
@@ -271,7 +271,7 @@ def _digest(value: Any, crc: int) -> int:
 
 
 def _generators(data: object) -> Iterator[Generator]:
-    """The generators of random numbers that a data set keeps, in an order that is the same in every process."""
+    """Yield the generators of random numbers that a data set keeps, in an order that is the same in every process."""
     for _, value in walk_members(data):
         if is_generator(value):
             yield cast(Generator, value)
@@ -322,7 +322,7 @@ class Cursor:
         return count
 
     def take(self) -> Any:
-        """The sample at this place."""
+        """Return the sample at this place."""
         while True:
             self._seed(self.place)
             sample = next(self._samples, _END)

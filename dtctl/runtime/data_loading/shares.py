@@ -18,7 +18,7 @@ from dtctl.train.mesh import Coordinate, Degrees
 
 
 def shares_of_all(config: TrainConfig, worker: Worker) -> list[int]:
-    """How many micro batches each rank takes in a pass; empty if the configuration has no shares. Collective.
+    """Return how many micro batches each rank takes in a pass; empty if the configuration has no shares. Collective.
 
     Raises:
         PlanError: on every worker, if the name of one is that of several shares, or a share is that of nobody. After a
@@ -43,7 +43,7 @@ def shares_of_all(config: TrainConfig, worker: Worker) -> list[int]:
 
 
 def of_replicas(shares: Sequence[int], degrees: Degrees) -> tuple[int, ...]:
-    """The shares of the parts of a batch, of which some workers take one together.
+    """Return the shares of the parts of a batch, of which some workers take one together.
 
     Raises:
         PlanError: workers of one part have different shares.

@@ -13,7 +13,7 @@ PCI: Final = Path("/sys/bus/pci/devices")
 
 
 def near(device: torch.device) -> frozenset[int]:
-    """The cores of the processor that a GPU is attached to; empty where the system does not say."""
+    """Return the cores of the processor that a GPU is attached to; empty where the system does not say."""
     properties = torch.cuda.get_device_properties(device)
     numbers = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
     if None in numbers:  # an older torch
@@ -27,7 +27,7 @@ def near(device: torch.device) -> frozenset[int]:
 
 
 def parsed(text: str) -> frozenset[int]:
-    """The numbers of a list as the kernel writes it: `0-31,64-95`."""
+    """Return the numbers of a list as the kernel writes it: `0-31,64-95`."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

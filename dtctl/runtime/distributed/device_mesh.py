@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
-    """The process groups of the axes that have more than one worker; collective over all workers.
+    """Return the process groups of the axes that have more than one worker; collective over all workers.
 
     cp and ep are parts of fsdp here, which is there always; see `context_group` and `expert_mesh`.
 
@@ -42,7 +42,7 @@ def limit_groups(timeout_s: float) -> None:
 
 
 def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
-    """The workers that divide this one's sequences; collective over all workers."""
+    """Return the workers that divide this one's sequences; collective over all workers."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shape = (degrees.pp * degrees.dp * degrees.fsdp, degrees.cp, degrees.ep * degrees.tp)

@@ -37,7 +37,7 @@ def apply(worker: Worker, environ: MutableMapping[str, str]) -> None:
 
 
 def wanted(worker: Worker, network: NetworkProfile, environ: Mapping[str, str]) -> list[VariableSetting]:
-    """What to set in this worker; nothing for one without peers, and little on one machine."""
+    """Return what to set in this worker; nothing for one without peers, and little on one machine."""
     if worker.backend is None:
         return []
     cuda = worker.device.type == "cuda"
@@ -61,12 +61,12 @@ def wanted(worker: Worker, network: NetworkProfile, environ: Mapping[str, str]) 
 
 
 def look(environ: Mapping[str, str]) -> NetworkProfile:
-    """The way from here to rank 0, and the RDMA devices."""
+    """Return the way from here to rank 0, and the RDMA devices."""
     return NetworkProfile(interface=interface(environ), rdma=rdma(DEVICES), nodes=2)
 
 
 def rdma(folder: Path) -> list[dict[str, str]]:
-    """The ports of RDMA devices as the kernel lists them below /sys/class/infiniband."""
+    """Return the ports of RDMA devices as the kernel lists them below /sys/class/infiniband."""
     devices = []
     for port in sorted(folder.glob("*/ports/*")):
         facts = {name: node_facts.read(str(port / name)).strip() for name in ("state", "link_layer")}

@@ -17,7 +17,7 @@ from dtctl.errors import WorkerFailed
 
 
 def apart(work: Callable[[], dict[str, Any]], *, limit_s: float) -> dict[str, Any]:
-    """What `work` returns, JSON, in a forked process; it says nothing, and has no GPU and one thread.
+    """Return what `work` returns, JSON, in a forked process; it says nothing, and has no GPU and one thread.
 
     Raises:
         WorkerFailed: it raised, died, or took too long; the message says which.
@@ -65,7 +65,7 @@ def _answer(work: Callable[[], dict[str, Any]], writing: int) -> None:
 
 
 def _read(reading: int, limit_s: float) -> bytes | None:
-    """All that is written, or None after a time."""
+    """Return all that is written, or None after a time."""
     text, end_s = b"", time.monotonic() + limit_s
     while select.select([reading], [], [], max(0.0, end_s - time.monotonic()))[0]:
         part = os.read(reading, 1 << 16)

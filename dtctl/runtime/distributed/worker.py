@@ -42,11 +42,11 @@ class Worker:
 
     @property
     def replaces(self) -> bool:
-        """Whether this worker takes the place of a lost one, and has not come to the others yet."""
+        """Return whether this worker takes the place of a lost one, and has not come to the others yet."""
         return self.live is not None and self.live.newcomer
 
     def making_groups(self) -> AbstractContextManager[None]:
-        """The context in which process groups are made beside that of all workers.
+        """Return the context in which process groups are made beside that of all workers.
 
         If a peer is lost, whoever waits in one of these is freed, too.
         """
@@ -58,7 +58,7 @@ class Worker:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which logs and writes."""
+        """Return whether this is rank 0, which logs and writes."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -70,7 +70,7 @@ class Worker:
         self.sum(torch.zeros(1))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The element-wise sum over all workers of a CPU tensor, in place."""
+        """Return the element-wise sum over all workers of a CPU tensor, in place."""
         if self.backend is not None:
             dist.all_reduce(values)
         return values
@@ -86,7 +86,7 @@ class Worker:
 
 
 def identify(environ: Mapping[str, str]) -> Worker:
-    """Who this process is, by the variables that a launcher sets; without them a single worker.
+    """Return who this process is, by the variables that a launcher sets; without them a single worker.
 
     Raises:
         PlanError: the variables are incomplete, are no numbers, contradict each other, or name a GPU that is not there.
@@ -154,7 +154,7 @@ def _device(local_rank: int, environ: Mapping[str, str]) -> torch.device:
 
 
 def _reason() -> str:
-    """Why CUDA does not start, in torch's words."""
+    """Return why CUDA does not start, in torch's words."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (AssertionError, RuntimeError) as exc:

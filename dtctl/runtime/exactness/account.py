@@ -84,7 +84,7 @@ class Account:
             raise not_elastic(f"{own[0]} changes in training, by what its worker has seen")
 
     def local(self) -> tuple[dict[str, Any], list[str]]:
-        """What the program keeps of its own, encoded, and the paths of what cannot be kept."""
+        """Return what the program keeps of its own, encoded, and the paths of what cannot be kept."""
         changed, lost = self.program.changed()
         lost += [f"the {name}" for name, value in self.numerics().items() if self.numerics_before.get(name) != value]
         tree: dict[str, Any] = {PROGRAM: changed} if changed else {}
@@ -168,7 +168,7 @@ class AccountSubject:
 
 
 def take(subject: AccountSubject, worker: Worker, *, elastic: bool) -> Account:
-    """The account of a training that is about to begin; collective over all workers."""
+    """Return the account of a training that is about to begin; collective over all workers."""
     reader = subject.feed.reader
     roots = {"model": subject.model, "loss": subject.loss, "optimizer": subject.optimizer, "data": reader.data}
     if subject.rate is not None:
@@ -197,7 +197,7 @@ def take(subject: AccountSubject, worker: Worker, *, elastic: bool) -> Account:
 
 
 def differences(account: Account, parts: Mapping[str, Any], facts: Mapping[str, Any], rank: int) -> list[str]:
-    """Why the program is not the one that a snapshot is of, as far as this worker knows."""
+    """Return why the program is not the one that a snapshot is of, as far as this worker knows."""
     recorded = parts.get("circumstances")
     if recorded is None:
         return ["the snapshot does not say what program it is of"]

@@ -52,7 +52,7 @@ SHOWN: Final = 4
 
 
 def settings(config: TrainConfig, worker: Worker, batch: Batch, *, samples: int, steps: int) -> dict[str, Any]:
-    """What people may want to read in a manifest; JSON."""
+    """Return what people may want to read in a manifest; JSON."""
     chosen = dataclasses.asdict(config)
     for key in BITS_DO_NOT_DEPEND_ON:
         del chosen[key]
@@ -73,7 +73,7 @@ def settings(config: TrainConfig, worker: Worker, batch: Batch, *, samples: int,
 
 
 def numerics(worker: Worker, *, elastic: bool) -> dict[str, str]:
-    """How this process computes and adds up, beside what `settings` has."""
+    """Return how this process computes and adds up, beside what `settings` has."""
     settings: dict[str, Any] = {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "numpy": np.__version__,
@@ -107,7 +107,7 @@ PRECISIONS: Final = ("", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkl
 
 
 def fp32_precision() -> dict[str, object]:
-    """How products of fp32 numbers may be rounded.
+    """Return how products of fp32 numbers may be rounded.
 
     torch refuses to read the old setting once a part was set to something of its own; then the parts count.
     """
@@ -131,7 +131,7 @@ def _setting(read: Callable[[], Any]) -> Any:
 
 
 def list_versions() -> dict[str, str]:
-    """The versions of installed packages that are loaded, as these say themselves."""
+    """Return the versions of installed packages that are loaded, as these say themselves."""
     loaded = {name: vars(module).get("__version__") for name, module in list(sys.modules.items()) if "." not in name}
     return {name: version for name, version in loaded.items() if isinstance(version, str) and not is_own_code(name)}
 
@@ -139,7 +139,7 @@ def list_versions() -> dict[str, str]:
 def detail(
     described: Mapping[str, str], examined: DatasetExamination, worker: Worker, *, elastic: bool
 ) -> dict[str, str]:
-    """The long list, of this worker.
+    """Return the long list, of this worker.
 
     Args:
         described: classes of what takes part.
@@ -162,7 +162,7 @@ def checksum(facts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def is_alike(then: Any, now: Mapping[str, Any]) -> bool:
-    """Whether two checksums tell of the same; of samples, as far as both were read."""
+    """Return whether two checksums tell of the same; of samples, as far as both were read."""
     if not isinstance(then, Mapping):
         return False
     samples = then["samples"]
@@ -172,12 +172,12 @@ def is_alike(then: Any, now: Mapping[str, Any]) -> bool:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What makes going on not exact, one phrase each."""
+    """Return what makes going on not exact, one phrase each."""
     return [f"{key} changed from {then.get(key)} to {value}" for key, value in now.items() if then.get(key) != value]
 
 
 def differences_in_detail(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The same of the long list, as far as both have it; of many, the first ones and how many there are."""
+    """Return the same of the long list, as far as both have it; of many, the first ones and how many there are."""
     # Modules that are not loaded yet, and were when the list was made; their byte code goes by Python's version.
     later = [key.removeprefix(CODE) for key in then if key.startswith(CODE) and key not in now]
     now = {**now, **{f"{CODE}{name}": text for name, text in digest_modules(later).items()}}

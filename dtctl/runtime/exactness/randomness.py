@@ -29,7 +29,7 @@ def seed_all(seed: int) -> None:
 
 
 def capture(device: torch.device) -> State:
-    """The states of Python's, NumPy's and torch's generators; drawing nothing from them."""
+    """Return the states of Python's, NumPy's and torch's generators; drawing nothing from them."""
     _, words, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     words_np = [*numpy["state"]["key"].tolist(), numpy["state"]["pos"], numpy["has_gauss"]]
@@ -76,7 +76,7 @@ def preserved(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def gather(worker: Worker) -> State | None:
-    """The states of all workers, stacked in rank order, on rank 0; None elsewhere."""
+    """Return the states of all workers, stacked in rank order, on rank 0; None elsewhere."""
     mine = capture(worker.device)
     if worker.backend is None:
         return {name: tensor[None] for name, tensor in mine.items()}
@@ -95,7 +95,7 @@ def gather(worker: Worker) -> State | None:
 
 
 def of_rank(everyone: State, rank: int) -> State | None:
-    """One worker's part of a gathered state; None if there were fewer workers then."""
+    """Return one worker's part of a gathered state; None if there were fewer workers then."""
     if rank >= len(everyone["torch"]):
         return None
     return {name: tensor[rank].clone() for name, tensor in everyone.items()}

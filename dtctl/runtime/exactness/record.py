@@ -135,16 +135,16 @@ class StepRecorder:
 
     @property
     def is_pending(self) -> bool:
-        """Whether steps are being repeated whose verdict is not known yet."""
+        """Return whether steps are being repeated whose verdict is not known yet."""
         return self._expected is not None
 
     @property
     def is_recording(self) -> bool:
-        """Whether there is a snapshot whose next steps are not all recorded."""
+        """Return whether there is a snapshot whose next steps are not all recorded."""
         return bool(self._targets)
 
     def is_wanted(self, number: int) -> bool:
-        """Whether the bits of this step are of interest; the same on all workers."""
+        """Return whether the bits of this step are of interest; the same on all workers."""
         if number == self.losses.until or (self._expected is not None and number in self._expected.rows):
             return True
         for target in self._targets:  # noqa: SIM110 - most often none, asked for three times in every step
@@ -222,7 +222,10 @@ class StepRecorder:
         return Verdict(verdict="not-confirmed", step=expected.step, steps=0, why=(why,))
 
     def _own(self) -> dict[str, torch.Tensor]:
-        """The parameters of which this worker's piece counts: each piece of all workers' once. Collective at first."""
+        """Return the parameters of which this worker's piece counts: each piece of all workers' once.
+
+        Collective at first.
+        """
         if self._owned is None:
             names = name_parameters(self._model, self._optimizer)
             names = {parameter: name for parameter, name in names.items() if parameter.requires_grad}

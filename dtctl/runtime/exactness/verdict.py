@@ -36,7 +36,7 @@ class Verdict:
     """The step in which it differs."""
     why: tuple[str, ...] = ()
     has_losses: bool = True
-    """Whether losses were compared: each worker had the samples that it had then."""
+    """True if losses were compared: each worker had the samples that it had then."""
     losses_to: int = 0
     """The last step whose losses were compared as well, which are of more steps; 0 if they were not."""
     repeats: bool | None = None

@@ -44,7 +44,7 @@ def require_equal(facts: Mapping[str, int], worker: Worker) -> None:
 
 
 def settings(config: TrainConfig) -> dict[str, int]:
-    """What two workers have been told alike; compared first, since they exchange nothing alike without it."""
+    """Return what two workers have been told alike; compared first, since they exchange nothing alike without it."""
     exchanges = (config.strategy, config.ddp, config.fsdp, config.tp, config.pipeline, config.blocks, config.precision)
     sizes = (
         config.micro_batch, tuple(config.shares.items()), config.global_batch, config.accumulate, config.clip_norm,
@@ -54,7 +54,7 @@ def settings(config: TrainConfig) -> dict[str, int]:
 
 
 def fingerprint(model: nn.Module, degrees: Degrees, *, samples: int, steps: int) -> dict[str, int]:
-    """What two workers of one training have in common."""
+    """Return what two workers of one training have in common."""
     shapes = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in model.named_parameters()]
     return {
         "the length of the data": samples,

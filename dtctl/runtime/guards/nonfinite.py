@@ -52,7 +52,7 @@ class NonFiniteGuard:
 
     @property
     def always(self) -> bool:
-        """Whether the next step is to be judged in any case."""
+        """Return whether the next step is to be judged in any case."""
         return self._always or self._step <= self._trail.watched
 
     def note(self, step: int, loss: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ class NonFiniteGuard:
     def judge(
         self, step: int, norm: torch.Tensor | None, *, wanted: bool = True
     ) -> Literal["take", "skip", "rollback"]:
-        """What to do with the gradient of a step.
+        """Return what to do with the gradient of a step.
 
         Args:
             step: number of the step, from 1.

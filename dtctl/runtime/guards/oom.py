@@ -32,7 +32,7 @@ LACKING: Final = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CU
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device has no memory left."""
+    """Return whether an error says that a device has no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in LACKING)
     )
@@ -157,12 +157,12 @@ class MemoryWatch:
 
 
 def _first(tensor: torch.Tensor) -> torch.Tensor:
-    """One number of a tensor, however it lies in memory."""
+    """Return one number of a tensor, however it lies in memory."""
     return tensor[(0,) * tensor.dim()]
 
 
 def smaller(batch: Batch) -> Batch:
-    """The same global batch in smaller passes: half the micro batch, or the next smaller part of an odd one.
+    """Return the same global batch in smaller passes: half the micro batch, or the next smaller part of an odd one.
 
     Raises:
         PlanError: a micro batch of one sample cannot be cut.

@@ -80,7 +80,7 @@ class Trail:
         self._good = step
 
     def origin(self, step: int) -> Origin:
-        """Where it began, when the gradient of this step is not finite; collective over all workers."""
+        """Return where it began, when the gradient of this step is not finite; collective over all workers."""
         if self._file is not None and self._worker.local_rank == 0:
             _remember(self._file, step)
         mine = {"loss": _first(self._losses), "norm": _first(self._norms), "spoilt": self._spoilt()}
@@ -120,7 +120,7 @@ def spoilt(model: nn.Module, groups: Sequence[Mapping[str, Iterable[torch.Tensor
 
 
 def _first(entries: Iterable[tuple[int, torch.Tensor]]) -> int:
-    """The first step of those whose number is not finite; 0 if there is none."""
+    """Return the first step of those whose number is not finite; 0 if there is none."""
     entries = list(entries)
     if not entries:
         return 0

@@ -91,7 +91,7 @@ class OtherOptimizers:
         )
 
     def _name(self, trained: list[torch.Tensor]) -> str:
-        """What an optimizer beside the Trainer's trains, in words."""
+        """Return what an optimizer beside the Trainer's trains, in words."""
         for name, module in _list_modules(self._loss):
             if trained and any(parameter is trained[0] for parameter in module.parameters()):
                 return f"weights of `{name}` ({type(module).__qualname__})"

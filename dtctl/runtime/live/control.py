@@ -87,7 +87,7 @@ class Control:
 
     @classmethod
     def of(cls, environ: Mapping[str, str], rank: int, world_size: int) -> Control | None:
-        """The link that the supervisor has set up; None if it has none."""
+        """Return the link that the supervisor has set up; None if it has none."""
         folder = environ.get(names.LIVE)
         if not folder or world_size == 1:
             return None
@@ -107,7 +107,7 @@ class Control:
             self._more = 0
 
     def is_joined(self) -> bool:
-        """The group is made; whether it still counts, and no other worker was lost meanwhile."""
+        """Return the group is made; whether it still counts, and no other worker was lost meanwhile."""
         with self._changed:
             self._group, self._is_joining = sockets.opened() - self._before, False
             if self.is_wanted:
@@ -134,7 +134,7 @@ class Control:
                     sockets.shut_down(self._group)
 
     def has_own_groups(self) -> bool:
-        """Whether the program has made process groups of its own."""
+        """Return whether the program has made process groups of its own."""
         return _count_groups() > 1 + self._more
 
     def meet(self, step: int, obstacle: Callable[[], str]) -> Meeting | None:
@@ -171,12 +171,12 @@ class Control:
         self.report("unable", why=why)
 
     def store_of(self, meeting: Meeting) -> TCPStore | None:
-        """The store of an epoch, if this worker hosts it."""
+        """Return the store of an epoch, if this worker hosts it."""
         return self._store if self._hosted == meeting.epoch else None
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a healing has been announced that this worker has not taken part in."""
+        """Return whether a healing has been announced that this worker has not taken part in."""
         return self._wanted > self.joined
 
     # -- the thread ---------------------------------------------------------------------------------------------------

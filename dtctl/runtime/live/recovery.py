@@ -238,7 +238,7 @@ def leave() -> None:
 
 
 def obstacle(trainer: Training) -> str:
-    """Why this worker's state cannot be put right without a snapshot; empty if it can.
+    """Return why this worker's state cannot be put right without a snapshot; empty if it can.
 
     What a lost worker had of its own is lost with it, and what a step has changed outside of parameters cannot be
     taken back: so there must be neither.
@@ -284,7 +284,7 @@ def takes_whole_steps(optimizer: object) -> bool:
 
 
 def buffers_checksum(trainer: Training) -> int | None:
-    """One number for all buffers of the model; None if they are too large to be looked at.
+    """Return one number for all buffers of the model; None if they are too large to be looked at.
 
     Without those that are part of a step, the same on all workers and given to newcomers: biases that balance experts.
     """
@@ -299,7 +299,7 @@ def buffers_checksum(trainer: Training) -> int | None:
 
 
 def _is_untouched(trainer: Training) -> bool:
-    """Whether nobody has drawn from Python's and NumPy's generators since training began."""
+    """Return whether nobody has drawn from Python's and NumPy's generators since training began."""
     device = trainer.worker.device
     now = randomness.capture(device)
     randomness.begin(trainer.config.seed, trainer.place.stream)
@@ -309,7 +309,7 @@ def _is_untouched(trainer: Training) -> bool:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error may mean that a peer is gone."""
+    """Return whether an error may mean that a peer is gone."""
     return any(isinstance(each, RuntimeError) and _says_lost(each) for each in _chain(error))
 
 
@@ -318,7 +318,7 @@ def _says_lost(error: RuntimeError) -> bool:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and all that led to it."""
+    """Return an error and all that led to it."""
     found = [error]
     for each in found:
         found += [other for other in (each.__cause__, each.__context__) if other is not None and other not in found]

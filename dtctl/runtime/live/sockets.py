@@ -18,7 +18,7 @@ Sockets = frozenset[tuple[int, str]]
 
 
 def opened() -> Sockets:
-    """The sockets of this process."""
+    """Return the sockets of this process."""
     found = set()
     for path in FOLDER.iterdir():
         link = _link(int(path.name))

@@ -32,7 +32,7 @@ POLL_S: Final = 0.1
 
 
 def is_stuck(goes_on: Callable[[], bool]) -> bool:
-    """Whether some thread waits for what never comes, once the sockets of all groups have been shut down.
+    """Return whether some thread waits for what never comes, once the sockets of all groups have been shut down.
 
     Args:
         goes_on: whether the answer still matters.
@@ -64,7 +64,7 @@ def waits() -> frozenset[tuple[str, str]]:
 
 
 def _ticks() -> dict[str, int]:
-    """How often each thread that moves bytes has come to rest."""
+    """Return how often each thread that moves bytes has come to rest."""
     found = {}
     for task in TASKS.iterdir():
         if _read(task / "comm") == MOVES:
@@ -74,7 +74,7 @@ def _ticks() -> dict[str, int]:
 
 
 def _main_is_in_collective() -> bool:
-    """Whether the main thread is in one of torch's functions that send and receive."""
+    """Return whether the main thread is in one of torch's functions that send and receive."""
     ident = threading.main_thread().ident
     frame = sys._current_frames().get(ident) if ident is not None else None
     return frame is not None and frame.f_code.co_filename == dist.distributed_c10d.__file__

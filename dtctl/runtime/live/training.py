@@ -66,11 +66,11 @@ class Training(Protocol):
 
     @property
     def account(self) -> Account:
-        """What the program was before its first step."""
+        """Return what the program was before its first step."""
         ...
 
     def counters(self) -> dict[str, Any]:
-        """What a snapshot keeps of the loop itself; JSON."""
+        """Return what a snapshot keeps of the loop itself; JSON."""
         ...
 
     def use(self, sizes: Batch) -> None:

@@ -45,9 +45,9 @@ class Standing:
     step: int = -1
     """Steps taken."""
     is_ready: bool = False
-    """Whether it lacks nothing for the next one but the result of its last exchange, in which it was interrupted."""
+    """True if it lacks nothing for the next one but the result of its last exchange, in which it was interrupted."""
     owes: bool = False
-    """Whether what is due after its newest step has not been done."""
+    """True if what is due after its newest step has not been done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Plan:
 
 
 def decide(everyone: Sequence[Standing], parts: int) -> Plan:
-    """The rule: a step that somebody has taken is taken by all.
+    """Return the rule: a step that somebody has taken is taken by all.
 
     Args:
         everyone: by rank. Ranks count through the parts of a replica first.
@@ -136,7 +136,7 @@ def bring_level(trainer: Training, *, is_newcomer: bool) -> bool:
 
 
 def _facts(trainer: Training) -> dict[str, Any]:
-    """What goes with the state; JSON."""
+    """Return what goes with the state; JSON."""
     newest = trainer.newest
     norm = None if newest is None or newest.norm is None else float(newest.norm)
     counters = {name: value for name, value in trainer.counters().items() if name != "circumstances"}
@@ -214,7 +214,7 @@ def _receive(rank: int, trainer: Training) -> dict[str, Any]:
 
 
 def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bytes of a tensor, message by message; views where that is possible."""
+    """Return the bytes of a tensor, message by message; views where that is possible."""
     return torch.split(raw(tensor), CHUNK) if tensor.numel() else ()
 
 
@@ -232,7 +232,7 @@ def _layout(tensor: torch.Tensor, meshes: Sequence[Any]) -> list[Any] | None:
 
 
 def _divided(part: torch.Tensor, whole: list[Any] | None, meshes: Sequence[Any]) -> torch.Tensor:
-    """A tensor as `_layout` has described it, of this worker's part."""
+    """Return a tensor as `_layout` has described it, of this worker's part."""
     if whole is None:
         return part
     from torch.distributed.tensor import DTensor, Replicate, Shard  # half a second that ddp need not wait for

@@ -68,17 +68,17 @@ _current = [Pass()]
 
 
 def current() -> Pass:
-    """The pass under way; outside of the runtime's loop one that counts fully."""
+    """Return the pass under way; outside of the runtime's loop one that counts fully."""
     return _current[-1]
 
 
 def is_first_time() -> bool:
-    """Whether a pass is one that trains, and not made again in a backward pass (recomputation)."""
+    """Return whether a pass is one that trains, and not made again in a backward pass (recomputation)."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 def add_loss(stream: torch.Tensor, losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The stream as it is; its backward pass also goes back from losses, each times its weight."""
+    """Return the stream as it is; its backward pass also goes back from losses, each times its weight."""
     return _WithLoss.apply(stream, losses, weights)  # type: ignore[no-any-return, no-untyped-call]
 
 

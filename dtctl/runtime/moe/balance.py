@@ -43,7 +43,7 @@ class Balance:
         self.load = Load({layer for layer in self._own if layer is not None})
 
     def counts(self, *, taken: bool, logged: bool) -> Counts:
-        """What the tokens of a step have chosen on all workers; collective.
+        """Return what the tokens of a step have chosen on all workers; collective.
 
         Args:
             taken: whether the optimizer makes its step.
@@ -76,7 +76,7 @@ class Balance:
 
 
 def use(counts: Counts) -> dict[str, float]:
-    """How evenly experts were used; empty if no layer tells.
+    """Return how evenly experts were used; empty if no layer tells.
 
     Returns:
         `expert_load`: the largest share of a layer's choices that one of its experts got, in multiples of the mean;
@@ -102,7 +102,7 @@ def _has_bias(layer: nn.Module | None) -> bool:
 
 
 def counted(model: nn.Module) -> list[tuple[str, int]]:
-    """Names and numbers of experts of the layers of a whole model that tell what their experts are sent.
+    """Return names and numbers of experts of the layers of a whole model that tell what their experts are sent.
 
     Those of others do so where they are divided.
     """

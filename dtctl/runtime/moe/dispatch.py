@@ -24,7 +24,7 @@ def by_expert(
     experts: int,
     compute: Compute,
 ) -> torch.Tensor:
-    """The weighted sum of the experts' outputs for each token.
+    """Return the weighted sum of the experts' outputs for each token.
 
     Args:
         tokens: [tokens, width].
@@ -160,7 +160,7 @@ def _sent(
 
 
 def scaled(parameter: torch.Tensor, factor: float) -> torch.Tensor:
-    """The parameter as it is; its gradient is multiplied by a factor."""
+    """Return the parameter as it is; its gradient is multiplied by a factor."""
     return _Scaled.apply(parameter, factor)  # type: ignore[no-any-return, no-untyped-call]
 
 

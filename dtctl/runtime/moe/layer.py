@@ -31,10 +31,10 @@ class Sequence(Protocol):
     workers: int
 
     def together(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The parts of all workers along a dim, in the order of the sequence."""
+        """Return the parts of all workers along a dim, in the order of the sequence."""
 
     def own(self, device: torch.device) -> torch.Tensor:
-        """Which tokens this worker has, [tokens / workers]."""
+        """Return which tokens this worker has, [tokens / workers]."""
 
 
 class Experts(nn.Module):
@@ -54,7 +54,7 @@ class Experts(nn.Module):
             nn.init.uniform_(parameter, -(parameter.shape[2] ** -0.5), parameter.shape[2] ** -0.5)  # as nn.Linear
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """What the experts make of rows.
+        """Return what the experts make of rows.
 
         Args:
             rows: sorted by expert, [rows, width].
@@ -140,7 +140,7 @@ class MoE(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
-        """The stream after the experts, of the same shape; residual and norm are the block's own.
+        """Return the stream after the experts, of the same shape; residual and norm are the block's own.
 
         Args:
             stream: [samples, tokens, width].

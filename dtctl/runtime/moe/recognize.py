@@ -22,7 +22,7 @@ INDEXED: Final = 3
 
 
 def find(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model that hold experts, by name; each once."""
+    """Return the modules of a model that hold experts, by name; each once."""
     return {name: module for name, module in model.named_modules() if form(module)}
 
 

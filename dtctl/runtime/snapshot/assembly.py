@@ -56,7 +56,7 @@ class TreeEntry:
 
 
 def assembled(files: Iterable[tuple[str, str, headers.Header]], *, pieces: bool = False) -> dict[str, Any]:
-    """All parts as trees, with a `Leaf` in the place of each tensor.
+    """Return all parts as trees, with a `Leaf` in the place of each tensor.
 
     Args:
         files: part, name and header of each file; of what several have, that of the first counts.
@@ -89,7 +89,7 @@ def _fitted(files: Iterable[tuple[str, str, headers.Header]]) -> dict[str, Any]:
 
 
 def leaves(tree: Any) -> Iterator[TreeEntry]:
-    """The tensors of a tree of `assembled`, in its order."""
+    """Yield the tensors of a tree of `assembled`, in its order."""
     if isinstance(tree, TreeEntry):
         yield tree
     elif isinstance(tree, dict):
@@ -101,7 +101,7 @@ def leaves(tree: Any) -> Iterator[TreeEntry]:
 
 
 def replaced(tree: Any, tensors: Mapping[tuple[str, ...], Any]) -> Any:
-    """The tree with something in the place of each leaf, by its path."""
+    """Return the tree with something in the place of each leaf, by its path."""
     if isinstance(tree, TreeEntry):
         return tensors[tree.path]
     if isinstance(tree, dict):
@@ -124,7 +124,7 @@ def one_group_each(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes of the same tensor have in common; None if that is nothing."""
+    """Return what two boxes of the same tensor have in common; None if that is nothing."""
     begin = tuple(map(max, one[0], other[0]))
     end = [min(a + size, b + other_size) for a, size, b, other_size in zip(*one, *other, strict=True)]
     shape = tuple(after - before for before, after in zip(begin, end, strict=True))
@@ -132,7 +132,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def content(leaf: TreeEntry, data: Mapping[str, memoryview]) -> Iterator[memoryview]:
-    """The bytes of a whole tensor in their order.
+    """Yield the bytes of a whole tensor in their order.
 
     Args:
         leaf: the tensor.

@@ -51,7 +51,7 @@ def ls(place: Place) -> Answer:
 
 
 def verify(place: Place) -> Answer:
-    """Every byte of every snapshot is read and compared."""
+    """Return every byte of every snapshot is read and compared."""
     verdicts = [read.verify(path) for path in snapshots(place)]
     rows = [
         {"path": str(verdict.path), "step": verdict.step, "status": verdict.status, "bad": list(verdict.bad)}
@@ -134,7 +134,7 @@ def newest(place: Place, contents: read.Contents | None = None) -> tuple[read.Sn
 
 
 def show(place: Place) -> Answer:
-    """The manifest of the newest good snapshot, and its tensors."""
+    """Return the manifest of the newest good snapshot, and its tensors."""
     verdict, answer = newest(place)
     assert verdict.manifest is not None  # noqa: S101  # for the type checker
     files = {}
@@ -217,7 +217,7 @@ def prune(
 
 
 def _removed(gone: Sequence[Place], *, dry_run: bool = False) -> Answer:
-    """Which of these are gone now, and which could not be removed without touching what lies elsewhere."""
+    """Return which of these are gone now, and which could not be removed without touching what lies elsewhere."""
     left = [] if dry_run else retention.remove(gone)
     return {"removed": [str(path) for path in gone if path not in left], "left": [str(path) for path in left]}
 
@@ -225,7 +225,7 @@ def _removed(gone: Sequence[Place], *, dry_run: bool = False) -> Answer:
 def _rule(
     found: read.SnapshotVerdict, *, keep: int | None, every_s: float | None, keep_best: bool
 ) -> retention.RetentionRule:
-    """The rule that a snapshot's manifest has, but for what is asked for."""
+    """Return the rule that a snapshot's manifest has, but for what is asked for."""
     assert found.manifest is not None  # noqa: S101  # for the type checker
     recorded = retention.RetentionRule.of(found.manifest.facts)
     return retention.RetentionRule(

@@ -147,7 +147,7 @@ class DistributedSaver(Saver):
         return super().save(step, self.share(parts), facts=facts, best=best, needed=True)
 
     def share(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What this worker writes of the state."""
+        """Return what this worker writes of the state."""
         if not self.in_pieces:
             return parts
         divided = self._division.mine(local(parts))

@@ -21,7 +21,7 @@ Tree = dict[str, Any]
 
 
 def gathered(entries: Mapping[str, Any], worker: Worker) -> Tree | None:
-    """The entries of all workers, on rank 0; collective.
+    """Return the entries of all workers, on rank 0; collective.
 
     Args:
         entries: name -> tensors and plain values, nested as one likes. Sharded tensors (DTensors) are put together;

@@ -34,7 +34,7 @@ def gathered_json(value: Any, worker: Worker, group: dist.ProcessGroup | None = 
 
 
 def spread_json(value: Any, worker: Worker, source: int) -> Any:
-    """One worker's value, JSON, on every worker; collective."""
+    """Return one worker's value, JSON, on every worker; collective."""
     if worker.backend is None:
         return value
     text = json.dumps(value).encode() if worker.rank == source else b""
@@ -61,7 +61,7 @@ def receive(rank: int) -> bytes:
 
 
 def skeleton(tree: Any, found: list[torch.Tensor]) -> Any:
-    """The tree with every tensor replaced by its number in `found`."""
+    """Return the tree with every tensor replaced by its number in `found`."""
     if isinstance(tree, torch.Tensor):
         found.append(tree)
         return {_TENSOR: len(found) - 1}
@@ -73,7 +73,7 @@ def skeleton(tree: Any, found: list[torch.Tensor]) -> Any:
 
 
 def filled(skeleton: Any, found: list[torch.Tensor]) -> Any:
-    """The tree of a `skeleton`, with its tensors in their places."""
+    """Return the tree of a `skeleton`, with its tensors in their places."""
     if isinstance(skeleton, dict):
         if skeleton.keys() == {_TENSOR}:
             return found[skeleton[_TENSOR]]

@@ -39,7 +39,7 @@ class Loaded:
 
 
 def newest(folder: str | Place, *, into: Mapping[str, Any] | None = None) -> Loaded | None:
-    """The newest snapshot that verifies, loaded; None if there is none.
+    """Return the newest snapshot that verifies, loaded; None if there is none.
 
     Args:
         folder: of all snapshots, or its URL.
@@ -76,7 +76,7 @@ def load(verdict: read.SnapshotVerdict) -> dict[str, Any]:
 
 
 def parts(contents: read.Contents, manifest: layout.Manifest) -> dict[str, Any]:
-    """The parts in the contents of a snapshot's files; tensors are views of them, where they are in one piece.
+    """Return the parts in the contents of a snapshot's files; tensors are views of them, where they are in one piece.
 
     Raises:
         SnapshotError: a tensor is not all there.

@@ -34,7 +34,7 @@ class SnapshotVerdict:
 
 
 def record(path: Place) -> SnapshotVerdict:
-    """Whether manifest and commit record of a snapshot are right; says nothing about its files.
+    """Return whether manifest and commit record of a snapshot are right; says nothing about its files.
 
     Raises:
         SnapshotError: as `verify`.
@@ -152,7 +152,7 @@ def _fault(path: Place, entry: layout.SnapshotFile, name: str, contents: Content
 def newest_good(
     folder: Place, contents: Contents | None = None
 ) -> tuple[SnapshotVerdict | None, list[SnapshotVerdict]]:
-    """The newest snapshot that verifies, and the newer ones that did not.
+    """Return the newest snapshot that verifies, and the newer ones that did not.
 
     Args:
         folder: of all snapshots.

@@ -26,7 +26,7 @@ Wanted = Callable[[str, TreeEntry], "torch.Tensor | bool"]
 
 
 def deliver(chosen: Chosen, wanted: Wanted, worker: Worker) -> dict[str, Any]:
-    """The parts of a snapshot as this worker needs them; collective over all workers.
+    """Return the parts of a snapshot as this worker needs them; collective over all workers.
 
     Args:
         chosen: a snapshot, by `choose`; its contents are let go of.
@@ -65,7 +65,7 @@ def deliver(chosen: Chosen, wanted: Wanted, worker: Worker) -> dict[str, Any]:
 
 
 def _box(like: torch.Tensor | bool, leaf: TreeEntry) -> int | list[list[int]]:
-    """What is wanted of a tensor, in few words: 0 nothing, 1 all, else a box."""
+    """Return what is wanted of a tensor, in few words: 0 nothing, 1 all, else a box."""
     if isinstance(like, bool):
         return int(like)
     if tuple(like.shape) != leaf.shape or not hasattr(like, "device_mesh"):
@@ -178,7 +178,7 @@ class _Way:
 
 
 def _stretch(tensor: torch.Tensor, has: Box, wanted: Box) -> torch.Tensor:
-    """What a box means in a tensor that is itself a box of a larger one."""
+    """Return what a box means in a tensor that is itself a box of a larger one."""
     cuts: Iterator[slice] = (
         slice(begin - origin, begin - origin + size) for begin, size, origin in zip(*wanted, has[0], strict=True)
     )

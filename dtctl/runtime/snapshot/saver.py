@@ -93,7 +93,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is being written."""
+        """Return whether a snapshot is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(

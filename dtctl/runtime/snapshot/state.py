@@ -76,7 +76,7 @@ def name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def optimizer_tree(
     model: nn.Module, optimizer: torch.optim.Optimizer, configured: Configured | None = None
 ) -> dict[str, Any]:
-    """All of an optimizer's state, with parameters by name.
+    """Return all of an optimizer's state, with parameters by name.
 
     Args:
         model: whose parameters the optimizer has.
@@ -131,7 +131,7 @@ def _is_on_cpu(value: object) -> bool:
 
 
 def class_name(value: object) -> str:
-    """Name of an object's class, with its module unless that is the script, which may also be imported."""
+    """Return name of an object's class, with its module unless that is the script, which may also be imported."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -275,7 +275,7 @@ def _told(value: Any) -> str:
 
 
 def _like_before(held: Any, value: Any) -> Any:
-    """A value as a group has it: on the same device, if it is a tensor there."""
+    """Return a value as a group has it: on the same device, if it is a tensor there."""
     if isinstance(value, torch.Tensor):
         return value.to(held.device) if isinstance(held, torch.Tensor) else value.clone()
     return value
@@ -333,7 +333,7 @@ def load_model(model: nn.Module, tree: Mapping[str, Any], *, absent_keys: Collec
 
 
 def _cut(tensor: torch.Tensor, value: Any) -> Any:
-    """What a worker that has `tensor` takes of a value as large as it."""
+    """Return what a worker that has `tensor` takes of a value as large as it."""
     if not isinstance(value, torch.Tensor) or not hasattr(tensor, "device_mesh"):
         return value
     # Who reads snapshots without training should not wait for this import.
@@ -343,7 +343,7 @@ def _cut(tensor: torch.Tensor, value: Any) -> Any:
 
 
 def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a tree with its path, `blocks.0.weight.exp_avg`, in the order of the tree."""
+    """Yield every tensor of a tree with its path, `blocks.0.weight.exp_avg`, in the order of the tree."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, Mapping):
@@ -355,7 +355,7 @@ def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as a flat uint8 tensor on the CPU; a view where that is possible."""
+    """Return the bytes of a tensor as a flat uint8 tensor on the CPU; a view where that is possible."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -85,7 +85,7 @@ def write(
 
 
 def target_and_draft(folder: Place, step: int, *, token: str, name: str | None = None) -> tuple[Place, Place]:
-    """Where the snapshot of a step will lie, and where it is written.
+    """Return where the snapshot of a step will lie, and where it is written.
 
     Args:
         folder: of all snapshots.
@@ -110,7 +110,7 @@ def abandon(draft: Place) -> None:
 
 
 def failure(step: int, folder: Place, reason: str) -> SnapshotError:
-    """The error of a save that did not succeed."""
+    """Return the error of a save that did not succeed."""
     remedy = "see whether the store can be reached" if isinstance(folder, Remote) else "free space"
     return SnapshotError(
         f"the snapshot of step {step} cannot be written: {reason}",
@@ -120,7 +120,7 @@ def failure(step: int, folder: Place, reason: str) -> SnapshotError:
 
 
 def file_name(file: StagedFile) -> str:
-    """What a part is called on disk."""
+    """Return what a part is called on disk."""
     return f"{file.name}{layout.PART_SUFFIX}"
 
 

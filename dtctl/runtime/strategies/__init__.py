@@ -54,17 +54,17 @@ class Strategy(Protocol):
     inference: nn.Module
     """What an evaluation calls."""
     lockstep: bool
-    """Whether workers exchange something in each forward pass, so that all must do the same number of them."""
+    """True if workers exchange something in each forward pass, so that all must do the same number of them."""
     sharded_state: bool
-    """Whether a worker may have state that rank 0 lacks."""
+    """True if a worker may have state that rank 0 lacks."""
     absent_keys: Collection[str]
     """Names in the model's state that this worker does not have."""
     has_warm_up: bool
-    """Whether the first backward pass differs from all later ones, so that resuming exactly needs one to throw away."""
+    """True if the first backward pass differs from all later ones, so that resuming exactly needs one to throw away."""
 
     @property
     def present(self) -> Present | None:
-        """Which parameters have a gradient on any worker; None where that needs no exchange of its own."""
+        """Return which parameters have a gradient on any worker; None where that needs no exchange of its own."""
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Take an optimizer over all trained parameters, just made; it may be changed."""
@@ -82,7 +82,7 @@ class Strategy(Protocol):
         """Forget what was carried over from the last gradients, on all workers: no step is taken with them."""
 
     def gradients(self, step: Step) -> torch.Tensor:
-        """All passes of a step, whose gradients are none before.
+        """Return all passes of a step, whose gradients are none before.
 
         Returns:
             This worker's share of the mean loss of the global batch: its mean over all workers is that loss. A scalar.
@@ -95,7 +95,7 @@ class Strategy(Protocol):
         """
 
     def norm(self) -> torch.Tensor:
-        """The true length of the gradient, the same on all workers."""
+        """Return the true length of the gradient, the same on all workers."""
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale the gradient, whose length is `norm`, down to `max_norm` if it is longer."""

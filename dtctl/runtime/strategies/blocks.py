@@ -34,7 +34,7 @@ class Blocks:
 
 
 def find(model: nn.Module, name: str | None = None) -> Blocks | None:
-    """The repeated blocks of a model.
+    """Return the repeated blocks of a model.
 
     Args:
         model: any module.

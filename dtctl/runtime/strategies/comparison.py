@@ -60,7 +60,7 @@ class Difference:
     of: str
     """Names the output or the gradient that differs."""
     is_rounding: bool = False
-    """Whether rounding explains it."""
+    """True if rounding explains it."""
     added_up: frozenset[str] = frozenset()
     """Parameters whose gradient is right once it is added up over the workers."""
     error: Exception | None = None
@@ -280,7 +280,7 @@ class Comparison:
     def _differences(
         self, found: Answer, own: set[str], device: torch.device, group: dist.ProcessGroup, *, averaged: bool
     ) -> list[Difference]:
-        """Each tensor's, the largest over the group; the same list on all its workers."""
+        """Return each tensor's, the largest over the group; the same list on all its workers."""
         whole = self.whole
         rows: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = []
         for index, pair in enumerate(zip(whole.outputs, found.outputs, strict=False)):
@@ -318,7 +318,7 @@ class Comparison:
         return differences
 
     def _narrowest(self) -> torch.dtype:
-        """The narrowest format that the module in one piece computes in."""
+        """Return the narrowest format that the module in one piece computes in."""
         module = copy(self._module, self._dtype)
         with _Formats() as formats:
             compute(module, self._call, self._dtype, self._context)
@@ -343,7 +343,7 @@ class _Formats(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _summed(
     like: torch.Tensor | None, value: torch.Tensor | None, group: dist.ProcessGroup, *, divide_by: int = 1
 ) -> torch.Tensor | None:
-    """The sum over a group, where the module in one piece has a gradient."""
+    """Return the sum over a group, where the module in one piece has a gradient."""
     if like is None:
         return value
     total = torch.zeros_like(like) if value is None else value.clone()
@@ -381,7 +381,7 @@ def _norm(value: torch.Tensor) -> float:
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """A tensor that may be divided, put together."""
+    """Return a tensor that may be divided, put together."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 

@@ -38,7 +38,7 @@ class Context:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.workers = group, group.rank(), group.size()
         self.inside = False
-        """Whether a forward pass is between the first and the last block."""
+        """True if a forward pass is between the first and the last block."""
         self.whole = 0
         """Tokens of the sequence that is being computed."""
         self._orders: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -49,11 +49,11 @@ class Context:
         return self.whole // (2 * self.workers)
 
     def own(self, device: torch.device) -> torch.Tensor:
-        """Which tokens this worker has, [tokens / workers]."""
+        """Return which tokens this worker has, [tokens / workers]."""
         return self._order(device)[0][self.rank]
 
     def natural(self, device: torch.device) -> torch.Tensor:
-        """Where in the workers' parts, one after the other, each token of the sequence is, [tokens]."""
+        """Return where in the workers' parts, one after the other, each token of the sequence is, [tokens]."""
         return self._order(device)[1]
 
     def _order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +101,7 @@ class Context:
         return value.index_select(dims[0], self.own(value.device)) if len(dims) == 1 else value
 
     def together(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The parts of all workers along a dim, in the order of the sequence."""
+        """Return the parts of all workers along a dim, in the order of the sequence."""
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.workers)]
         dist.all_gather(parts, part, group=self.group)

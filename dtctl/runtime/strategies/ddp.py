@@ -62,7 +62,7 @@ class Ddp:
             gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less in memory and time
         )
         self._is_called = False
-        """Whether the wrapper itself was called, without which torch exchanges nothing; known after the first step."""
+        """True if the wrapper itself was called, without which torch exchanges nothing; known after the first step."""
         self._watch = self._ddp.register_forward_pre_hook(self._called)
         self._first_must_exchange = config.static_graph
         if config.static_graph:
@@ -83,7 +83,7 @@ class Ddp:
         ]
 
     def state(self) -> Mapping[str, Any]:
-        """What PowerSGD carries from step to step; nothing otherwise."""
+        """Return what PowerSGD carries from step to step; nothing otherwise."""
         return hooks.captured(self._powersgd) if self._powersgd is not None else {}
 
     def load_state(self, tree: Mapping[str, Any]) -> str | None:
@@ -176,7 +176,7 @@ class Ddp:
         return True
 
     def norm(self) -> torch.Tensor:
-        """The length of the gradient, which is the same on all workers."""
+        """Return the length of the gradient, which is the same on all workers."""
         return gradients.norm(self._wanted)
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:

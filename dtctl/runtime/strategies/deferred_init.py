@@ -22,7 +22,7 @@ from dtctl.train.mesh import Degrees
 
 
 def build(model: nn.Module | Callable[[], nn.Module], worker: Worker, degrees: Degrees) -> nn.Module:
-    """The model, on the worker's device; on none yet, if it was given as a function and will be sharded.
+    """Return the model, on the worker's device; on none yet, if it was given as a function and will be sharded.
 
     Raises:
         PlanError: its code needs values, which the meta device does not have; or the whole model does not fit, where
@@ -48,7 +48,7 @@ def build(model: nn.Module | Callable[[], nn.Module], worker: Worker, degrees: D
 
 
 def _brought(model: nn.Module, worker: Worker, degrees: Degrees) -> nn.Module:
-    """The whole model on the worker's device."""
+    """Return the whole model on the worker's device."""
     try:
         return model.to(worker.device)
     except torch.OutOfMemoryError as exc:

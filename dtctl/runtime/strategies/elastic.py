@@ -128,7 +128,7 @@ class Shards:
 
 
 def _flat(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All gradients in one vector, zero for those that are not there, and then a 1 for each that is."""
+    """Return all gradients in one vector, zero for those that are not there, and then a 1 for each that is."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     present = torch.tensor([p.grad is not None for p in parameters], dtype=parts[0].dtype, device=parts[0].device)
     return torch.cat([*(part.detach().reshape(-1) for part in parts), present])

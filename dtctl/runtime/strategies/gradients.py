@@ -23,7 +23,7 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of the gradients of all parameters, over all shards; collective if there are shards."""
+    """Return the 2-norm of the gradients of all parameters, over all shards; collective if there are shards."""
     groups = by_mesh(parameter.grad for parameter in parameters if parameter.grad is not None)
     norms = [_plain(nn.utils.get_total_norm(group)) for group in groups]
     if len(norms) == 1:
@@ -86,7 +86,7 @@ def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def wanted(model: nn.Module) -> list[torch.Tensor]:
-    """The parameters that are trained."""
+    """Return the parameters that are trained."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 

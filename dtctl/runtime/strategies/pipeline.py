@@ -137,7 +137,7 @@ class Pipeline:
         """Nothing of its own."""
 
     def gradients(self, step: Step) -> torch.Tensor:
-        """All micro batches in the order of the schedule."""
+        """Return all micro batches in the order of the schedule."""
         scale, weighed = step.scale, []
         for index, indices in enumerate(step.micro_batches):
             weight = scale * len(indices) * step.replicas / step.samples
@@ -156,7 +156,7 @@ class Pipeline:
             gradients.add_up(replicated, sharded.data_group(self._mesh), divide_by=self._degrees.data)
 
     def _run(self, batches: Sequence[stages.Batch], loss: stages.Loss, samples: int) -> torch.Tensor:
-        """All passes of a step, without the exchange of gradients.
+        """Return all passes of a step, without the exchange of gradients.
 
         Args:
             batches: the micro batches of this worker's part of the global batch, with the weights of their losses.
@@ -180,7 +180,7 @@ class Pipeline:
         return torch.stack([value.detach() for value in losses]).sum() * self._degrees.pp
 
     def _shape(self, batch: Any, loss: stages.Loss, samples: int) -> torch.Tensor:
-        """An empty tensor like the stream between stages: what the model hands to its first block."""
+        """Return an empty tensor like the stream between stages: what the model hands to its first block."""
         probe = stages.Cut(self.module, self._blocks, 0, 0)
         was_training = self.module.training
         self.module.eval()  # so that no random number is drawn and no running mean moved
@@ -194,7 +194,7 @@ class Pipeline:
         raise PlanError("the loss function does not call the model", where="the loss function of the Trainer")
 
     def _scheduled(self, stream: torch.Tensor, micro_batches: int) -> Any:
-        """The schedule over this worker's stages, for streams of one shape."""
+        """Return the schedule over this worker's stages, for streams of one shape."""
         device, last = self._worker.device, len(self.owners) - 1
         number, scalar = torch.zeros(1, dtype=torch.int64), torch.zeros((), device=device)
         schedule_stages = [
@@ -217,7 +217,7 @@ class Pipeline:
         )
 
     def norm(self) -> torch.Tensor:
-        """The length of the gradient over all stages and shards; collective."""
+        """Return the length of the gradient over all stages and shards; collective."""
         squared = gradients.norm(self._own).double().to(self._worker.device) ** 2
         dist.all_reduce(squared, group=self._mesh["pp"].get_group())
         shared = gradients.norm(self._outside).double().to(self._worker.device)
@@ -240,7 +240,7 @@ class Inference(nn.Module):
         self.owners, self.group, self.rank = owners, mesh.get_group(), mesh.get_local_rank()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns: tensors, in dicts and lists."""
+        """Return what the model returns: tensors, in dicts and lists."""
         last_output: torch.Tensor | None = None
         result: Any = None
         for number, stage in self.numbered.items():
@@ -266,7 +266,7 @@ class Inference(nn.Module):
         return source
 
     def _given(self, result: Any) -> Any:
-        """The last stage's result, on every worker of the pipeline."""
+        """Return the last stage's result, on every worker of the pipeline."""
         owner = self.owners[-1]
         tensors: list[torch.Tensor] = []
         text = b""
@@ -310,7 +310,7 @@ def sizes_of(options: PipelineConfig, count: int, costs: Sequence[int], after: i
 
 
 def owners(schedule: str, workers: int, per_worker: int) -> list[int]:
-    """Which worker of the pipeline has which stage: round and round, or there and back (zbv)."""
+    """Return which worker of the pipeline has which stage: round and round, or there and back (zbv)."""
     in_order = list(range(workers))
     return in_order + in_order[::-1] if schedule == "zbv" else in_order * per_worker
 

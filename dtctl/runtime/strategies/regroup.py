@@ -72,7 +72,7 @@ def join(root: nn.Module) -> None:
 
 
 def _groups(root: nn.Module) -> Iterator[Any]:
-    """What fully_shard keeps of each group of parameters."""
+    """Yield what fully_shard keeps of each group of parameters."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             yield from cast(Any, module)._get_fsdp_state()._fsdp_param_groups

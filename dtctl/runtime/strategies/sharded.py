@@ -168,7 +168,7 @@ class Sharded:
         """Nothing is left to be done."""
 
     def norm(self) -> torch.Tensor:
-        """The length of the gradient over all shards; collective."""
+        """Return the length of the gradient over all shards; collective."""
         return gradients.norm(self._wanted)
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
@@ -392,7 +392,7 @@ def precision(options: FsdpConfig) -> MixedPrecisionPolicy:
 
 
 def offloading(options: FsdpConfig, worker: Worker) -> OffloadPolicy:
-    """Where shards are kept.
+    """Return where shards are kept.
 
     Raises:
         PlanError: in the host's memory, and there is no accelerator.
@@ -429,13 +429,13 @@ def keep_buffers_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _has_kept_buffers(model: nn.Module) -> bool:
-    """Whether snapshots have buffers of the model."""
+    """Return whether snapshots have buffers of the model."""
     state = model.state_dict(keep_vars=True)
     return any(name in state for name, _ in model.named_buffers())
 
 
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The workers that have the same part of the model and other samples."""
+    """Return the workers that have the same part of the model and other samples."""
     over = mesh["dp", "fsdp"]._flatten("data") if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
     return over.get_group()
 

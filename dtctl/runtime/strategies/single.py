@@ -51,7 +51,7 @@ class Single:
         """Nothing is left to be done."""
 
     def norm(self) -> torch.Tensor:
-        """The length of the gradient."""
+        """Return the length of the gradient."""
         return gradients.norm(self._wanted)
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ class Entrance(nn.Module):
     """From a tensor in the shape of the stream to the stream."""
 
     def forward(self, stream: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """The stream from the stage before."""
+        """Return the stream from the stage before."""
         return self.source(stream)
 
 
@@ -204,13 +204,13 @@ class Stage(nn.Module):
         self.task = task
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        """All whose gradients come up in this stage: zero-bubble schedules compute those of no others."""
+        """Return all whose gradients come up in this stage: zero-bubble schedules compute those of no others."""
         everything: list[Any] = [*super().parameters(recurse), *self.outside]
         return (parameter for parameter in everything if parameter.requires_grad)
 
 
 def costs(found: Blocks, run: Callable[[], Any]) -> tuple[list[int], int]:
-    """The work of each block, and of what comes after the last one: floating point operations of a forward pass.
+    """Return the work of each block, and of what comes after the last one: floating point operations of a forward pass.
 
     What comes before the blocks is run on every stage and is taken for free; it is look-ups, as a rule.
     """

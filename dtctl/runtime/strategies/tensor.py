@@ -125,7 +125,7 @@ def parallelize(model: nn.Module, found: Blocks | None, config: TpConfig, mesh: 
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
-    """Names of each parameter that several modules have; a module with several names counts once."""
+    """Return names of each parameter that several modules have; a module with several names counts once."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -220,7 +220,7 @@ def compare_split(
 
 
 def _calls_of_all(model: nn.Module, seen: Seen) -> dict[str, Call]:
-    """The calls of modules, and of such that were not called that of a like one, such as another expert."""
+    """Return the calls of modules, and of such that were not called that of a like one, such as another expert."""
     calls, like = dict(seen.calls), dict[tuple[object, ...], Call]()
     kinds = {
         name: (type(module), *((part, value.shape) for part, value in module.named_parameters()))
@@ -234,7 +234,7 @@ def _calls_of_all(model: nn.Module, seen: Seen) -> dict[str, Call]:
 def _units(
     found: Blocks | None, config: TpConfig, split: Split, calls: Mapping[str, Call]
 ) -> dict[str, dict[str, str]]:
-    """The modules that are compared, and what is split in each.
+    """Return the modules that are compared, and what is split in each.
 
     Raises:
         PlanError: a module that is split was not called, nor any around it that has both matrices of a pair.
@@ -332,7 +332,7 @@ def draw_alike(mesh: DeviceMesh) -> None:
 
 
 def styles(model: nn.Module, found: Blocks | None, plan: Mapping[str, str]) -> dict[str, str]:
-    """The style of each module that is split, by its name; the last pattern that matches counts.
+    """Return the style of each module that is split, by its name; the last pattern that matches counts.
 
     Raises:
         PlanError: a style or a module is unknown; or there is no plan, and the names of the model's blocks say nothing.

@@ -33,7 +33,7 @@ ROUNDING_OF_HALVES: Final = 2e-2
 
 
 def whole(probe: Probe, model: nn.Module, autocast: AbstractContextManager[Any] | None) -> tuple[float, Probe, float]:
-    """The loss of the model in one piece, how to measure that of its parts, and by which share they may differ.
+    """Return the loss of the model in one piece, how to measure that of its parts, and by which share they may differ.
 
     Args:
         probe: computes the loss.
@@ -56,7 +56,7 @@ def whole(probe: Probe, model: nn.Module, autocast: AbstractContextManager[Any] 
 
 
 def measure(probe: Probe, model: nn.Module) -> float:
-    """The loss without dropout; the model's mode is as before afterwards."""
+    """Return the loss without dropout; the model's mode is as before afterwards."""
     was_training = model.training
     model.eval()
     with torch.no_grad():

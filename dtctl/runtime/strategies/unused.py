@@ -248,7 +248,7 @@ def _plainly(hook: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _with_all(ranks: Sequence[int], count: int) -> list[int]:
-    """The order with the units that no worker has run yet, each behind the one before it in the model."""
+    """Return the order with the units that no worker has run yet, each behind the one before it in the model."""
     order = list(ranks)
     for index in range(count):
         if index not in order:
@@ -257,7 +257,7 @@ def _with_all(ranks: Sequence[int], count: int) -> list[int]:
 
 
 def _apart(unit: nn.Module, units: set[nn.Module]) -> list[nn.Module]:
-    """The modules of a unit without those of units inside of it."""
+    """Return the modules of a unit without those of units inside of it."""
     children = [part for child in unit.children() if child not in units for part in _apart(child, units)]
     return [unit, *children]
 
@@ -267,7 +267,7 @@ def _is_unit(module: nn.Module) -> bool:
 
 
 def _state(unit: nn.Module) -> Any:
-    """What fully_shard keeps of a module; its hooks have had this form since torch 2.4."""
+    """Return what fully_shard keeps of a module; its hooks have had this form since torch 2.4."""
     return cast(Any, unit)._get_fsdp_state()
 
 

@@ -72,7 +72,7 @@ def take_whole_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _twin(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[Any]) -> Any:
-    """An optimizer of the same class and settings over other parameters, without state and hooks."""
+    """Return an optimizer of the same class and settings over other parameters, without state and hooks."""
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)
@@ -280,7 +280,7 @@ class _Matrix:
         return self.axis is None or self._dist.rank() == self.owner
 
     def gather(self, optimizer: torch.optim.Optimizer) -> _Whole | None:
-        """The parameter with its gradient and state, on its owner; None elsewhere."""
+        """Return the parameter with its gradient and state, on its owner; None elsewhere."""
         parameter = self.parameter
         values, gradient = (
             self._together(cast(DTensor, parameter.detach())),
@@ -322,7 +322,7 @@ class _Matrix:
                 state[name] = content
 
     def _outline(self, whole: _Whole | None, state: State) -> dict[str, tuple[str, Any]]:
-        """The names and forms of the state on all workers; what is no tensor is there itself."""
+        """Return the names and forms of the state on all workers; what is no tensor is there itself."""
         if self.axis is None:
             assert whole is not None  # noqa: S101  # for the type checker: every worker computes it
             return self._forms(whole.state)
@@ -347,7 +347,7 @@ class _Matrix:
     # -- exchange -----------------------------------------------------------------------------------------------------
 
     def _rows(self, part: torch.Tensor) -> torch.Tensor:
-        """A worker's rows in a vector, as long as the longest."""
+        """Return a worker's rows in a vector, as long as the longest."""
         width = self.numel // self.parameter.shape[0]
         length = -(-self.parameter.shape[0] // self.workers) * width
         flat = part.reshape(-1).to(self.device or part.device)

@@ -19,7 +19,7 @@ MESSAGE_BYTES: Final = 64 << 20
 
 
 def shares(sizes: Sequence[int], workers: int) -> list[int]:
-    """Which worker gets which parameter: the largest first, each to the one that has least so far."""
+    """Return which worker gets which parameter: the largest first, each to the one that has least so far."""
     loads = [0] * workers
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -45,7 +45,7 @@ def bunched(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _flat(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What is sent: one parameter itself, several, or one that lies otherwise in memory, in a vector."""
+    """Return what is sent: one parameter itself, several, or one that lies otherwise in memory, in a vector."""
     if _is_sent_itself(parameters):
         return parameters[0].detach()
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])

@@ -17,7 +17,7 @@ class Peak:
     """fp32, without TF32."""
     source: str
     bf16: bool = True
-    """Whether tensor cores take bf16; else nothing is known of how fast it is."""
+    """True if tensor cores take bf16; else nothing is known of how fast it is."""
     parts: int = 7
     """Slices of its processors that MIG cuts it into."""
 

@@ -31,7 +31,7 @@ class HostClock:
         return time.perf_counter()
 
     def between(self, begin: float, end: float) -> float:
-        """Seconds from one mark to the next."""
+        """Return seconds from one mark to the next."""
         return end - begin
 
     def wait(self, mark: float) -> None:
@@ -46,13 +46,13 @@ class GpuClock:
     """
 
     def mark(self) -> torch.cuda.Event:
-        """A mark here."""
+        """Return a mark here."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Seconds from one mark to the next; waits for the later one."""
+        """Return seconds from one mark to the next; waits for the later one."""
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
@@ -62,7 +62,7 @@ class GpuClock:
 
 
 def clock(device: torch.device) -> Any:
-    """What times of steps are measured with on a device."""
+    """Return what times of steps are measured with on a device."""
     return GpuClock() if device.type == "cuda" else HostClock()
 
 
@@ -100,7 +100,7 @@ class StepTimes:
         self._last = self._last + seconds if isinstance(self._last, float) else self._clock.mark()
 
     def take(self) -> tuple[dict[str, float], float, float]:
-        """The spread of the times since the last call; begins anew.
+        """Return the spread of the times since the last call; begins anew.
 
         Returns:
             `step_p50_s`, `step_p95_s` and `step_max_s`; this worker's own time per step, in seconds; and the share of
@@ -119,7 +119,7 @@ class StepTimes:
 
 
 def stragglers(own_s: torch.Tensor) -> dict[str, float]:
-    """Who is slow, by the time per step that each worker was busy without waiting for others.
+    """Return who is slow, by the time per step that each worker was busy without waiting for others.
 
     Args:
         own_s: of each rank.
@@ -139,7 +139,7 @@ def stragglers(own_s: torch.Tensor) -> dict[str, float]:
 
 
 def fullest(peaks_gib: torch.Tensor) -> dict[str, float]:
-    """Who needs most memory: stages of a pipeline, and shards that do not come out even, differ.
+    """Return who needs most memory: stages of a pipeline, and shards that do not come out even, differ.
 
     Args:
         peaks_gib: of each rank, the first figure of `memory`.

@@ -46,7 +46,7 @@ def _open(path: Path, mode: str) -> TextIO:
 
 
 def _step(line: str) -> float:
-    """The step of a line; infinity for one that a kill cut short."""
+    """Return the step of a line; infinity for one that a kill cut short."""
     try:
         return int(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
     except (ValueError, KeyError, TypeError):

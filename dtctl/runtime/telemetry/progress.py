@@ -128,7 +128,7 @@ class Progress:
 
     @property
     def slowest_s(self) -> float:
-        """How long the slowest step has taken; 0 while only the first ones were taken."""
+        """Return how long the slowest step has taken; 0 while only the first ones were taken."""
         return self._slowest_ns / 1e9
 
     def committed(self, step: int) -> None:
@@ -201,7 +201,7 @@ class Progress:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """A new file, mapped into memory."""
+    """Return a new file, mapped into memory."""
     path.unlink(missing_ok=True)  # not cut: who has mapped the old one would be ended by SIGBUS
     with path.open("xb") as file:
         file.write(bytes(SIZE))
@@ -242,7 +242,7 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def _stacks_of_threads() -> str:
-    """The stacks of all threads but the main one and this one, in faulthandler's form."""
+    """Return the stacks of all threads but the main one and this one, in faulthandler's form."""
     left_out = {threading.main_thread().ident, threading.get_ident()}
     lines = []
     for ident, innermost in sys._current_frames().items():

@@ -62,7 +62,7 @@ class Report:
         self.progress = Progress(worker.rank, collectives=worker.backend is not None)
 
     def introduction(self, strategy: str, batch: Batch, steps: int) -> str:
-        """What is trained, on one line."""
+        """Return what is trained, on one line."""
         worker, precision = self._worker, self._config.precision
         return (
             f"{strategy} on {worker.world_size} x {worker.device.type}, {self._parameters:,} parameters, {precision}, "
@@ -180,11 +180,11 @@ class Report:
         self.progress.end()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """The context of an evaluation."""
+        """Return the context of an evaluation."""
         return self._apart(WorkerPhase.EVALUATION)
 
     def saving(self) -> AbstractContextManager[None]:
-        """The context of what training stops for when a snapshot is made."""
+        """Return the context of what training stops for when a snapshot is made."""
         return self._apart(WorkerPhase.SNAPSHOT)
 
     @contextmanager

@@ -55,10 +55,10 @@ class StartAttempt(Message):
     preload: list[str] = value(list_of(NAME), default=[])
     """Modules to import before workers are forked; empty: each worker starts afresh."""
     split_ranks: bool = value(flag)
-    """Whether lines of output name their worker, as torchrun's do."""
+    """True if lines of output name their worker, as torchrun's do."""
     env: dict[str, str] = value(mapping_of(NAME, TEXT))
     live: bool = value(flag, default=False)
-    """Whether a lost worker is replaced while the others stay, if the launcher says so."""
+    """True if a lost worker is replaced while the others stay, if the launcher says so."""
     live_epoch: int = value(COUNT, default=0)
     """How often that has happened in this attempt, on a node that comes to it later."""
     outputs: list[str] = value(list_of(NAME), default=[])
@@ -74,7 +74,7 @@ class StartAttempt(Message):
     snapshots: str = value(NAME, default="")
     """Folder of snapshots; empty: the run's own."""
     keep: bool = value(flag)
-    """Whether the workers go on when the link is lost."""
+    """True if the workers go on when the link is lost."""
     link_timeout_s: float = value(number)
     origin: RunOrigin | None = value(nullable(RunOrigin.parse), default=None)
 
@@ -169,11 +169,11 @@ class WorkerExit(Message):
     why: str = value(prose, default="")
     """What the node knows about it that its log does not say."""
     asked: bool = value(flag, default=False)
-    """Whether a signal from outside has ended it that asks to stop."""
+    """True if a signal from outside has ended it that asks to stop."""
     told: bool = value(flag, default=False)
-    """Whether the supervisor had asked it to end."""
+    """True if the supervisor had asked it to end."""
     killed: bool = value(flag, default=False)
-    """Whether the supervisor has killed it, since it did not."""
+    """True if the supervisor has killed it, since it did not."""
     time: float = value(number, default=0.0)
     """By the node's clock, in seconds since the epoch."""
 
@@ -204,7 +204,7 @@ class AttemptStopped(Message):
     met: bool | None = value(nullable(flag), default=None)
     """Whether anybody has opened the port at which the workers meet; None: nobody has looked here."""
     gone: bool = value(flag, default=False)
-    """Whether the run had ended before the link stood: no supervisor waits for another attempt."""
+    """True if the run had ended before the link stood: no supervisor waits for another attempt."""
     record: str = value(prose, default="")
     """Why the exit record could not be written; empty: it was."""
 
@@ -274,7 +274,7 @@ class ProgressReport(Message):
     op = "progress"
     workers: list[WorkerProgress] = value(valid_items(WorkerProgress.parse, WORKERS))
     before_stop: bool = value(flag, default=False)
-    """Whether the node asks them to end next."""
+    """True if the node asks them to end next."""
     time: float | None = value(nullable(number), default=None)
     """By the node's clock, in seconds since the epoch, where the receiver records it."""
 

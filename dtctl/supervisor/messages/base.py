@@ -57,12 +57,12 @@ class Working(Message):
 
 
 def by_op(*kinds: type[Message]) -> dict[str, type[Message]]:
-    """The kinds of message, by their `op`."""
+    """Return the kinds of message, by their `op`."""
     return {kind.op: kind for kind in kinds}
 
 
 def parse(document: Mapping[str, Any], kinds: Mapping[str, type[Message]]) -> Message:
-    """The message that a JSON object is.
+    """Return the message that a JSON object is.
 
     Raises:
         InvalidMessage: it is none of these kinds, or has not its form.

@@ -57,7 +57,7 @@ class OutputsListed(Message):
 
     op = "listed"
     is_there: bool = value(flag)
-    """Whether the node has a working folder of the run."""
+    """True if the node has a working folder of the run."""
     unnameable: int = value(COUNT)
     """Files left out because of their names."""
 

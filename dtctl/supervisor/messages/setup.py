@@ -95,13 +95,13 @@ class Prepare(Message):
     op = "prepare"
     run: str = value(NAME)
     fresh: bool = value(flag)
-    """Whether the run is new to this node."""
+    """True if the run is new to this node."""
     cwd: str = value(NAME)
     """Folder of the job's code."""
     pushed: bool = value(flag, default=True)
-    """Whether it was pushed there; else it is the user's own, and may begin with `~`."""
+    """True if it was pushed there; else it is the user's own, and may begin with `~`."""
     shared: bool = value(flag, default=False)
-    """Whether it is one folder for all nodes, in which the workers start."""
+    """True if it is one folder for all nodes, in which the workers start."""
     files: list[str] = value(list_of(NAME))
     """That have to exist."""
     programs: list[str] = value(list_of(NAME))
@@ -146,11 +146,11 @@ class NodeDescription(Message):
     machine: str = value(text(40), default="")
     """Its processor: x86_64."""
     has_environment: bool = value(flag, default=False)
-    """Whether it has the environment that was asked about."""
+    """True if it has the environment that was asked about."""
     has_uv: bool = value(flag, default=False)
-    """Whether it has uv; not looked for where it has the environment, or none was asked about."""
+    """True if it has uv; not looked for where it has the environment, or none was asked about."""
     has_glibc: bool = value(flag, default=True)
-    """Whether programs for glibc run there; found out where uv is missing."""
+    """True if programs for glibc run there; found out where uv is missing."""
 
 
 class PushState(Message):

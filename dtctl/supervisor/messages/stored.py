@@ -26,7 +26,7 @@ class StoredItem(Record):
     age_s: float = value(number)
     """Since something of it was last written, or it was last used."""
     is_used: bool = value(flag)
-    """Whether a process needs it."""
+    """True if a process needs it."""
     has: list[str] = value(list_of(text(40), 10), default=[])
     """What a run has that may be worth something: snapshots, work; and snapshots in memory: memory."""
 

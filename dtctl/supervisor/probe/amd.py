@@ -54,7 +54,7 @@ def of_amd_smi(static: str, metric: str) -> list:  # type: ignore[type-arg]
 
 
 def _listed(text: str) -> list:  # type: ignore[type-arg]
-    """The objects of GPUs in what amd-smi says: a list, since ROCm 6.4 inside of an object."""
+    """Return the objects of GPUs in what amd-smi says: a list, since ROCm 6.4 inside of an object."""
     try:
         told = json.loads(text)
     except ValueError:
@@ -78,7 +78,7 @@ def _number(value: object) -> str:
 
 
 def of_rocm_smi(text: str) -> list:  # type: ignore[type-arg]
-    """The same from rocm-smi's JSON."""
+    """Return the same from rocm-smi's JSON."""
     try:
         cards = json.loads(text)
         driver = str(cards.get("system", {}).get("Driver version", ""))
@@ -95,7 +95,7 @@ def of_rocm_smi(text: str) -> list:  # type: ignore[type-arg]
 
 
 def state(devices: list) -> str:  # type: ignore[type-arg]
-    """How each GPU is set up, a line each in the columns of the query of nvidia-smi.
+    """Return how each GPU is set up, a line each in the columns of the query of nvidia-smi.
 
     In place of the reasons of NVIDIA's clocks stands the level that the driver is told to keep (`auto`, `low`,
     `manual`); power limits are in W.
@@ -110,7 +110,7 @@ def state(devices: list) -> str:  # type: ignore[type-arg]
 
 
 def uncorrected(device: str) -> str:
-    """How many errors of a GPU's memory could not be corrected since it was reset."""
+    """Return how many errors of a GPU's memory could not be corrected since it was reset."""
     words = _said(device, "ras/umc_err_count").split()
     return words[1] if words[:1] == ["ue:"] and len(words) > 1 and words[1].isdigit() else UNKNOWN
 

@@ -82,7 +82,7 @@ class Child:
         return line
 
     def complaint(self) -> str:
-        """The end of its standard error from the last line that names an exception on; else the last line."""
+        """Return the end of its standard error from the last line that names an exception on; else the last line."""
         lines = [line.strip() for line in self._said.decode(errors="replace").strip().splitlines()]
         named = [at for at, line in enumerate(lines) if _EXCEPTION.match(line)]
         return " ".join(filter(None, lines[named[-1] if named else -1 :]))[:WORDS]

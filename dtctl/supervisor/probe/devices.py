@@ -97,7 +97,7 @@ def kernel_errors(now: float) -> tuple:  # type: ignore[type-arg]
 
 
 def told_at(line: str, now: float) -> float:
-    """When the kernel has said a line, by the clock of `now`; `now` itself if the line does not say."""
+    """Return when the kernel has said a line, by the clock of `now`; `now` itself if the line does not say."""
     try:
         return time.mktime(time.strptime(line[:19], "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
@@ -109,13 +109,13 @@ def told_at(line: str, now: float) -> float:
 
 
 def tool(argv: list, limit_s: float = TOOL_LIMIT_S) -> str:  # type: ignore[type-arg]
-    """What a program prints; empty when it is not there, fails or does not end."""
+    """Return what a program prints; empty when it is not there, fails or does not end."""
     said, error = run(argv, limit_s)
     return "" if error else said
 
 
 def run(argv: list, limit_s: float) -> tuple:  # type: ignore[type-arg]
-    """What a program prints, also if it fails, and why it has failed; empty if it has not."""
+    """Return what a program prints, also if it fails, and why it has failed; empty if it has not."""
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
@@ -142,7 +142,7 @@ def rdma() -> list:  # type: ignore[type-arg]
 
 
 def read(path: str) -> str:
-    """What a small file says; empty when it cannot be read."""
+    """Return what a small file says; empty when it cannot be read."""
     try:
         with open(path, errors="replace") as file:
             return file.read(1 << 16).strip()

@@ -109,7 +109,7 @@ def interfaces() -> list:  # type: ignore[type-arg]
 
 
 def _asked(interface: str, request: int) -> bytes:
-    """What the kernel answers about an interface, behind its name; zeros if it does not."""
+    """Return what the kernel answers about an interface, behind its name; zeros if it does not."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", interface.encode()[:15]))[16:]
@@ -118,7 +118,7 @@ def _asked(interface: str, request: int) -> bytes:
 
 
 def local_addresses() -> list:  # type: ignore[type-arg]
-    """All IPv4 addresses of this machine, second ones too, from the kernel's routing trie."""
+    """Return all IPv4 addresses of this machine, second ones too, from the kernel's routing trie."""
     addresses, address = [], ""
     for line in devices.read("/proc/net/fib_trie").splitlines():
         words = line.split()

@@ -38,7 +38,7 @@ def _range() -> list:  # type: ignore[type-arg]
 
 
 def _least(controller: str, limit_of) -> float:  # type: ignore[no-untyped-def]
-    """The smallest limit from this process's control group up to the root; -1 without any."""
+    """Return the smallest limit from this process's control group up to the root; -1 without any."""
     limits = [limit for folder in node_facts.control_groups(controller) for limit in [limit_of(folder)] if limit >= 0]
     return min(limits) if limits else -1
 

@@ -67,11 +67,11 @@ class ProbeRequests(NodeRequests):
         self.link.send_json({**answers[type(request)](request), "op": request.op})
 
     def tell_time(self, _: AskTime) -> dict:  # type: ignore[type-arg]
-        """The clock, and whether there are GPUs, which take their time to be asked."""
+        """Return the clock, and whether there are GPUs, which take their time to be asked."""
         return {"time": time.time(), "gpus": len(node_facts.nvidia_devices()) or len(node_facts.amd_devices())}
 
     def tell_python(self, request: AskJobPython) -> dict:  # type: ignore[type-arg]
-        """What the job's Python says of itself, or why it does not start."""
+        """Return what the job's Python says of itself, or why it does not start."""
         env = {**os.environ, **request.env}
         return {"job": python.job_python(request.python, env, request.code, request.beside)}
 

@@ -125,7 +125,7 @@ class Listeners:
 
 
 def read_line(sock: socket.socket) -> str:
-    """Bytes up to a newline, one at a time: what follows is not ours to read."""
+    """Return bytes up to a newline, one at a time: what follows is not ours to read."""
     line = b""
     limit = time.monotonic() + (sock.gettimeout() or 10.0)
     while not line.endswith(b"\n") and len(line) < 200:
@@ -177,7 +177,7 @@ def call_all(targets: list, token: str, timeout_s: float) -> list:  # type: igno
 
 
 def call(address: str, port: int, node: str, token: str, timeout_s: float, *, large: bool = True) -> dict:  # type: ignore[type-arg]
-    """One call: `result` is ok, dropped, refused, unreachable, silent, stranger, large-lost or error.
+    """Return one call: `result` is ok, dropped, refused, unreachable, silent, stranger, large-lost or error.
 
     `large` says whether packets of full size are sent, too.
     """
@@ -233,7 +233,7 @@ def measure(address: str, port: int, token: str, seconds: float) -> dict:  # typ
 
 
 def _acknowledged(sock: socket.socket) -> int:
-    """Bytes that the other side has acknowledged, by the kernel's count; 0 where it does not tell."""
+    """Return bytes that the other side has acknowledged, by the kernel's count; 0 where it does not tell."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) if hasattr(socket, "TCP_INFO") else b""
     except OSError:
@@ -244,7 +244,7 @@ def _acknowledged(sock: socket.socket) -> int:
 
 
 def word_for(exc: OSError) -> str:
-    """What the failure of a connection means on the way."""
+    """Return what the failure of a connection means on the way."""
     if isinstance(exc, socket.timeout) or exc.errno == errno.ETIMEDOUT:
         return "dropped"
     if exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET):

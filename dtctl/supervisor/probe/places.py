@@ -38,14 +38,14 @@ def places(workdir: str, env: dict) -> dict:  # type: ignore[type-arg]
 
 
 def nearest(path: str) -> str:
-    """The path itself or the nearest one above it that exists."""
+    """Return the path itself or the nearest one above it that exists."""
     while path and not os.path.lexists(path):
         path = os.path.dirname(path.rstrip("/"))
     return path or "/"
 
 
 def usable(path: str) -> tuple:  # type: ignore[type-arg]
-    """The nearest folder that exists, and why nothing can be written there; empty when it can."""
+    """Return the nearest folder that exists, and why nothing can be written there; empty when it can."""
     place = nearest(path)
     if not os.path.isdir(place):
         return os.path.dirname(place) or "/", "%s: it is a file, not a folder" % place
@@ -53,7 +53,7 @@ def usable(path: str) -> tuple:  # type: ignore[type-arg]
 
 
 def space(path: str) -> dict:  # type: ignore[type-arg]
-    """Bytes and inodes of the file system below a path, and whether programs may be run from it."""
+    """Return bytes and inodes of the file system below a path, and whether programs may be run from it."""
     try:
         stat = os.statvfs(path)
     except OSError:
@@ -69,7 +69,7 @@ def space(path: str) -> dict:  # type: ignore[type-arg]
 
 
 def writable(folder: str) -> str:
-    """Why a file cannot be written here; empty when it can. The file has no name and is gone at once."""
+    """Return why a file cannot be written here; empty when it can. The file has no name and is gone at once."""
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600)
     except OSError as exc:

@@ -80,7 +80,7 @@ print(json.dumps(said))
 
 
 def job_python(python: str, env: dict, folder: str, beside: list) -> dict:  # type: ignore[type-arg]
-    """What the job's Python says of itself: versions, and what hides modules of its own; torch is not loaded.
+    """Return what the job's Python says of itself: versions, and what hides modules of its own; torch is not loaded.
 
     Args:
         python: program or path.
@@ -125,7 +125,7 @@ def _without(env: dict, names: list) -> dict:  # type: ignore[type-arg]
 
 
 def _run(argv: list, env: dict) -> tuple:  # type: ignore[type-arg]
-    """The object in the last line that it prints, and why there is none."""
+    """Return the object in the last line that it prints, and why there is none."""
     try:
         done = subprocess.run(
             argv, env=env, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=START_LIMIT_S, check=False

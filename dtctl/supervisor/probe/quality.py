@@ -135,7 +135,7 @@ def _drain(call: socket.socket) -> None:
 
 
 def measure(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-arg]
-    """The calling side.
+    """Return the calling side.
 
     Args:
         call: to the other node, which now serves.

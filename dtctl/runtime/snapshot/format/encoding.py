@@ -27,7 +27,7 @@ class NotEncodable(SnapshotError):
 
 
 def encode(value: Any, path: str = "state") -> Any:
-    """The value as JSON and tensors; tensors are not copied.
+    """Return the value as JSON and tensors; tensors are not copied.
 
     Args:
         value: numbers, text, bytes, tensors, arrays, dtypes, random generators, and dicts, lists, tuples, sets and
@@ -104,13 +104,13 @@ def with_devices(tree: Any) -> Any:
 
 
 def _is_permuted(tensor: torch.Tensor) -> bool:
-    """Whether its numbers lie side by side, in an order of dimensions that is not the usual one."""
+    """Return whether its numbers lie side by side, in an order of dimensions that is not the usual one."""
     order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride()[dim])
     return tensor.permute(order).is_contiguous()
 
 
 def decode(tree: Any) -> Any:
-    """What `encode` was given; a generator is what `set_generator_state` takes."""
+    """Return what `encode` was given; a generator is what `set_generator_state` takes."""
     if isinstance(tree, list):
         return [decode(item) for item in tree]
     if not isinstance(tree, dict):
@@ -158,12 +158,12 @@ Generator = torch.Generator | random.Random | np.random.Generator | np.random.Ra
 
 
 def is_generator(value: object) -> bool:
-    """Whether it is a generator of random numbers whose state can be kept."""
+    """Return whether it is a generator of random numbers whose state can be kept."""
     return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
 
 
 def generator_state(generator: Generator) -> Any:
-    """The state of a generator, encoded; drawing nothing from it."""
+    """Return the state of a generator, encoded; drawing nothing from it."""
     if isinstance(generator, torch.Generator):
         return {"torch": generator.get_state()}
     if isinstance(generator, random.Random):

@@ -85,7 +85,7 @@ class FreeNames:
 
 
 def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
-    """All that stands before the data.
+    """Return all that stands before the data.
 
     Args:
         tensors: name -> dtype, shape and data_offsets.
@@ -97,7 +97,7 @@ def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
 
 
 def is_tensor(tree: Any) -> bool:
-    """Whether this place of a tree stands for a tensor or a piece of one."""
+    """Return whether this place of a tree stands for a tensor or a piece of one."""
     return isinstance(tree, dict) and TENSOR in tree and tree.keys() <= {TENSOR, OF}
 
 
@@ -106,7 +106,7 @@ class Malformed(ValueError):
 
 
 def parse(file: memoryview) -> Header:
-    """The header of a file, of which there is at least the beginning.
+    """Return the header of a file, of which there is at least the beginning.
 
     Raises:
         Malformed: it is none, or says something of its tensors that cannot be.
@@ -144,11 +144,11 @@ class Readable(Protocol):
     """An open file."""
 
     def read(self, size: int, /) -> bytes:
-        """The next bytes; fewer at the end."""
+        """Return the next bytes; fewer at the end."""
 
 
 def read(file: Readable, size_bytes: int) -> Header:
-    """The header of an open file of this size.
+    """Return the header of an open file of this size.
 
     Raises:
         Malformed: as `parse` and `check_data`.

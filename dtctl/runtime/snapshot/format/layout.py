@@ -70,7 +70,7 @@ class Manifest:
     """What it was read from; the commit record is of that."""
 
     def to_bytes(self) -> bytes:
-        """The text of manifest.json."""
+        """Return the text of manifest.json."""
         files = {name: entry.document() for name, entry in self.files.items()}
         spread = any(entry.part is not None for entry in self.files.values())
         form = FORMAT_SPREAD if spread else FORMAT
@@ -78,12 +78,12 @@ class Manifest:
         return (json.dumps(document, indent=1) + "\n").encode()
 
     def part_of(self, name: str) -> str:
-        """The part that a file belongs to."""
+        """Return the part that a file belongs to."""
         return self.files[name].part or name.removesuffix(PART_SUFFIX)
 
     @classmethod
     def from_bytes(cls, text: bytes, *, where: str) -> Manifest:
-        """The manifest in a text whose digest was found right.
+        """Return the manifest in a text whose digest was found right.
 
         Raises:
             Malformed: it is none.
@@ -125,7 +125,7 @@ def _entry(name: str, entry: Mapping[str, Any]) -> SnapshotFile:
 
 
 def folder_of(folder: Place, step: int) -> Place:
-    """Where the snapshot of a step lies, on disk."""
+    """Return where the snapshot of a step lies, on disk."""
     return folder / f"step-{step:08d}"
 
 
@@ -140,24 +140,24 @@ def attempt_name(step: int) -> str:
 
 
 def piece_name(part: str, rank: int) -> str:
-    """What one worker's pieces of a part are called; the file has a suffix on top."""
+    """Return what one worker's pieces of a part are called; the file has a suffix on top."""
     return f"{part}.{rank:05d}"
 
 
 def rank_of(name: str) -> int | None:
-    """The worker whose pieces a file has; None for a whole part."""
+    """Return the worker whose pieces a file has; None for a whole part."""
     match = _PIECES.match(name)
     return int(match[2]) if match else None
 
 
 def part_of_piece(name: str) -> str | None:
-    """The part that a file of `piece_name` has pieces of; None for another name."""
+    """Return the part that a file of `piece_name` has pieces of; None for another name."""
     match = _PIECES.match(name)
     return match[1] if match else None
 
 
 def step_of(path: Place) -> int | None:
-    """The step that a snapshot's folder is named after; None for any other name."""
+    """Return the step that a snapshot's folder is named after; None for any other name."""
     match = _FOLDER.match(path.name)
     return int(match[1]) if match else None
 
@@ -171,7 +171,7 @@ def listing(folder: Place) -> list[tuple[int, Any]]:
 
 
 def entries(path: Place) -> dict[str, int | None]:
-    """What a folder has: name -> bytes of a file, None for anything else."""
+    """Return what a folder has: name -> bytes of a file, None for anything else."""
     if isinstance(path, Remote):
         return path.entries()
     return {file.name: file.stat().st_size if file.is_file() else None for file in path.iterdir()}
@@ -189,11 +189,11 @@ class Hasher(Protocol):
         """Add bytes."""
 
     def hexdigest(self) -> str:
-        """The digest of all bytes so far."""
+        """Return the digest of all bytes so far."""
 
 
 def default_hash(*, in_memory: bool = False) -> str:
-    """The fastest hash at hand: BLAKE3 (3.5 GB/s on one core), else SHA-256 (0.2 to 1.5 GB/s).
+    """Return the fastest hash at hand: BLAKE3 (3.5 GB/s on one core), else SHA-256 (0.2 to 1.5 GB/s).
 
     Args:
         in_memory: of what never leaves the nodes' memory: XXH3 (7 GB/s), which finds damage and stops no forger.
@@ -204,7 +204,7 @@ def default_hash(*, in_memory: bool = False) -> str:
 
 
 def hasher(name: str) -> Hasher:
-    """A new digest.
+    """Return a new digest.
 
     Raises:
         SnapshotError: the hash is unknown, or needs a package that is not installed.
@@ -222,7 +222,7 @@ def hasher(name: str) -> Hasher:
 
 
 def file_digest(path: Place, name: str, contents: memoryview | None = None) -> str:
-    """The digest of a file's bytes.
+    """Return the digest of a file's bytes.
 
     Args:
         path: the file.
@@ -259,7 +259,7 @@ def memory(size_bytes: int) -> memoryview:
 
 
 def commit_record(manifest: bytes, name: str) -> bytes:
-    """The text of COMMIT for the text of a manifest."""
+    """Return the text of COMMIT for the text of a manifest."""
     state = hasher(name)
     state.update(manifest)
     return f"{name} {state.hexdigest()} {MANIFEST}\n".encode()

@@ -43,7 +43,7 @@ class Outline:
     """Of the data."""
 
     def header(self) -> bytes:
-        """All that stands before the data.
+        """Return all that stands before the data.
 
         Raises:
             SnapshotError: the part has a value that is not kept.
@@ -59,7 +59,7 @@ class Outline:
 
 
 def outline(part: Any) -> tuple[Outline, list[torch.Tensor]]:
-    """How a part will lie in a file, and its tensors in that order.
+    """Return how a part will lie in a file, and its tensors in that order.
 
     Args:
         part: tensors and JSON's values in dicts, lists and tuples (which come back as lists).
@@ -84,7 +84,7 @@ def outline(part: Any) -> tuple[Outline, list[torch.Tensor]]:
 
 
 def view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """A tensor of a file in a buffer of its data, uint8 and aligned."""
+    """Return a tensor of a file in a buffer of its data, uint8 and aligned."""
     return buffer[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
 
 

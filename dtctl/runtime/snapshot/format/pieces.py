@@ -34,7 +34,7 @@ Key = tuple[str, ...]
 
 
 def local(tree: Any) -> Any:
-    """A tree in which every sharded tensor (DTensor) is a `Piece`; nothing is copied or exchanged."""
+    """Return a tree in which every sharded tensor (DTensor) is a `Piece`; nothing is copied or exchanged."""
     if isinstance(tree, torch.Tensor) and hasattr(tree, "device_mesh"):
         own: torch.Tensor = tree.to_local().detach()  # type: ignore[attr-defined]
         return Piece(own, tuple(tree.shape), box_of(tree)[0])
@@ -46,7 +46,7 @@ def local(tree: Any) -> Any:
 
 
 def box_of(tensor: torch.Tensor) -> assembly.Box:
-    """The stretch of a sharded tensor that this worker has; all of any other."""
+    """Return the stretch of a sharded tensor that this worker has; all of any other."""
     if not hasattr(tensor, "device_mesh"):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     # To import this costs every training half a second, and only sharded ones have need of it.
@@ -70,7 +70,7 @@ def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A DTensor that is sharded as `tensor` is, of this worker's part."""
+    """Return a DTensor that is sharded as `tensor` is, of this worker's part."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)  # noqa: S101  # for the type checker
@@ -111,7 +111,7 @@ class Division:
         self._mine: frozenset[Key] = frozenset()
 
     def mine(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """What this worker writes of its parts, which are of `local`. Collective over all workers."""
+        """Return what this worker writes of its parts, which are of `local`. Collective over all workers."""
         have = [[size, self._firsts(key), *key] for key, size in _keys(parts, ())]
         changed = torch.tensor([int(have != self._had)])
         if int(self._worker.sum(changed)):
@@ -160,7 +160,7 @@ def _key(tree: Any, path: Key) -> Key:
 
 
 def _without(tree: Any, path: Key, mine: frozenset[Key]) -> Any:
-    """The tree without tensors of others; where a list has one, None."""
+    """Return the tree without tensors of others; where a list has one, None."""
     if isinstance(tree, torch.Tensor | Piece):
         return tree if _key(tree, path) in mine else GONE
     if isinstance(tree, Mapping):

@@ -41,7 +41,7 @@ class Copy:
 
 
 def plan(stores: Stores, files: Sequence[Sequence[str]], replicas: int) -> list[Copy]:
-    """All copies, in an order that is the same on all workers.
+    """Return all copies, in an order that is the same on all workers.
 
     Args:
         stores: who writes where.
@@ -143,7 +143,7 @@ def _sizes(size_bytes: int) -> Iterator[int]:
 
 
 def _chunks(header: torch.Tensor, data: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of a file in stretches of `CHUNK_BYTES`; only that with the end of the header is put together."""
+    """Yield the bytes of a file in stretches of `CHUNK_BYTES`; only that with the end of the header is put together."""
     first = CHUNK_BYTES - len(header) % CHUNK_BYTES
     joined = torch.cat([header, data[:first]])
     yield from torch.split(joined, CHUNK_BYTES)

@@ -57,7 +57,7 @@ class Holder:
     started: str
     """When the process was, by its kernel; numbers are used again."""
     held: bool = False
-    """Whether nobody else was there; else it is still being found out."""
+    """True if nobody else was there; else it is still being found out."""
     epoch: int = 0
     """Of the process group that it was started for, if it replaces a lost worker."""
     count: int = 0
@@ -65,11 +65,11 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a process of this machine, which the kernel can tell of."""
+        """Return whether it is a process of this machine, which the kernel can tell of."""
         return (self.boot, self.space) == _here()
 
     def is_gone(self) -> bool | None:
-        """Whether its process has ended; None if that cannot be told from here."""
+        """Return whether its process has ended; None if that cannot be told from here."""
         return _started(self.pid) != self.started if self.is_here else None
 
     def describe(self) -> str:
@@ -102,7 +102,7 @@ def _here() -> tuple[str, str]:
 
 
 def _started(pid: int) -> str:
-    """When a process was started; empty if there is none, or only what is left of one."""
+    """Return when a process was started; empty if there is none, or only what is left of one."""
     ticks = node_facts.start_ticks(pid)
     return str(ticks) if ticks > 0 else ""
 

@@ -52,7 +52,7 @@ class _Store:
         self.fs, self._answers = fs, True
 
     def ask(self, action: Callable[[Any], Any]) -> Any:
-        """What comes of it; whatever it raises, and TimeoutError if nothing comes."""
+        """Return what comes of it; whatever it raises, and TimeoutError if nothing comes."""
         answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -109,23 +109,23 @@ class Remote:
 
     @property
     def name(self) -> str:
-        """Its last word."""
+        """Return its last word."""
         return self._url.rsplit("/", 1)[-1]
 
     def is_dir(self) -> bool:
-        """Whether there is anything below it."""
+        """Return whether there is anything below it."""
         return self._kind() == "directory"
 
     def is_file(self) -> bool:
-        """Whether there is an object of this name."""
+        """Return whether there is an object of this name."""
         return self._kind() == "file"
 
     def exists(self) -> bool:
-        """Whether there is anything of this name."""
+        """Return whether there is anything of this name."""
         return self._kind() is not None
 
     def entries(self) -> dict[str, int | None]:
-        """What a folder has: name -> bytes of a file, None for a folder; nothing if there is no such folder."""
+        """Return what a folder has: name -> bytes of a file, None for a folder; nothing if there is no such folder."""
         try:
             rows = self._fresh("listed", lambda fs: fs.ls(self._path, detail=True))
         except FileNotFoundError:
@@ -138,7 +138,7 @@ class Remote:
         return sizes
 
     def iterdir(self) -> Iterator[Remote]:
-        """What a folder has."""
+        """Return what a folder has."""
         return (self / name for name in self.entries())
 
     def size_bytes(self) -> int:
@@ -150,19 +150,19 @@ class Remote:
         return int(self._fresh("looked at", lambda fs: fs.info(self._path))["size"])
 
     def modified_s(self) -> float:
-        """When a file was written, in seconds since the epoch."""
+        """Return when a file was written, in seconds since the epoch."""
         return float(self._fresh("looked at", lambda fs: fs.modified(self._path)).timestamp())
 
     def read_bytes(self) -> bytes:
-        """All of a file; FileNotFoundError if there is none."""
+        """Return all of a file; FileNotFoundError if there is none."""
         return bytes(self._asked("read", lambda fs: fs.cat_file(self._path)))
 
     def read_text(self) -> str:
-        """All of a file; FileNotFoundError if there is none."""
+        """Return all of a file; FileNotFoundError if there is none."""
         return self.read_bytes().decode()
 
     def open(self, mode: str = "rb", buffering: int = 0) -> _Download:
-        """A file's bytes, once, from the first on; the arguments are there to be those of a Path."""
+        """Return a file's bytes, once, from the first on; the arguments are there to be those of a Path."""
         if mode != "rb" or buffering:
             raise ValueError("files at URLs are written by `upload`")
         return _Download(self)
@@ -236,7 +236,7 @@ class Remote:
         return self._asked(verb, action)
 
     def _asked(self, verb: str, action: Callable[[Any], Any]) -> Any:
-        """What the store answers. Its libraries raise whatever they like; from here on there are two errors.
+        """Return what the store answers. Its libraries raise whatever they like; from here on there are two errors.
 
         Raises:
             FileNotFoundError: there is nothing of this name, and the store said so.
@@ -272,7 +272,7 @@ class _Download:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def read(self, size: int) -> bytes:
-        """The next bytes; fewer at the end."""
+        """Return the next bytes; fewer at the end."""
         buffer = bytearray(size)
         place = memoryview(buffer)
         while place and (count := self.readinto(place)):
@@ -316,12 +316,12 @@ Place: TypeAlias = Path | Remote
 
 
 def is_url(text: str) -> bool:
-    """Whether this names a place by a URL; one of this machine's files is a folder all the same."""
+    """Return whether this names a place by a URL; one of this machine's files is a folder all the same."""
     return bool(_URL.match(text)) and not text.startswith(_LOCAL)
 
 
 def place(text: str | Place) -> Place:
-    """The place that a path or a URL names; nothing is asked for there.
+    """Return the place that a path or a URL names; nothing is asked for there.
 
     Raises:
         SpecError: a URL with a password, or of a kind that is not known.

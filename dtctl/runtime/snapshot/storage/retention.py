@@ -32,7 +32,7 @@ class RetentionRule:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> RetentionRule:
-        """The rule that a manifest's facts have; the newest alone if they have none that makes sense."""
+        """Return the rule that a manifest's facts have; the newest alone if they have none that makes sense."""
         recorded = facts.get(FACT)
         recorded = recorded if isinstance(recorded, dict) else {}
         keep, every_s, best = recorded.get("keep"), recorded.get("every_s"), recorded.get("best")
@@ -43,7 +43,7 @@ class RetentionRule:
         )
 
     def stays(self, good: Sequence[tuple[int, float]]) -> set[int]:
-        """The steps of snapshots that stay.
+        """Return the steps of snapshots that stay.
 
         Args:
             good: step, and when it was made, in seconds; of snapshots that count.
@@ -59,7 +59,7 @@ class RetentionRule:
 
 
 def made_s(path: Place) -> float:
-    """When a snapshot was made, in seconds since the epoch."""
+    """Return when a snapshot was made, in seconds since the epoch."""
     return (path / layout.COMMIT).modified_s() if isinstance(path, Remote) else path.stat().st_mtime
 
 
