@@ -24,7 +24,7 @@ class Advice:
     """The best of each other kind, the runner-up first, and those that do not fit last."""
     reasons: tuple[str, ...]
     evaluated: int
-    """How many layouts were evaluated."""
+    """Number of layouts that were evaluated."""
     written: Choice | None = None
     """What the spec describes now."""
 

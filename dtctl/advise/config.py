@@ -99,7 +99,7 @@ _KEYS = {
 _NEEDED = ("layers", "hidden")
 MOST_BLOCKS = 100_000
 MAX_BYTES = 16 << 20
-"""Of a config.json."""
+"""Bytes of a config.json."""
 LONGEST = 8192
 """Tokens of a sample, when a config only says how many a model could take."""
 

@@ -39,7 +39,7 @@ class Measured:
     tracked: float | None = None
     """Bytes of tensors as torch's tracker counts them; None where it cannot follow."""
     untracked: str | None = None
-    """Why it cannot."""
+    """Reason why it cannot."""
 
     @property
     def off(self) -> float:

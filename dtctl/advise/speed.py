@@ -23,7 +23,7 @@ ROUTING = 6e-3
 SENT = 0.5
 """Share of the exchange between experts that nothing hides."""
 PASSES = 7.8
-"""How often the activations of a block go to or from memory in a step, in eager mode."""
+"""Number of times that the activations of a block go to or from memory in a step, in eager mode."""
 FUSED = 4
 """The same, compiled or with fused kernels."""
 FP8 = 1.7
@@ -65,11 +65,11 @@ class Speed:
     exchange_s: float
     """All exchange of gradients and weights, hidden or not."""
     exposed_s: float
-    """Of exchange, what computation does not hide, tensor parallelism's included."""
+    """Seconds of exchange, what computation does not hide, tensor parallelism's included."""
     bubble_s: float
-    """In which a pipeline waits."""
+    """Seconds in which a pipeline waits."""
     update_s: float
-    """Of the optimizer's step."""
+    """Seconds of the optimizer's step."""
     tokens_per_s_per_gpu: float
 
 

@@ -41,9 +41,9 @@ class NodeReport:
     slots: int = 1
     error: DtctlError | None = None
     login_s: list[float] = field(default_factory=list)
-    """From the connection to the first answer of a program, once or twice."""
+    """Seconds from the connection to the first answer of a program, once or twice."""
     python_s: list[float] = field(default_factory=list)
-    """How long Python took to start, twice; asked only where the first time was long."""
+    """Seconds that Python took to start, twice; asked only where the first time was long."""
     shell: LoginShell | None = None
     """How its login shell has run a plain command; asked only where a program of ours has not answered."""
     facts: dict[str, Any] = field(default_factory=dict)

@@ -35,10 +35,10 @@ from dtctl.transport.base import Connection, Target, Transport
 
 ANSWER_LIMIT_S = 15.0
 HELLO_LIMIT_S = 30.0
-"""For the login shell and the start of Python, which takes long on a network file system or a busy node."""
+"""Seconds for the login shell and the start of Python, which takes long on a network file system or a busy node."""
 FACTS_LIMIT_S = 16.0
 GPU_FACTS_LIMIT_S = 35.0
-"""For what a node says of itself: a driver that is not kept awake may take half a minute to find eight GPUs."""
+"""Seconds for what a node says of itself: a driver that is not kept awake may take half a minute to find eight GPUs."""
 SHELL_LIMIT_S = 5.0
 SLOW_LOGIN_S = 3.0
 """A login that takes longer is timed once more."""

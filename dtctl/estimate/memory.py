@@ -56,22 +56,22 @@ class Recipe:
     """Weights stay fp32 and are cast for every product; the casts live until the backward pass. False: the framework
     computes with weights in half precision that it holds or gathers."""
     weight_bytes: int = 4
-    """Of the weights that lie on a worker between steps."""
+    """Bytes of the weights that lie on a worker between steps."""
     gradient_bytes: int = 4
     master_bytes: int = 0
-    """Of an fp32 copy that lies with the optimizer's state and is divided like it."""
+    """Bytes of an fp32 copy that lies with the optimizer's state and is divided like it."""
     optimizer_bytes: int = 8
-    """Of the optimizer's state: AdamW's two moments."""
+    """Bytes of the optimizer's state: AdamW's two moments."""
     table_bytes: int = 0
-    """Of the optimizer's state besides, in tables of embeddings and tensors of three and more dimensions."""
+    """Bytes of the optimizer's state besides, in tables of embeddings and tensors of three and more dimensions."""
     vector_bytes: int = 0
-    """Of the optimizer's state besides, in tensors of one dimension."""
+    """Bytes of the optimizer's state besides, in tensors of one dimension."""
     average_bytes: int = 0
-    """Of an average that is kept beside the weights."""
+    """Bytes of an average that is kept beside the weights."""
     step_bytes: int = 0
-    """Of what the optimizer's step needs for itself, as torch's foreach kernels do."""
+    """Bytes of what the optimizer's step needs for itself, as torch's foreach kernels do."""
     bucket_bytes: int = 0
-    """Of a second copy of the gradients, in the buckets in which ddp exchanges them."""
+    """Bytes of a second copy of the gradients, in the buckets in which ddp exchanges them."""
     sharded: tuple[tuple[str, Any], ...] = ()
     """What is otherwise where gradients or weights are divided over workers too, as in ZeRO's stages 2 and 3."""
     gradients_stay: bool = False

@@ -40,7 +40,7 @@ SCRIPT_BYTES: Final = 100_000
 QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 EXCLUSIVE: Final = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 SHUTDOWN_MARGIN_S: Final = 5
-"""Before the end of a pod, for torchrun to kill who does not end by itself."""
+"""Seconds before the end of a pod, for torchrun to kill who does not end by itself."""
 LATE_OPTIONS: Final = {
     "--node-rank": shell.Late("--node-rank=$JOB_COMPLETION_INDEX"),
     "--master-addr": shell.Late("--master-addr=$MASTER_ADDR"),

@@ -34,9 +34,9 @@ from dtctl.supervisor.messages.setup import EnvironmentOrder
 
 CACHE_DIR = "cache"
 SPEC_BYTES = 4 << 20
-"""Of a run's copy of its spec."""
+"""Bytes of a run's copy of its spec."""
 COMMAND_CHARACTERS = 4000
-"""Of a command line that nodes remember."""
+"""Characters of a command line that nodes remember."""
 SPARED_S = 10.0
 """`cluster.link_timeout_s` by default, where a spare can take the place of a silent node."""
 UNSPARED_S = 30.0

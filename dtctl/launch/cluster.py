@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dtctl.transport.dial import OpenSocket
 
 SOURCE_BYTES = 32 << 20
-"""Of a script."""
+"""Bytes of a script."""
 FILES = 256
 """Open files of a launcher, connections apart."""
 FILES_PER_NODE = 5

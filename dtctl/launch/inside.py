@@ -16,7 +16,7 @@ from dtctl.transport.base import ByteStream, Connection
 
 PIECE_BYTES = 1 << 16
 END_S = 10.0
-"""How long the exit status may take once the output has ended."""
+"""Seconds that the exit status may take once the output has ended."""
 _ENTER = r"""
 cd {run_dir} || {{ echo "the node has no folder of the run" >&2; exit 7; }}
 export {run_var}=$PWD {metrics_var}=$PWD/metrics.jsonl {snapshots_var}=$PWD/snapshots

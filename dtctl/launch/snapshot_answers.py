@@ -26,7 +26,7 @@ from dtctl.schema import (
 from dtctl.schema import path as printable_path
 
 ANSWER_BYTES: Final = 64 << 20
-"""Of one answer: some 300,000 tensors."""
+"""Bytes of one answer: some 300,000 tensors."""
 _COUNT: Final = integer(0)
 _ROWS: Final = 100_000
 _PATHS: Final = list_of(printable_path, _ROWS)
@@ -40,7 +40,7 @@ class SnapshotRow(Record):
     committed: bool = value(flag)
     size_bytes: int = value(_COUNT)
     time: float = value(number)
-    """When it was made, in seconds since the epoch."""
+    """Time when it was made, in seconds since the epoch."""
 
 
 class VerifiedRow(Record):
@@ -115,7 +115,7 @@ class NewestGood(SnapshotAnswer):
     path: str = value(printable_path)
     step: int = value(_COUNT)
     rejected: list[str] = value(list_of(prose, _ROWS))
-    """Why newer ones were passed over."""
+    """Reason why newer ones were passed over."""
 
 
 class Contents(NewestGood):

@@ -24,9 +24,9 @@ from dtctl.transport.fanout import fan_out
 
 MODULE = "dtctl.runtime.snapshot"
 END_S = 10.0
-"""How long a command may take to end after its last word."""
+"""Seconds that a command may take to end after its last word."""
 SILENCE_S = 60.0
-"""How long a node may be silent that is asked for what its folders say,"""
+"""Seconds that a node may be silent that is asked for what its folders say,"""
 READING_S = 3600.0
 """and one that has to read all of its snapshots before it can say anything."""
 _QUICK = ("ls", "remove")

@@ -12,7 +12,7 @@ from dtctl.transport.base import Target, Transport
 from dtctl.transport.fanout import fan_out
 
 ANSWER_S = 60.0
-"""How long a node may take beyond the grace."""
+"""Seconds that a node may take beyond the grace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

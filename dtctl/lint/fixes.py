@@ -21,7 +21,7 @@ class Fixed:
 
     mended: tuple[Problem, ...] = ()
     refused: str = ""
-    """Why the file was left as it was although there was something to fix; empty if nothing was refused."""
+    """Reason why the file was left as it was although there was something to fix; empty if nothing was refused."""
 
 
 def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Problem]]:

@@ -26,7 +26,7 @@ class Rule:
     wrong: str
     right: str
     exempt: str = ""
-    """Where it does not apply although it might look so."""
+    """Place where it does not apply although it might look so."""
     fixable: bool = False
     """True if `--fix` fixes the plain cases."""
 

@@ -18,7 +18,7 @@ from dtctl.folders import read_regular
 
 Kind = Literal["python", "shell"]
 MAX_BYTES = 32 << 20
-"""Of a file; parsing takes twenty times as much memory."""
+"""Bytes of a file; parsing takes twenty times as much memory."""
 STDIN = Path("-")
 SHELL = frozenset([".sh", ".bash", ".sbatch", ".slurm", ".job"])
 _SKIPPED = frozenset(

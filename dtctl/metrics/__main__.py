@@ -19,7 +19,7 @@ from dtctl.launch.records.record import RunRecord
 from dtctl.metrics.service import LOOK_S, Service
 
 FINISH_S: Final = 6.0
-"""How long what is left may take to be sent."""
+"""Seconds that what is left may take to be sent."""
 
 
 def _watch_launcher(gone: threading.Event) -> None:

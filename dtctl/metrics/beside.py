@@ -19,7 +19,7 @@ from dtctl.launch.records.record import RunRecord
 OUTPUT_FILE: Final = "metrics.log"
 """In the run's folder: what a bug would print."""
 FINISH_S: Final = 8.0
-"""How long the launcher waits at its own end for what is still to be sent."""
+"""Seconds that the launcher waits at its own end for what is still to be sent."""
 LINE_BYTES: Final = 1 << 16
 
 

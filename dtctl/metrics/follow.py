@@ -35,11 +35,11 @@ from dtctl.launch.records.metrics_rows import parse_row
 from dtctl.launch.records.record import RUN_BYTES, RunRecord
 
 READ_BYTES: Final = 4 << 20
-"""Of one file, in one look; what is left is read in the next ones."""
+"""Bytes of one file, in one look; what is left is read in the next ones."""
 LINE_BYTES: Final = 1 << 20
 """A longer line is no event and no row."""
 LOG_BYTES: Final = 64 << 10
-"""Of the end of a failed worker's log."""
+"""Bytes of the end of a failed worker's log."""
 _NOT_FINITE: Final = re.compile(rb"^error: (the gradients? of step.{1,500}? not finite.{0,500})", re.MULTILINE)
 """As dtctl/runtime/guards/nonfinite.py ends a training."""
 KEYS: Final = 100
@@ -137,9 +137,9 @@ class RunFigures:
     step: int | None = None
     """Optimizer steps done; None while none is told."""
     stepped: float | None = None
-    """When a step was last seen to be done, in seconds since the epoch."""
+    """Time when a step was last seen to be done, in seconds since the epoch."""
     running_since: float | None = None
-    """When the newest attempt had started on all nodes."""
+    """Time when the newest attempt had started on all nodes."""
 
     @property
     def ends(self) -> bool:

@@ -23,7 +23,7 @@ class AlertMessage:
     """`job.name` of the spec."""
     change: AlertChanged
     began: float
-    """When the alert began to fire, in seconds since the epoch."""
+    """Time when the alert began to fire, in seconds since the epoch."""
 
     @property
     def title(self) -> str:

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 ANSWER_S: Final = 5.0
-"""For a receiver to answer; alerts have to arrive within 10 s."""
+"""Seconds for a receiver to answer; alerts have to arrive within 10 s."""
 RETRY_S: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
-"""Until what could not be delivered is sent again; the last one from then on."""
+"""Seconds until what could not be delivered is sent again; the last one from then on."""
 WAITING: Final = 100
 """Most messages that wait for one receiver; the oldest is given up for another."""
 

@@ -26,7 +26,7 @@ from dtctl.metrics.send import Outlet
 from dtctl.spec.model import Metrics, Spec
 
 LOOK_S: Final = 1.0
-"""Between two looks at the run's folder."""
+"""Seconds between two looks at the run's folder."""
 TARGETS_DIR: Final = "prometheus"
 """Below .dtctl: a file per run whose page is at a port of its own choice, for Prometheus' file_sd_configs."""
 

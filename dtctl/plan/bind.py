@@ -43,7 +43,7 @@ class NodeTemplate:
     path: str
     gres: str | None
     rack: str | None
-    """Where nodes of the same name are lost together; None: nothing is known of it."""
+    """Place where nodes of the same name are lost together; None: nothing is known of it."""
     preload: tuple[str, ...]
     files: tuple[str, ...]
     job_python: str | None = None

@@ -140,7 +140,7 @@ class Plan:
     kind: Kind
     transport: str
     attempt: int
-    """How often the gang was started before in this run; 0 at first."""
+    """Number of times that the gang was started before in this run; 0 at first."""
     max_restarts: int
     nodes: tuple[NodePlan, ...]
     """In node rank order; the first is the head node."""

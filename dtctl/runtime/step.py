@@ -104,7 +104,7 @@ class Step:
     own: tuple[Any, Any] | None = None
     """From when to when this worker waited for no other: to the end of the last forward pass."""
     waited_s: float = 0.0
-    """How long it waited for data."""
+    """Seconds that it waited for data."""
 
     def __post_init__(self) -> None:
         """Look up whose turn it is."""

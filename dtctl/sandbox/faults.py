@@ -22,7 +22,7 @@ FAULTS_FILE = "faults.json"
 DISK = "dtctl-full-disk"
 """Name of the small file systems, by which they are found again."""
 BURST_S = 0.008
-"""How long a limited cable may make up for, when the machine was late to let packets go."""
+"""Seconds that a limited cable may make up for, when the machine was late to let packets go."""
 LARGE_BYTES = 1200
 """IP packets longer than this are lost by `lose-large`: more than any ping, less than a full Ethernet frame."""
 

@@ -11,7 +11,7 @@ from dtctl.errors import LaunchError, SpecError
 from dtctl.spec import nodeset
 
 ANSWER_S: Final = 60.0
-"""How long an answer of Slurm's commands is waited for."""
+"""Seconds that an answer of Slurm's commands is waited for."""
 
 
 def read_addresses(environ: Mapping[str, str], *, asks: bool = True) -> dict[str, str]:

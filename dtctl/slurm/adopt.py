@@ -17,7 +17,7 @@ from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.site import Site
 
 SUBMISSION_S: Final = 30.0
-"""How long a submission that was begun may take to be seen."""
+"""Seconds that a submission that was begun may take to be seen."""
 POLL_S: Final = 0.5
 
 

@@ -27,7 +27,7 @@ from dtctl.schema import (
 )
 
 BYTES: Final = 256 << 20
-"""Of one answer: a piece of a megabyte from each rank's log."""
+"""Bytes of one answer: a piece of a megabyte from each rank's log."""
 _FIELD: Final = text(4096)
 _JOB: Final = re.compile(r"\d{1,18}(_\d{1,9})?\Z")
 _LOG: Final = re.compile(r"(?:agent|rank-\d{1,9})\.log\Z")
@@ -101,9 +101,9 @@ class JobFacts(Record):
     """As Slurm writes them; (null) of a job that has none, empty where Slurm does not say."""
     restarts: str = value(text(32), default="0")
     start: float | None = value(nullable(number), default=None)
-    """When it has started, or is expected to, in seconds since the epoch."""
+    """Time when it has started, or is expected to, in seconds since the epoch."""
     end: float | None = value(nullable(number), default=None)
-    """When it has ended, or has to at the latest."""
+    """Time when it has ended, or has to at the latest."""
 
 
 _OWN_NAMES: Final = {

@@ -27,7 +27,7 @@ class AttemptFacts:
     aborted: bool = False
     """True if srun ends what is left of it; who is ended by its signals from then on has not failed."""
     taken_back: str = ""
-    """Why Slurm ended the job, or the batch file had it requeued."""
+    """Reason why Slurm ended the job, or the batch file had it requeued."""
     ended: float | None = None
     exit_code: int | None = None
     """With which its tasks ended, all together; 0: each with success. None before that."""

@@ -16,12 +16,12 @@ from dtctl.slurm.follow import Follower, cancel, reference
 from dtctl.slurm.site import LocalSite, Site
 
 POLL_S, POLL_AWAY_S = 0.5, 2.0
-"""Between two polls of a running job: here, and on a login node."""
+"""Seconds between two polls of a running job: here, and on a login node."""
 QUEUE_POLL_S = 8.0
-"""Between two polls of a waiting job, after a while."""
+"""Seconds between two polls of a waiting job, after a while."""
 FIRST_POLL_S = 0.2
 AGAIN_S = 5.0
-"""Until a lost login node is called again."""
+"""Seconds until a lost login node is called again."""
 
 
 class JobBackend:

@@ -61,7 +61,7 @@ CONTROL_FOLDER: Final = "control"
 NODES_FOLDER: Final = "nodes"
 """Below the job's folder: of each of its nodes, what its supervisor keeps."""
 RETURN_S: Final = 10.0
-"""How long a lost node is called again before a restart: one that was off is no longer the job's."""
+"""Seconds that a lost node is called again before a restart: one that was off is no longer the job's."""
 OF_TASKS: Final = (
     "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS", "SLURM_NPROCS",
     "SLURM_TASKS_PER_NODE",

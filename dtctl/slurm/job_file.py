@@ -42,7 +42,7 @@ class JobFile:
     settings: Mapping[str, Any]
     """Fields of a `LaunchJob`."""
     requeues: int
-    """How often Slurm may start the job again."""
+    """Number of times that Slurm may start the job again."""
     warn_s: int
     """How long before the end of its time the workers are warned."""
     code: str

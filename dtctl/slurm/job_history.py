@@ -72,13 +72,13 @@ class JobHistory:
         """True if the newest start of the job was taken back by Slurm, or by its batch file."""
         self.script_code: int | None = None
         self.script_ended_at = 0.0
-        """When that was read."""
+        """Time when that was read."""
         self.launch_s: float | None = None
         self.ledger = JobLedger(record.info().started)
         self._last_attempt = ref.max_attempts
         """Number that the last attempt has at most, unless Slurm starts the job again."""
         self._wait_s = 0.0
-        """How long the batch file waits before the next start."""
+        """Seconds that the batch file waits before the next start."""
         self._saved_step = 0
         """Of the newest snapshot that was told of."""
         self._silent_nodes: set[str] = set()

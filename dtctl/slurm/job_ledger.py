@@ -22,11 +22,11 @@ class JobLedger:
         self._runs = False
         """True if an attempt is on, or was and is not closed yet."""
         self._over_at: float | None = None
-        """When that attempt was over; its last records may be read later."""
+        """Time when that attempt was over; its last records may be read later."""
         self._failed = False
         self._hung_s = 0.0
         self._noted_at = begun
-        """When the workers last noted anything."""
+        """Time when the workers last noted anything."""
         self._ended_at = begun
 
     def _advance(self, at: float) -> None:

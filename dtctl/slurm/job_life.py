@@ -33,9 +33,9 @@ GUARDS: Final = 2
 WARN_AGAIN_S: Final = 15.0
 """A worker that is just being started does not listen yet. Twice as long after each time."""
 WARN_LOOK_S: Final = 3600.0
-"""Between two looks when the job ends."""
+"""Seconds between two looks when the job ends."""
 CONTROLLER_S: Final = 600.0
-"""How long Slurm's controller is waited for while scontrol fails: without a controller srun would, too."""
+"""Seconds that Slurm's controller is waited for while scontrol fails: without a controller srun would, too."""
 # A job that outlives its nodes outlives the first one, too, and then nobody has it started again: Slurm leaves it as it
 # is. The launcher's file is opened, since a folder of the network may show an old size for long; Slurm is asked last.
 # The signal that warns workers of the time limit goes to all steps of the job, and these too.
@@ -79,7 +79,7 @@ class JobLife:
         """With fewer left, it is started again."""
         self._warned, self._over = threading.Event(), threading.Event()
         self._ends: float | None = None
-        """When the job ends at the latest, in seconds since the epoch; None while that is not known."""
+        """Time when the job ends at the latest, in seconds since the epoch; None while that is not known."""
         self._guards: list[subprocess.Popen[bytes]] = []
 
     def await_controller(self, folder: Path) -> bool:

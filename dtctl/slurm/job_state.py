@@ -31,7 +31,7 @@ class JobState:
         self.emit = emit
         self.facts = JobFacts(state="UNKNOWN")
         self.never = ""
-        """Why Slurm will never start it; empty as far as is known."""
+        """Reason why Slurm will never start it; empty as far as is known."""
         self._over_since: float | None = None
         self._shown = ""
 

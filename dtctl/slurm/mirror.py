@@ -69,7 +69,7 @@ class Mirror:
         self.end: RunEnded | None = None
         """How the newest start of the job has ended."""
         self.requeue_reason = ""
-        """Why Slurm has taken the job back, for the start that follows, which does not know."""
+        """Reason why Slurm has taken the job back, for the start that follows, which does not know."""
         self.is_stop_told = False
         """True if whoever follows the job has had it stopped, and told so."""
         self.has_begun = False

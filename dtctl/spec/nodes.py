@@ -42,7 +42,7 @@ class NodeSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for the workers of this node alone."""
     rack: str | None = None
-    """Where nodes of the same name are lost together; None: nothing is known of it."""
+    """Place where nodes of the same name are lost together; None: nothing is known of it."""
     gres: str | None = None
     """Under Slurm: its generic resources."""
 

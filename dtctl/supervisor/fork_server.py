@@ -282,7 +282,7 @@ class ForkServers:
         self.run_dir = run_dir
         self.server: ForkServer | None = None
         self.cold_reason = ""
-        """Why none is used any more."""
+        """Reason why none is used any more."""
         self._ends = 0
         """In a row, of those that have never been ready."""
 

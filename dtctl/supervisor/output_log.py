@@ -18,7 +18,7 @@ AGENT = -1
 """Rank under which the output of torchrun's agent, or of a command that is not a worker, is kept."""
 AGENT_FILE = "agent.log"
 HELD_BYTES = 1 << 20
-"""Of one rank, in memory."""
+"""Bytes of one rank, in memory."""
 COPY_BYTES = 1 << 20
 
 

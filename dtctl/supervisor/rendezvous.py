@@ -10,7 +10,7 @@ import time
 from dtctl import node_facts
 
 LOOK_S = 0.2
-"""Between two looks at first; later a tenth of the attempt's age, for the list of sockets may be long."""
+"""Seconds between two looks at first; later a tenth of the attempt's age, for the list of sockets may be long."""
 
 
 class RendezvousPort:

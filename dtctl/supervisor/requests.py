@@ -43,7 +43,7 @@ class NodeRequests:
 
     KINDS: ClassVar[Mapping[str, type[Message]]]
     IDLE_LIMIT_S: ClassVar[float]
-    """For how long the control machine may be silent."""
+    """Seconds for which the control machine may be silent."""
 
     def __init__(self, link: FdLink, workdir: str) -> None:
         """Answer over a link; `workdir` is the node's folder, whether or not it exists."""

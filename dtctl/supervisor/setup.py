@@ -29,7 +29,7 @@ from dtctl.supervisor.records import EXIT_RECORD, STOP_REQUEST, write_atomically
 from dtctl.supervisor.requests import CannotDo, NodeRequests
 
 REPORT_S = 1.0
-"""Between two signs of life while the code is brought and checked."""
+"""Seconds between two signs of life while the code is brought and checked."""
 MIN_FREE_BYTES = 16 << 20
 SOCKET = "control.sock"
 SETUP_REQUESTS = {**RUN_REQUESTS, **by_op(Hello, PushTree, Prepare, Sweep)}

@@ -37,7 +37,7 @@ PROGRESS_BYTES = 1 << 26
 
 
 ASK_S = 15.0
-"""Between two questions to Slurm's controller, of all who follow a run."""
+"""Seconds between two questions to Slurm's controller, of all who follow a run."""
 ANSWER_S = 10
 """A controller that has not said how a job is by then is down, as far as anybody waits for it."""
 

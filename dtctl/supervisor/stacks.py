@@ -16,7 +16,7 @@ from dtctl.supervisor import processes, progress
 from dtctl.supervisor.messages.attempt import WorkerProgress, WorkerStack
 
 LIMIT_S = 2.0
-"""How long the workers have to answer."""
+"""Seconds that the workers have to answer."""
 SETTLED_S = 0.2
 """An answer that has not grown for this long is complete."""
 TEXT_BYTES = 1 << 16

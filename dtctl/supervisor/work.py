@@ -28,7 +28,7 @@ avoided."""
 MANY_FILES = 80
 MANY_BYTES = 16 << 20
 MOST_COPIED_BYTES = 1 << 30
-"""Of a user's folder: it may hold the data of a whole group, and a copy of that helps nobody."""
+"""Bytes of a user's folder: it may hold the data of a whole group, and a copy of that helps nobody."""
 STATE_FOLDER = b".dtctl"
 """dtctl's own records, beside a spec, which no program reads."""
 COMPILED = "__pycache__"

@@ -39,7 +39,7 @@ class PendingConnection:
     connection: Any = None
     """The connected socket; None where the way leads through another host or program."""
     error: Exception | None = None
-    """Why there is no connection, although the way is direct."""
+    """Reason why there is no connection, although the way is direct."""
 
 
 class EarlyCalls:

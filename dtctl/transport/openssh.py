@@ -70,7 +70,7 @@ COMMAND_MARGIN_S: Final = 60
 """Seconds before that from which on a login counts as too old."""
 DEBUG_S: Final = 10.0
 END_S: Final = 2.0
-"""For ssh to end after its output has."""
+"""Seconds for ssh to end after its output has."""
 LOST_STATUS: Final = 255
 """Exit status of ssh itself; a command may have it, too."""
 MAX_SOCKET_LENGTH: Final = 80
@@ -80,7 +80,7 @@ ROOM_HINT: Final = "set TMPDIR to a folder on a local disk that has room"
 NEW_PREFIX: Final = "dtctl-new-ssh-"
 """Of a folder that is not locked yet."""
 EARLY_BYTES: Final = 1 << 16
-"""Of what a shell's start-up files may print before the command."""
+"""Bytes of what a shell's start-up files may print before the command."""
 LOG_LIMIT: Final = 1 << 16
 """Characters of a log from which on lines for debugging are dropped."""
 _PASS_LINE: Final = r'''IFS= read -r line && printf "%s\n" "$line"'''

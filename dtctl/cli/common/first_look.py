@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dtctl.spec.model import Spec
 
 FRESH_S = 3600.0
-"""How long healthy nodes are not examined again: examining 16 of them takes a second."""
+"""Seconds that healthy nodes are not examined again: examining 16 of them takes a second."""
 SEEN_FILE = "doctor.json"
 LEFT_TO_LAUNCH = (
     "loopback-name", "names",

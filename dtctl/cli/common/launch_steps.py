@@ -47,7 +47,7 @@ class LaunchOptions:
     sweep: Mapping[str, str] = field(default_factory=dict)
     """Key -> value, of a run that is one of a sweep; among the overrides, too."""
     started: float | None = None
-    """When the run began, in seconds since the epoch. None: with this process."""
+    """Time when the run began, in seconds since the epoch. None: with this process."""
     yes: bool = False
     """True if what the spec reaches beyond its folder is agreed to."""
 

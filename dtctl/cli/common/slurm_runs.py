@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from dtctl.spec.model import Spec
 
 POLL_S = 0.5
-"""Between two questions whether a job that was cancelled has ended."""
+"""Seconds between two questions whether a job that was cancelled has ended."""
 SILENT_S = 5.0
-"""How long Slurm may say nothing of a job that is to be stopped, besides the time of one question."""
+"""Seconds that Slurm may say nothing of a job that is to be stopped, besides the time of one question."""
 CANCEL_LIMIT_S = 120.0
 """Slurm gives workers KillWait (30 s unless configured) between SIGTERM and SIGKILL."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REFRESH_S = 0.25
 LOG_LINES = 10
 TAIL_BYTES = 4096
-"""Of each log, when the picture is drawn for the first time."""
+"""Bytes of each log, when the picture is drawn for the first time."""
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {"running": "green", "succeeded": "green", "ready": "green", "failed": "red", "lost": "red"}
 

@@ -27,7 +27,7 @@ LOSS = 0.004
 MUCH_LOSS = 0.05
 TWICE = 0.01
 BREAKS = 3
-"""How often a stream has to break off, and then always."""
+"""Number of times that a stream has to break off, and then always."""
 LATE_TIMES = 8.0
 LATE_MS = 0.5
 """A round trip is late when it takes this many times as long as the others', and this much longer."""
@@ -36,7 +36,7 @@ COMPARABLE_MBIT_S = 10_000.0
 AGAIN_PER_NODE = 2
 AGAIN_AT_MOST = 12
 TRIES = 4
-"""How often a way is measured that never looks good."""
+"""Number of times that a way is measured that never looks good."""
 
 
 def doubtful(reports: Sequence[NodeReport]) -> list[Way]:

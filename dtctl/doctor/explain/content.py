@@ -22,9 +22,9 @@ TAIL_BYTES = 32 << 20
 """Of a longer file the beginning and the end are read: what failed stands there."""
 CHUNK = 1 << 20
 PATIENCE_S = 5.0
-"""How long what is no file, or is compressed, is read."""
+"""Seconds that what is no file, or is compressed, is read."""
 MOST_BYTES = 16 << 30
-"""Of compressed data, unpacked: a small file may hold any amount."""
+"""Bytes of compressed data, unpacked: a small file may hold any amount."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LOOK = 64 << 10
 _NO_TEXT = bytes([*range(1, 7), *range(14, 27), *range(28, 32)])
@@ -37,7 +37,7 @@ class Content:
 
     text: str
     trouble: str
-    """Why it was not read, or not to its end; empty when all is well."""
+    """Reason why it was not read, or not to its end; empty when all is well."""
 
 
 def content(file: Path) -> Content:

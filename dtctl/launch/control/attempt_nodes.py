@@ -40,7 +40,7 @@ class AttemptOutcome:
     outputs: dict[str, Outputs] = field(default_factory=dict)
     """Node -> what the run has put out there so far."""
     hung_s: float = 0.0
-    """For how long nothing had moved when it was ended because it hung."""
+    """Seconds for which nothing had moved when it was ended because it hung."""
     away_s: float = 0.0
     """For how long the launcher did not run, if the nodes have ended the attempt for it: then nobody has failed."""
     left_early: list[Standing] = field(default_factory=list)
@@ -89,7 +89,7 @@ class AttemptNodes:
         self.ended_workers: set[tuple[str, int]] = set()
         self.begun_at = time.monotonic()
         self.moved_at = self.begun_at
-        """When a worker has printed something or ended, for the last time."""
+        """Time when a worker has printed something or ended, for the last time."""
         self.stop_deadline: float | None = None
         self.absence = (0.0, 0.0)
         """For how long the launcher did not run, if nodes may think it gone, and until when that explains what ends."""

@@ -49,7 +49,7 @@ class Failure:
     """As a shell counts it, 128 + N for signal N; None when the node was lost."""
     signal: int | None
     time: float
-    """When it happened, seconds since the epoch by the control machine's clock."""
+    """Time when it happened, seconds since the epoch by the control machine's clock."""
     log: str = ""
     """The log to read, a path on the control machine."""
     summary: str = ""

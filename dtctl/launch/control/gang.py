@@ -21,20 +21,20 @@ from dtctl.supervisor.messages.setup import EnvironmentProgress, NodeDescription
 
 PING_S = 1.0
 ANSWER_S = 5.0
-"""After which a node that has accepted the connection and sent nothing is named."""
+"""Seconds after which a node that has accepted the connection and sent nothing is named."""
 START_SILENCE_S = 120.0
-"""How long a connected node may take for its first message, usually for starting Python."""
+"""Seconds that a connected node may take for its first message, usually for starting Python."""
 PUSH_SILENCE_S = 30.0
-"""How long it may be silent from then on; it reports every second that it checks or copies code."""
+"""Seconds that it may be silent from then on; it reports every second that it checks or copies code."""
 WORK_LIMIT_S = 600.0
-"""How long it may take for one step of that, whatever it reports."""
+"""Seconds that it may take for one step of that, whatever it reports."""
 QUIT_LIMIT_S = 2.0
 AWAY_S = 3.0
-"""Between two turns of the loop, which takes 0.2 s when nothing happens: after more the process did not run."""
+"""Seconds between two turns of the loop, which takes 0.2 s when nothing happens: after more the process did not run."""
 
 
 PROBE_S = 5.0
-"""In which a node says which port is free."""
+"""Seconds in which a node says which port is free."""
 
 
 class Gang:
@@ -50,7 +50,7 @@ class Gang:
         self.time_s: float | None = None
         """`job.time_s`, from now on; at its end the run is stopped as by a signal."""
         self.away_s = 0.0
-        """For how long this process did not run just now, because it was stopped or the machine slept."""
+        """Seconds for which this process did not run just now, because it was stopped or the machine slept."""
         self._begun = time.monotonic()
         self._pinged = 0.0
         self._turned = _clock()

@@ -26,7 +26,7 @@ from dtctl.launch.records.run_writer import write_private
 from dtctl.supervisor.messages.attempt import WorkerStack
 
 ANSWER_S = 10.0
-"""How long the nodes may take to tell where their workers stand."""
+"""Seconds that the nodes may take to tell where their workers stand."""
 FRESH_S = 4.0
 """Older news of a node is no ground for a verdict; whether the node is lost is somebody else's question."""
 
@@ -266,7 +266,7 @@ class HangMonitor:
         self.on_progress = on_progress
         self.workers: dict[int, Standing] = {}
         self.silent_s: float | None = None
-        """For how long nothing had moved when the question was asked; None: it was not."""
+        """Seconds for which nothing had moved when the question was asked; None: it was not."""
         self._ended: set[int] = set()
         """Ranks that have ended well."""
         self._before_stop: dict[int, Standing] | None = None

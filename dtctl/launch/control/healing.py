@@ -30,7 +30,7 @@ class _Current:
     cause: Failure
     began_s: float
     detect_s: float
-    """From the loss until it was noticed."""
+    """Seconds from the loss until it was noticed."""
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Ranks that were lost, each with its node and how."""
     ready: set[int] = field(default_factory=set)

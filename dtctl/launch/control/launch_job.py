@@ -58,7 +58,7 @@ class LaunchJob:
     min_nodes: int
     """Nodes that the run needs."""
     return_s: float
-    """For how long nodes that the run needs are called again when they are lost."""
+    """Seconds for which nodes that the run needs are called again when they are lost."""
     push: Push | None
     data: Callable[[], list[DataLink]] = list
     """Files beside the code, once they are known."""
@@ -67,7 +67,7 @@ class LaunchJob:
     environment_digest: str = ""
     """Its digest, which is known before; empty: the job has no environment."""
     code_folder: str = ""
-    """Where the code lies on every node, if it is not pushed."""
+    """Place where the code lies on every node, if it is not pushed."""
     is_shared: bool = False
     """True if that is one folder for all nodes, in which the workers start, and what nodes keep is the run's alone."""
     fixed_port: int | None
@@ -79,7 +79,7 @@ class LaunchJob:
     hang_start_s: HangLimit
     """When a job that makes no progress hangs."""
     heal_s: float
-    """How long replacing lost workers may take."""
+    """Seconds that replacing lost workers may take."""
     time_s: float | None
     """When the run is stopped with snapshots; None: never."""
     trains: bool

@@ -23,7 +23,7 @@ from dtctl.supervisor.messages.setup import NodeDescription, Ready
 from dtctl.transport.fanout import raise_failures
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
-"""Between two calls of a node that does not answer."""
+"""Seconds between two calls of a node that does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Substitute:
     description: NodeDescription | None
     """None if its workers go on."""
     reason: str = "it was lost"
-    """Why another node takes the place."""
+    """Reason why another node takes the place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

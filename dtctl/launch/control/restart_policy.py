@@ -55,9 +55,9 @@ class RestartDecision:
     """What to do after a failure."""
 
     wait_s: float = 0.0
-    """Before the next attempt."""
+    """Seconds before the next attempt."""
     give_up_reason: str | None = None
-    """Why there should be no next attempt."""
+    """Reason why there should be no next attempt."""
 
 
 class RestartPolicy:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dtctl.launch.control.placement import NodePlacement
 
 GATHERINGS = 5
-"""How often the nodes of an attempt are gathered, if some are lost again before it begins."""
+"""Number of times that the nodes of an attempt are gathered, if some are lost again before it begins."""
 
 
 def launch(

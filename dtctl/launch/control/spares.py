@@ -19,9 +19,9 @@ STANDBYS = 2
 FRESH_S = 3.0
 """A node on standby that was silent for longer may be lost itself."""
 RETIRED_S = 1.0
-"""From the loss of a node that was replaced until it is called as a spare."""
+"""Seconds from the loss of a node that was replaced until it is called as a spare."""
 FAILED_S = 10.0
-"""Between a spare that cannot stand by and the next call."""
+"""Seconds between a spare that cannot stand by and the next call."""
 
 
 class NotHealed(Exception):

@@ -40,9 +40,9 @@ from dtctl.transport.base import Target, Transport
 from dtctl.transport.fanout import fan_out
 
 SILENCE_S = 600.0
-"""How long a node may be silent: it may have to read a large file before it can say what is in it."""
+"""Seconds that a node may be silent: it may have to read a large file before it can say what is in it."""
 MARGIN_BYTES = 64 << 20
-"""Of this machine's disk that stay free."""
+"""Bytes of this machine's disk that stay free."""
 PARTIAL: Final = ".fetch-"
 READ_BYTES = 1 << 20
 BATCH = 10_000

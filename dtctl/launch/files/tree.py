@@ -39,7 +39,7 @@ COARSE_TICK_NS = 2_000_000_000
 _PRIVATE_KEY = (b"-----BEGIN ", b"PRIVATE KEY", b"PuTTY-User-Key-File-")
 _CHUNK_BYTES = 1 << 20
 CACHE_BYTES = 256 << 20
-"""Of what is remembered: some million files."""
+"""Bytes of what is remembered: some million files."""
 
 
 class TreeFile(NamedTuple):

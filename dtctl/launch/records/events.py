@@ -138,7 +138,7 @@ class AttemptRunning(Event):
     event = "started"
     attempt: Index = 0
     launch_s: Seconds | None = None
-    """From the start of the launcher to the first of these."""
+    """Seconds from the start of the launcher to the first of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class WorkerExited(Event):
     exit_code: Index | None = None
     signal: Index | None = None
     killed: bool | None = field(default=None, metadata=_OPTIONAL)
-    """Whether dtctl has killed it, since it did not end when it was asked to."""
+    """True if dtctl has killed it, since it did not end when it was asked to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +292,7 @@ class Replacement:
 
     rank: Index
     node: str = ""
-    """Where it was lost."""
+    """Place where it was lost."""
     by: str = ""
     """Node of the other process."""
     reason: str = ""
@@ -320,9 +320,9 @@ class Healed(Event):
     repeated_steps: Count = 0
     """Steps that are done again, by those who had begun them: 0 or 1."""
     detect_s: Seconds = 0.0
-    """From the loss until it was noticed: for a worker that hangs, since anything has moved."""
+    """Seconds from the loss until it was noticed: for a worker that hangs, since anything has moved."""
     heal_s: Seconds = 0.0
-    """From then until all workers were in the new group."""
+    """Seconds from then until all workers were in the new group."""
 
     @property
     def told(self) -> str:
@@ -421,7 +421,7 @@ class JobQueued(Event):
     """Slurm's word for it."""
     reason: str | None = None
     start: Seconds | None = None
-    """When Slurm expects to start it, in seconds since the epoch."""
+    """Time when Slurm expects to start it, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,7 +444,7 @@ class FirstFailure:
     """File on the control machine."""
     summary: str | None = None
     hang: bool | None = field(default=None, metadata=_OPTIONAL)
-    """Whether it was ended because it made no progress."""
+    """True if it was ended because it made no progress."""
 
 
 def subject_of(node: str | None, rank: int | None, exit_code: int | None) -> str:
@@ -493,7 +493,7 @@ class RunEnded(Event):
     outputs: Mapping[str, Outputs] = field(default_factory=dict, metadata=_OPTIONAL)
     """Node -> what its programs have written, where there is any."""
     error: str | None = field(default=None, metadata=_OPTIONAL)
-    """Why it was never started, or could not be started again."""
+    """Reason why it was never started, or could not be started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -564,7 +564,7 @@ class RunProgress:
     status: str = "starting"
     """queued (Slurm has it), starting, running, stopping, succeeded, failed or stopped"""
     last: float | None = None
-    """When the last event happened, in seconds since the epoch."""
+    """Time when the last event happened, in seconds since the epoch."""
     attempt: int = -1
     """The newest that was started; -1: none was."""
     launch_s: float | None = None

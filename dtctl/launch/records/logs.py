@@ -110,7 +110,7 @@ class RankLog:
         self.cut = 0
         """Bytes of output that the limit, or a node's, has cut out."""
         self.refusal: str | None = None
-        """Why the disk has refused some of it; None: it has not."""
+        """Reason why the disk has refused some of it; None: it has not."""
         self._limit_bytes = limit_bytes
         self._file: BinaryIO | None = None
         self._size = 0

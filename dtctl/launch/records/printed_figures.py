@@ -16,7 +16,7 @@ from typing import Any, Final
 from dtctl import folders
 
 TAIL_BYTES: Final = 256 << 10
-"""Of a log; a program that prints more without a loss is not understood."""
+"""Bytes of a log; a program that prints more without a loss is not understood."""
 LINE_CHARACTERS: Final = 1000
 """Most that is looked at of a line, with blanks in a row as one: on a longer one patterns go on for minutes."""
 _NUMBER: Final = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"

@@ -29,7 +29,7 @@ ROOM_FILE, ROOM_BYTES, ROOM_STEP_BYTES = "room", 512 << 10, 64 << 10
 """Of the disk, taken before the start for events and records, and given back for them when the disk is full."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LOCK_WAIT_S = 0.5
-"""How long one who wants to be the launcher waits for those who look whether there is one."""
+"""Seconds that one who wants to be the launcher waits for those who look whether there is one."""
 
 
 def state_folder(base_dir: Path, name: str) -> Path:

@@ -33,7 +33,7 @@ class RunState:
     nodes: dict[str, str] = field(default_factory=dict)
     """Node -> its last reported state."""
     restarts: tuple[str, ...] = ()
-    """Why each attempt but the last one has ended: its first failure."""
+    """Reason why each attempt but the last one has ended: its first failure."""
     heals: tuple[str, ...] = ()
     """Which workers were replaced while the others stayed, and how long that took."""
     resume: Resumed | Confirmed | None = None
@@ -41,9 +41,9 @@ class RunState:
     job: str = ""
     """Id of the Slurm job that the run is."""
     looked: float = 0.0
-    """When it was last known to be so, in seconds since the epoch: a job of Slurm goes on though nobody looks."""
+    """Time when it was last known to be so, in seconds since the epoch: a job of Slurm goes on though nobody looks."""
     waits: JobQueued | None = None
-    """Why it waits, and when Slurm expects to start it, while it waits."""
+    """Reason why it waits, and when Slurm expects to start it, while it waits."""
     alerts: dict[str, str] = field(default_factory=dict)
     """Alerts of `metrics.alerts` that are firing, and what they say."""
     done: RunEnded | None = None

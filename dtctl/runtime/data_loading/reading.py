@@ -37,7 +37,7 @@ class DatasetExamination:
     digests: dict[str, str] = field(default_factory=dict)
     """Index (of a stream: position) -> digest of the sample."""
     irreproducible: str | None = None
-    """Why what is read depends on more than its position; None if nothing says so."""
+    """Reason why what is read depends on more than its position; None if nothing says so."""
     unseen: str | None = None
     """What was not looked at."""
 

@@ -28,7 +28,7 @@ from dtctl.runtime.live.control import Control
 DEVICE_KEY: Final = "dtctl/device"
 KINDS: Final = {"cpu": "CPU", "cuda": "GPU"}
 TEAR_DOWN_S: Final = 5.0
-"""How long a failed worker may spend on leaving its group; its peers may be gone, and NCCL would wait for them."""
+"""Seconds that a failed worker may spend on leaving its group; its peers may be gone, and NCCL would wait for them."""
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class Account:
     """How this process computes, now."""
     numerics_before: Mapping[str, str]
     irreproducible: list[str]
-    """Why a run of this program is not the same twice, on any worker."""
+    """Reason why a run of this program is not the same twice, on any worker."""
 
     def look_at_code(self) -> None:
         """Take in modules that were loaded since, such as one that the loss function imports."""

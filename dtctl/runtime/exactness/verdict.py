@@ -40,7 +40,7 @@ class Verdict:
     losses_to: int = 0
     """The last step whose losses were compared as well, which are of more steps; 0 if they were not."""
     repeats: bool | None = None
-    """Whether the step that differs came out the same when it was computed once more here. None: it was not."""
+    """True if the step that differs came out the same when it was computed once more here. None: it was not."""
 
     @property
     def is_open(self) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dtctl.runtime.strategies.ddp import Ddp
 
 MESSAGE_BYTES: Final = 64 << 20
-"""Of parameters that are sent together: each message costs some 20 us of its own, and a copy of its length."""
+"""Bytes of parameters that are sent together: each message costs some 20 us of its own, and a copy of its length."""
 
 
 def shares(sizes: Sequence[int], workers: int) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 ENTRIES: Final = 200
 """Of each recorder, the newest; they explain what hangs, and 2000 would be a megabyte."""
 MAX_BYTES: Final = 1 << 17
-"""Of an answer; the supervisor takes twice as much."""
+"""Bytes of an answer; the supervisor takes twice as much."""
 
 
 def dump() -> bytes:

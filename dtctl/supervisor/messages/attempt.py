@@ -70,7 +70,7 @@ class StartAttempt(Message):
     meeting_port: int = value(PORT, default=0)
     """At which the workers meet on this node; 0: they do so elsewhere, or need not."""
     grace_s: float = value(number)
-    """Between SIGTERM and SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL."""
     snapshots: str = value(NAME, default="")
     """Folder of snapshots; empty: the run's own."""
     keep: bool = value(flag)
@@ -120,7 +120,7 @@ class Heal(Message):
 
     op = "heal"
     epoch: int = value(COUNT)
-    """How often workers of this attempt were replaced, this time included."""
+    """Number of times that workers of this attempt were replaced, this time included."""
     lost: list[int] = value(list_of(WORKER_RANK, WORKERS))
     """Ranks, of any node."""
     host: int = value(WORKER_RANK)
@@ -202,11 +202,11 @@ class AttemptStopped(Message):
     outputs: OutputSummary | None = value(nullable(OutputSummary.parse), default=None)
     """What the run's programs have put out so far."""
     met: bool | None = value(nullable(flag), default=None)
-    """Whether anybody has opened the port at which the workers meet; None: nobody has looked here."""
+    """True if anybody has opened the port at which the workers meet; None: nobody has looked here."""
     gone: bool = value(flag, default=False)
     """True if the run had ended before the link stood: no supervisor waits for another attempt."""
     record: str = value(prose, default="")
-    """Why the exit record could not be written; empty: it was."""
+    """Reason why the exit record could not be written; empty: it was."""
 
 
 class ResumeVerdict(Record):

@@ -85,4 +85,4 @@ class FileSent(Message):
     digest: str = value(text(64))
     """SHA-256 of all of it."""
     problem: str = value(prose)
-    """Why it could not be read; empty: it was."""
+    """Reason why it could not be read; empty: it was."""

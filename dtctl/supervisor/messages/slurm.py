@@ -11,4 +11,4 @@ class AskSlurm(Message):
 
     op = "slurm"
     bytes: int = value(COUNT)
-    """Of the request."""
+    """Bytes of the request."""

@@ -17,7 +17,7 @@ SMI_LIMIT_S = 30.0
 """Without persistence mode the first nvidia-smi wakes the driver for every GPU, which takes 8 H100s up to half
 a minute; so all are asked at once, and share the driver that one of them has woken."""
 AMD_LIMIT_S = 10.0
-"""For each of the questions to AMD's tools, which are asked one after the other and wake nothing."""
+"""Seconds for each of the questions to AMD's tools, which are asked one after the other and wake nothing."""
 RECENT_S = 24 * 3600.0
 """Older messages of the kernel are of errors that somebody has seen to, or that are seen otherwise."""
 RDMA = "/sys/class/infiniband"

@@ -13,7 +13,7 @@ import threading
 START_LIMIT_S = 30.0
 """A Python on a network file system with a cold cache, or on a busy node, has been seen to take most of this."""
 LIMIT_S = 3 * START_LIMIT_S
-"""Of all starts together: with all variables, without, and then without each of them, at the same time."""
+"""Seconds of all starts together: with all variables, without, and then without each of them, at the same time."""
 MAX_SUSPECTS = 24
 _ASK = r"""
 import sys

@@ -31,7 +31,7 @@ MORE_S = 1.0
 MANY = 4 * BURST
 CHUNK = 256 << 10
 LINE_BYTES = 64
-"""Of what the other side says, which is not believed either: its lies are not to look like this node's."""
+"""Bytes of what the other side says, which is not believed either: its lies are not to look like this node's."""
 _TCP_INFO_RETRANS = 100  # struct tcp_info of linux/tcp.h: tcpi_total_retrans
 _TCP_INFO_DATA_OUT = 156  # tcpi_data_segs_out
 

@@ -40,7 +40,7 @@ class Outline:
     """The part, with `{"$tensor": name}` in the place of tensors."""
     slots: tuple[Slot, ...]
     size_bytes: int
-    """Of the data."""
+    """Bytes of the data."""
 
     def header(self) -> bytes:
         """Return all that stands before the data.

@@ -55,7 +55,7 @@ class Holder:
     """Process number space (a container has its own): in another, the number of a process says nothing."""
     pid: int
     started: str
-    """When the process was, by its kernel; numbers are used again."""
+    """Time when the process was, by its kernel; numbers are used again."""
     held: bool = False
     """True if nobody else was there; else it is still being found out."""
     epoch: int = 0

@@ -33,7 +33,7 @@ FIRST_BYTES: Final = 1 << 20
 AHEAD: Final = 4
 """and how many of these at once, of each file."""
 PATIENCE_S: Final = 300.0
-"""How long a store may take for one block. s3fs for one would wait for as long as TCP repeats what nobody takes."""
+"""Seconds that a store may take for one block. s3fs for one would wait for as long as TCP repeats what nobody takes."""
 IMPATIENCE_S: Final = 15.0
 """And how long after it once did not answer: the next thing is to clear away, which can wait."""
 KEY: Final = "train.snapshot.dir"

@@ -31,7 +31,7 @@ class Staged:
 
     files: tuple[StagedFile, ...]
     arrived: torch.cuda.Event | None
-    """When copies from the GPU are through; None if there are none on the way."""
+    """Time when copies from the GPU are through; None if there are none on the way."""
 
     def wait(self) -> None:
         """Return when all bytes are there."""
