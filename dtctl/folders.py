@@ -28,7 +28,7 @@ class Foreign(OSError):
 
 
 class NotRegular(OSError):
-    """What was to be read is a folder, a device, a pipe or a socket."""
+    """Error: the path is a folder, a device, a pipe or a socket."""
 
 
 def check_private(path: str) -> None:

@@ -16,7 +16,7 @@ ABSURD: Final = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to do."""
+    """Recommendation with its alternatives."""
 
     best: Choice
     """Fits, or is the nearest to it when nothing does."""

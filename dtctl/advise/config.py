@@ -20,7 +20,7 @@ from dtctl.estimate.model import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a `model_type` means, where its config.json is silent."""
+    """Defaults of a `model_type` for keys that its config.json leaves out."""
 
     gated: bool = False
     """The feed-forward network has a gate."""

@@ -48,7 +48,7 @@ MOST_GPUS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviseOptions:
-    """What the command line sets; None for the rest."""
+    """Options of the command line; None where one is not given."""
 
     config: Path | None = None
     module: str | None = None

@@ -37,7 +37,7 @@ the better choice, since it leaves room."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is to be trained, and how."""
+    """Model, data and hardware of a run to plan."""
 
     model: Model
     hardware: Hardware

@@ -75,7 +75,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of a block: parameters, and elements for each token that are kept, of them results of products."""
+    """Part of a block: parameters, and elements kept for each token, including the results of products."""
 
     params: float
     saved: float

@@ -32,7 +32,7 @@ TRAINING = {"width": 512, "depth": 4, "batch": 256, "steps": 7}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What to measure."""
+    """Measurements that the user asked for."""
 
     ops: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -45,7 +45,7 @@ class Asked:
 
 @dataclass(slots=True, kw_only=True)
 class Figures:
-    """What was measured so far."""
+    """Measurements so far."""
 
     backend: str = ""
     world: int = 0

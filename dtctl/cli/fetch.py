@@ -69,7 +69,7 @@ def fetch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """Where the outputs of a run are, and where they go."""
+    """Source and destination of the outputs of a run."""
 
     run: str
     sources: list[FetchSource]

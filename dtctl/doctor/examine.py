@@ -41,7 +41,7 @@ COSTLY: tuple[Costly, ...] = get_args(Costly)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What came of it."""
+    """Result of an examination."""
 
     findings: tuple[Finding, ...]
     seen: tuple[NodeReport, ...]

@@ -11,7 +11,7 @@ from dtctl.errors import DtctlError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoginShell:
-    """What came of `echo WORD` in the login shell of a node."""
+    """Result of `echo WORD` in the login shell of a node."""
 
     answered: bool
     """True if it came to an end in time."""
@@ -28,7 +28,7 @@ class LoginShell:
 
 @dataclass(slots=True, kw_only=True)
 class NodeReport:
-    """What is known of one node."""
+    """Facts about one node."""
 
     name: str
     address: str = ""

@@ -54,7 +54,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeQuery:
-    """What to ask about one node."""
+    """Questions to one node."""
 
     target: Target
     python: str | None

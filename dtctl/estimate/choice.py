@@ -21,7 +21,7 @@ UNSEEN: Final = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetting:
-    """Where and how a model is to be trained."""
+    """Model, hardware and options for which a strategy is chosen."""
 
     workers: int
     per_node: int
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyVerdict:
-    """What was found."""
+    """Chosen strategy, with its reason."""
 
     candidate: Candidate
     """Fits, or is the nearest to it."""

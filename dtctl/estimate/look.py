@@ -81,7 +81,7 @@ def forward(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any
 
 
 class SavedTensors:
-    """What autograd keeps for the backward pass, each storage once, without the model's own.
+    """Tensors that autograd keeps for the backward pass, each storage once, without the model's own.
 
     Attributes:
         bytes: of all.

@@ -50,7 +50,7 @@ dimensions; of a vector."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a framework holds a model; the defaults are dtctl.runtime's. Bytes are for each parameter."""
+    """Memory layout of a framework; the defaults are dtctl.runtime's. Bytes are for each parameter."""
 
     autocast: bool = True
     """Weights stay fp32 and are cast for every product; the casts live until the backward pass. False: the framework

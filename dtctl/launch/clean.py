@@ -42,7 +42,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleanRule:
-    """What is old and large enough to go."""
+    """Age and size from which something is removed."""
 
     older_s: float
     larger_bytes: int

@@ -146,7 +146,7 @@ def _agree(record: str, manifest: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneRule:
-    """What is kept; each may stay None, which is as the run that made the snapshots was told."""
+    """Rule for the snapshots to keep; a field that is None takes the value of the run that made them."""
 
     keep: int | None = None
     """How many of the newest; at least one."""

@@ -53,7 +53,7 @@ class VerifiedRow(Record):
 
 
 class PartRow(Record):
-    """What a node has of one snapshot."""
+    """Part of one snapshot that a node has."""
 
     path: str = value(printable_path)
     step: int = value(_COUNT)
@@ -103,7 +103,7 @@ class Verification(SnapshotAnswer):
 
 
 class Parts(SnapshotAnswer):
-    """What a node has of each snapshot, newest first."""
+    """Parts of all snapshots that a node has, newest first."""
 
     verb = "pieces"
     rows: list[PartRow] = value(list_of(PartRow.parse, _ROWS))
@@ -119,7 +119,7 @@ class NewestGood(SnapshotAnswer):
 
 
 class Contents(NewestGood):
-    """What it consists of, and what it was made with."""
+    """Parts of a snapshot, and the settings that it was made with."""
 
     verb = "show"
     hash: str = value(text(20))
@@ -136,7 +136,7 @@ class ContentDigest(NewestGood):
 
 
 class Exported(NewestGood):
-    """Its weights were written."""
+    """Answer: the weights were written."""
 
     verb = "export"
     size_bytes: int = value(_COUNT)

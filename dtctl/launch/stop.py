@@ -20,7 +20,7 @@ from dtctl.transport.base import Target, Transport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """What stopping a run came to."""
+    """Result of stopping a run."""
 
     left: Mapping[str, int | DtctlError]
     """Node -> processes left there, or why it could not be asked."""

@@ -14,7 +14,7 @@ from dtctl.lint.source_file import SourceFile
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a checker is given."""
+    """Input of a checker."""
 
     module: SourceFile
     project: Project

@@ -51,7 +51,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFacts:
-    """What is known about where the linted code will run."""
+    """Facts about the cluster on which the linted code will run."""
 
     nodes: int | None = None
     """Number of nodes; None when no spec says it."""

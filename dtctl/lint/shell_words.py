@@ -42,7 +42,7 @@ class Command:
 
 @dataclass(slots=True)
 class Script:
-    """What was read of a script."""
+    """Words of a script."""
 
     commands: list[Command] = field(default_factory=list)
     documents: list[tuple[int, int, Command]] = field(default_factory=list)

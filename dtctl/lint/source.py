@@ -143,7 +143,7 @@ def _walk(folder: Path, unread: list[tuple[Path, str]]) -> Iterator[Path]:
 
 
 class Ignored:
-    """What comments of a file suppress: `# dtctl: ignore[DT004]` on the line, `ignore-file` for all of it."""
+    """Rules that comments of a file suppress: `# dtctl: ignore[DT004]` on the line, `ignore-file` for all of it."""
 
     def __init__(self, text: str, *, python: bool = False) -> None:
         self._lines: dict[int, frozenset[str]] = {}

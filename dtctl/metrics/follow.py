@@ -86,7 +86,7 @@ class Tail:
 
 @dataclass(slots=True)
 class TrainingSpeed:
-    """How fast steps are, by what rank 0 logs: now, and at best."""
+    """Speed of steps by the log of rank 0: now, and at best."""
 
     best: float = 0.0
     """Highest median of `REFERENCE_ROWS` logged steps; 0 before there were as many."""

@@ -97,7 +97,7 @@ class Outlet:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """What was meant for one server is not told to another."""
+    """Handler that refuses redirects: the content was meant for one server alone."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

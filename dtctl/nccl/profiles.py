@@ -20,7 +20,7 @@ class VariableSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkProfile:
-    """What is known of a node's network."""
+    """Facts about a node's network."""
 
     interface: str
     """Interface that packets to the other nodes leave by; empty when there is none or no other node."""

@@ -30,7 +30,7 @@ from dtctl.plan.model import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTemplate:
-    """What a node does in each attempt; see `NodePlan` for the fields of the same names."""
+    """Part of a node in every attempt; see `NodePlan` for the fields of the same names."""
 
     name: str
     address: str
@@ -52,7 +52,7 @@ class NodeTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTemplate:
-    """What the attempts of a run have in common; see `Plan` for the fields of the same names."""
+    """Common part of all attempts of a run; see `Plan` for the fields of the same names."""
 
     run: str
     job: str
@@ -73,7 +73,7 @@ class PlanTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What a plan needs to know of one attempt."""
+    """Facts about one attempt that a plan needs."""
 
     number: int
     rendezvous: Rendezvous

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFacts:
-    """What a plan needs to know that is not in the spec; every field has a value for a dry run without any node."""
+    """Facts that a plan needs and the spec does not have; every field has a value for a dry run without any node."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
     """Environment of the control machine, for `job.env_from`."""

@@ -36,7 +36,7 @@ def interpreter_of(script: str, source: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What the user wants to run: exactly one of script, module and command."""
+    """Program of the user: exactly one of script, module and command."""
 
     script: str | None = None
     module: str | None = None

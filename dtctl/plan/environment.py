@@ -54,7 +54,7 @@ ON_CPUS = EnvVar(name="ACCELERATE_USE_CPU", value="true", origin="dtctl: no node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a node on the control machine has of it: `transport: local`, and the virtual hosts of a sandbox."""
+    """Share of this machine that a node on it gets: `transport: local`, and the virtual hosts of a sandbox."""
 
     cores: int
     """Cores of the machine that dtctl may use."""

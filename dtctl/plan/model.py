@@ -20,7 +20,7 @@ WORKER_KINDS: Final = frozenset({"direct", "deepspeed", "accelerate"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """What is made of `train:` for a framework; the same for all workers of a job."""
+    """Variables and arguments made of `train:` for a framework; the same for all workers of a job."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class EnvVar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """How many threads each worker of a run has.
+    """Number of threads of each worker of a run.
 
     One number for all workers and attempts, and on nodes that replace others: sums over another number of threads may
     have other bits.
@@ -62,7 +62,7 @@ class EnvGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the workers of one attempt find each other; new for every attempt."""
+    """Meeting point of the workers of one attempt; new for every attempt."""
 
     run_id: str
     """Distinguishes this attempt from all others, so that a straggler of the previous one is rejected."""
@@ -79,7 +79,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlan:
-    """What one node does."""
+    """Part of one node in a plan."""
 
     name: str
     """Name in the spec; unique."""

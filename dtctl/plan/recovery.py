@@ -13,7 +13,7 @@ from dtctl.train.mesh import resolve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What happens when a worker is lost."""
+    """Plan for the loss of a worker."""
 
     live: bool
     """True if it is replaced while the others stay."""

@@ -46,7 +46,7 @@ TOLD = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """What a node was about for a while."""
+    """Span of time in which a node was in one state."""
 
     node: str
     doing: str

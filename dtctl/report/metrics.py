@@ -45,7 +45,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What is drawn of a column: the mean of each bucket, and the least and greatest where it has several values."""
+    """Curve of a column: the mean of each bucket, and the least and greatest where it has several values."""
 
     steps: tuple[float, ...]
     values: tuple[float, ...]
@@ -55,7 +55,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsTable:
-    """What metrics.jsonl says."""
+    """Contents of metrics.jsonl."""
 
     curves: Mapping[str, Curve]
     """By key, in the order in which keys first appear; all but `step`."""
@@ -145,7 +145,7 @@ def _forwards(column: Column) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a line usually looks like."""
+    """Usual form of a line."""
 
     keys: frozenset[str]
     watched: tuple[str, ...]
@@ -180,7 +180,7 @@ class _Bucket(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """What a part of a long file says."""
+    """Contents of a part of a long file."""
 
     buckets: dict[str, list[_Bucket]]
     columns: dict[str, Column] = field(default_factory=dict)

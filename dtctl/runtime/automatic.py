@@ -66,7 +66,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is to be trained."""
+    """Model, loss and data to train."""
 
     model: nn.Module | Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], Any]

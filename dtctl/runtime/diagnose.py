@@ -122,7 +122,7 @@ def _leaves(tree: object, path: str) -> Iterable[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """What the exchange of gradients costs."""
+    """Cost of the exchange of gradients."""
 
     with_s: float
     """A step's passes with exchange; median."""

@@ -66,7 +66,7 @@ def _available_bytes() -> int:
 
 
 class MemorySnapshots:
-    """When they are made, and by what; the same on all workers."""
+    """Schedule and writer of snapshots in memory; the same on all workers."""
 
     def __init__(self, config: MemorySnapshotConfig, worker: Worker, model: nn.Module) -> None:
         """Nothing is written yet; collective over all workers.

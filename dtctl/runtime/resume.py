@@ -36,7 +36,7 @@ MARKER: Final = "last-snapshot.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """What the snapshots' folders had to offer; the same on all workers."""
+    """Newest good snapshot in the snapshots' folders; the same on all workers."""
 
     path: str | None
     """Of the newest good snapshot; None if there is none."""

@@ -29,7 +29,7 @@ with the model as the strategy wraps it."""
 
 
 class Clock(Protocol):
-    """What is told of the progress of a step."""
+    """Receiver of the progress of a step."""
 
     def forward(self) -> None:
         """A forward pass begins."""
@@ -40,7 +40,7 @@ class Clock(Protocol):
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step has shown, for its line of metrics."""
+    """Result of a step, for its line of metrics."""
 
     loss: torch.Tensor | None
     """This worker's share of the mean; None for one that has taken over the step from another worker."""
@@ -59,7 +59,7 @@ class StepResult:
 
 @dataclass(slots=True, kw_only=True)
 class Passes:
-    """How the passes of a training are made; the same in all of its steps."""
+    """Settings of the passes of a run; the same in all of its steps."""
 
     loss: Loss
     feed: Feed

@@ -23,7 +23,7 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Outcome(Enum):
-    """How a training ended, other than by an error."""
+    """End of a run, other than by an error."""
 
     FINISHED = 0
     """All steps are done."""
@@ -37,7 +37,7 @@ class Outcome(Enum):
 
 
 class StopRequest:
-    """Whether this worker was asked to stop."""
+    """Request to this worker to stop."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

@@ -23,7 +23,7 @@ from dtctl.runtime.strategies import Strategy
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """What a snapshot holds beside the counters of the loop."""
+    """State that a snapshot holds besides the counters of the loop."""
 
     model: nn.Module
     """As this worker has it."""

@@ -18,7 +18,7 @@ NAMESPACES = kernel.CLONE_NEWNET | kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | ke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What a host has to know to come up."""
+    """Configuration that a host needs to start."""
 
     name: str
     address: str

@@ -83,7 +83,7 @@ def _row(value: Any) -> list[str]:
 
 
 class JobFacts(Record):
-    """What Slurm says of a job."""
+    """Slurm's record of a job."""
 
     state: str = value(text(64))
     """Slurm's word, such as RUNNING."""
@@ -125,7 +125,7 @@ class AgentAnswer(Record):
 
 
 class Offer(AgentAnswer):
-    """What the cluster has."""
+    """Resources of the cluster."""
 
     op = "offer"
     partitions: list[dict[str, str]] = value(list_of(_partition, 10_000))
@@ -148,7 +148,7 @@ class Filled(AgentAnswer):
 
 
 class Submitted(AgentAnswer):
-    """What sbatch did."""
+    """Result of sbatch."""
 
     op = "submit"
     code: int = value(integer(-255, 255))
@@ -169,7 +169,7 @@ class JobFound(AgentAnswer):
 
 
 class OutputsCounted(AgentAnswer):
-    """What a run has put out in its working folder."""
+    """Files that a run has left in its working folder."""
 
     op = "outputs"
     files: int = value(integer(0))
@@ -177,7 +177,7 @@ class OutputsCounted(AgentAnswer):
 
 
 class Tested(AgentAnswer):
-    """What sbatch would do."""
+    """Result of `sbatch --test-only`."""
 
     op = "test"
     code: int = value(integer(-255, 255))
@@ -185,7 +185,7 @@ class Tested(AgentAnswer):
 
 
 class JobLook(AgentAnswer):
-    """How the job is, and what its files hold beyond what is known."""
+    """State of the job, and the part of its files that is not known yet."""
 
     op = "look"
     job: JobFacts = value(_job_facts)
@@ -194,7 +194,7 @@ class JobLook(AgentAnswer):
 
 
 class JobAsked(AgentAnswer):
-    """How the job is."""
+    """State of the job."""
 
     op = "state"
     job: JobFacts = value(_job_facts)

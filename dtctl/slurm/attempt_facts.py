@@ -14,7 +14,7 @@ from dtctl.slurm.batchlog import Ended, Start
 
 @dataclass(slots=True, kw_only=True)
 class AttemptFacts:
-    """What is known of an attempt so far."""
+    """Facts about an attempt so far."""
 
     number: int
     begun: float

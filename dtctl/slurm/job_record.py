@@ -42,7 +42,7 @@ class Recorded(Message):
 
 
 class RecordedProgress(Recorded):
-    """How far the worker of the smallest rank is, which stands for all."""
+    """Progress of the worker of the smallest rank, which stands for all."""
 
     op = "progress"
     worker: Standing = value(_standing)
@@ -63,7 +63,7 @@ class Hang(Recorded):
 
 
 class Verdict(Recorded):
-    """Why it hangs; its workers are ended."""
+    """Cause of a hang; the workers of that attempt are ended."""
 
     op = "verdict"
     failure: Failure = value(_hang_failure)

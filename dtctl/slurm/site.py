@@ -39,7 +39,7 @@ class Done:
 
 
 class Site(Protocol):
-    """Where commands run and the run's folder lies."""
+    """Machine on which commands run and the run's folder lies."""
 
     @property
     def name(self) -> str:

@@ -49,7 +49,7 @@ def dotted(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the keys of one spec were written.
+    """Lines of a spec at which its keys were written.
 
     Any two are equal: where something was said is no part of what was said, and specs are compared by that.
     """

@@ -29,7 +29,7 @@ FULL_BYTES = 1 << 20
 
 
 class OomCounters:
-    """How often processes of our cgroup were ended for lack of memory before an attempt."""
+    """Number of processes of this cgroup that were ended for lack of memory before an attempt."""
 
     def __init__(self, root: str = "/") -> None:
         """Count now; `root` is where /proc and /sys lie."""
@@ -65,7 +65,7 @@ class OomCounters:
 
 
 class WorkerExits:
-    """How the processes of an attempt have ended."""
+    """Exits of the processes of an attempt."""
 
     def __init__(self, run_dir: str) -> None:
         """Begin before the first of them is started; `run_dir` is the run's folder."""

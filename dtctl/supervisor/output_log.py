@@ -23,7 +23,7 @@ COPY_BYTES = 1 << 20
 
 
 class Log:
-    """What a rank has printed, and how much of it the link has been given."""
+    """Output of a rank, and the offset up to which the link was given it."""
 
     def __init__(self, path: str, limit_bytes: int = 0) -> None:
         """Append to the file at `path`, which is made with mode 0600; 0 bytes are no limit."""

@@ -95,7 +95,7 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinate:
-    """Where one worker stands in a mesh."""
+    """Position of one worker in a mesh."""
 
     degrees: Degrees
     rank: int

@@ -12,7 +12,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """How to reach one node. None means: whatever `ssh NODE` would do."""
+    """Address and login of one node. None means: as `ssh NODE` would do it."""
 
     name: str
     """Name of the node in the spec; used in messages."""

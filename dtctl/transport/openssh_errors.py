@@ -35,7 +35,7 @@ _NO_SESSION: Final = re.compile(r"channel \d+: open failed")
 
 @dataclass(slots=True)
 class Words:
-    """What ssh has said in one login."""
+    """Messages of ssh in one login."""
 
     log: str = ""
     """Of this ssh."""

@@ -39,7 +39,7 @@ class OptimizerName(str, Enum):
 
 
 class RecomputeName(str, Enum):
-    """What is computed again in the backward pass."""
+    """Activations that the backward pass computes again."""
 
     none = "none"
     selective = "selective"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What the command line of `dtctl launch` says."""
+    """Options of `dtctl launch`."""
 
     spec: Path | None
     nodes: str | None

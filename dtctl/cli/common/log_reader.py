@@ -23,7 +23,7 @@ LOOK_BACK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFilter:
-    """Which lines are shown."""
+    """Selection of log lines."""
 
     node: str | None = None
     rank: int | None = None

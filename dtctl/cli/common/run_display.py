@@ -132,7 +132,7 @@ _IN_TABLE = (JobSubmitted, JobQueued, NodesAllocated, Restarting, Healed, NodeRe
 
 
 class TrainingLine:
-    """How far the training is, below all else on a terminal: the newest row of its metrics, as `status` tells it."""
+    """Last line of the terminal, with the newest row of the run's metrics, as `status` shows it."""
 
     EVERY_S = 0.5
 

@@ -35,7 +35,7 @@ MAX_ROUNDS = 24
 
 @dataclass(slots=True, kw_only=True)
 class AllReduceResult:
-    """What came of it."""
+    """Result of the all_reduce on all nodes."""
 
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)

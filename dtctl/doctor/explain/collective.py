@@ -40,7 +40,7 @@ _WORLD = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveVerdict:
-    """What the watchdogs agree upon."""
+    """Conclusion on which the watchdogs of all ranks agree."""
 
     kind: str
     """mismatch, behind or silent"""

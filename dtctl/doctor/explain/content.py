@@ -33,7 +33,7 @@ _NO_TEXT_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What a file holds."""
+    """Lines of a file."""
 
     text: str
     trouble: str

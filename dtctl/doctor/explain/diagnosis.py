@@ -45,7 +45,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What the logs say."""
+    """Diagnoses of a set of logs."""
 
     verdict: Verdict
     diagnoses: list[Diagnosis]

@@ -57,7 +57,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """What one rank's dump says: group -> number of the collective -> call; and the groups' ranks."""
+    """Flight record of one rank: group -> number of the collective -> call; and the groups' ranks."""
 
     file: str
     rank: int

@@ -107,14 +107,14 @@ COMPLAINT = Signature(
 
 @dataclass(slots=True)
 class _Stream:
-    """What the lines of one process in one file have said so far."""
+    """State of the lines of one process in one file."""
 
     reader: TracebackReader = field(default_factory=TracebackReader)
 
 
 @dataclass(slots=True)
 class _File:
-    """What the lines of one file have said so far."""
+    """State of the lines of one file."""
 
     lines: Sequence[str]
     streams: dict[tuple[int | None, str | None, str | None], _Stream] = field(default_factory=dict)

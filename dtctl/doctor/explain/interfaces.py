@@ -31,7 +31,7 @@ VIRTUAL = re.compile(
 
 @dataclass(slots=True)
 class Interfaces:
-    """What the lines have told so far."""
+    """Network interfaces that the lines have named so far."""
 
     address_of: dict[str, set[str]] = field(default_factory=dict)
     """interface -> its addresses on all nodes"""

@@ -95,7 +95,7 @@ _GATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedExit:
-    """How a process ended."""
+    """Exit of a process, as a launcher reports it."""
 
     code: int
     """As a shell would say it; 0 where only a signal is known."""
@@ -112,7 +112,7 @@ class ReportedExit:
 
 @dataclass(slots=True)
 class Table:
-    """What the lines of a launcher's summary have said so far."""
+    """State of a launcher's summary while its lines are read."""
 
     host: str | None = None
     rank: int | None = None

@@ -32,7 +32,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLayout:
-    """What is known of a job apart from its output."""
+    """Facts about a job that are known without its output."""
 
     node_of: dict[int, str] = field(default_factory=dict)
     """rank -> node"""

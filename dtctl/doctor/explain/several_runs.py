@@ -21,7 +21,7 @@ _PRINTED_BY_ALL = re.compile(r"arning|Traceback|^\s*$|^\s*[=*#-]+\s*$|NCCL|^\[|(
 
 @dataclass(slots=True)
 class Starts:
-    """Where the lines that a file begins with come again."""
+    """Positions at which the first lines of a file repeat."""
 
     opening: tuple[str, ...] = ()
     """Forms of the lines that the file begins with."""

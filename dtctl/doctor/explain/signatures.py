@@ -89,7 +89,7 @@ _WORD = re.compile(r"[a-z]+")
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Which patterns may fit a text, going by the words that they need: most lines of a log need no second look."""
+    """Index from words to the patterns that need them: most lines of a log need no second look."""
 
     by_word: dict[str, list[tuple[int, int, re.Pattern[str]]]]
     by_part: list[tuple[str, list[tuple[int, int, re.Pattern[str]]]]]

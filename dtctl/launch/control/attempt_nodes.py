@@ -22,7 +22,7 @@ STOP_MARGIN_S: Final = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class AttemptOutcome:
-    """How an attempt ended."""
+    """Outcome of an attempt."""
 
     failures: list[Failure] = field(default_factory=list)
     stopped_by: int | None = None

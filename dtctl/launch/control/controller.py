@@ -18,7 +18,7 @@ from dtctl.launch.records.events import FirstFailure, Outputs, RunEnded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run ended."""
+    """Result of a run."""
 
     run: str
     failure: Failure | None
@@ -98,7 +98,7 @@ class Result:
 
 
 class Backend(Protocol):
-    """Where the workers of a run are, and how they are reached. Everything that happens there is emitted as it is seen.
+    """Place where the workers of a run are, and the way to reach them. It emits an event for everything that it sees.
 
     Methods return soon, but for those that start an attempt.
     """

@@ -15,7 +15,7 @@ from dtctl.launch.records.host_names import HostNames
 
 
 class Output(Protocol):
-    """What workers have printed in the attempt; rank -1 is torchrun's agent."""
+    """Output of the workers in the attempt; rank -1 is torchrun's agent."""
 
     def tail(self, node: str, rank: int) -> str:
         """Return the end of it."""

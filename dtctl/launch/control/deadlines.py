@@ -37,7 +37,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRule:
-    """How a state is left. In each, a node that is silent for `cluster.link_timeout_s` is lost, too."""
+    """Exits of a state. In each state, a node that is silent for `cluster.link_timeout_s` is lost."""
 
     ended_by: str
     limit: str

@@ -56,7 +56,7 @@ _SPY_FRAME = re.compile(r"^ {4}(?P<name>.+) \((?P<file>[^()]+):(?P<line>\d+)\)$"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Where a worker was found to be."""
+    """Position of a worker when its stack was taken."""
 
     state: str
     tool: str

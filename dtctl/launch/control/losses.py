@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Losses:
-    """What follows from the loss of a worker or a node."""
+    """Consequences of the loss of a worker or a node."""
 
     def __init__(self, nodes: AttemptNodes, *, healing: Healing | None, pool: NodePool | None) -> None:
         """Nothing is lost yet; with `healing` lost workers are replaced."""

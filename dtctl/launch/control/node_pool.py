@@ -28,7 +28,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRule:
-    """How a lost node is called again."""
+    """Schedule of the calls to a lost node."""
 
     limit_s: float
     """Seconds for which it is called."""

@@ -13,7 +13,7 @@ from dtctl.supervisor.messages.attempt import WorkerProgress
 
 
 class ReportedPhase(IntEnum):
-    """What a worker is about; the values are those of dtctl.runtime."""
+    """Phase of a worker; the values are those of dtctl.runtime."""
 
     STARTING = 0
     STEPPING = 1
@@ -28,7 +28,7 @@ PLACES = {0: "before its first micro batch or waiting for data", 1: "in a forwar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What one worker has noted last."""
+    """Newest progress of one worker."""
 
     node: str
     rank: int

@@ -52,7 +52,7 @@ def hopeless(failure: Failure) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartDecision:
-    """What to do after a failure."""
+    """Decision after a failure."""
 
     wait_s: float = 0.0
     """Seconds before the next attempt."""

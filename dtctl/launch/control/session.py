@@ -80,7 +80,7 @@ Content: TypeAlias = Preparing | OutputChunk | LinkLost | SessionFailed | Messag
 
 @dataclass(frozen=True, slots=True)
 class NodeMessage:
-    """What a session tells the launcher: of itself, or a message of its node's supervisor."""
+    """Message from a session to the launcher: its own, or one of its node's supervisor."""
 
     session: Session
     content: Content
@@ -89,7 +89,7 @@ class NodeMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSetup:
-    """How a session prepares its node before the launcher takes over."""
+    """Steps by which a session prepares its node before the launcher takes over."""
 
     python: str | None
     workdir: str

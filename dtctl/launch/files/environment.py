@@ -48,7 +48,7 @@ _PLATFORMS: Final = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-u
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedEnvironment:
-    """What nodes install."""
+    """Packages that the nodes install."""
 
     digest: str
     """Of all that follows; name of the folder on nodes."""

@@ -62,7 +62,7 @@ class FetchSource:
 
 @dataclass(slots=True, kw_only=True)
 class Fetched:
-    """What came from one node."""
+    """Files that came from one node."""
 
     files: int = 0
     """Brought now."""
@@ -136,7 +136,7 @@ def _subfolder(parent: int, name: str) -> int:
 
 
 class _Begun(NamedTuple):
-    """What is here of a file."""
+    """Part of a file that is already here."""
 
     length: int
     is_whole: bool

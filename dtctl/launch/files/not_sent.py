@@ -25,7 +25,7 @@ CACHE_MARK: Final = b"CACHEDIR.TAG"
 
 @dataclass(slots=True)
 class NotSent:
-    """What lies in one folder and is not sent."""
+    """Files of one folder that are not sent."""
 
     folder: str
     """Below the folder that is pushed; empty for that folder itself."""

@@ -43,7 +43,7 @@ _Segment: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushResult:
-    """What a push did."""
+    """Result of a push."""
 
     path: str
     """Folder of the code on the node."""

@@ -43,7 +43,7 @@ class SelectedFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """What is known about a folder when it is entered."""
+    """Rules that hold when a folder is entered."""
 
     dtctlignore: tuple[tuple[bytes, Rules], ...] = ()
     """.dtctlignore files here and above, the deepest first, each with the path of the folder as seen from it."""

@@ -59,7 +59,7 @@ class TreeFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What is pushed."""
+    """Files to push."""
 
     root: Path
     files: tuple[TreeFile, ...]

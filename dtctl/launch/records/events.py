@@ -81,7 +81,7 @@ class RunPlanned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushProgress:
-    """How far the code is on its way to a node."""
+    """Progress of the code on its way to a node."""
 
     sent: Count | None = field(default=None, metadata=_OPTIONAL)
     """Bytes so far."""
@@ -226,7 +226,7 @@ class Resumed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmed(Event):
-    """What repeating the steps after a snapshot has shown; as `Resumed`."""
+    """Verdict after the steps that follow a snapshot were repeated; as `Resumed`."""
 
     event = "confirmed"
     step: Count = 0
@@ -434,7 +434,7 @@ class NodesAllocated(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstFailure:
-    """Who failed first, and how."""
+    """Worker or node that failed first."""
 
     node: str | None = None
     rank: Index | None = None
@@ -462,7 +462,7 @@ def subject_of(node: str | None, rank: int | None, exit_code: int | None) -> str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What a run has put out on a node."""
+    """Files that a run has left on a node."""
 
     folder: str = ""
     """Its working folder there."""

@@ -40,7 +40,7 @@ MAX_COURSE = 1000
 
 
 class LedgerFacts(Record):
-    """Where the time of a run went so far: what stands in ledger.json. Versions of dtctl differ in what they write."""
+    """Time of a run by phase, as in ledger.json. Versions of dtctl differ in the keys that they write."""
 
     wall_s: float = value(number, default=0.0)
     attempts: int | None = value(nullable(COUNT), default=None)

@@ -55,7 +55,7 @@ def offset_at(log: Path, moment: float) -> int:
 
 
 class Lines:
-    """What one process has printed, from piece to piece. Takes time and memory by what comes, not by what came."""
+    """Output of one process, split into lines. Time and memory grow with the new part, not with the whole."""
 
     def __init__(self) -> None:
         self._partial_line = bytearray()
@@ -97,7 +97,7 @@ class Lines:
 
 
 class RankLog:
-    """What has come of the output of one rank: a file that grows, and of which a limit cuts the middle."""
+    """Output of one rank: a file that grows, and of which a limit cuts the middle."""
 
     def __init__(self, path: Path, limit_bytes: int = 0) -> None:
         """Nothing has come; the file is opened at first use. 0 bytes are no limit."""

@@ -104,7 +104,7 @@ def check_no_link(base_dir: Path, *parts: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What finds a run again from another terminal, or tomorrow."""
+    """Facts that find a run again from another terminal, or tomorrow."""
 
     run: str
     token: str

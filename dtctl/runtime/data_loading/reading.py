@@ -32,7 +32,7 @@ PROBE_S: Final = 0.1
 
 @dataclass(slots=True)
 class DatasetExamination:
-    """What some samples of a data set were, and whether they are the same again."""
+    """Digests of some samples of a data set, and the reasons why they may differ next time."""
 
     digests: dict[str, str] = field(default_factory=dict)
     """Index (of a stream: position) -> digest of the sample."""

@@ -22,7 +22,7 @@ MAX_STEPS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What all workers do at the end of this step."""
+    """Decision of all workers at the end of this step."""
 
     stop: bool
     save: bool

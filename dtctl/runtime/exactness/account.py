@@ -42,7 +42,7 @@ EXTRA: Final = "extra"
 
 @dataclass(slots=True, kw_only=True)
 class Account:
-    """Of one training."""
+    """Fingerprint of the program of one run, and the state that it keeps of its own."""
 
     program: StatefulObjects
     model: nn.Module
@@ -152,7 +152,7 @@ def require_stateful(extra: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountSubject:
-    """What a training consists of, for its account."""
+    """Parts of a program that its account describes."""
 
     model: nn.Module
     loss: Any

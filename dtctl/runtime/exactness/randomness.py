@@ -108,7 +108,7 @@ def begin(seed: int, rank: int, *, step: int = 0) -> None:
 
 
 class StepStream:
-    """What torch's generators draw from in the steps of a training; it depends on nothing that was drawn before.
+    """Random stream of torch's generators in the steps of a run; it does not depend on earlier draws.
 
     So that whoever takes the place of a lost worker, or repeats a step, draws what it would have drawn. Python's and
     NumPy's generators are seeded by what is read (data_loading/reading.py).

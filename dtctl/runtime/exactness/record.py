@@ -42,7 +42,7 @@ MAX_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBits:
-    """What one step came to, over all workers."""
+    """Bits of one step, over all workers."""
 
     step: int
     losses: tuple[int | None, ...]

@@ -74,7 +74,7 @@ def _put_optimizer(held: torch.optim.Optimizer, state: Mapping[str, Any]) -> Non
 
 
 class StatefulObjects:
-    """Those that are reached from some roots, and what their states were when this was made."""
+    """Stateful objects that are reachable from some roots, with their states when this was made."""
 
     def __init__(self, roots: Mapping[str, Any], *, model: nn.Module, apart: Iterable[object] = ()) -> None:
         """Look at everything.

@@ -23,7 +23,7 @@ NOT_REPEATED: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What repeating steps has shown."""
+    """Verdict of repeating steps."""
 
     verdict: Literal["exact", "not-exact", "not-confirmed"]
     """Not confirmed is also what was repeated although something is known to differ: that may show later."""

@@ -69,7 +69,7 @@ def raise_lack_of_memory(error: RuntimeError, doing: str, hint: str, worker: Wor
 
 
 class MemoryWatch:
-    """What one training knows about steps that ran out of memory."""
+    """Detection of steps that ran out of memory, and recovery from them."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[torch.Tensor], worker: Worker, *, wanted: bool) -> None:
         """Begin to watch.

@@ -36,7 +36,7 @@ Spoilt = Callable[[], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What is known about the first gradient that was not finite."""
+    """Origin of the first gradient that was not finite."""
 
     step: int
     text: str
@@ -44,7 +44,7 @@ class Origin:
 
 
 class Trail:
-    """What the steps since the last good one have left."""
+    """Losses and norms of the steps since the last good one."""
 
     def __init__(self, worker: Worker, spoilt: Spoilt, environ: Mapping[str, str] = os.environ) -> None:
         """Nothing is left yet; collective over all workers if the run was started again.

@@ -25,7 +25,7 @@ STEPS: Final = (1, 2, 10)
 
 
 class OtherOptimizers:
-    """Those that have made a step in this process, but for the Trainer's."""
+    """Optimizers that have made a step in this process, except for the Trainer's."""
 
     def __init__(self, own: torch.optim.Optimizer, model: nn.Module, loss: Any) -> None:
         """Listen to the steps of all optimizers.

@@ -42,7 +42,7 @@ knows who is lost, or after `cluster.link_timeout_s` without a loss, or ends the
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the workers of an epoch find each other."""
+    """Meeting point of the workers of an epoch."""
 
     epoch: int
     address: str

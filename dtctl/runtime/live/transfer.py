@@ -40,7 +40,7 @@ class IncompleteState(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a worker is that comes to the others; without arguments one without a state."""
+    """Position of a worker that joins the others; without arguments, that of one without a state."""
 
     step: int = -1
     """Steps taken."""
@@ -52,7 +52,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How all come to have the same state. Lists of ranks."""
+    """Plan by which all workers get the same state. Lists of ranks."""
 
     step: int
     """Which all go on from."""

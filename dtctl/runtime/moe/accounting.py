@@ -16,7 +16,7 @@ from torch import nn
 
 @dataclass(slots=True)
 class Load:
-    """What the experts of some layers were sent by this worker, in the passes of a step."""
+    """Tokens that the experts of some layers got from this worker, in the passes of a step."""
 
     layers: set[nn.Module]
     """Those that are counted."""

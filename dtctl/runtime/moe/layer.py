@@ -25,7 +25,7 @@ from dtctl.runtime.moe.grouped import feed_forward
 
 
 class Sequence(Protocol):
-    """How the tokens of a sample are divided over workers (mesh axis cp)."""
+    """Division of the tokens of a sample over workers (mesh axis cp)."""
 
     group: dist.ProcessGroup
     workers: int

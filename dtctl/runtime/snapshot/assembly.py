@@ -25,7 +25,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceSource:
-    """Where a piece of a tensor lies."""
+    """Place of a piece of a tensor."""
 
     file: str
     begin: int

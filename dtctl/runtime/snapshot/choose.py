@@ -21,7 +21,7 @@ from dtctl.runtime.snapshot.storage.place import Place, Remote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What the folders had to offer; the same on all workers, but for the contents."""
+    """Snapshot that was chosen from the folders; the same on all workers, except for the contents."""
 
     path: str | None
     """Of the newest good snapshot; None if there is none."""

@@ -22,7 +22,7 @@ RETRIES: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotVerdict:
-    """What was found when a snapshot was looked at."""
+    """Result of verifying a snapshot."""
 
     path: Place
     step: int

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Strategy(Protocol):
-    """What the loop needs to know of a strategy. All methods are collective over all workers."""
+    """Interface between the loop and a strategy. All methods are collective over all workers."""
 
     name: str
     module: nn.Module

@@ -9,7 +9,7 @@ from dtctl.runtime.exactness.stateful import name_some
 
 
 class Frozen:
-    """Those of one model, which no strategy has taken up."""
+    """Frozen parameters of one model that no strategy has taken up."""
 
     def __init__(self, model: nn.Module, strategy: str) -> None:
         """Note what is frozen now.

@@ -36,7 +36,7 @@ class Reached(Exception):
 
 
 class Elsewhere(nn.Module):
-    """In place of a block that another worker has. Its result is used by nobody, and shows if somebody does."""
+    """Stand-in for a block that another worker has. Nothing uses its result, and an error shows if something does."""
 
     def forward(self, stream: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """NaN in the shape of the stream."""
@@ -44,7 +44,7 @@ class Elsewhere(nn.Module):
 
 
 class Entrance(nn.Module):
-    """In place of the last block before a stage."""
+    """Stand-in for the last block before a stage."""
 
     source: Callable[[torch.Tensor], torch.Tensor]
     """From a tensor in the shape of the stream to the stream."""
@@ -55,7 +55,7 @@ class Entrance(nn.Module):
 
 
 class Exit(nn.Module):
-    """In place of the first block after a stage."""
+    """Stand-in for the first block after a stage."""
 
     def forward(self, stream: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Leave the model's forward pass.
@@ -113,7 +113,7 @@ class Cut:
 
 
 class Caller(nn.Module):
-    """What the user's loss function gets as its model: it calls one stage, with inputs of always the same length."""
+    """Model that the user's loss function gets: it calls one stage, with inputs of always the same length."""
 
     cut: Cut
 

@@ -123,7 +123,7 @@ def _parameters_behind(value: torch.Tensor) -> set[int]:
 
 
 class Stream:
-    """What blocks are given in a forward pass; with noise behind each, while the context lasts."""
+    """Inputs of the blocks in a forward pass; with noise behind each, while the context lasts."""
 
     def __init__(self, found: Blocks | None) -> None:
         self._modules = [] if found is None else found.modules

@@ -34,7 +34,7 @@ ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class Present:
-    """Which parameters have a gradient on any worker."""
+    """Parameters that have a gradient on any worker."""
 
     def __init__(self, model: nn.Module, roots: Sequence[nn.Module], names: Sequence[str]) -> None:
         """Begin to watch what is in the roots.

@@ -63,7 +63,7 @@ def _put(parameters: Sequence[torch.Tensor], values: torch.Tensor) -> None:
 
 
 class Zero1(Ddp):
-    """As `Ddp`, with a step that each worker does for its share, and gives to the others."""
+    """`Ddp` with a step that each worker makes for its share, and sends to the others."""
 
     name = "zero1"
     sharded_state = True

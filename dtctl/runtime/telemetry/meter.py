@@ -67,7 +67,7 @@ def clock(device: torch.device) -> Any:
 
 
 class StepTimes:
-    """How long the steps since the last line took, on the device's own clock."""
+    """Times of the steps since the last line, on the device's own clock."""
 
     def __init__(self, clock: Any = None) -> None:
         self._clock = clock or HostClock()

@@ -45,7 +45,7 @@ FIRST_STEPS: Final = 2
 
 
 class WorkerPhase(IntEnum):
-    """What a worker is about."""
+    """Phase of a worker."""
 
     STARTING = 0
     STEPPING = 1
@@ -56,7 +56,7 @@ class WorkerPhase(IntEnum):
 
 
 class Place(IntEnum):
-    """Where in a step a worker is; to it, eight times the number of the micro batch is added."""
+    """Position of a worker in a step; eight times the number of the micro batch is added to it."""
 
     DATA = 0
     FORWARD = 1

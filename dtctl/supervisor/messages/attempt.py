@@ -32,7 +32,7 @@ class WorkerSpec(Record):
 
 
 class RunOrigin(Record):
-    """Who has launched a run; kept on its nodes for other control machines."""
+    """Launcher of a run; kept on its nodes for other control machines."""
 
     launched_from: str = value(NAME)
     """User and machine."""
@@ -103,14 +103,14 @@ class Attach(Message):
 
 
 class ProbePorts(Message):
-    """Which of these ports is free?"""
+    """Question: which of these ports is free."""
 
     op = "probe"
     ports: list[int] = value(list_of(PORT))
 
 
 class Stacks(Message):
-    """Where do the workers stand?"""
+    """Question: the stacks of the workers."""
 
     op = "stacks"
 
@@ -210,7 +210,7 @@ class AttemptStopped(Message):
 
 
 class ResumeVerdict(Record):
-    """What a training has found out about going on from a snapshot."""
+    """Verdict of a resume."""
 
     step: int = value(COUNT)
     """Of the snapshot."""
@@ -225,7 +225,7 @@ class ResumeVerdict(Record):
 
 
 class WorkerProgress(Record):
-    """What one worker has noted last (progress.py); times are ages, since clocks differ."""
+    """Newest progress of one worker (progress.py); times are ages, since clocks differ."""
 
     rank: int = value(WORKER_RANK)
     pid: int = value(COUNT)
@@ -269,7 +269,7 @@ class Pong(Message):
 
 
 class ProgressReport(Message):
-    """How far the workers are, unasked."""
+    """Progress of the workers, sent without a question."""
 
     op = "progress"
     workers: list[WorkerProgress] = value(valid_items(WorkerProgress.parse, WORKERS))
@@ -280,7 +280,7 @@ class ProgressReport(Message):
 
 
 class LiveReport(Message):
-    """What a worker says about a healing."""
+    """Report of a worker about a replacement."""
 
     op = "live"
     rank: int = value(WORKER_RANK)
@@ -328,7 +328,7 @@ class MetricsBegin(Message):
 
 
 class WorkerStack(Message):
-    """Where one worker stands."""
+    """Stack of one worker."""
 
     op = "stack"
     rank: int = value(WORKER_RANK)

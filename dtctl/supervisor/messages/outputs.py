@@ -11,7 +11,7 @@ INDEX = integer(0, FILES)
 
 
 class ListOutputs(Message):
-    """Which files has a run put out?"""
+    """Question: the files that a run has left."""
 
     op = "list"
     run_dir: str = value(NAME)
@@ -21,7 +21,7 @@ class ListOutputs(Message):
 
 
 class DigestFiles(Message):
-    """What do the beginnings of these files hash to?"""
+    """Question: the digests of the beginnings of these files."""
 
     op = "digest"
     files: list[tuple[int, int]] = value(list_of(pair(INDEX, COUNT)))
@@ -63,7 +63,7 @@ class OutputsListed(Message):
 
 
 class FileDigest(Message):
-    """What the beginning of a file hashes to."""
+    """Digest of the beginning of a file."""
 
     op = "digest"
     index: int = value(INDEX)

@@ -16,13 +16,13 @@ _ENV = mapping_of(NAME, TEXT)
 
 
 class AskTime(Message):
-    """What does your clock show?"""
+    """Question: the time on the node's clock."""
 
     op = "time"
 
 
 class AskFacts(Message):
-    """What needs no other node?"""
+    """Question: the facts that need no other node."""
 
     op = "facts"
     workdir: str = value(NAME)
@@ -39,7 +39,7 @@ class AskFacts(Message):
 
 
 class AskJobPython(Message):
-    """What is the job's Python?"""
+    """Question: the job's Python."""
 
     op = "job-python"
     python: str = value(NAME)

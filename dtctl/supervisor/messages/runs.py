@@ -8,7 +8,7 @@ from dtctl.supervisor.messages.setup import RUNS
 
 
 class ListRuns(Message):
-    """Which runs are there?"""
+    """Question: the runs on the node."""
 
     op = "runs"
 
@@ -47,7 +47,7 @@ class ReadLogs(Message):
 
 
 class LogsRead(Message):
-    """That is what there is by now."""
+    """Answer: all of the logs so far was sent."""
 
     op = "logs-read"
     attempt: int = value(COUNT)

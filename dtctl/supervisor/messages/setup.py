@@ -127,7 +127,7 @@ class Sweep(Message):
 
 
 class NodeDescription(Message):
-    """What a node says about itself before a job starts on it."""
+    """Description of a node before a job starts on it."""
 
     op = "hello"
     gpus: int = value(integer(0, WORKERS))
@@ -154,7 +154,7 @@ class NodeDescription(Message):
 
 
 class PushState(Message):
-    """How a push stands: have, want-manifest, need, blocks, got, source-failed, done or error."""
+    """State of a push: have, want-manifest, need, blocks, got, source-failed, done or error."""
 
     op = "push"
     state: str = value(text(40))
@@ -178,7 +178,7 @@ class PushState(Message):
 
 
 class EnvironmentProgress(Message):
-    """How far the node is with its environment."""
+    """Progress of the environment of a node."""
 
     op = "environment"
     text: str = value(prose)

@@ -10,7 +10,7 @@ STORED = 2000
 
 
 class ListStored(Message):
-    """Which runs and trees does the node keep?"""
+    """Question: the runs and trees that the node keeps."""
 
     op = "stored"
 

@@ -52,7 +52,7 @@ SIZES: Final[Mapping[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What stands before the data."""
+    """Header of a file, before its data."""
 
     tensors: Mapping[str, Any]
     tree: Any

@@ -57,7 +57,7 @@ class SnapshotFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a snapshot consists of."""
+    """Manifest of a snapshot."""
 
     step: int
     """Optimizer steps done."""
@@ -183,7 +183,7 @@ def size_bytes(path: Place) -> int:
 
 
 class Hasher(Protocol):
-    """What digests are computed with."""
+    """Hash function, as hashlib has it."""
 
     def update(self, data: bytes | memoryview, /) -> object:
         """Add bytes."""

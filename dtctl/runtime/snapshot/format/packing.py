@@ -23,7 +23,7 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor lies in the data of its file."""
+    """Place of a tensor in the data of its file."""
 
     name: str
     dtype: torch.dtype

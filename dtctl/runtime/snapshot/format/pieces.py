@@ -94,7 +94,7 @@ def find_buffers(model: nn.Module) -> Callable[[Key], bool]:
 
 
 class Division:
-    """Who writes what: each piece once, and about as much on every worker that has something.
+    """Assignment of pieces to workers: each piece once, and about as much on every worker that has something.
 
     Found out together once, and again only when a worker has something else than before.
     """

@@ -17,7 +17,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 class ByteSink(Protocol):
-    """What bytes are written to."""
+    """Destination of bytes."""
 
     def write(self, chunk: bytes | memoryview, /) -> int:
         """Take some, and return how many."""

@@ -43,7 +43,7 @@ _NAME = re.compile(r"\.lease-([0-9a-f]{16})\.json\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who has a lease."""
+    """Holder of a lease."""
 
     run: str
     """Empty outside of dtctl's launcher."""

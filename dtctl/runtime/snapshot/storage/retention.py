@@ -17,7 +17,7 @@ FACT: Final = "retention"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionRule:
-    """What is kept; everything that one of its lines names stays."""
+    """Rule for the snapshots to keep; a snapshot that one of its lines names stays."""
 
     keep: int = 1
     """How many of the newest."""
