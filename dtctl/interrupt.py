@@ -1,4 +1,4 @@
-"""What Ctrl-C does before anything has begun. Imports next to nothing: until then Python prints a traceback."""
+"""Ctrl-C before a command has begun. Imports next to nothing: until then Python prints a traceback."""
 
 import _signal  # type: ignore[import-not-found]  # `signal` loads enum, which takes longer than all before it
 import os

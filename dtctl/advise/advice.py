@@ -1,4 +1,4 @@
-"""From choices to advice: one recommendation with its reasons, the runner-up, and what does not fit."""
+"""Advice from a list of choices: one recommendation with its reasons, the runner-up, and layouts that do not fit."""
 
 from __future__ import annotations
 

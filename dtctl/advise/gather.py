@@ -1,4 +1,4 @@
-"""Where the figures of a task come from: options, a config.json, a module, or the spec."""
+"""Sources of a task's figures: options, a config.json, a module, or the spec."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How fast the nodes of a spec talk to each other when torch does the talking."""
+"""Benchmark of the collectives of torch between the nodes of a spec."""

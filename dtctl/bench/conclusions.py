@@ -1,4 +1,4 @@
-"""What the figures of a benchmark mean: which node or pair is slow, and what to do about it. Pure."""
+"""Conclusions from the figures of a benchmark: the slow node or pair, and the remedy. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the figures mean: sizes, algorithm and bus bandwidth as nccl-tests defines them, rows of the table. Pure.
+"""Figures of a benchmark: sizes, algorithm and bus bandwidth as nccl-tests defines them, rows of the table. Pure.
 
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and src/gather.cu and scatter.cu for those
 two. A size is that of the larger side of the operation: of all ranks' parts together where each rank has a part.

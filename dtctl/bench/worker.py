@@ -1,4 +1,4 @@
-"""What every worker runs: the operations over the sizes, each checked and timed. Pushed to the nodes alone.
+"""Program of every worker: the operations over the sizes, each checked and timed. Pushed to the nodes alone.
 
 Its argument is one JSON object: ops, sizes (bytes), repeats, warm_up, seconds, backend, training. Rank 0 prints what
 was measured, a line each that begins with MARK.

@@ -1,1 +1,1 @@
-"""Whether a cluster can train, and why a job failed."""
+"""Examination of a cluster before a run, and of the logs after one that failed."""

@@ -1,4 +1,4 @@
-"""What a probe may answer: one schema per question, by the checks of dtctl/schema.py."""
+"""Schemas of the answers of a probe, one per question, by the checks of dtctl/schema.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a launch's needs nobody has looked at, on which nodes, and why. Pure.
+"""List of the needs of a launch that were not examined, with their nodes and the reasons. Pure.
 
 Each part of an examination that did not come about is a finding with status `skip`. `missing` is set where a launch
 needs what was not looked at; without it there was nothing to look at. That nodes can train is said only where nothing

@@ -1,4 +1,4 @@
-"""What the checks of a cluster say: findings, their order, and the one that everything else follows from. Pure."""
+"""Findings of the checks of a cluster: their order, and the one that explains the others. Pure."""
 
 from __future__ import annotations
 

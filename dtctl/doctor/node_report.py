@@ -1,4 +1,4 @@
-"""What is known of one node after the probes have answered: the input of every check. Plain data."""
+"""Facts about one node after the probes have answered: the input of every check. Plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who measures with whom, and when: no node takes part twice in a round, or two would share its link. Pure."""
+"""Rounds of measurements: no node takes part twice in a round, or two would share its link. Pure."""
 
 from __future__ import annotations
 

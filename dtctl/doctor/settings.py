@@ -1,4 +1,4 @@
-"""Which variables of NCCL and gloo each node needs, and which ones it has now."""
+"""Variables of NCCL and gloo that each node needs, and those that it has now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see of an examination: a table node by layer, and one of the pairs that are not well. Pure."""
+"""Tables of an examination: node by layer, and the pairs that are not well. Pure."""
 
 from __future__ import annotations
 

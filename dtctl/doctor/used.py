@@ -1,4 +1,4 @@
-"""What a launch of a spec will use on each node: the interfaces, the addresses on them, and where the workers meet.
+"""Addresses that a launch of a spec will use on each node: interfaces, and the rendezvous.
 
 Pure, from what the nodes have said of themselves; the same rules as `dtctl.plan.build` and the supervisor's
 environment.

@@ -1,4 +1,4 @@
-"""What a node's Python runs for the doctor: torch, and one collective after another, as asked in JSON lines.
+"""Program that a node's Python runs for the doctor: torch, and one collective after another, as asked in JSON lines.
 
 Sent as text, never imported by the control plane; the workers of `dtctl bench` use its sums and its clock. Each line of
 input asks for one round: rank, world, address, port, backend, timeout_s, and `gpu`, where each GPU of a node has a

@@ -1,1 +1,1 @@
-"""What memory a training needs, by arithmetic: for `dtctl advise`, and for workers that choose their strategy."""
+"""Estimate of memory by arithmetic: for `dtctl advise`, and for workers that choose their strategy."""

@@ -1,4 +1,4 @@
-"""Which strategy a model needs: the simplest one whose memory fits. Pure arithmetic.
+"""Choice of a strategy for a model: the simplest one whose memory fits. Pure arithmetic.
 
 ddp exchanges least; zero1 divides the optimizer's state, hsdp everything inside a node, fsdp everything over all of
 them. These need no change of the model, so they can be chosen without asking.

@@ -1,4 +1,4 @@
-"""How frameworks hold a model that they train, as far as memory and time depend on it.
+"""Memory layouts of frameworks, as far as memory and time depend on them.
 
 The figures are those that each framework documents, named beside it; benchmarks/advise.py compares them with published
 trainings.

@@ -1,4 +1,4 @@
-"""What a model is like, found out by running its forward pass once where tensors have shapes and no memory."""
+"""Shapes of a model, from one forward pass on tensors that have shapes and no memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is handed over to kubectl, which talks to the cluster: its argv, and its exit."""
+"""Calls of kubectl, which talks to the cluster: argv and exit code."""
 
 from __future__ import annotations
 

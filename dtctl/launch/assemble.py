@@ -1,4 +1,4 @@
-"""From a spec, or the record of a run, to a job that can be launched. Starts nothing."""
+"""Assembly of a job that can be launched, from a spec or the record of a run. Starts nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `python -m dtctl.runtime.snapshot VERB` may answer on a node: one type per verb; see its commands.py."""
+"""Answers of `python -m dtctl.runtime.snapshot VERB` on a node: one type per verb; see its commands.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a spec reaches beyond its own folder, and whether this user has agreed to it.
+"""List of everything that a spec reaches beyond its own folder, and this user's agreement to it.
 
 A spec that was downloaded can name the user's other files to be sent, or commands to be run here. That is told by the
 dry run, and asked for before the first launch of a folder; the answer holds for what was asked, and for that folder.

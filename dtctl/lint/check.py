@@ -1,4 +1,4 @@
-"""What a checker is given, and what it returns."""
+"""Interface of a checker: its input and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which calls every rank has to take part, over the functions of a project."""
+"""Calls in which every rank has to take part, over the functions of a project."""
 
 from __future__ import annotations
 

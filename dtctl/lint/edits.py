@@ -1,4 +1,4 @@
-"""Where edits may be put: whole lines, and imports."""
+"""Places for edits: whole lines, and imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a value comes from: through assignments, helper functions, their arguments and attributes, over files."""
+"""Origin of a value: through assignments, helper functions, their arguments and attributes, over files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the linter says: problems, and the edits that fix some of them."""
+"""Output of the linter: problems, and the edits that fix some of them."""
 
 from __future__ import annotations
 

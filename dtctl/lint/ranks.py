@@ -1,4 +1,4 @@
-"""Which expressions differ between ranks, and under which conditions on the rank a piece of code runs."""
+"""Expressions that differ between ranks, and the conditions on the rank under which a piece of code runs."""
 
 from __future__ import annotations
 

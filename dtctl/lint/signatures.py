@@ -1,4 +1,4 @@
-"""What classes of torch 2.6 to 2.13 take and have, so that a script can be checked without torch."""
+"""Arguments and attributes of classes of torch 2.6 to 2.13, so that a script can be checked without torch."""
 
 from __future__ import annotations
 

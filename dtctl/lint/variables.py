@@ -1,4 +1,4 @@
-"""What is wrong with a variable of NCCL, RCCL, torch or gloo; for Python and for shell."""
+"""Mistakes in variables of NCCL, RCCL, torch or gloo; for Python and for shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of which Python a file is that this one cannot parse."""
+"""Python version of a file that this Python cannot parse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model becomes a distributed one."""
+"""Places where a model becomes a distributed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a run by the rules of `metrics.alerts`: each alert once, and once when it is over. Pure."""
+"""Alerts of a run by the rules of `metrics.alerts`: each one once, and once when it is over. Pure."""
 
 from __future__ import annotations
 

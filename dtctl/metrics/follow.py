@@ -1,4 +1,4 @@
-"""What is known of a run, read from its folder as it grows; each byte once."""
+"""State of a run, read from its folder as it grows; each byte once."""
 
 from __future__ import annotations
 

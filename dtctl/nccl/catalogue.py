@@ -1,4 +1,4 @@
-"""What is known about the variables of NCCL, torch and gloo, read from catalogue.yaml."""
+"""Catalogue of the variables of NCCL, torch and gloo, read from catalogue.yaml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which interface NCCL takes for a value of NCCL_SOCKET_IFNAME."""
+"""Interface that NCCL takes for a value of NCCL_SOCKET_IFNAME."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which variables a network needs, each with its reason. Pure; as few as possible, for every value set hides a default.
+"""Variables that a network needs, with their reasons. Pure; as few as possible: every value hides a default.
 
 Sources: NVIDIA's NCCL environment guide; the EFA cheat sheet of AWS; azurehpc-health-checks; NVIDIA's appendix for GCP.
 """

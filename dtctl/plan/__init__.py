@@ -1,1 +1,1 @@
-"""From a checked spec to plain data that says what will run where."""
+"""Plan of a job: from a checked spec to plain data about every node."""

@@ -1,4 +1,4 @@
-"""From the template of a plan to the plan of one attempt, with what is known where the workers start.
+"""Binding of a plan: from its template to one attempt, with the facts that are known where the workers start.
 
 build.py makes the template from a spec, on the control machine. What it leaves open are names and addresses of nodes,
 the rendezvous, the attempt's number, cores and GPUs: all that a launcher inside a Slurm job learns there, where neither

@@ -1,4 +1,4 @@
-"""What the spec's `train:` section says, taken over by frameworks that are not dtctl's own: what they have in common.
+"""Translation of `train:` for frameworks that are not dtctl's own: the common part.
 
 A framework takes the keys that it has a counterpart for. A key that nobody took is refused: a setting that is written
 down and then has no effect costs more than an error.

@@ -1,4 +1,4 @@
-"""What is made of `train:` for a framework other than dtctl's own: variables and arguments."""
+"""Variables and arguments that are made of `train:` for a framework other than dtctl's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules a node imports once for all its workers, going by what the script imports."""
+"""Modules that a node imports once for all its workers, by the imports of the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a lost worker will cost: whether it is replaced while the others stay, or all are started again."""
+"""Cost of a lost worker: it is replaced while the others stay, or all are started again."""
 
 from __future__ import annotations
 

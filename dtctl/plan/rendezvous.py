@@ -1,4 +1,4 @@
-"""Where the workers of an attempt meet: a numeric address, and an id and a port that no other attempt uses.
+"""Rendezvous of the workers of an attempt: a numeric address, and an id and a port that no other attempt uses.
 
 A port can only be tried on the head node, at launch. What is decided here, without any node, is which ports are tried
 and in which order, so that a dry run shows the one that a launch takes unless something is in its way.

@@ -1,4 +1,4 @@
-"""What workers with dtctl.runtime would refuse at their start, refused by the plan."""
+"""Refusals of workers with dtctl.runtime at their start, made by the plan already."""
 
 from __future__ import annotations
 

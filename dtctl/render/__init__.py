@@ -1,4 +1,4 @@
-"""From a plan to the scripts that are sent to nodes. Here: where templates are, and which process renders them."""
+"""Rendering of the scripts for nodes. Here: the folders of templates, and the process that renders them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which curves belong in which plot. Pure: from the metrics of runs to plain data that the page's script draws."""
+"""Choice of curves for each plot. Pure: from the metrics of runs to plain data that the page's script draws."""
 
 from __future__ import annotations
 

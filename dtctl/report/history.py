@@ -1,4 +1,4 @@
-"""What happened to a run and its nodes, derived from its events. Pure.
+"""History of a run and its nodes, derived from its events. Pure.
 
 Times are seconds since the run began, by the control machine's clock.
 """

@@ -1,4 +1,4 @@
-"""Which steps had the best evaluations; their snapshots are kept whatever comes later."""
+"""Steps with the best evaluations; their snapshots are kept whatever comes later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker says to the person who reads its log: the one place in the runtime that writes to stdout and stderr."""
+"""Lines of a worker for the reader of its log: the one place in the runtime that writes to stdout and stderr."""
 
 from __future__ import annotations
 

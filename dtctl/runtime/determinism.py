@@ -1,4 +1,4 @@
-"""Whether kernels of a GPU give the same bits each time (`train.deterministic`).
+"""Kernels of a GPU that give the same bits each time (`train.deterministic`).
 
 Some add up in the order in which their threads come along: the backward pass of attention, scatter_add, index_add,
 embedding_bag, interpolate and others; cuBLAS may share its work out in another way when streams are at work beside it,

@@ -1,4 +1,4 @@
-"""Which kernels torch's back ends may choose, and how the model lies in memory, by the configuration."""
+"""Choice of kernels by torch's back ends, and memory layout of the model, by the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose code something is, and a digest of what code does."""
+"""Owner of a piece of code, and a digest of what code does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the newest good snapshot to a worker that goes on as if nothing had happened; and why not, where that cannot be.
+"""Resume from the newest good snapshot; and the reasons, where that is not possible.
 
 Nodes need no folder in common: what one lacks it gets from those that have it (snapshot/choose.py, reshard.py).
 """

@@ -1,4 +1,4 @@
-"""What writes the snapshots of a training: rank 0, the whole, or everyone, in pieces (`train.snapshot.layout`)."""
+"""Writer of a run's snapshots: rank 0, the whole, or every worker, in pieces (`train.snapshot.layout`)."""
 
 from __future__ import annotations
 

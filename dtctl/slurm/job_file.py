@@ -1,4 +1,4 @@
-"""What a launcher inside a job is told, decided when the job was submitted: job.json in the launcher's zip.
+"""Input of a launcher inside a job, decided when the job was submitted: job.json in the launcher's zip.
 
 Written where the spec is, read on the job's first node, where neither pydantic nor Jinja has to be.
 """

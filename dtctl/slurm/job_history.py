@@ -1,4 +1,4 @@
-"""What becomes of a job's attempts, by its log, its record and its workers' output; told as events of the run."""
+"""History of a job's attempts, from its log, its record and its workers' output, as events of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a job went, by what its log and its record say: the same for whoever looks, and whenever."""
+"""Ledger of a job's time, from its log and its record: the same for every reader at every time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher inside a job does for the job: waits for Slurm, warns of the time limit, has the job started again.
+"""Work of a launcher inside a job for the job: it waits for Slurm, warns of the time limit, has the job requeued.
 
 Its lines in the job's log are read by whoever follows the job (batchlog.py).
 """

@@ -1,4 +1,4 @@
-"""What the workers of an attempt have printed, read where the job keeps it: in the run's folder that all nodes see."""
+"""Output of the workers of an attempt, read where the job keeps it: in the run's folder that all nodes see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job has recorded of itself in progress.jsonl (judge.py), and the order of that and of its log. Pure."""
+"""Records of a job about itself in progress.jsonl (judge.py), and the order of that and of its log. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What finds a job of Slurm again."""
+"""Reference by which a job of Slurm is found again."""
 
 from __future__ import annotations
 

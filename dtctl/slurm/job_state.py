@@ -1,4 +1,4 @@
-"""What Slurm says of a job, as it was read last, and since when."""
+"""State of a job by Slurm, as it was read last, and since when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job has put out, counted where its files are."""
+"""Outputs of a job, counted where its files are."""
 
 from __future__ import annotations
 

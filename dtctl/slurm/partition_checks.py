@@ -1,4 +1,4 @@
-"""What a spec requests and the cluster does not offer: checked before a job is submitted, and named by the spec's key.
+"""Requests of a spec that the cluster does not offer: checked before a job is submitted, by the spec's key.
 
 Slurm itself takes many jobs that can never start and lets them wait. Pure; slurm_commands.py asks Slurm.
 """

@@ -1,4 +1,4 @@
-"""Why Slurm lets a job wait, or has ended it: its codes, explained with what to change.
+"""Reasons for which Slurm lets a job wait, or has ended it: its codes, explained with what to change.
 
 Source: "Job reason codes" and "Job state codes" of Slurm's manual (squeue, 24.05). A code that is not here is shown as
 it is.

@@ -1,4 +1,4 @@
-"""From `cluster.nodes` to nodes: ranges expanded, defaults filled in, doubles refused."""
+"""Nodes of `cluster.nodes`: ranges expanded, defaults filled in, doubles refused."""
 
 from __future__ import annotations
 

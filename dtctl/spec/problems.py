@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a spec, in words that do not need pydantic's: one error with all problems in it."""
+"""Problems that pydantic found in a spec, in words that do not need pydantic's: one error with all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all parts of a spec have in common: closed, unchangeable, strict about numbers; and the types of their keys."""
+"""Common base of all parts of a spec: closed, unchangeable, strict about numbers; and the types of their keys."""
 
 from __future__ import annotations
 

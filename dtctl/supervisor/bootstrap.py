@@ -1,4 +1,4 @@
-"""How dtctl's program gets onto a node: one command and the first bytes of its standard input.
+"""Transfer of dtctl's program to a node: one command and the first bytes of its standard input.
 
 Nothing has to be installed there. The command is a line of Python that reads a loader from its input; the loader reads
 the modules of this package, compiled for the Python of this machine and as text for any other, and calls `main`. No

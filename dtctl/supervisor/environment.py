@@ -1,4 +1,4 @@
-"""What a worker's environment gets on the node itself, because only the node knows it. Stdlib only, Python 3.8."""
+"""Variables of a worker that only its node knows. Stdlib only, Python 3.8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a process ended, as far as the kernel knows: memory, a limit of the shell, a full disk. Stdlib only, Python 3.8.
+"""Cause of a process's end by the kernel: memory, a limit of the shell, a full disk. Stdlib only, Python 3.8.
 
 A process that the kernel ends for lack of memory gets SIGKILL like one that somebody has killed. The difference stands
 in the memory counter of its cgroup, and in the kernel's log where that may be read. The machine's own counter is no

@@ -1,4 +1,4 @@
-"""What rank 0 writes to metrics.jsonl, given to the link by offset as logs are. Stdlib only, Python 3.8."""
+"""Lines that rank 0 writes to metrics.jsonl, given to the link by offset as logs are. Stdlib only, Python 3.8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes on this node belong to a run, and how they are ended. Runs on the node; stdlib only, Python 3.8.
+"""Processes of a run on this node, and the way they are ended. Runs on the node; stdlib only, Python 3.8.
 
 A process belongs to a run when its environment carries the run's token, or when it descends from one that does, or from
 the supervisor. Never by name: another run of the same script on the same node must not be touched. Two kernel

@@ -1,4 +1,4 @@
-"""How far the workers of a node are: small files that they write from their own memory, read from outside.
+"""Progress of the workers of a node: small files that they write from their own memory, read from outside.
 
 A worker maps one file and changes numbers in it (dtctl/runtime/telemetry/progress.py). Nothing has to run in the worker
 for them to be read, so that one that is stopped, stuck or dead can be seen to stand still. Stdlib only, Python 3.8.

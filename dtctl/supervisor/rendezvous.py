@@ -1,4 +1,4 @@
-"""Whether the workers of an attempt have ever met at the port that they were given. Stdlib only, Python 3.8.
+"""Watch of the port of an attempt: whether its workers have ever met there. Stdlib only, Python 3.8.
 
 Workers that never form a group train a model each, and end well: only their sockets show it.
 """

@@ -1,4 +1,4 @@
-"""Where the workers of a node are when they make no progress: their stacks and their last collectives.
+"""Stacks and last collectives of the workers of a node that make no progress.
 
 py-spy reads stacks from outside, also of a process that is stopped; where it is not installed, a signal makes Python's
 faulthandler write that of the main thread, which needs no lock of the interpreter. The stacks of the other threads, and

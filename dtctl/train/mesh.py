@@ -1,4 +1,4 @@
-"""How many workers go into each kind of parallelism, and where one worker stands among them.
+"""Mesh of a run: the workers in each kind of parallelism, and the position of each worker.
 
     pp    pipeline stages: other blocks on each
     dp    replicas: the same parameters, other samples

@@ -1,4 +1,4 @@
-"""From JSON and `--train.key=value` to checked, typed, frozen values; strict, with the near match in every error.
+"""Settings from JSON and `--train.key=value`: checked, typed, frozen; strict, with the near match in every error.
 
 Knows dataclasses and type hints, and nothing of what the keys mean.
 """

@@ -1,4 +1,4 @@
-"""What a transport can do: start a command on a node and exchange bytes with it.
+"""Interface of a transport: it starts a command on a node and exchanges bytes with it.
 
 Whoever acts on nodes uses nothing but these protocols, so it runs the same over SSH, on this machine and in tests
 against a fake. One node, one `Connection`; one remote command, one `Stream`.

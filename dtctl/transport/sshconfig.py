@@ -1,4 +1,4 @@
-"""How to reach a node according to the user's OpenSSH configuration: what `ssh NODE` would do.
+"""Login of a node by the user's OpenSSH configuration, as `ssh NODE` would do it.
 
 OpenSSH itself is asked (`ssh -G`), so Include, Match and everything else mean what they mean there; only the tokens of
 IdentityFile and ProxyCommand (`%h`), which it prints as they were written, are filled in here. It is asked only when

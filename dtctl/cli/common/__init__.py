@@ -1,1 +1,1 @@
-"""What several commands have in common."""
+"""Code that several commands share."""

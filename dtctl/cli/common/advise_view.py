@@ -1,4 +1,4 @@
-"""What `dtctl advise` shows: the choices as a table or as a page of bars, and what a measurement found."""
+"""Output of `dtctl advise`: the choices as a table or as a page of bars, and the result of a measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before a command acts on a spec: whether the user agrees to what that reaches beyond its own folder."""
+"""Agreement of the user, before a command acts on a spec, to everything that it reaches beyond its own folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the shell is offered when Tab is pressed: names of runs, and of their nodes."""
+"""Completion in the shell: names of runs, and of their nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How people see the answers of the doctor: findings about a cluster, diagnoses of logs."""
+"""Output of the doctor: findings about a cluster, diagnoses of logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How people see which files of the working tree are pushed, and which are not."""
+"""Output about the files of the working tree: those that are pushed, and those that are not."""
 
 from __future__ import annotations
 

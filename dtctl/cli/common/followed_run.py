@@ -1,4 +1,4 @@
-"""What all commands share that launch or follow a run: its signals, where its events go, and its last lines."""
+"""Common part of the commands that launch or follow a run: its signals, its events, and its last lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a training is, in one line: from the last rows of its metrics."""
+"""Progress of a run in one line, from the last rows of its metrics."""
 
 from __future__ import annotations
 

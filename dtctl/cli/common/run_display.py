@@ -1,4 +1,4 @@
-"""What people see while a run is launched and runs: a table of nodes until it runs, then its lines as they come.
+"""Display of a run while it is launched and runs: a table of nodes until it runs, then its lines as they come.
 
 Listens to the events of `dtctl.launch`; decides nothing. On a terminal the table is redrawn in place, elsewhere every
 change of state is one line.

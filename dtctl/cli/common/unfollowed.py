@@ -1,4 +1,4 @@
-"""What commands say that write or submit a job which no launcher follows."""
+"""Output of the commands that write or submit a job which no launcher follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dtctl watch` shows on a terminal: one screen that is drawn again and again from the run's folder.
+"""Screen of `dtctl watch` on a terminal, drawn again and again from the run's folder.
 
 Reads only what the launcher has written, so any number of people may watch, also from another terminal.
 """

@@ -1,4 +1,4 @@
-"""What is known of a kind of GPU, by the name that its driver gives it; such facts have one home, in the advisor."""
+"""Data of a kind of GPU, by the name that its driver gives it; such facts have one home, in the advisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Slurm has set around this process: time that is left, whether it goes on afterwards, tasks and nodes."""
+"""Facts of Slurm about this process: time that is left, requeueing, tasks and nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether what the plan names can be used: interfaces, the address of the rendezvous, a node's way to itself. Pure."""
+"""Checks of the addresses in a plan: interfaces, the rendezvous, a node's way to itself. Pure."""
 
 from __future__ import annotations
 

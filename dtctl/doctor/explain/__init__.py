@@ -1,1 +1,1 @@
-"""Why a job failed, from what its workers have printed. No cluster is needed; nothing is guessed."""
+"""Diagnosis of a failed job from the output of its workers. It needs no cluster and guesses nothing."""

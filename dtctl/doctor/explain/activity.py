@@ -1,4 +1,4 @@
-"""What the program was doing when it fell silent, from the last lines of its own. Pure."""
+"""Last activity of a program before it fell silent, from the last lines of its own output. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank kept the others waiting in a collective, from what the watchdogs of all ranks have printed. Pure.
+"""Rank that kept the others waiting in a collective, from the output of the watchdogs of all ranks. Pure.
 
 Every rank counts its collectives. One table of all that was said about them (rank, process group, number, operation,
 sizes) tells who differs: if the counts of the ranks that gave up differ, the one with the lowest is late; if one has

@@ -1,4 +1,4 @@
-"""How sure a diagnosis is: by what speaks for it and against it in these logs, not by its text alone. Pure.
+"""Confidence of a diagnosis, from the facts for it and against it in these logs, not from its text alone. Pure.
 
 For it: a text that says what happened, an exception that ended its process, an end that a launcher reports, several
 ranks or a scheduler that say it. Against it: an error before it that nobody understands, another definite cause that

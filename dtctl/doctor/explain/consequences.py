@@ -1,4 +1,4 @@
-"""What is told beside a primary cause must agree with it: what follows from it, and what it says already. Pure."""
+"""Diagnoses next to a primary cause: they have to agree with it. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what was found in the logs to one cause, its consequences, and whom to look at. Pure.
+"""Diagnosis: from all that was found in the logs to one cause, its consequences, and the nodes to look at. Pure.
 
 There are three answers: what failed and why; that it failed, and why is not understood; no failure in these logs. A
 definite cause beats one that a library only reports, that beats the end of a process and a text that has several

@@ -1,4 +1,4 @@
-"""What `dtctl doctor --log` says: diagnoses with their evidence, and which of three answers they are."""
+"""Output of `dtctl doctor --log`: diagnoses with their evidence, and one of three verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a log was found to hold: who printed it, when, and what became of it afterwards."""
+"""Finds in a log: the process that printed them, their time, and the lines that came afterwards."""
 
 from __future__ import annotations
 

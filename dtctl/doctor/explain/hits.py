@@ -1,4 +1,4 @@
-"""What stands in the lines of logs: known texts, exceptions with their chains, ends of processes; and by whom. Pure."""
+"""Finds in the lines of logs: known texts, exceptions with their chains, ends of processes, by process. Pure."""
 
 from __future__ import annotations
 

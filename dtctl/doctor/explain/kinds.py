@@ -1,4 +1,4 @@
-"""What an exception means that no signature knows, by its class, its error number and where it was raised. Pure.
+"""Meaning of an exception without a signature, by its class, its error number and the place that raised it. Pure.
 
 Whoever raised it decides what there is to correct: an exception of the user's own file is one of the program; one that
 comes out of a library, a file, the network, a download or an import says something about those first.

@@ -1,4 +1,4 @@
-"""From paths to lines: log files, folders of them, and the folders of dtctl's runs."""
+"""Reading of paths: log files, folders of them, and the folders of dtctl's runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank and which node a line is about, in every form in which launchers, schedulers and libraries say it. Pure.
+"""Rank and node of a line, in every form in which launchers, schedulers and libraries print them. Pure.
 
 What stands before a line (`[rank3]:`, `node1:4711:4801 [2]`) is read by `lines`; here is what the text itself names.
 """

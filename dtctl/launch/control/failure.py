@@ -1,4 +1,4 @@
-"""Which worker failed first. Pure: from what nodes reported to one answer.
+"""Choice of the worker that failed first. Pure: from the reports of nodes to one answer.
 
 When one worker dies, the others fail a moment later because their peer is gone. The reports arrive almost together, so
 time alone is a poor judge. A worker that a signal ended did not fail because of a peer, and a traceback that ends in a

@@ -1,4 +1,4 @@
-"""Whether a run hangs, and which worker caused it; and the monitor that asks workers for their stacks.
+"""Detection of hangs and of the worker that caused one; and the monitor that requests the workers' stacks.
 
 In synchronous training one worker that is stuck soon holds up all others, which wait for it in a collective. So a
 run hangs when no worker has noted progress for longer than steps can take, and the culprit is the one that is behind;

@@ -1,4 +1,4 @@
-"""How far the workers are, as their nodes tell it. Plain data.
+"""Progress of the workers, as their nodes report it. Plain data.
 
 Workers with dtctl.runtime write these numbers (runtime/telemetry/progress.py); other programs write none.
 """

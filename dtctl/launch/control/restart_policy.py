@@ -1,4 +1,4 @@
-"""Whether, and when, to restart the gang after a failure. Pure.
+"""Policy of restarts after a failure: the decision, and the time of the next attempt. Pure.
 
 A failure that recurs without progress in between will recur again: the run ends with it instead of using up its
 restarts. Until then the waits grow, because the cause may need time to disappear (a disk that is being cleaned, a file

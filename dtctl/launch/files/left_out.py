@@ -1,4 +1,4 @@
-"""Why a file of the working tree is not pushed: the rule, with the file and the line that it stands in.
+"""Rule that keeps a file of the working tree from being pushed, with its file and line.
 
 Slow and thorough where `push_selection.py` is fast: asked about the few files that a person wants to know of.
 """

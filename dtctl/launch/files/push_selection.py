@@ -1,4 +1,4 @@
-"""Which files of a working tree are pushed: what .gitignore, .dtctlignore, the spec and good sense leave of it.
+"""Selection of the files to push: .gitignore, .dtctlignore, the spec and built-in rules.
 
 Works without git, and follows git's rules for .gitignore files of the tree and above it in the same checkout, and for
 .git/info/exclude. What git tracks although it ignores it is left out: only git's index knows that.

@@ -1,4 +1,4 @@
-"""Which node fetches the blocks of a push from which other one, so that each leaves the control machine once.
+"""Plan of a relay: the node from which each node fetches the blocks, so that each leaves the control machine once.
 
 Nodes stand in the order in which they came to need the tree. Each fetches from one that came before it, so that there
 is no circle; the first has them from the control machine. When a node fails, those that fetched from it get another

@@ -1,4 +1,4 @@
-"""What happens to a run: a type per event, its line in events.jsonl, and the one fold from events to a run's state.
+"""Events of a run: a type per event, its line in events.jsonl, and the one fold from events to a run's state.
 
 A launcher creates events; the terminal, `--json` and the run's record receive the same ones. Who reads a record gets
 them back from `parse`, which leaves out what is none: a job, a full disk or a person may have written it. Versions of

@@ -1,4 +1,4 @@
-"""How a run's time was spent: each moment belongs to exactly one phase, so the phases add up to the wall time.
+"""Ledger of a run's time: each moment belongs to exactly one phase, so the phases add up to the wall time.
 
 The launcher's own phases follow from what it does. While the job runs, its workers tell how far they are (progress.py),
 and time is moved from one phase to another as more is known: what was waited for a snapshot from `useful` to `stall`,

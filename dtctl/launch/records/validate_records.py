@@ -1,4 +1,4 @@
-"""What files of a run may hold, before anybody believes it: a job, a full disk or a person may have written it.
+"""Checks of the files of a run before they are used: a job, a full disk or a person may have written them.
 
 One schema per file; for events see events.py. Versions of dtctl differ in what they record, so missing keys are
 allowed, and keys that nobody reads are not looked at.

@@ -1,4 +1,4 @@
-"""What every rank takes as if it were alone, or had all the time, and shares cut by hand: DT072, DT073, DT076."""
+"""Work that every rank does as if it were alone, and shares cut by hand: DT072, DT073, DT076."""
 
 from __future__ import annotations
 

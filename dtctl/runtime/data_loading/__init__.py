@@ -1,1 +1,1 @@
-"""Which samples a worker reads, in which order, and batches of them in time."""
+"""Data loading: the samples of a worker, their order, and batches of them in time."""

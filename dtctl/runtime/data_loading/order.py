@@ -1,4 +1,4 @@
-"""Which sample is seen when: a pure function of (seed, epoch, index), so that resuming needs nothing but a counter.
+"""Order of samples: a pure function of (seed, epoch, index), so that resuming needs nothing but a counter.
 
 Training reads one endless stream of positions 0, 1, 2, ...; position p is index p % N of epoch p // N. A step of global
 batch B takes the next B positions whatever the number of workers is, and steps run across the end of an epoch, so no

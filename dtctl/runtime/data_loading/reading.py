@@ -1,4 +1,4 @@
-"""From positions in the stream of samples to batches: the same bits wherever and by how many processes they are read.
+"""Reading of batches at positions in the stream of samples: the same bits with any number of processes.
 
 Code of the user's that draws random numbers (augmentation, mixup, a shuffle buffer) draws them from generators seeded
 by (seed, position): Python's, NumPy's and torch's, and those that the data set keeps itself. So what it makes depends

@@ -1,4 +1,4 @@
-"""Which share of a global batch each worker takes, where workers have unequal GPUs."""
+"""Shares of a global batch, where workers have unequal GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cores are near a worker's GPU: memory and PCIe lanes of the other processor take a way around."""
+"""Cores near a worker's GPU: memory and PCIe lanes of the other processor take a way around."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What decides whether a resumed training ends with the same bits, and what is said if it does not."""
+"""Measurement of exactness: whether a resumed run repeats its steps bit for bit."""

@@ -1,4 +1,4 @@
-"""What a snapshot says beside weights: what this program was before its first step, and what it keeps of its own.
+"""Fingerprint of the program that is stored with each snapshot, and the state that the program keeps of its own.
 
 Made when training begins; stateful.py finds what the program keeps, circumstances.py has what is compared.
 """

@@ -1,4 +1,4 @@
-"""What repeating the steps after a snapshot has shown, in words and as JSON."""
+"""Verdict of repeating the steps after a snapshot, in words and as JSON."""
 
 from __future__ import annotations
 

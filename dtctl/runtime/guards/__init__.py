@@ -1,1 +1,1 @@
-"""What would spoil a training without a word: gradients that are not finite, memory that runs out, unlike workers."""
+"""Guards against silent damage: gradients that are not finite, memory that runs out, unlike workers."""

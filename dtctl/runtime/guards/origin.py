@@ -1,4 +1,4 @@
-"""Where a gradient that is not finite has come from: the step, the workers, the parameters.
+"""Origin of a gradient that is not finite: the step, the workers, the parameters.
 
 A look at every step would have a GPU waited for in every step, so steps only leave what they have anyway: the loss,
 and the norm if it is wanted for clipping, as tensors that nobody reads until something is found. That tells the step,

@@ -1,4 +1,4 @@
-"""How a worker hears that a peer was lost, wherever it is: a thread that sleeps until the node's supervisor writes.
+"""Notice of a lost peer, wherever a worker is: a thread that sleeps until the node's supervisor writes.
 
     from the supervisor                             to the supervisor
     {"op": "heal", "epoch": E, "host": rank}        {"state": "hosting", "port": N}    of the new group's store

@@ -1,4 +1,4 @@
-"""What a healing needs of a training; the Trainer has it."""
+"""Interface of a run that live recovery needs; the Trainer has it."""
 
 from __future__ import annotations
 

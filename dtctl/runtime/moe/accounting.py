@@ -1,4 +1,4 @@
-"""What the forward pass under way counts for, which a layer deep in a model cannot know by itself.
+"""Weight of the forward pass under way, which a layer deep in a model cannot know by itself.
 
 A step weighs its micro batches, some of which are stand-ins that do not count at all, and scales losses for fp16. The
 loss function does this to what it returns; a loss that a layer adds to the gradient (a balance loss) has to be treated

@@ -1,4 +1,4 @@
-"""In each step: how evenly the experts were used, over all workers, for metrics and for balancing by a bias.
+"""Balance of the experts in each step, over all workers, for metrics and for balancing by a bias.
 
 Each worker counts the choices of its own tokens; a layer's numbers of the step are their sum. Balancing by a bias needs
 them in every step, metrics in those that are logged.

@@ -1,4 +1,4 @@
-"""What can be done with snapshots from outside of a training, as JSON; imports no torch, so that it runs anywhere."""
+"""Commands on snapshots from outside of a run, as JSON; imports no torch, so that it runs anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers tell each other beside tensors: JSON, no pickle."""
+"""Exchange between workers besides tensors: JSON, no pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the workers that have read a snapshot to those that need it: each gets its own stretch of every tensor."""
+"""Exchange between the workers that have read a snapshot and those that need it: its own stretch of every tensor."""
 
 from __future__ import annotations
 

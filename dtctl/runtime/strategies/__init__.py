@@ -1,4 +1,4 @@
-"""How a model is spread over the workers: one file a strategy, and the choice among them.
+"""Strategies that spread a model over the workers: one file each, and the choice among them.
 
 single.py    one worker
 elastic.py   replicas; the same bits on any number of workers

@@ -1,4 +1,4 @@
-"""Where a model repeats itself: the list of blocks by which it is sharded, compiled and cut into stages."""
+"""Repeated blocks of a model, by which it is sharded, compiled and cut into stages."""
 
 from __future__ import annotations
 

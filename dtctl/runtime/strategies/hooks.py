@@ -1,4 +1,4 @@
-"""What gradients look like on the wire between data parallel workers.
+"""Communication hooks: the form of gradients on the wire between data parallel workers.
 
 bf16 and fp16 halve the bytes and round each gradient. PowerSGD sends a low-rank approximation; each worker adds what
 it left out to its next gradient (Vogels et al. 2019); these remainders are state, and belong into snapshots.

@@ -1,4 +1,4 @@
-"""What torch's styles of tensor parallelism lack: fused matrices, and parameters between two divided matrices.
+"""Styles of tensor parallelism that torch lacks: fused matrices, and parameters between two divided matrices.
 
 A fused matrix makes several things at once, such as queries, keys and values, one below the other. Its parameters are
 divided like any other's, so snapshots do not differ; its outputs change places between the workers afterwards, such

@@ -1,1 +1,1 @@
-"""What a training measures and tells: metrics, progress, profiles, the last collectives."""
+"""Telemetry of a run: metrics, progress, profiles, the last collectives."""

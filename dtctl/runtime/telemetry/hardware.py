@@ -1,4 +1,4 @@
-"""What GPUs can compute at most, which the use that a training makes of them is measured against."""
+"""Peak rates of GPUs, against which the use that a run makes of them is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured while training runs: times of steps, memory, use of the hardware, and who is slow.
+"""Measurements while a run trains: times of steps, memory, use of the hardware, and slow workers.
 
 All of it is cheap enough to be always on: two looks at the clock in a step, and, when a line of metrics is due, one
 exchange that the loss needs anyway.

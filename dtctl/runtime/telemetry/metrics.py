@@ -1,4 +1,4 @@
-"""What rank 0 tells about the training: metrics.jsonl, a line on stdout, and the sinks that are asked for."""
+"""Metrics that rank 0 writes: metrics.jsonl, a line on stdout, and the sinks that are asked for."""
 
 from __future__ import annotations
 

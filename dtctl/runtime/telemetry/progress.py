@@ -1,4 +1,4 @@
-"""How far this worker is, told to the outside: numbers in a mapped file, which the node's supervisor reads.
+"""Progress of this worker for other processes: numbers in a mapped file, which the node's supervisor reads.
 
 Noting costs half a microsecond and no system call, and nothing of this process has to run for it to be read. Under no
 supervisor the numbers go to a piece of memory that nobody reads. When a run makes no progress, the supervisor asks

@@ -1,4 +1,4 @@
-"""What a training tells about itself: every worker measures, one exchange brings it together, rank 0 writes it down."""
+"""Report of a run about itself: every worker measures, one exchange collects the figures, rank 0 writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow; each loaded only when asked for."""
+"""Sinks of metrics besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow; each loaded only when asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What AMD's tools and the kernel say of AMD's GPUs, in the columns that nvidia-smi has. Stdlib only, Python 3.8.
+"""Facts of AMD's tools and the kernel about AMD's GPUs, in nvidia-smi's columns. Stdlib only, Python 3.8.
 
 Names and memory come from amd-smi, or from rocm-smi where only that is installed; how a GPU is set up comes from the
 files of its driver, which are there without any tool.

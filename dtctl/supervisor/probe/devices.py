@@ -1,4 +1,4 @@
-"""What a node's tools and kernel say of its GPUs and RDMA ports; their words, which others read. Stdlib, Python 3.8."""
+"""Output of a node's tools and kernel about its GPUs and RDMA ports, for others to read. Stdlib, Python 3.8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node says about itself to the doctor. Stdlib only, Python 3.8; nothing is installed, changed or left."""
+"""Facts of a node for the doctor. Stdlib only, Python 3.8; nothing is installed, changed or left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel lets a process of this login have: cores, memory, processes, ports. Stdlib only, Python 3.8."""
+"""Limits of the kernel for a process of this login: cores, memory, processes, ports. Stdlib only, Python 3.8."""
 
 from __future__ import annotations
 

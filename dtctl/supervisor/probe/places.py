@@ -1,4 +1,4 @@
-"""Whether files can be written and read where a job does: its folder, TMPDIR, what variables name. Stdlib, Python 3.8.
+"""Tests that files can be written where a job does: its folder, TMPDIR, folders of variables. Stdlib, Python 3.8.
 
 Nothing is left: files are written without a name, or not at all.
 """

@@ -1,4 +1,4 @@
-"""How good the way from one node to another is: round trips, loss, bandwidth. Stdlib only, Python 3.8.
+"""Quality of the way from one node to another: round trips, loss, bandwidth. Stdlib only, Python 3.8.
 
 The bandwidth is what arrives, counted by the receiver after a warm-up in which TCP finds its speed and a shaper's
 bucket runs empty. Loss is counted on UDP in small bursts, each of which is counted before the next: TCP loses packets

@@ -1,4 +1,4 @@
-"""Whether nodes see each other's files in a folder, and how soon: each leaves a mark there, all look, all marks go.
+"""Test of a shared folder: each node leaves a mark there, all look for all marks, all marks go.
 
 Stdlib only, Python 3.8.
 """

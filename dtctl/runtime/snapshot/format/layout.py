@@ -1,4 +1,4 @@
-"""What a snapshot looks like on disk: names, manifest, commit record, digests of files."""
+"""Layout of a snapshot on disk: names, manifest, commit record, digests of files."""
 
 from __future__ import annotations
 

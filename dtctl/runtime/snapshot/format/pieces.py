@@ -1,4 +1,4 @@
-"""What each worker writes of a state that is spread over workers, or that several of them have alike."""
+"""Pieces that each worker writes of a state that is spread over workers, or that several of them have alike."""
 
 from __future__ import annotations
 

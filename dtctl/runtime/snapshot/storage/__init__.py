@@ -1,1 +1,1 @@
-"""Where snapshots lie: folders and object stores, what is durable, what is kept, who may write."""
+"""Storage of snapshots: folders and object stores, durability, retention, and the lease of the writer."""

@@ -1,4 +1,4 @@
-"""What makes a file and its name last."""
+"""Writes of files whose contents and names outlast a power failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where snapshots lie: a folder, or a URL that fsspec knows (s3://, gs://, abfs:// ...); only this file knows fsspec.
+"""Place of snapshots: a folder, or a URL that fsspec knows (s3://, gs://, abfs:// ...); only this file knows fsspec.
 
 A `Remote` has as much of `pathlib.Path` as snapshots need, so that what reads them need not care. What it does not have
 is a rename and an fsync: a store takes an object when its upload is closed, whole. Nothing is cached here, and what a

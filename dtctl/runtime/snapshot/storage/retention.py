@@ -1,4 +1,4 @@
-"""Which snapshots stay: the newest, one every so often, and the best."""
+"""Retention of snapshots: the newest, one every so often, and the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers write into the same folder, and which nodes have one of their own."""
+"""Workers that write into the same folder, and nodes that have one of their own."""
 
 from __future__ import annotations
 
