@@ -83,7 +83,7 @@ def _check_owner(path: str, info: os.stat_result) -> None:
 
 
 def _own_group(gid: int) -> bool:
-    """Whether a group is that of one user alone, as many systems make for each (umask 002): its name is the user's."""
+    """Return whether a group is that of one user alone, with the user's name, as many systems make it (umask 002)."""
     import grp
     import pwd
 
@@ -123,7 +123,7 @@ def create_in(folder: int, name: str, mode: int = 0o600) -> int:
 
 
 def is_name(name: object) -> bool:
-    """Whether this is the name of one file: no path, no control characters, not longer than file systems take."""
+    """Return whether this is the name of one file: no path, no control characters, not too long for file systems."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")

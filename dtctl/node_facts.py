@@ -131,7 +131,7 @@ def read(path: str) -> str:
 
 
 def roce_address(port: str) -> str:
-    """Whether a port of an RDMA device has an address for RoCE v2 over IPv4: yes, no, or empty if it does not say.
+    """Return whether an RDMA port has an address for RoCE v2 over IPv4: yes, no, or empty if it does not say.
 
     Args:
         port: its folder below /sys/class/infiniband.
@@ -303,7 +303,7 @@ def state(pid: int) -> str:
 
 
 def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 when it has ended, -1 where the system does not say."""
+    """Return the start of a process in clock ticks since boot; 0 after its end, -1 where it is not known."""
     fields = process(pid)
     if fields is None:
         return 0 if os.path.exists("/proc/self/stat") else -1

@@ -155,7 +155,7 @@ def list_of(check: Check[T], limit: int = MANY) -> Check[list[T]]:
 
 
 def valid_items(check: Check[T], limit: int) -> Check[list[T]]:
-    """As `list_of`, without the items that are wrong: user programs can write what a node reports of them."""
+    """Check a list as `list_of` does, without its wrong items: user programs write parts of a node's report."""
 
     def check_some(value: object) -> list[T]:
         valid = []

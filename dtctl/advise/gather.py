@@ -221,7 +221,7 @@ def _undivided(model: Model, layout: Layout, recipe: Recipe) -> str | None:
 
 
 def estimate(spec: Spec) -> tuple[Layout, MemoryEstimate] | None:
-    """What a GPU needs for the training that a spec describes; None where it leaves the model or the strategy open.
+    """Return the memory of a GPU for the run that a spec describes; None where it leaves model or strategy open.
 
     Raises:
         UsageError: what the spec says of the model does not fit together.

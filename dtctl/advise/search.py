@@ -222,7 +222,7 @@ def _parted(task: Task, layout: Layout) -> Iterator[Layout]:
 
 
 def _sequences(task: Task, pp: int) -> bool:
-    """Whether sequences are worth dividing, and can be: by dtctl.runtime not in a pipeline, nor in compiled blocks."""
+    """Return whether dividing sequences pays off and is possible: not in pipelines or compiled blocks."""
     few = task.global_batch is not None and task.global_batch < task.hardware.gpus
     possible = task.recipe.free or (pp == 1 and not task.compiled)
     return possible and (task.model.seq >= LONG or few) and task.model.seq > 1
@@ -261,7 +261,7 @@ def _roomy(choice: Choice) -> tuple[bool, int, float]:
 
 
 def families(options: list[Choice]) -> list[Choice]:
-    """Of ranked choices the best of each strategy and mesh shape, the best first."""
+    """Return the best choice of each strategy and mesh shape, the best first."""
     first_by_family: dict[tuple[object, ...], Choice] = {}
     for choice in options:
         layout = choice.layout

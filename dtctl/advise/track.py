@@ -79,7 +79,7 @@ def _trained(settings: dict[str, Any], config: TrainConfig, mesh: DeviceMesh) ->
 
 
 def _shard(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None:
-    """As the runtime does."""
+    """Shard a model as the runtime does."""
     sharded.hush()
     workers, cpu = mesh.size(), torch.device("cpu")
     first = Worker(

@@ -190,7 +190,7 @@ def collectives(request: dict[str, Any], device: torch.device) -> None:
 
 
 def point_to_point(request: dict[str, Any], device: torch.device) -> None:
-    """From every rank to every other, in rounds of disjoint pairs: nobody shares its link with another measurement."""
+    """Measure from every rank to every other, in rounds of disjoint pairs: no two measurements share a link."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rounds = [
         [(int(sender), int(receiver)) for sender, receiver in pairs]

@@ -86,7 +86,7 @@ def raw(text: str) -> None:
 
 
 def pass_on(data: bytes, *, as_is: bool = False, err: bool = False) -> None:
-    """What a command on a node prints: untouched into a file or a pipe, without commands for a terminal otherwise.
+    """Print the output of a command on a node: untouched into a file or a pipe, else without control sequences.
 
     Args:
         data: a piece of it.
@@ -184,7 +184,7 @@ def _error(message: str, where: str | None, hint: str | None) -> None:
 
 
 def hint(text: str) -> None:
-    """What to do next."""
+    """Print the next thing to do."""
     _labelled("", "hint: ", text, "cyan")
 
 

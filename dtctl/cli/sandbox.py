@@ -301,7 +301,7 @@ def as_json(sandbox: Sandbox) -> dict[str, object]:
 
 
 def show(sandbox: Sandbox) -> None:
-    """What `status` prints for people."""
+    """Print the output of `status`."""
     from dtctl.sandbox import control, faults, slurm
 
     rows = [[n.name, n.address, "on" if control.is_on(n) else "off"] for n in sandbox.nodes]

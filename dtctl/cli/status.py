@@ -120,7 +120,7 @@ def _as_nodes_tell(record: RunRecord, state: RunState) -> RunState:
 
 
 def _show_left(record: RunRecord) -> None:
-    """What to do about a run that has no launcher."""
+    """Print the next thing to do about a run that has no launcher."""
     from dtctl.launch.records.state import LEFT, state_of
 
     if state_of(record).status not in LEFT:
@@ -142,7 +142,7 @@ def _show_recoveries(state: RunState) -> None:
 
 
 def _show_training(info: RunInfo, state: RunState, rows: list[dict[str, Any]], steps: int | None) -> None:
-    """How far the training is, and who launched it."""
+    """Print the progress of the run, and its launcher."""
     from dtctl.cli.common.progress_line import experts_line, loss_text, progress_line, source_text
 
     if info.resumes:

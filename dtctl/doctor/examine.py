@@ -154,7 +154,7 @@ def given_to(spec: Spec, one: NodeSpec) -> dict[str, str]:
 
 
 def launched_with(spec: Spec, one: NodeSpec) -> dict[str, str]:
-    """As `given_to`, with what `network.interface` becomes; what the spec sets wins, as in a launch."""
+    """Return `given_to` with the value of `network.interface`; settings of the spec win, as in a launch."""
     chosen = spec.network.interface
     name = chosen.get(one.name) if isinstance(chosen, Mapping) else chosen
     fixed = {} if name in (None, "auto") else {"GLOO_SOCKET_IFNAME": str(name), NCCL: f"={name}"}

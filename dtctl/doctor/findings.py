@@ -55,7 +55,7 @@ class Finding:
     """With status `skip`: whether a launch needs what was not looked at; else there was nothing to look at."""
 
     def as_json(self) -> dict[str, Any]:
-        """As `dtctl doctor --json` prints it."""
+        """Return the object that `dtctl doctor --json` prints."""
         return asdict(self)
 
 
@@ -81,7 +81,7 @@ def ordered(found: Iterable[Finding], *, ran: Iterable[str], unexamined: Iterabl
 
 
 def _short(finding: Finding) -> Finding:
-    """As much of it as people read: what nodes say of themselves may be long."""
+    """Return the beginning of a text: reports of nodes may be long."""
     evidence = tuple(prose(line) for line in finding.evidence[:MAX_EVIDENCE])
     if len(finding.evidence) > MAX_EVIDENCE:
         evidence += (f"and {len(finding.evidence) - MAX_EVIDENCE} more",)

@@ -84,7 +84,7 @@ def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
 
 
 def links_of(reports: Sequence[NodeReport]) -> list[dict[str, Any]]:
-    """What was measured, an object a way: `from`, `to`, `mbit_s`, `rtt_ms`, `sent`, `lost`; the better of two tries."""
+    """Return an object for each way: `from`, `to`, `mbit_s`, `rtt_ms`, `sent`, `lost`; the better of two tries."""
     links = []
     for node in reports:
         for other, tries in node.measured.items():

@@ -143,7 +143,7 @@ class NodeStores:
 
     @property
     def names(self) -> set[str]:
-        """Of the nodes."""
+        """Return the names of the nodes."""
         return set(self._nodes)
 
     def items(self) -> tuple[list[Item], dict[str, DtctlError]]:

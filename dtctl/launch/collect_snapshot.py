@@ -55,7 +55,7 @@ class DistributedSnapshot:
 
     @property
     def files(self) -> list[str]:
-        """Of the manifest."""
+        """Return the files of the manifest."""
         return list(self.sizes)
 
     @property
@@ -82,7 +82,7 @@ class DistributedSnapshot:
         return bool(self.sizes) and readable_files >= self.sizes.keys()
 
     def row(self) -> dict[str, Any]:
-        """As `dtctl snapshot verify` tells it: it is ok if it can be read, and a bad copy is named all the same."""
+        """Return the row of `dtctl snapshot verify`: ok if it can be read; a bad copy is named all the same."""
         holders = self.holders
         missing = [f"{name} is missing" for name in self.sizes if name not in holders]
         unreported = [name for name in missing if not any(name.split(" ")[0] in phrase for phrase in self.problems)]

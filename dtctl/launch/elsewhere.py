@@ -53,7 +53,7 @@ class FoundRun:
 
     @property
     def exit_code(self) -> int:
-        """As a launch would end with it."""
+        """Return the exit code with which a launch would end."""
         return {"succeeded": 0, "failed": 8}.get(self.status, LaunchError.exit_code)
 
 

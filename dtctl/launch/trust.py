@@ -44,7 +44,7 @@ SECRET = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|pr
 
 
 def reach(spec: Spec) -> list[str]:
-    """What has to be agreed to, a phrase each: files from elsewhere that are sent, commands that are run here."""
+    """Return everything that has to be agreed to, a phrase each: foreign files, and commands that run here."""
     phrases = []
     base = Path(os.path.realpath(spec.base_dir))
     root = Path(os.path.realpath(spec.base_dir / spec.job.files.root))

@@ -167,7 +167,7 @@ def _left_before(function: ast.AST) -> float:
 
 
 def _for_some(module: SourceFile, call: ast.Call, others: Sequence[ast.Call] = ()) -> bool:
-    """Whether a call stands under a condition on the rank, and the other ranks do not make it among the others."""
+    """Return whether a call stands under a condition on the rank, and the other ranks do not make it elsewhere."""
     condition = next(guards(module, call), None)
     if condition is None:
         return False

@@ -240,7 +240,7 @@ def _parsed_or_none(text: str) -> ast.Module | None:
 
 
 def _guarded(work: Callable[[], Iterable[Problem]], path: Path, name: str) -> list[Problem]:
-    """What a rule finds; that it failed, if it did: its mistake must not take the other rules and files with it."""
+    """Return the findings of a rule; or that it failed, so that other rules and files go on."""
     try:
         return list(work())
     except RecursionError:

@@ -206,7 +206,7 @@ class Project:
         return not own and self._uses(module, _ENGINES)
 
     def runs_loop(self, module: SourceFile) -> bool:
-        """Whether a framework has the training loop: what is logged and saved, and by which rank, is its part too."""
+        """Return whether a framework has the training loop, and with it the logging and saving by rank."""
         return not module.calls.get(names.INIT) and self._uses(module, _FRAMEWORKS)
 
     def _uses(self, module: SourceFile, packages: frozenset[str]) -> bool:

@@ -346,7 +346,7 @@ def one_process(module: SourceFile) -> bool:
 
 
 def _instead_of_ranks(module: SourceFile, function: ast.AST) -> bool:
-    """Whether a function is called in one branch of an `if`, and one that starts a process group in the other."""
+    """Return whether one branch of an `if` calls a function, and the other one that starts a process group."""
     if not isinstance(function, Function) or any(module.within(call, function) for call in module.calls_of(names.INIT)):
         return False
     starting = {getattr(module.scope(call), "name", "") for call in module.calls_of(names.INIT)}

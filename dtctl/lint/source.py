@@ -45,7 +45,7 @@ class SourceText:
 
 
 def kind_of(path: Path, raw: bytes | None = None) -> Kind | None:
-    """As what a file is read: by its suffix, else by its first line; None for files that are not read.
+    """Return the kind of a file by its suffix, else by its first line; None for files that are not read.
 
     Args:
         path: of the file; what is not a file has no kind.

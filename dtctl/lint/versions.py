@@ -50,7 +50,7 @@ def _line(text: str, number: int | None) -> str:
 
 
 def _quotes_in_quotes(text: str, error: SyntaxError) -> bool:
-    """Whether an f-string of the line, or of one of the two before, contains its own quotes, as Python 3.12 allows."""
+    """Return whether an f-string of the line, or of the two before, contains its own quotes (Python 3.12)."""
     last = error.lineno or 0
     for number in range(max(1, last - 2), last + 1):
         line = _line(text, number)

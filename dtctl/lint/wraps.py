@@ -68,7 +68,7 @@ def wrapped(module: SourceFile, node: ast.expr, at: ast.AST) -> Wrap | None:
 
 
 def model_kinds(module: SourceFile, node: ast.expr) -> set[Kind | None]:
-    """As what a model may be wrapped: one for every place that it may come from, None for an unwrapped one.
+    """Return the kinds of wrappers of a model: one for every place that it may come from, None for an unwrapped one.
 
     Followed through helper functions, arguments and attributes. `fully_shard(model)` wraps what it is given.
     """
@@ -93,7 +93,7 @@ def _model_kinds(module: SourceFile, node: ast.expr) -> set[Kind | None]:
 
 
 def _sharded_in_place(module: SourceFile, node: ast.expr) -> bool:
-    """Whether fully_shard, or a function of the project that calls it on its parameter, gets a name in its function."""
+    """Return whether fully_shard, or a function of the project that calls it on its parameter, gets a name there."""
     name = key(node)
     return name is not None and any(
         wrap.kind == "fully_shard" and wrap.source == name and module.scope(wrap.call) is module.scope(node)

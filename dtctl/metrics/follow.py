@@ -217,7 +217,7 @@ class FigureCollector:
                 self._failed(node, rank)
 
     def _failed(self, node: str | None, rank: int | None) -> None:
-        """Whether a worker failed because of a gradient that was not finite; dtctl.runtime says so in its log."""
+        """Return whether a worker failed because of a gradient that was not finite, by the log of dtctl.runtime."""
         if node is None or rank is None:
             return
         try:

@@ -49,7 +49,7 @@ def _usable(network: NetworkProfile) -> list[Mapping[str, str]]:
 
 
 def _routable(port: Mapping[str, str]) -> bool:
-    """Whether a port can do RoCE between nodes, as far as its table of addresses says: RoCE v2 needs one with IPv4.
+    """Return whether a port can do RoCE between nodes by its table of addresses: RoCE v2 needs one with IPv4.
 
     The virtual function behind Azure's accelerated networking is an active port without one.
     """

@@ -303,7 +303,7 @@ def generated(variables: Mapping[str, str], *, framework: str) -> list[EnvVar]:
 
 
 def worker_variables(kind: str, *, rank: str, local_rank: str) -> dict[str, str]:
-    """What differs between the workers of a node, when dtctl starts them itself; the values may be text for a shell."""
+    """Return the variables of one worker of a node that dtctl starts itself; values may be text for a shell."""
     if kind not in WORKER_KINDS:
         return {}
     return {names.RANK: rank, names.LOCAL_RANK: local_rank, "ROLE_RANK": rank}

@@ -91,7 +91,7 @@ def _obstacle(spec: Spec, kind: Kind, *, workers: int) -> tuple[str, str]:
 
 
 def _held_once(strategy: str | Mapping[str, int], workers: int) -> str:
-    """Which part of a worker's state no other one can give to its successor; only the workers know what `auto` is."""
+    """Return the part of a worker's state that no other one has; only the workers know what `auto` is."""
     if strategy in ("auto", "ddp", "hsdp"):
         return ""
     if strategy == "zero1":

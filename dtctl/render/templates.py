@@ -147,7 +147,7 @@ def _environment(folders: tuple[str, ...]) -> ImmutableSandboxedEnvironment:
 
 
 def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
-    """As `dtctl.render.render`, in this process and so without limits of memory and time."""
+    """Render as `dtctl.render.render` does, in this process and so without limits of memory and time."""
     try:
         return _poured(_environment(tuple(map(str, folders))).get_template(name), values)
     except TemplateNotFound as exc:

@@ -77,7 +77,7 @@ def facts(record: RunRecord) -> RunFacts:
 
 
 def _is_secret(key: str) -> bool:
-    """Whether a key of the spec holds a secret: a variable of `env` by its name. `job.secrets` holds names alone."""
+    """Return whether a key of the spec holds a secret: a variable of `env` by its name."""
     above, _, name = key.rpartition(".")
     return above.rpartition(".")[2] == "env" and SECRET.search(name) is not None
 

@@ -144,7 +144,7 @@ def _before(folder: Place) -> dict[str, Any] | None:
 def _decide(
     config: TrainConfig, worker: Worker, subject: Subject, sizes: Batch, facts: list[Any], request: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """On rank 0: strategy, mesh and a line for the log; errors are values here, so that the others hear of them."""
+    """Decide on rank 0: strategy, mesh and a line for the log; errors are values, so that the others get them."""
     answer: dict[str, Any] = {"error": None, "where": "train.strategy", "hint": None, "line": None}
     before = max(
         (rank_facts["before"] for rank_facts in facts if rank_facts["before"]),
@@ -221,7 +221,7 @@ def _sizes(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
 
 
 def _seen(subject: Subject, config: TrainConfig, setting: choice.TrainingSetting) -> dict[str, Any]:
-    """In the copy: what a forward pass of the first samples keeps."""
+    """Measure in the copy what a forward pass of the first samples keeps."""
     model = subject.model
     if not isinstance(model, nn.Module):
         with torch.device("meta"):

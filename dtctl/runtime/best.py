@@ -25,12 +25,12 @@ class Best:
 
     @property
     def step(self) -> int | None:
-        """That had the best value; None before the first evaluation."""
+        """Step that had the best value; None before the first evaluation."""
         return self._seen[0][1] if self._seen else None
 
     @property
     def value(self) -> float:
-        """That it had."""
+        """Value of that step."""
         return self._sign * self._seen[0][0] if self._seen else 0.0
 
     @property

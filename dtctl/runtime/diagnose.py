@@ -131,11 +131,11 @@ class Communication:
 
     @property
     def share(self) -> float:
-        """Of the time of the passes that is spent on exchange that computation does not hide."""
+        """Share of the time of the passes that is spent on exchange that computation does not hide."""
         return max(0.0, 1 - self.without_s / self.with_s)
 
     def describe(self) -> str:
-        """In words for people."""
+        """Return the cost in words."""
         return (
             f"communication is {self.share:.0%} of a step's passes: {self.with_s * 1e3:.2f} ms with exchange of "
             f"gradients, {self.without_s * 1e3:.2f} ms without"

@@ -72,5 +72,5 @@ class Ema:
 
 
 def _local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of sharded tensors each worker's own part."""
+    """Return each worker's own part of sharded tensors."""
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]

@@ -164,7 +164,7 @@ class Trainer:
         self.others: other_optimizers.OtherOptimizers | None = None
 
     def _settle(self, config: TrainConfig, worker: Worker, subject: Subject) -> None:
-        """What all workers have to agree on: configuration, mesh, batch and length; collective."""
+        """Settle everything that all workers have to agree on: configuration, mesh, batch and length; collective."""
         require_equal(settings(config), worker)
         kernels.choose(config, worker.device.type)
         self.folder = snapshot_saver.folder(config.snapshot, os.environ)
@@ -209,7 +209,7 @@ class Trainer:
         self.loss_scale = LossScale() if config.precision == "fp16" else None
 
     def _take_parameters(self, rate: Callable[[int], float] | None) -> None:
-        """What follows from the parameters that the optimizer has, none of which was trained yet; collective."""
+        """Take the parameters of the optimizer, none of which was trained yet; collective."""
         self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.strategy.prepare(self.optimizer)
         self.rate = optim.LearningRate(self.config, self.optimizer, self.steps, own=rate)
@@ -217,7 +217,7 @@ class Trainer:
         self.ema = Ema(self.model, self.config.ema) if self.config.ema else None
 
     def _watch(self) -> None:
-        """What watches the passes: gradients that are not finite, thawed parameters, and memory that runs out."""
+        """Watch the passes: gradients that are not finite, thawed parameters, and memory that runs out."""
         config, worker = self.config, self.worker
         blame = partial(spoilt, self.model, self.optimizer.param_groups)
         self.guard = NonFiniteGuard(config.on_nan, self.loss_scale, worker, blame)
@@ -235,7 +235,7 @@ class Trainer:
         )
 
     def _watch_strategy(self) -> None:
-        """What watches the model as the strategy has wrapped it."""
+        """Watch the model as the strategy has wrapped it."""
         exchanging = self.worker.backend is not None and not self.elastic
         self.frozen = Frozen(self.model, self.strategy.name) if exchanging else None
         halve = self.config.on_oom == "halve" and not self.elastic
@@ -294,14 +294,14 @@ class Trainer:
         self.account.program.load(self._warm_up())
 
     def _order(self, samples: Data) -> None:
-        """Which samples and which random numbers each step has."""
+        """Set the samples and the random numbers of each step."""
         is_stream = isinstance(samples, datasets.SampleStream)
         self.draws = randomness.StepStream(self.config.seed, self.place.stream, self.worker.device)
         self.order = InSequence() if is_stream else Order(self.samples, self.config.seed)
         self.schedule = Schedule(self.order, self.batch, rank=self.place.data, end=self.end)
 
     def _keep(self, extra_state: Mapping[str, Any]) -> None:
-        """What writes snapshots, when, and what they hold beside the model; collective."""
+        """Make the writers of snapshots, with their schedule and the state besides the model; collective."""
         config, worker = self.config, self.worker
         self.best = Best(config.best, keep=config.snapshot.keep_best) if config.best else None
         with worker.making_groups():
@@ -660,7 +660,7 @@ class Trainer:
             say(cost.describe())
 
     def gradients(self) -> list[torch.Tensor]:
-        """Of the parameters that have one."""
+        """Return the gradients of the parameters that have one."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def _unscale(self) -> None:
@@ -791,7 +791,7 @@ class Trainer:
 
     @property
     def account(self) -> account.Account:
-        """What this program was before its first step; taken when first asked for, collective over all workers."""
+        """Fingerprint of this program before its first step; taken on first use, collective over all workers."""
         if self._account is None:
             self._account = self._take_account(self.worker)
         return self._account
@@ -877,7 +877,7 @@ class Trainer:
         return verdict if self.step < self.steps else None
 
     def _go_back(self) -> None:
-        """To the newest snapshot, and past the samples that were seen since: among them is what spoilt the gradient."""
+        """Go back to the newest snapshot, and past the samples seen since: one of them has spoilt the gradient."""
         step, position = self.step + 1, self.position + self.schedule.samples(self.position)
         self.saver.wait()  # the newest may still be on its way
         if self.in_memory is not None:

@@ -126,7 +126,7 @@ class MemorySnapshots:
         self._cost_s, self._last = now - began_s, (step, now)
 
     def _has_room(self, parts: Mapping[str, Any]) -> bool:
-        """Whether every node has the memory: for two that are kept and one that is written, with copies of others'."""
+        """Return whether every node has memory for two snapshots that are kept and one being written, with copies."""
         share = self.saver.share(parts) if isinstance(self.saver, DistributedSaver) else parts
         tensors = (leaf for leaf in tree_leaves(share) if isinstance(leaf, torch.Tensor))
         own_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

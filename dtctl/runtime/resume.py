@@ -104,7 +104,7 @@ def _point(chosen: Chosen, *, is_in_memory: bool = False) -> ResumePoint:
 
 
 def marker(folder: Place, progress: Progress) -> Callable[[int], None]:
-    """What notes that a snapshot of a step was committed: in the run's own folder on this node, and for the launcher.
+    """Return a function that notes committed snapshots: in the run's own folder on this node, and for the launcher.
 
     The launcher tells the next attempt, in case this node and its folder are lost.
     """

@@ -37,7 +37,7 @@ PACKAGES = {
 
 
 def check_requirements() -> None:
-    """Whether this machine can have a sandbox.
+    """Check that this machine can have a sandbox.
 
     Raises:
         SandboxError: it cannot; says what is missing and what brings it.

@@ -119,7 +119,7 @@ def _burst(rate: str) -> str:
 
 
 def _limit_towards(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode, rate: str) -> None:
-    """By a class of its own for this one address; everything else goes past it."""
+    """Limit the rate towards one address by a class of its own; everything else goes past it."""
     at = ["dev", "eth0"]
     in_network(sandbox, node, ["tc", "qdisc", "replace", *at, "root", "handle", "1:", "htb"])
     in_network(sandbox, node, ["tc", "class", "replace", *at, "parent", "1:", "classid", "1:1", "htb", "rate", rate])

@@ -82,7 +82,7 @@ PartitionName=urgent Nodes={names} DefaultTime=10 MaxTime=60 State=UP PriorityTi
 
 
 def check_requirements() -> None:
-    """Whether this machine can have Slurm in a sandbox.
+    """Check that this machine can have Slurm in a sandbox.
 
     Raises:
         SandboxError: something is missing; says what brings it.

@@ -281,7 +281,7 @@ def _lines(options: Mapping[str, object]) -> list[str]:
 
 
 def _quoted(key: str, value: str) -> str:
-    """As sbatch reads the words of a directive: blanks and `#` need quotation marks, and a line is a line."""
+    """Quote a word of a directive as sbatch reads it: blanks and `#` need quotation marks, and a line is a line."""
     if not value.isprintable():
         raise PlanError(f"{value!r} cannot stand in a line of a batch file", where=f"slurm: {key}")
     if re.fullmatch(r"[\w@%+=:,./\[\]&|*!-]+", value):

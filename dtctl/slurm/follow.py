@@ -197,7 +197,7 @@ class Follower:
 
     @property
     def _has_succeeded(self) -> bool:
-        """Whether all workers are known to have ended with success, whatever became of the batch script after that."""
+        """Return whether all workers are known to have succeeded, whatever became of the batch script afterwards."""
         if self.history.script_code is not None:
             return self.history.script_code == 0
         if self.mirror.has_begun:
@@ -217,7 +217,7 @@ class Follower:
         return Left(counts={**counted, **others.counts}, evidence=others.evidence)
 
     def _duration_s(self) -> float:
-        """From the launch to the end, as Slurm has it; to now where Slurm does not know it, or has not noticed it."""
+        """Return the seconds from the launch to the end by Slurm; to now where Slurm does not know an end."""
         end = self.slurm.ended_at
         if end is not None and self.mirror.end is not None:
             end = max(end, self.mirror.end.time)  # Slurm's is in whole seconds

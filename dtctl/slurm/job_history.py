@@ -95,7 +95,7 @@ class JobHistory:
 
     @property
     def number(self) -> int:
-        """Of the newest attempt; -1 before the first one."""
+        """Number of the newest attempt; -1 before the first one."""
         return self.mirror.progress.attempt if self.attempt is None else self.attempt.number
 
     @property

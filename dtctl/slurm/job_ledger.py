@@ -47,7 +47,7 @@ class JobLedger:
         self._runs, self._over_at, self._failed, self._hung_s = True, None, False, 0.0
 
     def progress(self, at: float, worker: Standing) -> None:
-        """How far the worker that stands for all is; counted at the time when it noted that."""
+        """Count the progress of the worker that stands for all, at the time when it noted that."""
         if not self._runs:
             return
         self._noted_at = at - worker.stale_s

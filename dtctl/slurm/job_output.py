@@ -31,7 +31,7 @@ class AttemptOutput:
     """See `culprit.Output`."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
-        """Of an attempt of the run with this folder."""
+        """Read the output of an attempt of the run with this folder."""
         self._folder = folder / names.LOGS_DIR / f"attempt-{attempt}"
 
     def path(self, node: str, rank: int) -> Path:

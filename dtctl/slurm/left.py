@@ -22,14 +22,14 @@ class Left:
 
     @property
     def total(self) -> int | None:
-        """On all nodes; None if they could not be counted on one of them."""
+        """Number of processes on all nodes; None if they could not be counted on one of them."""
         if not self.counts and self.evidence:
             return None
         counted = [count for count in self.counts.values() if count is not None]
         return sum(counted) if len(counted) == len(self.counts) else None
 
     def describe(self) -> str:
-        """For people."""
+        """Return the numbers in words."""
         nodes = "1 node" if len(self.counts) == 1 else f"{len(self.counts)} nodes"
         if not self.counts and not self.evidence:
             return "0 processes left: the job was never given a node"

@@ -43,7 +43,7 @@ class Site(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages: the login node, or `this machine`."""
+        """Name for messages: the login node, or `this machine`."""
         ...
 
     def run(self, argv: Sequence[str], *, stdin: bytes = b"", limit_s: float = LIMIT_S) -> Done:

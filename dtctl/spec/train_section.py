@@ -39,7 +39,7 @@ def _section_of(config: type) -> type[Section]:
 
 
 def _annotation(hint: Any, rules: Mapping[str, Any]) -> Any:
-    """What pydantic checks of a field with this type hint and these `metadata`; see `dtctl.train.settings.build`."""
+    """Return the pydantic type of a field with this hint and `metadata`; see `dtctl.train.settings.build`."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return reduce(or_, (_annotation(option, rules) for option in inner))

@@ -195,7 +195,7 @@ class Attempt:
         return worker_exit.code
 
     def _may_be_replaced(self, process: Process) -> bool:
-        """Whether the launcher is to say what follows from the end of a worker; until it does, nothing is ended."""
+        """Return whether the launcher decides what follows the end of a worker; until then nothing is ended."""
         killed = os.WIFSIGNALED(process.status or 0) and os.WTERMSIG(process.status or 0) not in STOPS
         if self.live is None or not self.link.is_up or self.deadline is not None or not killed:
             return False
@@ -203,7 +203,7 @@ class Attempt:
         return True
 
     def readable(self) -> dict[int, Process | None]:
-        """Where something may arrive: pipes with the process that prints there, and pipes of start and replacement."""
+        """Return the descriptors to read: pipes with their processes, and pipes of start and replacement."""
         self.logs.is_linked = self.link.is_synced
         others = self.worker_start.descriptors() + ([self.live.reports] if self.live is not None else [])
         return {**self.group.readable(), **dict.fromkeys(others)}

@@ -207,7 +207,7 @@ class _Claim:
         return document if isinstance(document, dict) else {}
 
     def _is_stale(self) -> bool:
-        """Whether who has it is gone: its process, if it is one of this machine; else by a file nobody touches."""
+        """Return whether its holder is gone: its process, if of this machine; else by the age of its file."""
         other = self._others()
         pid = other.get("pid")
         if other.get("place") == self._place and isinstance(pid, int):
@@ -222,7 +222,7 @@ class _Claim:
         return time.monotonic() - self._seen_at > STALE_S
 
     def _remove_stale(self) -> None:
-        """Of several that find it stale one removes it: a name can be given once."""
+        """Remove a stale claim; of several processes that find it one succeeds, since a name can be given once."""
         aside = "%s.%s" % (self.path, os.urandom(4).hex())
         try:
             os.rename(self.path, aside)

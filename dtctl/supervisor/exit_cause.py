@@ -118,7 +118,7 @@ def exit_facts(status: int) -> tuple[int, int | None]:
 
 
 def full_disk(path: str) -> str:
-    """That the disk of `path` is full; empty when it is not."""
+    """Return that the disk of `path` is full; empty if it is not."""
     try:
         stat = os.statvfs(path)
     except OSError:

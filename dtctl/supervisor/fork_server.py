@@ -49,7 +49,7 @@ class ForkServerUnavailable(Exception):
     """The fork server cannot be used; the text says why."""
 
     def __init__(self, why: str, is_final: bool = False) -> None:
-        """With `is_final`, another one would not do better."""
+        """Take the reason; with `is_final`, another one would not do better."""
         super().__init__(why)
         self.is_final = is_final
 

@@ -175,7 +175,7 @@ def die_with(supervisor: int) -> None:
 
 
 def name_as(name: str) -> None:
-    """What `ps`, `top` and `pkill` call this process: its command line is that of the one it was forked from."""
+    """Set the name of this process for `ps`, `top` and `pkill`: its command line is that of its parent."""
     try:
         import ctypes
 

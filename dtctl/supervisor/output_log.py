@@ -201,7 +201,7 @@ def ranks_in(folder: str) -> dict[int, str]:
 
 
 def read_from(fd: int, segments: list, offset: int):  # type: ignore[no-untyped-def, type-arg]
-    """What a log's file has from an offset of the output on: how many bytes are missing, then some, again and again.
+    """Yield the contents of a log's file from an offset on: the number of missing bytes, then some, again and again.
 
     Args:
         fd: the file.

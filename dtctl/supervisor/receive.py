@@ -105,7 +105,7 @@ def hold(path: str) -> int:
 
 
 def leads_out(path: bytes, link: bytes, links: dict[bytes, bytes]) -> bool:
-    """Whether a link at `path` leads out of the tree, or through one of the other links, from where it may lead out."""
+    """Return whether a link at `path` leads out of the tree, directly or through one of the other links."""
     at = path.split(b"/")[:-1]
     for part in link.split(b"/"):
         if b"/".join(at) in links or (part == b".." and not at):
@@ -482,7 +482,7 @@ def _folders(files: list) -> set[bytes]:  # type: ignore[type-arg]
 
 
 def _contents(folder: int, path: bytes):  # type: ignore[no-untyped-def]
-    """What is in a file, as far as it can be read: whoever asks compares digests."""
+    """Yield the readable contents of a file: the caller compares digests."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags, dir_fd=folder)) as file:

@@ -412,7 +412,7 @@ def _files(start: str, name: str, skip: tuple):  # type: ignore[no-untyped-def, 
 
 
 def summary(run_dir: str, paths: list[str], limit: int = 100_000) -> OutputSummary:
-    """Where the run has put its outputs, and how many files and bytes there are; counts no further than the limit."""
+    """Return the place of a run's outputs, and their files and bytes; counts no further than the limit."""
     files = size = 0
     for _, file_size, _ in written(run_dir, paths):
         files, size = files + 1, size + file_size

@@ -21,7 +21,7 @@ class LocalStream:
     """A child process."""
 
     def __init__(self, process: subprocess.Popen[bytes], *, node: str, noise: bytes = b"") -> None:
-        """What it says on standard error that is `noise` means nothing."""
+        """Wrap a process; `noise` on its standard error is dropped."""
         self._process = process
         self._node = node
         self._noise = noise

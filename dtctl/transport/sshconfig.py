@@ -157,7 +157,7 @@ def _has_config(named: str | None) -> bool:
 
 
 def _says_something(path: Path, folder: Path) -> bool:
-    """Whether a file holds more than harmless lines; `folder` is where relative names of included files begin."""
+    """Return whether a file holds more than harmless lines; relative includes begin in `folder`."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

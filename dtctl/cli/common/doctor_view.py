@@ -58,7 +58,7 @@ def _cannot_train(examination: Examination) -> str:
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """What is wrong, the primary cause first, each with its fix and its evidence."""
+    """Print the findings, the primary cause first, each with its fix and its evidence."""
     for finding in findings:
         if finding.status not in ("fail", "warn"):
             continue

@@ -89,7 +89,7 @@ def _complain(errors: Mapping[str, Exception]) -> int:
 
 
 def show_status(run: FoundRun, *, json_: bool) -> None:
-    """How a run is doing, as its nodes tell."""
+    """Print the state of a run, as its nodes report it."""
     if json_:
         output.emit_json(_facts(run))
         return

@@ -19,7 +19,7 @@ SHOWN_FOLDERS = 3
 
 
 def show_push(spec: Spec, tree: Tree) -> None:
-    """What a person should know before the tree is sent."""
+    """Print the facts about the tree that the user should know before it is sent."""
     show_withheld(tree)
     for line in describe_not_sent(spec, tree, chosen=False):
         output.err(line, "yellow")
@@ -72,7 +72,7 @@ def _not_sent(each: NotSent) -> str:
 
 
 def show_files(spec: Spec, tree: Tree) -> None:
-    """What is pushed, and what is not, for the dry run."""
+    """Print the files that are pushed and those that are not, for the dry run."""
     output.out(f"files: {_amount(tree)}" + (f"; the largest: {_largest(tree)}" if tree.files else ""))
     if tree.left_out:
         rows = [f"{row['path']} by {row['rule']}" for row in _left_out(spec, tree)]

@@ -53,7 +53,7 @@ class LaunchOptions:
 
     @property
     def has_spec(self) -> bool:
-        """Whether there is a spec: named, in the working folder, or missing there although nothing replaces it."""
+        """Return whether there is a spec: named, in the working folder, or missing there with nothing in its place."""
         return self.nodes is None or self.spec is not None or Path(names.SPEC_FILE).exists()
 
     @property
@@ -371,7 +371,7 @@ def _name_way_without(error: DtctlError, options: LaunchOptions, nodes: Sequence
 def _run(
     job: LaunchJob, record: RunWriter, emit: Emit, view: LaunchView, progress: RunProgress, options: LaunchOptions
 ) -> int:
-    """From the first connection to the last line; the exit code."""
+    """Run the job from the first connection to the last line; return the exit code."""
     from dtctl.cli.common.followed_run import finish
     from dtctl.launch.control.run import launch
     from dtctl.launch.records.events import RunEnded

@@ -121,7 +121,7 @@ class LogReader:
         return attempt if attempt >= 0 else max(0, len(self._attempts) + attempt)
 
     def _span(self, path: Path, file: BinaryIO) -> tuple[int, int | None]:
-        """From where to where a file is read."""
+        """Return the offsets between which a file is read."""
         number, begin = self._number(), 0
         if number is not None:
             if number >= max(1, len(self._attempts)):

@@ -63,7 +63,7 @@ STATES = {
 
 
 def tell_of_files(spec: Spec, tree: Tree) -> None:
-    """What a person should know of a tree before it is pushed; mostly nothing."""
+    """Print the facts about a tree that the user should know before it is pushed; mostly nothing."""
     if tree.withheld or tree.skipped or tree.left_out or tree.is_large:
         from dtctl.cli.common.files_view import show_push
 
@@ -230,7 +230,7 @@ class LaunchView:
             self._training.follow(event)
 
     def end_table(self) -> None:
-        """From now on, lines."""
+        """Print lines from now on instead of the table."""
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()

@@ -117,7 +117,7 @@ class _Gang:
         self.broken |= {*self._seen}
 
     def used(self, name: str, said: Mapping[str, Any]) -> list[str]:
-        """Of the hidden modules those that torch imports; all of them where torch could not be loaded."""
+        """Return the hidden modules that torch imports; all of them where torch could not be loaded."""
         return list(said["uses"]) if "uses" in said else self._hidden(name)
 
     def round(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -160,7 +160,7 @@ class _Gang:
 
 
 def merged(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What the workers of a node say, as if they were one: the stage that all have reached, and the worst of the rest.
+    """Return the reports of a node's workers as one: the stage that all have reached, and the worst of the rest.
 
     Whose words are kept is told by its place among them.
     """

@@ -50,7 +50,7 @@ DEFINITE, LIKELY, OPEN, VAGUE, WARNED, SURVIVED_PLACE, EFFECT, REFUTED, NOTE = r
 
 
 def explain(paths: Sequence[Path]) -> list[Diagnosis]:
-    """Why the job whose logs these are has failed, the primary cause first; nothing primary where nothing failed.
+    """Return the diagnoses of a job from its logs, the primary cause first; none is primary where nothing failed.
 
     Raises:
         UsageError: a path cannot be read.
@@ -59,7 +59,7 @@ def explain(paths: Sequence[Path]) -> list[Diagnosis]:
 
 
 def explain_all(paths: Sequence[Path]) -> Explanation:
-    """Which of the three answers, the diagnoses, and which files could not be read, or not to their end, and why.
+    """Return the verdict, the diagnoses, and the files that could not be read to their end, with the reasons.
 
     Raises:
         UsageError: a path does not exist, or the system does not let it be read.
@@ -91,7 +91,7 @@ def _with_dumps(
 
 
 def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, list[Diagnosis]]:
-    """As `explain_all`, of files that were read."""
+    """Return what `explain_all` returns, of files that were read."""
     found = collect(sources)
     _name_nodes(found, HostNames(layout.hosts))
     found.ranks |= set(layout.node_of)
@@ -262,7 +262,7 @@ def _complaints(found: Found) -> list[Hit]:
 
 
 def _when(hit: Hit, many: bool) -> tuple[float, int]:
-    """By time where several files are compared, by place within one."""
+    """Return the key for sorting: the time where several files are compared, the place within one."""
     return (hit.time if many and hit.time is not None else _NEVER if many else 0.0, hit.order)
 
 
@@ -413,7 +413,7 @@ def _evidence(line: LogLine) -> Evidence:
 
 
 def _not_understood(found: Found) -> Diagnosis:
-    """That it failed: with the first lines that complain, who wrote them, and the last line before the silence."""
+    """Return that the job failed, with the first lines that complain and the last line before the silence."""
     first = _complaints(found)[:MAX_EVIDENCE] or [hit for hit in found.hits if not hit.survived][:MAX_EVIDENCE]
     said = first[0].line.text.strip()[:200] if first else ""
     diagnosis = replace(

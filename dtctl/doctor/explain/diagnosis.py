@@ -39,7 +39,7 @@ class Diagnosis:
     """True if it is a consequence of the primary cause, going by its text or its time."""
 
     def as_json(self) -> dict[str, Any]:
-        """As `dtctl doctor --log --json` prints it."""
+        """Return the object that `dtctl doctor --log --json` prints."""
         return asdict(self)
 
 

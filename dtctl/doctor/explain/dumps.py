@@ -157,7 +157,7 @@ def _where(frames: Iterable[Mapping[str, Any]]) -> str:
 
 
 def judge_dumps(dumps: Iterable[Dump]) -> CollectiveVerdict | None:
-    """Who is to blame; None when all ranks have entered the same collectives, or there are fewer than two dumps."""
+    """Return the rank to blame; None with fewer than two dumps, or if all ranks have entered the same collectives."""
     by_rank = {dump.rank: dump for dump in dumps}
     if len(by_rank) < 2:
         return None

@@ -63,7 +63,7 @@ class Hit:
 
     @property
     def uncaught(self) -> bool:
-        """Whether it is an exception that has ended its process: nobody above the program's first line caught it."""
+        """Return whether the exception has ended its process: nothing above the program's first line caught it."""
         frames = self.raised.frames if self.raised is not None else ()
         if self.raised is not None and self.raised.short in _UNREADABLE and len(frames) == 1:
             return True  # the file that was started itself

@@ -211,7 +211,7 @@ class _Scan:
         (self.found.complaints if hit.signature is COMPLAINT else self.found.hits).append(hit)
 
     def _note(self, line: LogLine) -> None:
-        """What any line may say besides failures."""
+        """Note the facts that any line may state besides failures."""
         found, text = self.found, line.text
         if line.node is not None:
             found.nodes.add(line.node)
@@ -406,7 +406,7 @@ def _ran_without(missed: Hit, other: Hit) -> bool:
 
 
 def _said(hit: Hit) -> bool:
-    """Whether it is words in a line that calls itself no error: whatever goes on after it shows that they were none."""
+    """Return whether the words stand in a line that calls itself no error, since the program goes on after it."""
     return hit.weight == 0 and hit.raised is None and hit.signature.role == "cause"
 
 

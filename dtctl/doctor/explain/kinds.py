@@ -307,7 +307,7 @@ def _judge(raised: Raised, later: Raised | None) -> Explained:
 
 
 def _part_missing(raised: Raised) -> bool:
-    """Whether what is missing is a part of a package that is there: Python names the package itself otherwise."""
+    """Return whether a part of a package is missing that is there: Python names the package itself otherwise."""
     found = re.search(r"No module named '?([\w.]+)", raised.text)
     return found is not None and "." in found[1]
 
@@ -439,7 +439,7 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
 
 
 def _of_a_library(raised: Raised) -> bool:
-    """Whether a library has raised what came out of the program's own line: one that is no Python has no frames."""
+    """Return whether a library has raised in the program's own line: one that is not Python has no frames."""
     root = raised.name.partition(".")[0]
     if "." not in raised.name or root == "__main__":
         return False

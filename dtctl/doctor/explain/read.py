@@ -90,7 +90,7 @@ def _is_log(file: Path) -> bool:
 
 
 def layout_of(paths: Iterable[Path]) -> LogLayout:
-    """What the plans say, when the paths belong to runs of dtctl; nothing of what plans of several runs disagree on."""
+    """Return the facts of the plans, if the paths belong to runs of dtctl; nothing on which several plans disagree."""
     plans = dict.fromkeys(plan for path in paths if (plan := _plan_of(path)) is not None)
     layouts = [_layout(plan) for plan in plans]
     return LogLayout(

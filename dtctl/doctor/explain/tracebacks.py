@@ -180,13 +180,13 @@ class Raised:
 
     @property
     def text(self) -> str:
-        """As its last line says it, with the rest of the message in the same line."""
+        """Return the exception as in its last line, with the rest of the message in that line."""
         said = f"{self.name}: {self.message}" if self.message else self.name
         return " ".join([said, *(line.strip() for line in self.detail)]).strip()
 
     @property
     def alone(self) -> str:
-        """Its last line, with those lines that are certainly of its message: what follows may be other output."""
+        """Return its last line, with the lines that are certainly of its message: later ones may be other output."""
         parts = [f"{self.name}: {self.message}" if self.message else self.name]
         for line in self.detail:
             is_first = len(parts) == 1 and not self.message
@@ -197,7 +197,7 @@ class Raised:
         return " ".join(parts)
 
     def chain(self) -> list[Raised]:
-        """From the first exception to this one."""
+        """Return the exceptions from the first one to this one."""
         found: list[Raised] = [self]
         while found[-1].before is not None and len(found) < 20:
             found.append(found[-1].before)
@@ -239,7 +239,7 @@ class TracebackReader:
         return self.opened > 0 or self.saying is not None or self.ignored > 0
 
     def feed(self, line: LogLine) -> tuple[bool, Raised | None]:
-        """Whether the line belongs to a traceback and says nothing itself; and the exception that it ends with."""
+        """Return whether the line only belongs to a traceback; and the exception that it ends with."""
         text = self._without_prefix(line.text)
         self.ignored = max(0, self.ignored - 1)
         if HEADER in text:
@@ -429,7 +429,7 @@ _AT_THE_END = ("_run_exitfuncs", "_exit_function", "_cleanup")
 
 
 def _at_the_end(frames: list[TracebackFrame]) -> bool:
-    """Whether an exception came out of what Python calls when an object or the process ends: it ignores those."""
+    """Return whether the exception came at the end of an object or of the process, where Python ignores it."""
     if not frames:
         return False
     return frames[0].function in _AT_THE_END or any(

@@ -226,7 +226,7 @@ class Attempt:
             self.nodes.stop_others("a worker was told to stop" if worker.code == names.REQUEUE_EXIT else end)
 
     def _on_progress(self, name: str, content: Content) -> None:
-        """What a node says about how far its workers are."""
+        """Take a node's report about the progress of its workers."""
         if isinstance(content, Pong | ProgressReport):
             reports = [report for report in content.workers if report.rank in self.nodes.ranks[name]]
             before_stop = isinstance(content, ProgressReport) and content.before_stop

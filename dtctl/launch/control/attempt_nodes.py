@@ -132,7 +132,7 @@ class AttemptNodes:
                 self.gang.sessions[name].send(StopAttempt(now=True))
 
     def replace_node(self, lost: str, name: str, plan: Plan) -> None:
-        """From now on a node has the place of a lost one, which may be the same; its workers are being started."""
+        """Put a node into the place of a lost one, which may be the same; its workers are being started."""
         self.plan = plan
         self.ranks = {node.name: frozenset(node.ranks) for node in plan.nodes}
         self.hang_monitor.node_of_rank = {rank: node.name for node in plan.nodes for rank in node.ranks}
@@ -143,7 +143,7 @@ class AttemptNodes:
         self.cold_nodes.discard(name)
 
     def excuse_absence(self) -> None:
-        """What was due while this process did not run counts against no node."""
+        """Excuse all nodes for deadlines that passed while this process did not run."""
         away_s, self.gang.away_s = self.gang.away_s, 0.0
         if not away_s:
             return

@@ -49,7 +49,7 @@ class Attempts:
         self.committed_step = max(self.committed_step, outcome.committed_step)
 
     def is_next(self, outcome: AttemptOutcome, failure: Failure | None) -> bool:
-        """Whether another attempt follows, once what it waits for on purpose is over; `number` is its number then."""
+        """Return whether another attempt follows, once its deliberate wait is over; `number` is its number then."""
         plan, emit = self._nodes.plan, self._nodes.emit
         if outcome.away_s and failure is None and outcome.stopped_by is None:
             self.number, self._unblamed = self.number + 1, self._unblamed + 1
@@ -95,7 +95,7 @@ class Attempts:
         return failures.is_stop(failure, trains=self._nodes.job.trains)
 
     def _judge(self, outcome: AttemptOutcome, failure: Failure) -> RestartDecision:
-        """Whether, and when, to start again after an attempt that has failed."""
+        """Decide whether and when to start again after an attempt that has failed."""
         from dtctl.launch.control.restart_policy import RestartPolicy  # most runs need none
         from dtctl.launch.records.metrics_rows import read_last_step
 

@@ -56,7 +56,7 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """Of the launcher."""
+        """Return the exit code of the launcher."""
         # SIGUSR1 is how batch systems say that the time is nearly up, and ours is: the run is to be launched again.
         if self.stopped_by is not None and self.stopped_by != signal.SIGUSR1:
             return 128 + self.stopped_by

@@ -87,7 +87,7 @@ class Stack:
 def silence(
     workers: Collection[Standing], *, world_size: int, limit: HangLimit, start_limit: HangLimit = "auto"
 ) -> float | None:
-    """For how many seconds the run has been hanging; None when it is not, or when that cannot be told.
+    """Return the seconds for which the run has been hanging; None if it does not, or if that is not known.
 
     Args:
         workers: those that have told their progress, also if they have ended since.
@@ -353,7 +353,7 @@ class HangMonitor:
         self._deadline = self._asked + ANSWER_S
 
     def silent_until(self, now: float) -> float:
-        """For how many seconds nothing has moved, once stacks were requested."""
+        """Return the seconds for which nothing has moved, once stacks were requested."""
         return (self.silent_s or 0.0) + max(0.0, now - self._asked)
 
     def add_stack(self, stack: WorkerStack) -> None:

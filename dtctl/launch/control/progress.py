@@ -76,12 +76,12 @@ class Standing:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Of two workers, the one with the smaller position is behind."""
+        """Return the position of the worker: of two workers, the one with the smaller position is behind."""
         return self.step, self.place
 
     @property
     def place_text(self) -> str:
-        """For people: `in a forward pass`."""
+        """Return the place in words: `in a forward pass`."""
         return PLACES.get(self.place % 8, "after its passes")
 
 

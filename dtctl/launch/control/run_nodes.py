@@ -165,7 +165,7 @@ class RunNodes:
             self.emit(Note(text=f"{run} is running on {where}, too: both share their GPUs, cores and memory"))
 
     def sweep_lost(self, outcome: AttemptOutcome) -> None:
-        """On nodes whose link was lost, if they can be reached again, end the processes that are left."""
+        """End the processes that are left on nodes whose link was lost, if they can be reached again."""
         plan = self.plan
         outcome.left_behind |= dict.fromkeys(self.replaced)
         nodes = [*plan.nodes, *self.replaced.values()]

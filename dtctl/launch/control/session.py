@@ -216,7 +216,7 @@ class Session:
         return True
 
     def excuse(self) -> None:
-        """What it did not say until now does not count against it: nobody was there to hear it."""
+        """Excuse the node for its silence until now: this process did not run to hear it."""
         self.last_heard = time.monotonic()
         if self.last_progress is not None:
             self.last_progress = self.last_heard

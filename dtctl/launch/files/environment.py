@@ -72,7 +72,7 @@ class LockedEnvironment:
 
     @property
     def told(self) -> str:
-        """For people: `12 packages of requirements.txt for Python 3.12 on x86_64`."""
+        """Return a summary in words: `12 packages of requirements.txt for Python 3.12 on x86_64`."""
         count = f"{self.packages} package{'' if self.packages == 1 else 's'}"
         return f"{count} of {self.source} for Python {self.python} on {self.machine} ({self.digest[:8]})"
 

@@ -155,7 +155,7 @@ class _Fetch:
         self.result = Fetched()
 
     def run(self) -> Fetched:
-        """From the list to the last file."""
+        """Fetch everything, from the list to the last file."""
         self._read_rows()
         begun_files = {
             index: begun for index, (path, size) in enumerate(self.rows) if (begun := self._here(path, size))
@@ -350,5 +350,5 @@ def _link_at(folder: int, name: str) -> str | None:
 
 
 def _partial(name: str) -> str:
-    """Under which name a file is on its way; not longer than names may be."""
+    """Return the name of a file while it is on its way; not longer than names may be."""
     return PARTIAL + hashlib.sha256(os.fsencode(name)).hexdigest()[:32]

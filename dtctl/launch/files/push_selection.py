@@ -184,7 +184,7 @@ def _lstat(entry: os.DirEntry[bytes]) -> os.stat_result | None:
 
 
 def _names_a_file(pattern: bytes) -> bool:
-    """Whether a pattern can ask for a secret: its last part is plain, or itself looks like one, as `*.pem` does."""
+    """Return whether a pattern can ask for a secret: its last part is plain, or itself looks like one (`*.pem`)."""
     last = pattern.rstrip(b"/").rpartition(b"/")[2]
     return not any(sign in b"*?[" for sign in last) or bool(SECRETS.match(last))
 

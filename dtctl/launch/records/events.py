@@ -182,7 +182,7 @@ class AlertChanged(Event):
 
     @property
     def told(self) -> str:
-        """For people: `alert no-step, firing: no step for 600 s after step 70`."""
+        """Return the event in words: `alert no-step, firing: no step for 600 s after step 70`."""
         return f"alert {self.alert}, {self.state}: {self.text}"
 
 
@@ -220,7 +220,7 @@ class Resumed(Event):
 
     @property
     def told(self) -> str:
-        """For people: `resumed at step 400`."""
+        """Return the event in words: `resumed at step 400`."""
         return f"resumed at step {self.step}{_of_known(self.why)}"
 
 
@@ -237,7 +237,7 @@ class Confirmed(Event):
 
     @property
     def told(self) -> str:
-        """For people: `resumed at step 400: exact, 2 steps repeated bit for bit`."""
+        """Return the event in words: `resumed at step 400: exact, 2 steps repeated bit for bit`."""
         found = f"{(self.verdict or '').replace('-', ' ')}, {self.steps} steps repeated bit for bit"
         differs = f", then another {self.differs}" if self.differs else ""
         return f"resumed at step {self.step}: {found}{differs}{_of_known(self.why)}"
@@ -326,7 +326,7 @@ class Healed(Event):
 
     @property
     def told(self) -> str:
-        """For people: `rank 1 on node2 was ended by signal 9 (SIGKILL): replaced in 0.21 s, the 2 others stayed`."""
+        """Return it in words: `rank 1 on node2 was ended by signal 9 (SIGKILL): replaced in 0.21 s`."""
         lost = "; ".join(f"rank {each.rank} on {each.node} {each.reason}" for each in self.replaced)
         count = len(self.survivors)
         if not self.replaced:

@@ -114,7 +114,7 @@ class Ledger:
         piece."""
 
     def enter(self, phase: str) -> None:
-        """From now on, time belongs to `phase`."""
+        """Count the time from now on to `phase`."""
         now = self._clock()
         self.spent[self.phase] += now - self._phase_start
         self.phase, self._phase_start = phase, now

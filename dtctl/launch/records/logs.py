@@ -31,7 +31,7 @@ RECORD_BYTES = 16 << 20
 
 
 def attempts_of(run_folder: Path) -> list[dict[tuple[str, int], int]]:
-    """For each attempt of a run the size that each log had when it began, by node and rank; none if that is unknown."""
+    """Return for each attempt the size of each log at its beginning, by node and rank; nothing if that is unknown."""
     try:
         lines = folders.read_regular(str(run_folder / ATTEMPTS_FILE), RECORD_BYTES).splitlines()
         return [{(str(node), int(rank)): int(size) for node, rank, size in json.loads(line)} for line in lines]

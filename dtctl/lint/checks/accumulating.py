@@ -133,7 +133,7 @@ def every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> as
 
 
 def _skips_the_step(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> bool:
-    """Whether a loop goes on to the next micro batch between backward pass and step: `if i % n != 0: continue`."""
+    """Return whether a loop continues with the next micro batch before the step: `if i % n != 0: continue`."""
     module = check.module
     for statement in loop.body:
         if not isinstance(statement, ast.If) or statement.lineno < backward.lineno:
@@ -277,7 +277,7 @@ def _zeroes(module: SourceFile, function: ast.AST) -> bool:
 
 
 def _deferred_already(check: Check, backward: ast.Call) -> bool:
-    """Whether the function around a backward pass, or one that it calls here, defers the exchange in some way."""
+    """Return whether the function around a backward pass, or one that it calls here, defers the exchange."""
     module = check.module
     if not _ACCUMULATES.search(module.text):
         return False
@@ -344,7 +344,7 @@ def _model_called(check: Check, statement: ast.stmt) -> str | None:
 
 
 def _settled(check: Check, test: ast.expr, before: Sequence[ast.stmt], model: str) -> bool:
-    """Whether a condition has its value already before these statements: it calls nothing, they change nothing."""
+    """Return whether a condition has its value before these statements: it calls nothing, they change nothing."""
     sized = [part for part in ast.walk(test) if isinstance(part, ast.Call)]
     if any(key(part.func) != "len" or len(part.args) != 1 or part.keywords or not key(part.args[0]) for part in sized):
         return False

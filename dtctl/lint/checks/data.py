@@ -145,7 +145,7 @@ def _shuffles(check: Check, call: ast.Call) -> bool:
 
 
 def _repeats(check: Check, importers: tuple[SourceFile, ...]) -> bool:
-    """Whether the program goes through its data several times in another place: epochs of another file, or for ever."""
+    """Return whether the program has another loop over its data: epochs of another file, or an endless loop."""
     module = check.module
     for source in (*check.project.having(module, "epoch"), *importers):
         if any(_over_epochs(loop) for loop in source.nodes_of(ast.For)):

@@ -101,7 +101,7 @@ def never_destroyed(check: Check) -> Iterator[Problem]:
 
 
 def _destroys(check: Check, module: SourceFile) -> bool:
-    """Whether a module, or one that it imports, destroys the group of all ranks, not only one that it has made."""
+    """Return whether a module, or one that it imports, destroys the group of all ranks, not only its own."""
     return any(
         not call.args and not call.keywords
         for source in check.project.having(module, "destroy_process_group")

@@ -190,7 +190,7 @@ def _stopped_early(check: Check) -> Iterator[Problem]:
 
 
 def _agreed_on(module: SourceFile, loop: ast.AST, test: ast.expr) -> bool:
-    """Whether the ranks exchange something in a loop that a condition is about; not where it is gradients only."""
+    """Return whether the ranks exchange something in the loop of a condition; gradients alone do not count."""
     about = _names(test) | {name for part in ast.walk(test) if isinstance(part, ast.Name | ast.Attribute)
                             for binding in module.lookup(part) if binding.value is not None
                             for name in _names(binding.value)}  # fmt: skip

@@ -221,7 +221,7 @@ def _line_at_callers(check: Check, node: ast.Name, depth: int) -> int | None:
 
 
 def _own(module: SourceFile, value: ast.expr) -> bool:
-    """Whether a value is computed by this rank alone: by a function that reduces nothing, if by one of the project."""
+    """Return whether this rank alone computes a value: if by a function of the project, by one that reduces nothing."""
     for part in ast.walk(value):
         if isinstance(part, ast.Call):
             target = function_of(module, part)

@@ -100,7 +100,7 @@ def _message(name: str, entry: Legacy) -> tuple[str, str]:
 
 
 def _in_try(check: Check, node: ast.AST) -> bool:
-    """Whether a name may be missing without harm: something else is done then, which is no end of the program."""
+    """Return whether a name may be missing without harm: the program then does something else and does not end."""
     above = check.module.enclosing(node, (ast.Try,))
     while isinstance(above, ast.Try):
         for handler in above.handlers:

@@ -38,7 +38,7 @@ def fixed_divisor(check: Check) -> Iterator[Problem]:
 
 
 def _may_be_ranks(number: object) -> bool:
-    """Whether a number looks like a number of GPUs: 1000, 100 or 1e9 is another unit, 3 and 7 are other things."""
+    """Return whether a number looks like a number of GPUs: 1000, 100 or 1e9 is another unit, 3 and 7 are not."""
     return isinstance(number, int | float) and number in range(2, 1024, 2) and number % 10 != 0
 
 

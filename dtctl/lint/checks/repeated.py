@@ -126,7 +126,7 @@ def _step_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
 
 
 def _whole_epoch(module: SourceFile, call: ast.Call) -> bool:
-    """Whether a call makes more than one step: its function has the loop over the batches itself, or cannot be read."""
+    """Return whether a call makes more than one step: its function has the loop over batches, or is unreadable."""
     if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
         return False
     target = function_of(module, call)
@@ -224,7 +224,7 @@ def _runs(module: SourceFile, call: ast.Call) -> bool:
 
 
 def _quiet_loggers(check: Check) -> bool:
-    """Whether the loggers of a program are set up by rank: their level, their handlers, a function that makes them."""
+    """Return whether a program sets up its loggers by rank: level, handlers, or a function that makes them."""
     module = check.module
     return check.project.says(
         module,

@@ -306,7 +306,7 @@ def _weights_only(state: ast.expr) -> bool:
 
 
 def _goes_on(check: Check) -> bool:
-    """Whether a program loads what it has saved to go on with it, and no state of an optimizer is saved anywhere."""
+    """Return whether a program loads its own checkpoint to go on, and saves no state of an optimizer anywhere."""
     module = check.module
     if not module.calls_of("torch.load") or not _RESUMES.search(module.text):
         return False

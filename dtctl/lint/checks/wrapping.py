@@ -53,7 +53,7 @@ def moved_after(check: Check) -> Iterator[Problem]:
 
 
 def _fresh(check: Check, wrap: ast.Call) -> bool:
-    """Whether what is wrapped is made on the spot by a class of torch or of this file, on the CPU as it seems."""
+    """Return whether the wrapped object is made on the spot by a class of torch or of this file, on the CPU."""
     argument = wrap.args[0] if wrap.args else None
     if not isinstance(argument, ast.Call) or not isinstance(argument.func, ast.Name | ast.Attribute):
         return False

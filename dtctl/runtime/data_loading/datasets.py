@@ -71,7 +71,7 @@ class SampleStream(Protocol):
 
 
 def is_deterministic(data: object) -> bool:
-    """Whether the class that has `batch` also promises that it draws no random numbers; a subclass's is another."""
+    """Return whether the class with `batch` also promises to draw no random numbers; not inherited."""
     for kind in type(data).__mro__:
         if "batch" in vars(kind):
             return bool(vars(kind).get("deterministic", False)) and "batch" not in getattr(data, "__dict__", {})

@@ -143,7 +143,7 @@ class Feed:
             self.close()
 
     def lost_readers(self, error: BaseException) -> str:
-        """Which of the processes that read ended badly, and how, if that is what an error is about; else nothing."""
+        """Return the readers that ended badly, and how, if that is what an error is about; else nothing."""
         # What is seen first varies: torch's word for it, or the end of the pipe that a batch was to come through.
         if not isinstance(error, RuntimeError | EOFError | ConnectionError):
             return ""

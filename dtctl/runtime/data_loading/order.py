@@ -135,7 +135,7 @@ class Schedule:
         return [row if row[-1] < self._end else row[row < self._end] for row in found]
 
     def keys(self, start: int, index: int) -> Iterator[tuple[int, int]]:
-        """From micro batch `index` of the step at `start` on: where each one stands that is not empty."""
+        """Yield the places of the micro batches that are not empty, from `index` of the step at `start` on."""
         for place in range(start, self._end, self._total):
             for number in range(index if place == start else 0, self._accumulate):
                 if place + int(self._offsets[number, 0]) < self._end:

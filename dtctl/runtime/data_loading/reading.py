@@ -78,7 +78,7 @@ class Reader:
             self.settle(positions)
 
     def in_thread(self, indices: Indices, positions: Indices) -> Any:
-        """As a call, beside a loop that draws random numbers: the generators that they share are left alone."""
+        """Read as `__call__` does, but leave the generators alone that the loop draws from meanwhile."""
         if self.at_once is not None:
             return self.at_once(indices)
         self._seed_own(self._seed_of(positions))
@@ -128,7 +128,7 @@ class Reader:
         return _mixed(_mixed(int(positions[0]) if len(positions) else 0) + self._seed + (salt << 32))
 
     def _seed_place(self, shard: int, place: int) -> None:
-        """Before a sample of a stream is read or passed over, or (-1 - epoch) a shard is opened."""
+        """Seed the generators before a sample of a stream, or (-1 - epoch) before a shard is opened."""
         self._seed_all(_mixed(_mixed((place << 20) + shard) + self._seed))
 
     def _seed_all(self, seed: int) -> None:
@@ -148,7 +148,7 @@ class Reader:
             seed_generator(generator, _mixed(seed + number) % 2**63)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
+        """Leave out everything that belongs to this process."""
         return {"data": self.data, "seed": self._seed}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -205,7 +205,7 @@ class Reader:
         return examination
 
     def _state(self) -> int:
-        """Of all generators, after something was read."""
+        """Return the states of all generators, after something was read."""
         crc = zlib.crc32(torch.get_rng_state().numpy().data)
         crc = zlib.crc32(repr((random.getstate(), np.random.get_state(legacy=False))).encode(), crc)
         return zlib.crc32(repr([_digest_of(generator) for generator in self.generators()]).encode(), crc)

@@ -118,7 +118,7 @@ def require_same_device(shared: Store, worker: Worker) -> None:
 
 
 def _can_be_bound(backend: str) -> bool:
-    """Whether groups can be bound to a GPU: older torch cannot split those of two backends then (pytorch#159200)."""
+    """Return whether groups can be bound to a GPU: older torch cannot split those then (pytorch#159200)."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     return "nccl" in backend and release >= (2, 13)
 

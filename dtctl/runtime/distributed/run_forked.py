@@ -47,7 +47,7 @@ def apart(work: Callable[[], dict[str, Any]], *, limit_s: float) -> dict[str, An
 
 
 def _answer(work: Callable[[], dict[str, Any]], writing: int) -> None:
-    """In the copy: work, tell, and end without what a process does at its end."""
+    """Do the work in the copy, send the result, and end without the exit handlers of a process."""
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)

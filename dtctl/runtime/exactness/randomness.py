@@ -117,7 +117,7 @@ class StepStream:
     __slots__ = ("_base", "_on_gpu", "_seed")
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
-        """Of a worker.
+        """Make the stream of a worker.
 
         Args:
             seed: of the training.

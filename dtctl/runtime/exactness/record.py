@@ -51,7 +51,7 @@ class StepBits:
     update: int
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the record as JSON."""
         losses = [None if bits is None else f"{bits:016x}" for bits in self.losses]
         return {
             "step": self.step, "losses": losses, "gradient": f"{self.gradient:016x}", "update": f"{self.update:016x}"

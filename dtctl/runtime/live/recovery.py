@@ -48,7 +48,7 @@ BUFFER_BYTES: Final = 64 << 20
 
 
 def prepare(trainer: Training) -> None:
-    """From now on this worker hears of lost peers; before the last exchange that comes before the first step."""
+    """Listen for lost peers from now on; called before the last exchange before the first step."""
     if trainer.worker.live is not None:
         trainer.worker.live.trains = True
 
@@ -141,7 +141,7 @@ def require_repeated(before: Step, now: Step, worker: Worker) -> None:
 
 
 def _go_back(trainer: Training, live: Control) -> bool:
-    """To the beginning of the step; whether nothing is left of the process group."""
+    """Go back to the beginning of the step; return whether nothing is left of the process group."""
     wrapped = weakref.ref(trainer.strategy.module)
     trainer.let_go()
     gc.collect()  # what the traceback held makes cycles, and with them the hooks of the old wrapper would live on

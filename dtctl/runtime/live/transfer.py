@@ -224,7 +224,7 @@ def _meshes(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _layout(tensor: torch.Tensor, meshes: Sequence[Any]) -> list[Any] | None:
-    """Of a tensor that is divided: its whole shape and strides, over which mesh, and the dim that each axis divides."""
+    """Return the layout of a divided tensor: whole shape, strides, mesh, and the dim that each axis divides."""
     if not hasattr(tensor, "placements"):
         return None
     dims = [placement.dim if placement.is_shard() else None for placement in cast(Any, tensor).placements]

@@ -48,7 +48,7 @@ class Pass:
     load: Load | None = None
 
     def of_samples(self, losses: torch.Tensor) -> torch.Tensor:
-        """What to multiply losses of single samples with, [samples], that go backward beside the loss function's."""
+        """Return the factors of losses of single samples, [samples], that go backward next to the loss function's."""
         count = len(losses) if self.samples is None else self.samples
         weights = torch.zeros_like(losses, requires_grad=False)
         weights[:count] = self.weight / max(1, count)

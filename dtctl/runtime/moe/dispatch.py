@@ -46,7 +46,7 @@ def by_expert(
 
 
 def exchanged(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup, compute: Compute) -> torch.Tensor:
-    """As `compute`, by the workers of a group, each of which has an equal part of the experts; collective over it.
+    """Compute as `compute` does, by workers of a group that each have an equal part of the experts; collective over it.
 
     Args:
         rows: sorted by expert, [rows, width].
@@ -68,7 +68,7 @@ def exchanged(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup
 
 
 def shared_out(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup, compute: Compute) -> torch.Tensor:
-    """As `compute`, by workers that have the same rows, each of which computes a part of them; collective over them.
+    """Compute as `compute` does, by workers with the same rows that each compute a part of them; collective over them.
 
     Args:
         rows: sorted by expert, [rows, width]; the same on all workers.

@@ -171,7 +171,7 @@ class MoE(nn.Module):
         return mixed if self.shared is None else mixed + self.shared(stream)
 
     def _logits(self, stream: torch.Tensor) -> torch.Tensor:
-        """In fp32 at least: a rounded logit may choose another expert."""
+        """Return the logits in fp32 at least: a rounded logit may choose another expert."""
         wide = torch.promote_types(stream.dtype, torch.float32)
         with torch.autocast(stream.device.type, enabled=False):
             return nn.functional.linear(stream.to(wide), self.router.weight.to(wide))

@@ -46,12 +46,12 @@ class TreeEntry:
 
     @property
     def name(self) -> str:
-        """Of the tensor in its part: `blocks.0.weight`."""
+        """Name of the tensor in its part: `blocks.0.weight`."""
         return ".".join(self.path)
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * headers.SIZES[self.dtype]
 
 
@@ -153,7 +153,7 @@ def content(leaf: TreeEntry, data: Mapping[str, memoryview]) -> Iterator[memoryv
 
 
 def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
-    """Where the numbers of a box lie in the whole tensor: place there, place in the box, how many; longest runs."""
+    """Yield the runs of a box in the whole tensor: place there, place in the box, length; the longest possible."""
     offset, size = box
     if not all(size):
         return

@@ -80,7 +80,7 @@ def choose(folder: Place, worker: Worker) -> Chosen:
 
 
 def _told(action: Callable[[], Any]) -> dict[str, Any]:
-    """What comes of something, as JSON; an error is a value, so that the others hear of it instead of waiting."""
+    """Return the result of something as JSON; an error is a value, so that the others do not wait."""
     try:
         return {"error": None, "found": action()}
     except DtctlError as exc:

@@ -62,7 +62,7 @@ def verify(place: Place) -> Answer:
 
 
 def pieces(place: Place) -> Answer:
-    """What of each snapshot is good here, file by file: of one that lies on several nodes, this is a node's part.
+    """Return the good files of each snapshot here; of one that lies on several nodes, this is a node's part.
 
     Returns:
         Rows, newest first: path, step, when it was made, the commit record and the manifest that all nodes of it have,

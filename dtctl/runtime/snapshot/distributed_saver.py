@@ -102,7 +102,7 @@ class DistributedSaver(Saver):
         self._stores = None
 
     def open(self) -> None:
-        """As `Saver.open`, in every folder, by one worker of those that see it. Collective.
+        """Open as `Saver.open` does, in every folder, by one worker of those that see it. Collective.
 
         Raises:
             SnapshotError: on every worker, if there is a folder that another run writes to, or that cannot be written.
@@ -123,7 +123,7 @@ class DistributedSaver(Saver):
         self._stores = folders
 
     def close(self) -> None:
-        """As `Saver.close`."""
+        """Close as `Saver.close` does."""
         super().close()
         self._stores = None
 
@@ -136,7 +136,7 @@ class DistributedSaver(Saver):
         best: Collection[int] = (),
         needed: bool = False,
     ) -> bool:
-        """As `Saver.save`, on every worker with what it has; facts and `best` are taken from the first."""
+        """Save as `Saver.save` does, on every worker its own part; facts and `best` come from the first."""
         self.open()
         if self._when_busy == "skip" and not needed:
             # The first one's state of affairs counts, so that all do the same.
@@ -156,7 +156,7 @@ class DistributedSaver(Saver):
     def _write_staged(
         self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.RetentionRule
     ) -> Place | None:
-        """As `Saver._write_staged`; every worker learns of a failure on any, and all fail together."""
+        """Write as `Saver._write_staged` does; a failure on any worker fails all of them together."""
         folders, worker = self._stores, self._worker
         assert folders is not None  # noqa: S101  # for the type checker
         name = None

@@ -96,7 +96,7 @@ def parts(contents: read.Contents, manifest: layout.Manifest) -> dict[str, Any]:
 
 
 def _newest_into(folder: Place, into: Mapping[str, Any]) -> Loaded | None:
-    """As `newest`, with tensors of `into` in the place of those with the same path, type and shape.
+    """Load as `newest` does, into the tensors of `into` with the same path, type and shape.
 
     Args:
         folder: of all snapshots.

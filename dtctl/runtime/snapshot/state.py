@@ -26,7 +26,7 @@ Configured = dict[torch.Tensor, dict[str, Any]]
 
 
 def configured(optimizer: torch.optim.Optimizer) -> Configured:
-    """What an optimizer just made was told: the values of each parameter's group, before a step has changed any."""
+    """Return the values of each parameter's group of an optimizer before its first step."""
     settings: Configured = {}
     for group in optimizer.param_groups:
         values = group_values(group)
@@ -35,7 +35,7 @@ def configured(optimizer: torch.optim.Optimizer) -> Configured:
 
 
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group has beside parameters, encoded; what cannot be is there by the name of its type, as a setting."""
+    """Return the values of a group besides parameters, encoded; others by the name of their type, as a setting."""
     settings: dict[str, Any] = {}
     for key, value in group.items():
         if key != "params":
@@ -282,7 +282,7 @@ def _like_before(held: Any, value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two encoded values are equal, tensors bit by bit; NaN is equal to itself, and a tuple to its list."""
+    """Return whether two encoded values are equal, tensors bit by bit; NaN equals itself, a tuple its list."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return (

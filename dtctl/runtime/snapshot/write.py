@@ -54,7 +54,7 @@ def write(
     before_commit: Callable[[], None] = lambda: None,
     add_notes: Callable[[Place], None] = lambda _: None,
 ) -> Place:
-    """As `save`, of a state that was copied before; may run in another thread.
+    """Write as `save` does a state that was copied before; may run in another thread.
 
     `in_memory` chooses the digest (`layout.default_hash`). `before_commit` raises if there should be no snapshot after
     all; `add_notes` is given the folder before it gets its name.

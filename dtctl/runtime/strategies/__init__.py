@@ -70,7 +70,7 @@ class Strategy(Protocol):
         """Take an optimizer over all trained parameters, just made; it may be changed."""
 
     def state(self) -> Mapping[str, Any]:
-        """What this worker must keep beside model and optimizer to go on exactly; empty on all workers, or on none."""
+        """Return the state besides model and optimizer that an exact resume needs; empty on all workers, or on none."""
 
     def load_state(self, tree: Mapping[str, Any]) -> str | None:
         """Put back what `state` returned, empty if there is none. Returns why that is not exact, if it is not."""
@@ -89,7 +89,7 @@ class Strategy(Protocol):
         """
 
     def finish(self) -> None:
-        """After `gradients` went well on all workers: bring them to what they are in one process.
+        """Bring the gradients to what they are in one process, after `gradients` went well on all workers.
 
         One that no worker has may be zero, until `present` tells.
         """
@@ -106,7 +106,7 @@ class Lasting(Protocol):
     """A strategy that outlives its process groups."""
 
     def rejoin(self, worker: Worker, degrees: Degrees) -> None:
-        """After `release`, go on in new process groups with what this worker has; collective."""
+        """Go on after `release` in new process groups with the state of this worker; collective."""
 
 
 def choose(

@@ -65,7 +65,7 @@ class Context:
         return self._orders[key]
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Before the first block: go on with the own tokens alone."""
+        """Keep the own tokens alone, before the first block."""
         stream = args[0]
         if stream.dim() < 3:
             raise PlanError(
@@ -84,11 +84,11 @@ class Context:
         return (stream.index_select(1, self.own(stream.device)), *args[1:]), kwargs
 
     def beside(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Before every block: what else it is given."""
+        """Add the further inputs of every block, before it."""
         return (args[0], *map(self._part, args[1:])), {name: self._part(value) for name, value in kwargs.items()}
 
     def leave(self, _: nn.Module, __: Any, stream: torch.Tensor) -> torch.Tensor:
-        """After the last block: bring all tokens together."""
+        """Bring all tokens together, after the last block."""
         self.inside = False
         return _Join.apply(stream, self)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -117,7 +117,7 @@ class Context:
         is_causal: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        """As torch's scaled_dot_product_attention, of own queries over the keys and values of all tokens.
+        """Compute torch's scaled_dot_product_attention of own queries over the keys and values of all tokens.
 
         Shapes:
             query, key, value: [..., heads, tokens / workers, width]; the result as the query.

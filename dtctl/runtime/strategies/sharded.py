@@ -370,7 +370,7 @@ def _shard_experts(experts: SpreadExperts, options: FsdpConfig, worker: Worker) 
 
 
 def _shard_again(model: nn.Module, *_: Any) -> None:
-    """After a pass without a backward pass, give whole parameters up.
+    """Give whole parameters up after a pass without a backward pass.
 
     fully_shard leaves some whole after a forward pass, and `model.parameters()` then has other tensors than the
     optimizer.
@@ -382,7 +382,7 @@ def _shard_again(model: nn.Module, *_: Any) -> None:
 
 
 def precision(options: FsdpConfig) -> MixedPrecisionPolicy:
-    """In which format parameters are gathered, and gradients added up; fp32 means the parameters' own, maybe wider."""
+    """Return the formats of gathered parameters and of summed gradients; fp32 means the parameters' own."""
     half = options.param_dtype == "bf16"
     own = torch.float32 if half else None  # else gradients would be added up in the format of what was gathered
     return MixedPrecisionPolicy(

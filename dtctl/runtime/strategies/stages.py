@@ -186,7 +186,7 @@ class Stage(nn.Module):
             return reached.stream
 
     def train_on(self, batches: Sequence[Batch], loss: Loss, samples: int) -> None:
-        """From now on, call the loss function of a micro batch.
+        """Call the loss function of a micro batch from now on.
 
         Args:
             batches: the micro batches, with the weights of their losses.

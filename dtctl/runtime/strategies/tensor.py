@@ -459,7 +459,7 @@ def _style(style: str, config: TpConfig) -> ParallelStyle:
 
 
 def _along_the_sequence(found: Blocks | None) -> list[tuple[str, ParallelStyle]]:
-    """What makes the stream through the blocks a tensor that is divided along dim 1, and whole again behind them.
+    """Return the styles that divide the stream through the blocks along dim 1, and make it whole behind them.
 
     It stays a DTensor in between, so that code which asks for its length is told that of the whole sequence.
     """

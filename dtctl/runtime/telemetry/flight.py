@@ -34,7 +34,7 @@ def _taken(recorder: Any) -> dict[str, Any]:
 
 
 def _short(whole: dict[str, Any]) -> bytes:
-    """As many of the newest entries as there is room for; the recorders have the oldest first."""
+    """Return as many of the newest entries as fit; the recorders have the oldest first."""
     kept = ENTRIES
     while True:
         cut = _newest(whole, kept)

@@ -190,7 +190,7 @@ class Use:
 
 
 def flops_per_sample(model: torch.nn.Module, tokens_per_sample: int | None) -> float | None:
-    """What the model says (`flops_per_sample`), else 6 operations per parameter and token (Kaplan et al. 2020, 2.1)."""
+    """Return the model's own `flops_per_sample`, else 6 per parameter and token (Kaplan et al. 2020, 2.1)."""
     told = getattr(model, "flops_per_sample", None)
     if told is not None:
         return float(told)

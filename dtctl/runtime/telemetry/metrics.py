@@ -38,7 +38,7 @@ def cut(path: Path, step: int) -> None:
 
 
 def _open(path: Path, mode: str) -> TextIO:
-    """For the user alone in the folder of a run, which is dtctl's own; elsewhere with the user's umask."""
+    """Open a file for the user alone in the folder of a run, which is dtctl's own; elsewhere with the user's umask."""
     access = 0o600 if os.environ.get(names.METRICS) else 0o666
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if mode == "w" else os.O_APPEND), access)
     file: TextIO = os.fdopen(descriptor, mode, encoding="utf-8")  # type: ignore[assignment]

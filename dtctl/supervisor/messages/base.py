@@ -29,7 +29,7 @@ class Message(Record):
     op: ClassVar[str]
 
     def __new__(cls, **_: object) -> Self:
-        """Before the values, so that it comes first."""
+        """Put the operation before the values, so that it comes first."""
         message = super().__new__(cls)
         message.__dict__["op"] = cls.op
         return message

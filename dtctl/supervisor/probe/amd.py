@@ -72,7 +72,7 @@ def _text(value: object) -> str:
 
 
 def _number(value: object) -> str:
-    """Of `{"value": 283, "unit": "MB"}`, or a plain number; what is called MB are MiB."""
+    """Return the number of `{"value": 283, "unit": "MB"}`, or a plain one; AMD's MB are MiB."""
     text = _text(_part(value).get("value") if isinstance(value, dict) else value)
     return text if text.isdigit() else UNKNOWN
 

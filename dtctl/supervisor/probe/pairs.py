@@ -211,7 +211,7 @@ def call(address: str, port: int, node: str, token: str, timeout_s: float, *, la
 
 
 def measure(address: str, port: int, token: str, seconds: float) -> dict:  # type: ignore[type-arg]
-    """How good the way is, as `quality.measure`; where no connection is made, its `error` and its `result` as a call.
+    """Measure the way as `quality.measure` does; without a connection, return its `error` and `result` as a call.
 
     Args:
         address: of the other node.

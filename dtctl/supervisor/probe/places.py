@@ -105,7 +105,7 @@ def _device(path: str) -> int:
 
 
 def _tmp(env: dict) -> dict:  # type: ignore[type-arg]
-    """Where temporary files go: as `space`, with `why` nothing can be written and the variable that is its `origin`."""
+    """Return the folder of temporary files as `space` does, with `why` it is not writable and its `origin`."""
     origin = "TMPDIR" if env.get("TMPDIR") else ""
     path = env.get("TMPDIR") or "/tmp"  # noqa: S108 - it is what is asked about
     why = writable(path) if os.path.isdir(path) else "%s: %s" % (path, os.strerror(errno.ENOENT))

@@ -106,7 +106,7 @@ def job_python(python: str, env: dict, folder: str, beside: list) -> dict:  # ty
 
 
 def _each_cured(argv: list, env: dict, suspects: list) -> list:  # type: ignore[type-arg]
-    """Those variables without which it starts; where one makes it hang, it hangs without each of the others, too."""
+    """Return the variables without which it starts; where one makes it hang, it hangs without each other one."""
     errors = dict.fromkeys(suspects, "not tried")
 
     def start(name: str) -> None:

@@ -37,7 +37,7 @@ class Marks:
         return done
 
     def look(self, wanted: list) -> list:  # type: ignore[type-arg]
-        """For each [folder, node] the seconds until the mark was seen, or None."""
+        """Return for each [folder, node] the seconds until the mark was seen, or None."""
         begun = time.monotonic()
         delays: list = [None] * len(wanted)  # type: ignore[type-arg]
         while None in delays and time.monotonic() - begun < LOOK_LIMIT_S:

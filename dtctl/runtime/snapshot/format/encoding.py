@@ -64,7 +64,7 @@ def encode(value: Any, path: str = "state") -> Any:
 
 
 def _encoded_rarely(value: Any, path: str) -> Any:
-    """As `encode`, of kinds that state seldom has; None of any other."""
+    """Encode as `encode` does, for kinds that are rare in states; return None for any other."""
     if type(value) in (set, frozenset):
         return {"$set": sorted((encode(item, path) for item in value), key=repr)}
     if type(value) is deque:

@@ -50,7 +50,7 @@ class SnapshotFile:
     """Of which part it has pieces. None: it has a whole part, and its name."""
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the record as JSON."""
         entry: dict[str, Any] = {"size_bytes": self.size_bytes, "digest": self.digest}
         return entry if self.part is None else {**entry, "part": self.part}
 
@@ -130,7 +130,7 @@ def folder_of(folder: Place, step: int) -> Place:
 
 
 def attempt_name(step: int) -> str:
-    """Of the folder of a snapshot where nothing can be renamed: `step-00000100.20261121T195221-5f0c93d1`.
+    """Return a snapshot's folder name where nothing can be renamed: `step-00000100.20261121T195221-5f0c93d1`.
 
     No two attempts have the same, so that what one that died has left, or still sends, is never part of another, and
     what is committed never changes. Those of one step are in the order of time.
@@ -178,7 +178,7 @@ def entries(path: Place) -> dict[str, int | None]:
 
 
 def size_bytes(path: Place) -> int:
-    """Of a file; an OSError if there is none."""
+    """Return the bytes of a file; an OSError if there is none."""
     return path.size_bytes() if isinstance(path, Remote) else path.stat().st_size
 
 

@@ -73,7 +73,7 @@ class Holder:
         return _started(self.pid) != self.started if self.is_here else None
 
     def describe(self) -> str:
-        """For people."""
+        """Return the holder in words."""
         who = f"run {self.run}" if self.run else "a training"
         return f"{who} (process {self.pid} on {self.host})"
 

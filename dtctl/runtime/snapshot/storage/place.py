@@ -142,7 +142,7 @@ class Remote:
         return (self / name for name in self.entries())
 
     def size_bytes(self) -> int:
-        """Of a file.
+        """Return the bytes of a file.
 
         Raises:
             FileNotFoundError: there is none.
@@ -231,7 +231,7 @@ class Remote:
             return None
 
     def _fresh(self, verb: str, action: Callable[[Any], Any]) -> Any:
-        """As `_asked`, of what others may have changed."""
+        """Read as `_asked` does, what others may have changed."""
         self._store.fs.invalidate_cache()
         return self._asked(verb, action)
 

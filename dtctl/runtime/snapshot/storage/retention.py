@@ -27,7 +27,7 @@ class RetentionRule:
     """Steps."""
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the rule as JSON."""
         return {"keep": self.keep, "every_s": self.every_s, "best": sorted(self.best)}
 
     @classmethod
