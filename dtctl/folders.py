@@ -12,7 +12,7 @@ import zlib
 MARKER = ".dtctl"
 """A file of this name says that dtctl made the folder that it lies in. Nothing is removed below a folder without it."""
 NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""Of every open: no link is followed, and a pipe without a writer does not block."""
+"""Flags of every open: no link is followed, and a pipe without a writer does not block."""
 
 
 class Foreign(OSError):

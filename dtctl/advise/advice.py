@@ -26,7 +26,7 @@ class Advice:
     evaluated: int
     """Number of layouts that were evaluated."""
     written: Choice | None = None
-    """What the spec describes now."""
+    """Choice that the spec describes now."""
 
 
 def advise(task: Task) -> Advice:

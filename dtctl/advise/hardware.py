@@ -39,7 +39,7 @@ class Hardware:
 
     gpu: Gpu
     gpus: int
-    """In all nodes."""
+    """GPUs of all nodes."""
     per_node: int
     network: float
     """GB/s in one direction for each node."""

@@ -50,13 +50,13 @@ class Task:
     """True if layouts are tried that dtctl.runtime does not have: ep over copies (dp), and cp in a pipeline."""
     recipe: Recipe = RUNTIME
     parallel: Recipe | None = None
-    """How layouts with tp or pp are held. None: as the others."""
+    """Recipe of layouts with tp or pp; None: that of the others."""
     mesh: Degrees | None = None
     """The only mesh to look at. None: all."""
     pinned: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Layout` that have one value only."""
     written: Layout | None = None
-    """What the spec describes now."""
+    """Layout that the spec describes now."""
     settled: frozenset[str] = frozenset()
     """Keys of `train:` that the spec sets."""
 

@@ -49,7 +49,7 @@ class Shape:
     gated: bool = False
     tied: bool = False
     experts: int = 1
-    """Of a block that has some, without those that every token uses."""
+    """Experts of a block that has some, without those that every token uses."""
     experts_used: int = 1
     expert_ffn: int = 0
     shared_ffn: int = 0
@@ -60,7 +60,7 @@ class Shape:
     """Blocks that attend to an encoder's output, too."""
     latent: Latent | None = None
     norms: int = 2
-    """Of a block."""
+    """Norms of a block."""
     positions: int = 0
     """Learned embeddings of positions."""
     embed: int = 0

@@ -27,13 +27,13 @@ PASSES = 7.8
 FUSED = 4
 """The same, compiled or with fused kernels."""
 FP8 = 1.7
-"""How much faster products in fp8 are."""
+"""Speed of products in fp8 over that in 16 bits."""
 FIRST = 0.56
 """Speed of FlashAttention's first version, by that of the second (https://arxiv.org/abs/2307.08691)."""
 FEW = 200
 """Tokens of a GPU and pass with which products reach half of what they reach with many."""
 ODD = 0.71
-"""What products keep of their speed where a matrix's width is no multiple of 64: kernels compute whole tiles."""
+"""Part of their speed that products keep where a matrix's width is no multiple of 64: kernels compute whole tiles."""
 SQUARE = 39
 """Bytes to or from memory for each score of an attention that keeps them all."""
 WIRE = 0.9
@@ -43,7 +43,7 @@ LATENCY = 20e-6
 HOP = 5e-6
 """Seconds that it takes longer for each member."""
 RING = 0.09
-"""What attention takes longer each time context parallelism halves its pieces."""
+"""Factor by which attention takes longer each time context parallelism halves its pieces."""
 TP_WAIT = 75e-6
 """Seconds that each exchange of tensor parallel workers takes at least, between two products that wait for it."""
 TP_HIDDEN = 0.59
@@ -51,7 +51,7 @@ TP_HIDDEN = 0.59
 UNEVEN = 0.53
 """Share of the output's time by which the last stage of a pipeline holds up the others."""
 STRAGGLER = 0.0096
-"""What a step takes longer each time the number of nodes doubles: all wait for the slowest."""
+"""Factor by which a step takes longer each time the number of nodes doubles: all wait for the slowest."""
 LAUNCH = 0.0004
 """Seconds in which a processor starts the kernels of a block's forward and backward pass, in eager mode."""
 

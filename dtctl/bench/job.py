@@ -53,7 +53,7 @@ class Figures:
     results: list[dict[str, Any]] = field(default_factory=list)
     """Rows as `figures.result` makes them."""
     pairs: dict[str, Any] = field(default_factory=dict)
-    """Of the largest size: `size`, and `gb_s` from rank (row) to rank (column), None on the diagonal."""
+    """Rates of the largest size: `size`, and `gb_s` from rank (row) to rank (column), None on the diagonal."""
     training: list[dict[str, Any]] = field(default_factory=list)
     finished: bool = False
 

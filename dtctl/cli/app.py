@@ -80,13 +80,13 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "clean": ("dtctl clean --older 30d", "dtctl clean --larger 1G --yes"),
     "advise": ("dtctl advise --params 7B --gpus 16 --gpu A100 --batch 64", "dtctl advise --write"),
 }
-"""What stands below the help of a command."""
+"""Examples below the help of a command."""
 GROUPS = ("sandbox", "snapshot", "nccl")
 """Commands with commands of their own: `app` in dtctl/cli/NAME.py."""
 COMMANDS = tuple(name for section in SECTIONS.values() for name in section if name not in GROUPS)
 """The others, in the order of the help."""
 HIDDEN = ("take-up",)
-"""As `COMMANDS`; called by dtctl itself."""
+"""Commands like `COMMANDS` that dtctl itself calls."""
 
 
 class _Commands(TyperGroup):

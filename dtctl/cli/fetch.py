@@ -75,7 +75,7 @@ class _Origin:
     sources: list[FetchSource]
     transport: Transport
     paths: list[str]
-    """What is worth keeping, as the spec says."""
+    """Paths worth keeping, by the spec."""
     into: Path
     has_snapshots: bool = True
     """True if workers may have saved some."""

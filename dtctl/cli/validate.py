@@ -22,7 +22,7 @@ NOT_EXAMINED = (
     "whether model and batch fit into memory (`dtctl advise`)",
     "data",
 )
-"""What can be wrong with a launch although the spec is right."""
+"""Faults that a launch can have although the spec is right."""
 
 
 def validate(

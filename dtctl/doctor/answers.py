@@ -27,7 +27,7 @@ from dtctl.supervisor.messages.base import Message
 _COUNT: Final = integer(0)
 _NAME: Final = text(256)
 _WORDS: Final = text(1 << 19)
-"""Of a tool or a file, which the checks look through."""
+"""Words of a tool or a file, which the checks look through."""
 _LIMIT: Final = integer(-1, 1 << 64)
 _ROWS: Final = 4096
 
@@ -183,7 +183,7 @@ _TOLD: Final = {
     "seconds": number, "bytes": _COUNT, "nccl": nullable(text(64)), "uses": list_of(_NAME, 64),
 }  # fmt: skip
 _WORKER: Final = form(optional={**_TOLD, "each": list_of(form(optional=_TOLD), 64)})
-"""Of the job's own Python, which the probe passes on; `each` where there are several."""
+"""Answer of the job's own Python, which the probe passes on; `each` where there are several."""
 
 
 def answer(message: Message, said: Mapping[str, Any], *, node: str) -> dict[str, Any]:

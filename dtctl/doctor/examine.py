@@ -31,7 +31,7 @@ QUICK_STRETCHES = 4
 """Into which each range of ports is divided, with a port of each called: a rule for twice as much is always found."""
 MAX_BESIDE = 1000
 MEASURE_S = 0.3
-"""How long the bandwidth of a way is measured: within 10 % of what iperf3 finds in seconds, and 16 nodes take 15 s."""
+"""Seconds for which a way is measured: within 10 % of what iperf3 finds, and 16 nodes take 15 s."""
 
 
 Costly = Literal["links", "collective"]

@@ -52,7 +52,7 @@ class Finding:
     follows: str = ""
     """The check whose failure explains this one."""
     missing: bool = False
-    """With status `skip`: whether a launch needs what was not looked at; else there was nothing to look at."""
+    """True, with status `skip`, if a launch needs what was not looked at; else there was nothing to look at."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `dtctl doctor --json` prints."""

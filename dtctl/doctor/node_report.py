@@ -20,9 +20,9 @@ class LoginShell:
     has_run: bool = False
     """True if the word came back."""
     other: str = ""
-    """What else it printed to standard output."""
+    """Further output on standard output."""
     complaint: str = ""
-    """What it printed to standard error."""
+    """Output on standard error."""
     status: int | None = None
 
 
@@ -45,19 +45,19 @@ class NodeReport:
     python_s: list[float] = field(default_factory=list)
     """Seconds that Python took to start, twice; asked only where the first time was long."""
     shell: LoginShell | None = None
-    """How its login shell has run a plain command; asked only where a program of ours has not answered."""
+    """Result of a plain command in its login shell; only where a program of ours has not answered."""
     facts: dict[str, Any] = field(default_factory=dict)
     offset_s: float = 0.0
-    """Its clock minus ours."""
+    """Seconds of its clock minus ours."""
     offset_error_s: float = 0.0
     ports: dict[str, int] = field(default_factory=dict)
     """kind -> port that it listens on; minus an error number where it could not."""
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """Of its calls to the others: node, port, kind, result, ..."""
+    """Answers to its calls of the others: node, port, kind, result, ..."""
     measured: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """other node -> what was measured on the way to it, once, or several times where the first looked bad."""
     own: list[dict[str, Any]] = field(default_factory=list)
-    """What was measured on its way to itself beside each repetition: what its own load leaves over."""
+    """Measurements of its way to itself next to each repetition: the speed that its own load leaves."""
 
 
 SPREAD, MEETING = "spread", "meeting"

@@ -43,7 +43,7 @@ SHELL_LIMIT_S = 5.0
 SLOW_LOGIN_S = 3.0
 """A login that takes longer is timed once more."""
 MEASURE_LIMIT_S = 6.0
-"""What measuring a way may take beyond its seconds and what a node may be silent for: each phase ends itself."""
+"""Seconds of a measurement beyond its own and the allowed silence of a node: each phase ends itself."""
 CALL_TIMEOUT_S = 2.5
 """Longer than the first repetition of a lost SYN (1 s), shorter than the third."""
 SHELL_BYTES = 1 << 16
@@ -62,7 +62,7 @@ class NodeQuery:
     paths: tuple[str, ...] = ()
     code: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
-    """What the spec sets for its workers."""
+    """Variables that the spec sets for its workers."""
     slots: int = 1
     beside: tuple[tuple[str, str], ...] = ()
     """Modules that the job brings along beside its script: name, path."""

@@ -25,11 +25,11 @@ class UsedInterface:
     variable: str
     value: str
     origin: str
-    """What names it: the spec's key, or the variable and where it is set."""
+    """Source of the name: the spec's key, or the variable and the place that sets it."""
     name: str
     """The interface that comes of it; empty where none of the node's fits."""
     address: str
-    """Its IPv4 address; empty if it has none."""
+    """IPv4 address; empty if it has none."""
     up: bool
 
 

@@ -109,7 +109,7 @@ def wrong_gpus(torch: Any) -> int:
 
 
 WIDTH = 8192
-"""Of the matrices that are multiplied: large enough for the most that a GPU can do."""
+"""Width of the matrices that are multiplied: large enough for the most that a GPU can do."""
 COPIED = 256 << 20
 """Bytes of a copy."""
 

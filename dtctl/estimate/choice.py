@@ -29,7 +29,7 @@ class TrainingSetting:
     budget: float
     """Bytes of each worker that may be planned for."""
     unit: str = "GPU"
-    """What has them."""
+    """Name of the thing that has the memory."""
     micro_batch: int = 1
     accumulate: int = 1
     precision: Precision = "fp32"
@@ -60,7 +60,7 @@ class StrategyVerdict:
     """Fits, or is the nearest to it."""
     fits: bool
     reason: str
-    """In figures; a phrase that follows the name of the strategy, or says what is missing."""
+    """Reason in figures: a phrase that follows the name of the strategy, or says what is missing."""
     hint: str | None = None
 
 

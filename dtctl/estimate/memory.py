@@ -30,7 +30,7 @@ SETTLED = 0.05
 COMPILED = 0.8
 """Share of activations that compiled or fused blocks keep: what is between products is computed again."""
 QUARTER = 0.75
-"""What of that products in fp8 keep."""
+"""Part of the kept bytes that products in fp8 keep."""
 RESERVE = 0.1
 """Share of a GPU's memory that is not planned for: what is advertised is not all there, and nine of ten published
 trainings need less than a tenth more than the formulas say (docs/guides/advise.md)."""
@@ -73,7 +73,7 @@ class Recipe:
     bucket_bytes: int = 0
     """Bytes of a second copy of the gradients, in the buckets in which ddp exchanges them."""
     sharded: tuple[tuple[str, Any], ...] = ()
-    """What is otherwise where gradients or weights are divided over workers too, as in ZeRO's stages 2 and 3."""
+    """Fields that differ where gradients or weights are divided over workers too, as in ZeRO's stages 2 and 3."""
     gradients_stay: bool = False
     """Gradients have a room of their own from the first step to the last."""
     free: bool = False
@@ -96,7 +96,7 @@ class Recipe:
     """Keys and values of every block stay beside its checkpoint, as transformers' `use_cache` has it where something
     else than its own `gradient_checkpointing` wraps the blocks."""
     sequence_parallel: bool = False
-    """What is between the matrices is split over tensor parallel workers too."""
+    """True if everything between the matrices is split over tensor parallel workers too."""
     split_experts: bool = False
     """Tensor parallel workers split every expert. False: they divide experts among them where there is ep, and each has
     and computes all of them where there is none."""
@@ -106,13 +106,13 @@ class Recipe:
     kept_products: float = 1.0
     """Share of matrix products that selective recomputation keeps."""
     fused: bool = False
-    """What is between the matrices is computed by fused kernels, without compiling."""
+    """True if fused kernels compute everything between the matrices, without compiling."""
     collectives: int = 1
     """Into how many exchanges that of a block's weights is divided."""
     overlap: float = 0.6
     """Share of the computation time that exchange of weights and gradients can hide behind."""
     stage_pace: float = 1.0
-    """By how much a pipeline is slower than its stages."""
+    """Factor by which a pipeline is slower than its stages."""
     tp_overlap: bool = False
     """Exchange of tensor parallel workers overlaps with their products."""
     live_params: float = 0.0
@@ -123,7 +123,7 @@ class Recipe:
     """How many times a worker's share of a snapshot lies in the memory of the nodes: those that are kept and the one
     that is written, each with its copies."""
     shards_copied: bool = False
-    """Of what lies in the host's memory a worker copies its shard, and gathers on the GPU."""
+    """True if a worker copies its shard of what lies in the host's memory, and gathers on the GPU."""
     context: float = CONTEXT
     """Bytes that a worker needs before it has a tensor."""
     exchange: float = EXCHANGE
@@ -163,7 +163,7 @@ class Layout(Degrees):
     ep: int = 1
     """Workers that divide the experts; unlike the axis of a mesh it lies within dp and fsdp, as Megatron-LM counts."""
     zero: Stage = 0
-    """What is divided over dp: with 1 the optimizer's state, with 2 gradients too."""
+    """Stage of division over dp: with 1 the optimizer's state, with 2 gradients too."""
     recompute: Recompute = "none"
     offload: bool = False
     """Shards lie in the host's memory."""
@@ -218,7 +218,7 @@ class MemoryEstimate:
     overhead: float
     """The context of the device, buffers of exchange, fragments."""
     host: float = 0.0
-    """In the host's memory, for this GPU; not part of the total."""
+    """Bytes in the host's memory, for this GPU; not part of the total."""
 
     @property
     def total(self) -> float:

@@ -38,9 +38,9 @@ class Model:
     expert_params: float = 0.0
     """Part of `params` that is in experts."""
     experts: int = 0
-    """Of a block; 0 where there are none."""
+    """Experts of a block; 0 where there are none."""
     experts_used: int = 0
-    """Those that a token is sent to."""
+    """Experts to which a token is sent."""
     expert_width: int = 0
     """Inner width of an expert."""
     expert_kept: float = 0.0
@@ -58,9 +58,9 @@ class Model:
     ffn: int = 0
     """Inner width of a plain GPT, which can be built from these figures; 0 of other models."""
     assumed: str = ""
-    """What the figures were computed with, in one line for people."""
+    """Assumptions of the figures, in one line."""
     doubts: tuple[str, ...] = ()
-    """What is not counted, or was not said and is guessed."""
+    """Parts that are not counted, or were guessed."""
 
     @property
     def tied(self) -> bool:

@@ -30,7 +30,7 @@ from dtctl.spec.nodes import resolve_nodes
 TEMPLATE: Final = "pod.sh.j2"
 API: Final = "jobset.x-k8s.io/v1alpha2"
 NAME_LIMIT: Final = 40
-"""Of a JobSet's name: a pod's has its job's, two indexes and a random part behind it, and may have 63 characters."""
+"""Characters of a JobSet's name: a pod's name adds a job, two indexes and a random part, and may have 63."""
 QUANTITY: Final = re.compile(r"\d+(\.\d+)?([munkMGTPE]|[KMGTPE]i|[eE]\d+)?")
 """An amount of a resource. Source: Kubernetes, API conventions, resource.Quantity."""
 LABEL: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")

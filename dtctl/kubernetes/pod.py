@@ -25,7 +25,7 @@ BASELINE_CAPABILITIES: Final = frozenset(
     }
 )  # fmt: skip
 ALLOWED_CAPABILITIES: Final = {"baseline": BASELINE_CAPABILITIES, "restricted": frozenset({"NET_BIND_SERVICE"})}
-"""By level. Source: Kubernetes, Pod Security Standards."""
+"""Capabilities by level. Source: Kubernetes, Pod Security Standards."""
 TERMINATION_MARGIN_S: Final = 30
 
 

@@ -23,7 +23,7 @@ from dtctl.transport.fanout import fan_out
 SILENCE_S = 600.0
 """A node may have to look at many files before it can say how large its runs are."""
 HERE: Final = ""
-"""In the place of a node's name: this machine."""
+"""Name of this machine in the place of a node's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Item:
     bytes: int
     age_s: float
     has: tuple[str, ...] = ()
-    """What may be worth something."""
+    """Contents that may be worth something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ class ResolvedCluster:
     nodes: tuple[NodeSpec, ...]
     spares: tuple[NodeSpec, ...] = ()
     targets: Mapping[str, Target]
-    """Of nodes and spares."""
+    """Targets of nodes and spares."""
     make_transport: Callable[[], Transport]
     """Calls the nodes and imports what the transport needs, which takes a while; not called in a dry run."""
 

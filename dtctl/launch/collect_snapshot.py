@@ -31,9 +31,9 @@ class DistributedSnapshot:
 
     step: int
     path: str
-    """On the first node that has some of it."""
+    """Path on the first node that has some of it."""
     record: str | None = None
-    """Its commit record."""
+    """Commit record."""
     manifest: str | None = None
     """The text that the record is of."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -149,9 +149,9 @@ class PruneRule:
     """Rule for the snapshots to keep; a field that is None takes the value of the run that made them."""
 
     keep: int | None = None
-    """How many of the newest; at least one."""
+    """Number of the newest that are kept; at least one."""
     every_s: float | None = None
-    """Of older ones, those that are so many seconds apart."""
+    """Seconds that older ones have to lie apart to be kept."""
     keep_best: bool = True
     """True if the best ones stay."""
 

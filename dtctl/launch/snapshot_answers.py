@@ -58,7 +58,7 @@ class PartRow(Record):
     path: str = value(printable_path)
     step: int = value(_COUNT)
     record: str | None = value(nullable(text(300)))
-    """Its commit record."""
+    """Commit record."""
     manifest: str | None = value(nullable(text(ANSWER_BYTES)))
     good: list[str] = value(list_of(file_name))
     """Files that are there and right."""

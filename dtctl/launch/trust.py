@@ -40,7 +40,7 @@ CONFIG_BYTES = 4 << 20
 _launching: set[Path] = set()
 """Consent that was given to this process, which is a launch."""
 SECRET = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|private_?key)|_key$")
-"""Of names of variables."""
+"""Pattern of the names of variables that hold secrets."""
 
 
 def reach(spec: Spec) -> list[str]:

@@ -32,7 +32,7 @@ class Value:
     node: ast.expr
     frame: CallFrame | None = None
     item: int | None = None
-    """Which item of it is meant."""
+    """Index of the item that is meant."""
 
 
 def origins(module: SourceFile, node: ast.expr, frame: CallFrame | None = None) -> list[Value]:

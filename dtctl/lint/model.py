@@ -7,7 +7,7 @@ from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
 LEVELS: tuple[Severity, ...] = ("info", "warning", "error")
-"""From harmless to wrong. A run of the linter fails on warnings and errors."""
+"""Levels from harmless to wrong. A run of the linter fails on warnings and errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class Problem:
     path: str
     line: int
     column: int
-    """From 1, in characters."""
+    """Column from 1, in characters."""
     message: str
     fix: str
-    """What to do about it, one sentence."""
+    """Fix, one sentence."""
     end_line: int
     edits: tuple[Edit, ...] = ()
-    """What `--fix` changes; empty when a person has to decide."""
+    """Edits of `--fix`; empty when a person has to decide."""
 
     def as_json(self) -> dict[str, object]:
         """Return the object of `--format json`."""

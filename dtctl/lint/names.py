@@ -16,7 +16,7 @@ SPAWNS: Final = frozenset(
 )
 """Calls `spawn(function, args=...)`; the function gets the number of its process first."""
 STARTS: Final = SPAWNS | {"torch.multiprocessing.Process", "multiprocessing.Process"}
-"""Those, and calls `Process(target=function, args=...)`."""
+"""Functions that start processes, and calls `Process(target=function, args=...)`."""
 WRAPPERS: Final = frozenset({DDP, FSDP, FULLY_SHARD})
 ENGINES: Final = frozenset(
     [

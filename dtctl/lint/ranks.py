@@ -13,7 +13,7 @@ from dtctl.lint.flow import CallFrame, Value, origins
 from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
 
 RankKind = Literal["global", "local", "spawned"]
-"""Of the world, of the node, or the number of a process that mp.spawn started: both where there is one node."""
+"""Kind of a rank: of the world, of the node, or the number of a process of mp.spawn: both where there is one node."""
 
 _GLOBAL = re.compile(r"(?:global_|world_|ddp_|dist_|my_|distributed_)?rank\Z|RANK\Z|process_(?:index|rank)\Z")
 _LOCAL = re.compile(r"(?:ddp_|args_)?local_?rank\Z|LOCAL_RANK\Z|local_process_index\Z|gpu(?:_id)?\Z")

@@ -28,7 +28,7 @@ _IGNORE = re.compile(r"#\s*dtctl:\s*ignore(?P<file>-file)?(?:\[(?P<rules>[A-Z0-9
 _SHEBANG = re.compile(rb"#!\s*\S*?(?:/env\s+(?:-S\s+)?)?(?P<name>python|pypy|bash|sh|dash|ksh|zsh)[\d.]*(?:\s|\Z)")
 _BOM = b"\xef\xbb\xbf"
 NEWLINE = re.compile("\r\n|\r|\n")
-"""Where Python ends a line; str.splitlines splits in more places."""
+"""End of a line for Python; str.splitlines splits in more places."""
 
 
 @dataclass(frozen=True, slots=True)

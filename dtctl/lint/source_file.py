@@ -31,9 +31,9 @@ class Binding:
     """None when it is not known: parameters, loops."""
     statement: ast.AST
     whole: ast.expr | None = None
-    """What was unpacked, if it was: `model, loader = build()`."""
+    """Value that was unpacked, if it was: `model, loader = build()`."""
     item: int = 0
-    """Which of its items this is."""
+    """Index of the item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SourceFile:
         self.parents: dict[ast.AST, ast.AST] = {}
         self.aliases: dict[str, str] = {}
         self.trains = any(word in text for word in names.TRAINS)
-        """Whether this file takes part in distributed training."""
+        """True if this file takes part in distributed training."""
         self.imports: list[tuple[str, int]] = []
         """Dotted names of imported modules (`pkg.mod`, or with a from the name too) and the number of leading dots."""
         self.stars: list[str] = []
@@ -81,7 +81,7 @@ class SourceFile:
         self.neighbours: Neighbours | None = None
         """Set when the file is added to a project."""
         self.facts: dict[tuple[object, ...], object] = {}
-        """What was found out about nodes of this file, by kind of fact and node."""
+        """Facts about nodes of this file, by kind of fact and node."""
         self._index()
 
     # -- building ---------------------------------------------------------------------------------------------------

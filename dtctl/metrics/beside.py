@@ -17,7 +17,7 @@ from dtctl.launch.records.events import AlertChanged, Emit, Note, parse
 from dtctl.launch.records.record import RunRecord
 
 OUTPUT_FILE: Final = "metrics.log"
-"""In the run's folder: what a bug would print."""
+"""File in the run's folder with the output of a bug."""
 FINISH_S: Final = 8.0
 """Seconds that the launcher waits at its own end for what is still to be sent."""
 LINE_BYTES: Final = 1 << 16

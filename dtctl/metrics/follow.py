@@ -41,9 +41,9 @@ LINE_BYTES: Final = 1 << 20
 LOG_BYTES: Final = 64 << 10
 """Bytes of the end of a failed worker's log."""
 _NOT_FINITE: Final = re.compile(rb"^error: (the gradients? of step.{1,500}? not finite.{0,500})", re.MULTILINE)
-"""As dtctl/runtime/guards/nonfinite.py ends a training."""
+"""Message with which dtctl/runtime/guards/nonfinite.py ends a run."""
 KEYS: Final = 100
-"""Of a logged step; more are not shown. What a job logs under a name of its own becomes a time series for good."""
+"""Keys of a logged step that are shown; a key of the job's own would become a time series for good."""
 _KEY: Final = re.compile(r"[\w./ :-]{1,100}\Z", re.ASCII)
 SHORT_STEPS: Final = 5
 """Logged steps of an attempt whose speed is no measure: it compiles, and its caches fill."""
@@ -127,12 +127,12 @@ class RunFigures:
     hangs: int = 0
     snapshots: int = 0
     snapshot_step: int | None = None
-    """Of the newest that was begun."""
+    """Step of the newest snapshot that was begun."""
     ledger: LedgerFacts = field(default_factory=LedgerFacts)
     row: Mapping[str, float | None] = field(default_factory=dict)
     """The newest logged step: name -> value, None where it was not finite."""
     spoilt: str = ""
-    """What is not finite: of the newest logged step or of the newest failure; empty if all is."""
+    """Values that are not finite, of the newest logged step or failure; empty if all are."""
     speed: TrainingSpeed = field(default_factory=TrainingSpeed)
     step: int | None = None
     """Optimizer steps done; None while none is told."""
@@ -217,7 +217,7 @@ class FigureCollector:
                 self._failed(node, rank)
 
     def _failed(self, node: str | None, rank: int | None) -> None:
-        """Return whether a worker failed because of a gradient that was not finite, by the log of dtctl.runtime."""
+        """Note a worker that failed because of a gradient that was not finite, by the log of dtctl.runtime."""
         if node is None or rank is None:
             return
         try:

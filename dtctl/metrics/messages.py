@@ -11,7 +11,7 @@ from dtctl.launch.records.events import AlertChanged
 from dtctl.printable import printable
 
 NEVER: Final = "0001-01-01T00:00:00Z"
-"""How Alertmanager writes the end of what is not over."""
+"""End time that Alertmanager writes for an alert that is not over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

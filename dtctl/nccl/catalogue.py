@@ -21,7 +21,7 @@ class NcclVariable:
     """Version of NCCL; empty when it was always there or is not NCCL's."""
     danger: str = ""
     instead: str = ""
-    """What to use in place of a dead one."""
+    """Variable to use in place of a dead one."""
     values: tuple[str, ...] = ()
     """All values that it knows; empty when any will do."""
     risky: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class NcclVariable:
     differ: bool = False
     """True if nodes may have different values."""
     rccl: str = ""
-    """What AMD's RCCL does with one that NCCL does not read any more; empty if neither does."""
+    """Use of the variable in AMD's RCCL where NCCL does not read it any more; empty if neither does."""
 
 
 @functools.cache

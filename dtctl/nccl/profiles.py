@@ -139,4 +139,4 @@ NOTES = {
     "on GCP's A3 Ultra and A4 source the script of the gIB plug-in in job.setup, which sets NCCL_NET itself",
     "azure": "set NCCL_TOPO_FILE to the file of your machine size in /opt/microsoft",
 }
-"""What a profile needs that cannot be decided here."""
+"""Needs of a profile that cannot be decided here."""

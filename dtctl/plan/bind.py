@@ -66,9 +66,9 @@ class PlanTemplate:
     notes: tuple[str, ...]
     program: Program
     share: env.Share | None
-    """What each node has of the control machine; None: the nodes are machines of their own."""
+    """Share of the control machine that each node has; None: the nodes are machines of their own."""
     nodes: tuple[NodeTemplate, ...]
-    """By node rank."""
+    """Templates of the nodes, by node rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Attempt:
     cores: Mapping[str, int] = field(default_factory=dict)
     """Node -> cores that its processes may use, as found on it."""
     threads: Threads | None = None
-    """What an earlier attempt of the run has made of them, which holds for all attempts."""
+    """Threads that an earlier attempt of the run has counted; they hold for all attempts."""
 
 
 def bind_plan(template: PlanTemplate, attempt: Attempt) -> Plan:

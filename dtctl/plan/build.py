@@ -51,15 +51,15 @@ class PlanFacts:
     cores: Mapping[str, int] = field(default_factory=dict)
     """Node -> cores that its processes may use, as found on it."""
     threads: Threads | None = None
-    """What an earlier attempt of the run has made of them, which holds for all attempts."""
+    """Threads that an earlier attempt of the run has counted; they hold for all attempts."""
     share: env.Share | None = None
-    """What each node has of the control machine; None: the nodes are machines of their own."""
+    """Share of the control machine that each node has; None: the nodes are machines of their own."""
     source: str = ""
     """Text of the job's script, for the modules that it imports; empty when there is none."""
 
 
 _TAKES_ARGUMENTS = re.compile(r"\$\{?[@*1-9#]")
-"""In a line for a shell."""
+"""Marks of arguments in a line for a shell."""
 
 
 def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, facts: PlanFacts | None = None) -> Plan:

@@ -45,7 +45,7 @@ class Program:
     shell: bool = False
     """True if the command is a line for bash."""
     interpreter: tuple[str, ...] = ()
-    """What runs the script, where that is not Python."""
+    """Program that runs the script, where that is not Python."""
 
     @property
     def is_python(self) -> bool:

@@ -49,7 +49,7 @@ DEEPSPEED_PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
 """Position of the node, number of nodes and workers on the node, which DeepSpeed's launcher sets beside these."""
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ON_CPUS = EnvVar(name="ACCELERATE_USE_CPU", value="true", origin="dtctl: no node has a GPU")
-"""Without it Accelerate trains as many models as there are workers on machines without GPUs."""
+"""Variable without which Accelerate trains one model per worker on machines without GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 LOCAL_RANK_ARGUMENT = "--local_rank"
-"""What DeepSpeed's launcher adds to a program's arguments, and programs of DeepSpeed expect."""
+"""Argument that DeepSpeed's launcher adds, and programs of DeepSpeed expect."""
 
 
 def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, slots_known: bool) -> Generated:

@@ -36,7 +36,7 @@ class EnvVar:
     name: str
     value: str
     origin: str
-    """Who set it and why, one phrase: `job.env`, `torch: rendezvous`, `env_from: WANDB_*`."""
+    """Source and reason, one phrase: `job.env`, `torch: rendezvous`, `env_from: WANDB_*`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class NodePlan:
     argv: tuple[str, ...]
     """The command started on the node: once (torchrun, command) or once per worker (the other kinds)."""
     processes: int
-    """How many copies of `argv` the supervisor starts: 1, or `slots` when each is a worker."""
+    """Copies of `argv` that the supervisor starts: 1, or `slots` when each is a worker."""
     env: tuple[EnvVar, ...]
     """Variables exported by the node script, in the order of the script; names are unique."""
     python: str | None = None
@@ -107,7 +107,7 @@ class NodePlan:
     setup: tuple[str, ...] = ()
     """Shell lines that the node script runs before the command (`module load`, `source activate`)."""
     gres: str | None = None
-    """Under Slurm: the node's generic resources."""
+    """Generic resources of the node under Slurm."""
 
     preload: tuple[str, ...] = ()
     """Modules imported once per node, in a process that the workers are forked from; none: workers start afresh."""
@@ -143,13 +143,13 @@ class Plan:
     """Number of times that the gang was started before in this run; 0 at first."""
     max_restarts: int
     nodes: tuple[NodePlan, ...]
-    """In node rank order; the first is the head node."""
+    """Plans of the nodes in node rank order; the first is the head node."""
     rendezvous: Rendezvous
     world_size: int
     grace_s: float
     """Seconds between SIGTERM and SIGKILL when a run is stopped."""
     threads: Threads | None = None
-    """Of each worker; None: they are not counted from the nodes' cores, or not yet."""
+    """Threads of each worker; None: they are not counted from the nodes' cores, or not yet."""
     live: bool = False
     """True if lost workers are replaced while the others stay."""
     secrets: tuple[str, ...] = ()
@@ -157,7 +157,7 @@ class Plan:
     spec_digest: str = ""
     """BLAKE2 digest of the resolved spec, 16 hexadecimal digits; shown in every script."""
     notes: tuple[str, ...] = field(default=())
-    """What a person should know about choices made here, one sentence each."""
+    """Notes about choices made here, one sentence each."""
 
     @property
     def per_worker(self) -> bool:

@@ -13,7 +13,7 @@ WITH_TORCH = "torch._dynamo"
 """Imported by the first optimizer or DDP that is made; half as slow as torch itself."""
 RUNTIME = "dtctl.runtime"
 TRAINING = {"Trainer": f"{RUNTIME}.loop", "run": f"{RUNTIME}.main"}
-"""What importing a name from `dtctl.runtime` loads, which by itself loads nothing; each of them a hundred modules."""
+"""Modules that importing a name from `dtctl.runtime` loads, each of them a hundred modules."""
 
 
 def modules_of(source: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ class Recovery:
     live: bool
     """True if it is replaced while the others stay."""
     note: str
-    """That, for people; empty for what is no training with dtctl.runtime."""
+    """Cost of a loss in words; empty for a job without dtctl.runtime."""
 
 
 def recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery:

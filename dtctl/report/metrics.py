@@ -29,9 +29,9 @@ MAX_BYTES = 8 << 30
 SHORT_BYTES = 24 << 20
 """A file up to this size is read line by line."""
 WATCHED = ("loss", "grad_norm", "step_s")
-"""What is taken from every line of a long file: where one line in a thousand can be the one that explains a run."""
+"""Keys that are taken from every line of a long file: one line in a thousand can be the one that explains a run."""
 PROCESSES = min(4, os.cpu_count() or 1)
-"""That read a long file."""
+"""Processes that read a long file."""
 _LOOK_AT = 200
 
 
@@ -58,7 +58,7 @@ class MetricsTable:
     """Contents of metrics.jsonl."""
 
     curves: Mapping[str, Curve]
-    """By key, in the order in which keys first appear; all but `step`."""
+    """Curves by key, in the order in which keys first appear; all but `step`."""
     rows: int
     damaged: int
     """Lines that are not whole."""
@@ -172,7 +172,7 @@ class _Bucket(NamedTuple):
     """Neighbouring values."""
 
     step: float
-    """Of the first one."""
+    """Step of the first line."""
     mean: float
     low: float
     high: float

@@ -42,7 +42,7 @@ SEEN: Final = 4
 LIMIT_S: Final = 60.0
 """Seconds that looking may take."""
 PROCESS: Final = 0.35 * GIB
-"""What a worker without a GPU needs before it has a tensor, measured with torch 2.13."""
+"""Bytes of a worker without a GPU before it has a tensor, measured with torch 2.13."""
 GLOO: Final = 0.05 * GIB
 """And for exchange."""
 NOTHING: Final = dict.fromkeys(
@@ -56,12 +56,12 @@ class Settled:
     """A strategy with a name."""
 
     config: TrainConfig
-    """With the name in the place of auto."""
+    """Configuration with the chosen name in the place of auto."""
     degrees: Degrees
     kept: dict[str, Any] | None
-    """What a snapshot keeps of a choice, JSON; None if there was none."""
+    """Record of the choice for a snapshot, JSON; None if there was none."""
     shares: list[int]
-    """Of each rank, if they differ; see `train.shares`."""
+    """Share of each rank, if they differ; see `train.shares`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

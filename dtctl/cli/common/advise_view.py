@@ -21,7 +21,7 @@ COMPUTED = (
     "computed from the model's dimensions, not run: what else is on the GPU, and what the program keeps, is not in it "
     "(--measure trains a few steps)"
 )
-"""What `fits` is an answer to."""
+"""Model for which `fits` is an answer."""
 HEADER = ["", "GiB", "states", "activ.", "logits", "temp.", "over", "tok/s/GPU", "memory"]
 PARTS = ("states", "activations", "logits", "temporary", "overhead")
 

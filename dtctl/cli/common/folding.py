@@ -20,7 +20,7 @@ _AGENT_LINE = re.compile(
     r"^[IWEF]\d{4} [\d:.]+ \d+ (?:site-packages/)?torch/distributed/(?:elastic|run|launcher)"
     r"|^\*{20,}$|^Setting OMP_NUM_THREADS environment variable"
 )
-"""What torchrun says of its own work: whom it signals, and that it counts threads."""
+"""Lines of torchrun about its own work: the signals that it sends, and the number of threads."""
 _STORE_GONE = re.compile(
     r"^\[[WE]\d{4} [\d:.]+ (?:TCPStore|socket)\.cpp:\d+\] \[c10d\] \w+"
     r"(?: failed on|: (?:poll for )?socket) SocketImpl\("

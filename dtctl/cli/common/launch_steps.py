@@ -36,11 +36,11 @@ class LaunchOptions:
     slots: int | None
     overrides: tuple[str, ...]
     rest: list[str] | None
-    """What followed `--`; None without one."""
+    """Words after `--`; None without one."""
     name: str | None
     detach: bool
     doctor: bool | None
-    """Whether to examine the nodes first; None: as `first_look.is_due` finds."""
+    """True to examine the nodes first; None: as `first_look.is_due` decides."""
     json_lines: bool
     resume: str | None = None
     """The run whose snapshots training continues from."""

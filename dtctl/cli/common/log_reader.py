@@ -28,11 +28,11 @@ class LogFilter:
     node: str | None = None
     rank: int | None = None
     tail: int | None = None
-    """Of what is there at first, only so many lines of each worker."""
+    """Lines of each worker that are shown of the existing output."""
     tail_bytes: int | None = None
-    """Of what is there at first, only the end, and perhaps not from the beginning of a line."""
+    """Bytes that are shown of the end of the existing output, perhaps not from the beginning of a line."""
     attempt: int | None = None
-    """From 0; negative: counted from the newest."""
+    """Attempt from 0; negative: counted from the newest."""
     pattern: re.Pattern[str] | None = None
     changed_since: float | None = None
     """Seconds since the epoch."""

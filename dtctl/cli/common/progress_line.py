@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dtctl.launch.records.record import RunRecord
 
 PRINTED = "is_printed"
-"""In a row: whether its figures were read from the output."""
+"""Key of a row whose figures were read from the output."""
 
 
 def steps_of(record: RunRecord) -> int | None:

@@ -24,13 +24,13 @@ STAGES = ("start", "store", "group", "sum", "done")
 LOAD_LIMIT_S = 90.0
 """Seconds for `import torch`, which takes long on a cold file system, or when many nodes share one."""
 TIMEOUT_S = {"gloo": 8.0, "nccl": 60.0}
-"""Until a round has to end. The first context on each of eight GPUs takes half a minute without persistence mode."""
+"""Seconds until a round has to end. The first context on each of eight GPUs takes 30 s without persistence mode."""
 GRACE_S = 6.0
 """Seconds that torch may take beyond its own limit."""
 SUSPECTS = ("GLOO_", "TORCH_", "NCCL_", "RCCL_", "HSA_", "PYTHONPATH", "TP_", "OMP_", "MKL_", "USE_", "LD_")
 """Beginnings of variables without which a group that fails is tried again, before anything else is blamed."""
 MAX_ROUNDS = 24
-"""After these whoever has not been cleared is named."""
+"""Rounds after which every node that has not been cleared is named."""
 
 
 @dataclass(slots=True, kw_only=True)

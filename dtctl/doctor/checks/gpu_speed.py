@@ -21,9 +21,9 @@ from dtctl.supervisor.messages.probe import AskPython, StartPython
 
 RAN = ("gpu-speed", "gpu-copies", "gpu-nccl")
 LIMIT_S = 120.0
-"""For all GPUs of a node: some seconds each, the first context on eight without persistence mode, and NCCL's start."""
+"""Seconds for all GPUs of a node: some for each, the first context without persistence mode, and NCCL's start."""
 PRODUCTS = 0.9
-"""Of the share of the data sheet's peak that large products are known to reach on a kind of GPU."""
+"""Share of the data sheet's peak that large products are known to reach on a kind of GPU."""
 WITHIN = 0.6
 """Share of the memory's rate that copies within a GPU reach; 75% to 90% is usual."""
 COPIES = 0.6

@@ -32,7 +32,7 @@ LATE_TIMES = 8.0
 LATE_MS = 0.5
 """A round trip is late when it takes this many times as long as the others', and this much longer."""
 COMPARABLE_MBIT_S = 10_000.0
-"""What a link has beyond this is not compared: one stream then measures the processors, not the link."""
+"""Mbit/s beyond which links are not compared: one stream then measures the processors, not the link."""
 AGAIN_PER_NODE = 2
 AGAIN_AT_MOST = 12
 TRIES = 4

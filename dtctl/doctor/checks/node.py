@@ -28,7 +28,7 @@ RAN = ("clock", "workdir", "disk", "tmpdir", "nofile", "processes", "memory", "l
        "file-variable")  # fmt: skip
 GIB = 1 << 30
 WORKER_BYTES = 300 * MIB
-"""What a worker takes that has done no more than import torch."""
+"""Bytes of a worker that has only imported torch."""
 COMFORT_BYTES = GIB
 MIN_PIDS, WORKER_PIDS = 64, 16
 MIN_ADDRESS_SPACE = 16 * GIB

@@ -12,12 +12,12 @@ from dtctl.doctor.explain.found import Found, Hit
 from dtctl.doctor.explain.lines import run_of
 
 _ERROR_ELSEWHERE = ("worker-failed", "torchrun-no-traceback")
-"""What a launcher says of a worker whose own error it has not seen; the worker's output may have it."""
+"""Message of a launcher about a worker whose own error it has not seen; the worker's output may have it."""
 _OF_LAUNCHERS = frozenset((*_ERROR_ELSEWHERE, "agent-signalled", "stopped", "hangup", "derived", "cancelled"))
 _TOLD_TO_STOP = frozenset(["agent-signalled", "stopped", "cancelled", "hangup", "interrupted"])
-"""What is no failure that could have led to the end of the rest: somebody wanted the job to stop."""
+"""Kinds that are no failure which could have ended the rest: the job was stopped on purpose."""
 _AGENT = re.compile(r"/torch/distributed/(?:run\.py|launch|elastic/(?:agent|rendezvous))")
-"""Where torchrun's agent is at work: an exception from there is none of a worker's."""
+"""Files of torchrun's agent: an exception from there is not a worker's."""
 
 
 def without_errors_that_are_here(group: Sequence[Hit], found: Found) -> list[Hit]:

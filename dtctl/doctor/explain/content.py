@@ -19,7 +19,7 @@ from dtctl.errors import UsageError
 
 HEAD_BYTES = 32 << 20
 TAIL_BYTES = 32 << 20
-"""Of a longer file the beginning and the end are read: what failed stands there."""
+"""Bytes at the beginning and at the end that are read of a longer file: the failure is there."""
 CHUNK = 1 << 20
 PATIENCE_S = 5.0
 """Seconds that what is no file, or is compressed, is read."""

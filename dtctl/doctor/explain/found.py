@@ -35,9 +35,9 @@ class Hit:
     rank: int | None
     node: str | None
     time: float | None
-    """Of the line, or of the last line before it in the same file that had one."""
+    """Time of the line, or of the last line before it in the same file that had one."""
     order: int = 0
-    """Where it stands among all that was found."""
+    """Place among all finds."""
     ranks: tuple[int, ...] = ()
     """More ranks of which it tells."""
     root: bool = False
@@ -55,11 +55,11 @@ class Hit:
     raised: Raised | None = None
     """The exception that it is."""
     weight: int = 3
-    """How much it says; see kinds.Explained."""
+    """Strength of the find; see kinds.Explained."""
     end: ReportedExit | None = None
     """The end of a process that it is."""
     before: Activity | None = None
-    """What the program had said just before."""
+    """Last activity of the program before it."""
 
     @property
     def uncaught(self) -> bool:

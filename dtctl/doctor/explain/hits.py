@@ -21,13 +21,13 @@ another, and a line of another rank may come in between."""
 CALM = 8
 """Ordinary lines after one that only looks like an error, until it counts as survived."""
 STICKY = frozenset(["device-assert", "illegal-access", "launch-failure"])
-"""What a process does not recover from, whatever it calls it: its CUDA context is lost."""
+"""Faults from which a process does not recover: its CUDA context is lost."""
 BY_A_SHELL = frozenset(["command-missing", "conda-missing"])
-"""What a script goes on after."""
+"""Faults after which a script goes on."""
 _WANTS_THE_ENVIRONMENT = frozenset(
     ["missing-module", "import-failed", "missing-library", "undefined-symbol", "version-conflict", *BY_A_SHELL]
 )
-"""What follows from a command that was to prepare the environment of the job, and was not found."""
+"""Faults that may follow from a missing command which was to prepare the job's environment."""
 SCRIPT_GOES_ON = 20
 """Ordinary lines after a command that a shell did not find, until the script has gone on without it."""
 ATTENTION = 400
@@ -88,9 +88,9 @@ _WEAK_WORDS = (
 _LEVEL = re.compile(
     r"ERROR|CRITICAL|FATAL|FAILED|[Ff]atal|rror: |^Error|panic|borting|giving up|Assertion|Check failed"
 )
-"""What says more of a complaint than that something could not be done."""
+"""Complaints that say more than that something could not be done."""
 _BY_A_SCRIPT = re.compile(r"^(?:all )?done[.!]?$", re.IGNORECASE)
-"""What a shell prints at the end, whatever happened before."""
+"""Last lines of a shell, which come after any failure."""
 _CONTENT_MATTERS = re.compile(
     r"(?i)exit|error_file|code\b|signal|errno|xid|status|timed|joined|completion|http|watchdog|lagging|work:|local_rank|"
     r"\bhost\s*:|Root Cause|={5}|RUNNING AT|Process name"
@@ -121,7 +121,7 @@ class _File:
     table: launchers.Table = field(default_factory=launchers.Table)
     time: float | None = None
     last: tuple[int | None, str | None, str | None] = (None, None, None)
-    """Whose line the last one was."""
+    """Process of the last line."""
     attend: int = 0
     """Up to which line all are looked at."""
     open: list[tuple[Hit, int]] = field(default_factory=list)

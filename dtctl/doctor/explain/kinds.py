@@ -150,12 +150,12 @@ _READERS = frozenset(
         "tensorflow_datasets",
     )
 )
-"""What reads files of the user's: what it raises is about their content."""
+"""Libraries that read the user's files: their exceptions are about the content."""
 _CAUGHT = re.compile(r"^(?:Caught \w+ in|process \d+ terminated|-- Process)")
 _LOST = frozenset(
     ("EOFError", "ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "FileNotFoundError")
 )
-"""What multiprocessing raises when the process at the other end has ended."""
+"""Exceptions of multiprocessing when the process at the other end has ended."""
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
 PASSING_ON = frozenset(
     [
@@ -183,7 +183,7 @@ _PROBING = frozenset(
     )
 )
 _SAYING_SO = ("ValueError", "RuntimeError", "AssertionError", "Exception", "IOError", "OSError", "IndexError")
-"""What programs raise where they miss a file that they have looked for themselves."""
+"""Exceptions that programs raise for a missing file that they have looked for themselves."""
 _PATH = r"(?:(?:/[\w.@%+=-]+){2,}/?|[A-Za-z]:[\\/][^'\"]+)"
 _GONE = re.compile(
     rf"\b(?:[Nn]o \w+(?: \w+){{0,3}} (?:found|present|available|exists?)|(?:not|n't) (?:be )?(?:found|exist)|"
@@ -212,7 +212,7 @@ class Explained:
     raised: Raised
     """The one of its chain that says most."""
     weight: int
-    """How much it says: 3 a known text, 2 a kind, 1 an exception of the program, 0 of a library, -1 a consequence."""
+    """Strength: 3 a known text, 2 a kind, 1 an exception of the program, 0 of a library, -1 a consequence."""
 
 
 def library_of(frame: TracebackFrame) -> str:
@@ -459,7 +459,7 @@ _MISSING = ("KeyError", "IndexError", "UnicodeError")
 _READING = ("__getitem__", "__iter__", "__next__", "collate_fn", "load_annotations", "load_annos", "get_item")
 """Functions of the user's that read data."""
 _LOOKING_UP = ("__getitem__", "__missing__", "__getattr__")
-"""What a library looks up for its caller: what is not there was asked for by the caller."""
+"""Lookups of a library for its caller: a missing name was asked for by the caller."""
 _STANDARD_ONLY = (
     "runpy",
     "python",

@@ -98,7 +98,7 @@ class ReportedExit:
     """Exit of a process, as a launcher reports it."""
 
     code: int
-    """As a shell would say it; 0 where only a signal is known."""
+    """Exit code as a shell would print it; 0 where only a signal is known."""
     signal: int
     """0 without one."""
     ranks: tuple[int, ...] = ()

@@ -21,11 +21,11 @@ _STARTS = (
     r"(?=\[|Traceback|  |[A-Z]\w*Error|During handling|The above|20\d\d-|[IWEF]\d{4} |File |NCCL |"
     r"RuntimeError|\w+\.\w+\.?\w*Error)"
 )
-"""What the output of a program begins with, behind a name that some launcher put before it."""
+"""Beginnings of a program's output behind a name that a launcher put before it."""
 _STAMP = r"(?:\d{4})?(?P<date>\d{4}) (?P<clock>" + _CLOCK + r")(?: +(?P<pid>\d+)(?= ))?"
 """The date without or with its year, the time and the process or thread, as glog, absl and torch write them."""
 _LINE_OF = r"(?:\w[\w.-]*\.(?:pyx?|c|cc|cpp|cu|h|hpp|rs|go)|NOTSET|DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL|root)"
-"""What loggers put before the number of a line, and no machine is called."""
+"""Words that loggers put before the number of a line, and that no machine is called."""
 _BRACKETS = (
     r"\[rank(?P<rank>\d+)\]:(?: |$)?",  # torch
     r"\[(?P<node>\w[\w.-]*):(?P<pid>\d{5,})\] ",  # Open MPI: [node1:01234]
@@ -83,13 +83,13 @@ _PREFIXES = {
     )
     for start in starts
 }
-"""What launchers put before a line, by the character that it begins with."""
+"""Prefixes that launchers put before a line, by their first character."""
 PROGRESS = re.compile(
     r"^\W*(?:global_?)?(?:step|iter(?:ation)?|epoch)\b\W{0,3}\d|\b(?:loss|lr|grad_norm|tokens_per_s|samples_per_s)"
     r"['\"]?\s*[=: ]\s*[-+]?\.?\d|\d(?:it/s|s/it)\b",
     re.IGNORECASE,
 )
-"""What a training prints while it goes on."""
+"""Lines that a run prints while it goes on."""
 _PATH_RANK = re.compile(r"(?:^|[._/-])rank[-_.]?(\d+)(?=[._/-]|$)")
 _TORCHRUN_PATH = re.compile(r"attempt_\d+/(\d+)/std(?:out|err)\.log$")
 _DTCTL_PATH = re.compile(r"(?:(?P<run>.*)/)?logs/(?P<node>[^/]+)/(?:rank-\d+|agent)\.log$")
@@ -102,10 +102,10 @@ class LogLine:
 
     file: str
     number: int
-    """From 1."""
+    """Number of the line, from 1."""
     raw: str
     text: str
-    """Without prefixes."""
+    """Text without prefixes."""
     rank: int | None
     node: str | None
     time: float | None

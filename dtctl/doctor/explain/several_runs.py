@@ -10,13 +10,13 @@ from dtctl.doctor.explain import kinds
 from dtctl.doctor.explain.found import Found, Hit
 
 LASTING = frozenset(["time-limit", "cancelled", "preempted", "requeued", "node-failed", "agent-signalled", "hangup"])
-"""What no line of progress that was still under way shows to be survived."""
+"""Faults that a line of progress, printed while it was under way, does not show to be survived."""
 ANOTHER_RUN = 100
 """Lines of progress after a job was ended from outside that only another one can have printed."""
 OPENING = 2
 """Lines at the beginning of a file; where they come again, the program was started again."""
 _PRINTED_BY_ALL = re.compile(r"arning|Traceback|^\s*$|^\s*[=*#-]+\s*$|NCCL|^\[|(?i:rank)")
-"""What each of several processes may print first."""
+"""Lines that each of several processes may print first."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ _FRAME = re.compile(r'^[\s>|+^]*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:, i
 _CELL_FRAME = re.compile(r"^(?:File )?(?P<path>[~/][^\s:]+\.py)(?::(?P<line>\d+),)? in (?P<function>[\w<>.]+)\(")
 _RICH_FRAME = re.compile(r"^[│|]\s+(?P<path>/?[\w~./<>@+ -]+\.py):(?P<line>\d+) in (?P<function>[\w<>.]+)")
 _NAME = re.compile(r"^(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_<][\w<>]*)*)(?:\((?P<of>\w+)\))?(?:: ?(?P<message>.*)|\s*)$")
-"""What may be an exception where one has to come."""
+"""Names that may be an exception where one has to come."""
 _BUILTIN = frozenset(
     [
         "ArithmeticError",
@@ -61,13 +61,13 @@ _SURE = re.compile(
     r"^(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z_]\w*" + _ENDS + r"|" + "|".join(_BUILTIN) + r"))"
     r"(?:\((?P<of>\w+)\))?(?:: ?(?P<message>.*)|:?\s*)$"
 )
-"""What is an exception wherever it stands in a traceback: by the custom of its name."""
+"""Names that are an exception wherever they stand in a traceback, by custom."""
 _BARE = re.compile(
     r"^(?:(?:[|> E]\s+)|(?:\s*\"message\": \")|(?:(?:\S+ )?(?:ERROR|CRITICAL|FATAL|Error|error|"
     r"Exception)\b[\]:\s|-]+))?"
     r"(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt)))(?:\((?P<of>\w+)\))?: ?(?P<message>\S.*)$"
 )
-"""Without a traceback: with a message, or it may be any word."""
+"""Exception without a traceback: with a message, or it may be any word."""
 _LEVELS = frozenset(
     [
         "INFO",
@@ -148,7 +148,7 @@ class Raised:
     """An exception that was printed."""
 
     name: str
-    """With its modules, as it was printed."""
+    """Name with its modules, as it was printed."""
     message: str
     line: LogLine
     frames: tuple[TracebackFrame, ...] = ()
@@ -165,7 +165,7 @@ class Raised:
     before: Raised | None = None
     """The exception that this one was raised from, or while handling which it was raised."""
     link: Link = ""
-    """How this one follows from the one before."""
+    """Relation to the exception before it."""
     passed_on: bool = False
     """True if a later exception of the chain has taken its place."""
     told: bool = False
@@ -224,7 +224,7 @@ class TracebackReader:
     rank: int | None = None
     node: str | None = None
     prefix: re.Pattern[str] | None = None
-    """What stands before each line of the traceback, where the line's own prefixes did not explain it."""
+    """Prefix of each line of the traceback that the line's own prefixes did not explain."""
     indent: int = 0
     at: LogLine | None = None
     """The last frame."""

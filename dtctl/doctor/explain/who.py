@@ -12,7 +12,7 @@ _SUBJECT = (
     r"(?:global |container |worker |trainer |process |mpi )?(?:rank|(?<!dataloader )worker|trainer|replica)(?: rank)?"
     + _NUMBER
 )
-"""What somebody who is told of is called: `Global rank 3 (PID 4711)`."""
+"""Names of the subject of a line: `Global rank 3 (PID 4711)`."""
 _FATE = (
     r"(?:has |was |is |got |status )?(?:crashed|failed|exited|died|dead|terminated|killed|timed out|caught|raised|"
     r"hit|got|received|skipping|running|aborted|encountered|stopped|lost|stuck|unreachable|ended)\b"
@@ -37,7 +37,7 @@ NODE = re.compile(
 )
 """A node that a line says something happened on."""
 _LAUNCHER = re.compile(r"\[mpiexec@(?P<node>[\w.-]+)\]")
-"""Where a launcher runs: it is the node of what it says where the line names no other."""
+"""Hosts of launchers: the node of their lines that name no other."""
 
 
 def rank_named(text: str) -> int | None:

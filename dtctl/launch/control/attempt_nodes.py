@@ -73,7 +73,7 @@ class AttemptNodes:
         self.link_timeout_s = link_timeout_s
         self.hang_monitor = hang_monitor
         self.keeps_nodes = keeps_nodes
-        """Whether they go on when the link is lost, and are called again."""
+        """True if the nodes go on when the link is lost, and are called again."""
         self.outcome = AttemptOutcome()
         self.open = {node.name for node in plan.nodes}
         self.starting = set() if under_way else set(self.open)

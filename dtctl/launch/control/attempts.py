@@ -25,7 +25,7 @@ class Attempts:
         """Begin with an attempt; `first` is the first of this run of the launcher."""
         self._nodes, self._ledger = nodes, ledger
         self.number = number
-        """Of the attempt that is on."""
+        """Number of the current attempt."""
         self.committed_step = 0
         """Step of the newest snapshot that they have told of."""
         self.lost_output = Counter[str]()

@@ -22,7 +22,7 @@ class Result:
 
     run: str
     failure: Failure | None
-    """What ended the last attempt; None when it ended well, or for no fault of its own."""
+    """Failure that ended the last attempt; None when it ended well, or for no fault of its own."""
     stopped_by: int | None
     """Signal that somebody ended it with; None when nobody did."""
     asked_to_stop: bool

@@ -46,7 +46,7 @@ class StateRule:
     """Method of `Deadlines` that looks at that time."""
     next: tuple[State, ...]
     open_ended: str = ""
-    """When nothing but the program and its user bounds it; empty: never."""
+    """Reason why only the program and its user bound the state; empty: something else does."""
 
 
 STATES: Final[Mapping[State, StateRule]] = {

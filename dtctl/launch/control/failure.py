@@ -46,7 +46,7 @@ class Failure:
     rank: int | None
     """Global rank; None when the node as a whole failed, or torchrun did not say which worker."""
     exit_code: int | None
-    """As a shell counts it, 128 + N for signal N; None when the node was lost."""
+    """Exit code as a shell counts it, 128 + N for signal N; None when the node was lost."""
     signal: int | None
     time: float
     """Time when it happened, seconds since the epoch by the control machine's clock."""
@@ -57,11 +57,11 @@ class Failure:
     tail: tuple[str, ...] = ()
     """Last lines of the log."""
     node_reason: str = ""
-    """What the node knows about it that its log does not: it was ended for lack of memory, the disk is full."""
+    """Cause that the node knows and the log does not: it was ended for lack of memory, the disk is full."""
     hang: bool = False
     """True if it was ended because it made no progress."""
     early_exit: str = ""
-    """How it left the training while the others went on, without an error: `ended while others ran`."""
+    """Way in which it left the run without an error while the others went on: `ended while others ran`."""
     asked_to_stop: bool = False
     """True if it was ended by a signal from outside that asks to stop, SIGTERM or SIGUSR1."""
 

@@ -36,7 +36,7 @@ class _Current:
     ready: set[int] = field(default_factory=set)
     joined: dict[int, LiveReport] = field(default_factory=dict)
     asked_s: float = 0.0
-    """When the survivors were told of the newest loss."""
+    """Time when the survivors were told of the newest loss."""
     meeting: tuple[str, int] | None = None
     """Address and port of the store."""
     is_called: bool = False

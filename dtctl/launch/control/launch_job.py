@@ -52,7 +52,7 @@ class LaunchJob:
     make_script: Callable[[Plan, NodePlan], str]
     transport: Transport
     targets: Mapping[str, Target]
-    """Of nodes and spares."""
+    """Targets of nodes and spares."""
     spares: Mapping[str, NodePlan]
     """Nodes that stand by, in the order in which they are used; their ranks mean nothing."""
     min_nodes: int
@@ -63,9 +63,9 @@ class LaunchJob:
     data: Callable[[], list[DataLink]] = list
     """Files beside the code, once they are known."""
     environment: Callable[[], EnvironmentOrder | None] = lambda: None
-    """What nodes make before the workers start, once the first of them was asked."""
+    """Order of the environment that nodes make before the workers start, once the first of them was asked."""
     environment_digest: str = ""
-    """Its digest, which is known before; empty: the job has no environment."""
+    """Digest of the environment, which is known before; empty: the job has no environment."""
     code_folder: str = ""
     """Place where the code lies on every node, if it is not pushed."""
     is_shared: bool = False
@@ -77,11 +77,11 @@ class LaunchJob:
     link_timeout_s: float
     hang_s: HangLimit
     hang_start_s: HangLimit
-    """When a job that makes no progress hangs."""
+    """Limits for a job that has not made any progress yet."""
     heal_s: float
     """Seconds that replacing lost workers may take."""
     time_s: float | None
-    """When the run is stopped with snapshots; None: never."""
+    """Seconds after which the run is stopped with snapshots; None: never."""
     trains: bool
     """True if the spec has a section `train`, which dtctl.runtime reads in the workers."""
     snapshots: Mapping[str, str]
@@ -89,7 +89,7 @@ class LaunchJob:
     outputs: tuple[str, ...] = ()
     """Paths in the working folder that are worth keeping; see `job.outputs`."""
     origin: RunOrigin | None = None
-    """Who launches the run, for other control machines."""
+    """Launcher of the run, for other control machines."""
     log_bytes: int = 0
     """Most that is kept of the output of a rank; 0: all of it."""
     earlier: str = ""

@@ -75,9 +75,9 @@ class NodeLink:
         self.clock: SilenceLimit | None = None
         """Started again by whatever arrives."""
         self.description: NodeDescription | None = None
-        """What the node has said about itself before it is prepared."""
+        """Report of the node about itself before it is prepared."""
         self.waiting_since: float | None = None
-        """When the wait for the next answer began, or the node last reported that it is at work; None: nobody waits."""
+        """Time when the wait for the next answer began, or of the last report of work; None: nothing is waited for."""
 
     def send(self, message: Message) -> None:
         """Send one message.

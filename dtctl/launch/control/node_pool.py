@@ -42,7 +42,7 @@ class CallRule:
 
 
 KEPT: Final = CallRule(limit_s=3600.0, spare_after_s=None)
-"""Its workers go on without the launcher (`--detach`)."""
+"""Rule for a node whose workers go on without the launcher (`--detach`)."""
 LIVE: Final = CallRule(limit_s=15.0, spare_after_s=2.0)
 """The workers of the other nodes wait. A restart of all has more time: `cluster.return_s`."""
 
@@ -67,9 +67,9 @@ class NextNodes:
     """The nodes that take part from now on."""
 
     names: tuple[str, ...]
-    """In node rank order."""
+    """Names in node rank order."""
     descriptions: Mapping[str, NodeDescription]
-    """What the nodes that were called have reported about themselves."""
+    """Reports of the nodes that were called about themselves."""
     replaced: tuple[str, ...]
     """Nodes that were replaced or left out."""
 
@@ -83,9 +83,9 @@ class _Search:
     called: dict[str, Session] = field(default_factory=dict)
     descriptions: dict[str, NodeDescription] = field(default_factory=dict)
     error: DtctlError | None = None
-    """Of the lost node, or of a spare that has failed before it."""
+    """Error of the lost node, or of a spare that has failed before it."""
     failed_calls: int = 0
-    """Of the lost node."""
+    """Failed calls of the lost node."""
     next_call_s: float = 0.0
 
 

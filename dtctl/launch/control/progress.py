@@ -37,7 +37,7 @@ class Standing:
     step: int
     """Optimizer steps done, of the whole run."""
     place: int
-    """Where in the next step: 8 x micro batch + 0 data, 1 forward, 2 backward; 7: after all of them."""
+    """Place in the next step: 8 x micro batch + 0 data, 1 forward, 2 backward; 7: after all of them."""
     first: int
     """Step that this attempt began after."""
     saved: int
@@ -47,7 +47,7 @@ class Standing:
     begun_s: float
     """Age of this attempt's first step."""
     stale_s: float
-    """Since it noted anything."""
+    """Seconds since it noted anything."""
     slowest_s: float
     """The longest step but for the first ones; 0 when there was none yet."""
     stall_s: float

@@ -24,7 +24,7 @@ LONG_S = 300.0
 """An attempt that lasted longer has made progress, even if it reports no steps."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 REFUSED = (SpecError.exit_code, PlanError.exit_code)
-"""What workers with dtctl.runtime end with when they cannot do what the spec says."""
+"""Exit code of workers with dtctl.runtime that cannot do what the spec asks for."""
 _STEP = re.compile(r"^.*?\bstep \d+")
 """An error that names its step is the same one if its words are, up to there: the rest may be known better by now."""
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dtctl.launch.control.node_pool import CallRule
 
 NODES_NAMED = 4
-"""In a note; of more, their number."""
+"""Nodes that a note names; of more, it has their number."""
 
 
 class RunNodes:
@@ -33,15 +33,15 @@ class RunNodes:
         """Call nobody yet; `under_way`: an attempt that nodes go on with."""
         self.job, self.logs, self.emit = job, logs, emit
         self.plan = job.first_plan
-        """Of the attempt that is on, or was the last."""
+        """Plan of the current attempt, or of the last one."""
         self.inbox: queue.Queue[NodeMessage] = queue.Queue(maxsize=10_000)
         self.gang = Gang([self.open_session(node) for node in job.first_plan.nodes], self.inbox, logs=logs, emit=emit)
         self.gang.signals = signals
         self.gang.time_s = job.time_s
         self.descriptions: dict[str, NodeDescription] = {}
-        """What nodes have said about themselves."""
+        """Reports of the nodes about themselves."""
         self.earlier_host_names: dict[str, str] = {}
-        """How nodes called themselves when an earlier launcher asked."""
+        """Names of the nodes' hosts when an earlier launcher asked."""
         self.replaced: dict[str, NodePlan] = {}
         """Nodes that took part and do no longer."""
         self._visited = {node.name for plan in (job.first_plan, under_way) if plan is not None for node in plan.nodes}

@@ -37,7 +37,7 @@ MAX_QUEUED_BYTES = 1 << 20
 """Unprocessed data of one node, above which its link is not read. A node that sends more than the others takes neither
 their share nor all memory."""
 MIN_MESSAGE_BYTES = 1 << 10
-"""What any message counts as."""
+"""Bytes that any message counts as."""
 MAX_UNSENT = 1000
 """Messages that a node may leave unread before it counts as one that is gone."""
 
@@ -49,7 +49,7 @@ class Preparing:
     state: Literal["connected", "pushing", "pushed"]
     push: PushProgress | None = None
     note: str = ""
-    """What a person should know."""
+    """Note for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LinkLost:
     """The node's end has closed."""
 
     stderr: str
-    """What its program has printed there."""
+    """Output of its program on standard error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +98,15 @@ class NodeSetup:
     push: Callable[[NodeLink, PushReport], PushProgress] | None
     """Brings the code and says what it did; None when there is nothing to bring."""
     prepare: Callable[[str], Prepare]
-    """What to check, by the folder of the code, which the push decides."""
+    """Request to check the node, by the folder of the code, which the push decides."""
     code: str = ""
-    """That folder, where the code was brought before."""
+    """Folder of the code, where it was brought before."""
     attach: Attach | None = None
-    """To take up a kept run again instead of preparing one."""
+    """Request to take up a kept run again instead of preparing one."""
     environment: str = ""
     """Digest of the environment that the job needs; empty: none."""
     sweep: Sweep | None = None
-    """To end what may be left there of the run before it is prepared again."""
+    """Request to end the processes that are left of the run before it is prepared again."""
 
 
 class NodeInbox:

@@ -55,7 +55,7 @@ class Spares:
         self._emit = emit
         self._standbys: list[Standby] = []
         self._not_before_s: dict[str, float] = {}
-        """When a spare may be called to stand by, of those that were lost or did not answer."""
+        """Earliest time at which a spare may be called to stand by, of those that were lost or did not answer."""
         self._reported: set[str] = set()
         """Nodes whose absence is known to the user."""
         self._leaving: list[Session] = []

@@ -41,7 +41,7 @@ class DataItem:
     source: str
     to: str
     tree: Tree | None
-    """What is brought to nodes. None: they have the files."""
+    """Files that are brought to nodes. None: they have the files."""
     path: str
     """A file of the tree, empty for all of it; or where nodes have the files."""
 
@@ -56,7 +56,7 @@ class DataPush:
     def __init__(self, spec: Spec) -> None:
         """Begin to look."""
         self._payloads: dict[str, push.Payloads] = defaultdict(push.Payloads)
-        """By the digest of a tree."""
+        """Payloads by the digest of a tree."""
         self._items: Future[tuple[DataItem, ...]] = Future()
 
         def work() -> None:

@@ -51,7 +51,7 @@ class LockedEnvironment:
     """Packages that the nodes install."""
 
     digest: str
-    """Of all that follows; name of the folder on nodes."""
+    """Digest of all fields that follow; name of the folder on nodes."""
     source: str
     """Name of the file that says what is wanted."""
     lock: str

@@ -71,7 +71,7 @@ class Fetched:
     unchanged: int = 0
     """Files that were here already."""
     problems: list[str] = field(default_factory=list)
-    """What could not be brought, a phrase each."""
+    """Files that could not be brought, a phrase each."""
     left_out: list[str] = field(default_factory=list)
     """Links that lead out of the working folder, and were not made, a phrase each."""
     is_there: bool = True

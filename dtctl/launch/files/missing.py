@@ -19,7 +19,7 @@ _NOT_FOUND = (
                r"(?P<path>[\w.~/+-]*/[\w./+-]+\.\w+)"),
     re.compile(r"(?P<path>[\w.~/+-]*[\w+-]\.\w+)['\"]? (?:was |is |does )?not (?:found|exist)"),
 )  # fmt: skip
-"""How Python, shells, numpy and C++ programs say it."""
+"""Messages of Python, shells, numpy and C++ programs about a missing file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class LeftOut:
     path: str
     """Below the folder that is pushed."""
     rule: str
-    """What leaves it out."""
+    """Rule that leaves it out."""
 
 
 def left_out_here(lines: Iterable[str], spec: Spec, *, folders: Iterable[str]) -> list[LeftOut]:

@@ -38,7 +38,7 @@ class NotSent:
     is_partial: bool = False
     """True if there is more than was counted."""
     rule: str = ""
-    """What leaves it out, as `left_out.reason` returns it."""
+    """Rule that leaves it out, as `left_out.reason` returns it."""
 
     @property
     def is_chosen(self) -> bool:

@@ -20,7 +20,7 @@ ALWAYS_LEFT_OUT = frozenset(
     {b".git", b".hg", b".svn", b".dtctl", b"__pycache__", b".mypy_cache", b".pytest_cache", b".ruff_cache"}
 )
 ENVIRONMENT_MARKS = frozenset({b"pyvenv.cfg", b"conda-meta"})
-"""What lies in the top folder of a Python environment; a node has its own."""
+"""Files in the top folder of a Python environment; a node has its own environment."""
 SECRETS = re.compile(
     rb"(?:\.env(?:\..*|rc)?|.*\.(?:pem|key|p12|pfx|ppk|jks|kdbx)|id_(?:rsa|dsa|ecdsa|ed25519)(?:_sk)?|[._]netrc|\.pypirc"
     rb"|\.pgpass|\.git-credentials|\.htpasswd|kaggle\.json|credentials.*\.json|\.(?:aws|ssh|kube|gnupg)/)\Z",
@@ -36,7 +36,7 @@ class SelectedFile(NamedTuple):
     path: bytes
     """Relative to the root."""
     info: os.stat_result
-    """What `lstat` says of it."""
+    """Result of `lstat`."""
     named: bool
     """`include` asks for this very file."""
 
@@ -86,11 +86,11 @@ class TreeWalk:
         self.root = root
         self._own_output = own_output()
         self.withheld: list[str] = []
-        """What was left out because it looks like a secret."""
+        """Files that were left out because they look like secrets."""
         self.skipped: list[str] = []
-        """What cannot be pushed: sockets, pipes, devices."""
+        """Files that cannot be pushed: sockets, pipes, devices."""
         self.left_out: list[str] = []
-        """What a rule leaves out; of a folder (with `/`) that nothing is taken from, not what is in it."""
+        """Files that a rule leaves out; of a folder (with `/`) from which nothing is taken, not its contents."""
         patterns = [os.fsencode(pattern) for pattern in include]
         self._include = Rules(patterns)
         self._named = Rules(pattern for pattern in patterns if _names_a_file(pattern))

@@ -17,7 +17,7 @@ from dtctl.supervisor.messages.setup import PushState
 
 MIN_NODES = 5
 MIN_BYTES = 8 << 20
-"""With fewer nodes or bytes a push is over sooner without blocks and certificates."""
+"""Bytes and nodes below which a push is faster without blocks and certificates."""
 CHILDREN = 2
 """Nodes that fetch from one node, as long as there are others."""
 MAX_SOURCES_FAILED = 3

@@ -50,11 +50,11 @@ class TreeFile(NamedTuple):
     mode: int
     """0o600 or 0o700 for a file, stat.S_IFLNK for a link."""
     size: int
-    """In bytes."""
+    """Bytes of the file."""
     digest: str
     """SHA-256 of the contents, or of the link's target; 64 hexadecimal digits."""
     link: bytes = b""
-    """Where a link leads: a relative path that stays in the tree."""
+    """Target of a link: a relative path that stays in the tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Tree:
 
     root: Path
     files: tuple[TreeFile, ...]
-    """In the order of their paths, byte by byte."""
+    """Files in the order of their paths, byte by byte."""
     digest: str
-    """Of paths, modes and contents of all files; 32 hexadecimal digits."""
+    """Digest of paths, modes and contents of all files; 32 hexadecimal digits."""
     withheld: tuple[str, ...]
     """Files and folders (with `/`) that were left out because they look like secrets."""
     skipped: tuple[str, ...]
-    """What cannot be pushed: sockets, pipes, devices, links that lead nowhere."""
+    """Files that cannot be pushed: sockets, pipes, devices, links that lead nowhere."""
     left_out: tuple[str, ...] = ()
     """Files and folders (with `/`) that a rule leaves out, in the order of their names; not what is in the folders."""
 

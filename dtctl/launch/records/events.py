@@ -25,7 +25,7 @@ Index = Annotated[int, schema.integer(-(1 << 31), 1 << 31)]
 Count = Annotated[int, schema.integer(0)]
 
 _OPTIONAL: Final = {"optional": True}
-"""Of fields that are left out of the JSON object while they are None or empty."""
+"""Mark of fields that are left out of the JSON object while they are None or empty."""
 
 
 def _now() -> float:
@@ -37,7 +37,7 @@ class Event:
     """Something that happened to a run."""
 
     event: ClassVar[str]
-    """What the key `event` says in JSON."""
+    """Value of the key `event` in JSON."""
     recorded: ClassVar[bool] = True
     """True if it is written into events.jsonl."""
     time: Moment = field(default_factory=_now)
@@ -90,7 +90,7 @@ class PushProgress:
     state: str | None = field(default=None, metadata=_OPTIONAL)
     """`have`: the node had it already."""
     path: str | None = field(default=None, metadata=_OPTIONAL)
-    """Its folder there."""
+    """Folder on the node."""
 
 
 class PushReport(Protocol):
@@ -208,15 +208,15 @@ class Resumed(Event):
 
     event = "resumed"
     step: Count = 0
-    """Of the snapshot."""
+    """Step of the snapshot."""
     verdict: str | None = None
     """exact, not-exact or not-confirmed; None before steps were repeated."""
     steps: Count = 0
-    """How many were repeated bit for bit."""
+    """Number of steps that were repeated bit for bit."""
     differs: str | None = None
     """state, loss, gradient or update: the first thing that is not as it was."""
     why: tuple[str, ...] = ()
-    """What is known to differ, a phrase each."""
+    """Known differences, a phrase each."""
 
     @property
     def told(self) -> str:
@@ -273,9 +273,9 @@ class Restarting(Event):
     reason: str | None = None
     node: str | None = None
     rank: Index | None = None
-    """Of the first failure; None: the node as a whole, or the agent that starts its workers."""
+    """Rank of the first failure; None: the node as a whole, or the agent that starts its workers."""
     exit_code: Index | None = field(default=None, metadata=_OPTIONAL)
-    """Of the first failure, as a shell counts it; None: the node was lost."""
+    """Exit code of the first failure, as a shell counts it; None: the node was lost."""
     wait_s: Seconds | None = field(default=None, metadata=_OPTIONAL)
 
     @property
@@ -296,7 +296,7 @@ class Replacement:
     by: str = ""
     """Node of the other process."""
     reason: str = ""
-    """How it was lost: `was ended by signal 9 (SIGKILL)`."""
+    """Reason of the loss: `was ended by signal 9 (SIGKILL)`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,7 +363,7 @@ class NodeLeftOut(Event):
     event = "left-out"
     node: str = ""
     nodes: Count = 0
-    """How many it continues with."""
+    """Number of nodes with which it continues."""
     reason: str = ""
 
 
@@ -384,7 +384,7 @@ class JobSubmitting(Event):
     script: str
     """The batch file, on the host of Slurm's commands."""
     index: Count | None = None
-    """Of the task, where the job is an array."""
+    """Index of the task, where the job is an array."""
     site: str = ""
     folder: str = ""
     python: str = ""
@@ -402,7 +402,7 @@ class JobSubmitted(Event):
     site: str = ""
     """Host on which Slurm's commands run."""
     folder: str = ""
-    """Of the job's files, on that host."""
+    """Folder of the job's files, on that host."""
     python: str = ""
     """Interpreter there."""
     workers_apart: bool = False
@@ -465,7 +465,7 @@ class Outputs:
     """Files that a run has left on a node."""
 
     folder: str = ""
-    """Its working folder there."""
+    """Working folder on the node."""
     files: Count = 0
     bytes: Count = 0
 
@@ -577,13 +577,13 @@ class RunProgress:
     restarts: list[Restarting] = field(default_factory=list)
     heals: list[Healed] = field(default_factory=list)
     resume: Resumed | Confirmed | None = None
-    """What is known of the newest resume."""
+    """Newest resume, as far as it is known."""
     """Workers that were replaced while the others stayed."""
     job: JobSubmitted | None = None
     waits: JobQueued | None = None
     """While the job waits."""
     alerts: dict[str, AlertChanged] = field(default_factory=dict)
-    """Those that are firing."""
+    """Alerts that are firing."""
     end: RunEnded | None = None
 
     def apply(self, event: Event) -> None:

@@ -52,7 +52,7 @@ class LedgerFacts(Record):
     phase: str = value(text(40), default="")
     """The one that is on."""
     counted_s: dict[str, float] = value(mapping_of(text(40), number, 100), default={})
-    """What was moved to phases in the attempt that is on, or was the last."""
+    """Seconds that were moved to phases in the current attempt, or the last one."""
     course: list[tuple[str, float]] = value(list_of(pair(text(40), number)), default=[])
     """Phase after phase, and when each began, in seconds since the beginning."""
 
@@ -100,7 +100,7 @@ class Ledger:
         self.spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.steps_lost = 0
         self._newest_progress: Standing | None = None
-        """Of the worker that is gone by, in the attempt that is on or was the last."""
+        """Newest progress of the worker that counts, in the current attempt or the last one."""
         self._attempt_runs = False
         """True if that attempt is still on."""
         self._moved_s = {"stall": 0.0, "evaluation": 0.0}

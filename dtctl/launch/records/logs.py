@@ -18,9 +18,9 @@ METRICS = -2
 BEGUN_FILE = "logs/attempt.json"
 """Rows of node, rank and the size in bytes that the rank's log had when the newest attempt began."""
 ATTEMPTS_FILE = "logs/attempts.jsonl"
-"""For every attempt, in their order, a line with such rows."""
+"""File with a line of such rows for every attempt, in their order."""
 TIMES_SUFFIX = ".times"
-"""Of the file beside a log that says when it had which size: lines of seconds since the epoch and bytes."""
+"""Suffix of the file next to a log with its size over time: lines of seconds since the epoch and bytes."""
 TIMES_EVERY_S = 2.0
 LONGEST_BYTES = 1 << 16
 """A line that is longer is shown in several; it is kept whole in its file."""
@@ -238,7 +238,7 @@ class MetricsCopy(RankLog):
         """Go on with the file as it is."""
         super().__init__(path)
         self._first_line: bytes | None = None
-        """What has come of metrics that are sent from the top, until their first line is whole; None: it is."""
+        """Beginning of metrics that are sent from the top, until their first line is whole; None: it is."""
 
     def begin(self) -> None:
         """Metrics are sent from the top now.

@@ -38,7 +38,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 RUN_FILE = "run.json"
 RUN_BYTES, PLAN_BYTES = 4 << 20, 64 << 20
 EVENTS_BYTES = 64 << 20
-"""Of larger ones the beginning and the end are read."""
+"""Bytes at the beginning and at the end that are read of larger files."""
 LOCK_FILE = "launcher.lock"
 
 

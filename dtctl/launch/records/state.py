@@ -35,9 +35,9 @@ class RunState:
     restarts: tuple[str, ...] = ()
     """Reason why each attempt but the last one has ended: its first failure."""
     heals: tuple[str, ...] = ()
-    """Which workers were replaced while the others stayed, and how long that took."""
+    """Workers that were replaced while the others stayed, with the seconds that it took."""
     resume: Resumed | Confirmed | None = None
-    """Whether the newest attempt that resumed repeats what was trained before, as far as it is known."""
+    """Newest resume: whether that attempt repeats the steps of before, as far as it is known."""
     job: str = ""
     """Id of the Slurm job that the run is."""
     looked: float = 0.0
@@ -49,7 +49,7 @@ class RunState:
     done: RunEnded | None = None
     """The last event, when there was one."""
     ledger: LedgerFacts | None = None
-    """Where the time went, as the launcher last wrote it."""
+    """Time by phase, as the launcher last wrote it."""
 
     @property
     def over(self) -> bool:

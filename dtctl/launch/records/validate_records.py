@@ -38,4 +38,4 @@ INFO: Final = form(
         "sweep": mapping_of(_WORD, _TEXT), "environment": _WORD,
     },
 )  # fmt: skip
-"""Who has launched a run."""
+"""Schema of the launcher of a run."""

@@ -17,7 +17,7 @@ _ASKS = re.compile(r"is not None|is None|hasattr|getattr|isinstance|in locals|in
 _NO_RANK = re.compile(r"(?i)rank\b.{0,3} == -1")
 """A program that runs alone has rank -1, by a habit of older launchers."""
 _OF_A_RUN = ("log", "save", "watch", "finish", "define_metric", "alert")
-"""What wandb does with the run that init() has begun."""
+"""Functions of wandb for the run that init() has begun."""
 
 
 def absent_elsewhere(check: Check) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ _WEIGHTED = ("CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss", "Mul
 _ON_THE_CURRENT_GPU = ("barrier", "all_gather_object", "broadcast_object_list", "gather_object", "synchronize")
 """Collectives that use the current GPU, whichever their arguments are on."""
 _SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES[\"']\]\s*=|(?:setdefault|putenv)\(\s*[\"']CUDA_VISIBLE_DEVICES")
-"""Where a program sets which GPUs a rank sees."""
+"""Places where a program sets the GPUs that a rank sees."""
 _CUDA_N = re.compile(r"cuda:\d+\Z")
 _ONE_PROCESS = re.compile(
     r"distributed|ddp|local_rank|world_size|multi|device_count|parallel|fsdp|n_gpu", re.IGNORECASE

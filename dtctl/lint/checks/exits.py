@@ -20,9 +20,9 @@ _PATIENCE = re.compile(
     re.IGNORECASE,
 )
 _SIZES = re.compile(r"batch_?size|epoch|step|iter|_idx\b|index", re.IGNORECASE)
-"""What is the same on all ranks, or meant to be."""
+"""Values that are the same on all ranks, or meant to be."""
 _READS = re.compile(r"loader|batch|dataset|\bdata\b|\bdl\b|stream|reader|iterator", re.IGNORECASE)
-"""What a loop over samples goes through."""
+"""Iterables of a loop over samples."""
 _TRAINS = re.compile(r"train|backward|optimizer\.step|fit\b")
 _AGREED = re.compile(r"all_reduce|all_gather|reduce_dict|broadcast|reduce_tensor|reduce_loss|gather_for_metrics")
 _FETCHES = frozenset(

@@ -15,7 +15,7 @@ from dtctl.lint.source_file import SourceFile, constant, key, keyword
 
 _CPUS = ("os.cpu_count", "multiprocessing.cpu_count", "torch.multiprocessing.cpu_count", "psutil.cpu_count")
 LONG_S = 2 * 3600
-"""From how many seconds on a time-out is said to be long."""
+"""Seconds from which a time-out is reported as long."""
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1, "weeks": 604800}
 
 

@@ -27,7 +27,7 @@ _SHOWS = frozenset(
 _SHOWING = re.compile(
     r"^(?:print|log)_|_(?:print|log)$|^_?(?:write|log|add)_(?:summary|scalars?|metrics?)$|^summarize$"
 )
-"""What helpers that print or log are called."""
+"""Names of helpers that print or log."""
 _REDUCES = re.compile(
     r"all_reduce|reduce|gather|average|sync(?!hronize\()|global_avg|avg_meter|mean_across|broadcast(?!_buffers)|metric_logger|compute\("
 )

@@ -216,7 +216,7 @@ def _from_the_hub(check: Check) -> Iterator[Problem]:
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 _BUILDERS = frozenset(("json", "csv", "text", "parquet", "arrow", "imagefolder", "audiofolder", "webdataset", "pandas"))
-"""What load_dataset reads from files of the user's."""
+"""Formats that load_dataset reads from the user's files."""
 _FIRST = re.compile(r"main_process_first|local_main_process_first|rank_zero_first|zero_first|first_rank")
 
 

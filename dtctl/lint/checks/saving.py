@@ -40,7 +40,7 @@ _METHODS = (
 _HELPER = re.compile(r"save|write|dump|store|export|checkpoint|ckpt|snapshot|log_to|logger|record", re.IGNORECASE)
 _SAVES = re.compile(r"(?:^|_)save_?(?:checkpoint|model|state|ckpt|snapshot|weights)")
 _RESUMES = re.compile(r"resume|start_epoch|epochs_run|continue_from|epoch_st\b|begin_epoch")
-"""What a program that goes on with an earlier training speaks of."""
+"""Words of a program that continues an earlier run."""
 _SCALES = re.compile(r"\bGradScaler\(|\bamp\.initialize\(")
 
 

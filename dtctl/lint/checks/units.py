@@ -13,9 +13,9 @@ from dtctl.lint.source_file import SourceFile, constant, key, keyword
 
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.GeneratorExp, ast.DictComp)
 _POLICY = 4
-"""Which argument of FullyShardedDataParallel is the policy, counted from 0."""
+"""Position of the argument of FullyShardedDataParallel that is the policy, from 0."""
 _BY_HAND = re.compile(r"\b(?:enable_wrap|auto_wrap|wrap)\(|recursive_wrap|_auto_wrap|apply_fsdp|\.apply\(")
-"""What wraps parts of a model besides a policy."""
+"""Functions that wrap parts of a model besides a policy."""
 
 
 def clipped_over_meshes(check: Check) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ OUTPUT: Final = (1, 2)
 KEPT: Final = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | os.O_SYNC | os.O_DSYNC | getattr(os, "O_DIRECT", 0)
 """Flags of an open file that are more than ways to open it."""
 DATABASES: Final = {"SQLite": (0, b"SQLite format 3\0"), "LMDB": (16, b"\xde\xc0\xef\xbe")}
-"""Where in a file the mark stands by which its library knows it, and the mark."""
+"""Marks of databases: the offset in a file, and the bytes there."""
 
 
 @dataclass(slots=True)
