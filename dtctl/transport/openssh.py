@@ -247,8 +247,10 @@ def waiting_script(mark: str, limit_s: int) -> str:
     """
     # `read` has no limit in POSIX. A second shell reads, since only a shell's `read` takes no more than the line.
     read = f"timeout {limit_s} /bin/sh -c {quote(_PASS_LINE)} 2>/dev/null"
-    is_expired = "[ $? -eq 124 ]"
-    return f'echo {mark}; dtctl=$({read}) || {is_expired} || IFS= read -r dtctl || exit; eval "$dtctl"'
+    # 124: the limit is over. 126, 127: there is no `timeout`. Anything else, such as a signal, ends the shell: a second
+    # `read` without a limit could wait for hours.
+    otherwise = "case $? in 124) ;; 126 | 127) IFS= read -r dtctl || exit;; *) exit 1;; esac"
+    return f'echo {mark}; dtctl=$({read}) || {otherwise}; eval "$dtctl"'
 
 
 class OpenSshStream(LocalStream):

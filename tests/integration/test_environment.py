@@ -214,7 +214,7 @@ def test_two_launches_at_once_make_it_once(project: Project, sandbox: Sandbox, i
     write_spec(project, requirements="requirements.txt", index=[str(index)])
     project.write("requirements.txt", "beta  # of two launches\n")
     project.write("train.py", SHOW.format(first="beta"))
-    both = [project.start("launch", "--name", name) for name in ("one", "two")]
+    both = [project.start("launch", "--name", f"{project.unique}-{number}") for number in (1, 2)]
     for process in both:
         done = project.finish(process)
         assert done.code == 0, done.err

@@ -69,7 +69,7 @@ def test_two_launches_of_one_tree_at_once_share_it(project: Project, sandbox: Sa
     project.write("train.py", "import os; print('in', os.getcwd())")
     project.write("padding.txt", "at the same time" * 50_000)
     before = [trees(sandbox, node) for node in sandbox.nodes]
-    processes = [project.start("launch", "--name", name) for name in ("one", "two")]
+    processes = [project.start("launch", "--name", f"{project.unique}-{number}") for number in (1, 2)]
     outs = [project.finish(process) for process in processes]
     assert [done.code for done in outs] == [0, 0], [done.err for done in outs]
     new = [trees(sandbox, node) - old for node, old in zip(sandbox.nodes, before, strict=True)]
