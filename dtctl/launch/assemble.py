@@ -251,7 +251,7 @@ def job_of(
         spares={spare.name: spare_plan(spare) for spare in cluster.spares},
         push=join_pushes(code, data, environment),
         data=data.links if data is not None else list,
-        environment=environment.order if environment is not None else lambda: None,
+        environment=environment.make_order if environment is not None else lambda: None,
         environment_digest=environment.locked.digest if environment is not None else "",
         code_folder="" if spec.pushes else spec.code_folder,
         secrets=values,

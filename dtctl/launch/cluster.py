@@ -263,11 +263,11 @@ def with_environment(cluster: ResolvedCluster, digest: str) -> ResolvedCluster:
     """Return the cluster with nodes whose programs run in an environment (`job.environment`)."""
     from dtctl.supervisor.environments import python_of
 
-    def changed(node: NodeSpec) -> NodeSpec:
+    def add_python(node: NodeSpec) -> NodeSpec:
         workdir = node.workdir if node.workdir.startswith(("/", "~")) else f"~/{node.workdir}"
         return replace(node, job_python=python_of(workdir, digest))
 
-    return replace(cluster, nodes=tuple(map(changed, cluster.nodes)), spares=tuple(map(changed, cluster.spares)))
+    return replace(cluster, nodes=tuple(map(add_python, cluster.nodes)), spares=tuple(map(add_python, cluster.spares)))
 
 
 def first_plan(spec: Spec, cluster: ResolvedCluster, *, run: str) -> Plan:

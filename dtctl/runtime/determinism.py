@@ -32,7 +32,7 @@ def is_wanted(config: TrainConfig, device_type: str) -> bool:
     return config.deterministic
 
 
-def apply() -> None:
+def use_deterministic_kernels() -> None:
     """Have torch, cuBLAS, cuDNN and inductor choose kernels that give the same bits each time.
 
     To be called before the first operation on a GPU, as cuBLAS looks at its variable once. From then on an operation

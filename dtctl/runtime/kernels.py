@@ -28,7 +28,7 @@ def choose(config: TrainConfig, device_type: str) -> None:
                 where="train.cudnn_benchmark",
                 hint="leave it out, or set `train.deterministic: false` and neither `exact` nor `require_exact`",
             )
-        determinism.apply()
+        determinism.use_deterministic_kernels()
     if config.tf32:
         torch.set_float32_matmul_precision("high")
     if config.cudnn_benchmark:

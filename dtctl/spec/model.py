@@ -289,7 +289,7 @@ class Environment(Section):
 
 
 class Job(Section):
-    """What is run."""
+    """Program to run."""
 
     name: Word = "job"
     """Name of the job; run ids begin with it."""
@@ -447,7 +447,7 @@ class Job(Section):
 
 
 class Network(Section):
-    """How workers find and reach each other."""
+    """Network of the workers, and their rendezvous."""
 
     interface: Word | dict[str, Word] = "auto"
     """Interface for the traffic between workers: a name, or a name per node. auto: that of the route to the head."""
@@ -475,7 +475,7 @@ class Container(Section):
 
 
 class Slurm(Section):
-    """What a Slurm job asks for."""
+    """Resources that a Slurm job requests."""
 
     partition: str | None = None
     """Partition."""
@@ -558,7 +558,7 @@ class Volume(Section):
 
 
 class Kubernetes(Section):
-    """What a JobSet of Kubernetes asks for; see `dtctl render`."""
+    """Resources that a JobSet of Kubernetes requests; see `dtctl render`."""
 
     image: Word | None = None
     """Image of the pods, with Python and torch, and with the job's code unless `claim` has it. Needed."""
@@ -635,7 +635,7 @@ class Kubernetes(Section):
 
 
 class Secret(Section):
-    """What names a value that is written into no spec: a variable or a file."""
+    """Source of a value that is written into no spec: a variable or a file."""
 
     env: Word | None = None
     """Variable in the environment of `dtctl launch`."""
@@ -650,7 +650,7 @@ class Secret(Section):
 
 
 class Alerts(Section):
-    """What is told while a run runs, once when it begins and once when it is over, and to whom."""
+    """Alerts of a run, each sent when it begins and when it is over, and their receiver."""
 
     no_step_s: Positive | Literal["off"] = 600.0
     """Seconds without a new optimizer step. Counts from the first step of an attempt, or from its start if the spec
@@ -674,7 +674,7 @@ class Alerts(Section):
 
 
 class Metrics(Section):
-    """Where figures of the run go while it runs. They are collected beside the launcher, never in a worker."""
+    """Publication of a run's figures while it runs. They are collected beside the launcher, never in a worker."""
 
     port: Port | Literal["auto"] | None = None
     """Port of a page `/metrics` for Prometheus, on the machine of the launcher. auto: a free one, named in
@@ -701,13 +701,13 @@ class Spec(Section):
     cluster: Cluster = Field(default_factory=Cluster.model_construct)
     """The machines and how to reach them."""
     job: Job = Field(default_factory=Job.model_construct)
-    """What is run."""
+    """Program to run."""
     network: Network = Field(default_factory=Network.model_construct)
-    """How workers find and reach each other."""
+    """Network of the workers, and their rendezvous."""
     train: Train | None = None
     """Read by `dtctl.runtime` in the workers."""
     slurm: Slurm | None = None
-    """What a Slurm job asks for."""
+    """Resources that a Slurm job requests."""
     kubernetes: Kubernetes | None = None
     """What a JobSet of Kubernetes asks for."""
     metrics: Metrics | None = None

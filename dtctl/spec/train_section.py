@@ -68,8 +68,8 @@ def _checked(annotation: Any, rules: Mapping[str, Any]) -> Any:
     if check is None:
         return annotation
 
-    def checked(value: Any) -> Any:
+    def check_value(value: Any) -> Any:
         check(value)
         return value
 
-    return Annotated[annotation, AfterValidator(checked)]
+    return Annotated[annotation, AfterValidator(check_value)]

@@ -57,7 +57,7 @@ def stored(workdir: str) -> list[StoredItem]:
                 items.append(_item(kind, name, path, is_used=not _free(path), at=os.stat(path + ".json").st_mtime))
     items += [
         _item("env", name, path, is_used=environments.is_used(path), at=environments.last_used(path))
-        for name, path in environments.stored(workdir)
+        for name, path in environments.list_environments(workdir)
     ]
     return sorted(items, key=lambda item: -item.age_s)[:STORED]
 
@@ -108,7 +108,7 @@ def remove(workdir: str, items: list[tuple[str, str]]) -> list[str]:
     for kind, name in items:
         store = KINDS_OF_TREES.get(kind)
         if kind == "env":
-            is_gone = environments.remove(workdir, name)
+            is_gone = environments.remove_environment(workdir, name)
         else:
             is_gone = remove_tree(workdir, name, store) if store else remove_run(workdir, name)
         if not is_gone:

@@ -66,7 +66,7 @@ def has_glibc() -> bool:
         return False
 
 
-def make(link: frames.FdLink, workdir: str, order: EnvironmentOrder) -> None:
+def make_environment(link: frames.FdLink, workdir: str, order: EnvironmentOrder) -> None:
     """Make an environment unless it is there.
 
     Raises:
@@ -86,12 +86,12 @@ def make(link: frames.FdLink, workdir: str, order: EnvironmentOrder) -> None:
     folders.make_private(top)
     claim = _Claim(os.path.join(top, order.digest + CLAIM))
     told = 0.0
-    while not claim.take():
+    while not claim.try_to_claim():
         if is_ready(workdir, order.digest):
             return
         if time.monotonic() - told > REPORT_S:
             told = time.monotonic()
-            link.send_json(EnvironmentProgress(text="waits for %s, which makes the environment" % claim.holder()))
+            link.send_json(EnvironmentProgress(text="waits for %s, which makes the environment" % claim.name_holder()))
         time.sleep(0.05)
     try:
         if not is_ready(workdir, order.digest):
@@ -100,7 +100,7 @@ def make(link: frames.FdLink, workdir: str, order: EnvironmentOrder) -> None:
         claim.release()
 
 
-def stored(workdir: str) -> list[tuple[str, str]]:
+def list_environments(workdir: str) -> list[tuple[str, str]]:
     """Return names and paths of this node's environments, also of those that were never finished, and of uv's cache."""
     top = os.path.join(workdir, FOLDER)
     names = os.listdir(top) if os.path.isdir(top) else []
@@ -133,7 +133,7 @@ def last_used(path: str) -> float:
         return 0.0
 
 
-def remove(workdir: str, name: str) -> bool:
+def remove_environment(workdir: str, name: str) -> bool:
     """Remove an environment, or uv's cache; whether it is gone."""
     path = os.path.join(workdir, FOLDER, name)
     if not (name == CACHE or _is_digest(name)) or is_used(path):
@@ -165,8 +165,8 @@ class _Claim:
             }
         ).encode()  # fmt: skip
 
-    def take(self) -> bool:
-        """Claim the work; False while somebody else does it."""
+    def try_to_claim(self) -> bool:
+        """Claim the work; return False while another process does it."""
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileExistsError:
@@ -184,8 +184,8 @@ class _Claim:
         os.utime(self.path)
         return True
 
-    def holder(self) -> str:
-        """Return name of the node that has it."""
+    def name_holder(self) -> str:
+        """Return the name of the node that has it."""
         return str(self._others().get("node") or "another node")
 
     def release(self) -> None:

@@ -99,7 +99,7 @@ class SetupRequests(NodeRequests):
                 if request.environment is not None:
                     from dtctl.supervisor import environments
 
-                    environments.make(link, self.workdir, request.environment)
+                    environments.make_environment(link, self.workdir, request.environment)
                 prepare(self.workdir, request)
             link.send_json(Ready())
         elif isinstance(request, ProbePorts):

@@ -1,4 +1,4 @@
-"""What a worker is told about the training: every key of the spec's `train:` section, with default and unit.
+"""Configuration of a worker: every key of the spec's `train:` section, with default and unit.
 
 Three layers, the later one wins: defaults that the script hands to `load`, the spec (the launcher passes its `train:`
 section as JSON in DTCTL_TRAIN_CONFIG), the command line (`--train.lr=1e-3`). How text becomes typed values, and what is
@@ -115,13 +115,13 @@ class MemorySnapshotConfig:
 
     @property
     def most_held(self) -> int:
-        """How many times a worker's part of a snapshot is in memory: two are kept, one is written, all with copies."""
+        """Parts of snapshots that a worker has in memory at most: two are kept, one is written, all with copies."""
         return 3 * (1 + self.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotConfig:
-    """When and where the state of training is kept. With neither interval set: every 300 s. The end is always kept."""
+    """Times and place of snapshots. With neither interval set: every 300 s. The end is always kept."""
 
     dir: str | None = field(default=None, metadata={"check": _without_secret})
     """Folder, or a URL that fsspec knows (s3://, gs:// ...). None: that of the run (DTCTL_SNAPSHOT_DIR), else
@@ -174,7 +174,7 @@ class BestConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileConfig:
-    """What is recorded of a few steps, into the folder `profile` of the run; SIGUSR2 asks for it at any time."""
+    """Record of a few steps, in the folder `profile` of the run; SIGUSR2 asks for it at any time."""
 
     start: int | None = field(default=None, metadata={"at_least": 1})
     """First step to record, from 1. None: only on SIGUSR2."""
@@ -189,7 +189,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How to train; read by the runtime, not by the model."""
+    """Settings of a run; read by the runtime, not by the model."""
 
     strategy: StrategyName | Mapping[str, int] = field(default="auto", metadata={"section": Degrees})
     """How the model is spread over the workers, by name, or by degrees of dp, fsdp, cp, tp and pp: missing is 1, one

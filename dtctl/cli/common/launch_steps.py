@@ -151,7 +151,7 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
         from dtctl.launch.files.environment import lock_environment
 
         locked = lock_environment(spec, write=False)
-        output.err(f"environment: {locked.told}")
+        output.err(f"environment: {locked.short_summary}")
         plan = first_plan(spec, with_environment(cluster, locked.digest), run=run)
     batch = _batch_file(spec, plan)
     # In plain mode the batch file is all that there is.
@@ -354,7 +354,7 @@ def _environment(spec: Spec) -> EnvironmentPush | None:
     from dtctl.launch.files.environment import EnvironmentPush, lock_environment
 
     locked = lock_environment(spec, write=True)
-    output.err(f"environment: {locked.told}{'; its lock was made' if locked.is_new else ''}")
+    output.err(f"environment: {locked.short_summary}{'; its lock was made' if locked.is_new else ''}")
     return EnvironmentPush(spec, locked)
 
 

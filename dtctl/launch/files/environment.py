@@ -66,14 +66,14 @@ class LockedEnvironment:
     """True if the lock had to be made again."""
 
     @property
-    def packages(self) -> int:
+    def package_count(self) -> int:
         """Number of packages."""
         return len(list(_requirements(self.lock)))
 
     @property
-    def told(self) -> str:
+    def short_summary(self) -> str:
         """Return a summary in words: `12 packages of requirements.txt for Python 3.12 on x86_64`."""
-        count = f"{self.packages} package{'' if self.packages == 1 else 's'}"
+        count = f"{self.package_count} package{'' if self.package_count == 1 else 's'}"
         return f"{count} of {self.source} for Python {self.python} on {self.machine} ({self.digest[:8]})"
 
 
@@ -90,7 +90,7 @@ def lock_environment(spec: Spec, *, write: bool) -> LockedEnvironment:
     """
     source = _Source(spec)
     text = source.read_lock()
-    return source.locked(text, is_new=False) if text else source.locked(source.make_lock(write=write), is_new=True)
+    return source.lock_to(text, is_new=False) if text else source.lock_to(source.make_lock(write=write), is_new=True)
 
 
 def describe_environment(spec: Spec) -> str:
@@ -103,7 +103,7 @@ def describe_environment(spec: Spec) -> str:
         return ""
     source = _Source(spec)
     if text := source.read_lock():
-        return source.locked(text, is_new=False).told
+        return source.lock_to(text, is_new=False).short_summary
     return f"{source.name} has no lock yet, or was changed since; a launch makes it"
 
 
@@ -137,7 +137,7 @@ class _Source:
         if self.is_project:  # whose own lock is kept with the code
             self._lock = self.base_dir / names.STATE_DIR / FOLDER / "uv.lock.txt"
 
-    def locked(self, text: str, *, is_new: bool) -> LockedEnvironment:
+    def lock_to(self, text: str, *, is_new: bool) -> LockedEnvironment:
         """Return the environment with this lock.
 
         Raises:
@@ -374,7 +374,7 @@ class EnvironmentPush:
         self._tree: Tree | None = None
         self._uv_tree: Tree | None = None
 
-    def order(self) -> EnvironmentOrder:
+    def make_order(self) -> EnvironmentOrder:
         """Return what a node is told; complete once one was found that lacks the environment."""
         return EnvironmentOrder(
             digest=self.locked.digest,

@@ -53,7 +53,7 @@ def start(
     """
     faulthandler.enable()
     if deterministic:  # before CUDA starts
-        determinism.apply()
+        determinism.use_deterministic_kernels()
     worker = identify(os.environ)
     if worker.device.type == "cuda":
         torch.cuda.set_device(worker.device)
