@@ -232,8 +232,10 @@ def _log_name(fifo: Path) -> str:
     ssh would wait for a reader for ever if this process ended before ssh had opened the FIFO. A name below
     /proc/PID ends with its process; elsewhere than on Linux there is none.
     """
-    name = f"/proc/{os.getpid()}/root{fifo}"
-    return name if Path(name).exists() else str(fifo)
+    process = Path(f"/proc/{os.getpid()}")
+    # Of a process that others may not look into (a Python with file capabilities), it belongs to root.
+    is_open = process.exists() and process.stat().st_uid == os.geteuid()
+    return f"{process}/root{fifo}" if is_open else str(fifo)
 
 
 def waiting_script(mark: str, limit_s: int) -> str:
