@@ -82,7 +82,7 @@ def address_towards(peer: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return name of the interface whose primary address this is; empty when there is none."""
+    """Return the name of the interface whose primary address this is; empty when there is none."""
     if ":" in address:
         packed = socket.inet_pton(socket.AF_INET6, address.split("%", 1)[0]).hex()
         rows = [row.split() for row in read("/proc/net/if_inet6").splitlines()]
@@ -104,7 +104,7 @@ def ipv4_of(interface: str) -> str:
 
 
 def interface_towards(peer: str) -> str:
-    """Return name of the interface that packets to `peer` leave by; on `peer` itself, the one that has the address.
+    """Return the name of the interface that packets to `peer` leave by; on `peer` itself, the one that has the address.
 
     Empty when there is no route, or when the address on the way is not the primary one of any interface.
     """

@@ -122,7 +122,7 @@ def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | No
 
 
 def _peaks(trainings: list[dict[str, Any]], workers: int, python: str) -> list[float]:
-    """Return bytes of the fullest worker of each."""
+    """Return the bytes of the fullest worker of each."""
     with tempfile.TemporaryDirectory(prefix="dtctl-measure-") as folder:
         _run({"trainings": trainings, "workers": workers, "out": folder}, python, Path(folder))
         return [

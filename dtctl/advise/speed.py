@@ -114,7 +114,7 @@ def speed(
 def _block(
     model: Model, layout: Layout, hardware: Hardware, recipe: Recipe, *, compiled: bool, fp8: bool
 ) -> tuple[float, float]:
-    """Return seconds of a block, forward and backward, and of the output, for a micro batch on a GPU."""
+    """Return the seconds of a block, forward and backward, and of the output, for a micro batch on a GPU."""
     gpu, half = hardware.gpu, layout.precision != "fp32"
     tokens = layout.micro_batch * model.seq / layout.cp
     peak = (gpu.half * gpu.products if half else gpu.single * max(gpu.products, 0.7)) * 1e12
@@ -250,7 +250,7 @@ def _inside(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) ->
 
 
 def _update(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) -> float:
-    """Return seconds of the optimizer's step: states go through memory once, on the GPU or on the host."""
+    """Return the seconds of the optimizer's step: states go through memory once, on the GPU or on the host."""
     params = (model.params - model.expert_params) / layout.tp + model.expert_params / recipe.expert_split(layout)
     params /= layout.shards * layout.pp
     if layout.offload:  # gradients out, the optimizer on the host, weights in: 4 + 4 bytes over the bus, 28 in memory

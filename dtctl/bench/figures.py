@@ -53,7 +53,7 @@ def ops_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def size_of(text: str) -> int:
-    """Return bytes of `64`, `4K`, `16M` or `1G`.
+    """Return the bytes of `64`, `4K`, `16M` or `1G`.
 
     Raises:
         UsageError: it is no size.

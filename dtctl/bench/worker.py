@@ -155,7 +155,7 @@ def over_ranks(number: float, device: torch.device, reduction: Any = dist.Reduce
 def time_together(
     call: Callable[[], Any], device: torch.device, *, repeats: int, warm_up: int, seconds: float
 ) -> float:
-    """Return seconds that one call takes, on the rank that needs longest.
+    """Return the seconds that one call takes, on the rank that needs longest.
 
     Args:
         call: the same collective on all ranks.
@@ -256,7 +256,7 @@ def training(request: dict[str, Any], device: torch.device) -> None:
 
 
 def _steps(request: dict[str, Any], device: torch.device, group: Any) -> tuple[float, bool]:
-    """Return seconds of one step (median), and whether all workers have the same weights afterwards."""
+    """Return the seconds of one step (median), and whether all workers have the same weights afterwards."""
     torch.manual_seed(0)
     width, depth, batch = request["training"]["width"], request["training"]["depth"], request["training"]["batch"]
     layers = [layer for _ in range(depth) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())]

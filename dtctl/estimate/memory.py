@@ -331,7 +331,7 @@ def _state_beside_matrices(model: Model, layout: Layout, recipe: Recipe, blocks:
 
 
 def _kept(model: Model, layout: Layout, recipe: Recipe, *, compiled: bool, fp8: bool) -> float:
-    """Return bytes that a block keeps of a token on a GPU, where nothing is computed again."""
+    """Return the bytes that a block keeps of a token on a GPU, where nothing is computed again."""
     half = layout.precision != "fp32"
     if compiled or recipe.fused:
         share, extra = COMPILED * (QUARTER if fp8 else 1.0), 0.0
@@ -368,7 +368,7 @@ def _activations(model: Model, layout: Layout, recipe: Recipe, per_token: float,
 
 
 def _logits(model: Model, layout: Layout, recipe: Recipe) -> float:
-    """Return bytes of the output over the vocabulary while the loss is computed.
+    """Return the bytes of the output over the vocabulary while the loss is computed.
 
     In half precision once, in fp32 as the loss sees it and as log-softmax keeps it; split over workers, torch's loss
     makes two more, which frameworks with a loss of their own do not.
@@ -384,7 +384,7 @@ def _logits(model: Model, layout: Layout, recipe: Recipe) -> float:
 
 
 def _temporary(layout: Layout, recipe: Recipe, *, params: float, block: float, root: float) -> float:
-    """Return bytes of weights that are gathered or cast, and of gradients on their way."""
+    """Return the bytes of weights that are gathered or cast, and of gradients on their way."""
     half = layout.precision != "fp32"
     casts = 0.0
     if half and recipe.autocast:
@@ -405,7 +405,7 @@ def _temporary(layout: Layout, recipe: Recipe, *, params: float, block: float, r
 
 
 def _on_their_way(layout: Layout, recipe: Recipe, block: float) -> float:
-    """Return bytes of the gradients of two blocks, which sharded workers exchange while the next ones are made."""
+    """Return the bytes of the gradients of two blocks, which sharded workers exchange while the next ones are made."""
     if layout.shards == 1 or layout.pp > 1 or _whole(layout, recipe):
         return 0.0
     return recipe.gradient_bytes * 2 * block

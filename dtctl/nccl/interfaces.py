@@ -7,7 +7,7 @@ from typing import Any
 
 
 def choose(value: str, interfaces: Sequence[Mapping[str, Any]]) -> str:
-    """Return name of the first interface with an address that NCCL takes; empty if there is none.
+    """Return the name of the first interface with an address that NCCL takes; empty if there is none.
 
     Args:
         value: of NCCL_SOCKET_IFNAME: prefixes by commas, `=` before exact names, `^` before those to leave out.

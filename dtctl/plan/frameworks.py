@@ -62,7 +62,7 @@ class FrameworkSettings:
                 raise self.refused(key)
 
     def mesh(self) -> tuple[str, Degrees]:
-        """Return name of the strategy (mesh when degrees are given) and what it means for these workers.
+        """Return the name of the strategy (mesh when degrees are given) and what it means for these workers.
 
         Raises:
             PlanError: the workers cannot be divided so.

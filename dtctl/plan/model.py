@@ -204,7 +204,7 @@ def place(slots: Mapping[str, int]) -> tuple[Placement, ...]:
 
 
 def world_size(placements: Sequence[Placement]) -> int:
-    """Return number of workers of the job."""
+    """Return the number of workers of the job."""
     return sum(placement.slots for placement in placements)
 
 

@@ -133,12 +133,12 @@ def tag(state: Path) -> str:
 
 
 def bridge_name(state: Path) -> str:
-    """Return name of the bridge; interfaces may have 15 characters."""
+    """Return the name of the bridge; interfaces may have 15 characters."""
     return f"dt{tag(state)}"
 
 
 def link_name(state: Path, index: int) -> str:
-    """Return name of the bridge's end of a host's cable."""
+    """Return the name of the bridge's end of a host's cable."""
     return f"dt{tag(state)}n{index}"
 
 

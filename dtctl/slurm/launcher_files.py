@@ -130,7 +130,7 @@ def digest_of(launcher: bytes) -> str:
 
 
 def _files() -> Iterator[tuple[str, str]]:
-    """Yield name in the zip without its end, and text, of each module."""
+    """Yield the name in the zip without its end, and text, of each module."""
     package = Path(dtctl.__file__).parent
     for path in sorted({path for pattern in MODULES for path in package.glob(pattern)}):
         yield f"dtctl/{path.relative_to(package).with_suffix('').as_posix()}", path.read_text(encoding="utf-8")

@@ -97,7 +97,7 @@ class Log:
         return len(self.held) >= HELD_BYTES or bool(would_be_cut and self.size - self.sent > self.limit_bytes // 8)
 
     def stored(self) -> int:
-        """Return bytes of the output that the file has."""
+        """Return the bytes of the output that the file has."""
         return sum(segment[2] for segment in self.segments)
 
     def take(self, limit: int) -> tuple:  # type: ignore[type-arg]
@@ -182,7 +182,7 @@ class RankLogs:
         return all(log.sent >= log.size for log in self._logs.values())
 
     def losses(self, is_linked: bool) -> dict[str, int]:
-        """Return bytes that are lost, and bytes that the disk has refused, as AttemptStopped names them."""
+        """Return the bytes that are lost, and bytes that the disk has refused, as AttemptStopped names them."""
         logs = self._logs.values()
         return {
             "log_bytes_lost": sum(log.lost(is_linked) for log in logs),

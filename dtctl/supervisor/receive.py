@@ -548,7 +548,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _sealed(store: str) -> list[str]:
-    """Return names of sealed trees, the most recently used first."""
+    """Return the names of sealed trees, the most recently used first."""
     names = [name[:-5] for name in os.listdir(store) if name.endswith(".json") and _is_tree(name[:-5])]
     return sorted(names, key=lambda name: -os.stat(os.path.join(store, name + ".json")).st_mtime_ns)
 

@@ -320,7 +320,7 @@ def _allowed(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _memory(node: NodeReport) -> int:
-    """Return bytes that the workers may have; -1 if the kernel does not say."""
+    """Return the bytes that the workers may have; -1 if the kernel does not say."""
     known = [value for value in (node.facts["memory_limit"], node.facts["memory_free"]) if value >= 0]
     return min(known) if known else -1
 

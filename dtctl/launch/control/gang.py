@@ -213,7 +213,7 @@ class Gang:
 
 
 def _clock() -> float:
-    """Return seconds that pass while the machine sleeps, too."""
+    """Return the seconds that pass while the machine sleeps, too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 

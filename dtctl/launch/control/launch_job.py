@@ -152,6 +152,6 @@ def make_start_message(
 
 
 def _fence_s(job: LaunchJob) -> float:
-    """Return seconds of silence after which a node ends its workers: before a spare has their ranks."""
+    """Return the seconds of silence after which a node ends its workers: before a spare has their ranks."""
     limit_s = job.link_timeout_s
     return limit_s - min(PING_S, limit_s / 4) if job.spares else limit_s

@@ -54,7 +54,7 @@ def long_timeout(check: Check) -> Iterator[Problem]:
 
 
 def _seconds(node: ast.AST) -> float | None:
-    """Return seconds of `timedelta(hours=2)`; None if they are not known."""
+    """Return the seconds of `timedelta(hours=2)`; None if they are not known."""
     if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("timedelta"):
         return None
     total = 0.0

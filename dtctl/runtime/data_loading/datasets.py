@@ -29,7 +29,7 @@ class Samples(Protocol):
     """A map-style data set, as torch knows it."""
 
     def __len__(self) -> int:
-        """Return number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int) -> Any:
         """Return one sample."""
@@ -47,7 +47,7 @@ class Batches(Protocol):
     """
 
     def __len__(self) -> int:
-        """Return number of samples."""
+        """Return the number of samples."""
 
     def batch(self, indices: Indices) -> Any:
         """Return the samples at `indices`, stacked, on the CPU."""
@@ -79,7 +79,7 @@ def is_deterministic(data: object) -> bool:
 
 
 def size(data: Samples | Batches | SampleStream) -> int:
-    """Return number of samples; ENDLESS for a stream."""
+    """Return the number of samples; ENDLESS for a stream."""
     return ENDLESS if isinstance(data, SampleStream) else len(data)
 
 
@@ -148,7 +148,7 @@ class TensorData:
         self.tensors = tensors
 
     def __len__(self) -> int:
-        """Return number of samples."""
+        """Return the number of samples."""
         return len(self.tensors[0])
 
     def batch(self, indices: Indices) -> tuple[torch.Tensor, ...]:
@@ -196,7 +196,7 @@ class TokenFile:
         self._window = np.arange(context + 1, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Return number of samples; the tokens after the last whole one are left out."""
+        """Return the number of samples; the tokens after the last whole one are left out."""
         return (len(self._tokens) - 1) // self.tokens_per_sample
 
     def batch(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,14 +11,14 @@ from dtctl.runtime.distributed.worker import Worker
 
 
 def of_worker(worker: Worker) -> int:
-    """Return bytes of a worker's GPU, or its share of the node's memory."""
+    """Return the bytes of a worker's GPU, or its share of the node's memory."""
     if worker.device.type == "cuda":
         return int(torch.cuda.get_device_properties(worker.device).total_memory)
     return of_node() // worker.local_world_size
 
 
 def of_node(root: Path = Path("/")) -> int:
-    """Return bytes of this machine, or of what its control groups let this process have.
+    """Return the bytes of this machine, or of what its control groups let this process have.
 
     Args:
         root: where `proc` and `sys` are.

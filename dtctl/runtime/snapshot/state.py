@@ -131,7 +131,7 @@ def _is_on_cpu(value: object) -> bool:
 
 
 def class_name(value: object) -> str:
-    """Return name of an object's class, with its module unless that is the script, which may also be imported."""
+    """Return the name of an object's class, with its module unless that is the script, which may also be imported."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__qualname__}"
 

@@ -125,7 +125,7 @@ def parallelize(model: nn.Module, found: Blocks | None, config: TpConfig, mesh: 
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
-    """Return names of each parameter that several modules have; a module with several names counts once."""
+    """Return the names of each parameter that several modules have; a module with several names counts once."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -233,7 +233,7 @@ def measure(address: str, port: int, token: str, seconds: float) -> dict:  # typ
 
 
 def _acknowledged(sock: socket.socket) -> int:
-    """Return bytes that the other side has acknowledged, by the kernel's count; 0 where it does not tell."""
+    """Return the bytes that the other side has acknowledged, by the kernel's count; 0 where it does not tell."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) if hasattr(socket, "TCP_INFO") else b""
     except OSError:
