@@ -44,6 +44,11 @@ class LocalStream:
                 stdout.close()
             return data
 
+    @property
+    def has_ended_output(self) -> bool:
+        """Whether the end of the output was read."""
+        return self._process.stdout is None or self._process.stdout.closed
+
     def read_stderr(self) -> bytes:
         """See `dtctl.transport.base.Stream`."""
         try:

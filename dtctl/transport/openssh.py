@@ -314,6 +314,9 @@ class OpenSshStream(LocalStream):
 
     def read_stderr(self) -> bytes:
         """See `dtctl.transport.base.ByteStream`; at the end of a lost link with the words of ssh."""
+        if self.has_ended_output:
+            # ssh closes its output first: its last words, and the status that tells whose they are, come after that.
+            super().exit_status(END_S)
         data = super().read_stderr()
         if self._login.process.poll() == LOST_STATUS and not self._is_told and (lost := self._lost()):
             self._is_told = True

@@ -77,13 +77,17 @@ def test_the_bandwidth_agrees_with_iperf3_within_a_tenth(sandbox: Sandbox, proje
     faults.limit(sandbox, sandbox.node("node1"), rate=f"{rate}mbit")
     note(sandbox)
     directions = [("node1", "node2"), ("node2", "node1")]
-    best = dict.fromkeys([*directions], (0.0, 0.0))  # a machine that does other things, too, makes both slower at times
+    # A machine that does other things, too, makes iperf3 slower at times, and a slice of the doctor's slower or faster.
+    found: dict[tuple[str, str], list[float]] = {way: [] for way in directions}
+    known = dict.fromkeys(directions, 0.0)
     for _ in range(4):
         _, said = examine(project, {"cluster.nodes": ["node1", "node2"]})
         measured = {(link["from"], link["to"]): link["mbit_s"] for link in said["links"]}
         for way in directions:
-            best[way] = max(best[way][0], measured[way]), max(best[way][1], iperf3(sandbox, *way))
-        if all(abs(doctor / known - 1) < 0.1 for doctor, known in best.values()):
+            found[way].append(measured[way])
+            known[way] = max(known[way], iperf3(sandbox, *way))
+        agrees = {way: any(abs(rate / known[way] - 1) < 0.1 for rate in found[way]) for way in directions}
+        if all(agrees.values()):
             break
-    sys.stdout.write(f"doctor and iperf3, Mbit/s: {best}\n")
-    assert all(abs(doctor / known - 1) < 0.1 for doctor, known in best.values())
+    sys.stdout.write(f"doctor and iperf3, Mbit/s: {found}, {known}\n")
+    assert all(agrees.values())

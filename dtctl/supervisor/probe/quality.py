@@ -7,9 +7,11 @@ on any full link, and a receiver that is late loses none of a burst that fits it
 
 from __future__ import annotations
 
+import fcntl
 import select
 import socket
 import struct
+import termios
 import time
 
 PINGS = 20
@@ -93,12 +95,14 @@ def _count(ear: socket.socket) -> int:
 def _swallow(call: socket.socket, seconds: float) -> tuple:  # type: ignore[type-arg]
     """Read for so long; Mbit/s in each slice of the time after the warm-up, bytes in all, and `stalled` or `-`.
 
-    A slice begins and ends with an arrival: bytes come in lumps, and a lump is no part of the time before it.
+    A slice begins and ends with an arrival: bytes come in lumps, and a lump is no part of the time before it. What the
+    kernel has received by then counts, read or not: on a busy machine this program comes late, and what has waited for
+    it would be counted to a slice in which it did not arrive.
     """
     call.settimeout(STALL_S)
     begun = time.monotonic()
     found: list = []  # type: ignore[type-arg]
-    since, got, every = 0.0, 0, 0
+    since, got, every, waited = 0.0, 0, 0, 0
     buffer = bytearray(CHUNK)
     while True:
         try:
@@ -118,10 +122,15 @@ def _swallow(call: socket.socket, seconds: float) -> tuple:  # type: ignore[type
         if now - begun >= over + seconds / SLICES and found:
             continue
         if since and now - since >= seconds / SLICES:
-            found.append(got * 8 / 1e6 / (now - since))
+            found.append((got + _waiting_bytes(call) - waited) * 8 / 1e6 / (now - since))
         elif since or now - begun < WARM_S:
             continue
-        since, got = now, 0
+        since, got, waited = now, 0, _waiting_bytes(call)
+
+
+def _waiting_bytes(call: socket.socket) -> int:
+    """Return how many bytes the kernel has received that were not read yet."""
+    return struct.unpack("i", fcntl.ioctl(call, termios.FIONREAD, bytes(4)))[0]  # type: ignore[no-any-return]
 
 
 def _drain(call: socket.socket) -> None:

@@ -15,7 +15,7 @@ import pytest
 from dtctl.errors import AuthError, ConnectError, HostKeyError, LaunchError, TransportError
 from dtctl.transport import openssh
 from dtctl.transport.base import Target
-from dtctl.transport.openssh import Login, OpenSshTransport, _line_of, config_text, waiting_script
+from dtctl.transport.openssh import Login, OpenSshStream, OpenSshTransport, _line_of, config_text, waiting_script
 from dtctl.transport.openssh_errors import Words, explain_login, is_busy, login_command
 from tests.hosts import wait_until
 
@@ -378,3 +378,19 @@ def test_a_limit_of_processes_is_named() -> None:
     ran = subprocess.run([sys.executable, "-c", WITHOUT_PROCESSES], capture_output=True, text=True, check=True)
     assert "cannot be started: Resource temporarily unavailable" in ran.stdout
     assert "ulimit -u" in ran.stdout
+
+
+def test_the_last_words_of_ssh_are_waited_for_at_the_end_of_its_output(tmp_path: Path) -> None:
+    # ssh closes its standard output first, and a busy machine may pause it there.
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho output\nexec 1>&-\nsleep 0.5\necho last words >&2\nexit 255\n")
+    ssh.chmod(0o755)
+    stream = OpenSshStream(Login(TARGET, [str(ssh)], tmp_path / "log"))
+    try:
+        while stream.read(100):
+            pass
+        said = stream.read_stderr().decode()
+    finally:
+        stream.close()
+    assert "last words" in said
+    assert "ControlMaster" in said, "no login of its own was seen"
