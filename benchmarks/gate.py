@@ -4,6 +4,7 @@
     python benchmarks/gate.py BASE                   beside another commit
     python benchmarks/gate.py BASE --only step-tiny launch-16
     python benchmarks/gate.py BASE --trace step-tiny which of the commits since BASE changed one measurement
+    python benchmarks/gate.py BASE --trace step-tiny --until COMMIT the same, up to an earlier commit
 
 Both commits are checked out and run by this Python, in fresh processes in turn: base, head, base, head, base. A ratio
 is a sample of head over the mean of its two neighbours, so that a machine that slows down hits both alike. The ratio of
@@ -235,8 +236,7 @@ def measure_launch(nodes: int) -> Callable[[Stage, Side, Path], Figures]:
     """Return a measurement of a launch of `true` on some hosts that have its code."""
 
     def measure(stage: Stage, side: Side, folder: Path) -> Figures:
-        project = stage.write_spec(folder / "p", nodes)
-        side.run("-m", "dtctl", "launch", "--no-doctor", cwd=project)
+        project = stage.write_spec(folder / "p", nodes)  # the same each time: the first sample, not counted, brings it
         return {"wall_s": side.run("-m", "dtctl", "launch", "--no-doctor", cwd=project).wall_s}
 
     return measure
@@ -318,12 +318,12 @@ def measure_first_step(program: str = "dtctl") -> Callable[[Stage, Side, Path], 
 
 
 def measure_kill(_stage: Stage, side: Side, folder: Path) -> Figures:
-    """Return the median time from the kill of one of three workers to the next step that all do, over six kills."""
+    """Return the median time from the kill of one of three workers to the next step that all do, over three kills."""
     import live
 
     live.EVERY = 30
     ended = live.train(
-        live.OURS, lambda run, steps: live.ours(run, steps, "live"), folder / "run", 6, strike=True, env=side.env
+        live.OURS, lambda run, steps: live.ours(run, steps, "live"), folder / "run", 3, strike=True, env=side.env
     )
     if len(ended.together_s) < ended.struck:
         raise SystemExit(f"{side.commit[:10]}: {len(ended.together_s)} of {ended.struck} kills were recovered from")
@@ -490,9 +490,9 @@ def trace(
     return found
 
 
-def pick_commits(base: str, points: int) -> list[str]:
-    """Return commits from a base to HEAD, both included, evenly spaced along first parents, the oldest first."""
-    listed = _git("rev-list", "--first-parent", "--reverse", f"{base}..HEAD").splitlines()
+def pick_commits(base: str, points: int, until: str = "HEAD") -> list[str]:
+    """Return commits from a base to another one, both included, evenly spaced along first parents, the oldest first."""
+    listed = _git("rev-list", "--first-parent", "--reverse", f"{base}..{until}").splitlines()
     listed.insert(0, _git("rev-parse", base))
     if len(listed) <= points:
         return listed
@@ -581,6 +581,7 @@ def run_gate(base: str, names: Sequence[str], budget_s: float, *, busy: bool, pa
                 name = measurement.name if figure.endswith("_s") else f"{measurement.name}, {figure}"
                 show_row(name, series, floor.get(figure))
                 rows[name] = {"what": figure, **series.describe(), "floor": floor.get(figure)}
+            rows[name]["seconds for all pairs"] = round(time.monotonic() - began_s)
             if not busy:
                 figures = {"commits": {"base": before.commit, "head": after.commit}, **describe_machine(), "rows": rows}
                 path = keep("gate", figures, into=path)
@@ -593,10 +594,10 @@ def run_gate(base: str, names: Sequence[str], budget_s: float, *, busy: bool, pa
     return 1 if slower else 0
 
 
-def run_trace(base: str, name: str, points: int, seconds: float) -> None:
+def run_trace(base: str, name: str, points: int, seconds: float, until: str = "HEAD") -> None:
     """Print what each of some commits since a base added to one measurement."""
     measurement = next(one for one in MEASUREMENTS if one.name == name)
-    with checked_out(pick_commits(base, points)) as (stage, sides):
+    with checked_out(pick_commits(base, points, until)) as (stage, sides):
         found = trace(measurement, stage, sides, seconds)
     for figure in found[0][1]:
         print(f"{measurement.name}, {figure}\n{'commit':<12}{'median':>10}{'least':>10}{'to the one before':>20}")
@@ -627,6 +628,7 @@ def main() -> int:
     parser.add_argument("base", nargs="?", help="the commit to compare with; default: where the branch started")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--trace", choices=NAMES, metavar="NAME", help="follow one measurement from commit to commit")
+    parser.add_argument("--until", default="HEAD", metavar="COMMIT", help="the newest commit that --trace looks at")
     parser.add_argument("--points", type=int, default=9, help="commits that --trace looks at")
     parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for all measurements")
     parser.add_argument("--busy", action="store_true", help="on a busy machine, too; nothing is kept")
@@ -635,7 +637,7 @@ def main() -> int:
     if not options.busy:
         wait_for_quiet()
     if options.trace:
-        run_trace(base, options.trace, options.points, options.seconds)
+        run_trace(base, options.trace, options.points, options.seconds, options.until)
         return 0
     return run_gate(base, options.only, options.seconds, busy=options.busy)
 

@@ -29,7 +29,8 @@ import torch.distributed.checkpoint as dcp
 from machine import keep, wait_for_quiet
 from torch import nn
 
-from dtctl.runtime.snapshot import load, optimizer_tree
+from dtctl.runtime.snapshot import load, optimizer_tree, read
+from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.saver import Saver
 
 MIB = 1 << 20
@@ -42,6 +43,7 @@ BARS = (
     ("stall", "dtctl in memory", "bare copy", 1.25),
     ("stall", "dtctl in memory", "dcp.async_save", 1.0),
     ("load", "dtctl in memory", "bare copy", 1.2),
+    ("verify", "dtctl in memory", "one sum", 1.2),
 )
 IN_MEMORY = "/dev/shm"
 """Where `train.snapshot.memory` puts them."""
@@ -85,7 +87,7 @@ class Round:
         self.near = Path(tempfile.mkdtemp(dir=IN_MEMORY, prefix="dtctl-bench-"))
         self.near_saver = Saver(self.near, keep=1, complain=lambda error: print(error.message))
         self.step = 0
-        self.times: dict[str, dict[str, list[float]]] = {"stall": {}, "whole": {}, "load": {}}
+        self.times: dict[str, dict[str, list[float]]] = {"stall": {}, "whole": {}, "load": {}, "verify": {}}
 
     def note(self, what: str, who: str, seconds: float) -> None:
         """Keep one figure."""
@@ -139,6 +141,21 @@ class Round:
         def ours(folder: Path) -> None:
             found = load.newest(folder, into=nested)
             assert found is not None
+
+        def one_sum() -> None:
+            state_ = layout.hasher(layout.HASH_IN_MEMORY)
+            for tensor in self.flat.values():
+                state_.update(tensor.numpy().data.cast("B"))
+
+        def verify() -> None:
+            verdict, _ = read.newest_good(self.near, {})
+            assert verdict is not None
+
+        # Processor time: digests of several files are computed side by side.
+        for who, action in (("one sum", one_sum), ("dtctl in memory", verify)):
+            began_s = time.process_time()
+            action()
+            self.note("verify", who, time.process_time() - began_s)
 
         def torchs() -> None:
             loaded = torch.load(self.folder / "state.pt", weights_only=True)

@@ -136,8 +136,13 @@ def _fault(path: Place, entry: layout.SnapshotFile, name: str, contents: Content
         size_bytes = layout.size_bytes(path)
         if size_bytes != entry.size_bytes:
             return f"{path.name} has {size_bytes} bytes and should have {entry.size_bytes}"
-        buffer = None if contents is None else layout.memory(size_bytes)
-        if layout.file_digest(path, name, buffer) != entry.digest:
+        if name == layout.HASH_IN_MEMORY and isinstance(path, Path):
+            buffer = layout.map_file(path)
+            digest = layout.digest_of(buffer, name)
+        else:
+            buffer = None if contents is None else layout.memory(size_bytes)
+            digest = layout.file_digest(path, name, buffer)
+        if digest != entry.digest:
             return f"{path.name} does not have the digest that was recorded"
         _head(path, buffer)
     except headers.Malformed as exc:

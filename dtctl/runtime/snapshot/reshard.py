@@ -12,7 +12,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot import assembly
 from dtctl.runtime.snapshot.assembly import Box, TreeEntry
 from dtctl.runtime.snapshot.choose import Chosen
-from dtctl.runtime.snapshot.format import headers
+from dtctl.runtime.snapshot.format import headers, layout
 from dtctl.runtime.snapshot.format.packing import DTYPES
 from dtctl.runtime.snapshot.format.pieces import box_of, sharded_like
 from dtctl.runtime.snapshot.json_collectives import gathered_json
@@ -100,6 +100,8 @@ class _Way:
         """This worker's stretch of a tensor; None if it wants none."""
         rank, dtype = self._worker.rank, DTYPES[leaf.dtype]
         mine = boxes[rank]
+        # A view of a map would keep the snapshot in the node's memory after it was removed.
+        is_mapped = chosen.manifest is not None and chosen.manifest.hash == layout.HASH_IN_MEMORY
         whole: torch.Tensor | None = None
         for source in sorted(leaf.sources, key=lambda source: source.box):
             reader = chosen.readers[source.file]
@@ -107,7 +109,7 @@ class _Way:
             if rank == reader and source.end > source.begin:
                 stretch = data[source.file][source.begin : source.end]
                 piece = torch.frombuffer(stretch, dtype=dtype).view(source.box[1])
-            if piece is not None and mine == source.box:
+            if piece is not None and mine == source.box and not is_mapped:
                 whole = piece  # a view: nothing has to be copied
             elif mine is not None and whole is None and assembly.overlap(mine, source.box) is not None:
                 whole = torch.empty(mine[1], dtype=dtype)

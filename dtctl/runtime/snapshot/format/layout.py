@@ -9,10 +9,12 @@ import importlib
 import importlib.util
 import json
 import mmap
+import os
 import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dtctl import folders
@@ -28,7 +30,8 @@ MANIFEST: Final = "manifest.json"
 COMMIT: Final = "COMMIT"
 RECORD_BYTES: Final = 64 << 20
 """A longer manifest, or commit record, is none."""
-HASHES: Final = ("blake3", "sha256", "xxh3_128")
+HASH_IN_MEMORY: Final = "xxh3_128"
+HASHES: Final = ("blake3", "sha256", HASH_IN_MEMORY)
 PART_SUFFIX: Final = ".safetensors"
 DRAFT_SUFFIX: Final = ".draft"
 """Of folders that a writer has not renamed into place (yet, or ever); they begin with a dot."""
@@ -198,7 +201,7 @@ def default_hash(*, in_memory: bool = False) -> str:
     Args:
         in_memory: of what never leaves the nodes' memory: XXH3 (7 GB/s), which finds damage and stops no forger.
     """
-    packages = {"xxh3_128": "xxhash"} if in_memory else {}
+    packages = {HASH_IN_MEMORY: "xxhash"} if in_memory else {}
     packages["blake3"] = "blake3"
     return next((name for name, package in packages.items() if importlib.util.find_spec(package)), "sha256")
 
@@ -213,7 +216,7 @@ def hasher(name: str) -> Hasher:
         return hashlib.sha256()
     if name not in HASHES:
         raise SnapshotError(f"{name} is not a hash that snapshots use", hint=f"known are {', '.join(HASHES)}")
-    package = "xxhash" if name == "xxh3_128" else name
+    package = "xxhash" if name == HASH_IN_MEMORY else name
     try:
         made: Hasher = getattr(importlib.import_module(package), name)()
     except ImportError as exc:
@@ -241,6 +244,29 @@ def file_digest(path: Place, name: str, contents: memoryview | None = None) -> s
             if contents is not None:
                 place += count
                 chunk = contents[place : place + CHUNK_BYTES]
+    return state.hexdigest()
+
+
+def map_file(path: Path) -> memoryview:
+    """Return the bytes of a file in memory (tmpfs) without a copy; changes to them stay with this process.
+
+    They are right as long as nobody writes to the file, which snapshots never do: a file gets its name when it is
+    complete, and one that is removed stays until the last map of it is gone.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return memoryview(bytearray())
+        return memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+
+
+def digest_of(contents: memoryview, name: str) -> str:
+    """Return the digest of bytes in memory."""
+    state = hasher(name)
+    for begin in range(0, len(contents), CHUNK_BYTES):
+        state.update(contents[begin : begin + CHUNK_BYTES])
     return state.hexdigest()
 
 

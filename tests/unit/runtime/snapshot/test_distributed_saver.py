@@ -49,10 +49,12 @@ def folder_of(base: Path, worker: Worker, *, shared: bool) -> Path:
     return base / "all" if shared else base / f"node{worker.node_rank}"
 
 
-def saving(base: Path, *, shared: bool, replicas: int = 0, steps: tuple[int, ...] = (1, 2)) -> Any:
+def saving(
+    base: Path, *, shared: bool, replicas: int = 0, steps: tuple[int, ...] = (1, 2), in_memory: bool = False
+) -> Any:
     def action(worker: Worker) -> list[str]:
         folder = folder_of(base, worker, shared=shared)
-        with DistributedSaver(folder, worker, keep=2, replicas=replicas) as saver:
+        with DistributedSaver(folder, worker, keep=2, replicas=replicas, in_memory=in_memory) as saver:
             for step in steps:
                 saver.save(step, parts(step, worker), facts={"position": step})
         return sorted(path.name for path in layout.folder_of(folder, steps[-1]).iterdir())
@@ -75,6 +77,8 @@ def loading(base: Path, *, shared: bool) -> Any:
         if chosen.manifest is None:
             return {"step": None, "rejected": chosen.rejected}
         found = deliver(chosen, wanted, worker)
+        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(base) in line]
+        assert mapped == [], "the snapshot would stay in the node's memory after it was removed"
         weight, moment = found["model"]["weight"], found["optimizer"]["state"]["weight"]["exp_avg"]
         assert weight.placements == like["weight"].placements
         return {
@@ -118,6 +122,14 @@ def test_each_writes_its_pieces_and_each_gets_what_it_needs(tmp_path: Path) -> N
     assert filled is not None
     assert torch.equal(filled.parts["model"]["weight"], found.parts["model"]["weight"])
     assert same.tolist() == [2.0] * 5
+
+
+def test_a_snapshot_in_memory_is_loaded_like_any_other(tmp_path: Path) -> None:
+    gang(COUNT, tmp_path, saving(tmp_path, shared=True, in_memory=True), per_node=COUNT)
+    manifest = json.loads((layout.folder_of(tmp_path / "all", 2) / layout.MANIFEST).read_text())
+    assert manifest["hash"] == layout.HASH_IN_MEMORY
+    for count in (COUNT, 2):
+        check(gang(count, tmp_path, loading(tmp_path, shared=True), per_node=count)[:COUNT], 2)
 
 
 def test_the_digest_is_that_of_the_whole(tmp_path: Path) -> None:
