@@ -136,6 +136,7 @@ def _fault(path: Place, entry: layout.SnapshotFile, name: str, contents: Content
         size_bytes = layout.size_bytes(path)
         if size_bytes != entry.size_bytes:
             return f"{path.name} has {size_bytes} bytes and should have {entry.size_bytes}"
+        buffer: memoryview | None
         if name == layout.HASH_IN_MEMORY and isinstance(path, Path):
             buffer = layout.map_file(path)
             digest = layout.digest_of(buffer, name)
