@@ -77,7 +77,25 @@ def sandbox(session_sandbox: Sandbox, request: pytest.FixtureRequest) -> Iterato
     with contextlib.suppress(AssertionError):
         wait_until(lambda: not look(), 20.0)
     left = {node.name: workers(node) for node in current.nodes}
-    assert left == {node.name: {} for node in current.nodes}, "a test has left processes behind"
+    what = [f"{name}: {describe_process(pid)}" for name, found in left.items() for pid in found]
+    assert left == {node.name: {} for node in current.nodes}, "\n".join(["a test has left processes behind", *what])
+
+
+def describe_process(pid: int) -> str:
+    """What the kernel knows of a process: what it waits for, what is open, and its children, zombies, too."""
+    folder = Path(f"/proc/{pid}")
+    words = []
+    for name in ("stat", "wchan", "syscall", "stack"):
+        with contextlib.suppress(OSError):
+            words.append(f"{name} {(folder / name).read_text().strip()}")
+    with contextlib.suppress(OSError):
+        words += [f"{fd.name} -> {fd.readlink()}" for fd in (folder / "fd").iterdir()]
+    for other in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            stat = (other / "stat").read_text()
+            if stat.rpartition(")")[2].split()[1] == str(pid):
+                words.append(f"child {stat[:80]}")
+    return f"{pid}: " + "; ".join(words)
 
 
 def workers(node: SandboxNode) -> dict[int, str]:

@@ -25,6 +25,8 @@ MIN_MBIT_S = 100.0
 """Slow whatever the others have: no training over several nodes is worth its time on less."""
 LOSS = 0.004
 MUCH_LOSS = 0.05
+EXPECTED_LOSSES = 4.6
+"""Losses that a try leads one to expect; to see none of so many happens once in 100 times (Poisson)."""
 TWICE = 0.01
 BREAKS = 3
 """Number of times that a stream has to break off, and then always."""
@@ -184,7 +186,17 @@ def _loss(tries: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _always_lossy(tries: Sequence[Mapping[str, Any]]) -> bool:
-    return all(attempt["lost"] for attempt in tries if attempt.get("lost") is not None)
+    """Return whether packets were lost twice, if measured twice, and no try without a loss speaks against the others.
+
+    A try that lost nothing speaks against a rate only with enough packets: of 100, each eighth try loses none of 2%. On
+    a busy machine a try may have no more (`PHASE_LIMIT_S` of the probe).
+    """
+    counted = [one for one in tries if one.get("lost") is not None]
+    for one in counted:
+        rate = _loss([other for other in counted if other is not one])
+        if not one["lost"] and rate * one["sent"] >= EXPECTED_LOSSES:
+            return False
+    return sum(one["lost"] > 0 for one in counted) >= min(2, len(counted))
 
 
 def _trip(tries: Sequence[Mapping[str, Any]]) -> float:

@@ -139,6 +139,21 @@ def test_two_nodes_whose_only_link_is_slow_have_no_others_to_compare_with() -> N
     assert "the others are no better" in one.summary
 
 
+@pytest.mark.parametrize(
+    ("tries", "is_told"),
+    [
+        ([(500, 10), (100, 0), (500, 9)], True),  # none of 100 is no wonder at 2%
+        ([(500, 10), (500, 0), (500, 9)], False),  # none of 500 is: what lost some was a moment
+        ([(500, 10), (100, 0)], False),  # seen once
+        ([(100, 2), (100, 0), (100, 3), (100, 0)], True),
+        ([(500, 40), (100, 0), (100, 1)], False),
+    ],
+)
+def test_a_short_try_without_a_loss_says_little(tries: list[tuple[int, int]], is_told: bool) -> None:
+    measured = [{"sent": sent, "lost": lost} for sent, lost in tries]
+    assert found(cluster("abc", ab=measured)) == ([("packet-loss", "warn", ("b",))] if is_told else [])
+
+
 def test_loss_counts_when_it_was_seen_twice() -> None:
     once, never = {"lost": 10}, {"lost": 0}
     assert links.doubtful(cluster("abc", ab=[once])) == [("a", "b")]
