@@ -196,7 +196,7 @@ def _always_lossy(tries: Sequence[Mapping[str, Any]]) -> bool:
         rate = _loss([other for other in counted if other is not one])
         if not one["lost"] and rate * one["sent"] >= EXPECTED_LOSSES:
             return False
-    return sum(one["lost"] > 0 for one in counted) >= min(2, len(counted))
+    return sum(bool(one["lost"]) for one in counted) >= min(2, len(counted))
 
 
 def _trip(tries: Sequence[Mapping[str, Any]]) -> float:
