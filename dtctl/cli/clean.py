@@ -14,7 +14,7 @@ from dtctl.cli import output
 from dtctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from dtctl.launch.clean import Item, NodeStores
+    from dtctl.launch.clean import CleanRule, Item, NodeStores
 
 SPANS = {"": 86400, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604_800}
 SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -40,7 +40,8 @@ def clean(
     here = Path.cwd()
     stores = _stores(spec)
     on_nodes, errors = stores.items() if stores is not None else ([], {})
-    items = [item for item in (*items_here(here), *on_nodes) if rule.covers(item)]
+    every = [*items_here(here), *on_nodes]
+    items = [item for item in every if rule.covers(item)]
     needed = needed_runs(here, (item.name for item in items if item.kind == "run" and item.node == HERE))
     asked = stores.names - errors.keys() if stores is not None else set()
     elsewhere = runs_elsewhere(here, asked) & {item.name for item in items if item.node == HERE} - needed
@@ -48,8 +49,10 @@ def clean(
     if elsewhere:
         count = f"{len(elsewhere)} run{'s stay' if len(elsewhere) > 1 else ' stays'}"
         output.err(f"{count}: with files on nodes that the spec does not name, or that do not answer")
-    if not json_:
+    if not json_ and items:
         _show(items)
+    elif not json_:
+        output.err(_nothing(every, rule, older, larger))
     agreed = bool(items) and (yes or (not json_ and _asked()))
     left: list[str] = []
     if agreed:
@@ -102,10 +105,18 @@ def _row(item: Item) -> dict[str, object]:
     }  # fmt: skip
 
 
+def _nothing(every: list[Item], rule: CleanRule, older: str, larger: str) -> str:
+    """Return why nothing is removed."""
+    rest = [item for item in every if not rule.covers(item)]
+    if not rest:
+        return "there is nothing to remove"
+    limits = f"{older} old" + (f" and {larger} large" if rule.larger_bytes else "")
+    shown = "--older 0d" + (" --larger 0" if rule.larger_bytes else "")
+    total = output.size(sum(item.bytes for item in rest))
+    return f"nothing that may go is at least {limits}; `dtctl clean {shown}` shows the rest ({total})"
+
+
 def _show(items: list[Item]) -> None:
-    if not items:
-        output.err("there is nothing to remove")
-        return
     rows = [
         [item.node or "here", item.kind, item.name, _age(item.age_s), output.size(item.bytes), ", ".join(item.has)]
         for item in items

@@ -92,8 +92,9 @@ class RunElsewhere:
             return link.expect(RunsOnNode)
 
     def _open(self, node: NodeSpec, first: Message) -> AbstractContextManager[NodeLink]:
+        transport = self.transport  # first: of a sandbox that is down there is none, and no address of a node
         target = self._cluster.targets[node.name]
-        return open_node(self.transport, target, first, python=node.python, workdir=node.workdir, silence_s=SILENCE_S)
+        return open_node(transport, target, first, python=node.python, workdir=node.workdir, silence_s=SILENCE_S)
 
     def follow(
         self, run: FoundRun, show: Callable[[str, int, bytes], None], pause: Callable[[], bool]

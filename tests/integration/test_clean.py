@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from dtctl.sandbox.layout import Sandbox
 from tests.hosts import Project, spec_text, wait_until
 
@@ -97,3 +99,19 @@ def test_trees_that_nobody_uses_go_and_what_is_not_ours_stays(project: Project) 
     assert sorted(path.name for path in (workdir / "runs").iterdir()) == ["link", "mine"]
     assert Path(precious / "work.json").exists()
     wait_until(lambda: project.run("launch").code == 0, what="the store can be used again")
+
+
+def test_what_is_kept_for_being_young_is_named(project: Project) -> None:
+    project.write("dtctl.yaml", "cluster: {transport: sandbox, nodes: 3}\njob: {command: 'true'}\n")
+    assert project.run("launch", "--name", project.unique).code == 0
+    done = project.run("clean")
+    assert done.code == 0, done.err
+    assert "nothing that may go is at least 14d old; `dtctl clean --older 0d` shows the rest" in done.err
+
+
+@pytest.mark.parametrize("words", [("runs", "--nodes"), ("status", "no-such-run"), ("clean",)])
+def test_a_sandbox_that_is_down_is_no_bug(project: Project, words: tuple[str, ...]) -> None:
+    project.write("dtctl.yaml", "cluster: {transport: sandbox, nodes: 3}\njob: {command: 'true'}\n")
+    done = project.run(*words, env={"DTCTL_SANDBOX": "not-up"})
+    assert "bug" not in done.err, done.err
+    assert "Traceback" not in done.err

@@ -151,6 +151,23 @@ def test_a_wheel_of_the_project_is_brought(project: Project, sandbox: Sandbox, i
     assert done.out.count("has private 0.3") == 3
 
 
+def test_requirements_may_change_between_launches(project: Project, sandbox: Sandbox, index: Path) -> None:
+    write_spec(project, requirements="requirements.txt", index=[str(index)])
+    make_wheel(index, "private", "0.3")
+    project.write("requirements.txt", "private\n")
+    project.write("train.py", SHOW.format(first="private"))
+    assert project.run("launch").code == 0
+    # The same version from elsewhere: the hash in the old lock is another file's. And the lock, which is made anew by
+    # the launch, is one of the files that it sends.
+    make_wheel(project.folder / "wheels", "private", "0.3", ["beta"])
+    project.write(".gitignore", "wheels/\n")
+    project.write("requirements.txt", "./wheels/private-0.3-py3-none-any.whl\nalpha\n")
+    done = project.run("launch")
+    assert done.code == 0, done.err
+    assert done.out.count("has private 0.3") == 3
+    assert "not sent" not in done.err, "the wheels go along"
+
+
 @pytest.fixture
 def served(sandbox: Sandbox, index: Path) -> Iterator[str]:
     """The same wheels as an index of the network (PEP 503), at an address that the hosts reach."""

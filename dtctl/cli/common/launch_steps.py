@@ -305,13 +305,13 @@ def real_launch(options: LaunchOptions) -> int:
     from dtctl.launch.records.events import Note, RunPlanned, RunProgress
     from dtctl.plan.warnings import list_warnings
 
+    environment = _environment(spec)  # before the files are listed: its lock may be one of them
     code = CodePush(spec) if spec.pushes else None
     data = None
     if spec.job.data:
         from dtctl.launch.files.data import DataPush
 
         data = DataPush(spec)
-    environment = _environment(spec)
     cluster = cluster_of(spec, start=True)
     if environment is not None:
         cluster = with_environment(cluster, environment.locked.digest)

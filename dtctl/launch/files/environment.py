@@ -39,6 +39,7 @@ _MADE: Final = "# Made by dtctl from "
 _HEAD: Final = _MADE + "{source}, and made again when that changes. Keep it with your code.\n# source: {digest}\n"
 _INCLUDED: Final = re.compile(r"(?:-r|-c|--requirement|--constraint)[ =]*(\S+)")
 _HASH: Final = re.compile(r"--hash[ =]sha256:")
+_HASH_LINE: Final = re.compile(r"[ ]*\\\n[ ]*--hash[ =]sha256:[0-9a-f]+")
 _WHEEL: Final = re.compile(r"(?:\S+\s*@\s*)?(?:file://)?(?P<path>\S+\.whl)(?P<rest>\s.*|)\Z", re.DOTALL)
 """A line with a wheel of this machine: `./x-1.0-py3-none-any.whl \\`."""
 _SOURCE: Final = re.compile(r"(?:-e\s+|--editable[ =])?(?:\S+\s*@\s*)?(?:file:|\.{1,2}/|/)\S*")
@@ -193,8 +194,10 @@ class _Source:
             )
         with tempfile.TemporaryDirectory(prefix="dtctl-lock-") as scratch:
             made = Path(scratch) / "lock.txt"
-            if old and not self.is_project:  # uv keeps to what is locked as far as it can
-                made.write_text(old, encoding="utf-8")
+            if old and not self.is_project:
+                # uv keeps to what is locked as far as it can: to versions, and not to the hashes of what may now be
+                # another file of the same version.
+                made.write_text(_HASH_LINE.sub("", old), encoding="utf-8")
             run_uv([*(self._export_words() if self.is_project else self._compile_words()), str(made)], self)
             text = made.read_text(encoding="utf-8") or "\n"
         if write:

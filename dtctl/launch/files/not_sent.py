@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
@@ -49,7 +50,8 @@ class NotSent:
 def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
     """Return what rules keep from the nodes, the largest folder first.
 
-    Hidden files, caches, environments, the outputs of the job and its data are left out: no program lacks them.
+    Hidden files, caches, environments, the outputs of the job, its data and folders of its wheels are left out: no
+    program lacks them.
 
     Args:
         spec: the checked spec.
@@ -60,6 +62,7 @@ def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
     counter = _Counter(root)
     outputs = Rules(os.fsencode(pattern) for pattern in spec.job.outputs)
     data = [os.path.relpath(spec.base_dir / Path(entry.source).expanduser(), tree.root) for entry in spec.job.data]
+    wheels = [os.path.relpath(wheel, tree.root) for wheel in _wheels_of(spec)]
     groups: dict[str, NotSent] = {}
     for path in tree.left_out:
         is_folder = path.endswith("/")
@@ -69,7 +72,8 @@ def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
             pattern.startswith(path) for pattern in spec.job.outputs
         )
         is_data = any(f"{path}/".startswith(f"{source}/") for source in data)
-        if path.startswith(".") or "/." in path or is_output or is_data:
+        is_wheel = any(wheel == path or (is_folder and wheel.startswith(path)) for wheel in wheels)
+        if path.startswith(".") or "/." in path or is_output or is_data or is_wheel:
             continue
         key = path.rstrip("/") if is_folder else folder
         group = groups.setdefault(key, NotSent(key, path, is_folder))
@@ -80,6 +84,18 @@ def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
         kept = os.fsencode(group.path)
         group.rule = left_out.reason(root, kept, include=files.include, exclude=files.exclude, with_line=False)
     return found[:most]
+
+
+def _wheels_of(spec: Spec) -> Iterator[Path]:
+    """Yield the wheels of this machine that the job's requirements name; they go along with the environment."""
+    environment = spec.job.environment
+    if environment is None or environment.requirements is None:
+        return
+    path = spec.base_dir / environment.requirements.expanduser()
+    with contextlib.suppress(OSError):  # what makes the environment says so
+        for word in path.read_text(encoding="utf-8", errors="replace").split():
+            if word.endswith(".whl"):
+                yield path.parent / word.removeprefix("file://")
 
 
 class _Counter:
