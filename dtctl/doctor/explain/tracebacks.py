@@ -16,6 +16,8 @@ Link = Literal["", "cause", "context", "inner"]
 HEADER = "Traceback (most recent call last)"
 LONGEST_GAP = 120
 """Lines of others that may come between a frame and the exception that it belongs to."""
+LONGEST_REPORT = 600
+"""Lines of what a logger says when it could not log."""
 MAX_DETAIL = 16
 """Lines of a message that are kept, beyond its first."""
 _FRAME = re.compile(r'^[\s>|+^]*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?\s*$')
@@ -232,6 +234,8 @@ class TracebackReader:
     """True if the header stands behind a word like INFO."""
     cut: bool = False
     """True if the header is missing."""
+    of_logger: int = 0
+    """Lines within which a logger reports that it could not log: a traceback, a call stack, and the message itself."""
 
     @property
     def inside(self) -> bool:
@@ -242,6 +246,12 @@ class TracebackReader:
         """Return whether the line only belongs to a traceback; and the exception that it ends with."""
         text = self._without_prefix(line.text)
         self.ignored = max(0, self.ignored - 1)
+        if self.of_logger:
+            self.of_logger -= 1
+            if text.startswith(("Call stack:", "Message: ", "Arguments: ")):
+                self.opened, self.frames, self.saying, self.link = 0, [], None, ""
+                self.of_logger = 0 if text.startswith("Arguments: ") else self.of_logger
+                return True, None
         if HEADER in text:
             self._begin(text)
             return True, None
@@ -347,6 +357,7 @@ class TracebackReader:
             return True
         if _IGNORED.match(text):
             self.ignored, self.saying = LONGEST_GAP, None
+            self.of_logger = LONGEST_REPORT if "Logging error" in text else 0
             return True
         return _THREAD.match(text) is not None
 
@@ -386,7 +397,8 @@ class TracebackReader:
             message=(found["message"] or "").strip().removesuffix('",'),
             line=line,
             frames=tuple(self.frames),
-            bare=bare_, ignored=self.ignored > 0 or _at_the_end(self.frames), rank=self.rank, node=self.node,
+            bare=bare_, rank=self.rank, node=self.node,
+            ignored=self.ignored > 0 or self.of_logger > 0 or _at_the_end(self.frames),
             told=self.told and not bare_, cut=self.cut and not bare_,
         )  # fmt: skip
         if not bare_ or self.link:

@@ -86,6 +86,14 @@ BENIGN = (
     "--- Logging error ---\nTraceback (most recent call last):\n"
     '  File "/usr/lib/python3.11/logging/__init__.py", line 1110, in emit\n    msg = self.format(record)\n'
     "TypeError: not all arguments converted during string formatting",
+    "--- Logging error ---\nTraceback (most recent call last):\n"
+    '  File "/opt/venv/lib/python3.11/site-packages/torch/distributed/elastic/agent/server/api.py", line 994, in f\n'
+    "    store_util.barrier(\ntorch.distributed.DistNetworkError: Failed to recv, got 0 bytes.\n\n"
+    "During handling of the above exception, another exception occurred:\n\nTraceback (most recent call last):\n"
+    '  File "/usr/lib/python3.11/logging/__init__.py", line 1110, in emit\n    msg = self.format(record)\n'
+    "TypeError: not all arguments converted during string formatting\nCall stack:\n"
+    '  File "/opt/venv/lib/python3.11/site-packages/torch/distributed/elastic/agent/server/api.py", line 8, in f\n'
+    "    logger.exception(\nMessage: 'Error waiting on exit barrier. Elapsed: %s seconds'\nArguments: (2.02,)",
     "[rank0]:[W1121 10:00:00.1 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been "
     "destroyed before we destruct ProcessGroupNCCL.",
     "[W socket.cpp:663] [c10d] The client socket has failed to connect to [localhost]:29500 (errno: 99 - "
