@@ -62,6 +62,7 @@ def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
     facts = [f"step {step:,}"]
     if steps:
         facts[0] += f" of {steps:,}"
+    if steps and not row.get(PRINTED):  # a bar that is printed may be that of one epoch
         facts.append(f"{step / steps:.0%}")
         if runs and math.isfinite(step_s):
             facts.append(f"{clock((steps - step) * step_s)} to go")
