@@ -51,7 +51,7 @@ MIN_PAIRS = 6
 BUDGET_S = 780.0
 """Seconds for all measurements; checkouts, virtual hosts and last pairs take up to two minutes more."""
 HOSTS = 16
-STEPS = {"tiny": 3000, "small": 500}
+STEPS = {"tiny": 2000, "small": 350}
 SNAPSHOT = """
 import json, sys, time
 from pathlib import Path
@@ -60,7 +60,7 @@ from dtctl.runtime.snapshot.saver import Saver
 torch.set_num_threads(1)
 parts = {"model": {str(i): torch.randn(1 << 20) for i in range(32)}}
 saver, stall, whole = Saver(Path(sys.argv[1]), keep=1, complain=lambda error: sys.exit(error.message)), [], []
-for step in range(1, 8):
+for step in range(1, 6):
     begun = time.perf_counter()
     saver.save(step, parts, facts={})
     stall.append(time.perf_counter() - begun)
@@ -68,7 +68,7 @@ for step in range(1, 8):
     whole.append(time.perf_counter() - begun)
 print(json.dumps({"stall": min(stall), "whole": min(whole)}))
 """
-"""128 MiB, saved seven times; the quickest of each, since only noise makes one slower."""
+"""128 MiB, saved five times; the quickest of each, since only noise makes one slower."""
 
 
 class Side:
@@ -200,7 +200,7 @@ class Measurement:
     find_obstacle: Callable[[], str] = str
 
 
-def measure_command_line(*words: str, repeat: int = 5) -> Callable[[Stage, Side, Path], Figures]:
+def measure_command_line(*words: str, repeat: int = 3) -> Callable[[Stage, Side, Path], Figures]:
     """Return a measurement of a command that computes: its processor time."""
 
     def measure(_stage: Stage, side: Side, folder: Path) -> Figures:
@@ -455,11 +455,11 @@ def _take(measurement: Measurement, stage: Stage, side: Side) -> Figures:
 
 
 def find_floor(measurement: Measurement, stage: Stage, side: Side) -> Figures:
-    """Return the medians of three samples of what any program would need; empty where nothing is known."""
+    """Return the medians of two samples of what any program would need; empty where nothing is known."""
     if measurement.floor is None:
         return {}
     found: dict[str, list[float]] = {}
-    for _ in range(3):
+    for _ in range(2):
         with tempfile.TemporaryDirectory(dir=stage.folder) as folder:
             for name, value in measurement.floor(stage, side, Path(folder)).items():
                 found.setdefault(name, []).append(value)

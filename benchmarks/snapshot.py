@@ -85,7 +85,7 @@ class Round:
         self.copies = [torch.empty_like(tensor) for tensor in self.flat.values()]
         self.saver = Saver(folder / "dtctl", keep=1, complain=lambda error: print(error.message))
         self.near = Path(tempfile.mkdtemp(dir=IN_MEMORY, prefix="dtctl-bench-"))
-        self.near_saver = Saver(self.near, keep=1, complain=lambda error: print(error.message))
+        self.near_saver = Saver(self.near, keep=1, in_memory=True, complain=lambda error: print(error.message))
         self.step = 0
         self.times: dict[str, dict[str, list[float]]] = {"stall": {}, "whole": {}, "load": {}, "verify": {}}
 
