@@ -44,7 +44,8 @@ def clean(
     items = [item for item in every if rule.covers(item)]
     needed = needed_runs(here, (item.name for item in items if item.kind == "run" and item.node == HERE))
     asked = stores.names - errors.keys() if stores is not None else set()
-    elsewhere = runs_elsewhere(here, asked) & {item.name for item in items if item.node == HERE} - needed
+    far = runs_elsewhere(here, asked)
+    elsewhere = far & {item.name for item in items if item.node == HERE} - needed
     items = [item for item in items if item.kind != "run" or item.name not in needed | elsewhere]
     if elsewhere:
         count = f"{len(elsewhere)} run{'s stay' if len(elsewhere) > 1 else ' stays'}"
@@ -52,7 +53,7 @@ def clean(
     if not json_ and items:
         _show(items)
     elif not json_:
-        output.err(_nothing(every, rule, older, larger))
+        output.err(_nothing([item for item in every if item.name not in far], rule, older, larger))
     agreed = bool(items) and (yes or (not json_ and _asked()))
     left: list[str] = []
     if agreed:

@@ -46,7 +46,7 @@ class LocalStream:
 
     @property
     def has_ended_output(self) -> bool:
-        """Whether the end of the output was read."""
+        """Return whether the end of the output was read."""
         return self._process.stdout is None or self._process.stdout.closed
 
     def read_stderr(self) -> bytes:
