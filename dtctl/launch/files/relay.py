@@ -40,6 +40,8 @@ class Member:
     """Nodes that have failed this one."""
     is_dead: bool = False
     children: int = 0
+    is_reported: bool = False
+    """A note has said that it no longer serves: one is enough, however many nodes fetched from it."""
 
 
 class Relay:
@@ -109,11 +111,14 @@ class Relay:
             if answer.code == "unreachable":
                 self._unreachable.add(member)
             is_new = could_reach and self._cannot_reach()
+            is_first = not source.is_reported
+            if answer.code not in ("digest", "unreachable"):
+                source.is_reported = True
         if answer.code == "digest":
             note(f"{source.node} sent {member.node} a wrong block, which was dropped: {quoted(answer.message)}")
         elif is_new:
             note("the nodes cannot reach each other: each gets the files from here")
-        elif answer.code != "unreachable":
+        elif answer.code != "unreachable" and is_first:
             note(f"{member.node} no longer gets blocks from {source.node}: {quoted(answer.message)}")
 
     def leave(self, member: Member, *, is_dead: bool) -> None:

@@ -19,6 +19,7 @@ from dtctl.launch.files.push import Payloads, PushResult, push
 from dtctl.launch.files.relay import Relay, make_key_pair
 from dtctl.launch.files.tree import Tree, scan
 from dtctl.supervisor import receive, relay
+from dtctl.supervisor.messages.setup import PushState
 from tests.hosts import wait_until
 from tests.unit.pushing import listing, node, release
 
@@ -263,9 +264,25 @@ def test_relays_that_go_away_are_replaced(project: Path, tmp_path: Path) -> None
         assert Path(result.path, "weights.bin").read_bytes() == (project / "weights.bin").read_bytes()
     assert sum(result.bytes_sent for result in results) <= 4 * 1.1 * SIZE
     sources = [note.partition(" from ")[2].partition(":")[0] for note in notes]
-    # Connections that the kernel had accepted for them may be lost later than refused ones: then a note each.
+    # Connections that the kernel had accepted for them may be lost later than refused ones: then one note for each
+    # relay, however many nodes lost theirs.
     assert len(set(sources)) == len(sources), notes
     assert set(sources) <= {"first", "second"}, notes
+
+
+def test_a_relay_that_goes_away_is_reported_once() -> None:
+    nodes, notes = Relay(6), list[str]()
+    members = [
+        nodes.join(f"gpu{number}", PushState(state="blocks", address="10.0.0.1", port=9), notes.append)
+        for number in range(3)
+    ]
+    for member in members[1:]:
+        assert nodes.choose_source(member) is members[0]
+    for member in members[1:]:
+        nodes.fail(
+            member, PushState(state="source-failed", code="lost", message="it closed the connection"), notes.append
+        )
+    assert notes == ["gpu1 no longer gets blocks from gpu0: 'it closed the connection'"]
 
 
 def test_nodes_that_cannot_reach_each_other_are_told_in_one_line(
