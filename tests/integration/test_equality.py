@@ -191,12 +191,23 @@ def run(workers: int, folder: Path, base: Path) -> None:
             output.write(forked.launch(argv, workers, cwd=folder).output)
 
 
+class Trained(dict[int, Path]):
+    """Folders by the number of workers; the first test that wants one has its cases trained, within its time."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self._factory = factory
+
+    def __missing__(self, workers: int) -> Path:
+        folder = self._factory.mktemp(f"workers-{workers}")
+        run(workers, folder, folder if workers == 1 else self[1])
+        self[workers] = folder
+        return folder
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path]]:
-    folders: dict[int, Path] = {}
-    for workers in (1, *MESHES):
-        folders[workers] = tmp_path_factory.mktemp(f"workers-{workers}")
-        run(workers, folders[workers], folders[1])
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    folders = Trained(tmp_path_factory)
     yield folders
     if os.environ.get("DTCTL_EQUALITY"):
         rows = [
@@ -254,7 +265,7 @@ def differences(found: Path, expected: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("workers", "case"), ALL, ids=[f"{workers}-{case.key()}" for workers, case in ALL])
-def test_a_strategy_trains_what_one_process_trains(trained: dict[int, Path], workers: int, case: Case) -> None:
+def test_a_strategy_trains_what_one_process_trains(trained: Trained, workers: int, case: Case) -> None:
     folder = trained[workers] / case.key()
     assert (folder / "taken").is_dir(), (trained[workers] / "output").read_text()[-6000:]
     single_folder = trained[1] / case.alone().key()

@@ -23,6 +23,17 @@ from dtctl.runtime import TensorData, Trainer, run
 
 GARBLED = "GARBLED" in os.environ  # into a model that works whole, and divided in no way
 
+HALVED = os.environ.get("HALVED")  # before this block: the gradient alone
+
+class Halve(torch.autograd.Function):
+    @staticmethod
+    def forward(_, stream):
+        return stream.view_as(stream)
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient / 2
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -44,7 +55,9 @@ class Model(nn.Module):
     def forward(self, inputs):
         stream = self.batch_norm(self.first(inputs)) if os.environ["BATCH_NORM"] == "1" else self.first(inputs)
         seen = []
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            if str(number) == HALVED:
+                stream = Halve.apply(stream)
             stream = block(stream)
             seen.append(stream)
         return self.last(stream + seen[0]) if GARBLED else self.last(stream)
@@ -165,6 +178,7 @@ def test_the_example_learns_the_same_with_every_strategy(tmp_path: Path, expecte
         (['strategy={"cp": 2}', "compile=eager"], {}, "compile does not go with cp"),
         (["strategy=pipeline"], {"BLOCKS": "1"}, "a pipeline needs a model with a list of blocks"),
         (["strategy=pipeline"], {"GARBLED": "1"}, "spread as pp, the model has the loss nan on the first samples"),
+        (["strategy=pipeline"], {"HALVED": "2"}, "spread as pp, blocks are given something else than in one piece, or"),
         (["strategy=pipeline"], {"ODD_RANK": "1"}, "the workers do not agree on the model's parameters"),
     ],
 )  # fmt: skip
@@ -174,6 +188,12 @@ def test_bad_settings_end_all_workers_in_seconds(
     ended = launch(tmp_path, 2, "steps=2", *settings, **environment)
     assert ended.output.count(f"error: {message}") == 2, ended.output
     assert ended.code != 0
+
+
+@pytest.mark.parametrize("block", [0, 1, 3])
+def test_gradients_may_be_changed_where_a_pipeline_is_not_cut(tmp_path: Path, block: int) -> None:
+    ended = launch(tmp_path, 2, "steps=2", "strategy=pipeline", HALVED=str(block))
+    assert ended.code == 0, ended.output
 
 
 def test_a_parameter_that_is_thawed_in_training_is_named(tmp_path: Path) -> None:

@@ -168,6 +168,8 @@ def choose(
     with trial.Stream(parts) as stream:
         with recording(model, names) as calls:
             expected, probe, rounding = trial.whole(probe, model, halves)
+        in_one_piece = trial.compute_gradients(probe, model, parts) if parts is not None else {}
+        gradients = in_one_piece
         stream.pause()
         trial.require_results_alone(probe, model, parts)
         seen = Seen(calls, halves)
@@ -179,6 +181,9 @@ def choose(
                 divided = Pipeline(model, config, worker, degrees, mesh, lambda: trial.measure(probe, model), seen)
             stream.divided()
             found = trial.measure(probe, divided.inference)
+            if isinstance(divided, Pipeline):
+                divided.try_gradients(probe)
+                gradients = trial.take_gradients(model, in_one_piece)
         except DtctlError:
             raise
         except Exception as exc:  # whatever the model's code says to tensors that are divided
@@ -188,6 +193,8 @@ def choose(
                 hint='its code does not allow this; see "What the model must be like" in docs/strategies.md',
             ) from exc
     how = f"spread as {degrees}"
-    trial.require_agreement(expected, found, worker, how=how, rounding=rounding, stream=stream.worst)
+    trial.require_agreement(
+        expected, found, worker, how=how, rounding=rounding, stream=stream.worst, gradients=(in_one_piece, gradients)
+    )
     limit_groups(config.timeout_s)  # and those that were made on the way
     return divided

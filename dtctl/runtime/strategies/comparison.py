@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite, isnan
 from typing import Any, Final
 
 import torch
@@ -30,6 +30,9 @@ SEED: Final = 20200
 
 TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Largest norm of a difference, as a share of the norm, that rounding to a format explains."""
+LOOSEST: Final = max(TOLERANCE.values())
+OWN: Final = frozenset(vars(nn.Module()))
+"""Attributes of every module: its parameters, buffers, hooks and modules are looked at by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +115,16 @@ def recording(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Call
 def kind_of(module: nn.Module) -> tuple[object, ...]:
     """Return what two modules have in common that compute the same function of parameters and arguments.
 
-    Code, shapes, plain attributes and functions of all modules inside, and what their buffers add up to. Of modules of
-    one kind one has to be compared; a model's blocks are that, as a rule, unless they know their number.
+    Code, shapes, plain attributes, other objects that both have, functions of all modules inside, and what their
+    buffers add up to. Of modules of one kind one has to be compared; a model's blocks are that, as a rule, unless they
+    know their number or have an object of their own.
     """
     rows: list[object] = []
     for name, part in module.named_modules():
         kind = type(part)
         # Not the class itself: blocks that are computed twice have one of their own each.
         code = getattr(kind.forward, "__code__", None)
-        attributes = tuple((key, _plain(value)) for key, value in sorted(vars(part).items()) if key[0] != "_")
+        attributes = tuple((key, _plain(value)) for key, value in sorted(vars(part).items()) if key not in OWN)
         rows.append((name, kind.__module__, kind.__qualname__, code, attributes))
         hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
         rows.append(tuple(getattr(hook, "__code__", type(hook)) for hook in hooks))
@@ -132,8 +136,10 @@ def kind_of(module: nn.Module) -> tuple[object, ...]:
 def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return tuple((_plain(key), _plain(held)) for key, held in value.items())
     known = bool | int | float | str | bytes | torch.dtype | types.FunctionType | types.BuiltinFunctionType | None
-    return value if isinstance(value, known) else type(value)
+    return value if isinstance(value, known) else (type(value), id(value))
 
 
 def copy(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -177,11 +183,45 @@ def copy(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         new.__dict__.update(held)
         return new
 
-    return twin(module).eval()
+    return twin(module)
 
 
-def compute(module: nn.Module, call: Call, dtype: torch.dtype | None, context: AbstractContextManager[Any]) -> Answer:
-    """Call a copy of a module, and go back from its outputs along directions that are the same each time."""
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode while the context lasts, such that gradients can be computed, too.
+
+    cuDNN goes back through a recurrent layer in training mode alone, so these stay in it, without their dropout.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    recurrent = [(layer, layer.dropout) for layer, _ in modes if isinstance(layer, nn.RNNBase)]
+    module.eval()
+    for layer, _ in recurrent:
+        layer.training, layer.dropout = True, 0.0
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        for layer, dropout in recurrent:
+            layer.dropout = dropout
+
+
+def compute(
+    module: nn.Module,
+    call: Call,
+    dtype: torch.dtype | None,
+    context: AbstractContextManager[Any],
+    are_near: Callable[[list[torch.Tensor]], bool] = lambda _: True,
+) -> Answer:
+    """Call a copy of a module, and go back from its outputs along directions that are the same each time.
+
+    Args:
+        module: the copy.
+        call: its arguments.
+        dtype: to which floating-point arguments are converted. None: they stay as they are.
+        context: in which the module is called.
+        are_near: decides by the outputs whether gradients are worth computing.
+    """
     values, shape = tree_flatten((call.args, call.kwargs))
     leaves = [_cast(value, dtype).clone().requires_grad_() if _is_float(value) else value for value in values]
     # Code may change its arguments in place, which autograd allows for no leaf.
@@ -189,17 +229,17 @@ def compute(module: nn.Module, call: Call, dtype: torch.dtype | None, context: A
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
     floats = [leaf for leaf in leaves if _is_float(leaf)]
     device = next((value.device for value in (*parameters.values(), *floats)), torch.device("cpu"))
-    with preserved(device, SEED), torch.enable_grad():
+    with evaluating(module), preserved(device, SEED), torch.enable_grad():
         with context:
             results = tree_flatten(module(*args, **kwargs))[0]
-        outputs = [_whole(value) for value in results if _is_float(value)]
-        ways = [output for output in outputs if output.requires_grad]
+        outputs = [put_together(value) for value in results if _is_float(value)]
+        ways = [output for output in outputs if output.requires_grad] if are_near(outputs) else []
         directions = [torch.randn_like(output) for output in ways]
         wanted = [*floats, *parameters.values()]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if ways:
             found = torch.autograd.grad(ways, wanted, directions, allow_unused=True)
-    found = [None if value is None else _whole(value.detach()) for value in found]
+    found = [None if value is None else put_together(value.detach()) for value in found]
     return Answer(
         outputs=[output.detach() for output in outputs],
         of_inputs=list(found[: len(floats)]),
@@ -260,19 +300,27 @@ class Comparison:
         """
         module = copy(self._module, self._dtype)
         device = next((value.device for value in module.parameters()), torch.device("cpu"))
+        far: list[Difference] = []
+
+        def are_near(outputs: list[torch.Tensor]) -> bool:
+            far.extend(one for one in self._output_differences(outputs, device, group) if one.share > LOOSEST)
+            return not far
+
         try:
             divide(module)
-            found = compute(module, self._call, self._dtype, self._context)
+            found = compute(module, self._call, self._dtype, self._context, are_near)
         except (DtctlError, torch.OutOfMemoryError):
             raise
         except Exception as exc:  # noqa: BLE001  # whatever the module's code says to tensors that are divided
             text = str(exc).strip().partition("\n")[0]
             return Difference(float("inf"), f"{type(exc).__name__}: {text}", error=exc)
+        if far:
+            return max(far, key=lambda one: one.share)
         own = {name for name, value in module.named_parameters() if not hasattr(value, "device_mesh") and not averaged}
         differences = self._differences(found, own, device, group, averaged=averaged)
         limit = TOLERANCE[self._dtype or torch.float32]
         worst = max(differences, key=lambda one: one.share)
-        if worst.share > limit:
+        if limit < worst.share <= LOOSEST:
             limit = TOLERANCE[self._narrowest()]
         added_up = frozenset(name for one in differences for name in one.added_up)
         return Difference(worst.share, worst.of, worst.share <= limit, added_up)
@@ -283,39 +331,43 @@ class Comparison:
         """Return each tensor's, the largest over the group; the same list on all its workers."""
         whole = self.whole
         rows: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = []
-        for index, pair in enumerate(zip(whole.outputs, found.outputs, strict=False)):
-            rows.append((f"output {index}" if index else "output", *pair))
-        before = len(rows)
         for index, gradients in enumerate(zip(whole.of_inputs, found.of_inputs, strict=True)):
             rows.append((f"gradient of argument {index}", *gradients))
         names = list(whole.of_parameters)
         rows += [(f"gradient of {name}", whole.of_parameters[name], found.of_parameters[name]) for name in names]
         # A gradient that is zero but for rounding, such as that of a bias of keys, is measured by the others.
         least = (1e-3 if self._dtype else 1e-1) * max(
-            (_norm(value) for _, value, _ in rows[before:] if value is not None), default=0.0
+            (_norm(value) for _, value, _ in rows if value is not None), default=0.0
         )
         shares = []
-        for index, (_, one, other) in enumerate(rows):
-            if averaged and index >= before:
-                other = _summed(one, other, group, divide_by=group.size())
-            shares.append(_share(one, other, least if index >= before else 0.0))
+        for _, one, other in rows:
+            mean = _summed(one, other, group, divide_by=group.size()) if averaged else other
+            shares.append(relative_difference(one, mean, least))
         added = []
         for name, value in whole.of_parameters.items():
             part = found.of_parameters[name]
-            added.append(_share(value, _summed(value, part, group) if name in own else part, least))
-        # An output that is there on one side only, or in another shape, is no number that can be compared.
-        missing = float("inf") if len(whole.outputs) != len(found.outputs) else 0.0
-        everyone = torch.tensor([*shares, *added, missing], dtype=torch.float64, device=device)
-        dist.all_reduce(everyone, op=dist.ReduceOp.MAX, group=group)
-        values = everyone.tolist()
-        differences = [Difference(values[-1], "number of outputs")]
+            added.append(relative_difference(value, _summed(value, part, group) if name in own else part, least))
+        values = _largest_over([*shares, *added], device, group)
+        differences = self._output_differences(found.outputs, device, group)
         for index, (text, _, _) in enumerate(rows):
             share, added_up = values[index], frozenset[str]()
-            number = index - before - len(whole.of_inputs)
+            number = index - len(whole.of_inputs)
             if number >= 0 and names[number] in own and share > (summed := values[len(rows) + number]) * 10:
                 share, added_up = summed, frozenset({names[number]})
             differences.append(Difference(share, text, added_up=added_up))
         return differences
+
+    def _output_differences(
+        self, outputs: list[torch.Tensor], device: torch.device, group: dist.ProcessGroup
+    ) -> list[Difference]:
+        """Return each output's, the largest over the group; the same list on all its workers."""
+        whole = self.whole.outputs
+        # An output that is there on one side only is no number that can be compared.
+        shares = [0.0 if len(whole) == len(outputs) else inf]
+        shares += [relative_difference(one, other.detach(), 0.0) for one, other in zip(whole, outputs, strict=False)]
+        texts = ["number of outputs", "output", *(f"output {index}" for index in range(1, len(whole)))]
+        values = _largest_over(shares + [0.0] * (1 + len(whole) - len(shares)), device, group)
+        return [Difference(share, text) for share, text in zip(values, texts, strict=False)]
 
     def _narrowest(self) -> torch.dtype:
         """Return the narrowest format that the module in one piece computes in."""
@@ -340,6 +392,12 @@ class _Formats(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+def _largest_over(values: list[float], device: torch.device, group: dist.ProcessGroup) -> list[float]:
+    everyone = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(everyone, op=dist.ReduceOp.MAX, group=group)
+    return everyone.tolist()
+
+
 def _summed(
     like: torch.Tensor | None, value: torch.Tensor | None, group: dist.ProcessGroup, *, divide_by: int = 1
 ) -> torch.Tensor | None:
@@ -351,8 +409,15 @@ def _summed(
     return total / divide_by
 
 
-def _share(one: torch.Tensor | None, other: torch.Tensor | None, least: float) -> float:
-    """Norm of the difference as a share of the norm, or of `least` if that is larger; no gradient counts as zero."""
+def largest_difference(whole: Mapping[str, torch.Tensor], divided: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """Return the largest relative difference between gradients of the same names, and its name."""
+    least = 1e-1 * max(map(_norm, whole.values()), default=0.0)
+    shares = {name: relative_difference(whole.get(name), divided.get(name), least) for name in {**whole, **divided}}
+    return max(((inf if isnan(share) else share, name) for name, share in shares.items()), default=(0.0, ""))
+
+
+def relative_difference(one: torch.Tensor | None, other: torch.Tensor | None, least: float) -> float:
+    """Return the norm of a difference as a share of the norm, or of `least` if that is larger; None counts as zero."""
     if one is None and other is None:
         return 0.0
     if one is None or other is None:
@@ -380,8 +445,8 @@ def _norm(value: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(value if value.itemsize > 2 else value.float()))
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that may be divided, put together."""
+def put_together(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that may be divided in one piece; collective over the workers that have its parts."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 

@@ -23,7 +23,7 @@ from dtctl.errors import PlanError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.json_collectives import filled, skeleton
 from dtctl.runtime.step import Step
-from dtctl.runtime.strategies import blocks, comparison, gradients, sharded, stages, tensor, unused, whole_steps
+from dtctl.runtime.strategies import blocks, comparison, gradients, sharded, stages, tensor, trial, unused, whole_steps
 from dtctl.train.compatibility import ONE_STAGE, stages_per_worker
 from dtctl.train.config import PipelineConfig, TrainConfig
 from dtctl.train.mesh import Degrees
@@ -106,7 +106,7 @@ class Pipeline:
         self._own = [parameter for parameter in gradients.wanted(model) if parameter not in shared]
         self.inference: nn.Module = Inference(self._stages, self.owners, mesh["pp"])
         self._schedule: Any = None
-        self._scheduled_for = (0, 0)
+        self._scheduled_for: tuple[int, int | None] = (0, 0)
 
     def _take(self, model: nn.Module, parts: blocks.Blocks) -> dict[int, stages.Stage]:
         """This worker's stages by their numbers; blocks of others are given up."""
@@ -155,13 +155,29 @@ class Pipeline:
             replicated = self._outside if self._degrees.shards > 1 else [*self._outside, *self._own]
             gradients.add_up(replicated, sharded.data_group(self._mesh), divide_by=self._degrees.data)
 
-    def _run(self, batches: Sequence[stages.Batch], loss: stages.Loss, samples: int) -> torch.Tensor:
+    def try_gradients(self, probe: trial.Probe) -> None:
+        """Compute the gradients of one batch as a step does, without dropout; collective.
+
+        Each micro batch is that batch, and there are as few as a schedule takes.
+
+        Args:
+            probe: computes the loss of the batch.
+        """
+        count = self._degrees.pp
+        with comparison.evaluating(self.module), torch.enable_grad():
+            self._run([(None, 1.0)] * count, lambda model, _: probe(model), None)
+            self.finish()
+        for parameter in gradients.wanted(self.module):
+            if parameter.grad is not None:
+                parameter.grad /= count
+
+    def _run(self, batches: Sequence[stages.Batch], loss: stages.Loss, samples: int | None) -> torch.Tensor:
         """Return all passes of a step, without the exchange of gradients.
 
         Args:
             batches: the micro batches of this worker's part of the global batch, with the weights of their losses.
             loss: of the user.
-            samples: of a whole micro batch; shorter ones are filled up on the way.
+            samples: of a whole micro batch; shorter ones are filled up on the way. None: all have the same number.
 
         Returns:
             The sum of weighted losses such that its mean over all workers is the loss of the global batch.
@@ -179,7 +195,7 @@ class Pipeline:
             return torch.zeros((), device=self._worker.device)
         return torch.stack([value.detach() for value in losses]).sum() * self._degrees.pp
 
-    def _shape(self, batch: Any, loss: stages.Loss, samples: int) -> torch.Tensor:
+    def _shape(self, batch: Any, loss: stages.Loss, samples: int | None) -> torch.Tensor:
         """Return an empty tensor like the stream between stages: what the model hands to its first block."""
         probe = stages.Cut(self.module, self._blocks, 0, 0)
         was_training = self.module.training

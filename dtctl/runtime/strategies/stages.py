@@ -185,13 +185,13 @@ class Stage(nn.Module):
         except Reached as reached:
             return reached.stream
 
-    def train_on(self, batches: Sequence[Batch], loss: Loss, samples: int) -> None:
+    def train_on(self, batches: Sequence[Batch], loss: Loss, samples: int | None) -> None:
         """Call the loss function of a micro batch from now on.
 
         Args:
             batches: the micro batches, with the weights of their losses.
             loss: of the user.
-            samples: of a whole micro batch.
+            samples: of a whole micro batch, to which shorter ones are filled up. None: they are as they are.
         """
         caller = Caller(self.cut, samples)
 

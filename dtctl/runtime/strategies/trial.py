@@ -1,17 +1,19 @@
-"""The loss of a few samples and the stream between blocks, of the divided model and of the whole one, before training.
+"""The loss of a few samples, and what flows between blocks, of the divided model and of the whole one, before training.
 
 How a model may be cut depends on its code, which no plan can see. A cut that does not fit often runs without an error
 and learns something else, so the loss of one batch is compared: in fp32, where little is rounded, or in the number
 format of the training, if the model's kernels take no other (those of flash-attn).
 
 Blocks that begin as the identity, or an output layer that begins at zero, hide a block that is given the wrong stream.
-So a pipeline is compared with noise behind each block, and by what each block is given.
+So a pipeline is compared with noise behind each block, by what each block is given and by the gradient that it gives
+back, and by the gradients of all parameters outside of blocks: a function between two blocks that changes gradients
+alone, such as one that scales them, is run by both stages and shows nowhere else.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +23,7 @@ from torch import nn
 from dtctl.errors import PlanError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.strategies.blocks import Blocks
+from dtctl.runtime.strategies.comparison import evaluating, largest_difference, put_together, relative_difference
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -57,12 +60,25 @@ def whole(probe: Probe, model: nn.Module, autocast: AbstractContextManager[Any] 
 
 def measure(probe: Probe, model: nn.Module) -> float:
     """Return the loss without dropout; the model's mode is as before afterwards."""
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        value = float(probe(model))
-    model.train(was_training)
-    return value
+    with evaluating(model), torch.no_grad():
+        return float(probe(model))
+
+
+def compute_gradients(probe: Probe, model: nn.Module, found: Blocks) -> dict[str, torch.Tensor]:
+    """Return the gradients of trained parameters outside of blocks, by name; the model has none afterwards."""
+    inside = {parameter for block in found.modules for parameter in block.parameters()}
+    names = [name for name, value in model.named_parameters() if value.requires_grad and value not in inside]
+    with evaluating(model), torch.enable_grad():
+        probe(model).backward()  # type: ignore[no-untyped-call]
+    return take_gradients(model, names)
+
+
+def take_gradients(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return the whole gradients of some parameters, and leave the model without any; collective if it is divided."""
+    held = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    taken = {name: put_together(held[name].detach()) for name in names if name in held}
+    model.zero_grad(set_to_none=True)
+    return taken
 
 
 def require_results_alone(probe: Probe, model: nn.Module, found: Blocks | None) -> None:
@@ -81,19 +97,17 @@ def require_results_alone(probe: Probe, model: nn.Module, found: Blocks | None) 
     """
     if found is None or model._compiled_call_impl is not None:  # whose forward pass cannot be told apart
         return
-    held, forward, was_training = model.__dict__.get("forward"), model.forward, model.training
+    held, forward = model.__dict__.get("forward"), model.forward
 
     def without_graph(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             return forward(*args, **kwargs)
 
     model.__dict__["forward"] = without_graph
-    model.eval()
     try:
-        with torch.enable_grad():
+        with evaluating(model), torch.enable_grad():
             reached = _parameters_behind(probe(model))
     finally:
-        model.train(was_training)
         del model.__dict__["forward"]
         if held is not None:
             model.__dict__["forward"] = held
@@ -123,15 +137,16 @@ def _parameters_behind(value: torch.Tensor) -> set[int]:
 
 
 class Stream:
-    """Inputs of the blocks in a forward pass; with noise behind each, while the context lasts."""
+    """Inputs of the blocks in a forward pass and their gradients; with noise behind each, while the context lasts."""
 
     def __init__(self, found: Blocks | None) -> None:
         self._modules = [] if found is None else found.modules
-        self._whole: dict[int, torch.Tensor] = {}
+        self._whole: dict[tuple[str, int], torch.Tensor] = {}
+        self._awaited: set[tuple[str, int]] = set()
+        """Gradients that are still to come from the divided model."""
         self._is_idle = self._is_divided = False
         self._stack = ExitStack()
-        self.worst = 0.0
-        """Largest norm of a difference between the whole and the divided model, as a share of the norm."""
+        self._worst = 0.0
 
     def __enter__(self) -> Self:
         for index, block in enumerate(self._modules):
@@ -141,6 +156,11 @@ class Stream:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    @property
+    def worst(self) -> float:
+        """Largest norm of a difference between the whole and the divided model, as a share of the norm."""
+        return math.inf if self._awaited else self._worst
 
     def pause(self) -> None:
         """Neither look nor stir until `divided`: copies of blocks have the hooks, too."""
@@ -153,7 +173,7 @@ class Stream:
     def _look(self, index: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             if args and not self._is_idle:
-                self._note(index, args[0])
+                self._note_both(index, args[0])
 
         return hook
 
@@ -164,30 +184,53 @@ class Stream:
             generator = torch.Generator(stream.device).manual_seed(index)
             # Not like the stream, whose layout in memory may differ, and with it which number goes where.
             noise = torch.randn(stream.shape, generator=generator, dtype=stream.dtype, device=stream.device)
-            stirred = stream + noise * stream.square().mean().sqrt().clamp(min=1e-3)
+            stirred = stream + noise * _size(stream.detach()).clamp(min=1e-3)
             if index + 1 == len(self._modules):
-                self._note(index + 1, stirred)
+                self._note_both(index + 1, stirred)
+            if stream.requires_grad:
+                # Behind an output layer of zeros no gradient would show anything: there the noise is all there is. Not
+                # on the sum, whose gradient is what the next block gives back.
+                stream.register_hook(lambda gradient: gradient + noise * (_size(gradient) or 1.0))  # type: ignore[no-untyped-call]
             return stirred
 
         return hook
 
-    def _note(self, index: int, stream: torch.Tensor) -> None:
+    def _note_both(self, index: int, stream: Any) -> None:
+        """Note what a block is given, and later its gradient."""
+        self._note(("stream", index), stream)
+        if not isinstance(stream, torch.Tensor) or not stream.requires_grad:
+            return
+        key = ("gradient", index)
+        if self._is_divided and key in self._whole:
+            self._awaited.add(key)
+        if not self._is_divided or key in self._whole:  # what arrives at a stage wants a gradient, frozen or not
+            stream.register_hook(lambda gradient: self._note(key, gradient))  # type: ignore[no-untyped-call]
+
+    def _note(self, key: tuple[str, int], value: torch.Tensor) -> None:
+        self._awaited.discard(key)
         if not self._is_divided:
-            self._whole[index] = stream.detach().clone()
+            self._whole[key] = value.detach().clone()
             return
-        before = self._whole.get(index)
-        if before is None or before.shape != stream.shape:
-            self.worst = math.inf
-            return
-        away = float(torch.linalg.vector_norm(stream.detach().double() - before.double()))
-        share = away / max(float(torch.linalg.vector_norm(before.double())), 1e-12)
-        self.worst = max(self.worst, math.inf if math.isnan(share) else share)
+        before = self._whole.get(key)
+        share = math.inf if before is None else relative_difference(before, value.detach(), 1e-12)
+        self._worst = max(self._worst, math.inf if math.isnan(share) else share)
+
+
+def _size(stream: torch.Tensor) -> torch.Tensor:
+    return stream.square().mean().sqrt()
 
 
 def require_agreement(
-    whole: float, divided: float, worker: Worker, *, how: str, rounding: float = ROUNDING, stream: float = 0.0
+    whole: float,
+    divided: float,
+    worker: Worker,
+    *,
+    how: str,
+    rounding: float = ROUNDING,
+    stream: float = 0.0,
+    gradients: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] = ({}, {}),
 ) -> None:
-    """Compare the losses of the model before and after it was divided, and the streams between its blocks.
+    """Compare the losses of the model before and after it was divided, and what flows between its blocks.
 
     Args:
         whole: of the model in one piece.
@@ -195,23 +238,29 @@ def require_agreement(
         worker: this worker.
         how: what was done to it, for the message.
         rounding: by which share they may differ.
-        stream: by which share what this worker's blocks are given differs at most.
+        stream: by which share what this worker's blocks are given, or give back, differs at most.
+        gradients: of parameters outside of blocks, in one piece and after.
 
     Raises:
         PlanError: they differ by more than rounding, on any worker; on every worker.
     """
     near = abs(whole - divided) <= rounding * max(1.0, abs(whole))  # false for NaN
-    bad, apart = worker.sum(torch.tensor([0.0 if near else 1.0, 0.0 if stream <= rounding else 1.0])).tolist()
-    if not bad and apart:
-        raise PlanError(
-            f"{how}, blocks are given something else than in one piece",
-            where="train.strategy",
-            hint="in a pipeline one tensor goes from block to block, and nothing may happen to it in between; see "
-            "docs/strategies.md",
-        )
+    share, name = largest_difference(*gradients)
+    flags = [not near, not stream <= rounding, not share <= rounding]
+    bad, apart, unequal = worker.sum(torch.tensor([float(flag) for flag in flags])).tolist()
     if bad:
         raise PlanError(
             f"{how}, the model has the loss {divided:.6g} on the first samples, and {whole:.6g} in one piece",
             where="train.strategy",
             hint='its code does not allow this; see "What the model must be like" in docs/strategies.md',
+        )
+    if apart or unequal:
+        what = "blocks are given something else than in one piece, or give back another gradient"
+        if not apart:
+            what = f"the gradient of {name or 'a parameter outside of blocks'} is another than in one piece"
+        raise PlanError(
+            f"{how}, {what}",
+            where="train.strategy",
+            hint="in a pipeline one tensor goes from block to block, and nothing may happen to it or to its gradient "
+            "in between; see docs/strategies.md",
         )

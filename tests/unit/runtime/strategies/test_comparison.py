@@ -154,8 +154,12 @@ def test_modules_of_one_kind_differ_in_their_numbers_alone() -> None:
     assert kind_of(one) == kind_of(other)
     other.norm.running_mean += 1  # type: ignore[operator]
     assert kind_of(one) != kind_of(other)
-    for change in ({"layer": 3}, {"activation": torch.sigmoid}, {"scales": [1, 2.5]}):
+    own = {"_layer": 3}, {"settings": {"layer": 3}}, {"settings": object()}
+    for change in ({"layer": 3}, {"activation": torch.sigmoid}, {"scales": [1, 2.5]}, *own):
         other = Branch()
         vars(other.up).update(change)
         assert kind_of(one) != kind_of(other), change
+    one, other = Branch(), Branch()
+    one.shared = other.shared = object()  # type: ignore[assignment]
+    assert kind_of(one) == kind_of(other)
     assert kind_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) != kind_of(nn.Sequential(nn.Linear(2, 2), nn.GELU()))

@@ -11,6 +11,7 @@ from torch import nn
 from dtctl.errors import PlanError
 from dtctl.runtime import Worker
 from dtctl.runtime.strategies.blocks import Blocks
+from dtctl.runtime.strategies.comparison import evaluating
 from dtctl.runtime.strategies.trial import (
     ROUNDING,
     ROUNDING_OF_HALVES,
@@ -42,6 +43,14 @@ def test_rounding_is_allowed(worker: Worker, whole: float, divided: float) -> No
 def test_more_is_not(worker: Worker, whole: float, divided: float) -> None:
     with raises(PlanError, "model loss"):
         require_agreement(whole, divided, worker, how="split")
+
+
+def test_a_gradient_that_differs_outside_of_blocks_is_named(worker: Worker) -> None:
+    whole = {"embedding": torch.ones(3), "norm": torch.full((3,), 1e-9)}
+    require_agreement(2.0, 2.0, worker, how="split", gradients=(whole, {**whole, "norm": torch.zeros(3)}))
+    for wrong in ({"norm": whole["norm"]}, {**whole, "embedding": torch.full((3,), math.nan)}):
+        with raises(PlanError, "gradient embedding"):
+            require_agreement(2.0, 2.0, worker, how="split", gradients=(whole, wrong))
 
 
 class Blocky(nn.Module):
@@ -79,6 +88,15 @@ def test_a_loss_that_reads_the_weights_of_blocks_is_no_loss_for_a_pipeline(train
         require_results_alone(lambda model: model.blocks[0](torch.ones(1, 3)).sum(), model, found)
     assert vars(model) == before
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_recurrent_layer_stays_in_training_mode_without_its_dropout() -> None:
+    model = nn.ModuleDict({"layer": nn.LSTM(3, 3, num_layers=2, dropout=0.5), "drop": nn.Dropout()}).train()
+    layer, inputs = model["layer"], torch.randn(4, 3)
+    with evaluating(model):
+        assert (layer.training, model["drop"].training) == (True, False)
+        assert torch.equal(layer(inputs)[0], layer(inputs)[0])
+    assert (layer.dropout, model["drop"].training) == (0.5, True)
 
 
 def halves_only(model: nn.Module) -> torch.Tensor:
