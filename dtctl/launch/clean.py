@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -53,9 +53,31 @@ class CleanRule:
 
 
 def items_here(base_dir: Path) -> list[Item]:
-    """Runs of this folder that are over, and sandboxes that are down."""
+    """Return runs of this folder that are over, and sandboxes that are down."""
     runs = [record for record in list_runs(base_dir) if _is_over(record)]
-    return [*(_item("run", record.folder, ("outputs",)) for record in runs), *_sandboxes()]
+    return [*map(_run, runs), *_sandboxes()]
+
+
+def _run(record: RunRecord) -> Item:
+    """Return a run of this folder; that of a job of Slurm with the files that the job has left in the same folder."""
+    item = _item("run", record.folder, ("outputs",))
+    folder = _job_folder(record)
+    if folder is None:
+        return item
+    job = _item("run", folder, ("snapshots", "outputs"))
+    return replace(
+        item,
+        bytes=item.bytes + job.bytes,
+        age_s=min(item.age_s, job.age_s),
+        has=tuple({**dict.fromkeys(item.has + job.has)}),
+    )
+
+
+def _job_folder(record: RunRecord) -> Path | None:
+    """Return where a job of Slurm has kept its files, if that lies beside its record."""
+    folder = record.folder.parent.parent / "slurm" / record.run
+    is_beside = folder.is_dir() and not folder.is_symlink() and not folder.parent.is_symlink()
+    return folder if record.info().slurm and is_beside else None
 
 
 def runs_elsewhere(base_dir: Path, asked: Collection[str]) -> frozenset[str]:
@@ -124,7 +146,11 @@ def remove_here(base_dir: Path, items: Iterable[Item]) -> list[str]:
     for item in items:
         if item.kind == "run":
             record = RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / item.name)
-            left += folders.remove_tree(str(record.folder)) if _is_over(record) else [str(record.folder)]
+            if not _is_over(record):
+                left.append(str(record.folder))
+                continue
+            job = _job_folder(record)  # first: without the record nobody would know of it
+            left += (folders.remove_tree(str(job)) if job else []) or folders.remove_tree(str(record.folder))
         elif item.kind == "sandbox":
             try:
                 control.down(item.name)

@@ -31,7 +31,6 @@ BYTES: Final = 256 << 20
 _FIELD: Final = text(4096)
 _JOB: Final = re.compile(r"\d{1,18}(_\d{1,9})?\Z")
 _LOG: Final = re.compile(r"(?:agent|rank-\d{1,9})\.log\Z")
-_STACK: Final = re.compile(r"rank-\d{1,9}\.txt\Z|trace_rank_\d{1,9}\.json\Z")
 _CONTROL: Final = re.compile(
     r"control/(?:(?:events|metrics)\.jsonl|(?:plan|ledger)\.json|logs/attempt\.json|logs/attempts\.jsonl"
     r"|logs/(?!\.)[\w.-]+/(?:agent|rank-\d{1,9})\.(?:log|times)"
@@ -49,13 +48,12 @@ def _job(value: Any) -> str:
 
 def _kept_file(value: Any) -> str:
     """Return one of the files that a job's folder has for whoever follows it."""
-    if value in ("job.log", "metrics.jsonl", "progress.jsonl"):
+    if value in ("job.log", "metrics.jsonl"):
         return str(value)
     if isinstance(value, str) and _CONTROL.match(value):
         return value
     parts = value.split("/") if isinstance(value, str) else []
-    kinds = {"logs": _LOG, "hangs": _STACK}
-    if len(parts) != 4 or parts[0] not in kinds or not (_ATTEMPT.match(parts[1]) and kinds[parts[0]].match(parts[3])):
+    if len(parts) != 4 or parts[0] != "logs" or not (_ATTEMPT.match(parts[1]) and _LOG.match(parts[3])):
         raise InvalidMessage(f"{quoted(value)} is not a file of the job")
     file_name(parts[2])
     return str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Final, TypeAlias
@@ -78,43 +78,12 @@ class ScriptEnded:
     exit_code: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOnNode:
-    """The job's last step has ended what was left of the workers on a node, and counted what still is."""
-
-    node: str
-    processes: int
-
-
-@dataclass(frozen=True, slots=True)
-class NotRestarted:
-    """No start follows one that has failed, although there are some left."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class NotLive:
-    """Lost workers are not replaced alone, though the spec says so."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """The next start is waited for on purpose."""
-
-    seconds: float
-
-
 _START: Final = re.compile(r"dtctl: run \S+, start (\d+) on (\S+), rendezvous (\S+:\d+), (\S+)$")
 _STEP_OVER: Final = re.compile(r"dtctl: start (\d+) is over with exit code (\d+), (\S+)$")
 _OVER: Final = re.compile(r"dtctl: ended with exit code (\d+)(?:, \S+)?$")
 _ABORTED: Final = re.compile(
     r"srun: (?:Job step aborted|(?:launch/slurm: \w+: )?Terminating (?:StepId|job step)|First task exited)"
 )
-_LEFT: Final = re.compile(r"dtctl: left on (\S+): (\d{1,7})$")
-_WAIT: Final = re.compile(r"dtctl: exit code \d+, the workers are started again in ([\d.]{1,9}) s$")
 _TASK: Final = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _NODE: Final = re.compile(r"srun: error: Node failure on (\S+)")
 _CODE: Final = re.compile(r"Exited with exit code (\d+)")
@@ -122,20 +91,31 @@ _DUE: Final = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO ([A-Z ]+?)(?:, [^*]*)? 
 _SIGNALS: Final = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-Event: TypeAlias = (
-    Begun | Start | StepEnded | Ended | Aborted | TakenBack | Requeued | ScriptEnded | LeftOnNode | NotRestarted
-    | NotLive | Waiting
-)  # fmt: skip
+Event: TypeAlias = Begun | Start | StepEnded | Ended | Aborted | TakenBack | Requeued | ScriptEnded
 
 _BEGINNINGS: Final[Sequence[tuple[str, Callable[[str], Event]]]] = (
     ("dtctl: job ", lambda _: Begun()),
     ("dtctl: to be started again, ", lambda _: Requeued()),
     ("dtctl: the time is nearly over", lambda _: TakenBack("its time limit was near")),
     ("dtctl: a node was lost, and no other one is left", lambda _: TakenBack("a node failed")),
-    ("dtctl: lost workers are not replaced alone: ", NotLive),
-    ("dtctl: not restarted: ", NotRestarted),
 )
 """Of lines of the batch script; the rest of a line may be a reason."""
+
+
+def read_events(lines: Iterable[str], *, now: float) -> list[tuple[float, Event]]:
+    """Return the events of a part of a job's log, each with its time in seconds since the epoch.
+
+    Args:
+        lines: of the log.
+        now: the time of what neither has a time nor stands before what has one.
+    """
+    timed: list[tuple[float, Event]] = []
+    moment = now
+    for event in reversed([event for line in lines for event in read(line)]):
+        if isinstance(event, Start | StepEnded):
+            moment = event.time
+        timed.append((moment, event))
+    return timed[::-1]
 
 
 def read(line: str) -> Sequence[Event]:
@@ -149,15 +129,11 @@ def read(line: str) -> Sequence[Event]:
         return [StepEnded(int(match[1]), moment, int(match[2]))]
     if match := _OVER.match(line):
         return [ScriptEnded(int(match[1]))]
-    if (match := _LEFT.match(line)) and folders.is_name(match[1]):
-        return [LeftOnNode(match[1], int(match[2]))]
     if _ABORTED.match(line):
         return [Aborted()]
     for beginning, event in _BEGINNINGS:
         if line.startswith(beginning):
             return [event(line.removeprefix(beginning))]
-    if match := _WAIT.match(line):
-        return [Waiting(float(match[1]))]
     if match := _TASK.match(line):
         code, number, reason = _exit_of(match[3])
         return [Ended(match[1], task, code, number, reason) for task in _numbers(match[2])]

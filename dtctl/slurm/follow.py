@@ -127,7 +127,7 @@ class Follower:
             return  # there is that of the launcher inside
         if at_once or now - self._ledger_written >= WRITE_S:
             path = self.record.folder / names.LEDGER_FILE
-            self.history.ledger.ledger.write(path, attempts=max(0, self.history.number) + 1)
+            self.history.ledger.write(path, attempts=max(0, self.history.number) + 1)
             self._ledger_written = now
 
     # -- the end ----------------------------------------------------------------------------------------------------
@@ -206,9 +206,8 @@ class Follower:
 
     def left_behind(self) -> Left:
         """Return what is left of the job on the nodes that it was given; call it when it is over."""
-        known = {**self.history.counted}
-        if self.mirror.end is not None:
-            known |= {node: left for node, left in self.mirror.progress.left.items() if left is not None}
+        told = self.mirror.progress.left if self.mirror.end is not None else {}
+        known = {node: left for node, left in told.items() if left is not None}
         nodes = self.history.all_nodes
         counted = {node: known[node] for node in sorted(nodes) if node in known}
         if counted and len(counted) == len(nodes):
@@ -250,10 +249,10 @@ class Follower:
         """Count all of the run's time; return the goodput."""
         if self.mirror.has_begun:
             return self.mirror.close_ledger(duration_s)
-        self.history.ledger.close(self.record.info().started + duration_s, succeeded=succeeded)
+        self.history.close_ledger(self.record.info().started + duration_s, succeeded=succeeded)
         with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
             self._write_ledger(at_once=True)
-        return self.history.ledger.ledger.facts().goodput
+        return self.history.ledger.facts().goodput
 
 
 def nodes_of(record: RunRecord) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 from dtctl import folders, names
 from dtctl.launch.records.record import RUN_BYTES
 from dtctl.launch.records.run_writer import write_private
-from dtctl.slurm import job_record
+from dtctl.slurm import batchlog
 from dtctl.slurm.job_control import CONTROL_FOLDER
 from dtctl.slurm.job_output import JOB_LOG
 from dtctl.slurm.mirror import WHOLE
@@ -58,18 +58,15 @@ class JobFiles:
             self.offsets[name] = offset + len(complete)
         return arrived
 
-    def copy_events(self, arrived: dict[str, Part]) -> list[tuple[float, job_record.Event]]:
-        """Take what has arrived of the job's log and record out, copy it, and return its events in their order."""
-        texts = []
-        for name in (JOB_LOG, names.PROGRESS_FILE):
-            _, data = arrived.pop(name, (0, b""))
-            texts.append(data.decode(errors="replace"))
-            self.append(name, data)
-        return _events_of(texts)
+    def copy_events(self, arrived: dict[str, Part]) -> list[tuple[float, batchlog.Event]]:
+        """Take what has arrived of the job's log out, copy it, and return its events in their order."""
+        _, data = arrived.pop(JOB_LOG, (0, b""))
+        self.append(JOB_LOG, data)
+        return _events_of(data.decode(errors="replace"))
 
-    def copied_events(self) -> list[tuple[float, job_record.Event]]:
-        """Return the events of the copies: those that earlier followers have emitted."""
-        return _events_of([_text_of(self.folder / name) for name in (JOB_LOG, names.PROGRESS_FILE)])
+    def copied_events(self) -> list[tuple[float, batchlog.Event]]:
+        """Return the events of the copy: those that earlier followers have emitted."""
+        return _events_of(self.read_log())
 
     def append(self, name: str, data: bytes) -> None:
         """Let a copy grow."""
@@ -112,13 +109,13 @@ def drop_unnoted(folder: Path) -> dict[str, int]:
 
 def _copies(folder: Path) -> dict[str, int]:
     """Size of each copy of a job's files."""
-    paths = [*(folder / names.LOGS_DIR).glob("*/*.log"), *(folder / names.HANGS_DIR).glob("*/*/*")]
-    paths += [folder / name for name in (JOB_LOG, names.METRICS_FILE, names.PROGRESS_FILE)]
+    paths = list((folder / names.LOGS_DIR).glob("*/*.log"))
+    paths += [folder / name for name in (JOB_LOG, names.METRICS_FILE)]
     return {str(path.relative_to(folder)): path.stat().st_size for path in paths if path.exists()}
 
 
-def _events_of(texts: list[str]) -> list[tuple[float, job_record.Event]]:
-    return job_record.in_order(*(text.splitlines() for text in texts), now=round(time.time(), 3))
+def _events_of(text: str) -> list[tuple[float, batchlog.Event]]:
+    return batchlog.read_events(text.splitlines(), now=round(time.time(), 3))
 
 
 def _text_of(path: Path) -> str:

@@ -1,45 +1,87 @@
-"""History of a job's attempts, from its log, its record and its workers' output, as events of the run."""
+"""History of a job in plain mode, from its own log and its workers' output, as events of the run.
+
+The launcher inside of a job records this itself, and mirror.py copies it; what is read here then is how the batch file
+ended. So are jobs of the versions that had a loop in the batch file (before 2026-11-27).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from dtctl import names
 from dtctl.errors import LaunchError
 from dtctl.launch.control import failure as failures
+from dtctl.launch.control.culprit import first_failure
 from dtctl.launch.control.failure import AGENT, Failure
 from dtctl.launch.records.events import (
     AttemptRunning,
     AttemptStarting,
     Emit,
     Event,
-    Hung,
     NodeChanged,
     NodesAllocated,
-    Note,
     OutputLine,
     Restarting,
-    SnapshotBegun,
-    Stopping,
     WorkerExited,
 )  # fmt: skip
+from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import BEGUN_FILE, METRICS, Logs
 from dtctl.launch.records.run_writer import RunWriter, write_private
-from dtctl.slurm import batchlog, job_record
-from dtctl.slurm.attempt_facts import AttemptFacts, begin
+from dtctl.slurm import batchlog
 from dtctl.slurm.job_files import JobFiles, Part
-from dtctl.slurm.job_ledger import JobLedger
 from dtctl.slurm.job_output import by_rank
 from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.mirror import Mirror
 
 ERROR_MARK: Final = "dtctl: error: "
 """Before a line of the batch file that says why it could not start the workers."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PlainAttempt:
+    """One start of the workers, as the job's log tells of it."""
+
+    number: int
+    failures: list[Failure] = field(default_factory=list)
+    is_aborted: bool = False
+    """True if srun ends what is left of it; who is ended by its signals from then on has not failed."""
+    taken_back: str = ""
+    """Reason why Slurm ended the job, or the batch file had it requeued."""
+    exit_code: int | None = None
+    """With which its tasks ended, all together; 0: each with success. None before that."""
+
+    def apply(self, at: float, event: batchlog.Event, *, workers_apart: bool) -> None:
+        """Take an event into account that belongs to the attempt.
+
+        Args:
+            at: when it was, in seconds since the epoch.
+            event: of the log.
+            workers_apart: whether each worker is a task of its own (kind direct).
+        """
+        match event:
+            case batchlog.Aborted():
+                self.is_aborted = bool(self.failures)
+            case batchlog.Ended() if not (self.is_aborted and event.signal in (signal.SIGTERM, signal.SIGKILL)):
+                self.failures.append(
+                    Failure(
+                        node=event.node,
+                        rank=event.task if workers_apart else None,
+                        exit_code=event.exit_code,
+                        signal=event.signal,
+                        time=at,
+                        node_reason=event.reason,
+                    )
+                )
+            case batchlog.TakenBack():
+                self.taken_back = self.taken_back or event.reason  # a requeue by the script says so too
+            case batchlog.StepEnded():
+                self.exit_code = event.exit_code
 
 
 class JobHistory:
@@ -61,30 +103,22 @@ class JobHistory:
         self.mirror = mirror
         self.emit = emit
         self.logs = Logs(record)
-        self.attempt: AttemptFacts | None = None
+        self.attempt: PlainAttempt | None = None
         """The newest one."""
         self.nodes: list[str] = []
         self.all_nodes: set[str] = set()
         """All nodes that the job was ever given."""
-        self.counted: dict[str, int | None] = {}
-        """Node -> processes that the job's own last step has found left there, unless workers were started since."""
         self.is_taken_back = False
         """True if the newest start of the job was taken back by Slurm, or by its batch file."""
         self.script_code: int | None = None
         self.script_ended_at = 0.0
         """Time when that was read."""
         self.launch_s: float | None = None
-        self.ledger = JobLedger(record.info().started)
-        self._last_attempt = ref.max_attempts
-        """Number that the last attempt has at most, unless Slurm starts the job again."""
-        self._wait_s = 0.0
-        """Seconds that the batch file waits before the next start."""
-        self._saved_step = 0
-        """Of the newest snapshot that was told of."""
+        self._now = record.info().started
+        """Time of the newest event, in seconds since the epoch, so that all readers have the same ledger."""
+        self.ledger = Ledger(lambda: self._now, begun=self._now)
         self._silent_nodes: set[str] = set()
         """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
-        self._early: list[tuple[float, job_record.Event]] = []
-        """What was recorded of an attempt whose start was not read yet."""
         self._is_replay = True
         """True if events are those of an earlier follower."""
         for at, event in files.copied_events():
@@ -124,10 +158,7 @@ class JobHistory:
                 for silent in sorted(self._silent_nodes):  # all take part in a step
                     self._hear(silent)
                 continue
-            kind, _, node, file = Path(name).parts
-            if kind == names.HANGS_DIR:
-                self.files.append(name, data)
-                continue
+            _, _, node, file = Path(name).parts
             if data:
                 self._hear(node)
             for rank, chunk in by_rank(file, data):
@@ -142,63 +173,37 @@ class JobHistory:
 
     # -- events -----------------------------------------------------------------------------------------------------
 
-    def apply(self, at: float, event: job_record.Event) -> None:
-        """Act on what the job's log or its record says; `at`: when it was, in seconds since the epoch."""
+    def apply(self, at: float, event: batchlog.Event) -> None:
+        """Act on what the job's log says; `at`: when it was, in seconds since the epoch."""
         if isinstance(event, batchlog.Start):
             self._on_start(event)
-            early, self._early = self._early, []
-            for moment, recorded in early:
-                self.apply(moment, recorded)
-            return
-        if isinstance(event, batchlog.Begun):
+        elif isinstance(event, batchlog.Begun):
             self.is_taken_back, self.script_code = False, None
-            self.counted.clear()
         elif isinstance(event, batchlog.Requeued) or (isinstance(event, batchlog.TakenBack) and self.attempt is None):
             self.is_taken_back = True
             if isinstance(event, batchlog.TakenBack):
                 self.mirror.requeue_reason = self.mirror.requeue_reason or event.reason  # a requeue says so, too
-        elif isinstance(event, batchlog.NotLive):
-            self._tell(Note(time=at, text=f"lost workers are not replaced alone: {event.reason}"))
         elif isinstance(event, batchlog.ScriptEnded):
             self.script_code, self.script_ended_at = event.exit_code, time.monotonic()
-        elif isinstance(event, batchlog.NotRestarted):
-            first = self.first_failure()
-            self._tell(Note(time=at, node=first.node if first else None, text=f"not restarted: {event.reason}"))
-        elif isinstance(event, batchlog.Waiting):
-            self._wait_s = event.seconds
-        elif isinstance(event, batchlog.LeftOnNode):
-            self.counted[event.node] = event.processes
-        elif getattr(event, "attempt", self.number) > self.number:
-            self._early.append((at, event))
         elif self.attempt is not None and getattr(event, "attempt", self.number) == self.number:
-            self._on_news(at, event, self.attempt)
-
-    def _on_news(self, at: float, event: job_record.Event, attempt: AttemptFacts) -> None:
-        """Something happened in the attempt that is on."""
-        was_ended = attempt.hangs
-        attempt.apply(at, event)
-        match event:
-            case batchlog.StepEnded():
+            self.attempt.apply(at, event, workers_apart=self.ref.workers_apart)
+            if isinstance(event, batchlog.StepEnded):
                 self._on_step_ended(event)
-            case batchlog.Ended() if not was_ended:
-                self.ledger.fail()
-                if event.exit_code is not None:
-                    rank = attempt.rank_of(event)
-                    self._tell(
-                        WorkerExited(
-                            time=at, node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal
-                        )
-                    )
-            case job_record.RecordedProgress():
-                self.ledger.progress(at, event.worker)
-                if event.worker.saved > max(event.worker.first, self._saved_step):
-                    self._saved_step = event.worker.saved
-                    self._tell(SnapshotBegun(time=at, step=event.worker.saved))
-            case job_record.Hang():
-                self._tell(Hung(time=at, silent_s=event.silent_s))
-            case job_record.Verdict():
-                self._tell(Stopping(time=at, reason=event.failure.summary))
-                self.ledger.fail(hung_s=event.silent_s)
+            elif isinstance(event, batchlog.Ended) and event.exit_code is not None:
+                rank = event.task if self.ref.workers_apart and event.task is not None else AGENT
+                self._tell(
+                    WorkerExited(time=at, node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal)
+                )
+
+    def _count_until(self, at: float, phase: str) -> None:
+        """Have the ledger count time from then on to a phase; the clocks of two nodes may differ."""
+        self._now = max(self._now, at)
+        self.ledger.enter(phase)
+
+    def close_ledger(self, at: float, *, succeeded: bool) -> None:
+        """The job is over."""
+        self._count_until(at, "stop")
+        self.ledger.close(succeeded=succeeded)
 
     def _on_start(self, event: batchlog.Start) -> None:
         if self.attempt is not None:
@@ -209,18 +214,14 @@ class JobHistory:
             else:
                 lost = first if first is not None and first.exit_code is None else None
                 cause = Restarting(reason=taken_back or "Slurm requeued it", node=lost.node if lost else None)
-                self._last_attempt = event.attempt + self.ref.max_attempts
-            if event.attempt > self._last_attempt:  # Slurm has started the job again, and the budget with it
-                self._last_attempt = event.attempt + self.ref.max_attempts
-            self._tell(
-                replace(cause, time=event.time, attempt=event.attempt, of=self._last_attempt, wait_s=self._wait_s)
-            )
-        self.attempt = begin(event, workers_apart=self.ref.workers_apart)
+            of = event.attempt + self.ref.max_attempts
+            self._tell(replace(cause, time=event.time, attempt=event.attempt, of=of, wait_s=0.0))
+            self._count_until(event.time, "restart")
+        self.attempt = PlainAttempt(number=event.attempt)
         self.script_code = None
-        for node in event.nodes:
-            self.counted.pop(node, None)
-        self.ledger.start(event.time, event.attempt, idle_s=self._wait_s)
-        self._wait_s = 0.0
+        self.ledger.attempts = event.attempt + 1
+        self._count_until(event.time, "start")
+        self.ledger.started()
         self.launch_s = self.launch_s or max(0.0, event.time - self.record.info().started)
         self.give_nodes(list(event.nodes))
         if self._is_replay:
@@ -256,7 +257,7 @@ class JobHistory:
         return plan
 
     def _on_step_ended(self, event: batchlog.StepEnded) -> None:
-        self.ledger.end(event.time)
+        self._count_until(event.time, "stop")
         if event.exit_code or self._is_replay:
             return  # srun tells of those that failed
         for node in self.record.plan().get("nodes", []):
@@ -268,16 +269,11 @@ class JobHistory:
         """Return what the newest attempt has failed of; None when it has not."""
         if self.mirror.has_begun:
             return self.mirror.failure()
-        failure = self.attempt.first_failure(self.logs) if self.attempt is not None else None
-        if failure is None:
-            return None
-        if failure.hang and failure.rank is not None:
-            folder = self.record.folder / names.HANGS_DIR / f"attempt-{self.number}" / failure.node
-            failure = replace(failure, log=str(folder / f"rank-{failure.rank}.txt"))
-        if not failure.log or Path(failure.log).is_file():
+        failure = first_failure(self.attempt.failures, (), self.logs) if self.attempt is not None else None
+        if failure is None or not failure.log or Path(failure.log).is_file():
             return failure
         summary = failure.summary or job_error(self.files.read_log())
-        return replace(failure, log="" if failure.hang else str(self.files.job_log), summary=summary)
+        return replace(failure, log=str(self.files.job_log), summary=summary)
 
     def _tell(self, event: Event) -> None:
         """Emit an event at the time that it has; not one that an earlier follower has emitted."""

@@ -32,7 +32,7 @@ FIELDS = (
 )  # fmt: skip
 PART_BYTES = 1 << 20
 """Bytes of a file that one answer brings at most."""
-PROGRESS_BYTES = 1 << 26
+EVENTS_BYTES = 1 << 26
 """The same of the record of the workers' progress, which is put in order with the job's log: of some weeks."""
 
 
@@ -291,10 +291,7 @@ def news(folder: str, have: dict[str, int]) -> Json:
     """
     grown: Json = {}
     add(grown, folder, "job.log", have)
-    add(grown, folder, "progress.jsonl", have, PROGRESS_BYTES)
     add(grown, folder, "metrics.jsonl", have)
-    for name in files(os.path.join(folder, "hangs"), (".txt", ".json")):
-        add(grown, folder, os.path.join("hangs", name), have)
     logs = os.path.join(folder, "logs")
     attempts = sorted(listed(logs), key=lambda name: int(name.partition("-")[2] or 0))
     for attempt in attempts:
@@ -319,7 +316,7 @@ def control_news(folder: str, have: dict[str, int]) -> Json:
     """
     grown: Json = {}
     events, cut = "control/events.jsonl", False
-    add(grown, folder, events, have, PROGRESS_BYTES)
+    add(grown, folder, events, have, EVENTS_BYTES)
     for each in files(os.path.join(folder, "control"), (".log", ".times", ".txt", ".json", ".jsonl")):
         name = "control/" + each
         if os.path.basename(name) in WHOLE:

@@ -106,6 +106,18 @@ def test_the_ledger_has_all_of_the_time_between_the_command_and_its_end(shared: 
     assert ledger["course"][-1][0] == "stop"
 
 
+def test_what_a_job_has_left_goes_with_its_run(shared: Project) -> None:
+    shared.write("dtctl.yaml", spec())
+    shared.write("train.py", "open('weights.bin', 'wb').write(bytes(3_000_000))\n")
+    assert shared.run("launch").code == 0
+    run, old = record(shared).run, ("--older", "0s")
+    (item,) = [each for each in json.loads(shared.run("clean", *old, "--json").out)["items"] if each["name"] == run]
+    assert (item["node"], item["kind"], item["bytes"] > 3_000_000) == (None, "run", True)
+    done = shared.run("clean", *old, "--yes")
+    assert done.code == 0, done.err
+    assert not [*shared.folder.glob(f".dtctl/*/{run}")]
+
+
 def test_nodes_of_several_kinds_are_one_job(shared: Project) -> None:
     """Two workers on the first node, one on the second; Slurm gives each of them the resources of the first."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "DTCTL_SLOTS", "DTCTL_NNODES")

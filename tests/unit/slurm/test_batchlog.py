@@ -8,15 +8,13 @@ from dtctl.slurm.batchlog import (
     Aborted,
     Begun,
     Ended,
-    NotLive,
-    NotRestarted,
     Requeued,
     ScriptEnded,
     Start,
     StepEnded,
     TakenBack,
-    Waiting,
     read,
+    read_events,
 )
 
 
@@ -48,14 +46,26 @@ from dtctl.slurm.batchlog import (
         ("srun: Job step aborted: Waiting up to 7 seconds for job step to finish.", [Aborted()]),
         ("srun: Terminating StepId=5.0", [Aborted()]),
         ("srun: First task exited 60s ago", [Aborted()]),
-        ("dtctl: not restarted: 3 attempts have failed", [NotRestarted("3 attempts have failed")]),
-        ("dtctl: exit code 1, the workers are started again in 2.5 s", [Waiting(2.5)]),
         ("dtctl: job 5 of run a-1 begins on node1, requeued 1 times, 2026-11-22T11:40:03.250Z", [Begun()]),
         ("dtctl: to be started again, 2026-11-22T11:40:03.250Z", [Requeued()]),
-        ("dtctl: lost workers are not replaced alone: no dtctl there", [NotLive("no dtctl there")]),
         ("dtctl: a node was lost, and no other one is left for its place", [TakenBack("a node failed")]),
         ("what a setup line prints", []),
     ],
 )  # fmt: skip
 def test_what_a_line_means(line: str, meaning: list[object]) -> None:
     assert read(line) == meaning
+
+
+def test_what_has_no_time_is_as_old_as_what_follows_it() -> None:
+    log = [
+        "dtctl: run a, start 0 on n1, rendezvous 10.0.0.1:25000, 1970-01-01T00:00:10.000Z",
+        "srun: error: n1: task 3: Killed",
+        "dtctl: start 0 is over with exit code 137, 1970-01-01T00:00:20.000Z",
+        "dtctl: run a, start 1 on n1, rendezvous 10.0.0.1:25001, 1970-01-01T00:00:21.000Z",
+        "srun: error: n1: task 2: Killed",
+    ]
+    events = read_events(log, now=40.0)
+    assert [(at, type(event).__name__) for at, event in events] == [
+        (10.0, "Start"), (20.0, "Ended"), (20.0, "StepEnded"), (21.0, "Start"), (40.0, "Ended"),
+    ]  # fmt: skip
+    assert events[1][1] == Ended("n1", 3, 137, 9)
