@@ -143,6 +143,12 @@ class NodeFailures(TransportError):
         super().__init__(f"{len(names)} nodes failed", node=names[0], where=", ".join(names))
         self.failures = dict(failures)
 
+    @property
+    def summary(self) -> str:
+        """Return one line with the first node's own error."""
+        node, failure = next(iter(self.failures.items()))
+        return f"{self.message}: {node}: {failure.message}"
+
 
 class LaunchError(DtctlError):
     """The job could not be started, or the run that was asked for does not exist."""

@@ -10,11 +10,16 @@ import json
 import os
 import shutil
 import sys
+import textwrap
+from collections.abc import Sequence
 from typing import IO
 
 from dtctl.errors import DtctlError, NodeFailures
 from dtctl.printable import printable
 
+LAST_COLUMN = 30
+"""Characters that a table leaves to its last column, which may be cut, before it gives up others."""
+SHOWN_NAMES = 6
 _STYLES = {
     "red": "31",
     "green": "32",
@@ -54,14 +59,38 @@ def styled(text: str, *styles: str, stream: IO[str]) -> str:
     return f"\x1b[{codes}m{text}\x1b[0m"
 
 
-def out(text: str, *styles: str) -> None:
-    """One line of result."""
-    _write(sys.stdout, styled(printable(text), *styles, stream=sys.stdout) + "\n")
+def out(text: str, *styles: str, fold: bool = False) -> None:
+    """Print one line of result; a sentence may be folded at words, where a terminal is narrower."""
+    _print(sys.stdout, text, *styles, fold=fold)
 
 
-def err(text: str, *styles: str) -> None:
-    """One line about what is going on."""
-    _write(sys.stderr, styled(printable(text), *styles, stream=sys.stderr) + "\n")
+def err(text: str, *styles: str, fold: bool = False) -> None:
+    """Print one line about what is going on; a sentence may be folded as with `out`."""
+    _print(sys.stderr, text, *styles, fold=fold)
+
+
+def _print(stream: IO[str], text: str, *styles: str, fold: bool) -> None:
+    text = printable(text)
+    lines = _fold(text, stream) if fold else [text]
+    _write(stream, "".join(styled(line, *styles, stream=stream) + "\n" for line in lines))
+
+
+def _fold(text: str, stream: IO[str], *, first: int = 0, indent: int = 2) -> list[str]:
+    """Return the lines of a sentence on a terminal; words stay whole, so that commands and paths can be copied.
+
+    Args:
+        text: the sentence.
+        stream: where it is printed.
+        first: characters that stand before its first line.
+        indent: blanks before the others.
+    """
+    if not is_terminal(stream):
+        return [text]
+    width = max(40, shutil.get_terminal_size().columns)
+    lines = textwrap.wrap(
+        " " * first + text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [line[first:] if number == 0 else line for number, line in enumerate(lines or [""])]
 
 
 _last: list[str] = []
@@ -141,18 +170,25 @@ def _discard(stream: IO[str]) -> None:
     os.close(null)
 
 
-def table(rows: list[list[str]], *, header: list[str], cut: bool = False) -> None:
+def table(rows: list[list[str]], *, header: list[str], cut: bool = False, spare: Sequence[str] = ()) -> None:
     """Columns of text, as wide as they need to be; no lines, so that it can be cut and pasted.
 
     Args:
         rows: cells.
         header: names of the columns.
         cut: whether a terminal shows as much of a row as fits on one of its lines.
+        spare: columns that a narrow terminal does not show, the least important first.
     """
     rows = [[printable(" ".join(cell.splitlines())) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-
-    room = columns() if cut else 1 << 20
+    room = columns() if cut or spare else 1 << 20
+    for name in spare:
+        needed = [*widths[:-1], min(widths[-1], LAST_COLUMN) if cut else widths[-1]]
+        if sum(needed) + 2 * (len(needed) - 1) <= room:
+            break
+        gone = header.index(name)
+        header, rows = _without(header, gone), [_without(row, gone) for row in rows]
+        del widths[gone]
 
     def line(row: list[str]) -> str:
         text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -163,14 +199,21 @@ def table(rows: list[list[str]], *, header: list[str], cut: bool = False) -> Non
         out(line(row))
 
 
+def _without(row: list[str], column: int) -> list[str]:
+    return row[:column] + row[column + 1 :]
+
+
 def error(exc: DtctlError) -> None:
     """An error as people see it: fact, place, what to do next."""
     if isinstance(exc, NodeFailures):
         _error(exc.message, None, None)
+        alike: dict[tuple[str, str | None], list[str]] = {}
         for node, failure in exc.failures.items():
-            err(f"  {node}: {failure.message}")
-            if failure.hint:
-                _labelled("    ", "hint:", failure.hint, "cyan")
+            alike.setdefault((failure.message, failure.hint), []).append(node)
+        for (message, advice), nodes in alike.items():
+            err(f"  {shorten_names(nodes)}: {message}", fold=True)
+            if advice:
+                _labelled("    ", "hint:", advice, "cyan")
         return
     _error(exc.message, exc.where, exc.hint)
 
@@ -189,4 +232,13 @@ def hint(text: str) -> None:
 
 
 def _labelled(before: str, label: str, text: str, *styles: str) -> None:
-    _write(sys.stderr, f"{before}{styled(label, *styles, stream=sys.stderr)} {printable(text)}\n")
+    indent = len(before) + len(label) + 1
+    first, *others = _fold(printable(text), sys.stderr, first=indent, indent=indent)
+    lines = [f"{before}{styled(label, *styles, stream=sys.stderr)} {first}", *others]
+    _write(sys.stderr, "\n".join(lines) + "\n")
+
+
+def shorten_names(names: Sequence[str]) -> str:
+    """Return a list of names for a line: the first ones, and how many more there are."""
+    more = len(names) - SHOWN_NAMES
+    return ", ".join(names) if more <= 1 else f"{', '.join(names[:SHOWN_NAMES])} and {more} more"

@@ -65,6 +65,7 @@ def _of_this_folder(*, json_: bool) -> None:
         rows,
         header=["RUN", "STATUS", "STARTED", "DURATION", "NODES", "CODE", *swept, "COMMAND, OR WHY IT FAILED"],
         cut=True,
+        spare=["NODES", "CODE", "STARTED"],
     )
 
 

@@ -81,7 +81,10 @@ def exec_(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="The command and its arguments.")],
     name: Name = None,
 ) -> int:
-    """Run a command on a host, as its login user; one word with blanks or `;` in it is run by a shell."""
+    """Run a command on a host, as its login user.
+
+    One word with blanks or `;` in it is run by a shell.
+    """
     import subprocess
 
     from dtctl.sandbox import control

@@ -15,6 +15,7 @@ from dtctl.cli.common.completion import CurrentRun
 from dtctl.cli.common.run_argument import name_run
 
 if TYPE_CHECKING:
+    from dtctl.launch.records.events import RunEnded
     from dtctl.launch.records.record import RunInfo, RunRecord
     from dtctl.launch.records.state import RunState
 
@@ -66,26 +67,34 @@ def status(
     _show_recoveries(state)
     for alert, text in state.alerts.items():
         output.out(f"alert {alert}: {text}", "red")
-    failure = state.done and state.done.first_failure
+    if state.done is not None:
+        _show_end(state.done, record)
+    _show_left(record)
+
+
+def _show_end(end: RunEnded, record: RunRecord) -> None:
+    """Print how a run has ended, what was lost and what it has left."""
+    failure = end.first_failure
     if failure:
         from dtctl.launch.records.events import subject_of
 
         output.out(f"first failure: {subject_of(failure.node, failure.rank, failure.exit_code)}: {failure.summary}")
         if failure.log:
             output.out(f"log: {failure.log}")
-    for node, lost in state.done.lost_output.items() if state.done is not None else ():
+    elif end.status == "failed" and end.error:
+        output.out(f"why: {end.error}", "red", fold=True)
+    for node, lost in end.lost_output.items():
         output.out(f"output lost: {lost:,} bytes from {node} could not be stored on this machine", "red")
-    for node, cut in state.done.cut_output.items() if state.done is not None else ():
+    for node, cut in end.cut_output.items():
         output.out(f"output of {node} was cut (job.log_mib): {cut:,} bytes are left out", "yellow")
-    if state.done is not None and state.done.outputs:
+    if end.outputs:
         from dtctl.cli.common.followed_run import outputs_line
 
         is_local = record.plan().get("transport") == "local"
         fetched = record.folder / names.OUTPUTS_DIR
-        output.out(outputs_line(state.run, state.done.outputs, is_local=is_local, fetched=fetched))
-    if state.done is not None and state.done.left_behind is None:
+        output.out(outputs_line(record.run, end.outputs, is_local=is_local, fetched=fetched))
+    if end.left_behind is None:
         output.out("not every node could be checked for remaining processes; `dtctl stop` checks again", "yellow")
-    _show_left(record)
 
 
 def _progress(row: dict[str, Any], steps: int | None) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def validate(
     if environment:
         output.out(f"environment: {environment}")
     for note in plan.notes:
-        output.out(f"note: {note}", "cyan")
+        output.out(f"note: {note}", "cyan", fold=True)
     if estimate is not None:
         parts = ", ".join(f"{part} {estimate[f'{part}_gib']}" for part in ("states", "activations", "overhead"))
         output.out(f"estimate: {estimate['total_gib']} GiB of each GPU for {estimate['layout']} ({parts})")

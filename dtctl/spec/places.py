@@ -62,9 +62,12 @@ class Places:
     """What `--set` changed afterwards: key and `KEY=VALUE`, in the order in which they were applied."""
 
     def of(self, path: Path) -> str:
-        """`file:line` of the key at `path`, or of the nearest one above it; `--set KEY=VALUE` if that set it."""
+        """Return `file:line` of the key at `path`, or of the nearest one above it; `--set KEY=VALUE` if that set it.
+
+        A section that the file does not have, and of which `--set` set a part, was written there.
+        """
         for key, text in reversed(self.overrides):
-            if path[: len(key)] == key:
+            if path[: len(key)] == key or (key[: len(path)] == path and path not in self.lines):
                 return f"--set {text}"
         line = self.line(path)
         return self.source if line is None else f"{self.source}:{line}"

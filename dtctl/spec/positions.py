@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -132,6 +132,10 @@ def _not_yaml(error: yaml.MarkedYAMLError, text: str, source: str) -> SpecError:
     return SpecError(f"not valid YAML: {problem}", where=where, hint=_hint(text, mark.line) if mark else None)
 
 
+_KEY: Final = re.compile(r"(?P<indent> *)\w[\w.-]*:(?: +(?P<value>[^ #].*)|\s*(?:#.*)?$)")
+"""A line that begins with a key."""
+
+
 def _hint(text: str, number: int) -> str | None:
     """Return what is most often wrong with such a line, or the one before it."""
     lines = text.split("\n")
@@ -140,6 +144,12 @@ def _hint(text: str, number: int) -> str | None:
             return "indent with spaces; YAML does not allow tabs"
         if re.search(r"[\w.-]\[[0-9,/-]+\]", line):
             return 'quote ranges of nodes: ["gpu[01-04]"]'
+    *before, last = [match for line in lines[: number + 1] if (match := _KEY.match(line))] or [None]
+    if before and last is not None and last.string == lines[number]:
+        deeper = len(last["indent"]) > len(before[-1]["indent"])
+        is_inside = deeper and not before[-1]["value"]  # of the key above, which has no value of its own
+        if not is_inside and last["indent"] not in {key["indent"] for key in before}:
+            return "keys of one section begin in the same column, and those of the section above it further left"
     return None
 
 

@@ -90,3 +90,23 @@ def test_a_sandbox_that_holds_what_runs_wrote_is_removed_after_a_question(
     assert run.exists()
     on_terminal(tmp_path, "sandbox", "down", "--name", "own", typed=b"y\n")
     assert not run.exists()
+
+
+def test_runs_give_up_columns_before_their_cause(tmp_path: Path) -> None:
+    (tmp_path / "dtctl.yaml").write_text(f"cluster: {{workdir: {tmp_path}/node}}\njob: {{command: ['false']}}\n")
+    on_terminal(tmp_path, "launch")
+    wide, narrow = (on_terminal(tmp_path, "runs", columns=columns) for columns in (200, 80))
+    assert wide[0].split()[:6] == ["RUN", "STATUS", "STARTED", "DURATION", "NODES", "CODE"]
+    assert narrow[0].endswith("COMMAND, OR WHY IT FAILED")
+    assert "NODES" not in narrow[0]
+    assert narrow[1].endswith("rank 0 on localhost: failed")
+
+
+def test_a_sentence_is_folded_at_words(tmp_path: Path) -> None:
+    (tmp_path / "dtctl.yaml").write_text(
+        "cluster: {transport: ssh, nodes: [a, b]}\njob: {command: ['true'], max_restarts: 1}\n"
+    )
+    lines = on_terminal(tmp_path, "validate")
+    told = [line for line in lines if line.startswith(("note:", "  "))]
+    assert sum(line.startswith("  ") for line in told) > 1, lines
+    assert max(map(len, told)) <= 80

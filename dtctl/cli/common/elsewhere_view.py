@@ -61,6 +61,7 @@ def show_runs(spec: Path | None, *, json_: bool) -> int:
             ],
             header=["RUN", "STATUS", "STARTED", "NODES", "LAUNCHED BY", "COMMAND"],
             cut=True,
+            spare=["LAUNCHED BY", "STARTED"],
         )
     elif not errors:
         output.err("the nodes have no record of any run")

@@ -253,9 +253,8 @@ def show_plan(plan: Plan) -> None:
     )
     rows = [[n.name, n.address, str(n.node_rank), str(n.slots), f"{n.ranks[0]}-{n.ranks[-1]}"] for n in plan.nodes]
     output.table(rows, header=["NODE", "ADDRESS", "NODE RANK", "SLOTS", "RANKS"])
-    output.out("note: no node was contacted; `dtctl doctor` does that", "cyan")
-    for note in plan.notes:
-        output.out(f"note: {note}", "cyan")
+    for note in ("no node was contacted; `dtctl doctor` does that", *plan.notes):
+        output.out(f"note: {note}", "cyan", fold=True)
 
 
 def show_scripts(scripts: dict[str, str], batch: str) -> None:
@@ -387,10 +386,11 @@ def _run(
                 _name_way_without(exc, options, [node.name for node in job.first_plan.nodes])
             number = signals[-1] if signals else None
             code_of_end = 128 + number if number else exc.exit_code
+            error = exc.summary if isinstance(exc, NodeFailures) else str(exc)
             emit(
                 RunEnded(
                     run=job.run, status="stopped" if number else "failed", exit_code=code_of_end,
-                    attempts=progress.attempt + 1, left_behind=progress.left_behind, error=str(exc),
+                    attempts=progress.attempt + 1, left_behind=progress.left_behind, error=error,
                 )
             )  # fmt: skip
             when = "before the job was started" if progress.attempt < 0 else "while it was being restarted"

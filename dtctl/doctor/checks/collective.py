@@ -318,7 +318,8 @@ def _no_torch(failed: Mapping[str, Mapping[str, Any]], variables: Mapping[str, M
         summary=f"{', '.join(failed)}: torch cannot be loaded: {next(iter(told.values()))}",
         fix=f"take {', '.join(named)} out of job.env, cluster.nodes[].env and the login, or set it as the message says"
         if named
-        else "try `python -c 'import torch'` there with the job's Python (cluster.python), and install torch again",
+        else "name what the job needs in job.environment, which installs it on every node; or install torch for the "
+        "job's Python (cluster.python) and try `python -c 'import torch'` there",
         evidence=tuple(f"{name}: {text}" for name, text in told.items()),
     )
 

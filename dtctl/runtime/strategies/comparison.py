@@ -222,16 +222,13 @@ def compute(
         context: in which the module is called.
         are_near: decides by the outputs whether gradients are worth computing.
     """
-    values, shape = tree_flatten((call.args, call.kwargs))
-    leaves = [_cast(value, dtype).clone().requires_grad_() if _is_float(value) else value for value in values]
-    # Code may change its arguments in place, which autograd allows for no leaf.
-    args, kwargs = tree_unflatten([leaf.clone() if _is_float(leaf) else leaf for leaf in leaves], shape)
+    leaves, arguments = _prepare_arguments(call, dtype)
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
     floats = [leaf for leaf in leaves if _is_float(leaf)]
     device = next((value.device for value in (*parameters.values(), *floats)), torch.device("cpu"))
     with evaluating(module), preserved(device, SEED), torch.enable_grad():
         with context:
-            results = tree_flatten(module(*args, **kwargs))[0]
+            results = tree_flatten(module(*arguments.args, **arguments.kwargs))[0]
         outputs = [put_together(value) for value in results if _is_float(value)]
         ways = [output for output in outputs if output.requires_grad] if are_near(outputs) else []
         directions = [torch.randn_like(output) for output in ways]
@@ -245,6 +242,14 @@ def compute(
         of_inputs=list(found[: len(floats)]),
         of_parameters=dict(zip(parameters, found[len(floats) :], strict=True)),
     )
+
+
+def _prepare_arguments(call: Call, dtype: torch.dtype | None) -> tuple[list[Any], Call]:
+    """Return the leaves of a call's arguments, which want gradients, and arguments made of them."""
+    values, shape = tree_flatten((call.args, call.kwargs))
+    leaves = [_cast(value, dtype).clone().requires_grad_() if _is_float(value) else value for value in values]
+    # Code may change its arguments in place, which autograd allows for no leaf.
+    return leaves, Call(*tree_unflatten([leaf.clone() if _is_float(leaf) else leaf for leaf in leaves], shape))
 
 
 class Comparison:
@@ -280,6 +285,28 @@ class Comparison:
     def unused(self) -> set[str]:
         """Parameters that the call has not used."""
         return {name for name, value in self.whole.of_parameters.items() if value is None or not value.count_nonzero()}
+
+    def crosses(self, source: str, target: str, degree: int) -> bool:
+        """Return whether the first part of a matrix's inputs depends on more than the first part of another's outputs.
+
+        Args:
+            source: the module inside, whose outputs are cut into parts along the last dim.
+            target: the one whose inputs are.
+            degree: number of parts.
+        """
+        module, seen = copy(self._module, self._dtype), dict[str, torch.Tensor]()
+        module.get_submodule(source).register_forward_hook(lambda _, __, output: seen.update(source=output))
+        module.get_submodule(target).register_forward_pre_hook(lambda _, args: seen.update(target=args[0]))
+        _, arguments = _prepare_arguments(self._call, self._dtype)
+        device = next((value.device for value in module.parameters()), torch.device("cpu"))
+        with evaluating(module), preserved(device, SEED), torch.enable_grad(), self._context:
+            module(*arguments.args, **arguments.kwargs)
+            if seen.keys() != {"source", "target"} or not seen["target"].requires_grad:
+                return True
+            part = seen["target"][..., : seen["target"].shape[-1] // degree]
+            [found] = torch.autograd.grad(part, seen["source"], torch.randn_like(part), allow_unused=True)
+        others = None if found is None else found[..., found.shape[-1] // degree :]
+        return others is None or bool(others.count_nonzero())
 
     def difference(
         self,

@@ -199,7 +199,7 @@ def compare_split(
             if f"{name}.weight".removeprefix(prefix) in comparison.unused:
                 raise _not_compared(name)
         difference: Difference | None = None
-        for attempt in _attempts(model, entries, mesh.size()):
+        for attempt in _attempts(model, entries, mesh.size(), comparison, prefix):
 
             def divide(twin: nn.Module, attempt: Mapping[str, str] = attempt, unit: str = unit) -> None:
                 _divide_copy(twin, unit, found, config, mesh, attempt)
@@ -271,25 +271,35 @@ def _has_pair(unit: str, plan: Mapping[str, str]) -> bool:
     return "rowwise" in inside and any(style.startswith("colwise") for style in inside)
 
 
-def _attempts(model: nn.Module, entries: Mapping[str, str], degree: int) -> list[dict[str, str]]:
-    """The styles with parts of fused matrices that shapes suggest, if these can be divided, and then as they are."""
+def _attempts(
+    model: nn.Module, entries: Mapping[str, str], degree: int, comparison: Comparison, prefix: str
+) -> list[dict[str, str]]:
+    """Return the styles with parts of fused matrices that shapes suggest, if these can be divided, and as they are.
+
+    First stands what the code between two matrices takes, as far as one pair tells: torch plans each attempt anew,
+    which takes a tenth of a second.
+    """
     fused = dict(entries)
-    following: int | None = None
+    following, second, pair = None, "", None
     for name, style in reversed(list(entries.items())):
         weight = model.get_submodule(name).get_parameter("weight")
         if style == "rowwise":
-            following = weight.shape[1]
+            following, second = weight.shape[1], name
         elif style == "colwise" and following:
             outputs = weight.shape[0]
             if outputs > following and outputs % following == 0:
                 fused[name] = f"colwise-{outputs // following}"
             elif outputs > following and (outputs - following) % 2 == 0:  # queries, and fewer keys and values
                 fused[name] = f"colwise-{following}:{(outputs - following) // 2}:{(outputs - following) // 2}"
+            if fused[name] != style:
+                pair = name.removeprefix(prefix), second.removeprefix(prefix)
     try:
         check(model, fused, degree)
     except PlanError:
         return [dict(entries)]
-    return [fused, dict(entries)] if fused != entries else [dict(entries)]
+    if pair is None:
+        return [dict(entries)]
+    return [fused, dict(entries)] if comparison.crosses(*pair, degree) else [dict(entries), fused]
 
 
 def _divide_copy(

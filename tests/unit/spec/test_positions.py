@@ -138,6 +138,9 @@ def test_what_is_refused(text: str, message: str, where: str) -> None:
     assert found.where == where
 
 
+COLUMNS = "keys of one section begin in the same column, and those of the section above it further left"
+
+
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
@@ -145,6 +148,9 @@ def test_what_is_refused(text: str, message: str, where: str) -> None:
         ("job:\n  script: a\n\tname: b\n", "indent with spaces; YAML does not allow tabs"),
         ("nodes: [gpu[01-04]]", 'quote ranges of nodes: ["gpu[01-04]"]'),
         ("nodes:\n  - gpu[1\n  -b: [", None),
+        ("cluster:\n  nodes: 1\n   slots: 2\n", COLUMNS),
+        ("cluster:\n  nodes: 1\n job:\n  name: x\n", COLUMNS),
+        ("job:\n  name: a: b\n", None),
     ],
 )
 def test_a_hint_for_what_is_most_often_wrong(text: str, hint: str | None) -> None:

@@ -89,14 +89,32 @@ def test_the_first_call_is_recorded_as_it_was() -> None:
     assert not model[0]._forward_pre_hooks
 
 
+class Fused(nn.Module):
+    """Queries, keys and values of one matrix, either one behind the other or head by head; and a gated pair."""
+
+    def __init__(self, *, heads_first: bool) -> None:
+        super().__init__()
+        self.qkv, self.o, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 32), nn.Linear(16, 8)
+        self.shape = (4, 3, 2) if heads_first else (3, 4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(len(x), *self.shape).unbind(self.shape.index(3) + 1)
+        x = self.o((q * k * v).flatten(1))
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(gate * value)
+
+
 def test_parts_of_a_fused_matrix_follow_from_the_next_one() -> None:
-    model = nn.ModuleDict(
-        {"qkv": nn.Linear(8, 24), "o": nn.Linear(8, 8), "up": nn.Linear(8, 32), "down": nn.Linear(16, 8)}
-    )
+    def attempts(model: nn.Module, plan: dict[str, str]) -> list[dict[str, str]]:
+        return _attempts(model, plan, 2, Comparison(model, Call((torch.randn(2, 8),), {}), None), "")
+
     plan = {"qkv": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}
-    assert _attempts(model, plan, 2) == [plan | {"qkv": "colwise-3", "up": "colwise-2"}, plan]
-    grouped = nn.ModuleDict({"qkv": nn.Linear(8, 12), "o": nn.Linear(8, 8)})
-    assert _attempts(grouped, {"qkv": "colwise", "o": "rowwise"}, 2)[0]["qkv"] == "colwise-8:2:2"
+    fused = plan | {"qkv": "colwise-3", "up": "colwise-2"}
+    assert attempts(Fused(heads_first=False), plan) == [fused, plan]
+    assert attempts(Fused(heads_first=True), plan) == [plan, fused]
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 12), "o": nn.Linear(8, 8)})
+    model.forward = lambda x: model.o(model.qkv(x)[:, :8])  # type: ignore[method-assign, operator]
+    assert attempts(model, {"qkv": "colwise", "o": "rowwise"})[0]["qkv"] == "colwise-8:2:2"
     assert proportions("colwise-8:2:2") == [8, 2, 2]
     assert proportions("colwise-3") == [1, 1, 1]
     assert not any(map(proportions, ("colwise", "colwise-gather", "colwise-0", "rowwise-2", "colwise-2:")))
