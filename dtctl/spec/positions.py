@@ -144,11 +144,12 @@ def _hint(text: str, number: int) -> str | None:
             return "indent with spaces; YAML does not allow tabs"
         if re.search(r"[\w.-]\[[0-9,/-]+\]", line):
             return 'quote ranges of nodes: ["gpu[01-04]"]'
-    *before, last = [match for line in lines[: number + 1] if (match := _KEY.match(line))] or [None]
-    if before and last is not None and last.string == lines[number]:
-        deeper = len(last["indent"]) > len(before[-1]["indent"])
-        is_inside = deeper and not before[-1]["value"]  # of the key above, which has no value of its own
-        if not is_inside and last["indent"] not in {key["indent"] for key in before}:
+    keys = [found for line in lines[: number + 1] if (found := _KEY.match(line))]
+    if len(keys) > 1 and keys[-1].string == lines[number]:
+        *above, last = keys
+        # A key that has no value of its own begins a section, whose keys stand further right.
+        begins = len(last["indent"]) > len(above[-1]["indent"]) and not above[-1]["value"]
+        if not begins and last["indent"] not in {key["indent"] for key in above}:
             return "keys of one section begin in the same column, and those of the section above it further left"
     return None
 
