@@ -274,6 +274,7 @@ def settings_of(spec: Spec, *, nodes: int, has_spares: bool) -> dict[str, Any]:
         "link_timeout_s": spec.cluster.link_timeout_s or (SPARED_S if has_spares else UNSPARED_S),
         "hang_s": spec.job.hang_s,
         "hang_start_s": spec.job.hang_start_s,
+        "hang_output_s": spec.job.hang_output_s,
         "heal_s": spec.job.heal_s,
         "time_s": spec.job.time_s,
         "trains": spec.train is not None,

@@ -31,7 +31,8 @@ UNUSED_OF_NODES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Transport -> keys of an entry of `cluster.nodes` that no job uses there."""
 UNUSED_IN_PLAIN_MODE: Final = (
-    *_LOST_NODES, "cluster.link_timeout_s", "job.grace_s", "job.hang_s", "job.hang_start_s", "job.heal_s",
+    *_LOST_NODES, "cluster.link_timeout_s", "job.grace_s", "job.hang_s", "job.hang_start_s", "job.hang_output_s",
+    "job.heal_s",
     "job.log_mib", "job.max_restarts", "job.preload", "job.recovery", "job.time_s", "network.rendezvous_address",
 )  # fmt: skip
 """Keys that a job of Slurm without dtctl's launcher inside does not use: no supervisor of dtctl is on its nodes."""

@@ -355,6 +355,9 @@ class Job(Section):
     hang_start_s: Positive | Literal["auto", "off"] = "auto"
     """The same before the first steps are measured: from the start through compilation to the first steps of an
     attempt. auto: 1800; never less than `hang_s`."""
+    hang_output_s: Positive | None = None
+    """Seconds without a line from any worker after which a program that tells no progress hangs, for those that print
+    regularly: all workers are ended, and restarted as `max_restarts` allows. Default: output is no sign of a hang."""
     recovery: Literal["auto", "live", "restart"] = "auto"
     """What happens when a worker is lost. live: it is replaced and the others stay; the step under way is done again
     (dtctl.runtime, kind direct; ddp, hsdp, or ep with dp). restart: all workers are restarted from the newest snapshot,

@@ -270,3 +270,11 @@ def test_the_home_folder_in_arguments_and_variables_is_that_of_the_node(tmp_path
     done = dtctl("launch", *words, cwd=folder, env={"HOME": str(tmp_path)})
     argv = [f"{tmp_path}/a", f"--out={tmp_path}/b", f"{tmp_path}/e f", "$HOME", "'$HOME'"]
     assert done.stdout == f"[localhost:0] {argv} {tmp_path}/c ~/d\n", done.stderr
+
+
+def test_a_program_that_prints_no_more_is_ended_where_that_was_asked_for(tmp_path: Path) -> None:
+    job = "script: train.py, kind: direct, max_restarts: 1, hang_output_s: 2, grace_s: 0"
+    text = "import os, time\nprint('on', flush=True)\nif os.environ['DTCTL_ATTEMPT'] == '0':\n    time.sleep(1000)\n"
+    done = dtctl("launch", cwd=project(tmp_path / "p", job, **{"train.py": text}))
+    assert (done.returncode, done.stdout) == (0, "[localhost:0] on\n" * 2), done.stderr
+    assert "no worker has printed anything for 2 s (job.hang_output_s)" in done.stderr

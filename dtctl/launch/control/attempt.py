@@ -147,7 +147,7 @@ class Attempt:
 
     def _on_log(self, name: str, rank: int, payload: bytes) -> None:
         nodes = self.nodes
-        nodes.moved_at = time.monotonic()
+        nodes.moved_at = self.hang_monitor.printed_at = time.monotonic()
         if rank == METRICS and not self._has_metrics(name):
             return
         if rank != METRICS and rank not in nodes.ranks.get(name, ()):  # a line can begin like one of another worker

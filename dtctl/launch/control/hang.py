@@ -247,6 +247,7 @@ class HangMonitor:
         node_of_rank: Mapping[int, str],
         limit: HangLimit,
         start_limit: HangLimit,
+        output_limit_s: float | None = None,
         folder: Path,
         on_progress: Watched | None,
     ) -> None:
@@ -256,12 +257,16 @@ class HangMonitor:
             node_of_rank: workers of the attempt, rank -> node.
             limit: `job.hang_s`.
             start_limit: `job.hang_start_s`.
+            output_limit_s: `job.hang_output_s`.
             folder: where stacks are kept, if there will be any.
             on_progress: told how far the workers are, whenever a node says so.
         """
         self.node_of_rank = node_of_rank
         self.limit: HangLimit = limit
         self.start_limit: HangLimit = start_limit
+        self.output_limit_s = output_limit_s
+        self.printed_at = time.monotonic()
+        """Time when a worker last printed something, or none had begun."""
         self.folder = folder
         self.on_progress = on_progress
         self.workers: dict[int, Standing] = {}
@@ -320,10 +325,17 @@ class HangMonitor:
             if not worker.exited
         ):
             return False
-        self.silent_s = silence(
-            self.workers.values(), world_size=len(self.node_of_rank), limit=self.limit, start_limit=self.start_limit
-        )
+        if self._tells_progress():
+            self.silent_s = silence(
+                self.workers.values(), world_size=len(self.node_of_rank), limit=self.limit, start_limit=self.start_limit
+            )
+        elif self.output_limit_s is not None and now - self.printed_at > self.output_limit_s:
+            self.silent_s = now - self.printed_at
         return self.silent_s is not None
+
+    def _tells_progress(self) -> bool:
+        """Return whether a worker that has not ended has noted progress; other programs have their output alone."""
+        return not self.workers.keys() <= self._ended
 
     def is_stuck(self, rank: int, *, asked_s: float, again: bool) -> bool:
         """Return whether a worker alone has been silent for longer than a step can take.
@@ -345,6 +357,7 @@ class HangMonitor:
         self.workers.clear()
         self._stacks.clear()
         self.silent_s = None
+        self.printed_at = time.monotonic()
 
     def begin_collecting(self, nodes: Collection[str]) -> None:
         """Stacks were requested from these nodes."""
@@ -368,6 +381,15 @@ class HangMonitor:
         """Return the culprit, once all nodes have answered or the time limit has passed; the stacks are saved then."""
         if self.silent_s is None or (self._awaited and now < self._deadline):
             return None
+        if not self._tells_progress():
+            summary = (
+                f"no worker has printed anything for {self.silent_s:.0f} s (job.hang_output_s); which one is stuck is "
+                "not known, since the program tells no progress"
+            )
+            first = self.node_of_rank[min(self.node_of_rank)]
+            return Failure(
+                node=first, rank=None, exit_code=None, signal=None, time=time.time(), summary=summary, hang=True
+            )
         silent = {rank: node for rank, node in self.node_of_rank.items() if rank not in self.workers}
         failure = hang_failure(
             self.workers.values(), self._stacks, silent_s=self.silent_s, now=time.time(), silent=silent

@@ -78,6 +78,8 @@ class LaunchJob:
     hang_s: HangLimit
     hang_start_s: HangLimit
     """Limits for a job that has not made any progress yet."""
+    hang_output_s: float | None
+    """Seconds without output after which a job that tells no progress hangs; None: never."""
     heal_s: float
     """Seconds that replacing lost workers may take."""
     time_s: float | None

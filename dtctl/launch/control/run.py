@@ -227,6 +227,7 @@ class NodesBackend:
             node_of_rank={rank: node.name for node in plan.nodes for rank in node.ranks},
             limit=self.job.hang_s,
             start_limit=self.job.hang_start_s,
+            output_limit_s=self.job.hang_output_s,
             folder=self.record.folder / names.HANGS_DIR / f"attempt-{plan.attempt}",
             on_progress=self.ledger.watch,
         )

@@ -204,3 +204,26 @@ def test_who_fetches_a_number_from_a_gpu_waits_for_the_exchange_before_it(file: 
     assert fetches.is_waiting
     (blamed,) = culprits(gang({}, {}, {}), {0: fetches, 1: SLEEPS, 2: fetches})
     assert blamed.rank == 1
+
+
+def test_a_program_without_progress_hangs_by_its_output_alone(tmp_path: Path) -> None:
+    def monitor(**limits: float) -> hang.HangMonitor:
+        return hang.HangMonitor(
+            node_of_rank={0: "a", 1: "b"}, limit=1.0, start_limit=1.0, folder=tmp_path, on_progress=None, **limits
+        )
+
+    now = time.monotonic()
+    assert not monitor().hangs(now + 1e6)
+    limited = monitor(output_limit_s=5.0)
+    assert not limited.hangs(now + 4)
+    limited.printed_at = now + 4
+    assert not limited.hangs(now + 8)
+    limited.worker_ended(1)
+    assert limited.hangs(now + 10)
+    failure = limited.verdict(now + 10)
+    assert failure is not None
+    assert (failure.node, failure.rank, failure.hang) == ("a", None, True)
+    assert failure.summary.startswith("no worker has printed anything for 6 s (job.hang_output_s)")
+    training = monitor(output_limit_s=5.0)
+    training.update(gang({"stale_s": 0.0}), node="n0")
+    assert not training.hangs(now + 3), "a training that tells its steps may print nothing"

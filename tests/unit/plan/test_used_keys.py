@@ -93,6 +93,7 @@ VALUES: Final[Mapping[str, Any]] = {
     "job.preload": ["json"],
     "job.hang_s": 9,
     "job.hang_start_s": 99,
+    "job.hang_output_s": 99,
     "job.recovery": {"recovery": "restart", "max_restarts": 2},
     "job.heal_s": 9,
     "job.time_s": 60,

@@ -52,12 +52,15 @@ def test_what_a_job_of_slurm_ignores_is_named() -> None:
 
 def test_what_plain_mode_lacks_is_named_with_its_keys() -> None:
     text = "cluster: {transport: slurm, nodes: 2, slots: 2}\nslurm: {launcher: none}\n"
-    spec = spec_of(text + "job: {script: train.py, hang_s: 60, hang_start_s: 60, max_restarts: 3, recovery: auto}")
+    spec = spec_of(
+        text
+        + "job: {script: train.py, hang_s: 60, hang_start_s: 60, hang_output_s: 60, max_restarts: 3, recovery: auto}"
+    )
     plan = build(spec, resolve_nodes(spec), run="r")
     assert plan.notes[:2] == (
         "slurm.launcher is none: nothing in the job detects a hang, restarts failed workers or replaces lost ones",
-        "job.hang_s, job.hang_start_s, job.max_restarts, job.recovery have no effect without dtctl's launcher in the "
-        "job",
+        "job.hang_output_s, job.hang_s, job.hang_start_s, job.max_restarts, job.recovery have no effect without "
+        "dtctl's launcher in the job",
     )
     assert plan.max_restarts == 0
     spec = spec_of(text + "job: {script: train.py}\ntrain: {strategy: ddp}")

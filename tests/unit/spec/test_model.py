@@ -66,6 +66,7 @@ job:
   grace_s: 0
   hang_s: 60
   hang_start_s: 900
+  hang_output_s: 300
   recovery: restart
   heal_s: 30
   time_s: 3600
