@@ -46,7 +46,8 @@ _ENDED_WELL = re.compile(
     r"|treinamento (?:conclu[ií]do|finalizado)|entrenamiento (?:finalizado|completado|terminado)"
     r"|entra[iî]nement (?:est )?terminé|training (?:ist )?abgeschlossen"
     r"|\b(?:finished|completed|exited|succeeded) successfully\b|^(?:all )?done[.!]?$|\bJob "
-    r"completed\b(?!.*(?:error|fail))",
+    r"completed\b(?!.*(?:error|fail))"
+    r"|'train_runtime': \d|\bexit(?:ed)? (?:with )?(?:code|status):? ?0\b(?!:)|\bExitCode=0:0|\bState: +COMPLETED\b",
     re.IGNORECASE,
 )
 _WARNING = re.compile(
@@ -71,6 +72,9 @@ _WEAK = re.compile(
     r"FATAL|[Ff]ailed to (?:start|launch|initiali[sz]e|connect|allocate|create|load|open)|Check failed: |"
     r"^Assertion `|: Assertion `"
 )
+_GOES_ON_WITHOUT = re.compile(
+    r"(?i)could not find|failed to open|missing|plugin|deprecated|fall(?:ing)? ?back|disabl|ignor"
+)
 _WEAK_WORDS = (
     "rror",
     "ERROR",
@@ -89,8 +93,12 @@ _LEVEL = re.compile(
     r"ERROR|CRITICAL|FATAL|FAILED|[Ff]atal|rror: |^Error|panic|borting|giving up|Assertion|Check failed"
 )
 """Complaints that say more than that something could not be done."""
-_BY_A_SCRIPT = re.compile(r"^(?:all )?done[.!]?$", re.IGNORECASE)
-"""Last lines of a shell, which come after any failure."""
+_BY_A_SCRIPT = re.compile(
+    r"^(?:all )?done[.!]?$|\bexit(?:ed)? (?:with )?(?:code|status)|\bExitCode=|\bState: ", re.IGNORECASE
+)
+"""Last lines of a shell or a launcher, which may come after the failure of a process."""
+STEPS_OF_ANOTHER = 5
+"""Lines of progress behind the end of a training that only another one can have printed."""
 _CONTENT_MATTERS = re.compile(
     r"(?i)exit|error_file|code\b|signal|errno|xid|status|timed|joined|completion|http|watchdog|lagging|work:|local_rank|"
     r"\bhost\s*:|Root Cause|={5}|RUNNING AT|Process name"
@@ -130,6 +138,8 @@ class _File:
     """True if lines that complain in unknown words are among them."""
     ended: bool = False
     """True if a line says that the training ended well."""
+    after_end: int = 0
+    """Lines of progress behind that line."""
     starts: Starts = field(default_factory=Starts)
 
 
@@ -223,6 +233,7 @@ class _Scan:
             self.rank_of[line.node, line.pid] = int(known["rank"] or known["also"])
         if "Using" in text or "IFNAME" in text:
             found.interfaces.note(text)
+        found.facts.note(line)
         if "orld" in text or "anks" in text or "WORLD" in text or "clients joined" in text:
             found.world = max(found.world, collective.world_in(text))
         if "work" in text or "WorkNCCL" in text or "lagging" in text:
@@ -274,7 +285,7 @@ class _Scan:
             and _WEAK.search(text)
             and not _WARNING.search(text)
             and "NCCL WARN" not in line.raw
-        ):
+        ) or _complaint_of_nccl(line.raw):
             return [_hit(COMPLAINT, line, {})]
         return []
 
@@ -298,8 +309,8 @@ class _Scan:
                 hit.rank = self.rank_of.get((hit.node, hit.line.pid))
             if hit.late and hit.end is not None and hit.end.signal in (6, 11):
                 hit.signature = signatures.by_id("aborted-at-exit")
-            elif hit.late and hit.signature.role == "effect":  # what was left is being cleared away
-                hit.survived = True
+            elif hit.late and (hit.signature.ends or hit.signature.role == "effect" or _is_at_exit(hit)):
+                hit.survived = True  # what was left is being cleared away
             kept.append(hit)
         for hit in kept:
             if hit.rank is None and not hit.ranks:
@@ -391,6 +402,15 @@ def _needed(hit: Hit) -> int:
     return UNLABELLED if unlabelled else 1
 
 
+def _complaint_of_nccl(text: str) -> bool:
+    """Return whether NCCL warns in words that nobody here knows, and not only of what it goes on without."""
+    return "NCCL WARN" in text and not _GOES_ON_WITHOUT.search(text)
+
+
+def _is_at_exit(hit: Hit) -> bool:
+    return hit.signature.id == "aborted-at-exit" and hit.end is None
+
+
 def _by_a_shell(hit: Hit) -> bool:
     return hit.signature.id in BY_A_SHELL and hit.raised is None
 
@@ -415,7 +435,8 @@ def _survive(line: LogLine, state: _File, *, ordinary: bool) -> None:
     text = line.text
     ended = _ENDED_WELL.search(text) is not None
     progress = PROGRESS.search(text) is not None and _NOT_A_NUMBER.search(text) is None
-    state.ended = state.ended or ended
+    state.after_end = 0 if ended else state.after_end + progress
+    state.ended = (state.ended or ended) and state.after_end < STEPS_OF_ANOTHER
     state.starts.steps += progress
     if ended or progress:
         state.starts.went_on = line.number
@@ -424,7 +445,7 @@ def _survive(line: LogLine, state: _File, *, ordinary: bool) -> None:
     kept: list[tuple[Hit, int]] = []
     for hit, needed in state.open:
         same = hit.line.rank is None or hit.line.rank == line.rank
-        ended_ = ended and not (_BY_A_SCRIPT.match(text) and hit.uncaught)
+        ended_ = ended and not (_BY_A_SCRIPT.search(text) and hit.uncaught)
         step = needed if same and ended_ else 1 if same and progress else 0
         if hit.signature is COMPLAINT or _said(hit) or _by_a_shell(hit):
             step = needed if same and (ended_ or progress) else int(ordinary)
@@ -437,17 +458,24 @@ def _survive(line: LogLine, state: _File, *, ordinary: bool) -> None:
 
 
 def _of_exit(end: ReportedExit, line: LogLine) -> Hit:
-    by_signal = {9: "killed", 11: "segfault", 7: "bus-error", 6: "aborted", 15: "stopped", 2: "stopped", 1: "hangup"}
+    by_signal = {
+        9: "killed", 11: "segfault", 7: "bus-error", 6: "aborted", 15: "stopped", 2: "stopped", 1: "hangup",
+        4: "crashed",
+    }  # fmt: skip
     if end.out_of_memory:
         id_ = "oom-killer"
     elif end.signal:
-        id_ = by_signal.get(end.signal, "crashed")
+        id_ = by_signal.get(end.signal, "signalled")
     else:
         id_ = "worker-failed"
     hit = _hit(
         signatures.by_id(id_),
         line,
-        {"code": str(end.code), "signal": launchers.name_of(end.signal) if end.signal else ""},
+        {
+            "code": str(end.code),
+            "signal": launchers.name_of(end.signal) if end.signal else "",
+            "meaning": launchers.MEANINGS.get(end.signal, "who sent it is not in these logs"),
+        },
     )
     hit.end, hit.root, hit.ranks = end, end.root, end.ranks
     hit.node = end.node or hit.node

@@ -40,6 +40,7 @@ class Signature:
     yields: tuple[str, ...] = ()
     sure: bool = True
     follows: str = ""
+    ends: bool = False
 
 
 @functools.cache
