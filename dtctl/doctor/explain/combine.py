@@ -21,6 +21,11 @@ _CRASHES = frozenset(("segfault", "aborted", "bus-error", "crashed", "signalled"
 _KEYS = re.compile(r"(?P<kind>Missing|Unexpected) key\(s\) in state_dict: (?P<keys>.*)")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.", "model.", "_forward_module.")
 """Prefixes that DDP, torch.compile, FSDP, adapters and trainers put before the names of parameters."""
+_OF_FILES = frozenset(("missing-file", "storage-failed", "missing-library", "bad-data", "checkpoint-damaged"))
+_CACHE = re.compile(
+    r"(?P<path>/[^'\": ]*(?:torch_extensions|torchinductor_\w*|\.triton|torch_compile_cache|inductor_cache)/[^'\": ]*)"
+)
+"""Files in which compilers of kernels keep what they have built."""
 _SAID_BEFORE = 40
 """Lines before an exception in which the program may have printed its reason."""
 
@@ -49,6 +54,24 @@ def _by_versions(found: Diagnosis, all_: Found) -> Diagnosis:
         source=signature.source,
         confidence="medium",
         evidence=(*found.evidence[:2], *evidence),
+    )
+
+
+def _in_a_cache(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
+    """Tell a file of a compiler's cache from one of the user's: nobody has to put it there."""
+    del all_
+    texts = [hit.raised.text if hit.raised is not None else hit.line.text for hit in candidate.hits]
+    path = next((named["path"] for text in texts if (named := _CACHE.search(text)) is not None), "")
+    if not path:
+        return found
+    signature = signatures.by_id("compile-cache")
+    return replace(
+        found,
+        id=signature.id,
+        cause=signature.cause.replace("{path}", path),
+        fix=signature.fix,
+        source=signature.source,
+        confidence="medium",
     )
 
 
@@ -139,6 +162,7 @@ def _said_before(found: Diagnosis, first: Hit, all_: Found) -> Diagnosis:
 
 _Rule = Callable[[Diagnosis, Candidate, Found], Diagnosis]
 _RULES: tuple[tuple[frozenset[str], _Rule], ...] = (
+    (_OF_FILES, _in_a_cache),
     (frozenset(["nccl-address"]), _without_interface),
     (frozenset(["invalid-device"]), _which_device),
     (frozenset(["shapes-differ"]), _which_keys),

@@ -10,12 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtctl.doctor.explain import signatures
-from dtctl.doctor.explain.diagnosis import Confidence
+from dtctl.doctor.explain.diagnosis import UNKNOWN, Confidence
 from dtctl.doctor.explain.found import Found, Hit
 from dtctl.doctor.explain.timeline import AFTERWARDS, DEFINITE, EFFECT, NOTE, OPEN, REFUTED, WARNED, Candidate, voice_of
 
 NEAR = 400
 """Lines before a diagnosis within which an error that is not understood may be its cause."""
+_BY_SIGNAL = frozenset(
+    ("killed", "segfault", "crashed", "signalled", "bus-error", "aborted", "cancelled", "agent-signalled")
+)
+"""Kinds that tell how a process or a job was ended, and not why."""
+_BY_CLASS = frozenset(
+    ("bad-data", "bad-sample", "bad-configuration", "compile-failed", "download-failed", "gpu-error", "network-error")
+)
+"""Kinds that an exception is given for its class and its module, whatever its message is."""
 LAST_LINES = 12
 """Lines behind the last one of a cause, at the end of a log, that are what a process still prints while it ends."""
 
@@ -45,6 +53,20 @@ def rate(
     return "high" if supported and not open_ else "medium"
 
 
+def say_again(candidate: Candidate, confidence: Confidence) -> str:
+    """Return what to run again with, where the lines of a cause do not suffice; empty where they do."""
+    if confidence in ("high", "medium"):
+        return ""
+    signature, raised = candidate.signature, candidate.first.raised
+    if signature.ambiguous:
+        return signature.ambiguous
+    if signature.id in _BY_SIGNAL:
+        return "PYTHONFAULTHANDLER=1, which prints the line of a crash; dmesg -T on that node right after it"
+    if candidate.place in (EFFECT, AFTERWARDS):
+        return UNKNOWN.again
+    return "" if raised is not None and raised.frames else "the standard error of every rank, with whole tracebacks"
+
+
 def _limit(candidate: Candidate) -> Confidence:
     """Return what the kind of the cause and the sources of its lines allow at most."""
     signature, place, hits = candidate.signature, candidate.place, candidate.hits
@@ -62,8 +84,16 @@ def _limit(candidate: Candidate) -> Confidence:
 
 def _rests_on_class(hits: Sequence[Hit]) -> bool:
     """Return whether all that is known is the class of an exception, or the signal of an end."""
-    by_signal = hits[0].signature.id in ("killed", "segfault", "crashed", "signalled", "bus-error", "aborted")
-    return by_signal or all(hit.raised is not None and hit.weight < 2 for hit in hits)
+    if hits[0].signature.id in _BY_SIGNAL:
+        return True
+    return all(hit.raised is not None and hit.weight < (3 if _is_of_class(hit) else 2) for hit in hits)
+
+
+def _is_of_class(hit: Hit) -> bool:
+    """Return whether the kind of an exception tells only its class; an argument that nobody takes has many reasons."""
+    if hit.raised is not None and hit.signature.id == "version-conflict":
+        return hit.raised.short not in ("ImportError", "ModuleNotFoundError")
+    return hit.signature.id in _BY_CLASS
 
 
 def _has_two_sources(hits: Sequence[Hit]) -> bool:

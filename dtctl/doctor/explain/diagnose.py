@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtctl.doctor.explain import signatures
-from dtctl.doctor.explain.confidence import rate
+from dtctl.doctor.explain.confidence import rate, say_again
 from dtctl.doctor.explain.consequences import in_one_run, told_as_consequence, without_errors_that_are_here
 from dtctl.doctor.explain.diagnosis import UNKNOWN, Diagnosis, Evidence, Explanation, Verdict
 from dtctl.doctor.explain.dumps import Dump, judge_dumps, read_dump
@@ -128,7 +128,8 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
     first, combined = sharpen(_with_exit(diagnoses[0], cause.hits, found), cause, found)
     rivals = [one for one in others if one.place == DEFINITE and one.signature.id != cause.signature.id]
     earliest = bool(roots) or is_earliest(cause, rivals)
-    first = replace(first, confidence=rate(cause, found, rivals, earliest=earliest, combined=combined))
+    confidence = rate(cause, found, rivals, earliest=earliest, combined=combined)
+    first = replace(first, confidence=confidence, again=say_again(cause, confidence))
     if not first.nodes and len(found.nodes) == 1 and cause.signature.role in ("cause", "symptom"):
         first = replace(first, nodes=tuple(found.nodes))  # these are the logs of one node
     if not first.nodes and not first.ranks:

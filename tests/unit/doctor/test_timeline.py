@@ -20,7 +20,7 @@ NCCL = "n1:10:20 [0] misc/socket.cc:483 NCCL WARN "
 ERRORS = {
     "peer-closed": NCCL + "socketProgress: Connection closed by remote peer n2<34567>\n"
     "n1:10:20 [0] proxy.cc:1485 NCCL WARN [Service thread] Error encountered progressing operation=Connect, res=3\n",
-    "nccl-error": NCCL + "Cuda failure 'peer mapping'\nn1:10:20 [0] init.cc:1 NCCL WARN Error while creating it\n",
+    "nccl-error": NCCL + "Error: the proxy gave no answer\nn1:10:20 [0] init.cc:1 NCCL WARN Error while creating it\n",
     "ib-retry-exceeded": NCCL
     + "NET/IB : Got completion from peer 10.0.0.2<5> with status=12 opcode=129 len=6 vendor err 129\n",
     "unknown": "ERROR zorblax: flux capacitor exceeded 88 mph\n",
