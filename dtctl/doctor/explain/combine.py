@@ -26,6 +26,9 @@ _CACHE = re.compile(
     r"(?P<path>/[^'\": ]*(?:torch_extensions|torchinductor_\w*|\.triton|torch_compile_cache|inductor_cache)/[^'\": ]*)"
 )
 """Files in which compilers of kernels keep what they have built."""
+_REASON = re.compile(
+    r"\[ERROR\] (?!/etc/)|nvidia-container-cli: |failed to execute|[Dd]enied|No such file|[Uu]nauthorized|not found"
+)
 _SAID_BEFORE = 40
 """Lines before an exception in which the program may have printed its reason."""
 
@@ -160,6 +163,13 @@ def _said_before(found: Diagnosis, first: Hit, all_: Found) -> Diagnosis:
     return replace(found, cause=f"{found.cause}; before that it printed: {said[-1].line.text.strip()[:200]!r}")
 
 
+def _why_no_container(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
+    """Add the line that tells why a container cannot be started; most tell only that."""
+    del all_
+    why = next((hit.line.text for hit in candidate.hits if _REASON.search(hit.line.text)), "")
+    return replace(found, cause=f"{found.cause}: {why.strip()[:240]}") if why else found
+
+
 _Rule = Callable[[Diagnosis, Candidate, Found], Diagnosis]
 _RULES: tuple[tuple[frozenset[str], _Rule], ...] = (
     (_OF_FILES, _in_a_cache),
@@ -167,4 +177,5 @@ _RULES: tuple[tuple[frozenset[str], _Rule], ...] = (
     (frozenset(["invalid-device"]), _which_device),
     (frozenset(["shapes-differ"]), _which_keys),
     (_CRASHES, _in_which_library),
+    (frozenset(["container-start"]), _why_no_container),
 )

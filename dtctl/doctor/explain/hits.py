@@ -20,6 +20,8 @@ UNLABELLED = 5
 another, and a line of another rank may come in between."""
 CALM = 8
 """Ordinary lines after one that only looks like an error, until it counts as survived."""
+LONG_CALM = 40
+"""Ordinary lines after a warning of NCCL, which libraries print too while a job hangs."""
 STICKY = frozenset(["device-assert", "illegal-access", "launch-failure"])
 """Faults from which a process does not recover: its CUDA context is lost."""
 BY_A_SHELL = frozenset(["command-missing", "conda-missing"])
@@ -393,6 +395,8 @@ def _explain(hit: Hit) -> None:
 def _needed(hit: Hit) -> int:
     """Lines of progress, or of anything, that show that a hit was survived."""
     if hit.signature is COMPLAINT:
+        if _complaint_of_nccl(hit.line.raw):
+            return LONG_CALM
         return CALM if _LEVEL.search(hit.line.text) else 1
     if _said(hit):
         return 2

@@ -184,10 +184,6 @@ _PROBING = frozenset(
 )
 _SAYING_SO = ("ValueError", "RuntimeError", "AssertionError", "Exception", "IOError", "OSError", "IndexError")
 """Exceptions that programs raise for a missing file that they have looked for themselves."""
-_COMMUNICATION = re.compile(
-    r"\bgloo/|ProcessGroup[A-Z]\w+|\bc10d/|NCCL (?:error|WARN)|\bnccl[A-Z]\w+|TCPStore|\b(?:ucp|ucs|uct|ucc)_\w+"
-)
-"""Names of libraries of collectives in a message: a process prints so what happened between it and another one."""
 _PATH = r"(?:(?:/[\w.@%+=-]+){2,}/?|[A-Za-z]:[\\/][^'\"]+)"
 _GONE = re.compile(
     rf"\b(?:[Nn]o \w+(?: \w+){{0,3}} (?:found|present|available|exists?)|(?:not|n't) (?:be )?(?:found|exist)|"
@@ -372,7 +368,7 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
         return "distributed-error", -1
     if name == "MemoryError":
         return "host-memory", 2
-    if _COMMUNICATION.search(text) and not own:
+    if signatures.COMMUNICATION.search(text) and not own:
         return "distributed-error", -1
     if "CUDA error" in text or "cudaError" in text or "CUDA driver" in text:
         return "gpu-error", 2

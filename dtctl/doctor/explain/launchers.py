@@ -50,6 +50,7 @@ _FORMS = tuple(
     for form in (
         r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+)",
         r"\(local_rank (?P<local>\d+)\) FAILED \(exitcode (?P<code>-?\d+)\)",
+        r"--local[-_]rank=(?P<local>\d+)\b.*exits with return code = (?P<code>-?\d+)",  # DeepSpeed
         r"Signal (?P<signal>\d+) \(SIG\w+\) received by PID",
         r"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on signal (?P<signal>\d+)",
         r"MPI_ABORT was invoked on rank (?P<rank>\d+)",

@@ -80,6 +80,7 @@ _PREFIXES = {
         ("[", _BRACKETS),
         (string.digits + " ", _NUMBERS),
         (string.ascii_letters, _LETTERS),
+        (":", (r": +(?=\[rank\d+\]:)",)),  # a terminal's multiplexer, or a name that was cut off
         ("(", _PARENTHESES),
     )
     for start in starts

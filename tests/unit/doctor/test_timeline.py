@@ -48,6 +48,23 @@ def test_what_is_printed_afterwards_never_outranks_an_error_before_it(
     assert found.primary
 
 
+@pytest.mark.parametrize("between", ["n1:10:20 [0] NCCL INFO transport/net.cc:1393 -> 5\n", "reading\n" * 9])
+def test_ordinary_lines_do_not_show_that_a_warning_of_nccl_was_survived(tmp_path: Path, between: str) -> None:
+    assert first(tmp_path, ERRORS["unknown "] + between + TIME_LIMIT).id == "unknown"
+    assert first(tmp_path, ERRORS["unknown "] + "step 9 loss 1.0\n" + TIME_LIMIT).id == "time-limit"
+
+
+@pytest.mark.parametrize("words", ["Message truncated : received", "message truncated : receiving"])
+def test_sizes_that_differ_are_known_in_both_forms(tmp_path: Path, words: str) -> None:
+    found = first(tmp_path, f"{NCCL}NET/Socket : peer 10.0.0.2<5> {words} 8 bytes instead of 4.\n" + TIME_LIMIT)
+    assert (found.id, found.nodes) == ("nccl-settings-differ", ("n1",))
+
+
+def test_the_rank_of_a_process_that_deepspeed_lost_is_read(tmp_path: Path) -> None:
+    text = "[ERROR] [launch.py:324:sigkill_handler] ['python', 'a.py', '--local_rank=3'] exits with return code = -9\n"
+    assert first(tmp_path, text).ranks == (3,)
+
+
 @pytest.mark.parametrize("afterwards", [CANCELLED, TIME_LIMIT])
 def test_without_an_error_before_it_what_the_scheduler_prints_leads(tmp_path: Path, afterwards: str) -> None:
     lost = ERRORS["peer-closed"]
@@ -251,3 +268,30 @@ def test_facts_next_to_an_error_say_which_of_its_meanings_it_has(tmp_path: Path)
         "\n", "\n[rank0]: "
     )
     assert "vocabulary of the tokenizer" in first(tmp_path, said).cause
+
+
+@pytest.mark.parametrize(
+    ("text", "id_"),
+    [
+        (
+            "RuntimeError: [../gloo/gloo/transport/tcp/socket.cc:9] rv != -1. connect: Network is unreachable\n",
+            "no-route",
+        ),
+        ("[1579.838] [n1:1:2] ucp_rkey.c:250  UCX  ERROR Failed to unpack remote key: Input/output error\n", "unknown"),
+        (NCCL + "Call to ibv_reg_mr failed with error Bad address\n", "ib-local-protection"),
+        (NCCL + "nvmlDeviceGetHandleByPciBusId() failed: Not Found\n", "nvml"),
+        ("Error loading model:  CUDA out of memory. Tried to allocate 1008.00 MiB. GPU 0 has 14 GiB\n", "cuda-oom"),
+        (": [rank18]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", "cuda-oom"),
+    ],
+)
+def test_words_about_files_and_downloads_mean_something_else_between_processes(
+    tmp_path: Path, text: str, id_: str
+) -> None:
+    found = first(tmp_path, text)
+    assert found.id == id_
+    assert found.ranks == ((18,) if "rank18" in text else ())
+
+
+def test_a_container_that_cannot_be_started_is_told_with_its_reason(tmp_path: Path) -> None:
+    text = CONTAINER + "slurmstepd: error: pyxis:   nvidia-container-cli: container error: permission denied\n"
+    assert "permission denied" in first(tmp_path, text).cause
