@@ -113,15 +113,16 @@ def show_cause(logs: Path, failure: Failure | None = None) -> None:
         logs: of the run.
         failure: the first one, as the launcher has it. A cause that lies with another worker is not shown next to it.
     """
-    from dtctl.doctor.explain.diagnose import explain
+    from dtctl.doctor.explain.diagnose import explain_all
 
     try:
-        first = next(iter(explain([logs])), None)
+        explained = explain_all([logs])
     except UsageError:  # nothing was printed, so nothing can be said
         return
-    # A plain exception was shown already, and a mere consequence would only distract from what was.
-    if first is None or not first.primary or first.id in ("unknown", "exception") or first.confidence == "low":
+    # A mere consequence would only distract from what was shown already, and a plain exception was.
+    if explained.verdict != "explained" or explained.diagnoses[0].id == "exception":
         return
+    first = explained.diagnoses[0]
     if failure is not None and _is_elsewhere(first, failure):
         return
     output.err(f"cause: {first.cause}{_ranks_and_nodes(first)}", "bold")

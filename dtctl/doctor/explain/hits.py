@@ -99,6 +99,8 @@ _BY_A_SCRIPT = re.compile(
     r"^(?:all )?done[.!]?$|\bexit(?:ed)? (?:with )?(?:code|status)|\bExitCode=|\bState: ", re.IGNORECASE
 )
 """Last lines of a shell or a launcher, which may come after the failure of a process."""
+STILL_ENDING = 60
+"""Lines behind such a line within which what ends a job still ends the same one: a script may go on with another."""
 STEPS_OF_ANOTHER = 5
 """Lines of progress behind the end of a training that only another one can have printed."""
 _CONTENT_MATTERS = re.compile(
@@ -140,6 +142,8 @@ class _File:
     """True if lines that complain in unknown words are among them."""
     ended: bool = False
     """True if a line says that the training ended well."""
+    ended_at: int = 0
+    """The last such line."""
     after_end: int = 0
     """Lines of progress behind that line."""
     starts: Starts = field(default_factory=Starts)
@@ -209,7 +213,8 @@ class _Scan:
             else:
                 state.open.append((hit, _needed(hit)))
                 state.complaining = state.complaining or hit.signature is COMPLAINT or _said(hit) or _by_a_shell(hit)
-            hit.late = state.ended
+            near = line.number - state.ended_at <= STILL_ENDING
+            hit.late = state.ended and (near or not hit.signature.ends)
             state.attend = index + ATTENTION
         state.last = key
         if stream.reader.inside:
@@ -441,6 +446,7 @@ def _survive(line: LogLine, state: _File, *, ordinary: bool) -> None:
     progress = PROGRESS.search(text) is not None and _NOT_A_NUMBER.search(text) is None
     state.after_end = 0 if ended else state.after_end + progress
     state.ended = (state.ended or ended) and state.after_end < STEPS_OF_ANOTHER
+    state.ended_at = line.number if ended else state.ended_at
     state.starts.steps += progress
     if ended or progress:
         state.starts.went_on = line.number

@@ -225,6 +225,13 @@ def test_a_run_that_ended_well_has_no_failure_whatever_comes_after(tmp_path: Pat
     assert found.verdict == "no-failure", found.diagnoses[0].cause
 
 
+def test_a_script_that_goes_on_long_after_a_part_of_it_ended_well_may_fail(tmp_path: Path) -> None:
+    for more in ("reading a shard\n" * 99, "step 9 loss 1.0\n" * 9):
+        text = "preprocessing exited with exit code 0\n" + more + TIME_LIMIT
+        assert first(tmp_path, text).id == "time-limit"
+        assert explained(tmp_path, text).verdict == "explained"
+
+
 def test_a_bar_that_is_full_is_no_end_of_a_run(tmp_path: Path) -> None:
     text = "100%|██████████| 500/500 [10:00<00:00,  3.20it/s]\n" + CLASSES_ALONE[0]
     assert explained(tmp_path, text).verdict == "explained"
