@@ -50,22 +50,24 @@ CLASSES: dict[str, str] = {
     "command-missing": "command-missing not-executable container-start conda-missing",
     "collective-mismatch": "collective-mismatch nccl-settings-differ store-barrier ddp-models-differ "
                            "sizes-differ watchdog-timeout rank-behind gloo-timeout",
-    "collective-timeout-straggler": "watchdog-timeout rank-silent rank-behind gloo-timeout "
+    "collective-timeout-straggler": "collective-unfinished "
+    "watchdog-timeout rank-silent rank-behind gloo-timeout "
     "heartbeat-timeout peer-late tasks-missing "
                                     "watchdog-stuck monitored-barrier "
     "clients-missing store-barrier nccl-id-missing collective-mismatch",
     "device-usage": "invalid-device duplicate-gpu world-too-large gpu-busy backend-device devices-differ "
                     "no-nccl device-map fork-cuda device-unknown no-bf16",
     "gpu-hardware": "gpu-fell-off nvml nvls",
-    "driver": "driver-too-old driver-mismatch fabric-manager nvml nvls no-nccl",
-    "version-conflict": "gpu-architecture version-conflict undefined-symbol no-kernel-image "
+    "driver": "nccl-cuda-failure driver-too-old driver-mismatch fabric-manager nvml nvls no-nccl",
+    "version-conflict": "nccl-address gpu-architecture version-conflict undefined-symbol no-kernel-image "
                         "cuda-toolkit-differs weights-only "
                         "removed-api nccl-version-mismatch "
     "old-glibc import-failed missing-module local-rank-argument missing-library driver-too-old",
     "import-or-abi": "undefined-symbol missing-library missing-module import-failed version-conflict old-glibc "
                      "circular-import",
     "missing-module": "missing-module import-failed command-missing",
-    "compile": "gpu-architecture compile-failed build-failed missing-header cuda-toolkit-missing cuda-toolkit-differs",
+    "compile": "compile-cache "
+    "gpu-architecture compile-failed build-failed missing-header cuda-toolkit-missing cuda-toolkit-differs",
     "checkpoint": "missing-file checkpoint-damaged shapes-differ world-size-changed checkpoint-missing lfs-pointer "
                   "weights-only bad-data write-failed",
     "download": "offline hub-forbidden hub-missing rate-limited server-error tls download-failed name-resolution",
@@ -88,7 +90,7 @@ CLASSES: dict[str, str] = {
     "compile-failed "
                      "launch-failure illegal-access recompute-differs "
     "sizes-differ autograd types-differ ddp-attribute",
-    "segfault": "segfault crashed aborted illegal-access launch-failure",
+    "segfault": "signalled segfault crashed aborted illegal-access launch-failure",
 }  # fmt: skip
 """Class of an established cause -> ids of the diagnoses that say the same."""
 

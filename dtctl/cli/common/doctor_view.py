@@ -71,7 +71,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 
 def show_explanation(explained: Explanation) -> None:
-    """The primary cause with its evidence, then what follows from it, then what else was found, a line each."""
+    """Print what is certain, what is likely, what to run again with; then consequences and what else was found."""
     from dtctl.doctor.explain.lines import shown
 
     if explained.verdict == "no-failure":
@@ -79,17 +79,24 @@ def show_explanation(explained: Explanation) -> None:
         _show_rest("also seen:", explained.diagnoses)
         return
     first, *rest = explained.diagnoses
-    label = "cause" if explained.verdict == "explained" else "failed, not understood"
-    output.out(f"{label}: {first.cause}{_ranks_and_nodes(first)}", "bold")
-    if first.confidence in ("low", "medium", "ambiguous"):
-        output.out(f"  confidence: {first.confidence}")
-    output.out(f"  fix: {first.fix}")
-    for evidence in first.evidence:
-        output.out(f"  | {shown(evidence.file)}:{evidence.line}: {evidence.text}")
-    if first.source:
-        output.out(f"  see {first.source}")
+    understood = explained.verdict == "explained"
+    lines = [f"  | {shown(one.file)}:{one.line}: {one.text}" for one in first.evidence]
+    label = "cause" if understood else "failed, not understood"
+    told = [f"  {label}: {first.cause}{_ranks_and_nodes(first)}", f"  fix: {first.fix}"]
+    told += [f"  see {first.source}"] if first.source else []
+    certain = understood and first.confidence == "high"
+    _show_part("certain:", [*told, *lines] if certain else lines or ["  the job failed"])
+    _show_part(f"likely ({first.confidence} confidence):", [] if certain else told)
+    _show_part("run again with:", [f"  {first.again}"] if first.again else [])
     _show_rest("consequences:", [one for one in rest if one.follows])
     _show_rest("also found:", [one for one in rest if not one.follows])
+
+
+def _show_part(heading: str, lines: Sequence[str]) -> None:
+    if lines:
+        output.out(heading, "bold")
+    for line in lines:
+        output.out(line)
 
 
 def _show_rest(heading: str, diagnoses: Sequence[Diagnosis]) -> None:
@@ -106,15 +113,16 @@ def show_cause(logs: Path, failure: Failure | None = None) -> None:
         logs: of the run.
         failure: the first one, as the launcher has it. A cause that lies with another worker is not shown next to it.
     """
-    from dtctl.doctor.explain.diagnose import explain
+    from dtctl.doctor.explain.diagnose import explain_all
 
     try:
-        first = next(iter(explain([logs])), None)
+        explained = explain_all([logs])
     except UsageError:  # nothing was printed, so nothing can be said
         return
-    # A plain exception was shown already, and a mere consequence would only distract from what was.
-    if first is None or not first.primary or first.id in ("unknown", "exception") or first.confidence == "low":
+    # A mere consequence would only distract from what was shown already, and a plain exception was.
+    if explained.verdict != "explained" or explained.diagnoses[0].id == "exception":
         return
+    first = explained.diagnoses[0]
     if failure is not None and _is_elsewhere(first, failure):
         return
     output.err(f"cause: {first.cause}{_ranks_and_nodes(first)}", "bold")

@@ -43,7 +43,7 @@ class CollectiveVerdict:
     """Conclusion on which the watchdogs of all ranks agree."""
 
     kind: str
-    """mismatch, behind or silent"""
+    """mismatch, behind, silent or unfinished"""
     ranks: tuple[int, ...]
     said: str
 
@@ -143,7 +143,7 @@ def judge(table: CollectiveTable, ranks: set[int], world: int = 0) -> Collective
         return CollectiveVerdict(kind="behind", ranks=table.lagging, said="torch itself calls it the one that lags")
     if len(table.calls) < 2:
         return None
-    return _mismatch(table.calls) or _behind(table) or _silent(table, ranks, world)
+    return _mismatch(table.calls) or _behind(table) or _silent(table, ranks, world) or _unfinished(table, world)
 
 
 def _mismatch(calls: dict[int, Call]) -> CollectiveVerdict | None:
@@ -193,3 +193,10 @@ def _silent(table: CollectiveTable, ranks: set[int], world: int) -> CollectiveVe
             kind="silent", ranks=tuple(silent), said="all others waited for it, and it never gave up itself"
         )
     return None
+
+
+def _unfinished(table: CollectiveTable, world: int) -> CollectiveVerdict | None:
+    """Return that all ranks of the job were in one collective; nothing where the logs of some are not here."""
+    if not world or len(table.calls) < world or not table.told:
+        return None
+    return CollectiveVerdict(kind="unfinished", ranks=(), said=f"all {world} ranks waited in {table.told}")

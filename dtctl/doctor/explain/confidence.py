@@ -1,8 +1,8 @@
-"""Confidence of a diagnosis, from the facts for it and against it in these logs, not from its text alone. Pure.
+"""Confidence of a diagnosis: the one rule that all causes pass through. Pure.
 
-For it: a text that says what happened, an exception that ended its process, an end that a launcher reports, several
-ranks or a scheduler that say it. Against it: an error before it that nobody understands, another definite cause that
-is not later, a text that a line only mentions, a log that begins in the middle of an error, ranks that were not heard.
+High: a text that has one meaning, or two facts of different sources of which neither was printed because of the other,
+where the process has died of it and nothing in the logs speaks against it. Low: a consequence, or what rests on the
+class of an exception, a signal or a library's report alone. Ambiguous: a text with several causes. Medium: the rest.
 """
 
 from __future__ import annotations
@@ -10,77 +10,128 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtctl.doctor.explain import signatures
-from dtctl.doctor.explain.diagnosis import Confidence
+from dtctl.doctor.explain.diagnosis import UNKNOWN, Confidence
 from dtctl.doctor.explain.found import Found, Hit
+from dtctl.doctor.explain.timeline import AFTERWARDS, DEFINITE, EFFECT, NOTE, OPEN, REFUTED, WARNED, Candidate, voice_of
 
-SURE = 3
-"""Signs from which on a diagnosis is of high confidence."""
 NEAR = 400
 """Lines before a diagnosis within which an error that is not understood may be its cause."""
+_BY_SIGNAL = frozenset(
+    ("killed", "segfault", "crashed", "signalled", "bus-error", "aborted", "cancelled", "agent-signalled")
+)
+"""Kinds that tell how a process or a job was ended, and not why."""
+_BY_CLASS = frozenset(
+    ("bad-data", "bad-sample", "bad-configuration", "compile-failed", "download-failed", "gpu-error", "network-error")
+)
+"""Kinds that an exception is given for its class and its module, whatever its message is."""
+LAST_LINES = 12
+"""Lines behind the last one of a cause, at the end of a log, that are what a process still prints while it ends."""
 
 
-def weighed(
-    group: Sequence[Hit], rivals: Sequence[Sequence[Hit]], found: Found, before: Confidence, *, earliest: bool
+def rate(
+    candidate: Candidate,
+    found: Found,
+    rivals: Sequence[Candidate] = (),
+    *,
+    earliest: bool = True,
+    combined: Confidence | None = None,
 ) -> Confidence:
-    """Return the confidence of a primary cause, no higher than its place allows.
+    """Return the confidence of a diagnosis.
 
     Args:
-        group: its hits, the first one first.
-        rivals: the other definite causes.
+        candidate: the cause with its lines.
         found: all that the logs say.
-        before: what the kind of the cause allows at most.
+        rivals: the other definite causes.
         earliest: whether it certainly comes before all of the rivals, or a launcher says so.
+        combined: what facts that were combined allow at most; None where the lines of the cause are all there is.
     """
-    if before != "high":
-        return before
-    signs = _for(group, found) - _against(group, found) + ((1 if earliest else -2) if rivals else 0)
-    signs -= 3 * _several_runs(group, found)
-    return "high" if signs >= SURE else "medium"
+    most = _limit(candidate) if combined is None else combined
+    if most != "high":
+        return most
+    supported = combined == "high" or _is_fatal(candidate.hits, found)
+    open_ = (bool(rivals) and not earliest) or _is_contradicted(candidate.hits, found)
+    return "high" if supported and not open_ else "medium"
 
 
-def _several_runs(group: Sequence[Hit], found: Found) -> bool:
-    """Return whether one process seems to have ended twice: what stands in one file is then of several runs."""
-    first = next((hit for hit in group if hit.uncaught), None)
-    return first is not None and any(
-        hit.uncaught
-        and (hit.restarted or not hit.survived)
-        and hit.signature.role == "cause"
-        and hit.rank == first.rank
-        and hit.line.file == first.line.file
-        for hit in found.hits
-        if hit not in group
+def say_again(candidate: Candidate, confidence: Confidence) -> str:
+    """Return what to run again with, where the lines of a cause do not suffice; empty where they do."""
+    if confidence in ("high", "medium"):
+        return ""
+    signature, raised = candidate.signature, candidate.first.raised
+    if signature.ambiguous:
+        return signature.ambiguous
+    if signature.id in _BY_SIGNAL:
+        return "PYTHONFAULTHANDLER=1, which prints the line of a crash; dmesg -T on that node right after it"
+    if candidate.place in (EFFECT, AFTERWARDS):
+        return UNKNOWN.again
+    return "" if raised is not None and raised.frames else "the standard error of every rank, with whole tracebacks"
+
+
+def _limit(candidate: Candidate) -> Confidence:
+    """Return what the kind of the cause and the sources of its lines allow at most."""
+    signature, place, hits = candidate.signature, candidate.place, candidate.hits
+    if place == OPEN and signature.ambiguous:
+        return "ambiguous"
+    if place in (EFFECT, AFTERWARDS, NOTE, WARNED, REFUTED) or _rests_on_class(hits):
+        return "low"
+    if place != DEFINITE:
+        return "medium"
+    if all(hit.raised is not None and hit.weight < 3 for hit in hits):  # of a kind, by its structure
+        return "medium"
+    one_meaning = signature.sure and not signature.yields
+    return "high" if one_meaning or _has_two_sources(hits) else "medium"
+
+
+def _rests_on_class(hits: Sequence[Hit]) -> bool:
+    """Return whether all that is known is the class of an exception, or the signal of an end."""
+    if hits[0].signature.id in _BY_SIGNAL:
+        return True
+    return all(hit.raised is not None and hit.weight < (3 if _is_of_class(hit) else 2) for hit in hits)
+
+
+def _is_of_class(hit: Hit) -> bool:
+    """Return whether the kind of an exception tells only its class; an argument that nobody takes has many reasons."""
+    if hit.raised is not None and hit.signature.id == "version-conflict":
+        return hit.raised.short not in ("ImportError", "ModuleNotFoundError")
+    return hit.signature.id in _BY_CLASS
+
+
+def _has_two_sources(hits: Sequence[Hit]) -> bool:
+    """Return whether the kernel says the same as the process does; a launcher only repeats what a process did."""
+    voices = {voice_of(hit) for hit in hits if not hit.survived}
+    return "kernel" in voices and bool(voices & {"program", "library", "traceback"})
+
+
+def _is_fatal(hits: Sequence[Hit], found: Found) -> bool:
+    """Return whether anything shows that the process has died of it."""
+    return (
+        any(hit.uncaught for hit in hits)
+        or signatures.SPOKEN_BY_TOOLS.search(hits[0].signature.source) is not None
+        or any(hit.end is not None and not hit.survived for hit in found.hits)
+        or len({hit.rank for hit in hits if hit.rank is not None}) > 1
+        or len(hits) > 2
+        or _has_two_sources(hits)
+        or _is_last_word(hits[-1], found)
     )
 
 
-def _for(group: Sequence[Hit], found: Found) -> int:
-    first = group[0]
-    signs = 2  # the text itself
-    if any(hit.uncaught for hit in group) or signatures.SPOKEN_BY_TOOLS.search(first.signature.source):
-        signs += 1
-    if any(hit.end is not None and not hit.survived for hit in found.hits):
-        signs += 1
-    if len({hit.rank for hit in group if hit.rank is not None}) > 1 or len(group) > 2:
-        signs += 1
-    if _last_word(group, found):
-        signs += 1
-    return signs
-
-
-def _last_word(group: Sequence[Hit], found: Found) -> bool:
-    """Return whether the program of the last hit says nothing more."""
-    last = group[-1]
-    ended = last.line.number + 12 >= found.length.get(last.line.file, 0)
+def _is_last_word(last: Hit, found: Found) -> bool:
+    """Return whether the program says nothing more."""
+    ended = last.line.number + LAST_LINES >= found.length.get(last.line.file, 0)
     return ended and not any(hit.order > last.order and hit.raised is not None for hit in found.hits)
 
 
-def _against(group: Sequence[Hit], found: Found) -> int:
-    first = group[0]
-    causes = any(_just_before(hit, first) and hit.signature.role == "cause" and not hit.warned for hit in found.hits)
-    unknown = any(_just_before(hit, first) for hit in found.complaints)
-    signs = causes + 2 * unknown
-    signs += first.weight == 0  # words in a line that calls itself no error
-    signs += first.raised is not None and first.raised.cut
-    return signs
+def _is_contradicted(hits: Sequence[Hit], found: Found) -> bool:
+    """Return whether the text is only mentioned or cut, something else failed just before, or it is of another run."""
+    first = hits[0]
+    cut = first.raised is not None and first.raised.cut
+    return (
+        first.weight == 0
+        or cut
+        or any(_just_before(hit, first) and hit.signature.role == "cause" and not hit.warned for hit in found.hits)
+        or any(_just_before(hit, first) for hit in found.complaints)
+        or _has_several_runs(hits, found)
+    )
 
 
 def _just_before(hit: Hit, first: Hit) -> bool:
@@ -90,4 +141,18 @@ def _just_before(hit: Hit, first: Hit) -> bool:
         and 0 < first.line.number - hit.line.number <= NEAR
         and not hit.survived
         and hit.signature.id != first.signature.id
+    )
+
+
+def _has_several_runs(hits: Sequence[Hit], found: Found) -> bool:
+    """Return whether one process seems to have ended twice: what stands in one file is then of several runs."""
+    first = next((hit for hit in hits if hit.uncaught), None)
+    return first is not None and any(
+        hit.uncaught
+        and (hit.restarted or not hit.survived)
+        and hit.signature.role == "cause"
+        and hit.rank == first.rank
+        and hit.line.file == first.line.file
+        for hit in found.hits
+        if hit not in hits
     )

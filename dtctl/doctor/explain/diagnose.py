@@ -2,8 +2,8 @@
 
 There are three answers: what failed and why; that it failed, and why is not understood; no failure in these logs. A
 definite cause beats one that a library only reports, that beats the end of a process and a text that has several
-causes, that what a line itself calls a warning or what training has survived, and that a consequence. Among equals a
-launcher's own "first observed failure" wins, then the earliest.
+causes, that what a line itself calls a warning or what training has survived, and that a consequence; last comes what
+launchers printed after an error. Among equals a launcher's own "first observed failure" wins, then the earliest.
 """
 
 from __future__ import annotations
@@ -14,24 +14,41 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtctl.doctor.explain import signatures
-from dtctl.doctor.explain.confidence import weighed
+from dtctl.doctor.explain.confidence import rate, say_again
 from dtctl.doctor.explain.consequences import in_one_run, told_as_consequence, without_errors_that_are_here
-from dtctl.doctor.explain.diagnosis import UNKNOWN, Confidence, Diagnosis, Evidence, Explanation, Verdict
+from dtctl.doctor.explain.diagnosis import UNKNOWN, Diagnosis, Evidence, Explanation, Verdict
 from dtctl.doctor.explain.dumps import Dump, judge_dumps, read_dump
 from dtctl.doctor.explain.found import Found, Hit, Source
 from dtctl.doctor.explain.hits import collect
 from dtctl.doctor.explain.lines import LogLine, shown
 from dtctl.doctor.explain.read import LogLayout, Unread, dump_files, layout_of, log_files, read
 from dtctl.doctor.explain.sharpen import blame, sharpen
+from dtctl.doctor.explain.timeline import (
+    AFTERWARDS,
+    DEFINITE,
+    EFFECT,
+    LIKELY,
+    NOTE,
+    OPEN,
+    REFUTED,
+    SURVIVED,
+    VAGUE,
+    WARNED,
+    Candidate,
+    error_before,
+    is_before,
+    is_earliest,
+    own_complaints,
+    rank_candidates,
+    when,
+)
 from dtctl.launch.records.host_names import HostNames
 
 MAX_EVIDENCE = 4
 DUMPS_SOURCE = "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"
 _BY_WATCHDOG = ("watchdog-timeout", "rank-behind", "rank-silent", "collective-mismatch")
 _SCHEDULER = ("time-limit", "cancelled", "preempted", "requeued", "node-failed", "oom-killer", "job-memory-limit")
-_ENDING = ("time-limit", "cancelled", "preempted", "requeued")
 _AWAITED = ("store-barrier", "name-resolution", "store-unreachable", "connect-refused", "no-route", "loss-scale")
-_HUNG = ("watchdog-timeout", "gloo-timeout", "heartbeat-timeout", "watchdog-stuck", "monitored-barrier", "peer-late")
 _OPEN_PLACE = re.compile(r"\{([a-z_]+)\}(?!\})")
 _NAMELESS = {
     "path": "a file or folder",
@@ -45,8 +62,6 @@ _NAMELESS = {
     "version": "a newer version",
     "header": "a header",
 }
-_NEVER = float("inf")
-DEFINITE, LIKELY, OPEN, VAGUE, WARNED, SURVIVED_PLACE, EFFECT, REFUTED, NOTE = range(9)
 
 
 def explain(paths: Sequence[Path]) -> list[Diagnosis]:
@@ -99,51 +114,46 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
     _settle_ranks(found.hits)
     groups: dict[tuple[str, str], list[Hit]] = {}
     many = len({hit.line.file for hit in found.hits}) > 1
-    for hit in sorted(found.hits, key=lambda hit: _when(hit, many)):
+    for hit in sorted(found.hits, key=lambda hit: when(hit, many)):
         groups.setdefault((hit.signature.id, _fill(hit.signature.cause, hit.groups)), []).append(hit)
     roots = {hit.rank for hit in found.hits if hit.root}
-    known = {hit.signature.id for hit in found.hits if not hit.survived}
-    merged = _merged(groups)
-    hung = [hit for group in merged for hit in group if hit.signature.id in _HUNG and not hit.survived]
-    late = {
-        group[0].signature.id
-        for group in merged
-        if group[0].signature.id in _ENDING and hung and _when(hung[0], many) < _when(group[0], many)
-    }
-    # What the scheduler ended had hung before.
-    ordered = sorted(merged, key=lambda group: (group[0].signature.id in late, *_order(group, roots, known, many=many)))
-    diagnoses = [_diagnosis(group, found, layout, known) for group in ordered]
-    if not _failed(found, ordered, known):
+    candidates = rank_candidates(_merged(groups), found, roots, many=many)
+    diagnoses = [_diagnosis(one, found, layout) for one in candidates]
+    if not _failed(found, candidates):
         return "no-failure", diagnoses
-    if not ordered:
-        return "failed-unknown", [_not_understood(found)]
-    place = _place(ordered[0], known)
-    ended = any(_place(group, known) == EFFECT and not all(hit.survived for hit in group) for group in ordered)
-    if place == NOTE or (place in (SURVIVED_PLACE, WARNED, REFUTED) and not ended and not _insists(ordered[0], found)):
-        return "failed-unknown", [_not_understood(found), *diagnoses]
-    ordered, diagnoses = _named_first(ordered, diagnoses)
-    first = sharpen(_with_exit(diagnoses[0], ordered[0], found), ordered[0], found)
-    rivals = [
-        group
-        for group in ordered[1:]
-        if _place(group, known) == DEFINITE and group[0].signature.id != ordered[0][0].signature.id
-    ]
-    earliest = bool(roots) or _earlier(ordered[0], rivals, many)
-    first = replace(first, confidence=weighed(ordered[0], rivals, found, first.confidence, earliest=earliest))
-    if not first.nodes and len(found.nodes) == 1 and ordered[0][0].signature.role in ("cause", "symptom"):
+    if not candidates or not _explains(candidates, found):
+        return "failed-unknown", [_not_understood(found, candidates), *diagnoses]
+    candidates, diagnoses = _named_first(candidates, diagnoses)
+    cause, others = candidates[0], candidates[1:]
+    first, combined = sharpen(_with_exit(diagnoses[0], cause.hits, found), cause, found)
+    rivals = [one for one in others if one.place == DEFINITE and one.signature.id != cause.signature.id]
+    earliest = bool(roots) or is_earliest(cause, rivals)
+    confidence = rate(cause, found, rivals, earliest=earliest, combined=combined)
+    first = replace(first, confidence=confidence, again=say_again(cause, confidence))
+    if not first.nodes and len(found.nodes) == 1 and cause.signature.role in ("cause", "symptom"):
         first = replace(first, nodes=tuple(found.nodes))  # these are the logs of one node
     if not first.nodes and not first.ranks:
         first = replace(first, nodes=_told_of(found))
     first = replace(first, primary=True)
     rest: list[Diagnosis] = []
-    for group in ordered[1:]:
-        if left := without_errors_that_are_here(group, found):
-            one = _diagnosis(left, found, layout, known)
-            rest.append(told_as_consequence(one, left, first) if _follows(left, ordered[0], known) else one)
-    verdict: Verdict = "failed-unknown" if first.confidence in ("low", "unknown") else "explained"
-    if verdict == "failed-unknown":
-        first = _with_last_words(first, found)
-    return verdict, [first, *rest]
+    for one in others:
+        if left := without_errors_that_are_here(one.hits, found):
+            left_ = Candidate(left, one.place)
+            told = _diagnosis(left_, found, layout)
+            rest.append(told_as_consequence(told, left, first) if _follows(left_, cause) else told)
+    if cause.place in (EFFECT, AFTERWARDS, WARNED, REFUTED) and combined is None:
+        return "failed-unknown", [_with_last_words(first, found), *rest]
+    return "explained", [first, *rest]
+
+
+def _explains(candidates: list[Candidate], found: Found) -> bool:
+    """Return whether the best candidate says more than that something ended, or was survived."""
+    best = candidates[0]
+    if best.place in (NOTE, SURVIVED, WARNED, REFUTED):
+        ended = any(one.place in (EFFECT, AFTERWARDS) and not one.survived for one in candidates)
+        return best.place != NOTE and (ended or _insists(best.hits, found))
+    ends = best.place == AFTERWARDS or (best.place == EFFECT and best.signature.ends)
+    return not ends or error_before(best.first, own_complaints(found)) is None
 
 
 def _name_nodes(found: Found, host_names: HostNames) -> None:
@@ -188,22 +198,22 @@ def _told_of(found: Found) -> tuple[str, ...]:
     return tuple(sorted(nodes)) if len(nodes) <= MAX_EVIDENCE else ()
 
 
-def _named_first(ordered: list[list[Hit]], diagnoses: list[Diagnosis]) -> tuple[list[list[Hit]], list[Diagnosis]]:
+def _named_first(candidates: list[Candidate], diagnoses: list[Diagnosis]) -> tuple[list[Candidate], list[Diagnosis]]:
     """Put what the first yields to before it, although the program only warned of it.
 
     Of a store that nobody reached since its name means nothing, for example, the name is the cause.
     """
-    first = ordered[0][0].signature
-    heads = {hit.groups.get("head") for hit in ordered[0]}
+    first = candidates[0].signature
+    heads = {hit.groups.get("head") for hit in candidates[0].hits}
     store = first.id in ("store-unreachable", "rendezvous-host", "rendezvous-timeout")
-    for number, group in enumerate(ordered):
-        id_ = group[0].signature.id
-        named = id_ == "name-resolution" and (heads & {hit.groups.get("node") for hit in group} or heads == {None})
-        warned = all(hit.warned and not hit.survived for hit in group)
+    for number, one in enumerate(candidates):
+        id_ = one.signature.id
+        named = id_ == "name-resolution" and (heads & {hit.groups.get("node") for hit in one.hits} or heads == {None})
+        warned = all(hit.warned and not hit.survived for hit in one.hits)
         if (store and named) or (warned and id_ in first.yields):
-            order = [number, *(other for other in range(len(ordered)) if other != number)]
-            return [ordered[i] for i in order], [diagnoses[i] for i in order]
-    return ordered, diagnoses
+            order = [number, *(other for other in range(len(candidates)) if other != number)]
+            return [candidates[i] for i in order], [diagnoses[i] for i in order]
+    return candidates, diagnoses
 
 
 def _settle_ranks(hits: list[Hit]) -> None:
@@ -233,16 +243,12 @@ def _merged(groups: dict[tuple[str, str], list[Hit]]) -> list[list[Hit]]:
     return list(found.values())
 
 
-def _failed(found: Found, groups: list[list[Hit]], known: set[str]) -> bool:
+def _failed(found: Found, candidates: list[Candidate]) -> bool:
     """Return whether anything says that the job failed, and is not only a warning, or a complaint that was survived."""
-    if any(_insists(group, found) for group in groups):
+    if any(_insists(one.hits, found) for one in candidates):
         return True
-    if any(
-        _place(group, known) in (DEFINITE, LIKELY, OPEN, VAGUE, EFFECT) and not all(hit.survived for hit in group)
-        for group in groups
-    ):
-        return True
-    return bool(_complaints(found))
+    telling = (DEFINITE, LIKELY, OPEN, VAGUE, EFFECT, AFTERWARDS)
+    return any(one.place in telling and not one.survived for one in candidates) or bool(_complaints(found))
 
 
 def _insists(group: list[Hit], found: Found) -> bool:
@@ -261,64 +267,10 @@ def _complaints(found: Found) -> list[Hit]:
     return [hit for hit in found.complaints if not hit.survived]
 
 
-def _when(hit: Hit, many: bool) -> tuple[float, int]:
-    """Return the key for sorting: the time where several files are compared, the place within one."""
-    return (hit.time if many and hit.time is not None else _NEVER if many else 0.0, hit.order)
-
-
-def _order(
-    group: list[Hit], roots: set[int | None], known: set[str], *, many: bool
-) -> tuple[int, bool, tuple[float, int]]:
-    not_root = bool(roots) and not any(hit.rank in roots or roots & set(hit.ranks) for hit in group)
-    place = _place(group, known)
-    told_to = group[0].signature.id == "stopped"  # what another failure led to, even if it is told first
-    return (LIKELY if place == OPEN else place, told_to or not_root, _when(group[0], many))
-
-
-def _place(group: list[Hit], known: set[str]) -> int:
-    """Return what a group is worth beside the others; `known` are the ids of what was found and not survived."""
-    signature = group[0].signature
-    if signature.role == "note" or (signature.role == "effect" and all(hit.warned or hit.survived for hit in group)):
-        return NOTE
-    if signature.role == "effect":
-        return EFFECT
-    if all(hit.survived for hit in group):
-        mentioned = all(hit.warned or hit.weight == 0 for hit in group)
-        return REFUTED if mentioned else SURVIVED_PLACE
-    if all(hit.warned or hit.survived for hit in group):
-        return WARNED
-    if signature.role == "symptom" or signature.ambiguous:
-        return OPEN
-    if known & set(signature.yields):
-        return VAGUE
-    if max(hit.weight for hit in group) < 1:
-        return LIKELY
-    return DEFINITE
-
-
-def _earlier(group: list[Hit], rivals: list[list[Hit]], many: bool) -> bool:
-    """Return whether a group is certainly earlier than all of the others: by times, or in one file."""
-    first = group[0]
-    for rival in rivals:
-        other = rival[0]
-        if other.line.file != first.line.file and (
-            first.time is None or other.time is None or first.time >= other.time
-        ):
-            return False
-        if other.line.file == first.line.file and _when(first, many) >= _when(other, many):
-            return False
-    return True
-
-
-def _follows(group: list[Hit], first: list[Hit], known: set[str]) -> bool:
-    """Return whether a group is a consequence of the first: its text says so, and it does not stand before it."""
-    place = _place(group, known)
-    one, other = first[0], group[0]
-    if place not in (EFFECT, OPEN) or any(hit.survived for hit in first) or not in_one_run(one, other):
-        return False
-    if one.line.file == other.line.file:
-        return other.order >= one.order
-    return one.time is None or other.time is None or other.time >= one.time
+def _follows(one: Candidate, cause: Candidate) -> bool:
+    """Return whether a candidate is a consequence of the cause: its text says so, and it does not stand before it."""
+    follows = one.place in (EFFECT, OPEN, AFTERWARDS) and not any(hit.survived for hit in cause.hits)
+    return follows and in_one_run(cause.first, one.first) and not is_before(one.first, cause.first)
 
 
 def _is_address(text: str) -> bool:
@@ -331,7 +283,8 @@ def _fill(text: str, groups: dict[str, str]) -> str:
     return _OPEN_PLACE.sub(lambda place: _NAMELESS.get(place[1], "it"), " ".join(text.split()))
 
 
-def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str]) -> Diagnosis:
+def _diagnosis(candidate: Candidate, found: Found, layout: LogLayout) -> Diagnosis:
+    group, place = candidate.hits, candidate.place
     signature = group[0].signature
     ranks: set[int] = set()
     nodes: set[str] = set()
@@ -361,7 +314,6 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
     nodes |= {found.node_of[rank] for rank in ranks if rank in found.node_of}
     nodes |= {layout.address_of[hit.groups[key]] for hit in group for key in ("address", "head", "peer")
               if hit.groups.get(key) in layout.address_of}  # fmt: skip
-    place = _place(group, known)
     best = max(group, key=lambda hit: (not hit.survived, not hit.bare, len(hit.groups)))
     cause = _fill(signature.cause, best.groups)
     fix = _fill(signature.fix, best.groups)
@@ -372,12 +324,12 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
         fix = f"ambiguous; rerun with {signature.ambiguous}; {fix}"
     return Diagnosis(
         id=signature.id,
-        cause=f"{cause}; {_after(group)}" if place in (SURVIVED_PLACE, REFUTED) else cause,
+        cause=f"{cause}; {_after(group)}" if place in (SURVIVED, REFUTED) else cause,
         nodes=tuple(sorted(nodes)),
         ranks=tuple(sorted(ranks)),
         primary=False,
-        confidence=_confidence(group, place),
-        survived=place in (SURVIVED_PLACE, REFUTED),
+        confidence=rate(candidate, found),
+        survived=place in (SURVIVED, REFUTED),
         fix=fix,
         source=signature.source,
         evidence=_evidences(group),
@@ -386,19 +338,6 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
 
 def _after(group: list[Hit]) -> str:
     return "the program was started again after it" if group[-1].restarted else "training went on after it"
-
-
-def _confidence(group: list[Hit], place: int) -> Confidence:
-    if place == OPEN and group[0].signature.ambiguous:
-        return "ambiguous"
-    if place in (EFFECT, NOTE, WARNED, REFUTED):
-        return "low"
-    if place != DEFINITE or not group[0].signature.sure or group[0].signature.yields:
-        return "medium"
-    if all(hit.weight == 2 for hit in group):  # of a kind, by its structure alone
-        return "medium"
-    generic = all(hit.raised is not None and (hit.bare or not hit.raised.frames) and hit.weight < 3 for hit in group)
-    return "medium" if generic else "high"
 
 
 def _evidences(group: list[Hit]) -> tuple[Evidence, ...]:
@@ -412,15 +351,17 @@ def _evidence(line: LogLine) -> Evidence:
     return Evidence(file=line.file, line=line.number, text=shown(line.raw).strip()[:400])
 
 
-def _not_understood(found: Found) -> Diagnosis:
+def _not_understood(found: Found, candidates: list[Candidate]) -> Diagnosis:
     """Return that the job failed, with the first lines that complain and the last line before the silence."""
     first = _complaints(found)[:MAX_EVIDENCE] or [hit for hit in found.hits if not hit.survived][:MAX_EVIDENCE]
     said = first[0].line.text.strip()[:200] if first else ""
+    ended = [hit for one in candidates for hit in one.hits if hit.end is not None and not hit.survived]
+    who = [hit for hit in (*first[:1], *ended) if hit.rank is not None or hit.node is not None][:1]
     diagnosis = replace(
         UNKNOWN,
         cause=f"the job failed, and why is not understood; the first complaint is: {said}" if said else UNKNOWN.cause,
-        ranks=tuple(sorted({hit.rank for hit in first[:1] if hit.rank is not None})),
-        nodes=tuple(sorted({hit.node for hit in first[:1] if hit.node is not None})),
+        ranks=tuple(hit.rank for hit in who if hit.rank is not None),
+        nodes=tuple(hit.node for hit in who if hit.node is not None),
         evidence=_evidences(first),
     )
     return _with_last_words(diagnosis, found)

@@ -35,6 +35,8 @@ class Diagnosis:
     evidence: tuple[Evidence, ...]
     survived: bool = False
     """True if training went on after it."""
+    again: str = ""
+    """Settings and outputs with which the same failure says more; empty where the cause is known."""
     follows: bool = False
     """True if it is a consequence of the primary cause, going by its text or its time."""
 
@@ -63,4 +65,5 @@ UNKNOWN = Diagnosis(
     fix="give the logs of all ranks, with what they printed on standard error; NCCL_DEBUG=WARN makes NCCL speak",
     source="",
     evidence=(),
+    again="NCCL_DEBUG=WARN, and the standard error of every rank in its own file (torchrun --log-dir DIR --tee 3)",
 )

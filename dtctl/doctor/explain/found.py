@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dtctl.doctor.explain.activity import Activity
+from dtctl.doctor.explain.facts import Facts
 from dtctl.doctor.explain.interfaces import Interfaces
 from dtctl.doctor.explain.launchers import ReportedExit
 from dtctl.doctor.explain.lines import LogLine
@@ -81,6 +82,7 @@ class Found:
     watching: list[LogLine] = field(default_factory=list)
     """Lines in which a watchdog speaks."""
     interfaces: Interfaces = field(default_factory=Interfaces)
+    facts: Facts = field(default_factory=Facts)
     nodes: set[str] = field(default_factory=set)
     """Nodes that have printed anything."""
     world: int = 0

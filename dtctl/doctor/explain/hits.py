@@ -20,6 +20,8 @@ UNLABELLED = 5
 another, and a line of another rank may come in between."""
 CALM = 8
 """Ordinary lines after one that only looks like an error, until it counts as survived."""
+LONG_CALM = 40
+"""Ordinary lines after a warning of NCCL, which libraries print too while a job hangs."""
 STICKY = frozenset(["device-assert", "illegal-access", "launch-failure"])
 """Faults from which a process does not recover: its CUDA context is lost."""
 BY_A_SHELL = frozenset(["command-missing", "conda-missing"])
@@ -46,7 +48,8 @@ _ENDED_WELL = re.compile(
     r"|treinamento (?:conclu[ií]do|finalizado)|entrenamiento (?:finalizado|completado|terminado)"
     r"|entra[iî]nement (?:est )?terminé|training (?:ist )?abgeschlossen"
     r"|\b(?:finished|completed|exited|succeeded) successfully\b|^(?:all )?done[.!]?$|\bJob "
-    r"completed\b(?!.*(?:error|fail))",
+    r"completed\b(?!.*(?:error|fail))"
+    r"|'train_runtime': \d|\bexit(?:ed)? (?:with )?(?:code|status):? ?0\b(?!:)|\bExitCode=0:0|\bState: +COMPLETED\b",
     re.IGNORECASE,
 )
 _WARNING = re.compile(
@@ -71,6 +74,9 @@ _WEAK = re.compile(
     r"FATAL|[Ff]ailed to (?:start|launch|initiali[sz]e|connect|allocate|create|load|open)|Check failed: |"
     r"^Assertion `|: Assertion `"
 )
+_GOES_ON_WITHOUT = re.compile(
+    r"(?i)could not find|failed to open|missing|plugin|deprecated|fall(?:ing)? ?back|disabl|ignor"
+)
 _WEAK_WORDS = (
     "rror",
     "ERROR",
@@ -89,8 +95,14 @@ _LEVEL = re.compile(
     r"ERROR|CRITICAL|FATAL|FAILED|[Ff]atal|rror: |^Error|panic|borting|giving up|Assertion|Check failed"
 )
 """Complaints that say more than that something could not be done."""
-_BY_A_SCRIPT = re.compile(r"^(?:all )?done[.!]?$", re.IGNORECASE)
-"""Last lines of a shell, which come after any failure."""
+_BY_A_SCRIPT = re.compile(
+    r"^(?:all )?done[.!]?$|\bexit(?:ed)? (?:with )?(?:code|status)|\bExitCode=|\bState: ", re.IGNORECASE
+)
+"""Last lines of a shell or a launcher, which may come after the failure of a process."""
+STILL_ENDING = 60
+"""Lines behind such a line within which what ends a job still ends the same one: a script may go on with another."""
+STEPS_OF_ANOTHER = 5
+"""Lines of progress behind the end of a training that only another one can have printed."""
 _CONTENT_MATTERS = re.compile(
     r"(?i)exit|error_file|code\b|signal|errno|xid|status|timed|joined|completion|http|watchdog|lagging|work:|local_rank|"
     r"\bhost\s*:|Root Cause|={5}|RUNNING AT|Process name"
@@ -130,6 +142,10 @@ class _File:
     """True if lines that complain in unknown words are among them."""
     ended: bool = False
     """True if a line says that the training ended well."""
+    ended_at: int = 0
+    """The last such line."""
+    after_end: int = 0
+    """Lines of progress behind that line."""
     starts: Starts = field(default_factory=Starts)
 
 
@@ -197,7 +213,8 @@ class _Scan:
             else:
                 state.open.append((hit, _needed(hit)))
                 state.complaining = state.complaining or hit.signature is COMPLAINT or _said(hit) or _by_a_shell(hit)
-            hit.late = state.ended
+            near = line.number - state.ended_at <= STILL_ENDING
+            hit.late = state.ended and (near or not hit.signature.ends)
             state.attend = index + ATTENTION
         state.last = key
         if stream.reader.inside:
@@ -223,6 +240,7 @@ class _Scan:
             self.rank_of[line.node, line.pid] = int(known["rank"] or known["also"])
         if "Using" in text or "IFNAME" in text:
             found.interfaces.note(text)
+        found.facts.note(line)
         if "orld" in text or "anks" in text or "WORLD" in text or "clients joined" in text:
             found.world = max(found.world, collective.world_in(text))
         if "work" in text or "WorkNCCL" in text or "lagging" in text:
@@ -274,7 +292,7 @@ class _Scan:
             and _WEAK.search(text)
             and not _WARNING.search(text)
             and "NCCL WARN" not in line.raw
-        ):
+        ) or _complaint_of_nccl(line.raw):
             return [_hit(COMPLAINT, line, {})]
         return []
 
@@ -298,8 +316,8 @@ class _Scan:
                 hit.rank = self.rank_of.get((hit.node, hit.line.pid))
             if hit.late and hit.end is not None and hit.end.signal in (6, 11):
                 hit.signature = signatures.by_id("aborted-at-exit")
-            elif hit.late and hit.signature.role == "effect":  # what was left is being cleared away
-                hit.survived = True
+            elif hit.late and (hit.signature.ends or hit.signature.role == "effect" or _is_at_exit(hit)):
+                hit.survived = True  # what was left is being cleared away
             kept.append(hit)
         for hit in kept:
             if hit.rank is None and not hit.ranks:
@@ -382,6 +400,8 @@ def _explain(hit: Hit) -> None:
 def _needed(hit: Hit) -> int:
     """Lines of progress, or of anything, that show that a hit was survived."""
     if hit.signature is COMPLAINT:
+        if _complaint_of_nccl(hit.line.raw):
+            return LONG_CALM
         return CALM if _LEVEL.search(hit.line.text) else 1
     if _said(hit):
         return 2
@@ -389,6 +409,15 @@ def _needed(hit: Hit) -> int:
         return SCRIPT_GOES_ON
     unlabelled = hit.line.rank is None and (hit.line.pid is not None or (hit.raised is not None and not hit.bare))
     return UNLABELLED if unlabelled else 1
+
+
+def _complaint_of_nccl(text: str) -> bool:
+    """Return whether NCCL warns in words that nobody here knows, and not only of what it goes on without."""
+    return "NCCL WARN" in text and not _GOES_ON_WITHOUT.search(text)
+
+
+def _is_at_exit(hit: Hit) -> bool:
+    return hit.signature.id == "aborted-at-exit" and hit.end is None
 
 
 def _by_a_shell(hit: Hit) -> bool:
@@ -415,7 +444,9 @@ def _survive(line: LogLine, state: _File, *, ordinary: bool) -> None:
     text = line.text
     ended = _ENDED_WELL.search(text) is not None
     progress = PROGRESS.search(text) is not None and _NOT_A_NUMBER.search(text) is None
-    state.ended = state.ended or ended
+    state.after_end = 0 if ended else state.after_end + progress
+    state.ended = (state.ended or ended) and state.after_end < STEPS_OF_ANOTHER
+    state.ended_at = line.number if ended else state.ended_at
     state.starts.steps += progress
     if ended or progress:
         state.starts.went_on = line.number
@@ -424,7 +455,7 @@ def _survive(line: LogLine, state: _File, *, ordinary: bool) -> None:
     kept: list[tuple[Hit, int]] = []
     for hit, needed in state.open:
         same = hit.line.rank is None or hit.line.rank == line.rank
-        ended_ = ended and not (_BY_A_SCRIPT.match(text) and hit.uncaught)
+        ended_ = ended and not (_BY_A_SCRIPT.search(text) and hit.uncaught)
         step = needed if same and ended_ else 1 if same and progress else 0
         if hit.signature is COMPLAINT or _said(hit) or _by_a_shell(hit):
             step = needed if same and (ended_ or progress) else int(ordinary)
@@ -437,17 +468,24 @@ def _survive(line: LogLine, state: _File, *, ordinary: bool) -> None:
 
 
 def _of_exit(end: ReportedExit, line: LogLine) -> Hit:
-    by_signal = {9: "killed", 11: "segfault", 7: "bus-error", 6: "aborted", 15: "stopped", 2: "stopped", 1: "hangup"}
+    by_signal = {
+        9: "killed", 11: "segfault", 7: "bus-error", 6: "aborted", 15: "stopped", 2: "stopped", 1: "hangup",
+        4: "crashed",
+    }  # fmt: skip
     if end.out_of_memory:
         id_ = "oom-killer"
     elif end.signal:
-        id_ = by_signal.get(end.signal, "crashed")
+        id_ = by_signal.get(end.signal, "signalled")
     else:
         id_ = "worker-failed"
     hit = _hit(
         signatures.by_id(id_),
         line,
-        {"code": str(end.code), "signal": launchers.name_of(end.signal) if end.signal else ""},
+        {
+            "code": str(end.code),
+            "signal": launchers.name_of(end.signal) if end.signal else "",
+            "meaning": launchers.MEANINGS.get(end.signal, "who sent it is not in these logs"),
+        },
     )
     hit.end, hit.root, hit.ranks = end, end.root, end.ranks
     hit.node = end.node or hit.node

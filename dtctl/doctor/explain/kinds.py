@@ -269,13 +269,10 @@ def _judge(raised: Raised, later: Raised | None) -> Explained:
     groups = _groups(raised, later)
     if raised.name == "an exception":
         asked = re.search(r"os\.environ\[[\"'](\w+)[\"']\]", raised.frames[-1].source + raised.frames[0].source)
-        if asked is not None:
-            return Explained(
-                signature=signatures.by_id("rendezvous-variables"),
-                groups={**groups, "name": asked[1]},
-                raised=raised,
-                weight=3,
-            )
+        if asked is not None:  # a launcher's variable is known by its name
+            known = signatures.find_best(f"KeyError: '{asked[1]}'")
+            signature = signatures.kind("environment-variable") if known is None else known[0]
+            return Explained(signature=signature, groups={**groups, "name": asked[1]}, raised=raised, weight=2)
         return Explained(signature=signatures.kind("traceback-cut"), groups=groups, raised=raised, weight=0)
     if raised.short in _LOST and raised.frames and "/multiprocessing/" in raised.frames[-1].path:
         return Explained(signature=signatures.kind("worker-exit"), groups=groups, raised=raised, weight=-1)
@@ -371,6 +368,8 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
         return "distributed-error", -1
     if name == "MemoryError":
         return "host-memory", 2
+    if signatures.COMMUNICATION.search(text) and not own:
+        return "distributed-error", -1
     if "CUDA error" in text or "cudaError" in text or "CUDA driver" in text:
         return "gpu-error", 2
     if raised.name.startswith(_COMPILING) or name in ("InductorError", "BackendCompilerFailed", "CompilationError"):

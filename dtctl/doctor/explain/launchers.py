@@ -16,14 +16,29 @@ SIGNALS = {
     "Killed": 9, "Terminated": 15, "Segmentation fault": 11, "Aborted": 6, "Abort": 6, "Bus error": 7, "Hangup": 1,
     "Interrupt": 2, "Illegal instruction": 4, "Floating point exception": 8, "Floating-point exception": 8,
     "Quit": 3, "Trace/breakpoint trap": 5, "User defined signal 1": 10, "User defined signal 2": 12,
+    "Broken pipe": 13, "Alarm clock": 14, "CPU time limit exceeded": 24, "Cputime limit exceeded": 24,
+    "File size limit exceeded": 25, "Filesize limit exceeded": 25, "Bad system call": 31,
     # As shells say them in other languages
     "已杀死": 9, "段错误": 11, "总线错误": 7, "已终止": 15, "已放弃": 6, "強制終了": 9, "죽었음": 9,
     "세그멘테이션 오류": 11, "Getötet": 9, "Speicherzugriffsfehler": 11, "Processus arrêté": 9,
     "Erreur de segmentation": 11, "Violación de segmento": 11, "Falha de segmentação": 11, "Ucciso": 9,
     "Errore di segmentazione": 11, "Убито": 9, "Ошибка сегментирования": 11,
 }  # fmt: skip
+MEANINGS = {
+    3: "it was told to quit and to leave a core file",
+    5: "a trap of a debugger or of a check in native code",
+    8: "an impossible calculation of whole numbers in native code, such as a division by zero",
+    10: "a signal that somebody sends on purpose; schedulers warn with it of the end of the time",
+    12: "a signal that somebody sends on purpose; schedulers warn with it of the end of the time",
+    13: "who read its output has ended",
+    14: "an alarm that the program has set itself",
+    24: "the limit of processor time was reached (ulimit -t, or the scheduler's limit)",
+    25: "the limit of the size of a file was reached (ulimit -f)",
+    31: "a system call that its container or sandbox does not allow (seccomp)",
+}
+"""Signal -> reason for which the system sends it, or who does."""
 _NAMED = "|".join(SIGNALS)
-_FATAL = (2, 3, 4, 6, 7, 8, 9, 11, 15)
+_FATAL = (2, 3, 4, 5, 6, 7, 8, 9, 11, 15, 24, 25, 31)
 """Signals that a shell's 128+N stands for."""
 _SRUN = re.compile(
     r"srun: error: (?P<nodes>[\w.,\[\]-]+): tasks? (?P<tasks>[\d,-]+): (?P<how>Exited with exit code "
@@ -35,6 +50,7 @@ _FORMS = tuple(
     for form in (
         r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+)",
         r"\(local_rank (?P<local>\d+)\) FAILED \(exitcode (?P<code>-?\d+)\)",
+        r"--local[-_]rank=(?P<local>\d+)\b.*exits with return code = (?P<code>-?\d+)",  # DeepSpeed
         r"Signal (?P<signal>\d+) \(SIG\w+\) received by PID",
         r"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on signal (?P<signal>\d+)",
         r"MPI_ABORT was invoked on rank (?P<rank>\d+)",

@@ -50,6 +50,7 @@ _BRACKETS = (
 )
 _NUMBERS = (
     r"(?P<node>\w[\w.-]*):(?P<pid>\d+):\d+ \[(?:\d+|\w+)\] ",  # NCCL, where a node is called by a number
+    r" *\| +(?=\d{4}-\d\d-\d\d[T ])",  # CloudWatch, where it was copied from a table
     _ISO,
     r"(?P<clock>" + _CLOCK + r")[ |:,-]+",  # a time of day is no number of a task
     r" *(?P<label>\d{1,5}):(?!\d) ?(?=\S|  )",  # srun --label
@@ -79,6 +80,7 @@ _PREFIXES = {
         ("[", _BRACKETS),
         (string.digits + " ", _NUMBERS),
         (string.ascii_letters, _LETTERS),
+        (":", (r": +(?=\[rank\d+\]:)",)),  # a terminal's multiplexer, or a name that was cut off
         ("(", _PARENTHESES),
     )
     for start in starts

@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from dtctl.doctor.explain import collective, interfaces
-from dtctl.doctor.explain.diagnosis import Diagnosis
+from dtctl.doctor.explain import collective, interfaces, signatures
+from dtctl.doctor.explain.combine import combine
+from dtctl.doctor.explain.diagnosis import Confidence, Diagnosis
 from dtctl.doctor.explain.found import Found, Hit
+from dtctl.doctor.explain.timeline import Candidate
 
 _WAITING = (
     "watchdog-timeout",
@@ -88,8 +90,9 @@ XIDS = {
 }
 
 
-def sharpen(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
-    """Say more about a primary cause than one line tells."""
+def sharpen(found: Diagnosis, candidate: Candidate, all_: Found) -> tuple[Diagnosis, Confidence | None]:
+    """Return a primary cause with what all facts together say, and the confidence that they allow; None for its own."""
+    before, group = found.confidence, candidate.hits
     if found.id in _OF_COLLECTIVES:
         found = _collective(found, all_)
     elif found.id == "gloo-timeout":
@@ -110,12 +113,25 @@ def sharpen(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
         found = _addresses(found, group, all_)
     if found.id in _WAITING:
         found = _doing(found, group)
-    return _without_a_word(found, all_) if found.confidence == "low" else found
+    found = combine(found, candidate, all_)
+    if found.confidence == "low":
+        found = _without_a_word(found, all_)
+    return found, None if found.confidence == before else found.confidence
 
 
 def _collective(found: Diagnosis, all_: Found) -> Diagnosis:
     table = collective.table_of(all_.watching)
     verdict = collective.judge(table, all_.ranks, all_.world)
+    if verdict is not None and verdict.kind == "unfinished":
+        signature = signatures.by_id("collective-unfinished")
+        return replace(
+            found,
+            id=signature.id,
+            cause=f"{signature.cause}: {verdict.said}",
+            fix=signature.fix,
+            source=signature.source,
+            confidence="medium",
+        )
     if verdict is not None:
         return blame(found, verdict, all_.node_of)
     if (apart := table.apart) is not None:

@@ -40,6 +40,7 @@ class Signature:
     yields: tuple[str, ...] = ()
     sure: bool = True
     follows: str = ""
+    ends: bool = False
 
 
 @functools.cache
@@ -82,6 +83,15 @@ def _entries(name: str) -> list[dict[str, Any]]:
 
 _OTHER_DEVICES = re.compile(r"\b(?:HIP|XPU|NPU|HPU|MUSA)( out of memory| error: )")
 """The same words of other makers' devices."""
+COMMUNICATION = re.compile(
+    r"\bgloo/|ProcessGroup[A-Z]\w+|\bc10d/|NCCL (?:error|WARN)|\bnccl[A-Z]\w+|TCPStore|\b(?:ucp|ucs|uct|ucc)_\w+|"
+    r"\bUCX  |\blibfabric\b"
+)
+"""Names of libraries of collectives: a process prints so what happened between it and another one."""
+_ELSEWHERE = frozenset(
+    ("storage-failed", "missing-file", "permission", "read-only", "offline", "tls", "hub-missing", "server-error")
+)
+"""Kinds about files and downloads; such a library uses their words of connections."""
 LONGEST = 4000
 """Characters of a text that are searched."""
 _WORD = re.compile(r"[a-z]+")
@@ -169,9 +179,11 @@ def find_best(text: str) -> tuple[Signature, dict[str, str]] | None:
         return None
     best: Signature | None = None
     groups: dict[str, str] = {}
-    known = signatures()
+    known, of_peers = signatures(), COMMUNICATION.search(text) is not None
     for number, _, pattern in sorted(candidates, key=lambda candidate: candidate[:2]):
         signature = known[number]
+        if of_peers and signature.id in _ELSEWHERE:
+            continue
         if best is not None and signature is not best and worth(signature) >= worth(best):
             continue
         if (signature is best and not pattern.groups) or (found := pattern.search(text)) is None:

@@ -45,9 +45,9 @@ def told(folder: Path, text: str) -> list[Diagnosis]:
 
 def test_a_run_that_one_rank_failed_is_told_without_contradiction(run: Path) -> None:
     first, *rest = explain([run / "logs"])
-    assert (first.id, first.ranks, first.nodes, first.confidence) == ("exception", (1,), ("node2",), "high")
-    assert [(one.id, one.follows) for one in rest] == [("agent-signalled", True), ("peer-closed", True)]
-    assert (rest[0].cause, rest[0].ranks, rest[0].nodes) == (follow_up("agent-signalled"), (), ("node3",))
+    assert (first.id, first.ranks, first.nodes, first.confidence) == ("exception", (1,), ("node2",), "low")
+    assert [(one.id, one.follows) for one in rest] == [("peer-closed", True), ("agent-signalled", True)]
+    assert (rest[1].cause, rest[1].ranks, rest[1].nodes) == (follow_up("agent-signalled"), (), ("node3",))
 
 
 def test_only_the_worker_whose_error_is_missing_is_said_to_have_failed_without_one(run: Path) -> None:

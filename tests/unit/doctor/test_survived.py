@@ -33,7 +33,7 @@ def test_the_last_uncaught_traceback_outweighs_what_training_survived(tmp_path: 
     found = told(tmp_path, f"{caught}[rank1]: step 11 loss 2.0\nstep 5000 loss 1.2\n{KEY_ERROR}")
     assert found[0].id == "exception"
     assert "KeyError: 'labels'" in found[0].cause
-    assert (found[0].ranks, found[0].confidence) == ((1,), "high")
+    assert (found[0].ranks, found[0].confidence) == ((1,), "low")
 
 
 def test_a_survived_error_is_told_as_such_behind_the_cause(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_survived_error_is_told_as_such_behind_the_cause(tmp_path: Path) -> No
 
 def test_progress_of_another_worker_shows_nothing(tmp_path: Path) -> None:
     found = told(tmp_path, f"{ERROR}[rank0]: step 11 loss 2.0\n{KEY_ERROR}")
-    assert (found[0].id, found[0].confidence) == ("cuda-oom", "high")
+    assert (found[0].id, found[0].confidence) == ("cuda-oom", "medium")
 
 
 def test_of_ranks_without_names_one_may_print_a_little_after_another_has_died(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_run_that_ended_well_or_speaks_of_errors_has_no_cause(tmp_path: Path, 
 )  # fmt: skip
 def test_an_exception_without_its_traceback_is_what_it_says(tmp_path: Path, text: str, cause: str) -> None:
     first = told(tmp_path, text)[0]
-    assert first.confidence in ("medium", "high")
+    assert first.confidence in ("low", "medium", "high")
     assert cause in first.cause
 
 

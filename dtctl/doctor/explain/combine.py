@@ -1,0 +1,181 @@
+"""Rules that combine what an error says with other facts of the same logs. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from dtctl.doctor.explain import signatures
+from dtctl.doctor.explain.diagnosis import Diagnosis, Evidence
+from dtctl.doctor.explain.found import Found, Hit
+from dtctl.doctor.explain.lines import shown
+from dtctl.doctor.explain.timeline import Candidate
+
+_BY_VERSIONS = frozenset(
+    ("nccl-address", "nccl-settings-differ", "nccl-error", "remote-error", "collective-mismatch", "no-interface",
+     "distributed-error", "peer-closed")
+)  # fmt: skip
+"""Errors that ranks with different versions of NCCL print."""
+_CRASHES = frozenset(("segfault", "aborted", "bus-error", "crashed", "signalled"))
+_KEYS = re.compile(r"(?P<kind>Missing|Unexpected) key\(s\) in state_dict: (?P<keys>.*)")
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.", "model.", "_forward_module.")
+"""Prefixes that DDP, torch.compile, FSDP, adapters and trainers put before the names of parameters."""
+_OF_FILES = frozenset(("missing-file", "storage-failed", "missing-library", "bad-data", "checkpoint-damaged"))
+_CACHE = re.compile(
+    r"(?P<path>/[^'\": ]*(?:torch_extensions|torchinductor_\w*|\.triton|torch_compile_cache|inductor_cache)/[^'\": ]*)"
+)
+"""Files in which compilers of kernels keep what they have built."""
+_REASON = re.compile(
+    r"\[ERROR\] (?!/etc/)|nvidia-container-cli: |failed to execute|[Dd]enied|No such file|[Uu]nauthorized|not found"
+)
+_SAID_BEFORE = 40
+"""Lines before an exception in which the program may have printed its reason."""
+
+
+def combine(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
+    """Return a cause with what other facts say about it."""
+    if found.id in _BY_VERSIONS and all_.facts.conflict:
+        return _by_versions(found, all_)
+    for ids, rule in _RULES:
+        if found.id in ids:
+            found = rule(found, candidate, all_)
+    if candidate.first.raised is not None and candidate.first.weight < 2:
+        found = _said_before(found, candidate.first, all_)
+    return found
+
+
+def _by_versions(found: Diagnosis, all_: Found) -> Diagnosis:
+    signature, versions = signatures.by_id("nccl-version-mismatch"), all_.facts.conflict
+    lines = [all_.facts.versions[version] for version in versions][:2]
+    evidence = tuple(Evidence(file=line.file, line=line.number, text=shown(line.raw).strip()[:400]) for line in lines)
+    return replace(
+        found,
+        id=signature.id,
+        cause=f"{signature.cause}: these logs name {' and '.join(versions)}",
+        fix=signature.fix,
+        source=signature.source,
+        confidence="medium",
+        evidence=(*found.evidence[:2], *evidence),
+    )
+
+
+def _in_a_cache(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
+    """Tell a file of a compiler's cache from one of the user's: nobody has to put it there."""
+    del all_
+    texts = [hit.raised.text if hit.raised is not None else hit.line.text for hit in candidate.hits]
+    path = next((named["path"] for text in texts if (named := _CACHE.search(text)) is not None), "")
+    if not path:
+        return found
+    signature = signatures.by_id("compile-cache")
+    return replace(
+        found,
+        id=signature.id,
+        cause=signature.cause.replace("{path}", path),
+        fix=signature.fix,
+        source=signature.source,
+        confidence="medium",
+    )
+
+
+def _without_interface(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
+    """Tell an interface that no process found from an address that a peer wrote."""
+    del candidate
+    facts, signature = all_.facts, signatures.by_id("no-interface")
+    if not facts.wanted_interface or facts.found_interface:
+        return found
+    return replace(
+        found,
+        id=signature.id,
+        cause=f"{signature.cause}; it is {facts.wanted_interface}",
+        fix=signature.fix,
+        source=signature.source,
+        confidence="medium",
+    )
+
+
+def _which_device(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
+    """Tell too many workers from a global rank that is used as the number of a device."""
+    local = _local_rank(candidate.hits, all_)
+    rank = next(iter(found.ranks), None)
+    gpus = all_.facts.gpus
+    if local is None or rank is None:
+        return found
+    if rank != local and (not gpus or local < gpus):
+        said = f"rank {rank} has local rank {local}: the global rank was used as the number of the GPU"
+        return replace(found, cause=f"a rank asks for a GPU that its node does not have; {said}")
+    said = f"local rank {local} is right for rank {rank}" + (f", and the node has {gpus}" if gpus else "")
+    return replace(
+        found,
+        cause=f"there are more workers than GPUs that they may use on a node: {said}",
+        fix="nvidia-smi -L; echo $CUDA_VISIBLE_DEVICES: at most as many workers as it shows (cluster.slots)",
+    )
+
+
+def _local_rank(hits: list[Hit], all_: Found) -> int | None:
+    """Return the local rank that a launcher prints for the process of these lines."""
+    ranks = {hit.rank for hit in hits if hit.rank is not None}
+    for rank in sorted(ranks):
+        if rank in all_.facts.local_of:
+            return all_.facts.local_of[rank]
+    return None
+
+
+def _which_keys(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
+    """Name the prefix by which the keys of a checkpoint differ from those of the model."""
+    del all_
+    texts = [hit.raised.text if hit.raised is not None else hit.line.text for hit in candidate.hits]
+    keys: dict[str, set[str]] = {"Missing": set(), "Unexpected": set()}
+    for text in texts:
+        for match in re.split(r"(?=Missing key|Unexpected key)", text):
+            if (told := _KEYS.search(match)) is not None:
+                keys[told["kind"]] |= set(re.findall(r'"([\w.]+)"', told["keys"]))
+    for have, want, where in (("Unexpected", "Missing", "checkpoint"), ("Missing", "Unexpected", "model")):
+        for prefix in _WRAPPERS:
+            if any(key.startswith(prefix) and key.removeprefix(prefix) in keys[want] for key in keys[have]):
+                said = f"the names in the {where} have the prefix '{prefix}' and those on the other side have not"
+                return replace(
+                    found,
+                    cause=f"{said}: one of them was saved from, or loaded into, a model that is wrapped",
+                    fix=f"save and load the inner model (model.module, model._orig_mod), or strip '{prefix}'",
+                )
+    return found
+
+
+def _in_which_library(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
+    del candidate
+    native = all_.facts.native
+    return replace(found, cause=f"{found.cause}; its native stack leads into {native[0]}") if native else found
+
+
+def _said_before(found: Diagnosis, first: Hit, all_: Found) -> Diagnosis:
+    """Add what the program itself called an error just before it raised an exception of no known meaning."""
+    start = first.line.number - (len(first.raised.frames) * 2 + 1 if first.raised is not None else 0)
+    said = [
+        hit
+        for hit in all_.complaints
+        if hit.line.file == first.line.file
+        and 0 < start - hit.line.number <= _SAID_BEFORE
+        and hit.rank in (None, first.rank)
+    ]
+    if not said:
+        return found
+    return replace(found, cause=f"{found.cause}; before that it printed: {said[-1].line.text.strip()[:200]!r}")
+
+
+def _why_no_container(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
+    """Add the line that tells why a container cannot be started; most tell only that."""
+    del all_
+    why = next((hit.line.text for hit in candidate.hits if _REASON.search(hit.line.text)), "")
+    return replace(found, cause=f"{found.cause}: {why.strip()[:240]}") if why else found
+
+
+_Rule = Callable[[Diagnosis, Candidate, Found], Diagnosis]
+_RULES: tuple[tuple[frozenset[str], _Rule], ...] = (
+    (_OF_FILES, _in_a_cache),
+    (frozenset(["nccl-address"]), _without_interface),
+    (frozenset(["invalid-device"]), _which_device),
+    (frozenset(["shapes-differ"]), _which_keys),
+    (_CRASHES, _in_which_library),
+    (frozenset(["container-start"]), _why_no_container),
+)
