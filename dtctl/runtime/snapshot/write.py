@@ -6,15 +6,18 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import state_sum
 from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.storage import retention
-from dtctl.runtime.snapshot.storage.durable import ByteSink, exchanged, make_folder, sync_folder, written
+from dtctl.runtime.snapshot.storage.durable import ByteSink, begin_writing, exchanged, make_folder, sync_folder, written
 from dtctl.runtime.snapshot.storage.place import Place, Remote
 from dtctl.runtime.snapshot.storage.staging import Staged, StagedFile, Staging
+
+STRETCH_BYTES: Final = 8 << 20
+"""Bytes of a file that the disk begins to take at once, while the next ones are summed."""
 
 
 def save(
@@ -131,9 +134,14 @@ def write_part(draft: Place, file: StagedFile, name: str) -> layout.SnapshotFile
     state = layout.hasher(name)
     with written(draft / file_name(file)) as out:
         chunks = (data[begin : begin + layout.CHUNK_BYTES] for begin in range(0, len(data), layout.CHUNK_BYTES))
+        begun = done = 0
         for chunk in (memoryview(header), *chunks):
             state.update(chunk)
             write_all(out, chunk)
+            done += len(chunk)
+            if done - begun >= STRETCH_BYTES:
+                begin_writing(out, begun, done)
+                begun = done
     return layout.SnapshotFile(size_bytes=len(header) + len(data), digest=state.hexdigest())
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +40,17 @@ def written(path: Place) -> Iterator[ByteSink]:
     with path.open("wb", buffering=0) as out:
         yield out
         os.fsync(out.fileno())
+
+
+def begin_writing(out: ByteSink, begin: int, end: int) -> None:
+    """Have the kernel begin to bring a stretch of a file to the disk, so that `written` has less to wait for.
+
+    Linux writes what is dirty when it is told that it will not be read soon, and keeps it in memory until it is clean
+    (mm/fadvise.c). Other systems, and stores, do as they do.
+    """
+    if isinstance(out, io.FileIO) and hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(out.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def make_folder(path: Place) -> None:
