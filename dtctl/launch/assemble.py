@@ -278,5 +278,13 @@ def settings_of(spec: Spec, *, nodes: int, has_spares: bool) -> dict[str, Any]:
         "time_s": spec.job.time_s,
         "trains": spec.train is not None,
         "outputs": tuple(spec.job.outputs),
+        "shared": _shared_folders(spec),
         "log_bytes": spec.job.log_mib << 20,
     }
+
+
+def _shared_folders(spec: Spec) -> tuple[tuple[str, str], ...]:
+    """Return path and pattern of each folder of `job.shared`; none under Slurm, where the disk is shared."""
+    if spec.cluster.transport == "slurm":
+        return ()
+    return tuple((entry.path, entry.complete or "") for entry in spec.job.shared_folders)

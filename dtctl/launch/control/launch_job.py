@@ -88,6 +88,8 @@ class LaunchJob:
     """Node -> folder of snapshots, of nodes that go on from another run's; the others have their own run's."""
     outputs: tuple[str, ...] = ()
     """Paths in the working folder that are worth keeping; see `job.outputs`."""
+    shared: tuple[tuple[str, str], ...] = ()
+    """Folders of `job.shared`: path in the working folder, and name of the file that is written last; empty: none."""
     origin: RunOrigin | None = None
     """Launcher of the run, for other control machines."""
     log_bytes: int = 0
