@@ -240,13 +240,27 @@ def job_of(
 
         return node_script(plan, node, base_dir=spec.base_dir)
 
+    transport = cluster.make_transport()
+    copies = None
+    if spec.cluster.transport in ("ssh", "sandbox") and len(known_nodes) > 1:
+        from dtctl.launch.files.shared_copies import SharedCopies
+
+        copies = SharedCopies(
+            run=run,
+            roots=_shared_folders(spec),
+            transport=transport,
+            targets=cluster.targets,
+            spares=[spare_plan(spare) for spare in cluster.spares],
+            is_resumed=bool(earlier),
+            trains=spec.train is not None,
+        )
     return LaunchJob(
         run=run,
         token=token or secrets.token_hex(16),
         first_plan=plan,
         make_plan=make_plan,
         make_script=make_script,
-        transport=cluster.make_transport(),
+        transport=transport,
         targets=cluster.targets,
         spares={spare.name: spare_plan(spare) for spare in cluster.spares},
         push=join_pushes(code, data, environment),
@@ -257,6 +271,7 @@ def job_of(
         secrets=values,
         snapshots=snapshots or {},
         earlier=earlier,
+        copies=copies,
         origin=origin(shell.join(["dtctl", *sys.argv[1:]]), time.time()),
         keep=keep,
         **settings_of(spec, nodes=len(cluster.nodes), has_spares=bool(cluster.spares)),

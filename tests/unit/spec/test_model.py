@@ -240,8 +240,8 @@ def test_a_directive_that_dtctl_writes_itself_is_refused_by_name(name: str) -> N
         ("shared: [/data/out]", "job.shared /data/out inside"),
         ("shared: [out/../..]", "job.shared out/../.. inside"),
         ("shared: [./]", "job.shared ./ inside"),
-        ("shared: [out/, out/a]", "job.shared 'out' 'out/a' lie in each other"),
-        ("shared: [{path: out, complete: a/DONE}]", "job.shared a/DONE no name"),
+        ("shared: [out/, out/a]", "job.shared 'out' 'out/a'"),
+        ("shared: [{path: out, complete: a/DONE}]", "job.shared 'a/DONE'"),
         ("shared: [data/x/out], data: [{from: ~/x, to: data/x}]", "`shared` data/x/out data/x"),
     ],
 )
