@@ -242,7 +242,9 @@ def job_of(
 
     transport = cluster.make_transport()
     copies = None
-    if spec.cluster.transport in ("ssh", "sandbox") and len(known_nodes) > 1:
+    # Without the key a resume may have to name it.
+    is_wanted = bool(spec.job.shared) or (spec.train is None and bool(earlier or spec.job.max_restarts))
+    if spec.cluster.transport in ("ssh", "sandbox") and len(known_nodes) > 1 and is_wanted:
         from dtctl.launch.files.shared_copies import SharedCopies
 
         copies = SharedCopies(
@@ -252,7 +254,6 @@ def job_of(
             targets=cluster.targets,
             spares=[spare_plan(spare) for spare in cluster.spares],
             is_resumed=bool(earlier),
-            trains=spec.train is not None,
         )
     return LaunchJob(
         run=run,

@@ -362,7 +362,8 @@ class Job(Section):
     `cluster.python` is then the Python of dtctl's own program alone. Default: the Python of `cluster.python`."""
     outputs: tuple[Word, ...] = ()
     """Files and folders that the job writes and that are worth keeping, relative to its working folder: `[out/]`.
-    `dtctl fetch` brings them, and `dtctl launch --resume` goes on in them. Default: all that was written is brought."""
+    `dtctl fetch` brings them, and `dtctl launch --resume` goes on in them. Default: all that was written is brought.
+    An absolute path (`/scratch/out`) is brought from each node as well, and stays where it is."""
     shared: tuple[Text | SharedEntry, ...] = ()
     """Folders with checkpoints, relative to the working folder: `[checkpoints/]`, or `[{path: out, complete: DONE}]`.
     What workers write there on any node is on all nodes before the next attempt and at `dtctl launch --resume`, without
@@ -438,8 +439,8 @@ class Job(Section):
     @classmethod
     def _inside(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
         for path in paths:
-            if path.startswith(("/", "~")) or not path.strip("./") or ".." in path.split("/"):
-                raise ValueError(f"{path!r} is not a path inside the job's working folder")
+            if path.startswith("~") or not path.strip("./") or ".." in path.split("/"):
+                raise ValueError(f"{path!r} is neither a path inside the job's working folder nor an absolute one")
         return tuple(path.removeprefix("./") for path in paths)
 
     @field_validator("shared")

@@ -314,7 +314,6 @@ def _mount(run_dir: str, code: str) -> bool:
     import ctypes
 
     global _below_overlay  # noqa: PLW0603 - there is one run in a process
-    _below_overlay = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.makedirs(beside, mode=0o700, exist_ok=True)
         libc = ctypes.CDLL(None)
@@ -323,12 +322,18 @@ def _mount(run_dir: str, code: str) -> bool:
         done = (
             libc.unshare(_CLONE_NEWNS) == 0
             and libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_SLAVE_ALL), None) == 0
+        )
+        # In the new namespace: a folder of another one cannot be mounted anywhere (see `_bind`).
+        _below_overlay = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        done = (
+            done
             and libc.mount(b"overlay", os.fsencode(folder), b"overlay", ctypes.c_ulong(0), os.fsencode(options)) == 0
         )
     except (AttributeError, OSError):  # not Linux
         done = False
     if not done:
-        os.close(_below_overlay)
+        if _below_overlay >= 0:
+            os.close(_below_overlay)
         _below_overlay = -1
         folders.remove_tree(beside)
     return bool(done)
@@ -431,7 +436,8 @@ def written(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-arg
 
     Args:
         run_dir: folder of the run.
-        paths: what to look at, relative to the working folder; nothing: all of it, without compiled modules.
+        paths: what to look at, relative to the working folder, or absolute: then yielded without its first slash;
+            nothing: all of the working folder, without compiled modules.
     """
     for file, info in _written(run_dir, paths):
         if stat.S_ISREG(info.st_mode):
@@ -464,7 +470,7 @@ def _written(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-ar
     pushed = {row[0]: tuple(row[1:]) for row in record["files"]}
     for path in paths or [""]:
         name = path.strip("/")
-        start = os.path.join(top, name)
+        start = "/" + name if path.startswith("/") else os.path.join(top, name)
         start = os.path.realpath(start) if os.path.islink(start) else start
         for file, info in _files(start, name, skip=() if paths else (COMPILED,)):
             facts = _facts(info)

@@ -107,7 +107,8 @@ def load() -> tuple[int, str]:
 dist.init_process_group("gloo")
 begun, loaded = load()
 print(f"RESUMED rank={RANK} step={begun} digest={loaded}", flush=True)
-for step in range(begun + 1, LAST + 1):
+last = min(LAST, begun + 2) if ATTEMPT > 0 else LAST
+for step in range(begun + 1, last + 1):
     time.sleep(SLEEP_S)
     dist.barrier()
     if step % EVERY == 0:

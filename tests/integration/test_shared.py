@@ -10,6 +10,7 @@ import pytest
 
 from dtctl.sandbox import faults
 from dtctl.sandbox.layout import Sandbox, SandboxNode
+from tests.facts import missing
 from tests.hosts import Project, wait_until
 from tests.integration.test_data import on_node
 
@@ -47,6 +48,76 @@ def shared_files(sandbox: Sandbox, node: SandboxNode, run: str) -> list[str]:
         f"cd {folder} && find -L work/checkpoints ahead/checkpoints -type f 2>/dev/null; true",
     )
     return sorted(path.partition("/")[2] for path in found.split())
+
+
+def test_a_resume_without_the_key_names_it(project: Project, sandbox: Sandbox) -> None:
+    write = (
+        "import os, pathlib, sys, time\n"
+        "if os.environ['RANK'] == '0' and os.environ['DTCTL_ATTEMPT'] == '0':\n"
+        "    pathlib.Path('saved').mkdir()\n"
+        "    pathlib.Path('saved/step-1.pt').write_bytes(bytes(9000))\n"
+        "    time.sleep(1)\n"
+        "    sys.exit(3)\n"
+        "time.sleep(5)\n"
+    )
+    project.write("train.py", write)
+    project.write("dtctl.yaml", spec_of(["node1", "node2"], [], [], shared=[]))
+    done = project.run("launch", "--name", project.unique)
+    assert done.code == 0, done.err
+    assert not missing(done.err, "saved/ node1 only `job.shared: [saved/]`")
+
+
+def test_fetch_takes_the_absolute_paths_that_outputs_allow(project: Project, sandbox: Sandbox) -> None:
+    write = (
+        "import os, pathlib\n"
+        "folder = pathlib.Path.home() / 'far'\n"
+        "folder.mkdir(exist_ok=True)\n"
+        "(folder / 'a.txt').write_text(os.environ['RANK'])\n"
+        "pathlib.Path('near.txt').write_text('near')\n"
+    )
+    far = f"{sandbox.home}/far"
+    project.write("train.py", write)
+    project.write("dtctl.yaml", spec_of(["node1", "node2"], [], [], shared=[], outputs=[far, "near.txt"]))
+    assert project.run("launch", "--name", project.unique).code == 0
+    assert project.run("fetch", project.unique, f"{far}/a.txt").code == 0
+    assert project.run("fetch", project.unique).code == 0
+    outputs = project.folder / ".dtctl" / "runs" / project.unique / "outputs"
+    assert [(outputs / name / far[1:] / "a.txt").read_text() for name in ("node1", "node2")] == ["0", "1"]
+    assert (outputs / "node1" / "near.txt").read_text() == "near"
+    refused = project.run("fetch", project.unique, "/etc/passwd")
+    assert refused.code == 2
+    assert not missing(refused.err, "`job.outputs: [/etc/passwd]`")
+    inside = project.run("fetch", project.unique, f"{sandbox.home}/.dtctl/node/runs/{project.unique}/work/near.txt")
+    assert inside.code == 2
+    assert not missing(inside.err, "`near.txt` instead")
+
+
+def test_a_folder_below_an_overlay_shows_what_other_nodes_wrote(project: Project, sandbox: Sandbox) -> None:
+    """Files come from outside of the overlay while programs of the run have looked for them already."""
+    (project.folder / "weights.bin").write_bytes(bytes(20 << 20))  # too much to be copied
+    write = (
+        "import os, pathlib, sys, time\n"
+        "folder, rank = pathlib.Path('out'), os.environ['RANK']\n"
+        "before = (folder / 'step-1').exists(), sorted(path.name for path in folder.iterdir())\n"
+        "if rank == '0':\n"
+        "    (folder / 'step-1').mkdir()\n"
+        "    (folder / 'step-1' / 'a.pt').write_bytes(b'new')\n"
+        "    (folder / 'step-1' / 'DONE').write_text('')\n"
+        "    time.sleep(25)\n"
+        "else:\n"
+        "    begun = time.monotonic()\n"
+        "    while not (folder / 'step-1' / 'DONE').exists() and time.monotonic() - begun < 60:\n"
+        "        time.sleep(0.1)\n"
+        "    print('FOUND', before, (folder / 'step-1' / 'a.pt').read_bytes(), (folder / 'of_code.txt').read_text())\n"
+    )
+    project.write("train.py", write)
+    project.write("out/of_code.txt", "here")
+    shared = [{"path": "out", "complete": "DONE"}]
+    project.write("dtctl.yaml", spec_of(["node1", "node2"], [], [], shared=shared))
+    done = project.run("launch", "--name", project.unique)
+    assert done.code == 0, done.err
+    assert "FOUND (False, ['of_code.txt']) b'new' here" in done.out
+    assert not missing(done.err, "out/ DONE")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

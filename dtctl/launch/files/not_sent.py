@@ -60,7 +60,10 @@ def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
     """
     root, files = os.fsencode(os.path.realpath(tree.root)), spec.job.files
     counter = _Counter(root)
-    written = [*spec.job.outputs, *(entry.path for entry in spec.job.shared_folders)]
+    written = [
+        *(path for path in spec.job.outputs if not path.startswith("/")),
+        *(entry.path for entry in spec.job.shared_folders),
+    ]
     outputs = Rules(os.fsencode(pattern) for pattern in written)
     data = [os.path.relpath(spec.base_dir / Path(entry.source).expanduser(), tree.root) for entry in spec.job.data]
     wheels = [os.path.relpath(wheel, tree.root) for wheel in _wheels_of(spec)]

@@ -52,8 +52,8 @@ TAKE_SILENCE_S: Final = 600.0
 """The same while it waits for blocks that other nodes have not got yet, or for others to finish."""
 SHARE_BESIDE: Final = 0.25
 """Share of a link's speed that copies take while workers use it."""
-INDEX_BATCH: Final = 50_000
-"""Indexes in one message."""
+NAMED: Final = 3
+"""Checkpoints that a note names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +251,7 @@ class CopyRounds:
         plan = plan_copies(list(listed.values()), self._roots, stopped_s=stopped_s, lost=lost)
         result.rules = plan.rules
         result.notes += [
-            (name, f"left out of job.shared: {text}") for name in listed for text in self._listed[name].skipped
+            (name, f"left out of job.shared: {text}") for name in listed for text in self._node(name).skipped
         ]
         self._set_aside(plan, result)
         if plan.copies:
@@ -279,15 +279,28 @@ class CopyRounds:
                 old.close()
             raise
 
+    def _node(self, name: str) -> _Listed:
+        """Return a node that has listed its files.
+
+        Raises:
+            ConnectError: the copies were ended meanwhile.
+        """
+        found = self._listed.get(name)
+        if found is None:
+            raise ConnectError("the copies were ended", node=name)
+        return found
+
     def _set_aside(self, plan: CopyPlan, result: CopyResult) -> None:
         for node, paths in plan.aside.items():
             try:
-                kept = self._listed[node].set_aside(paths)
+                kept = self._node(node).set_aside(paths)
             except DtctlError as exc:
                 result.notes.append((node, f"what may not be complete is left in its place: {exc.message}"))
                 continue
-            names = ", ".join(sorted(set(plan.aside_names))[:4])
-            result.notes.append((node, f"nobody knows whether {names} is complete: moved to {kept.folder}"))
+            names = sorted(set(plan.aside_names))
+            more = f" and {len(names) - NAMED} others" if len(names) > NAMED else ""
+            text = f"{', '.join(names[:NAMED])}{more} may not be complete: moved to {kept.folder}"
+            result.notes.append((node, text))
             if kept.problem:
                 result.notes.append((node, f"not moved: {kept.problem}"))
         for name in plan.doubtful:
@@ -301,14 +314,14 @@ class CopyRounds:
         pair = make_key_pair()
         offers = fan_out(
             {name: (name, list(paths)) for name, paths in wanted.items()},
-            lambda item: self._listed[item[0]].offer(item[1], pair),
+            lambda item: self._node(item[0]).offer(item[1], pair),
         )
         served = {name for name, answer in offers.items() if isinstance(answer, list)}
         for name, answer in offers.items():
             if isinstance(answer, DtctlError):
                 result.notes.append((name, f"its files were not copied: {answer.message}"))
         todo = {
-            node: [row for row in rows if row.source in served and row.path in self._listed[row.source].digests]
+            node: [row for row in rows if row.source in served and row.path in self._node(row.source).digests]
             for node, rows in copies.items()
         }
         todo = {node: rows for node, rows in todo.items() if rows}
@@ -388,7 +401,7 @@ class CopyRounds:
         link.send_bytes(zlib.compress(json.dumps(files).encode(), 1))
         link.send(PushManifestEnd())
         link.send(PushRelay(certificate=pair[0], key=pair[1]))
-        link.send_bytes(b"".join(digest for row in rows for digest in self._listed[row.source].digests[row.path]))
+        link.send_bytes(b"".join(digest for row in rows for digest in self._node(row.source).digests[row.path]))
         link.send(PushManifestEnd())
         state = self._answer(link, "blocks")
         have: set[bytes] = set()
@@ -409,7 +422,7 @@ class CopyRounds:
         sizes: dict[bytes, int] = {}
         for row in rows:
             blocks = relay.cut([row.file.size])
-            for digest, segments in zip(self._listed[row.source].digests[row.path], blocks, strict=True):
+            for digest, segments in zip(self._node(row.source).digests[row.path], blocks, strict=True):
                 sizes.setdefault(digest, sum(length for _, _, length in segments))
         return sizes
 
@@ -424,7 +437,7 @@ class CopyRounds:
         notes: _Notes,
     ) -> None:
         """Let a node fetch the blocks that one node has, from that or from others that fetch the same."""
-        source = self._listed[rows[0].source]
+        source = self._node(rows[0].source)
         with self._lock:
             key = (source.name, frozenset(row.path for row in rows))
             if key not in relays:

@@ -41,7 +41,6 @@ class SharedCopies:
         targets: Mapping[str, Target],
         spares: Sequence[NodePlan],
         is_resumed: bool,
-        trains: bool,
     ) -> None:
         """Copy nothing yet.
 
@@ -52,11 +51,10 @@ class SharedCopies:
             targets: of nodes and spares.
             spares: nodes that stand by.
             is_resumed: whether the run goes on from an earlier one.
-            trains: whether the job has snapshots of dtctl, which need no shared folders.
         """
         self._run, self._roots, self._transport = run, list(roots), transport
         self._targets, self._spares = targets, list(spares)
-        self._is_first, self._is_resumed, self._trains = True, is_resumed, trains
+        self._is_resumed = is_resumed
         self._notes: queue.SimpleQueue[tuple[str | None, str]] = queue.SimpleQueue()
         self._amounts: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
         self._told: set[object] = set()
@@ -95,7 +93,7 @@ class SharedCopies:
         self.stop()
         if self._roots:
             self._start(lambda rounds: self._copy_beside(rounds, nodes), share=SHARE_BESIDE)
-        elif is_again and not self._trains:
+        elif is_again:
             self._start(lambda rounds: self._look_for_unshared(rounds, nodes()), share=1.0)
 
     def stop(self) -> None:
