@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dtctl.errors import DtctlError
 from dtctl.launch.files.checkpoint_sets import RULE_NAMES, LostNode, NodeFiles, find_unshared
 from dtctl.launch.files.shared import SHARE_BESIDE, CopyNode, CopyResult, CopyRounds
 from dtctl.plan.model import NodePlan
@@ -127,7 +126,7 @@ class SharedCopies:
         def work() -> None:
             try:
                 action(rounds)
-            except (DtctlError, OSError) as exc:
+            except Exception as exc:  # noqa: BLE001 - also a bug here must not end the run
                 if not stopped.is_set():
                     self._notes.put((None, f"files of job.shared were not copied: {exc}"))
             finally:
