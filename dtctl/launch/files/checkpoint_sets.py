@@ -124,6 +124,8 @@ class Copy:
     file: SharedFile
     origin: str
     """Store of the node that has written it."""
+    checkpoint: str
+    """Name of the checkpoint that it is of."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -408,7 +410,7 @@ def _add_copies(
         source = writer or holders[0]
         for node in nodes:
             if node.node not in rows:
-                copy = Copy(path=path, source=source.node, file=rows[source.node], origin=origin)
+                copy = Copy(path=path, source=source.node, file=rows[source.node], origin=origin, checkpoint=found.name)
                 plan.copies.setdefault(node.node, []).append(copy)
 
 

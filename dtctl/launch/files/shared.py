@@ -247,6 +247,10 @@ class CopyRounds:
         answers = fan_out({node.target.name: node for node in nodes}, self._list)
         listed = {name: answer for name, answer in answers.items() if isinstance(answer, NodeFiles)}
         result.listed = listed
+        for node in nodes:
+            error = answers[node.target.name]
+            if stopped_s is not None and isinstance(error, DtctlError) and not node.is_spare:
+                result.notes.append((node.target.name, f"its files of job.shared were not found out: {error.message}"))
         stopped_s = None if stopped_s is None else stopped_s + time.monotonic() - began
         plan = plan_copies(list(listed.values()), self._roots, stopped_s=stopped_s, lost=lost)
         result.rules = plan.rules
@@ -320,10 +324,14 @@ class CopyRounds:
         for name, answer in offers.items():
             if isinstance(answer, DtctlError):
                 result.notes.append((name, f"its files were not copied: {answer.message}"))
-        todo = {
-            node: [row for row in rows if row.source in served and row.path in self._node(row.source).digests]
-            for node, rows in copies.items()
+        # Of a checkpoint all that is missing comes, or nothing: a file of it may have changed meanwhile.
+        partial = {
+            row.checkpoint
+            for rows in copies.values()
+            for row in rows
+            if row.source not in served or row.path not in self._node(row.source).digests
         }
+        todo = {node: [row for row in rows if row.checkpoint not in partial] for node, rows in copies.items()}
         todo = {node: rows for node, rows in todo.items() if rows}
         relays: dict[tuple[str, frozenset[str]], Relay] = {}
         done, notes = _Done(len(todo)), _Notes()
@@ -331,7 +339,10 @@ class CopyRounds:
         def take(item: tuple[CopyNode, list[Copy]]) -> tuple[int, int]:
             return self._take(item[0], item[1], pair, relays, done, notes)
 
-        answers = fan_out({node: (nodes[node], rows) for node, rows in todo.items()}, take)
+        # All at once: they wait for each other.
+        answers = fan_out(
+            {node: (nodes[node], rows) for node, rows in todo.items()}, take, max_parallel=max(1, len(todo))
+        )
         result.notes += [(None, text) for text in notes.texts]
         for node, taken in answers.items():
             if isinstance(taken, DtctlError):

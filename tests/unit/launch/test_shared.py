@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import NodeError
-from dtctl.launch.files.shared import CopyNode, CopyResult, CopyRounds, _require_path
+from dtctl.launch.files.shared import CopyNode, CopyResult, CopyRounds, _Listed, _require_path
 from dtctl.supervisor import receive, relay, shared
 from dtctl.supervisor.messages.shared import SharedCopy
 from dtctl.transport.base import Target
@@ -194,6 +194,29 @@ def test_a_file_that_differs_from_its_digest_is_not_kept(tmp_path: Path, monkeyp
     assert {*listing(b / "out")} == {"step-0.bin"}
     assert [node for node, text in result.notes if node is not None and "not copied" in text] == ["b"]
     assert not list(tmp_path.glob(f"b/runs/{RUN}/.incoming-*"))
+
+
+def test_of_a_checkpoint_all_comes_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = prepared(tmp_path, "a", "b")
+    for name in ("step-1/a.bin", "step-1/b.bin", "step-2/a.bin"):
+        write(a / "out" / name, b"first")
+    offer = _Listed.offer
+
+    def change_before(self: _Listed, paths: list[str], pair: tuple[str, str]) -> list[str]:
+        write(a / "out" / "step-1" / "b.bin", b"second", age_s=0)
+        return offer(self, paths, pair)
+
+    monkeypatch.setattr(_Listed, "offer", change_before)
+    assert go(tmp_path, "a", "b").files == 1
+    assert {*listing(b / "out")} == {"step-2/a.bin"}
+
+
+def test_a_node_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    (a,) = prepared(tmp_path, "a")
+    write(a / "out" / "step-1" / "a.bin", b"first")
+    (tmp_path / "b").write_text("no folder")
+    (note,) = go(tmp_path, "a", "b", stopped_s=1.0).notes
+    assert note[0] == "b"
 
 
 @pytest.mark.parametrize(
