@@ -118,6 +118,9 @@ def test_a_folder_below_an_overlay_shows_what_other_nodes_wrote(project: Project
     assert done.code == 0, done.err
     assert "FOUND (False, ['of_code.txt']) b'new' here" in done.out
     assert not missing(done.err, "out/ DONE")
+    ledger = json.loads((project.folder / ".dtctl" / "runs" / project.unique / "ledger.json").read_text())
+    assert ledger["copied_bytes"] >= 3
+    assert ledger["copied_s"] > 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
