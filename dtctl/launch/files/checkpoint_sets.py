@@ -278,7 +278,7 @@ def _set_aside(
     for each in others:
         if _take_out_young(files, each, pattern, stopped_s, lost, plan):
             taken_out += 1
-        elif any(not _is_marker(other) for other in certain):
+        elif any(not _is_marker(other) for other in certain) or _lacks_for_certain(each, others, lost):
             _take_out(files, each, each.files, plan)
             taken_out += 1
         elif not each.rule:
@@ -300,13 +300,28 @@ def _is_young(age_s: float, stopped_s: float, lost: Sequence[LostNode], *, is_co
 
 def _lacks(found: CheckpointFiles, lost: Sequence[LostNode]) -> bool:
     """Return whether a lost node had a file of it that no other node has."""
-    inside = f"{found.name}/"
-    for node in lost:
-        for path in node.paths:
-            of_set = path.startswith(inside) if found.is_folder else _find_set(path, found.root, ())[0] == found.name
-            if of_set and path not in found.files:
+    return any(_is_of(path, found) and path not in found.files for node in lost for path in node.paths)
+
+
+def _lacks_for_certain(found: CheckpointFiles, others: Sequence[CheckpointFiles], lost: Sequence[LostNode]) -> bool:
+    """Return whether files of it are gone with a lost node: they were listed there, or those of one like it were."""
+    if _lacks(found, lost):
+        return True
+    place = posixpath.dirname(found.name), found.is_folder
+    for other in others:
+        if _lacks(other, lost) and (posixpath.dirname(other.name), other.is_folder) == place:
+            file = next(iter(other.files.values()))
+            of_lost = [path for node in lost for path in node.paths if _is_of(path, other)]
+            if not replace(other, files={**other.files, **dict.fromkeys(of_lost, file)}).shape <= found.shape:
                 return True
     return False
+
+
+def _is_of(path: str, found: CheckpointFiles) -> bool:
+    """Return whether a path belongs to a checkpoint."""
+    if found.is_folder:
+        return path.startswith(f"{found.name}/")
+    return path.startswith(f"{found.root}/") and _find_set(path, found.root, ())[0] == found.name
 
 
 def _looks_whole(found: CheckpointFiles, certain: Sequence[CheckpointFiles], lost: Sequence[LostNode]) -> bool:

@@ -177,6 +177,19 @@ def test_the_only_checkpoint_is_never_set_aside() -> None:
     assert (dcp.aside, copied(dcp)) == ({}, {}), "what is not complete for certain stays where it is, alone"
 
 
+def test_without_any_complete_one_all_nodes_begin_anew() -> None:
+    """The host of rank 1 was lost before anything was copied; its last file was not even listed."""
+    left = [
+        file(f"d12/{name}_0000{step}{rank}.pt", 30.0 - step)
+        for step in (10, 20)
+        for name, rank in (("m", ""), ("o", "_rank0"))
+    ]
+    lost = LostNode(paths=["out/d12/o_000010_rank1.pt"], listed_s=12.0)
+    made = plan(node("a", *left), node("b"), stopped_s=2.0, lost=(lost,))
+    assert sorted(made.aside["a"]) == sorted(each.path for each in left)
+    assert (made.doubtful, copied(made)) == ([], {})
+
+
 def test_a_name_of_the_newest_one_goes_back_with_it() -> None:
     first = file("global_step20/a.pt", 60.0)
     old, new = file("latest", 60.0, size=13), file("latest", 2.0, size=13)
