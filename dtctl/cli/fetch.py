@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from dtctl.cli import output
 from dtctl.cli.common.completion import Run, node_names
 from dtctl.cli.common.elsewhere_view import find_elsewhere
 from dtctl.errors import LaunchError, UsageError
+from dtctl.supervisor import work
 
 if TYPE_CHECKING:
     from dtctl.launch.elsewhere import FoundRun, RunElsewhere
@@ -28,7 +30,8 @@ def fetch(
     path: Annotated[
         str | None,
         typer.Argument(
-            help="File or folder in the run's working folder.  [default: job.outputs, or all that the run wrote]",
+            help="File or folder in the run's working folder, or an absolute path in job.outputs.  "
+            "[default: job.outputs, or all that the run wrote]",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +49,7 @@ def fetch(
     from dtctl.launch.files.fetch import fetch as fetch_all
 
     with _origin(run, node) as origin:
-        paths = [_inside(path)] if path is not None else origin.paths
+        paths = [_allowed(path, origin)] if path is not None else origin.paths
         into = out or origin.into
         answers = fetch_all(origin.sources, origin.transport, paths=paths, into=into)
     came = {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
@@ -172,6 +175,26 @@ def sources(record: RunRecord, node: str | None) -> list[FetchSource]:
 
 def _no_node(run: str, node: str | None, nodes: Iterable[str]) -> LaunchError:
     return LaunchError(f"run {run} has no node {node}", hint=f"its nodes are {', '.join(nodes)}")
+
+
+def _allowed(path: str, origin: _Origin) -> str:
+    """Return a path that may be brought: one in the working folder, or one that `job.outputs` allows.
+
+    Raises:
+        UsageError: it is another one.
+    """
+    if not path.startswith("/"):
+        return _inside(path)
+    plain = posixpath.normpath(path)
+    if any(f"{plain}/".startswith(f"{each.rstrip('/')}/") for each in origin.paths if each.startswith("/")):
+        return plain
+    _, is_inside, inner = plain.partition(f"/runs/{origin.run}/{work.FOLDER}/")
+    if is_inside:
+        raise UsageError(f"{path} lies in the run's working folder", where="PATH", hint=f"write `{inner}` instead")
+    raise UsageError(
+        f"{path} lies outside of the run's working folder, and job.outputs of the run does not name it", where="PATH",
+        hint=f"write `job.outputs: [{plain}]` into the spec before the launch, or a path in the working folder",
+    )  # fmt: skip
 
 
 def _inside(path: str) -> str:

@@ -240,13 +240,28 @@ def job_of(
 
         return node_script(plan, node, base_dir=spec.base_dir)
 
+    transport = cluster.make_transport()
+    copies = None
+    # Without the key a resume may have to name it.
+    is_wanted = bool(spec.job.shared) or (spec.train is None and bool(earlier or spec.job.max_restarts))
+    if spec.cluster.transport in ("ssh", "sandbox") and len(known_nodes) > 1 and is_wanted:
+        from dtctl.launch.files.shared_copies import SharedCopies
+
+        copies = SharedCopies(
+            run=run,
+            roots=_shared_folders(spec),
+            transport=transport,
+            targets=cluster.targets,
+            spares=[spare_plan(spare) for spare in cluster.spares],
+            is_resumed=bool(earlier),
+        )
     return LaunchJob(
         run=run,
         token=token or secrets.token_hex(16),
         first_plan=plan,
         make_plan=make_plan,
         make_script=make_script,
-        transport=cluster.make_transport(),
+        transport=transport,
         targets=cluster.targets,
         spares={spare.name: spare_plan(spare) for spare in cluster.spares},
         push=join_pushes(code, data, environment),
@@ -257,6 +272,7 @@ def job_of(
         secrets=values,
         snapshots=snapshots or {},
         earlier=earlier,
+        copies=copies,
         origin=origin(shell.join(["dtctl", *sys.argv[1:]]), time.time()),
         keep=keep,
         **settings_of(spec, nodes=len(cluster.nodes), has_spares=bool(cluster.spares)),
@@ -279,5 +295,13 @@ def settings_of(spec: Spec, *, nodes: int, has_spares: bool) -> dict[str, Any]:
         "time_s": spec.job.time_s,
         "trains": spec.train is not None,
         "outputs": tuple(spec.job.outputs),
+        "shared": _shared_folders(spec),
         "log_bytes": spec.job.log_mib << 20,
     }
+
+
+def _shared_folders(spec: Spec) -> tuple[tuple[str, str], ...]:
+    """Return path and pattern of each folder of `job.shared`; none under Slurm, where the disk is shared."""
+    if spec.cluster.transport == "slurm":
+        return ()
+    return tuple((entry.path, entry.complete or "") for entry in spec.job.shared_folders)

@@ -45,7 +45,7 @@ def continued(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mapping[str, str]]:
         SpecError: the copy of its spec is gone or broken.
         TransportError: none of its nodes can be asked.
     """
-    if spec.train is not None or not spec.job.outputs:
+    if spec.train is not None or not (spec.job.outputs or spec.job.shared):
         _require_snapshot(earlier)
     folder = spec_of_run(earlier).snapshot_dir
     if folder is not None and ("://" in folder or posixpath.isabs(folder)):
@@ -97,5 +97,5 @@ def _require_snapshot(earlier: RunRecord) -> None:
         f"run {earlier.run} has no snapshot to resume from{silent}",
         where=str(earlier.folder),
         hint="`dtctl snapshot ls RUN` lists those of a run; files of the program itself are kept where "
-        "`job.outputs` names them, in the spec of the earlier run or of this one",
+        "`job.outputs` or `job.shared` names them, in the spec of the earlier run or of this one",
     )

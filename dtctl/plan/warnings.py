@@ -20,7 +20,7 @@ UNUSED: Final[Mapping[str, tuple[str, ...]]] = {
     "local": (*_LOGIN, *_LOST_NODES, "cluster.ssh", "cluster.login", "cluster.connect_timeout_s"),
     "ssh": ("cluster.login",),
     "sandbox": (*_LOGIN, "cluster.login"),
-    "slurm": (),
+    "slurm": ("job.shared",),  # the nodes have a disk in common, where the working folder lies
 }
 """Transport -> keys that no job uses there."""
 UNUSED_OF_NODES: Final[Mapping[str, tuple[str, ...]]] = {

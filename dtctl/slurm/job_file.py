@@ -99,7 +99,8 @@ def read_job_file(launcher: Path) -> JobFile:
     try:
         with zipfile.ZipFile(launcher) as archive:
             document = json.loads(archive.read(JOB_FILE))
-        settings = {**document["settings"], "outputs": tuple(document["settings"]["outputs"])}
+        settings = document["settings"]
+        settings |= {name: tuple(settings[name]) for name in ("outputs", "shared")}
         template, scripts = bind.from_json(document["template"]), tuple(document["scripts"])
         return JobFile(**{**document, "template": template, "scripts": scripts, "settings": settings})
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as exc:

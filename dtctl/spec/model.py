@@ -45,6 +45,7 @@ __all__ = [  # the sections
     "Network",
     "NodeEntry",
     "Secret",
+    "SharedEntry",
     "Slurm",
     "Spec",
     "Toleration",
@@ -236,9 +237,7 @@ class DataEntry(Section):
     @field_validator("to")
     @classmethod
     def _stays_inside(cls, path: str) -> str:
-        if posixpath.isabs(path) or ".." in path.split("/") or posixpath.normpath(path) == ".":
-            raise ValueError(f"{path!r} is not a path inside the job's working folder")
-        return posixpath.normpath(path)
+        return _path_inside(path)
 
     @field_validator("source")
     @classmethod
@@ -250,6 +249,40 @@ class DataEntry(Section):
 
 PythonVersion = Annotated[Text, _written(r"3\.\d{1,2}", 'a version as text: "3.12"')]
 _PASSWORD_IN_URL = re.compile(r"://[^/]*@")
+
+
+class SharedEntry(Section):
+    """Folder in which what a worker writes on any node is brought to all nodes."""
+
+    path: PathText
+    """Path in the job's working folder: `checkpoints/`."""
+    complete: Word | None = None
+    """Pattern of the name of a file that is written last: `DONE`, `meta_*.json`. Files of one step are copied when one
+    of them has such a name. Default: DCP by `.metadata`, Hugging Face by `trainer_state.json`, and any others when they
+    were not written to for 10 seconds."""
+
+    @field_validator("path")
+    @classmethod
+    def _stays_inside(cls, path: str) -> str:
+        return _path_inside(path)
+
+    @field_validator("complete")
+    @classmethod
+    def _is_a_name(cls, pattern: str | None) -> str | None:
+        if pattern is not None and "/" in pattern:
+            raise ValueError(f"{pattern!r} is no name of a file: write it without a folder")
+        return pattern
+
+
+def _path_inside(path: str) -> str:
+    """Return a path in a job's working folder in its shortest form.
+
+    Raises:
+        ValueError: it is none, or all of the folder.
+    """
+    if path.startswith(("/", "~")) or ".." in path.split("/") or posixpath.normpath(path) == ".":
+        raise ValueError(f"{path!r} is not a path inside the job's working folder")
+    return posixpath.normpath(path)
 
 
 class Environment(Section):
@@ -329,7 +362,12 @@ class Job(Section):
     `cluster.python` is then the Python of dtctl's own program alone. Default: the Python of `cluster.python`."""
     outputs: tuple[Word, ...] = ()
     """Files and folders that the job writes and that are worth keeping, relative to its working folder: `[out/]`.
-    `dtctl fetch` brings them, and `dtctl launch --resume` goes on in them. Default: all that was written is brought."""
+    `dtctl fetch` brings them, and `dtctl launch --resume` goes on in them. Default: all that was written is brought.
+    An absolute path (`/scratch/out`) is brought from each node as well, and stays where it is."""
+    shared: tuple[Text | SharedEntry, ...] = ()
+    """Folders with checkpoints, relative to the working folder: `[checkpoints/]`, or `[{path: out, complete: DONE}]`.
+    What workers write there on any node is on all nodes before the next attempt and at `dtctl launch --resume`, without
+    a disk that the nodes share. Only complete checkpoints are copied, while workers run at a limited rate."""
     progress: Word | None = None
     """Regular expression that finds a training's progress in what the program prints, with a group `(?P<step>...)` and
     perhaps `(?P<loss>...)` and `(?P<steps>...)`. Default: the usual forms (`step 20: loss 3.4`, bars of tqdm). Not
@@ -404,9 +442,24 @@ class Job(Section):
     @classmethod
     def _inside(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
         for path in paths:
-            if path.startswith(("/", "~")) or not path.strip("./") or ".." in path.split("/"):
-                raise ValueError(f"{path!r} is not a path inside the job's working folder")
+            if path.startswith("~") or not path.strip("./") or ".." in path.split("/"):
+                raise ValueError(f"{path!r} is neither a path inside the job's working folder nor an absolute one")
         return tuple(path.removeprefix("./") for path in paths)
+
+    @field_validator("shared")
+    @classmethod
+    def _one_folder_each(cls, entries: tuple[Text | SharedEntry, ...]) -> tuple[Text | SharedEntry, ...]:
+        paths = [_shared_entry(entry).path for entry in entries]
+        for number, path in enumerate(paths):
+            for other in paths[:number]:
+                if _overlap(path, other):
+                    raise ValueError(f"{other!r} and {path!r} are one folder, or lie in each other")
+        return entries
+
+    @property
+    def shared_folders(self) -> tuple[SharedEntry, ...]:
+        """Return the entries of `shared`, also those that are written as a path alone."""
+        return tuple(map(_shared_entry, self.shared))
 
     @field_validator("hang_s", "hang_start_s", mode="before")
     @classmethod
@@ -440,6 +493,14 @@ class Job(Section):
         return words
 
     @model_validator(mode="after")
+    def _shares_no_data(self) -> Job:
+        for entry in self.shared_folders:
+            for data in self.data:
+                if _overlap(entry.path, data.to):
+                    raise ValueError(f"`shared` names {entry.path}, and `data` puts {data.to} there")
+        return self
+
+    @model_validator(mode="after")
     def _one_program(self) -> Job:
         programs = [key for key in ("script", "module", "command") if getattr(self, key)]
         if len(programs) > 1:
@@ -447,6 +508,15 @@ class Job(Section):
         if self.shell and not self.command:
             raise ValueError("`shell` is about `command`, which is not set")
         return self
+
+
+def _shared_entry(entry: str | SharedEntry) -> SharedEntry:
+    return SharedEntry(path=entry) if isinstance(entry, str) else entry
+
+
+def _overlap(path: str, other: str) -> bool:
+    """Return whether two paths are one place, or one lies in the other."""
+    return f"{path}/".startswith(f"{other}/") or f"{other}/".startswith(f"{path}/")
 
 
 class Network(Section):

@@ -16,7 +16,7 @@ from dtctl.supervisor.messages.base import Message, by_op
 from dtctl.supervisor.messages.stored import STORED, ItemsRemoved, ListStored, RemoveStored, StoredItem, StoredItems
 from dtctl.supervisor.requests import NodeRequests
 
-RECORDS = (processes.RECORD, "work.json")
+RECORDS = (processes.RECORD, "work.json", "shared.json")
 """A folder with one of these is that of a run."""
 KINDS_OF_TREES = {"tree": "code", "data": "data"}
 """What the list calls a pushed tree, and the store that it lies in."""

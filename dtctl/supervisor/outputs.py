@@ -38,9 +38,8 @@ class OutputRequests(NodeRequests):
     def __init__(self, link: frames.FdLink, workdir: str) -> None:
         """See `NodeRequests`."""
         super().__init__(link, workdir)
-        self.rows: list[str] = []
-        """Paths in the working folder."""
-        self.top = ""
+        self.places: list[str] = []
+        """Path of each row on this node."""
 
     def answer(self, request: Message) -> None:
         """List the files, or send digests or contents of some."""
@@ -57,21 +56,22 @@ class OutputRequests(NodeRequests):
     def list_files(self, request: ListOutputs) -> None:
         """Send the rows of all files."""
         run_dir = os.path.expanduser(request.run_dir)
-        self.top = work.folder_of(run_dir)
+        top = work.folder_of(run_dir)
         unnameable = 0
         files: list[tuple[str, int]] = []
-        for path, size, _ in work.written(run_dir, request.paths):
+        for path, size, place in _find_files(run_dir, top, request.paths):
             if not _is_nameable(path):
                 unnameable += 1
                 continue
-            self.rows.append(path)
+            self.places.append(place)
             files.append((path, size))
             if len(files) == ROWS:
                 self.link.send_json(OutputRows(rows=files))
                 files = []
         self.link.send_json(OutputRows(rows=files))
         links: list[tuple[str, str]] = []
-        for path, target in work.links(run_dir, request.paths):
+        inside = [path for path in request.paths if not path.startswith("/")]
+        for path, target in work.links(run_dir, inside) if inside or not request.paths else ():
             if not _is_nameable(path):
                 unnameable += 1
                 continue
@@ -80,13 +80,13 @@ class OutputRequests(NodeRequests):
                 self.link.send_json(OutputLinks(rows=links))
                 links = []
         self.link.send_json(OutputLinks(rows=links))
-        self.link.send_json(OutputsListed(is_there=bool(self.top), unnameable=unnameable))
+        self.link.send_json(OutputsListed(is_there=bool(top), unnameable=unnameable))
 
     def digest(self, index: int, length: int) -> str:
         """SHA-256 of the beginning of a file; empty when it is shorter, or gone."""
         total = hashlib.sha256()
         try:
-            with open(folders.open_regular(os.path.join(self.top, self.rows[index])), "rb") as file:
+            with open(folders.open_regular(self.places[index]), "rb") as file:
                 while length:
                     data = file.read(min(length, PIECE_BYTES))
                     if not data:
@@ -101,7 +101,7 @@ class OutputRequests(NodeRequests):
         """Send a file from `offset` on, and the digest of all of it."""
         total, reason = hashlib.sha256(), ""
         try:
-            with open(folders.open_regular(os.path.join(self.top, self.rows[index])), "rb") as file:
+            with open(folders.open_regular(self.places[index]), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 while file.tell() < size:
                     data = file.read(min(offset - file.tell() if file.tell() < offset else PIECE_BYTES, PIECE_BYTES))
@@ -113,6 +113,16 @@ class OutputRequests(NodeRequests):
         except OSError as exc:
             reason = exc.strerror or "it cannot be read"
         self.link.send_json(FileSent(index=index, digest=total.hexdigest(), problem=reason))
+
+
+def _find_files(run_dir: str, top: str, paths: list):  # type: ignore[no-untyped-def, type-arg]
+    """Yield path, size and place of each file that the run has written, or that is named by an absolute path."""
+    inside = [path for path in paths if not path.startswith("/")]
+    for path, size, _ in work.written(run_dir, inside) if inside or not paths else ():
+        yield path, size, os.path.join(top, path)
+    outside = [path for path in paths if path.startswith("/")]
+    for path, size, _ in work.written(run_dir, outside) if outside else ():
+        yield path, size, "/" + path
 
 
 def _is_nameable(path: str) -> bool:

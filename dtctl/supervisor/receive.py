@@ -47,8 +47,11 @@ class Refused(Exception):
     """The push cannot be taken; the sender has been told."""
 
 
-class _Problem(Exception):
+class PushProblem(Exception):
+    """What was sent cannot be taken; `code` is for the sender."""
+
     def __init__(self, code: str, text: str) -> None:
+        """Take the reason."""
         super().__init__(text)
         self.code = code
 
@@ -68,9 +71,9 @@ def receive(link: frames.FdLink, workdir: str, tree: str, kind: str = "code") ->
     store = os.path.join(workdir, kind)
     try:
         if kind not in STORES:
-            raise _Problem("escape", f"{kind!r} is no store of trees")
+            raise PushProblem("escape", f"{kind!r} is no store of trees")
         return _Push(link, store, tree).run()
-    except _Problem as exc:
+    except PushProblem as exc:
         code, text = exc.code, str(exc)
     except folders.Foreign as exc:
         code, text = "foreign", str(exc)
@@ -135,15 +138,103 @@ class _Lock:
         os.close(self.fd)
 
 
-class _Push:
+class BlockReceiver:
+    """Contents that come over a link, or in blocks from other nodes."""
+
+    def __init__(self, link: frames.FdLink) -> None:
+        """Take the link to the control machine."""
+        self.link = link
+
+    def pieces(self, end: str):  # type: ignore[no-untyped-def]  # Iterator would have to come from typing
+        """Payloads of BYTES frames up to the message `end`."""
+        while True:
+            frame = self.link.receive()
+            if frame is None:
+                raise PushProblem("protocol", "the sender has gone")
+            kind, _, payload = frame
+            if kind == frames.JSON and frames.decode(payload).get("op") == end:
+                return
+            if kind != frames.BYTES or not payload:
+                raise PushProblem("protocol", f"expected file contents, got {payload[:80]!r}")
+            yield payload
+
+    def serve(self, request: PushRelay, store: relay.BlockFiles, folder: str):  # type: ignore[no-untyped-def]
+        """Serve blocks to other nodes; what to tell of it, and the TLS for fetching from them, None without any."""
+        from dtctl.supervisor import relay
+
+        try:
+            serving, fetching = relay.make_contexts(request.certificate, request.key, folder)
+            server = relay.BlockServer(store, serving)
+        except ImportError:
+            return PushState(state="blocks", code="no-ssl"), None
+        except (OSError, RuntimeError) as exc:
+            return PushState(state="blocks", code="no-port", message=str(exc)), None
+        _servers.append(server)
+        return PushState(state="blocks", address=facts.server_address(), port=server.port), fetching
+
+    def fetch(
+        self,
+        store: relay.BlockFiles,
+        wanted: list,  # type: ignore[type-arg]
+        fetching: ssl.SSLContext | None,
+        pace: relay.Pace | None = None,
+    ) -> None:
+        """Fetch blocks from whatever node the control machine names, and from itself in the end; `pace` limits it."""
+        from dtctl.supervisor import relay
+
+        count = 0
+        while True:
+            document = self.link.receive_json()
+            if document is None:
+                raise PushProblem("protocol", "the sender has gone")
+            if document.get("op") != PushSource.op:
+                raise PushProblem("protocol", "expected the source of blocks")
+            source = PushSource.parse(document)
+            left = [digest for digest in wanted if not store.has(digest)]
+            if not source.port or fetching is None:
+                self.receive_blocks(store, left)
+                return
+            if not left:
+                return
+            try:
+                for digest in relay.fetch(store, left, source.address, source.port, fetching):
+                    count += 1
+                    if pace is not None:
+                        pace.wait(store.size(digest))
+                    self.link.send_json(PushState(state="got", count=count))
+                return
+            except relay.SourceFailed as exc:
+                self.link.send_json(PushState(state="source-failed", code=exc.code, message=str(exc)))
+
+    def receive_blocks(self, store: relay.BlockFiles, digests: list) -> None:  # type: ignore[type-arg]
+        """Write the blocks that come over the link, one after the other out of one zlib stream."""
+        inflate = zlib.decompressobj()
+        ready = bytearray()
+        todo = list(reversed(digests))
+        for piece in self.pieces(PushEnd.op):
+            while piece:
+                limit = store.size(todo[-1]) - len(ready) if todo else 1
+                ready += inflate.decompress(piece, limit)
+                piece = inflate.unconsumed_tail
+                if not todo and ready:
+                    raise PushProblem("escape", "what was sent differs from what was announced")
+                if todo and len(ready) == store.size(todo[-1]):
+                    if not store.write(todo.pop(), memoryview(bytes(ready))):
+                        raise PushProblem("digest", "a block differs from the one announced")
+                    ready.clear()
+        if todo or inflate.unused_data or (digests and not inflate.eof):
+            raise PushProblem("digest", "the stream differs from what was announced")
+
+
+class _Push(BlockReceiver):
     """One push to one store."""
 
     def __init__(self, link: frames.FdLink, store: str, tree: str) -> None:
         if len(tree) != 32 or tree.strip("0123456789abcdef"):
-            raise _Problem("escape", f"{tree!r} is not the digest of a tree")
+            raise PushProblem("escape", f"{tree!r} is not the digest of a tree")
         folders.make_private(store)
         self.cleans = folders.mark(store, _is_ours)
-        self.link = link
+        super().__init__(link)
         self.store = store
         self.tree = tree
         self.partial_path = os.path.join(store, f".part-{os.getpid()}-{os.urandom(4).hex()}")
@@ -158,9 +249,9 @@ class _Push:
             return path
         self.link.send_json(PushState(state="want-manifest"))
         inflate = zlib.decompressobj()
-        manifest = inflate.decompress(b"".join(self._pieces(PushManifestEnd.op)), MAX_MANIFEST_BYTES)
+        manifest = inflate.decompress(b"".join(self.pieces(PushManifestEnd.op)), MAX_MANIFEST_BYTES)
         if inflate.unconsumed_tail:
-            raise _Problem("escape", "the manifest is larger than it may be")
+            raise PushProblem("escape", "the manifest is larger than it may be")
         files = _parse_manifest(manifest, self.tree)
         with self._lock(fcntl.LOCK_EX):
             if self.cleans:
@@ -178,19 +269,6 @@ class _Push:
 
     def _lock(self, kind: int) -> _Lock:
         return _Lock(os.path.join(self.store, ".lock"), kind, os.O_CREAT)
-
-    def _pieces(self, end: str):  # type: ignore[no-untyped-def]  # Iterator would have to come from typing
-        """Payloads of BYTES frames up to the message `end`."""
-        while True:
-            frame = self.link.receive()
-            if frame is None:
-                raise _Problem("protocol", "the sender has gone")
-            kind, _, payload = frame
-            if kind == frames.JSON and frames.decode(payload).get("op") == end:
-                return
-            if kind != frames.BYTES or not payload:
-                raise _Problem("protocol", f"expected file contents, got {payload[:80]!r}")
-            yield payload
 
     def _make(self, files: list, seal: _Lock) -> str:  # type: ignore[type-arg]
         """Write everything, and give it its name."""
@@ -257,7 +335,7 @@ class _Push:
         """Take the contents in blocks, if that is how they come; return whether it is."""
         frame = self.link.receive()
         if frame is None:
-            raise _Problem("protocol", "the sender has gone")
+            raise PushProblem("protocol", "the sender has gone")
         document = frames.decode(frame[2]) if frame[0] == frames.JSON else {}
         if document.get("op") != PushRelay.op:
             self.link.ready.insert(0, frame)
@@ -265,10 +343,10 @@ class _Push:
         from dtctl.supervisor import relay
 
         request = PushRelay.parse(document)
-        packed = b"".join(self._pieces(PushManifestEnd.op))
+        packed = b"".join(self.pieces(PushManifestEnd.op))
         blocks = relay.cut([file[2] for file in files])
         if len(packed) != 32 * len(blocks):
-            raise _Problem("protocol", "the sender cuts the files into other blocks")
+            raise PushProblem("protocol", "the sender cuts the files into other blocks")
         digests = [packed[start : start + 32] for start in range(0, len(packed), 32)]
         for path, mode, size, _, _ in files:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=self.partial_fd)
@@ -276,15 +354,15 @@ class _Push:
             os.close(fd)
         store = relay.BlockFiles(self.partial_fd, [file[0] for file in files], blocks, digests)
         self._reuse_blocks(files, blocks, digests, store)
-        state, fetching = self._serve(request, store)
+        state, fetching = self.serve(request, store, self.partial_path)
         wanted = list(dict.fromkeys(digest for digest in digests if not store.has(digest)))
         numbers = {digest: number for number, digest in reversed(list(enumerate(digests)))}
         state.blocks = [numbers[digest] for digest in wanted]
         self.link.send_json(state)
-        self._fetch(store, wanted, fetching)
+        self.fetch(store, wanted, fetching)
         for path, _, _, digest, _ in files:
             if not _is_file(self.partial_fd, path, digest):
-                raise _Problem("digest", f"{os.fsdecode(path)!r} has contents that differ from those announced")
+                raise PushProblem("digest", f"{os.fsdecode(path)!r} has contents that differ from those announced")
         return True
 
     def _reuse_blocks(self, files: list, blocks: list, digests: list, store: relay.BlockFiles) -> None:  # type: ignore[type-arg]
@@ -313,68 +391,9 @@ class _Push:
         for fd in held:
             os.close(fd)
 
-    def _serve(self, request: PushRelay, store: relay.BlockFiles):  # type: ignore[no-untyped-def]
-        """Serve blocks to other nodes; what to tell of it, and the TLS for fetching from them, None without any."""
-        from dtctl.supervisor import relay
-
-        try:
-            serving, fetching = relay.make_contexts(request.certificate, request.key, self.partial_path)
-            server = relay.BlockServer(store, serving)
-        except ImportError:
-            return PushState(state="blocks", code="no-ssl"), None
-        except (OSError, RuntimeError) as exc:
-            return PushState(state="blocks", code="no-port", message=str(exc)), None
-        _servers.append(server)
-        return PushState(state="blocks", address=facts.server_address(), port=server.port), fetching
-
-    def _fetch(self, store: relay.BlockFiles, wanted: list, fetching: ssl.SSLContext | None) -> None:  # type: ignore[type-arg]
-        """Fetch blocks from whatever node the control machine names, and from itself in the end."""
-        from dtctl.supervisor import relay
-
-        count = 0
-        while True:
-            document = self.link.receive_json()
-            if document is None:
-                raise _Problem("protocol", "the sender has gone")
-            if document.get("op") != PushSource.op:
-                raise _Problem("protocol", "expected the source of blocks")
-            source = PushSource.parse(document)
-            left = [digest for digest in wanted if not store.has(digest)]
-            if not source.port or fetching is None:
-                self._receive_blocks(store, left)
-                return
-            if not left:
-                return
-            try:
-                for _ in relay.fetch(store, left, source.address, source.port, fetching):
-                    count += 1
-                    self.link.send_json(PushState(state="got", count=count))
-                return
-            except relay.SourceFailed as exc:
-                self.link.send_json(PushState(state="source-failed", code=exc.code, message=str(exc)))
-
-    def _receive_blocks(self, store: relay.BlockFiles, digests: list) -> None:  # type: ignore[type-arg]
-        """Write the blocks that come over the link, one after the other out of one zlib stream."""
-        inflate = zlib.decompressobj()
-        ready = bytearray()
-        todo = list(reversed(digests))
-        for piece in self._pieces(PushEnd.op):
-            while piece:
-                limit = store.size(todo[-1]) - len(ready) if todo else 1
-                ready += inflate.decompress(piece, limit)
-                piece = inflate.unconsumed_tail
-                if not todo and ready:
-                    raise _Problem("escape", "what was sent differs from what was announced")
-                if todo and len(ready) == store.size(todo[-1]):
-                    if not store.write(todo.pop(), memoryview(bytes(ready))):
-                        raise _Problem("digest", "a block differs from the one announced")
-                    ready.clear()
-        if todo or inflate.unused_data or (digests and not inflate.eof):
-            raise _Problem("digest", "the stream differs from what was announced")
-
     def _receive_contents(self, files: list) -> None:  # type: ignore[type-arg]
         """Write what is sent, one file after the other out of one zlib stream."""
-        sent = self._pieces(PushEnd.op)
+        sent = self.pieces(PushEnd.op)
         inflate = zlib.decompressobj()
         data = memoryview(b"")
 
@@ -384,7 +403,7 @@ class _Push:
                 while not data:
                     more = inflate.unconsumed_tail or next(sent, b"")
                     if not more:
-                        raise _Problem("digest", "the stream ended before the last file")
+                        raise PushProblem("digest", "the stream ended before the last file")
                     data = memoryview(inflate.decompress(more, CHUNK_BYTES))
                 piece, data = data[:size], data[size:]
                 size -= len(piece)
@@ -392,7 +411,7 @@ class _Push:
 
         for file in files:
             if not self._fill(file, take(file[2])):
-                raise _Problem(
+                raise PushProblem(
                     "digest", f"{os.fsdecode(file[0])!r} arrived with contents that differ from those announced"
                 )
         rest = inflate.unconsumed_tail or next(sent, b"")
@@ -400,7 +419,7 @@ class _Push:
             data = memoryview(inflate.decompress(rest, 1))
             rest = inflate.unconsumed_tail or next(sent, b"")
         if data or inflate.unused_data or (files and not inflate.eof):
-            raise _Problem("escape", "what was sent differs from what was announced")
+            raise PushProblem("escape", "what was sent differs from what was announced")
 
     def _publish(self, files: list, seal: _Lock) -> str:  # type: ignore[type-arg]
         """Seal the folder and give it its name; the folder that another push has made meanwhile, if there is one."""
@@ -449,24 +468,24 @@ def _parse_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
             path, link = name.encode("latin-1"), target.encode("latin-1")
             parts = path.split(b"/")
             if b"" in parts or b"." in parts or b".." in parts or b"\0" in path or path in files:
-                raise _Problem("escape", f"{os.fsdecode(path)!r} is not a path inside the tree, or is listed twice")
+                raise PushProblem("escape", f"{os.fsdecode(path)!r} is not a path inside the tree, or is listed twice")
             if mode not in (0o600, 0o700, LINK_MODE) or not isinstance(size, int) or size < 0:
-                raise _Problem("protocol", f"{os.fsdecode(path)!r} has an impossible mode or size")
+                raise PushProblem("protocol", f"{os.fsdecode(path)!r} has an impossible mode or size")
             if mode == LINK_MODE and digest != hashlib.sha256(link).hexdigest():
-                raise _Problem("digest", f"{os.fsdecode(path)!r} is a different link from the one announced")
+                raise PushProblem("digest", f"{os.fsdecode(path)!r} is a different link from the one announced")
             files[path] = (path, int(mode), int(size), digest, link)
             total.update(b"%d\0%o\0%s\0%s\0" % (len(path), mode, path, digest.encode()))
     except (ValueError, TypeError, AttributeError, RecursionError) as exc:
-        raise _Problem("protocol", f"the manifest is malformed: {exc}") from exc
+        raise PushProblem("protocol", f"the manifest is malformed: {exc}") from exc
     rows = list(files.values())
     if not files.keys().isdisjoint(_folders(rows)):
-        raise _Problem("escape", "a path that must be a folder is a file or a link")
+        raise PushProblem("escape", "a path that must be a folder is a file or a link")
     links = {row[0]: row[4] for row in rows if row[1] == LINK_MODE}
     for path, link in links.items():
         if leads_out(path, link, links):
-            raise _Problem("escape", f"the link {os.fsdecode(path)!r} points outside the tree")
+            raise PushProblem("escape", f"the link {os.fsdecode(path)!r} points outside the tree")
     if total.hexdigest()[:32] != tree:
-        raise _Problem("digest", "the manifest does not belong to the tree")
+        raise PushProblem("digest", "the manifest does not belong to the tree")
     return rows
 
 

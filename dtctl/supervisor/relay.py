@@ -37,6 +37,10 @@ HANDSHAKE_S = 5.0
 UNPROVEN, UNPROVEN_OF_ADDRESS = 32, 4
 """Connections that have not proven yet that they are of the run: in all, and from one address."""
 PROVEN = 64
+PACE_BYTES = 4 * BLOCK_BYTES
+"""Bytes by which the speed of a link is measured, before a limit holds that is a share of it."""
+PACE_LEAST = 4 << 20
+"""Bytes a second that a limit always allows."""
 
 
 class SourceFailed(Exception):
@@ -75,7 +79,15 @@ def cut(sizes: Iterable[int]) -> list[list[tuple[int, int, int]]]:
 class BlockFiles:
     """Files that are written block by block, in any order, and read by others meanwhile."""
 
-    def __init__(self, folder: int, paths: Sequence[bytes], blocks: Sequence[list], digests: Sequence[bytes]) -> None:  # type: ignore[type-arg]
+    def __init__(
+        self,
+        folder: int,
+        paths: Sequence[bytes],
+        blocks: Sequence[list],  # type: ignore[type-arg]
+        digests: Sequence[bytes],
+        *,
+        are_whole: bool = False,
+    ) -> None:
         """Take the layout.
 
         Args:
@@ -83,13 +95,14 @@ class BlockFiles:
             paths: of the files in it, which exist.
             blocks: as `cut` returns them.
             digests: SHA-256 of each block.
+            are_whole: whether the files are here already, and only read.
         """
         self._folder = os.dup(folder)
         self._paths = paths
         self._segments: dict[bytes, list] = {}  # type: ignore[type-arg]
         for digest, segments in zip(digests, blocks):  # noqa: B905 - Python 3.8 has no strict
             self._segments.setdefault(digest, []).append(segments)  # contents may repeat
-        self._have: set[bytes] = set()
+        self._have: set[bytes] = set(digests) if are_whole else set()
         self._news = threading.Condition()
         self._closed = False
 
@@ -155,6 +168,33 @@ class BlockFiles:
         with self._news:
             self._closed = True
             self._news.notify_all()
+
+
+class Pace:
+    """Limit of the speed of a transfer: a share of what the link was seen to carry at its beginning."""
+
+    def __init__(self, share: float) -> None:
+        """Take the share of the link that may be used, up to 1, which is no limit."""
+        self._share = share
+        self._begun = time.monotonic()
+        self._seen_bytes = 0
+        self._paced_bytes = 0
+        self._paced_from = 0.0
+        self._rate = 0.0
+
+    def wait(self, size_bytes: int) -> None:
+        """Wait, after so many more bytes, for as long as the limit needs."""
+        if self._share >= 1:
+            return
+        now = time.monotonic()
+        if not self._rate:
+            self._seen_bytes += size_bytes
+            if self._seen_bytes >= PACE_BYTES:
+                speed = self._seen_bytes / max(1e-6, now - self._begun)
+                self._rate, self._paced_from = max(PACE_LEAST, self._share * speed), now
+            return
+        self._paced_bytes += size_bytes
+        time.sleep(max(0.0, self._paced_from + self._paced_bytes / self._rate - now))
 
 
 def make_contexts(certificate: str, key: str, folder: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 ANSWERED_BY = {
     "setup.SetupRequests": ("hello", "push", "prepare", "probe", "start", "stand-by", "attach", "sweep"),
     "outputs.OutputRequests": ("list", "digest", "send"),
+    "shared.SharedRequests": (
+        "list-shared", "offer-shared", "send-shared", "take-shared", "keep-shared", "set-aside",
+    ),
     "clean.StoredRequests": ("stored", "remove"),
     "node_runs.RunRequests": ("runs", "logs"),
     "slurm_commands.SlurmRequests": ("slurm",),

@@ -184,7 +184,7 @@ def prepare(workdir: str, message: Prepare) -> None:
         CannotDo: the run exists already, the disk is full, or a file or program that the job needs is missing.
     """
     run_dir = os.path.join(workdir, "runs", message.run)
-    if message.fresh and os.path.exists(run_dir):
+    if message.fresh and os.path.exists(run_dir) and not work.holds_copies_alone(run_dir):
         raise CannotDo("run-exists", f"{run_dir} already exists")
     stat = os.statvfs(workdir)
     if stat.f_bavail * stat.f_frsize < MIN_FREE_BYTES:
@@ -210,7 +210,9 @@ def prepare(workdir: str, message: Prepare) -> None:
         return
     earlier_dir = os.path.join(workdir, "runs", message.earlier) if message.earlier else ""
     try:
-        work.prepare(run_dir, cwd, message.outputs, earlier_dir, message.pushed, data=data)
+        work.prepare(
+            run_dir, cwd, message.outputs, earlier_dir, message.pushed, data=data, replicated=message.replicated
+        )
     except work.TooLarge as exc:
         raise CannotDo("too-large", f"{cwd} cannot be copied into the working folder of the run: {exc}") from exc
 

@@ -4,6 +4,7 @@
                          (under Slurm a link to the one folder of all nodes)
     RUN_DIR/work.json    how the code came there, and what was written of it, by which a program's own files are told
     RUN_DIR/.overlay     what an overlay needs beside
+    RUN_DIR/ahead        copies of shared folders that came before there was a working folder (shared.py)
 
 The code is a tree that was pushed, which belongs to every run of the same code, or a folder that the user keeps on
 the nodes. Nothing that a run does may reach it: files are cloned or copied, or lie under an overlay that the run's
@@ -21,6 +22,7 @@ from dtctl import folders
 from dtctl.supervisor.messages.attempt import OutputSummary
 
 FOLDER = "work"
+AHEAD = "ahead"
 RECORD = "work.json"
 MANY_ROWS_BYTES = 16 << 10
 """Of a tree's seal, which has some 200 bytes a file: what has a longer one is not copied file by file if that can be
@@ -36,6 +38,7 @@ COMPILED = "__pycache__"
 _FICLONE = 0x40049409
 _CLONE_NEWNS = 0x00020000
 _MS_SLAVE_ALL = 0x80000 | 0x4000
+_MS_BIND = 0x1000
 _CANNOT = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.ETXTBSY)
 LINK_MODE, FOLDER_MODE = 0o120000, 0o040000
 
@@ -52,6 +55,12 @@ def folder_of(run_dir: str) -> str:
     return os.path.join(run_dir, FOLDER) if os.path.exists(os.path.join(run_dir, RECORD)) else ""
 
 
+def holds_copies_alone(run_dir: str) -> bool:
+    """Return whether a run has nothing on this node but copies that came ahead (shared.py)."""
+    names = [name for name in os.listdir(run_dir) if not name.startswith(".incoming-")]
+    return AHEAD in names and set(names) <= {AHEAD, "shared.json", "shared.json.partial"}
+
+
 def prepare(
     run_dir: str,
     code: str,
@@ -60,6 +69,7 @@ def prepare(
     is_pushed: bool = True,
     may_mount: bool = True,
     data: list[tuple[str, str]] | None = None,
+    replicated: list[str] | None = None,
 ) -> None:
     """Make the working folder, unless an attempt before has; an overlay is mounted for this process and its children.
 
@@ -72,6 +82,7 @@ def prepare(
         is_pushed: whether `code` is a tree that was pushed.
         may_mount: whether an overlay will do: this process, or none, starts the run's programs.
         data: paths in the working folder, and where they are to lead.
+        replicated: folders in the working folder whose files all nodes have (`job.shared`).
 
     Raises:
         OSError: it cannot be made.
@@ -87,11 +98,16 @@ def prepare(
             record = _make(run_dir, code, may_mount, data or [])
         else:
             record = _make_of_folder(run_dir, os.path.realpath(code), may_mount, data or [])
-        for path in outputs if earlier_dir else ():
+        for path in _outermost([*outputs, *(replicated or [])]) if earlier_dir else ():
             _continue(path, run_dir, earlier_dir)
         _write(os.path.join(run_dir, RECORD), record)
     elif record["how"] == "overlay" and not _mount(run_dir, str(record["code"])):
         raise OSError(errno.EPERM, "the overlay of the working folder cannot be mounted again", run_dir)
+    if _below_overlay >= 0:
+        for path in replicated or ():
+            _bind(path, run_dir, str(record["code"]))
+    if os.path.isdir(os.path.join(run_dir, AHEAD)):
+        _merge(os.path.join(run_dir, AHEAD), _writable_folder(run_dir))
 
 
 def share(run_dir: str, code: str) -> None:
@@ -298,7 +314,6 @@ def _mount(run_dir: str, code: str) -> bool:
     import ctypes
 
     global _below_overlay  # noqa: PLW0603 - there is one run in a process
-    _below_overlay = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.makedirs(beside, mode=0o700, exist_ok=True)
         libc = ctypes.CDLL(None)
@@ -307,15 +322,82 @@ def _mount(run_dir: str, code: str) -> bool:
         done = (
             libc.unshare(_CLONE_NEWNS) == 0
             and libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_SLAVE_ALL), None) == 0
+        )
+        # In the new namespace: a folder of another one cannot be mounted anywhere (see `_bind`).
+        _below_overlay = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        done = (
+            done
             and libc.mount(b"overlay", os.fsencode(folder), b"overlay", ctypes.c_ulong(0), os.fsencode(options)) == 0
         )
     except (AttributeError, OSError):  # not Linux
         done = False
     if not done:
-        os.close(_below_overlay)
+        if _below_overlay >= 0:
+            os.close(_below_overlay)
         _below_overlay = -1
         folders.remove_tree(beside)
     return bool(done)
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    """Return the paths that lie in no other one of them."""
+    names = sorted({path.strip("/") for path in paths if not path.startswith("/")})
+    return [name for name in names if not any(name.startswith(other + "/") for other in names)]
+
+
+def _writable_folder(run_dir: str) -> str:
+    """Return the working folder, or the folder below its overlay, which is on the disk of the run's folder."""
+    return "/proc/self/fd/%d" % _below_overlay if _below_overlay >= 0 else os.path.join(run_dir, FOLDER)
+
+
+def _bind(path: str, run_dir: str, code: str) -> None:
+    """Let a folder in the overlay be the one below it, so that files that come from outside appear in it.
+
+    What changes below an overlay without its knowledge need not be seen through it (Documentation/filesystems/
+    overlayfs.rst, "Changes to underlying filesystems").
+
+    Raises:
+        OSError: it cannot be mounted.
+    """
+    merged, below = os.path.join(run_dir, FOLDER, path), os.path.join(_writable_folder(run_dir), path)
+    if os.path.realpath(merged) != os.path.join(os.path.realpath(run_dir), FOLDER, path):
+        return  # a link to the folder of an earlier run, which lies outside of this overlay
+    os.makedirs(merged, mode=0o700, exist_ok=True)
+    os.makedirs(below, mode=0o700, exist_ok=True)
+    if os.path.isdir(os.path.join(code, path)):
+        _fill(os.path.join(code, path), below)
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(os.fsencode(below), os.fsencode(merged), None, ctypes.c_ulong(_MS_BIND), None) != 0:
+        raise OSError(ctypes.get_errno(), "a shared folder cannot be mounted", merged)
+
+
+def _fill(source: str, target: str) -> None:
+    """Copy files that the code has in a shared folder, unless something is there."""
+    import shutil
+
+    for name in os.listdir(source):
+        theirs, ours = os.path.join(source, name), os.path.join(target, name)
+        if os.path.isdir(theirs) and not os.path.islink(theirs):
+            os.makedirs(ours, mode=0o700, exist_ok=True)
+            _fill(theirs, ours)
+        elif not os.path.lexists(ours):
+            shutil.copy2(theirs, ours, follow_symlinks=False)
+
+
+def _merge(source: str, target: str) -> None:
+    """Move what came ahead to the working folder, unless something of its name is there."""
+    for name in os.listdir(source):
+        theirs, ours = os.path.join(source, name), os.path.join(target, name)
+        if not os.path.lexists(ours):
+            os.rename(theirs, ours)
+        elif os.path.isdir(theirs) and os.path.isdir(ours):
+            _merge(theirs, os.path.realpath(ours))
+    try:
+        os.rmdir(source)
+    except OSError:
+        pass  # something of it is there twice
 
 
 def _continue(path: str, run_dir: str, earlier_dir: str) -> None:
@@ -354,7 +436,8 @@ def written(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-arg
 
     Args:
         run_dir: folder of the run.
-        paths: what to look at, relative to the working folder; nothing: all of it, without compiled modules.
+        paths: what to look at, relative to the working folder, or absolute: then yielded without its first slash;
+            nothing: all of the working folder, without compiled modules.
     """
     for file, info in _written(run_dir, paths):
         if stat.S_ISREG(info.st_mode):
@@ -387,7 +470,7 @@ def _written(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-ar
     pushed = {row[0]: tuple(row[1:]) for row in record["files"]}
     for path in paths or [""]:
         name = path.strip("/")
-        start = os.path.join(top, name)
+        start = "/" + name if path.startswith("/") else os.path.join(top, name)
         start = os.path.realpath(start) if os.path.islink(start) else start
         for file, info in _files(start, name, skip=() if paths else (COMPILED,)):
             facts = _facts(info)

@@ -199,7 +199,8 @@ def _show_continuation(record: RunRecord) -> None:
 
     folder = shared_folder(record)
     if not has_snapshot(record):
-        keeps = spec_of_run(record).train is None and bool(spec_of_run(record).job.outputs)
+        spec = spec_of_run(record)
+        keeps = spec.train is None and bool(spec.job.outputs or spec.job.shared)
         again = f"`{command(record.run)}` starts in its outputs" if keeps else "the next launch starts over"
         output.err(f"it has reported no snapshot: {again}")
     elif folder is not None:

@@ -40,6 +40,38 @@ class MakePlan(Protocol):
 Push = Callable[[NodeLink, PushReport], PushProgress]
 
 
+class Copies(Protocol):
+    """Copies of what workers write into the folders of `job.shared`; each method returns at once."""
+
+    def begin(self, nodes: Sequence[NodePlan], *, ended_s: float | None) -> bool:
+        """Begin to copy what nodes lack before an attempt; False if there is nothing to be done.
+
+        Args:
+            nodes: of the attempt.
+            ended_s: seconds since the workers of the attempt before ended; None before the first one.
+        """
+
+    def is_done(self) -> bool:
+        """Return whether the nodes have what they lacked."""
+
+    def watch(self, nodes: Callable[[], Sequence[NodePlan]], *, is_again: bool) -> None:
+        """Copy what workers write while they run.
+
+        Args:
+            nodes: returns those of the attempt, which may change.
+            is_again: whether workers may look for what was written before.
+        """
+
+    def stop(self) -> None:
+        """End all copies that are on."""
+
+    def take_notes(self) -> Sequence[tuple[str | None, str]]:
+        """Return notes for people since the last call: node, or None, and text."""
+
+    def take_amount(self) -> tuple[int, float]:
+        """Return the bytes that were copied since the last call while workers ran, and the seconds that it took."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
     """All that `launch` needs to know, decided before the first connection."""
@@ -90,6 +122,10 @@ class LaunchJob:
     """Node -> folder of snapshots, of nodes that go on from another run's; the others have their own run's."""
     outputs: tuple[str, ...] = ()
     """Paths in the working folder that are worth keeping; see `job.outputs`."""
+    shared: tuple[tuple[str, str], ...] = ()
+    """Folders of `job.shared`: path in the working folder, and name of the file that is written last; empty: none."""
+    copies: Copies | None = None
+    """Brings what workers write into the folders of `shared` to all nodes; None under Slurm and on one machine."""
     origin: RunOrigin | None = None
     """Launcher of the run, for other control machines."""
     log_bytes: int = 0

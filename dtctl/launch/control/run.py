@@ -31,6 +31,7 @@ from dtctl.plan.model import Plan
 from dtctl.supervisor.messages.setup import NodeDescription
 
 if TYPE_CHECKING:
+    from dtctl.launch.control.copying import Copying
     from dtctl.launch.control.placement import NodePlacement
 
 GATHERINGS = 5
@@ -89,6 +90,12 @@ class NodesBackend:
         self.failure: Failure | None = None
         self._started = False
         """True if all nodes have started the attempt."""
+        self.copying: Copying | None = None
+        """Copies of `job.shared`; None where no other node could lack anything."""
+        if job.copies is not None:
+            from dtctl.launch.control.copying import Copying  # few runs need it
+
+            self.copying = Copying(self.nodes, job.copies, ledger)
 
     # -- the loop of controller.py ----------------------------------------------------------------------------------
 
@@ -119,6 +126,8 @@ class NodesBackend:
         if attempt is None:
             return
         message = self.gang.next_message(0.2)
+        if self.copying is not None:
+            self.copying.report()
         attempt.nodes.excuse_absence()
         if message is not None:
             attempt.handle(message)
@@ -137,6 +146,8 @@ class NodesBackend:
 
     def restart(self) -> bool:
         """Start the next attempt, unless the last one has succeeded, was stopped, or no other one would do better."""
+        if self.copying is not None:
+            self.copying.end_attempt()
         if self.attempt is not None:
             for node, rank, text in self.logs.flush():
                 self.emit(OutputLine(node=node, rank=rank, text=text))
@@ -170,6 +181,8 @@ class NodesBackend:
 
     def close(self) -> None:
         """Tell all nodes to quit, drop all links and close all files."""
+        if self.copying is not None:
+            self.copying.stop()
         self.gang.quit()
         for session in self.gang.sessions.values():
             session.close()
@@ -207,6 +220,8 @@ class NodesBackend:
 
     def _attempt(self, plan: Plan) -> None:
         meeting = plan.rendezvous
+        if self.copying is not None:
+            self.copying.bring(plan)
         self.attempts.begin()
         self.emit(AttemptStarting(attempt=plan.attempt, rendezvous=meeting.endpoint, world_size=plan.world_size))
         self.ledger.enter("start")
@@ -223,6 +238,8 @@ class NodesBackend:
             self._watch(plan, under_way=False)
 
     def _watch(self, plan: Plan, *, under_way: bool) -> None:
+        if self.copying is not None:
+            self.copying.watch(plan)
         hang_monitor = HangMonitor(
             node_of_rank={rank: node.name for node in plan.nodes for rank in node.ranks},
             limit=self.job.hang_s,

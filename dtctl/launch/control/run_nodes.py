@@ -95,6 +95,7 @@ class RunNodes:
                 path=node.path,
                 outputs=list(job.outputs),
                 earlier=job.earlier,
+                replicated=[path for path, _ in job.shared],
                 data=job.data(),
                 environment=job.environment(),
             )

@@ -91,7 +91,7 @@ def fetch(
     Args:
         sources: the run's nodes.
         transport: how to reach them.
-        paths: what to bring, relative to the working folder; nothing: all that the run's programs wrote.
+        paths: what to bring, relative to the working folder, or absolute; nothing: all that the run's programs wrote.
         into: folder here; what a node has comes into a folder below it that is called as the node is.
         progress: told a node, bytes that came and bytes that are to come.
     """

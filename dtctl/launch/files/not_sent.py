@@ -60,7 +60,11 @@ def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
     """
     root, files = os.fsencode(os.path.realpath(tree.root)), spec.job.files
     counter = _Counter(root)
-    outputs = Rules(os.fsencode(pattern) for pattern in spec.job.outputs)
+    written = [
+        *(path for path in spec.job.outputs if not path.startswith("/")),
+        *(entry.path for entry in spec.job.shared_folders),
+    ]
+    outputs = Rules(os.fsencode(pattern) for pattern in written)
     data = [os.path.relpath(spec.base_dir / Path(entry.source).expanduser(), tree.root) for entry in spec.job.data]
     wheels = [os.path.relpath(wheel, tree.root) for wheel in _wheels_of(spec)]
     groups: dict[str, NotSent] = {}
@@ -69,7 +73,7 @@ def list_not_sent(spec: Spec, tree: Tree, *, most: int) -> list[NotSent]:
         folder, _, name = path.rstrip("/").rpartition("/")
         shown = os.fsencode(name) + b"/" * is_folder
         is_output = outputs.verdict(os.fsencode(folder) + b"/" * bool(folder), shown) or any(
-            pattern.startswith(path) for pattern in spec.job.outputs
+            pattern.startswith(path) for pattern in written
         )
         is_data = any(f"{path}/".startswith(f"{source}/") for source in data)
         is_wheel = any(wheel == path or (is_folder and wheel.startswith(path)) for wheel in wheels)

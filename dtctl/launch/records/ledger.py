@@ -21,6 +21,7 @@ from dtctl.supervisor.messages.base import COUNT
 PHASES = (
     "connect",  # until all nodes are ready
     "push",
+    "copy",  # checkpoints are brought to all nodes before an attempt (job.shared)
     "start",  # from the start message to the first step: interpreter, imports, rendezvous, loading the snapshot
     "run",  # the job runs and tells no progress: a program without dtctl.runtime
     "useful",  # steps that count
@@ -51,6 +52,10 @@ class LedgerFacts(Record):
     steps_lost: int | None = value(nullable(COUNT), default=None)
     phase: str = value(text(40), default="")
     """The one that is on."""
+    copied_bytes: int = value(COUNT, default=0)
+    """Bytes of checkpoints that were copied between nodes while workers ran (job.shared)."""
+    copied_s: float = value(number, default=0.0)
+    """Seconds that these copies took, which are no phase: training went on."""
     counted_s: dict[str, float] = value(mapping_of(text(40), number, 100), default={})
     """Seconds that were moved to phases in the current attempt, or the last one."""
     course: list[tuple[str, float]] = value(list_of(pair(text(40), number)), default=[])
@@ -99,6 +104,8 @@ class Ledger:
         self._phase_start = self.begun
         self.spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.steps_lost = 0
+        self.copied_bytes, self.copied_s = 0, 0.0
+        """Bytes that were copied between nodes while workers ran, and the seconds that it took."""
         self._newest_progress: Standing | None = None
         """Newest progress of the worker that counts, in the current attempt or the last one."""
         self._attempt_runs = False
@@ -258,6 +265,8 @@ class Ledger:
             steps=step,
             steps_lost=self.steps_lost,
             phase=self.phase,
+            copied_bytes=self.copied_bytes,
+            copied_s=round(self.copied_s, 3),
             counted_s={name: round(seconds, 3) for name, seconds in self._moved_s.items()},
             course=[(phase, round(at_s, 3)) for phase, at_s in self._course],
         )
@@ -280,7 +289,7 @@ class Ledger:
         """
         try:
             facts = LedgerFacts.parse(json.loads(folders.read_regular(str(path), RUN_BYTES)))
-            spent = {phase: facts.phases_s[phase] for phase in PHASES}
+            spent = {phase: facts.phases_s.get(phase, 0.0) for phase in PHASES}
             moved_s = {name: facts.counted_s[name] for name in self._moved_s}
         except (OSError, ValueError, KeyError, RecursionError):
             return  # there is none, or an older version has written it: all of it counts as the running phase
@@ -293,6 +302,7 @@ class Ledger:
         self.spent[self.phase] += since_s
         self._run_begun, self._attempt_runs = now - since_s, useful
         self._moved_s, self.steps_lost = moved_s, facts.steps_lost or 0
+        self.copied_bytes, self.copied_s = facts.copied_bytes, facts.copied_s
         self._course = list(facts.course) or self._course
         self.mark(self.phase, now - since_s)
 

@@ -26,6 +26,12 @@
     ListOutputs                          OutputRows, OutputLinks, then OutputsListed
     DigestFiles                          FileDigest of each, then DigestsEnd
     SendFiles                            contents and FileSent, of each
+    shared.py: folders of job.shared
+    ListShared                           SharedRows, then SharedListed
+    OfferShared                          SharedOffer, digests of blocks, then SharedOfferEnd
+    SendShared                           contents of blocks
+    TakeShared, its files and digests    PushState, as of a push in blocks
+    KeepShared, SetAside                 SharedKept
     runs.py: runs of other control machines
     ListRuns                             RunsOnNode
     ReadLogs                             log frames, then LogsRead

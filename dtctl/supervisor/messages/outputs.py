@@ -17,7 +17,7 @@ class ListOutputs(Message):
     run_dir: str = value(NAME)
     """Folder of the run; may begin with `~`."""
     paths: list[str] = value(list_of(NAME))
-    """Relative to the working folder; nothing: all that the run's programs wrote."""
+    """Relative to the working folder, or absolute; nothing: all that the run's programs wrote."""
 
 
 class DigestFiles(Message):

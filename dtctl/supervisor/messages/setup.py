@@ -111,6 +111,8 @@ class Prepare(Message):
     """Paths in the working folder that are worth keeping."""
     earlier: str = value(NAME, default="")
     """The run whose outputs this one goes on in."""
+    replicated: list[str] = value(list_of(NAME), default=[])
+    """Folders in the working folder whose files all nodes have (`job.shared`)."""
     data: list[DataLink] = value(list_of(DataLink.parse), default=[])
     environment: EnvironmentOrder | None = value(nullable(EnvironmentOrder.parse), default=None)
 

@@ -207,3 +207,13 @@ def test_links_that_stay_inside_come_as_links(tmp_path: Path, node: Path) -> Non
     again = brought(tmp_path)
     assert (again.files, again.unchanged) == (1, 2)
     assert str((folder / "out" / "latest").readlink()) == "checkpoint-50"
+
+
+def test_an_absolute_path_comes_from_where_it_is(tmp_path: Path, node: Path) -> None:
+    (tmp_path / "scratch" / "deep").mkdir(parents=True)
+    (tmp_path / "scratch" / "deep" / "a").write_text("far")
+    (tmp_path / "scratch" / "link").symlink_to("/etc/passwd")
+    (node / "out").write_text("near")
+    brought(tmp_path, str(tmp_path / "scratch"), "out")
+    assert here(tmp_path) == {f"{tmp_path}/scratch/deep/a"[1:]: b"far", "out": b"near"}
+    assert brought(tmp_path, str(tmp_path / "scratch"), "out").unchanged == 2

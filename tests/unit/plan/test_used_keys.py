@@ -84,6 +84,7 @@ VALUES: Final[Mapping[str, Any]] = {
     "job.files.exclude": ["other.py"],
     "job.data": [{"from": "node:/mnt/x", "to": "data"}],
     "job.environment": {"requirements": "requirements.txt"},
+    "job.shared": ["checkpoints/"],
     "job.progress": None,
     "job.outputs": ["out/"],
     "job.log_mib": 5,
@@ -155,7 +156,7 @@ def section_in(hint: Any) -> type[Section] | None:
     return None
 
 
-CLOSED: Final = ("train", "metrics", "kubernetes", "slurm.container", "job.data", "job.environment")
+CLOSED: Final = ("train", "metrics", "kubernetes", "slurm.container", "job.data", "job.shared", "job.environment")
 KEYS: Final = [key for key in walk(Spec) if key != "base_dir"]
 
 

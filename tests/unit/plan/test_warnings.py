@@ -19,7 +19,7 @@ USED_BY_PLAIN_MODE: Final = {
     "cluster.login", "cluster.connect_timeout_s",
     "job.name", "job.script", "job.module", "job.shell", "job.command", "job.args", "job.add_args", "job.deepspeed",
     "job.env", "job.env_from", "job.secrets", "job.files", "job.data", "job.environment", "job.progress",
-    "job.outputs", "job.setup", "job.kind",
+    "job.outputs", "job.setup", "job.kind", "job.shared",
     # With a login node alone.
     "cluster.user", "cluster.port", "cluster.identity_file", "cluster.known_hosts", "cluster.ssh_config", "cluster.ssh",
 }  # fmt: skip
@@ -76,10 +76,11 @@ def test_what_plain_mode_lacks_is_named_with_its_keys() -> None:
         ("cluster: {transport: slurm, nodes: 2, user: me}", ["cluster.user"]),
         ("cluster: {transport: slurm, nodes: 2, user: me, login: there}", []),
         ("cluster: {transport: sandbox, port: 2222}", ["cluster.port"]),
+        ("job: {script: t.py, shared: [out]}\ncluster: {transport: slurm, nodes: 2}", ["job.shared"]),
     ],
 )
 def test_a_key_is_named_where_it_has_no_effect(text: str, expected: list[str]) -> None:
-    assert unused_keys(spec_of(text + "\njob: {script: t.py}")) == expected
+    assert unused_keys(spec_of(text if text.startswith("job:") else text + "\njob: {script: t.py}")) == expected
 
 
 def test_a_job_with_a_launcher_inside_uses_them() -> None:

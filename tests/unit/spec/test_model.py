@@ -8,6 +8,7 @@ from dtctl.spec.load import dump_spec, parse_spec
 from dtctl.spec.model import _OWN_DIRECTIVES, Cluster, Job, Network, Spec
 from dtctl.spec.section import Section
 from dtctl.spec.train_section import make_train_section
+from tests.facts import missing
 
 
 def parse(text: str) -> Spec:
@@ -61,6 +62,7 @@ job:
   environment: {requirements: requirements.txt, python: "3.12", platform: aarch64, index: wheels/}
   progress: "at (?P<step>[0-9]+)"
   outputs: [out/, ./logs]
+  shared: [checkpoints/, {path: saved, complete: DONE}]
   setup: ["true"]
   kind: accelerate
   grace_s: 0
@@ -231,3 +233,25 @@ def test_a_directive_that_dtctl_writes_itself_is_refused_by_name(name: str) -> N
         parse_spec(f"slurm: {{extra: {{{name}: 1}}}}\n", source="dtctl.yaml", base_dir=Path())
     assert caught.value.key == "slurm.extra"
     assert f"the directive {name} itself" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ("shared: [/data/out]", "job.shared /data/out inside"),
+        ("shared: [out/../..]", "job.shared out/../.. inside"),
+        ("shared: [./]", "job.shared ./ inside"),
+        ("shared: [out/, out/a]", "job.shared 'out' 'out/a'"),
+        ("shared: [{path: out, complete: a/DONE}]", "job.shared 'a/DONE'"),
+        ("shared: [data/x/out], data: [{from: ~/x, to: data/x}]", "`shared` data/x/out data/x"),
+    ],
+)
+def test_a_shared_folder_that_cannot_be_one_is_refused(job: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(f"job: {{script: t.py, {job}}}\n", source="dtctl.yaml", base_dir=Path())
+    assert not missing(str(caught.value), words)
+
+
+def test_a_shared_folder_may_be_a_path_alone() -> None:
+    spec = parse_spec("job: {script: t.py, shared: [./out/, {path: a}]}\n", source="dtctl.yaml", base_dir=Path())
+    assert [(entry.path, entry.complete) for entry in spec.job.shared_folders] == [("out", None), ("a", None)]

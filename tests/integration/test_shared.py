@@ -1,0 +1,150 @@
+"""`job.shared`: checkpoints that workers write on any node are on all nodes before they are looked for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dtctl.sandbox import faults
+from dtctl.sandbox.layout import Sandbox, SandboxNode
+from tests.facts import missing
+from tests.hosts import Project, wait_until
+from tests.integration.test_data import on_node
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("sandbox")]
+
+PROGRAM = Path(__file__).with_name("checkpoint_layouts.py")
+LAYOUTS = ("rank0", "ranks", "dcp", "hf", "lightning", "nanochat")
+
+
+def spec_of(nodes: list[str], spares: list[str], args: list[object], **job: object) -> str:
+    cluster = {
+        "transport": "sandbox", "nodes": nodes, "spares": spares, "slots": 1, "connect_timeout_s": 2,
+        "link_timeout_s": 3,
+    }  # fmt: skip
+    job = {
+        "script": "train.py", "kind": "direct", "grace_s": 1, "max_restarts": 2, "args": [str(each) for each in args],
+        "env": {"OMP_NUM_THREADS": "1"}, "shared": ["checkpoints/"], **job,
+    }  # fmt: skip
+    return json.dumps({"cluster": cluster, "job": job})
+
+
+def resumed(text: str) -> list[tuple[int, int]]:
+    """Rank and step of each worker that has begun."""
+    return [(int(rank), int(step)) for rank, step in re.findall(r"RESUMED rank=(\d) step=(\d+)", text)]
+
+
+def shared_files(sandbox: Sandbox, node: SandboxNode, run: str) -> list[str]:
+    """Files below the shared folder of a run on a node, wherever they wait."""
+    folder = f"{sandbox.home}/.dtctl/node/runs/{run}"
+    found = on_node(
+        sandbox,
+        node,
+        "bash",
+        "-c",
+        f"cd {folder} && find -L work/checkpoints ahead/checkpoints -type f 2>/dev/null; true",
+    )
+    return sorted(path.partition("/")[2] for path in found.split())
+
+
+def test_a_resume_without_the_key_names_it(project: Project, sandbox: Sandbox) -> None:
+    write = (
+        "import os, pathlib, sys, time\n"
+        "if os.environ['RANK'] == '0' and os.environ['DTCTL_ATTEMPT'] == '0':\n"
+        "    pathlib.Path('saved').mkdir()\n"
+        "    pathlib.Path('saved/step-1.pt').write_bytes(bytes(9000))\n"
+        "    time.sleep(1)\n"
+        "    sys.exit(3)\n"
+        "time.sleep(5)\n"
+    )
+    project.write("train.py", write)
+    project.write("dtctl.yaml", spec_of(["node1", "node2"], [], [], shared=[]))
+    done = project.run("launch", "--name", project.unique)
+    assert done.code == 0, done.err
+    assert not missing(done.err, "saved/ node1 only `job.shared: [saved/]`")
+
+
+def test_fetch_takes_the_absolute_paths_that_outputs_allow(project: Project, sandbox: Sandbox) -> None:
+    write = (
+        "import os, pathlib\n"
+        "folder = pathlib.Path.home() / 'far'\n"
+        "folder.mkdir(exist_ok=True)\n"
+        "(folder / 'a.txt').write_text(os.environ['RANK'])\n"
+        "pathlib.Path('near.txt').write_text('near')\n"
+    )
+    far = f"{sandbox.home}/far"
+    project.write("train.py", write)
+    project.write("dtctl.yaml", spec_of(["node1", "node2"], [], [], shared=[], outputs=[far, "near.txt"]))
+    assert project.run("launch", "--name", project.unique).code == 0
+    assert project.run("fetch", project.unique, f"{far}/a.txt").code == 0
+    assert project.run("fetch", project.unique).code == 0
+    outputs = project.folder / ".dtctl" / "runs" / project.unique / "outputs"
+    assert [(outputs / name / far[1:] / "a.txt").read_text() for name in ("node1", "node2")] == ["0", "1"]
+    assert (outputs / "node1" / "near.txt").read_text() == "near"
+    refused = project.run("fetch", project.unique, "/etc/passwd")
+    assert refused.code == 2
+    assert not missing(refused.err, "`job.outputs: [/etc/passwd]`")
+    inside = project.run("fetch", project.unique, f"{sandbox.home}/.dtctl/node/runs/{project.unique}/work/near.txt")
+    assert inside.code == 2
+    assert not missing(inside.err, "`near.txt` instead")
+
+
+def test_a_folder_below_an_overlay_shows_what_other_nodes_wrote(project: Project, sandbox: Sandbox) -> None:
+    """Files come from outside of the overlay while programs of the run have looked for them already."""
+    (project.folder / "weights.bin").write_bytes(bytes(20 << 20))  # too much to be copied
+    write = (
+        "import os, pathlib, sys, time\n"
+        "folder, rank = pathlib.Path('out'), os.environ['RANK']\n"
+        "before = (folder / 'step-1').exists(), sorted(path.name for path in folder.iterdir())\n"
+        "if rank == '0':\n"
+        "    (folder / 'step-1').mkdir()\n"
+        "    (folder / 'step-1' / 'a.pt').write_bytes(b'new')\n"
+        "    (folder / 'step-1' / 'DONE').write_text('')\n"
+        "    time.sleep(25)\n"
+        "else:\n"
+        "    begun = time.monotonic()\n"
+        "    while not (folder / 'step-1' / 'DONE').exists() and time.monotonic() - begun < 60:\n"
+        "        time.sleep(0.1)\n"
+        "    print('FOUND', before, (folder / 'step-1' / 'a.pt').read_bytes(), (folder / 'of_code.txt').read_text())\n"
+    )
+    project.write("train.py", write)
+    project.write("out/of_code.txt", "here")
+    shared = [{"path": "out", "complete": "DONE"}]
+    project.write("dtctl.yaml", spec_of(["node1", "node2"], [], [], shared=shared))
+    done = project.run("launch", "--name", project.unique)
+    assert done.code == 0, done.err
+    assert "FOUND (False, ['of_code.txt']) b'new' here" in done.out
+    assert not missing(done.err, "out/ DONE")
+    ledger = json.loads((project.folder / ".dtctl" / "runs" / project.unique / "ledger.json").read_text())
+    assert ledger["copied_bytes"] >= 3
+    assert ledger["copied_s"] > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_goes_on_from_its_newest_checkpoint_though_a_host_is_gone(
+    project: Project, sandbox: Sandbox, layout: str
+) -> None:
+    project.write("train.py", PROGRAM.read_text())
+    project.write("dtctl.yaml", spec_of(["node1", "node2"], ["node3"], [layout, 14, 12, 4, 0.1]))
+    process = project.start("launch", "--name", project.unique)
+    lost = sandbox.nodes[0 if layout in ("rank0", "hf") else 1]
+    wait_until(lambda: "HALTED" in project.printed(project.unique), 120)
+
+    def is_copied() -> bool:
+        names = [shared_files(sandbox, node, project.unique) for node in sandbox.nodes]
+        return bool(names[0]) and names[0] == names[1] == names[2] and "12" in " ".join(names[2])
+
+    wait_until(is_copied, 60)
+    faults.kill(sandbox, lost)
+    done = project.finish(process)
+    assert done.code == 0, done.err
+    assert sorted(resumed(project.printed(project.unique))) == [(0, 0), (0, 12), (1, 0), (1, 12)]
+
+    order = ["node3", "node2"] if lost.name == "node1" else ["node3", "node1"]
+    project.write("dtctl.yaml", spec_of(order, [], [layout, 13, 0, 4, 0.1]))
+    again = project.run("launch", "--resume", project.unique, "--name", f"{project.unique}-again")
+    assert again.code == 0, again.err
+    assert sorted(resumed(again.out)) == [(0, 12), (1, 12)]
