@@ -51,7 +51,7 @@ MIN_PAIRS = 6
 BUDGET_S = 780.0
 """Seconds for all measurements; checkouts, virtual hosts and last pairs take up to two minutes more."""
 HOSTS = 16
-STEPS = {"tiny": 2000, "small": 350}
+STEPS = {"tiny": 1500, "small": 260}
 SNAPSHOT = """
 import json, sys, time
 from pathlib import Path

@@ -131,7 +131,7 @@ class Bench:
             path = self.folder / f"nodes-{nodes}" / "dtctl.yaml"
             path.parent.mkdir(exist_ok=True)
             path.write_text(spec)
-            return [str(Path(sys.executable).parent / "dtctl"), "launch", str(path)]
+            return [str(Path(sys.executable).parent / "dtctl"), "launch", "--no-doctor", str(path)]
         if name == "pdsh":
             return ["pdsh", "-R", "ssh", "-f", "1024", "-w", ",".join(hosts), "true"] if shutil.which("pdsh") else None
         if name == "clush":

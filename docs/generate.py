@@ -43,9 +43,17 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: An
 
 def generated_titles(config: MkDocsConfig) -> dict[str, str]:
     """Title in the navigation -> path, of the pages that are not on disk."""
-    sections = [below for entry in config.nav or [] for below in entry.values() if isinstance(below, list)]
-    pages = [item for section in sections for page in section for item in page.items()]
-    return {title: path for title, path in pages if not Path(config.docs_dir, path).exists()}
+    return {title: path for title, path in _pages(config.nav or []) if not Path(config.docs_dir, path).exists()}
+
+
+def _pages(entries: list[Any]) -> Iterator[tuple[str, str]]:
+    """Yield title and path of all pages in a part of the navigation."""
+    for entry in entries:
+        for title, below in entry.items():
+            if isinstance(below, list):
+                yield from _pages(below)
+            else:
+                yield title, below
 
 
 def commands() -> str:

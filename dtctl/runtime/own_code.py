@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import sysconfig
 import types
@@ -26,7 +27,15 @@ def is_own_code(module: str) -> bool:
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None:
         return module == "__main__"
-    return not str(Path(path).resolve()).startswith(_INSTALLED) and "site-packages" not in str(path)
+    # By its text first: a process has thousands of modules, and each is asked about before the first step.
+    if path.startswith(_INSTALLED) or "site-packages" in path:
+        return False
+    return not _resolve(path.rpartition("/")[0]).startswith(_INSTALLED)
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolve(folder: str) -> str:
+    return os.path.realpath(folder)
 
 
 def name_module(name: str) -> str:
