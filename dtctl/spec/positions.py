@@ -145,7 +145,7 @@ def _hint(text: str, number: int) -> str | None:
         if re.search(r"[\w.-]\[[0-9,/-]+\]", line):
             return 'quote ranges of nodes: ["gpu[01-04]"]'
     keys = [found for line in lines[: number + 1] if (found := _KEY.match(line))]
-    if len(keys) > 1 and keys[-1].string == lines[number]:
+    if len(keys) > 1 and lines[number : number + 1] == [keys[-1].string]:
         *above, last = keys
         # A key that has no value of its own begins a section, whose keys stand further right.
         begins = len(last["indent"]) > len(above[-1]["indent"]) and not above[-1]["value"]

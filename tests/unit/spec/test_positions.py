@@ -151,6 +151,7 @@ COLUMNS = "keys of one section begin in the same column, and those of the sectio
         ("cluster:\n  nodes: 1\n   slots: 2\n", COLUMNS),
         ("cluster:\n  nodes: 1\n job:\n  name: x\n", COLUMNS),
         ("job:\n  name: a: b\n", None),
+        ("job:\n  name: a\n  kind\n", None),  # told of the end of the text
     ],
 )
 def test_a_hint_for_what_is_most_often_wrong(text: str, hint: str | None) -> None:
