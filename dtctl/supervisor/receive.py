@@ -48,7 +48,7 @@ class Refused(Exception):
 
 
 class PushProblem(Exception):
-    """What was sent cannot be taken; `code` is for the sender."""
+    """Refusal of what was sent; `code` is for the sender."""
 
     def __init__(self, code: str, text: str) -> None:
         """Take the reason."""

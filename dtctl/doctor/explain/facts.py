@@ -34,7 +34,7 @@ MOST = 16
 
 @dataclass(slots=True)
 class Facts:
-    """What all lines together state."""
+    """Statements of all lines together."""
 
     versions: dict[str, LogLine] = field(default_factory=dict)
     """Version of NCCL -> the first line that names it."""
