@@ -74,22 +74,15 @@ def status(
 
 def _show_end(end: RunEnded, record: RunRecord) -> None:
     """Print how a run has ended, what was lost and what it has left."""
-    failure = end.first_failure
-    if failure:
-        from dtctl.launch.records.events import subject_of
+    from dtctl.cli.common.followed_run import failure_lines, outputs_line
 
-        output.out(f"first failure: {subject_of(failure.node, failure.rank, failure.exit_code)}: {failure.summary}")
-        if failure.log:
-            output.out(f"log: {failure.log}")
-    elif end.status == "failed" and end.error:
-        output.out(f"why: {end.error}", "red", fold=True)
+    for line in failure_lines(end):
+        output.out(line, "red", fold=True)
     for node, lost in end.lost_output.items():
         output.out(f"output lost: {lost:,} bytes from {node} could not be stored on this machine", "red")
     for node, cut in end.cut_output.items():
         output.out(f"output of {node} was cut (job.log_mib): {cut:,} bytes are left out", "yellow")
     if end.outputs:
-        from dtctl.cli.common.followed_run import outputs_line
-
         is_local = record.plan().get("transport") == "local"
         fetched = record.folder / names.OUTPUTS_DIR
         output.out(outputs_line(record.run, end.outputs, is_local=is_local, fetched=fetched))

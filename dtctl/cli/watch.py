@@ -18,6 +18,7 @@ def watch(
     A detached run whose launcher has ended, with the machine it ran on for example, is given a new launcher first.
     """
     from dtctl.cli.common.elsewhere_view import find_elsewhere, watch_run
+    from dtctl.cli.common.followed_run import failure_lines
     from dtctl.cli.take_up import take_up_if_alone
     from dtctl.errors import LaunchError
     from dtctl.launch.records.record import find_run
@@ -40,5 +41,7 @@ def watch(
         output.err(f"run {record.run}: {state_of(record).status}", "bold")
         logs(run=record.run, follow=True, node=None, rank=None, tail=None, attempt=None, grep=None, since=None)
         state = state_of(record)
+    for line in failure_lines(state.done) if state.done else ():
+        output.err(line, "red", fold=True)
     output.err(f"{state.status} after {state.duration_s:.1f} s", "bold")
     return state.done.exit_code if state.done else LaunchError.exit_code

@@ -316,27 +316,38 @@ def listen(run_dir: str) -> int:
 
 def attach(link: frames.FdLink, run_dir: str, message: Attach) -> int:
     """Pass bytes between the link and a kept run's supervisor; tell the end of the run if that is over."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        try:
+            os.chdir(run_dir)
+            server.connect(SOCKET)
+            was_answered = _pass_bytes(link, server.fileno(), message)
+        except OSError:
+            was_answered = False
+    if not was_answered:  # also by a supervisor that ended just now, with the connection or the request unread
+        replay(link, run_dir, message.offsets)
+    return 0
+
+
+def _pass_bytes(link: frames.FdLink, fd: int, message: Attach) -> bool:
+    """Pass bytes in both directions until one end is gone; return whether the supervisor has said anything."""
     import select
 
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        os.chdir(run_dir)
-        server.connect(SOCKET)
-    except OSError:
-        replay(link, run_dir, message.offsets)
-        return 0
-    fd = server.fileno()
-    _write_all(fd, frames.pack_json(message))
+    has_answered = False
     destination = {link.read_fd: fd, fd: link.write_fd}
     poll = select.poll()
     for source in destination:
         poll.register(source, select.POLLIN)
-    while True:
-        for source, _ in poll.poll():
-            data = os.read(source, 1 << 16)
-            if not data:
-                return 0
-            _write_all(destination[source], data)
+    try:
+        _write_all(fd, frames.pack_json(message))
+        while True:
+            for source, _ in poll.poll():
+                data = os.read(source, 1 << 16)
+                if not data:
+                    return has_answered or source == link.read_fd
+                has_answered = has_answered or source == fd
+                _write_all(destination[source], data)
+    except OSError:
+        return has_answered
 
 
 def replay(link: frames.FdLink, run_dir: str, offsets: dict[str, int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 
@@ -192,6 +193,14 @@ sys.exit(3 if attempt == 0 and os.environ["RANK"] == "1" else 0)
     assert watched.code == 0, watched.err
     assert record(project).log_path("node2", 1).read_text().splitlines() == ["attempt 0", "attempt 1"]
     assert json.loads(project.run("status", "--json").out)["done"]["attempts"] == 2
+
+
+def test_who_watches_a_run_reads_why_it_failed(project: Project) -> None:
+    start(project, 'import os, sys, time\nprint("here", flush=True)\ntime.sleep(2)\nsys.exit(3)\n')
+    watched = project.run("watch")
+    assert watched.code == 8
+    assert re.search(r"first failure: rank \d on node\d \(exit code 3\): here", watched.err), watched.err
+    assert "log: " in watched.err
 
 
 def test_two_who_take_up_a_run_at_once_make_one_launcher(project: Project) -> None:

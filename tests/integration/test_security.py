@@ -89,7 +89,7 @@ def test_a_run_shows_nothing_to_others_while_it_is_up(up: Path, sandbox: Sandbox
             # What programs of other tests have written follows their umask.
             of_another = "runs" in path.parts and project.unique not in path.parts[path.parts.index("runs") + 1 :]
             # uv opens its locks to everybody, whatever the umask is; the folder above them is closed.
-            of_uv = path.suffix == ".lock" and "envs" in path.parts
+            of_uv = path.name.endswith(".lock") and "envs" in path.parts
             if path.is_symlink() or path.is_socket() or of_uv or (of_another and path.name != "runs"):
                 continue
             assert not path.stat().st_mode & 0o077, f"others may use {path}"

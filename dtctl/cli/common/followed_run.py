@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dtctl.cli.common.run_display import LaunchView
     from dtctl.launch.control.controller import Result
-    from dtctl.launch.records.events import Emit, Event, Outputs
+    from dtctl.launch.records.events import Emit, Event, Outputs, RunEnded
     from dtctl.launch.records.record import RunRecord
     from dtctl.launch.records.run_writer import RunWriter
     from dtctl.spec.model import Spec
@@ -230,6 +230,20 @@ def outputs_line(run: str, outputs: Mapping[str, Outputs], *, is_local: bool, fe
     if fetched is not None and all((fetched / node).is_dir() for node in there):
         return f"outputs: {amount} on {', '.join(there)}; fetched into {fetched}"
     return f"outputs: {amount} on {', '.join(there)}; `dtctl fetch {run}` brings them here"
+
+
+def failure_lines(end: RunEnded) -> list[str]:
+    """Return the lines that say why a run has failed; none if it has not."""
+    from dtctl.launch.records.events import subject_of
+
+    failure = end.first_failure
+    if failure is None:
+        return [f"why: {end.error}"] if end.status == "failed" and end.error else []
+    subject = subject_of(failure.node, failure.rank, failure.exit_code)
+    code = None if failure.exit_code is None else f"exit code {failure.exit_code}"
+    ended = code if failure.signal is None else f"signal {failure.signal}"
+    log = [f"log: {failure.log}"] if failure.log else []
+    return [f"first failure: {subject}{f' ({ended})' if ended else ''}: {failure.summary}", *log]
 
 
 def show_end(result: Result) -> None:
