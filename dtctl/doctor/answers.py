@@ -113,7 +113,7 @@ def _mac(value: Any) -> str:
 
 _MAC: Final = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LONG_NUMBER: Final = re.compile(r"\d{19,}")
-_RESULTS: Final = ("ok", "dropped", "refused", "unreachable", "silent", "stranger", "large-lost", "error")
+_RESULTS: Final = ("ok", "dropped", "no-room", "refused", "unreachable", "silent", "stranger", "large-lost", "error")
 _JOB: Final = form(
     optional={
         "executable": nullable(text(4096)), "python": text(40), "torch": nullable(text(256)),

@@ -17,14 +17,14 @@ _LAYERS = {
     "HARDWARE": ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "gpu-power",
                  "gpu-clocks", "gpu-pcie", "gpu-mig", "gpu-speed", "gpu-copies", "gpu-nccl", "rdma", "link-speed"),
     "NETWORK": ("duplicate-mac", "duplicate-address", "duplicate-hostname", "loopback-name", "names", "ephemeral-ports",
-                "data-ports", "rendezvous-port", "large-packets", "stream", "nat", "mtu", "packet-loss",
-                "duplicate-packets", "bandwidth", "latency"),
+                "neighbour-table", "data-ports", "rendezvous-port", "large-packets", "stream", "nat", "mtu",
+                "packet-loss", "duplicate-packets", "bandwidth", "latency"),
     "SETTINGS": ("interface", "rendezvous-address", "env-differs", "env-unknown", "env-dead", "env-dangerous"),
     "TORCH": ("collective",),
 }  # fmt: skip
 _SHORT = {
-    "ok": ".", "dropped": "DROP", "refused": "REJECT", "unreachable": "NOROUTE", "silent": "SILENT",
-    "stranger": "OTHER", "large-lost": "MTU", "error": "ERROR",
+    "ok": ".", "dropped": "DROP", "no-room": "NOROOM", "refused": "REJECT", "unreachable": "NOROUTE",
+    "silent": "SILENT", "stranger": "OTHER", "large-lost": "MTU", "error": "ERROR",
 }  # fmt: skip
 MAX_MATRIX = 40
 

@@ -13,9 +13,11 @@ from dtctl.doctor.node_report import MEETING, REACHED, NodeReport
 from dtctl.doctor.used import is_loopback, route
 
 RAN = ("duplicate-mac", "duplicate-address", "duplicate-hostname", "loopback-name", "names", "ephemeral-ports",
-       "data-ports", "rendezvous-port", "large-packets", "nat", "mtu")  # fmt: skip
+       "neighbour-table", "data-ports", "rendezvous-port", "large-packets", "nat", "mtu")  # fmt: skip
 FEW_PORTS = 256
 SCARCE_PORTS = 2048
+NO_ROOM = "no-room"
+"""Result of a call that the caller's own kernel has dropped."""
 """Below the first a job of some nodes runs out of them: every connection takes one, and keeps it for a minute after."""
 _WORDS = {
     "dropped": "are dropped silently",
@@ -261,7 +263,7 @@ def pairs(
     for node in reports:
         for answer in node.answers:
             # A node that has gone in the meantime answers nobody, which is told already.
-            if answer["result"] not in _WORDS or answer["node"] not in alive or answer["kind"] == REACHED:
+            if answer["result"] not in (*_WORDS, NO_ROOM) or answer["node"] not in alive or answer["kind"] == REACHED:
                 continue
             if answer["node"] == node.name:
                 if answer["result"] != "stranger":  # its address is another's, too, which is told already
@@ -272,6 +274,7 @@ def pairs(
                 kind = "later"
             failed[kind].append((node.name, answer["node"], answer))
         failed["data"] += [one for one in _never_begun(node, reports) if one[1] in alive]
+    yield from _full_tables(failed)
     # Where the data ports fail too, the rendezvous port is only one more of them.
     also = {(caller, called) for caller, called, _ in failed["data"]}
     for kind in ("rendezvous", "later"):
@@ -289,6 +292,31 @@ def pairs(
 
 
 _Call = tuple[str, str, Mapping[str, Any]]
+
+
+def _full_tables(failed: dict[str, list[_Call]]) -> Iterator[Finding]:
+    """Yield the nodes that have no room for addresses, and take the calls out that this explains."""
+    ways = [one[:2] for calls in failed.values() for one in calls if one[2]["result"] == NO_ROOM]
+    nodes = tuple(dict.fromkeys(caller for caller, _ in ways))
+    if not nodes:
+        return
+    for kind, calls in failed.items():  # such a node does not answer, either
+        explained = [one for one in calls if one[2]["result"] in ("dropped", NO_ROOM) and {*nodes} & {*one[:2]}]
+        failed[kind] = [one for one in calls if one not in explained]
+    yield Finding(
+        check="neighbour-table",
+        status="fail",
+        nodes=nodes,
+        peers=tuple(dict.fromkeys(called for _, called in ways if called not in nodes)),
+        summary=f"{', '.join(nodes)}: the kernel's table of neighbours is full, and packets to machines that are not "
+        "in it are dropped",
+        fix=f"on {', '.join(nodes)}: sudo sysctl -w net.ipv4.neigh.default.gc_thresh3=16384 "
+        "net.ipv4.neigh.default.gc_thresh2=8192, also in /etc/sysctl.d; containers share the table of their machine",
+        evidence=tuple(
+            f"{caller} -> {called}: a datagram fails with ENOBUFS" for caller, called in dict.fromkeys(ways)
+        ),
+        ways=tuple(dict.fromkeys(ways)),
+    )
 
 
 def _never_begun(node: NodeReport, reports: Sequence[NodeReport]) -> Iterator[_Call]:
@@ -309,7 +337,7 @@ def _itself(node: NodeReport, answer: Mapping[str, Any]) -> Finding:
         check="data-ports",
         status="fail",
         nodes=(node.name,),
-        summary=f"{node.name} cannot call itself at its own address: connections {_WORDS[answer['result']]}"
+        summary=f"{node.name} cannot call itself at its own address: connections {_WORDS.get(answer['result'], 'fail')}"
         + (", and its loopback interface is down" if down else ""),
         fix=f"on {node.name}: sudo ip link set lo up"
         if down

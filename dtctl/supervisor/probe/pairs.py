@@ -14,11 +14,13 @@ import struct
 import threading
 import time
 
+from dtctl import node_facts
 from dtctl.supervisor.probe import quality
 
 LARGE_BYTES = 256 << 10
 """More than a connection carries without any full-size packet getting through."""
 PASSED_BYTES = 16 << 10
+_IP_RECVERR = 11  # linux/in.h
 _TCP_INFO_BYTES_ACKED = 120  # struct tcp_info of linux/tcp.h
 PARALLEL = 24
 KNOCKS = ("spread", "meeting")
@@ -177,7 +179,7 @@ def call_all(targets: list, token: str, timeout_s: float) -> list:  # type: igno
 
 
 def call(address: str, port: int, node: str, token: str, timeout_s: float, *, large: bool = True) -> dict:  # type: ignore[type-arg]
-    """Return one call: `result` is ok, dropped, refused, unreachable, silent, stranger, large-lost or error.
+    """Return one call: `result` is ok, dropped, no-room, refused, unreachable, silent, stranger, large-lost or error.
 
     `large` says whether packets of full size are sent, too.
     """
@@ -185,7 +187,7 @@ def call(address: str, port: int, node: str, token: str, timeout_s: float, *, la
     try:
         sock = socket.create_connection((address, port), timeout=timeout_s)
     except OSError as exc:
-        return {"result": word_for(exc), "said": str(exc), "took_ms": _ms(begun)}
+        return {"result": word_for(exc, address), "said": str(exc), "took_ms": _ms(begun)}
     with sock:
         took = _ms(begun)
         sock.settimeout(timeout_s)
@@ -222,7 +224,7 @@ def measure(address: str, port: int, token: str, seconds: float) -> dict:  # typ
     try:
         sock = socket.create_connection((address, port), timeout=MEASURE_TIMEOUT_S)
     except OSError as exc:
-        return {"error": str(exc) or type(exc).__name__, "result": word_for(exc)}
+        return {"error": str(exc) or type(exc).__name__, "result": word_for(exc, address)}
     with sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -243,10 +245,26 @@ def _acknowledged(sock: socket.socket) -> int:
     )
 
 
-def word_for(exc: OSError) -> str:
-    """Return what the failure of a connection means on the way."""
+def has_no_room_for(address: str) -> bool:
+    """Return whether the kernel drops packets to an address since its table of neighbours is full.
+
+    A TCP connection only sees silence then. A datagram whose errors are asked for fails at once with ENOBUFS
+    (net/ipv4/udp.c, `udp_send_skb`), which a full queue of the interface causes as well: but then the table has the
+    address.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.setsockopt(socket.IPPROTO_IP, _IP_RECVERR, 1)
+            sock.sendto(b"", (address, 9))  # the port of `discard`
+    except OSError as exc:
+        return exc.errno == errno.ENOBUFS and address not in node_facts.neighbours()
+    return False
+
+
+def word_for(exc: OSError, address: str) -> str:
+    """Return what the failure of a connection to an address means on the way."""
     if isinstance(exc, socket.timeout) or exc.errno == errno.ETIMEDOUT:
-        return "dropped"
+        return "no-room" if has_no_room_for(address) else "dropped"
     if exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
         return "refused"
     if exc.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM):

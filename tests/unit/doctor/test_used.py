@@ -214,6 +214,17 @@ def test_a_fix_opens_what_is_closed_inbound_or_outbound_and_of_one_way_both() ->
     assert "on node1: let TCP 32768:60999 out to node3" in found.fix
 
 
+def test_a_full_table_of_neighbours_is_told_instead_of_a_firewall() -> None:
+    seen = failing(cluster(), ("node1", "node2"), ("node1", "node3"), ("node3", "node1"), ("node3", "node2"))
+    seen[0].answers[0] |= {"result": "no-room"}
+    full, closed = network.pairs(seen, rendezvous=(), fixed=False)
+    assert (full.check, full.nodes, full.ways) == ("neighbour-table", ("node1",), (("node1", "node2"),))
+    assert "gc_thresh3" in full.fix
+    assert (closed.check, closed.ways) == ("data-ports", (("node3", "node2"),))
+    seen[2].answers.pop()
+    assert [one.check for one in network.pairs(seen, rendezvous=(), fixed=False)] == ["neighbour-table"]
+
+
 def test_a_route_or_a_neighbour_that_leads_astray_is_told_instead_of_a_firewall() -> None:
     seen = failing(cluster(), ("node1", "node3"))
     seen[0].facts["ways"]["10.0.0.3"] = ""
