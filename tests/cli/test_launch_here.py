@@ -62,7 +62,8 @@ def test_a_dry_run_tells_what_is_sent_and_what_is_not(tmp_path: Path) -> None:
     assert found["left_out"] == [{"path": "data.bin", "rule": ".gitignore:1 (*.bin)"}]
     assert found["withheld"] == [".env"]
     shown = dtctl("launch", "--dry-run", cwd=folder).stdout
-    assert all(text in shown for text in ("files: 4 files, ", "big.txt (4.9 KiB)", "data.bin by .gitignore:1"))
+    assert all(text in shown for text in ("files: 4 files, ", "big.txt (4.9 KiB)", "1 B: data.bin (.gitignore)"))
+    assert "left out" not in shown, "each file is named once"
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--out", "scripts")])
@@ -245,6 +246,9 @@ def test_what_is_not_sent_is_told_folder_by_folder(tmp_path: Path) -> None:
                    "5 B in 1 other folder, such as ."]  # fmt: skip
     sent = dtctl("launch", "--dry-run", "--set", "job.files.include=[data/,'*.bin']", cwd=folder)
     assert not_sent(sent.stdout) == ["1 file, 20 B: notes/a (.dtctlignore); job.files.include: [notes/a], or job.data"]
+    rows = [json.loads(line) for line in dtctl("launch", "--json", cwd=folder).stdout.splitlines()]
+    notes = [row["text"] for row in rows if row["event"] == "note" and row.get("warning")]
+    assert not_sent("\n".join(notes)) == told, "whoever looks at the record, or launches with -d, is told as well"
     silent = dtctl("launch", "--set", "job.files.exclude=[data/,w/,one.bin]", cwd=folder)
     assert not_sent(silent.stderr) == []
 

@@ -18,28 +18,25 @@ SHOWN = 5
 SHOWN_FOLDERS = 3
 
 
-def show_push(spec: Spec, tree: Tree) -> None:
-    """Print the facts about the tree that the user should know before it is sent."""
-    show_withheld(tree)
-    for line in describe_not_sent(spec, tree, chosen=False):
-        output.err(line, "yellow")
+def describe_push(spec: Spec, tree: Tree) -> list[str]:
+    """Return lines about the tree that the user should know before it is sent."""
+    lines = [*_describe_withheld(tree), *_describe_not_sent(_folders_not_sent(spec, tree, chosen=False))]
     if tree.is_large:
-        output.err(
-            f"warning: {_amount(tree)} are sent to every node that lacks them, the largest: {_largest(tree)}; "
-            "name what the job does not need in .dtctlignore",
-            "yellow",
+        lines.append(
+            f"{_amount(tree)} are sent to every node that lacks them, the largest: {_largest(tree)}; "
+            "name what the job does not need in .dtctlignore"
         )
+    return lines
 
 
-def show_withheld(tree: Tree) -> None:
+def _describe_withheld(tree: Tree) -> list[str]:
     """Name the files that are not pushed although they are not excluded."""
-    for kind, paths in (("looks like a secret", tree.withheld), ("neither a file nor a folder", tree.skipped)):
-        if paths:
-            output.err(f"not pushed, {kind}: {_listed(paths)}", "yellow")
+    kinds = (("looks like a secret", tree.withheld), ("neither a file nor a folder", tree.skipped))
+    return [f"not pushed, {kind}: {_listed(paths)}" for kind, paths in kinds if paths]
 
 
-def describe_not_sent(spec: Spec, tree: Tree, *, chosen: bool) -> list[str]:
-    """Return a line about each of the largest folders of which something is not sent.
+def _folders_not_sent(spec: Spec, tree: Tree, *, chosen: bool) -> list[NotSent]:
+    """Return the folders of which something is not sent, the largest first.
 
     Args:
         spec: the checked spec.
@@ -50,7 +47,11 @@ def describe_not_sent(spec: Spec, tree: Tree, *, chosen: bool) -> list[str]:
         return []
     from dtctl.launch.files.not_sent import list_not_sent
 
-    folders = [each for each in list_not_sent(spec, tree, most=4 * SHOWN_FOLDERS) if chosen or not each.is_chosen]
+    return [each for each in list_not_sent(spec, tree, most=4 * SHOWN_FOLDERS) if chosen or not each.is_chosen]
+
+
+def _describe_not_sent(folders: Sequence[NotSent]) -> list[str]:
+    """Return a line about each of the largest folders, and one about the others."""
     lines = [_not_sent(each) for each in folders[:SHOWN_FOLDERS]]
     if rest := folders[SHOWN_FOLDERS:]:
         total = output.size(sum(each.bytes for each in rest))
@@ -74,12 +75,20 @@ def _not_sent(each: NotSent) -> str:
 def show_files(spec: Spec, tree: Tree) -> None:
     """Print the files that are pushed and those that are not, for the dry run."""
     output.out(f"files: {_amount(tree)}" + (f"; the largest: {_largest(tree)}" if tree.files else ""))
-    if tree.left_out:
-        rows = [f"{row['path']} by {row['rule']}" for row in _left_out(spec, tree)]
-        output.out(f"left out: {_listed(rows, len(tree.left_out))}")
-    for line in describe_not_sent(spec, tree, chosen=True):
+    folders = _folders_not_sent(spec, tree, chosen=True)
+    for line in _describe_not_sent(folders):
         output.out(line)
-    show_withheld(tree)
+    others = [path for path in tree.left_out if not any(_covers(each, path) for each in folders)]
+    if others:
+        rows = [f"{row['path']} by {row['rule']}" for row in _left_out(spec, tree, others)]
+        output.out(f"left out: {_listed(rows, len(others))}")
+    for line in _describe_withheld(tree):
+        output.out(line, "yellow")
+
+
+def _covers(each: NotSent, path: str) -> bool:
+    """Return whether a line about a folder tells of a path that is left out."""
+    return path == each.path if each.is_whole else path.rpartition("/")[0] == each.folder
 
 
 def as_json(spec: Spec, tree: Tree) -> dict[str, Any]:
@@ -89,14 +98,14 @@ def as_json(spec: Spec, tree: Tree) -> dict[str, Any]:
         "bytes": tree.total_bytes,
         "digest": tree.digest,
         "largest": [{"path": os.fsdecode(file.path), "bytes": file.size} for file in _by_size(tree)],
-        "left_out": _left_out(spec, tree),
+        "left_out": _left_out(spec, tree, tree.left_out),
         "left_out_count": len(tree.left_out),
         "withheld": list(tree.withheld),
         "skipped": list(tree.skipped),
     }
 
 
-def _left_out(spec: Spec, tree: Tree) -> list[dict[str, str]]:
+def _left_out(spec: Spec, tree: Tree, paths: Sequence[str]) -> list[dict[str, str]]:
     from dtctl.launch.files import left_out
 
     root, files = os.fsencode(os.path.realpath(tree.root)), spec.job.files
@@ -105,7 +114,7 @@ def _left_out(spec: Spec, tree: Tree) -> list[dict[str, str]]:
             "path": path,
             "rule": left_out.reason(root, os.fsencode(path), include=files.include, exclude=files.exclude),
         }
-        for path in tree.left_out[:SHOWN]
+        for path in paths[:SHOWN]
     ]
 
 

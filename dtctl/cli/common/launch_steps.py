@@ -298,7 +298,7 @@ def real_launch(options: LaunchOptions) -> int:
         return background_launch(options, spec, run)
     run = background or run
     from dtctl.cli.common.followed_run import create_run, emitter, measured
-    from dtctl.cli.common.run_display import LaunchView, tell_of_files
+    from dtctl.cli.common.run_display import LaunchView, list_push_warnings
     from dtctl.launch.assemble import CodePush, job_of
     from dtctl.launch.cluster import cluster_of, with_environment
     from dtctl.launch.records.events import Note, RunPlanned, RunProgress
@@ -324,7 +324,6 @@ def real_launch(options: LaunchOptions) -> int:
         from dtctl.launch.files.tree import check_program_files
 
         check_program_files(spec, code.tree)
-        tell_of_files(spec, code.tree)
     record = create_run(
         spec, run, spec_name=options.spec_name, detached=options.detach, token=job.token, snapshots=snapshots,
         started=options.started, sweep=options.sweep, environment=job.environment_digest,
@@ -339,6 +338,8 @@ def real_launch(options: LaunchOptions) -> int:
 
     plan = job.first_plan
     emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size, nodes=tuple(cluster.targets)))
+    for note in list_push_warnings(spec, code.tree) if code is not None else ():
+        emit(note)
     view.begin(job.first_plan)
     for text in list_warnings(spec, cluster.nodes, per_worker=plan.per_worker):
         emit(Note(text=text))

@@ -62,12 +62,13 @@ STATES = {
 }
 
 
-def tell_of_files(spec: Spec, tree: Tree) -> None:
-    """Print the facts about a tree that the user should know before it is pushed; mostly nothing."""
-    if tree.withheld or tree.skipped or tree.left_out or tree.is_large:
-        from dtctl.cli.common.files_view import show_push
+def list_push_warnings(spec: Spec, tree: Tree) -> list[Note]:
+    """Return what the user should know about a tree before it is pushed; mostly nothing."""
+    if not (tree.withheld or tree.skipped or tree.left_out or tree.is_large):
+        return []
+    from dtctl.cli.common.files_view import describe_push
 
-        show_push(spec, tree)
+    return [Note(text=text, warning=True) for text in describe_push(spec, tree)]
 
 
 def waits(event: JobQueued) -> str:
@@ -97,7 +98,7 @@ def _line(event: Event) -> tuple[str, str]:
         case Stopping():
             return "yellow", f"stopping all nodes: {event.reason}"
         case Note():
-            return "dim", f"{event.node}: {event.text}" if event.node else event.text
+            return "yellow" if event.warning else "dim", f"{event.node}: {event.text}" if event.node else event.text
         case AlertChanged():
             colour = "red" if event.state == "firing" else "green"
             return colour, event.told

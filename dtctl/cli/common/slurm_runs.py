@@ -18,7 +18,7 @@ from dtctl.cli.common.followed_run import (
     measured,
     take_up,
 )  # fmt: skip
-from dtctl.cli.common.run_display import LaunchView, tell_of_files
+from dtctl.cli.common.run_display import LaunchView, list_push_warnings
 from dtctl.errors import ConnectError, DtctlError, LaunchError
 from dtctl.launch.records.events import Emit, JobSubmitted, Note, RunEnded, RunPlanned
 
@@ -56,13 +56,13 @@ def launch_job(
         return _launch_array(spec, run, spec_name=spec_name, json_lines=json_lines)
     code = CodePush(spec) if spec.pushes else None
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
-    if code is not None:
-        tell_of_files(spec, code.tree)
     with closing(site_of(spec)) as site:
         record = create_run(spec, run, spec_name=spec_name, detached=detach, slurm=True)
         record.write_plan(plan)
         emit = emitter(record, LaunchView(json_lines=json_lines, record=record), json_lines=json_lines)
         emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size))
+        for note in list_push_warnings(spec, code.tree) if code is not None else ():
+            emit(note)
         output.err(f"run {run}: {len(plan.nodes)} nodes, {plan.world_size} workers ({plan.kind} over slurm)", "bold")
         with record.launcher_lock(), caught_signals() as signals:
             try:
@@ -112,8 +112,8 @@ def _launch_array(spec: Spec, run: str, *, spec_name: str, json_lines: bool) -> 
 
     runs = {index: check_run_name(run_of_task(run, index)) for index in array_of(spec)}
     code = CodePush(spec) if spec.pushes else None
-    if code is not None:
-        tell_of_files(spec, code.tree)
+    for note in list_push_warnings(spec, code.tree) if code is not None else ():
+        output.err(note.text, "yellow")
     emits: dict[int, Emit] = {}
     with closing(site_of(spec)) as site, ExitStack() as locks:
 

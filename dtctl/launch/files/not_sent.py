@@ -18,8 +18,11 @@ from dtctl.launch.files.tree import Tree
 from dtctl.spec.model import Spec
 
 MAX_FILES: Final = 2000
-MAX_S: Final = 0.01
-"""Most files and seconds that are spent on counting: a launch must not wait for it."""
+MAX_CPU_S: Final = 0.01
+MAX_S: Final = 0.5
+"""Most files, seconds of processor time, and seconds that are spent on counting: a launch must not wait for it. A slow
+disk takes time that the processor does not, and a busy machine, too.
+"""
 CACHE_MARK: Final = b"CACHEDIR.TAG"
 """File in the top folder of a cache (https://bford.info/cachedir)."""
 
@@ -109,12 +112,12 @@ class _Counter:
         self._root = root
         self._left = MAX_FILES
         self._caches: dict[bytes, bool] = {}
-        self._deadline = time.monotonic() + MAX_S
+        self._deadline, self._cpu_deadline = time.monotonic() + MAX_S, time.thread_time() + MAX_CPU_S
 
     def add(self, group: NotSent, path: bytes) -> bool:
         """Add a file, or the files of a folder, to the sums of a group; return whether the limit allows more."""
         for info in self._files(path):
-            if not self._left or time.monotonic() > self._deadline:
+            if not self._left or time.monotonic() > self._deadline or time.thread_time() > self._cpu_deadline:
                 group.is_partial = True
                 return False
             self._left -= 1

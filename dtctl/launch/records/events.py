@@ -162,6 +162,8 @@ class Note(Event):
     event = "note"
     node: str | None = None
     text: str = ""
+    warning: bool | None = field(default=None, metadata=_OPTIONAL)
+    """True if the user should read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
