@@ -34,7 +34,7 @@ else:
 PROSE = 4000
 """Characters of a text for people; the rest is left out."""
 DEPTH = 32
-"""Of what a snapshot's manifest says freely."""
+"""Nesting that the free part of a snapshot's manifest may have."""
 MANY = 200_000
 """Rows of a list, where the limit of bytes is not the closer one."""
 

@@ -49,8 +49,8 @@ class Examination:
     """`backend`, `workers`, `bytes`, `seconds` and `busbw_gb_s` of an all_reduce over all nodes; empty when there was
     none."""
     gpus: tuple[dict[str, Any], ...] = ()
-    """With `--gpu`, for each GPU: `node`, `gpu` (its index), `name`, `tflops`, `to_gb_s` and `from_gb_s` (from and to
-    the host), `within_gb_s`, and `busbw_gb_s` of an all_reduce over the GPUs of its node."""
+    """Measurements of each GPU with `--gpu`: `node`, `gpu` (its index), `name`, `tflops`, `to_gb_s` and `from_gb_s`
+    (from and to the host), `within_gb_s`, and `busbw_gb_s` of an all_reduce over the GPUs of its node."""
 
     @property
     def ok(self) -> bool:

@@ -81,8 +81,8 @@ class Recipe:
     whole_gradients: bool = True
     """Sharded workers add up gradients of several micro batches whole, and exchange them once."""
     whole_bytes: int = 0
-    """Of gradients that are added up whole, where that is not their width when exchanged. These have no room of their
-    own until then. 0: they have that width, and that room."""
+    """Bytes of gradients that are added up whole, where that is not their width when exchanged. These have no room of
+    their own until then. 0: they have that width, and that room."""
     loss_parallel: bool = False
     """Logits stay split over tensor parallel workers."""
     fused_loss: bool = False
@@ -120,7 +120,7 @@ class Recipe:
     reshard: bool = True
     """Sharded blocks are given up between forward and backward pass."""
     snapshots: int = 0
-    """How many times a worker's share of a snapshot lies in the memory of the nodes: those that are kept and the one
+    """Number of copies of a worker's share of a snapshot in the memory of the nodes: those that are kept and the one
     that is written, each with its copies."""
     shards_copied: bool = False
     """True if a worker copies its shard of what lies in the host's memory, and gathers on the GPU."""

@@ -70,7 +70,7 @@ DDP_ATTRIBUTES: Final = frozenset(
         "use_side_stream_for_tensor_copies will_sync_module_buffers xpu zero_grad"
     ).split()
 )
-"""What a DistributedDataParallel has of its own; everything else is an attribute of its `module`.
+"""Attributes of DistributedDataParallel itself; everything else is an attribute of its `module`.
 
 The names of the class and those that its and nn.Module's methods set, of torch 2.13, and older ones.
 """

@@ -25,7 +25,7 @@ from dtctl.errors import RenderError
 
 MEMORY_BYTES: Final = 1 << 30
 LIMIT_S: Final = 10
-"""Of processor time, and"""
+"""Seconds of processor time, and"""
 WALL_LIMIT_S: Final = 60.0
 """of a busy machine's."""
 _SIZE: Final = struct.Struct("!Q")

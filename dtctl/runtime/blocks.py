@@ -34,7 +34,8 @@ KEPT: Final = frozenset(
     )
     if hasattr(torch.ops.aten, name)
 )
-"""What costs more to compute again than to keep, under `selective`. After torchtitan's activation_checkpoint.py."""
+"""Operations that cost more to compute again than to keep, under `selective`. After torchtitan's
+activation_checkpoint.py."""
 
 
 def find(model: nn.Module) -> dict[str, nn.Module]:

@@ -50,7 +50,7 @@ KNOWN: Final = (
         "call the model as a whole; with tp, let `train.tp.plan` replicate the module that has the parameter",
     ),
 )
-"""What torch says, what that means, the key, and what to do."""
+"""Error of torch, its meaning, the key, and what to do."""
 
 
 def explained(error: BaseException) -> PlanError | None:

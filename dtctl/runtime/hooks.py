@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dtctl.runtime.distributed.worker import Worker
 
 STATE: Final = "hooks."
-"""Before the number of a hook, in the names of `extra_state`."""
+"""Prefix of the number of a hook in the names of `extra_state`."""
 
 
 class TrainingView:

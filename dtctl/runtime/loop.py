@@ -75,7 +75,7 @@ Data = datasets.Samples | datasets.Batches | datasets.SampleStream
 
 
 AHEAD: Final = 0.3
-"""What the steps after an agreed stop may take of the grace."""
+"""Share of the grace that the steps after an agreed stop may take."""
 
 
 class Trainer:

@@ -18,7 +18,7 @@ from dtctl.runtime.own_code import is_own_code, list_names
 REACHED: Final = 2000
 """Objects that are looked at, of one that may hold any number."""
 ITEMS: Final = 64
-"""Of a container; a longer one holds data."""
+"""Most items of a container; a longer one holds data."""
 _PLAIN: Final = (bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray, type(None))
 _MODULE_TABLES: Final = frozenset(torch.nn.Module().__dict__) - {"_modules"}
 

@@ -30,7 +30,7 @@ from dtctl.runtime.snapshot.saver import Saver
 from dtctl.train.config import MemorySnapshotConfig
 
 COST: Final = 0.02
-"""Of the time of a step, what snapshots in memory may take of it."""
+"""Share of the time of a step that snapshots in memory may take."""
 FIRST: Final = 5
 """Steps before the first of them, and until it is known what they cost."""
 MOST_FAILED: Final = 3

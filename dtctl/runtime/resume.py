@@ -31,7 +31,7 @@ from dtctl.train.batch import Batch
 from dtctl.train.config import TrainConfig
 
 MARKER: Final = "last-snapshot.json"
-"""In the run's folder on a node."""
+"""File in the run's folder on a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +39,13 @@ class ResumePoint:
     """Newest good snapshot in the snapshots' folders; the same on all workers."""
 
     path: str | None
-    """Of the newest good snapshot; None if there is none."""
+    """Path of the newest good snapshot; None if there is none."""
     step: int
     facts: Mapping[str, Any]
     rejected: tuple[str, ...]
     """Newer snapshots that were passed over, each with the reason."""
     chosen: Chosen
-    """What has been read of it, by whom."""
+    """Parts of it that have been read, and by which ranks."""
     is_in_memory: bool = False
     """True if it lies in the memory of the nodes."""
 

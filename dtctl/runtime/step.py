@@ -46,9 +46,9 @@ class StepResult:
     """This worker's share of the mean; None for one that has taken over the step from another worker."""
     lr: float
     norm: torch.Tensor | None
-    """Of the gradient, before clipping."""
+    """Norm of the gradient before clipping."""
     use: Mapping[str, float] = field(default_factory=dict)
-    """How evenly experts were used, if the model has any."""
+    """Figures of how evenly experts were used, if the model has any."""
     mean: float | None = None
     """Mean loss of all workers; known before the line is written where a worker may be lost in between and replaced."""
     is_taken: bool = True
@@ -69,7 +69,7 @@ class Passes:
     loss_scale: LossScale | None
     clock: Clock
     mark: Callable[[], Any]
-    """What time it is, for `StepTimes`."""
+    """Clock of `StepTimes`."""
     poison: Callable[[torch.Tensor], torch.Tensor]
     """Makes a loss whose gradient is NaN on all workers."""
     load: Load | None = None
@@ -92,17 +92,17 @@ class Step:
     micro_batches: list[Indices] = field(default_factory=list)
     """The indices of this worker's; some are empty at the end of a training."""
     samples: int = 0
-    """Of the global batch."""
+    """Samples of the global batch."""
     weights: list[torch.Tensor] = field(default_factory=list)
-    """How much the losses of the passes were sums of, if they were; scalars on the worker's device."""
+    """Weights of the losses of the passes, if these were sums; scalars on the worker's device."""
     losses: list[torch.Tensor] = field(default_factory=list)
-    """Of the passes that this worker has made; scalars on its device."""
+    """Losses of the passes that this worker has made; scalars on its device."""
     began: Any = None
     """Mark of when."""
     forwarded: Any = None
     """Mark of when the last forward pass was done."""
     own: tuple[Any, Any] | None = None
-    """From when to when this worker waited for no other: to the end of the last forward pass."""
+    """Begin and end of the time in which this worker waited for no other: to the end of the last forward pass."""
     waited_s: float = 0.0
     """Seconds that it waited for data."""
 

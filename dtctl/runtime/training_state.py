@@ -26,16 +26,16 @@ class TrainingState:
     """State that a snapshot holds besides the counters of the loop."""
 
     model: nn.Module
-    """As this worker has it."""
+    """Model of this worker."""
     optimizer: torch.optim.Optimizer
     configured: Any
-    """What the optimizer was made with, by `snapshot.state.configured`."""
+    """Arguments that the optimizer was made with, by `snapshot.state.configured`."""
     strategy: Strategy
     ema: Ema | None
     worker: Worker
     account: Account
     seed: int
-    """Of the training."""
+    """Seed of the training."""
     stream: int
     """The rank whose random numbers this worker draws."""
     elastic: bool

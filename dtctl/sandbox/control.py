@@ -28,7 +28,7 @@ _STATE_FILES = (
     "id", "id.pub", "known_hosts", "xtables.lock", "sandbox.json", "sandbox.partial", "keeper.sock", "keeper.log",
     "keeper.pid", "hosts", "self", "slurm",
 )  # fmt: skip
-"""What there is in a sandbox's folder."""
+"""Files in a sandbox's folder."""
 PACKAGES = {
     "/usr/sbin/sshd": "openssh-server",
     "ip": "iproute2",

@@ -25,7 +25,7 @@ class Host:
     netmask: str
     state: Path
     uid: int
-    """Of the login user, on the machine around the sandbox."""
+    """User id of the login user on the machine around the sandbox."""
     gid: int
     rootless: bool
 

@@ -35,11 +35,11 @@ class SandboxNode:
     name: str
     address: str
     index: int
-    """From 1; the last part of the address."""
+    """Number from 1; the last part of the address."""
     pid: int
-    """Of the host's init, as this machine counts; 0 before the host was ever switched on."""
+    """Process id of the host's init on this machine; 0 before the host was ever switched on."""
     started: int = 0
-    """When that init started, in clock ticks since boot: with the id, this tells it from a later process of the same
+    """Start of that init, in clock ticks since boot: with the id, this tells it from a later process of the same
     id."""
 
 
@@ -52,7 +52,7 @@ class Sandbox:
     keeper: int
     """Process id of the keeper."""
     keeper_started: int
-    """When it started, in clock ticks since boot: with the id, this tells it from a later process of the same id."""
+    """Its start, in clock ticks since boot: with the id, this tells it from a later process of the same id."""
     rootless: bool
     """True if the network is in a private world that only the keeper can reach."""
     user: str

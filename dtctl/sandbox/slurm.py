@@ -29,7 +29,7 @@ from dtctl.sandbox.layout import CONTROL, Sandbox, SandboxNode
 PARTITIONS: Final = ("main", "urgent")
 """Jobs of the second one take the nodes of the first, whose jobs are requeued: that is how preemption is tried."""
 CPUS, GPUS = 64, 8
-"""Of each host, as Slurm counts them."""
+"""Processors and GPUs of each host in Slurm."""
 READY_LIMIT_S: Final = 30.0
 PACKAGES: Final = {
     "munged": "munge",

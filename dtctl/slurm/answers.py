@@ -96,7 +96,7 @@ class JobFacts(Record):
     nodes: list[str] = value(list_of(file_name, 100_000), default=[])
     """Empty while it has none."""
     node_list: str = value(text(1 << 20), default="")
-    """As Slurm writes them; (null) of a job that has none, empty where Slurm does not say."""
+    """Nodes as Slurm writes them; (null) of a job that has none, empty where Slurm does not say."""
     restarts: str = value(text(32), default="0")
     start: float | None = value(nullable(number), default=None)
     """Time when it has started, or is expected to, in seconds since the epoch."""
@@ -153,10 +153,10 @@ class Submitted(AgentAnswer):
     ignored: list[str] = value(list_of(text(256), 1000))
     """Variables of the shell there that would have changed the job, and were not used."""
     used: list[str] = value(list_of(text(256), 1000))
-    """Those that were."""
+    """Nodes that were used."""
     said: str = value(prose, default="")
     job: str = value(_job, default="")
-    """Its id, if it was accepted."""
+    """Job id, if it was accepted."""
 
 
 class JobFound(AgentAnswer):

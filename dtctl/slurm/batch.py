@@ -27,9 +27,9 @@ from dtctl.spec.nodes import join_gres, resolve_nodes, resolve_spares
 from dtctl.supervisor import processes, work
 
 TEMPLATE: Final = "job.sbatch.j2"
-"""Of a job that dtctl's launcher is inside of."""
+"""Template of a job with dtctl's launcher in it."""
 PLAIN_TEMPLATE: Final = "job_plain.sbatch.j2"
-"""Of plain mode: srun starts the workers once; nothing of dtctl runs in the job."""
+"""Template of plain mode: srun starts the workers once; nothing of dtctl runs in the job."""
 MOST_PLAIN_BYTES: Final = 120_000
 """Size of the largest file in plain mode: its tasks' script is one argument of srun, of which Linux allows 128 KiB."""
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")

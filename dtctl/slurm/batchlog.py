@@ -49,7 +49,7 @@ class Ended:
     task: int | None
     """Number of the task in the job step; None: the node is lost."""
     exit_code: int | None
-    """As a shell counts it."""
+    """Exit code of the shell."""
     signal: int | None
     reason: str = ""
 
@@ -99,7 +99,7 @@ _BEGINNINGS: Final[Sequence[tuple[str, Callable[[str], Event]]]] = (
     ("dtctl: the time is nearly over", lambda _: TakenBack("its time limit was near")),
     ("dtctl: a node was lost, and no other one is left", lambda _: TakenBack("a node failed")),
 )
-"""Of lines of the batch script; the rest of a line may be a reason."""
+"""Beginnings of lines of the batch script; the rest of a line may be a reason."""
 
 
 def read_events(lines: Iterable[str], *, now: float) -> list[tuple[float, Event]]:

@@ -43,7 +43,7 @@ ENDED_NODE: Final = ("stopped", "lost", "failed")
 """States of a node that nothing follows."""
 SETTLE_S: Final = 3.0
 TAKEN_S: Final = 60.0
-"""How long to wait before an end counts as final: any end, and that of a job whose log says that it was requeued."""
+"""Seconds to wait before an end counts as final: any end, and that of a job whose log says that it was requeued."""
 
 
 class Follower:
@@ -57,7 +57,7 @@ class Follower:
         self.emit = emit
         self.slurm = JobState(ref.job, emit)
         self.mirror = Mirror(record, emit)
-        """Of the launcher inside of the job, if it has one: then that takes precedence."""
+        """Records of the launcher in the job, if there is one: then they takes precedence."""
         self.files = JobFiles(record.folder)
         self.history = JobHistory(record, ref, self.files, self.mirror, emit)
         self.is_cancelled = False

@@ -66,13 +66,13 @@ OF_TASKS: Final = (
     "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS", "SLURM_NPROCS",
     "SLURM_TASKS_PER_NODE",
 )  # fmt: skip
-"""What sbatch was told of tasks, which are workers there; srun would take it for the supervisors."""
+"""Variables that sbatch sets for tasks, which are workers there; srun would take them for the supervisors."""
 FOR_WORKERS: Final = ("SLURM_CPUS_PER_TASK",)
-"""Those of them that workers are told all the same: programs take it for the number of their data set's readers."""
+"""Those of them that workers get all the same: programs take them for the number of their data set's readers."""
 HEEDLESS: Final = "trap '' USR1"
 """The warning of the time limit reaches all processes: workers that listen are to react, and nobody to die of it."""
 SAYS: Final = "dtctl: launcher: "
-"""Before its lines in the job's log, which are for people."""
+"""Prefix of the launcher's lines in the job's log."""
 ANYWHERE: Final = "192.0.2.1"
 """An address that no machine has (RFC 5737); nothing is sent to it."""
 CANNOT_WRITE: Final = 73

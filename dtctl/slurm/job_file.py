@@ -38,13 +38,13 @@ class JobFile:
 
     template: PlanTemplate
     scripts: tuple[str, ...]
-    """By node rank: what the node runs, but for the variables that depend on its place and on the attempt."""
+    """Scripts by node rank, complete but for the variables that depend on its place and on the attempt."""
     settings: Mapping[str, Any]
     """Fields of a `LaunchJob`."""
     requeues: int
     """Number of times that Slurm may start the job again."""
     warn_s: int
-    """How long before the end of its time the workers are warned."""
+    """Seconds before the end of its time at which the workers are warned."""
     code: str
     """Folder of the code, which all nodes see; empty: below that of the run."""
     snapshots: str
@@ -53,9 +53,9 @@ class JobFile:
     """True if somebody follows the run. If not, what workers print goes into the job's output."""
     launched_from: str
     command: str
-    """Who has submitted the job, and how."""
+    """Command that submitted the job."""
     started: float
-    """When, in seconds since the epoch."""
+    """Time of the submission, in seconds since the epoch."""
 
     @property
     def origin(self) -> RunOrigin:

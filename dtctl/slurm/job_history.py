@@ -40,7 +40,7 @@ from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.mirror import Mirror
 
 ERROR_MARK: Final = "dtctl: error: "
-"""Before a line of the batch file that says why it could not start the workers."""
+"""Prefix of a line of the batch file with the reason why it could not start the workers."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class PlainAttempt:
     taken_back: str = ""
     """Reason why Slurm ended the job, or the batch file had it requeued."""
     exit_code: int | None = None
-    """With which its tasks ended, all together; 0: each with success. None before that."""
+    """Exit code of all its tasks together; 0: each succeeded. None before that."""
 
     def apply(self, at: float, event: batchlog.Event, *, workers_apart: bool) -> None:
         """Take an event into account that belongs to the attempt.

@@ -27,7 +27,7 @@ ALIVE_FILE: Final = "alive"
 """Below the folder of this launcher's records: is written anew as long as it lives."""
 ALIVE_S: Final = 10.0
 SILENT_S: Final = 60
-"""After so long without a word from the launcher, others ask Slurm whether its node is still the job's."""
+"""Seconds without a sign of life of the launcher after which guards ask Slurm whether its node is still the job's."""
 GUARDS: Final = 2
 """Nodes that look after the first one, if the job outlives its nodes."""
 WARN_AGAIN_S: Final = 15.0
@@ -72,11 +72,11 @@ class JobLife:
         """
         self.job, self.number, self.restarts = job, number, restarts
         self.requeues = 0
-        """How often it may."""
+        """Number of times that it may be started again."""
         self.warn_s = 0
-        """How long before its end the workers are warned."""
+        """Seconds before its end at which the workers are warned."""
         self.nodes_needed = 1
-        """With fewer left, it is started again."""
+        """Nodes that it needs; with fewer left, it is started again."""
         self._warned, self._over = threading.Event(), threading.Event()
         self._ends: float | None = None
         """Time when the job ends at the latest, in seconds since the epoch; None while that is not known."""

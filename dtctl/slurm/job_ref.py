@@ -11,7 +11,7 @@ class JobRef:
 
     job: str
     folder: str
-    """On the machine that runs Slurm's commands."""
+    """Folder on the machine that runs Slurm's commands."""
     python: str
     """Interpreter there."""
     workers_apart: bool

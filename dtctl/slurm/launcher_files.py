@@ -43,7 +43,7 @@ MODULES: Final = (
 """Patterns of the files in dtctl's package that a launcher inside a job may import."""
 START: Final = "from dtctl.slurm.job_control import main\nmain()\n"
 DATE: Final = (1980, 1, 1, 0, 0, 0)
-"""Of all files in the zip, so that the same modules give the same bytes."""
+"""Date of all files in the zip, so that the same modules give the same bytes."""
 
 
 def make_launcher(spec: Spec, run: str, *, code: str, snapshots: str, is_followed: bool) -> bytes:

@@ -16,9 +16,9 @@ class Left:
     """Processes of a job that are left."""
 
     counts: Mapping[str, int | None]
-    """By node; None where they could not be counted."""
+    """Counts by node; None where they could not be counted."""
     evidence: str
-    """How they were counted, or why they could not be."""
+    """Method of counting, or the reason why it failed."""
 
     @property
     def total(self) -> int | None:

@@ -52,7 +52,7 @@ TOLD: Final = (
     AttemptRunning, AttemptStarting, Healed, Hung, LauncherAway, NodeChanged, NodeLeftOut, NodeReplaced, NodesAllocated,
     Note, Restarting, SnapshotBegun, Stopping, TimeIsUp, WorkerExited,
 )  # fmt: skip
-"""What a job may say of its run; the rest is for its follower to say."""
+"""Events that a job may report of its run; its follower reports the others."""
 _LOG: Final = re.compile(r"logs/[^/]+/(rank-\d+|agent)\.log\Z")
 METRICS: Final = f"{CONTROL_FOLDER}/{names.METRICS_FILE}"
 
@@ -65,9 +65,9 @@ class Mirror:
         self._record, self._emit = record, emit
         self._lines: dict[str, Lines] = {}
         self.progress = RunProgress()
-        """By the job's events."""
+        """Progress by the job's events."""
         self.end: RunEnded | None = None
-        """How the newest start of the job has ended."""
+        """End of the newest start of the job."""
         self.requeue_reason = ""
         """Reason why Slurm has taken the job back, for the start that follows, which does not know."""
         self.is_stop_told = False

@@ -14,7 +14,7 @@ from dtctl.slurm.answers import Offer
 from dtctl.spec.model import Slurm
 
 CHECKS: Final = ("partition", "account", "time-limit", "requeue", "job-nodes", "gres", "features", "submit")
-"""What is checked before a job is submitted; the last is Slurm's own opinion (`sbatch --test-only`)."""
+"""Checks that are made before a job is submitted; the last is Slurm's own opinion (`sbatch --test-only`)."""
 _GONE: Final = re.compile(r"down|drain|fail|not_resp|maint|resv|reserved|unk", re.IGNORECASE)
 _UNLIMITED: Final = ("UNLIMITED", "INFINITE", "NONE", "")
 
@@ -25,7 +25,7 @@ class Lack:
 
     check: str
     key: str
-    """Of the spec."""
+    """Key of the spec."""
     summary: str
     fix: str
     never: bool

@@ -29,7 +29,7 @@ class Done:
 
     code: int
     data: bytes
-    """What it has printed."""
+    """Output of the command."""
     err: str
 
     @property

@@ -42,7 +42,7 @@ class Submission:
     tasks: tuple[int, ...]
     """Indexes of the tasks, if it is an array."""
     notes: tuple[str, ...]
-    """What the spec, or the shell, says and Slurm was not asked for; a sentence each."""
+    """Settings of the spec or the shell that Slurm was not asked for; a sentence each."""
 
     def job_of(self, index: int) -> JobRef:
         """Return one task of the array, as the job that it is."""

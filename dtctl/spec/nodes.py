@@ -44,7 +44,7 @@ class NodeSpec:
     rack: str | None = None
     """Place where nodes of the same name are lost together; None: nothing is known of it."""
     gres: str | None = None
-    """Under Slurm: its generic resources."""
+    """Generic resources of the node under Slurm."""
 
 
 def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:

@@ -59,7 +59,7 @@ class Places:
     lines: Mapping[Path, int] = field(default_factory=dict, compare=False)
     """Line of each key in the file, from 1; entries of lists by position."""
     overrides: Sequence[tuple[Path, str]] = field(default=(), compare=False)
-    """What `--set` changed afterwards: key and `KEY=VALUE`, in the order in which they were applied."""
+    """Changes by `--set`: key and `KEY=VALUE`, in the order in which they were applied."""
 
     def of(self, path: Path) -> str:
         """Return `file:line` of the key at `path`, or of the nearest one above it; `--set KEY=VALUE` if that set it.

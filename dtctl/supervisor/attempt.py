@@ -137,7 +137,7 @@ class Attempt:
                 self.worker_start.env[LIVE_EPOCH] = str(message.live_epoch)
                 self.logs.skip_stored()
         self.deadline: float | None = None
-        """Of the SIGTERM phase, while the attempt is being ended."""
+        """Deadline of the SIGTERM phase, while the attempt is being ended."""
         self._stray_deadline: float | None = None
         self._is_killing = False
         """True if the processes of the attempt were sent SIGKILL."""

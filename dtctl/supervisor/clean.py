@@ -19,7 +19,7 @@ from dtctl.supervisor.requests import NodeRequests
 RECORDS = (processes.RECORD, "work.json", "shared.json")
 """A folder with one of these is that of a run."""
 KINDS_OF_TREES = {"tree": "code", "data": "data"}
-"""What the list calls a pushed tree, and the store that it lies in."""
+"""Name of a pushed tree in the list, and the store that it lies in."""
 OF_VALUE = ("snapshots", "work")
 
 

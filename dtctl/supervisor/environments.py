@@ -31,10 +31,11 @@ CACHE = "cache"
 MARKER = "dtctl.json"
 CLAIM = ".claim"
 PLACES_OF_UV = ("~/.local/bin", "~/.cargo/bin")
-"""Beside PATH, which SSH gives a login that is none for people."""
+"""Folders in addition to PATH, which is short in logins without a terminal."""
 TOUCH_S = 1.0
 STALE_S = 15.0
-"""Without a touch for so long, whoever has claimed the work is gone: file servers may show a touch seconds later."""
+"""Seconds without a touch after which the process that claimed the work counts as dead: file servers may show a touch
+seconds later."""
 REPORT_S = 60.0
 
 

@@ -284,7 +284,7 @@ class ForkServers:
         self.cold_reason = ""
         """Reason why none is used any more."""
         self._ends = 0
-        """In a row, of those that have never been ready."""
+        """Number of ends in a row of servers that have never been ready."""
 
     def pids(self) -> tuple[int, ...]:
         """Their processes."""

@@ -14,7 +14,7 @@ from dtctl.supervisor.output_log import AGENT, RankLogs
 LONGEST = 1 << 16
 """Bytes of a line that are waited for; a longer one is stored in parts."""
 RANK_MARK = b"[dtctl:"
-"""How torchrun, told by TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, begins a line that worker R printed: `[dtctl:R] `."""
+"""Prefix of a line that worker R printed under torchrun: `[dtctl:R] `, by TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
 
 
 class Process:

@@ -30,11 +30,11 @@ class Log:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.limit_bytes = limit_bytes
         self.end = os.fstat(self.fd).st_size
-        """Of the file."""
+        """Size of the file."""
         self.segments = [[0, 0, self.end]] if self.end else []
-        """What the file has: where it begins in the output, where in the file, and its length; in their order."""
+        """Segments of the file in their order: offset in the output, offset in the file, and length."""
         self.size = self.end
-        """Of the output."""
+        """Size of the output."""
         self.sent = 0
         self.held = b""
         """The newest of the output, when the disk has refused it."""

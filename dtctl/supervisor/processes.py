@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 RECORD = "supervisor.json"
-"""In a run's folder: who supervises the run on this node."""
+"""File in a run's folder that names the supervisor on this node."""
 _RECORD_BYTES = 1 << 20
 TOKEN = "DTCTL_RUN_TOKEN"
 """Variable whose value, 32 random hexadecimal digits, marks every process of one run."""

@@ -21,7 +21,7 @@ FIELDS = (
 RECORD = struct.Struct(f"@8s{len(FIELDS)}Q")
 MAGIC = b"dtctl-p3"
 RESUME_SUFFIX = ".resume"
-"""Of a file beside it, JSON, in which the first worker tells whether it has gone on as before."""
+"""Suffix of a JSON file next to it, in which the first worker reports its resume."""
 
 
 def read(folder: str) -> list[WorkerProgress]:

@@ -38,7 +38,7 @@ MAX_MANIFEST_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 18
 
 _servers: list = []  # type: ignore[type-arg]
-"""Of blocks that were pushed to this node; see `stop_serving`."""
+"""Servers of blocks that were pushed to this node; see `stop_serving`."""
 _locks_in_use: list[int] = []
 """Seals of the trees in use, open for as long as this process and its children live."""
 

@@ -26,9 +26,9 @@ WAITING = LENGTH.pack(0xFFFFFFFF)
 WAITING_S = 1.0
 CONNECT_S = 3.0
 SILENCE_S = 6.0
-"""Without a byte from a serving node, it counts as lost."""
+"""Seconds without a byte from a serving node after which it counts as lost."""
 STALL_S = 120.0
-"""Without a block from a serving node that lives, another source is asked for."""
+"""Seconds without a block from a living node after which another source is requested."""
 SLOW_READER_S = 20.0
 """A node that takes no byte for so long is no longer served; it may come again."""
 AHEAD = 2

@@ -387,7 +387,7 @@ echo "left $SLURMD_NODENAME $(look "$1" | wc -l)"
 GONE = ("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING", "FAIL", "UNKNOWN")
 LOOK_S = 20
 COMPLETING_S = 30
-"""How long nodes may take to come free of a job that has ended; the kernel's and the site's epilogs come in between."""
+"""Seconds until the nodes of an ended job are free; the kernel's and the site's epilogs come in between."""
 SSH = ("BatchMode=yes", "ConnectTimeout=5", "StrictHostKeyChecking=yes", "ForwardAgent=no", "ForwardX11=no")
 """Ask nobody, and trust no node that is not known."""
 

@@ -53,7 +53,7 @@ class Supervisor:
         self.link = ControlLink(setup_link, listener_fd, start.link_timeout_s)
         self.leaving = False
         self._signals: list[int] = []
-        """That have arrived and are to be acted on."""
+        """Signals that have arrived and were not acted on yet."""
         self._wake_fd, write_end = os.pipe()
         os.set_blocking(self._wake_fd, False)
         os.set_blocking(write_end, False)

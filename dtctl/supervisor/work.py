@@ -25,8 +25,8 @@ FOLDER = "work"
 AHEAD = "ahead"
 RECORD = "work.json"
 MANY_ROWS_BYTES = 16 << 10
-"""Of a tree's seal, which has some 200 bytes a file: what has a longer one is not copied file by file if that can be
-avoided."""
+"""Bytes of a tree's seal, which has some 200 bytes a file: what has a longer one is not copied file by file if that can
+be avoided."""
 MANY_FILES = 80
 MANY_BYTES = 16 << 20
 MOST_COPIED_BYTES = 1 << 30
@@ -43,7 +43,7 @@ _CANNOT = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOS
 LINK_MODE, FOLDER_MODE = 0o120000, 0o040000
 
 _below_overlay = -1
-"""In a process that has mounted an overlay: the folder below it, which holds what was written and nothing else."""
+"""Folder below the overlay that this process has mounted, which holds what was written and nothing else."""
 
 
 class TooLarge(Exception):

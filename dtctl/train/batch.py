@@ -24,7 +24,7 @@ class Batch:
     world_size: int
     """Workers that take different samples; all, unless some share a model."""
     shares: tuple[int, ...] = ()
-    """How many times `micro` each of them takes, if they differ; see `train.shares`."""
+    """Number of times `micro` that each of them takes, if they differ; see `train.shares`."""
 
     @property
     def parts(self) -> int:

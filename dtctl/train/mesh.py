@@ -21,7 +21,7 @@ from typing import Final
 from dtctl.errors import PlanError
 
 AXES: Final = ("pp", "dp", "fsdp", "cp", "ep", "tp")
-"""From the slowest to the fastest in the order of ranks."""
+"""Axes from the slowest to the fastest in the order of ranks."""
 FILL: Final = -1
 """A degree that takes what the others leave."""
 NAMES: Final = ("auto", "single", "ddp", "zero1", "fsdp", "hsdp", "tp", "pipeline")

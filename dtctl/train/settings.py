@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, ge
 from dtctl.errors import SpecError
 
 PREFIX: Final = "--train."
-"""What arguments that belong to the configuration begin with."""
+"""Prefix of arguments that belong to the configuration."""
 
 MOST: Final = (1 << 63) - 1
 """No number is larger than what the workers' programs can hold."""

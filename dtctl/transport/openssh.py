@@ -74,11 +74,11 @@ END_S: Final = 2.0
 LOST_STATUS: Final = 255
 """Exit status of ssh itself; a command may have it, too."""
 MAX_SOCKET_LENGTH: Final = 80
-"""Of a path; the system takes 107 bytes, and ssh makes it under a longer name first."""
+"""Bytes of a socket's path; the system takes 107 bytes, and ssh makes it under a longer name first."""
 FOLDER_PREFIX: Final = "dtctl-ssh-"
 ROOM_HINT: Final = "set TMPDIR to a folder on a local disk that has room"
 NEW_PREFIX: Final = "dtctl-new-ssh-"
-"""Of a folder that is not locked yet."""
+"""Prefix of a folder that is not locked yet."""
 EARLY_BYTES: Final = 1 << 16
 """Bytes of what a shell's start-up files may print before the command."""
 LOG_LIMIT: Final = 1 << 16

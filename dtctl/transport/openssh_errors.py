@@ -38,9 +38,9 @@ class Words:
     """Messages of ssh in one login."""
 
     log: str = ""
-    """Of this ssh."""
+    """Log of this ssh."""
     stderr: str = ""
-    """Of the ssh that it has started for a jump host, and of a proxy command."""
+    """Output of the ssh that it started for a jump host, and of a proxy command."""
 
     def lines(self) -> list[str]:
         """Return the lines that say something, those of a jump host first, since it comes first."""

@@ -15,7 +15,7 @@ from dtctl.transport.local import LocalConnection, LocalStream
 STEPS_PER_S: Final = 50.0
 """Most that are begun in a second, for the sake of Slurm's controller: a launch begins one on each node."""
 UNBOUND: Final = b"srun: cluster configuration lacks support for cpu binding\n"
-"""What it says where tasks are not bound anyway."""
+"""Message of srun where tasks are not bound anyway."""
 
 
 class SrunConnection(LocalConnection):

@@ -36,7 +36,7 @@ from dtctl.transport.base import Target  # noqa: E402
 from dtctl.transport.dial import EarlyCalls, OpenSocket, PendingConnection, open_socket  # noqa: E402
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
-"""In order of preference: GCM needs no separate MAC, which halves the cost of a push."""
+"""Ciphers in order of preference: GCM needs no separate MAC, which halves the cost of a push."""
 KEX = ("curve25519-sha256", "curve25519-sha256@libssh.org", "ecdh-sha2-nistp256")
 """First choices; what else paramiko offers follows. curve25519 costs the least on both sides."""
 KEEPALIVE_S = 5
@@ -44,7 +44,7 @@ TRIES = 3
 MAX_JUMPS = 4
 WINDOW_BYTES = 4 << 20
 STDERR_BYTES = 1 << 20
-"""What is read of it at a time; a node could send more as fast as it is read."""
+"""Bytes of standard error that are read at a time; a node could send more as fast as it is read."""
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 logging.getLogger("paramiko").propagate = False

@@ -25,8 +25,8 @@ RANK = re.compile(
 )  # fmt: skip
 """A rank that a line says something happened to."""
 _PROCESS = re.compile(r"(?i)\bproc(?:ess)?" + _NUMBER.format(name="process") + r"(?!got signal\b)" + _FATE)
-"""What may be a rank as well as the number that the system has given to a process; torch's `Process 182 got signal: 15`
-is the latter."""
+"""A number that may be a rank as well as the number that the system has given to a process; torch's `Process 182 got
+signal: 15` is the latter."""
 _HOST = r"[A-Za-z][\w.-]*\d[\w.-]*\w|[A-Za-z][\w-]*\d"
 NODE = re.compile(
     r"\bON (?P<on>[\w.-]+) CANCELLED|\b(?:on|at|from) node (?P<node>[\w.-]+\w)|\b(?:host|hostname|node(?:name)?)"

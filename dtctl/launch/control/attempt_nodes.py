@@ -42,7 +42,8 @@ class AttemptOutcome:
     hung_s: float = 0.0
     """Seconds for which nothing had moved when it was ended because it hung."""
     away_s: float = 0.0
-    """For how long the launcher did not run, if the nodes have ended the attempt for it: then nobody has failed."""
+    """Seconds for which the launcher did not run, if the nodes have ended the attempt for it: then nobody has
+    failed."""
     left_early: list[Standing] = field(default_factory=list)
     """Workers that had left, when it was ended, though their training had steps left, the first one first; those whose
     exit code says that they failed are not among them."""
@@ -92,7 +93,8 @@ class AttemptNodes:
         """Time when a worker has printed something or ended, for the last time."""
         self.stop_deadline: float | None = None
         self.absence = (0.0, 0.0)
-        """For how long the launcher did not run, if nodes may think it gone, and until when that explains what ends."""
+        """Seconds for which the launcher did not run, if nodes may think it gone, and until when that explains what
+        ends."""
         self.give_up_replacing: Callable[[], AbstractSet[str]] | None = None
         """Ends what replaces lost workers; returns the nodes that stay lost."""
 

@@ -181,7 +181,8 @@ class Session:
         self.connection: Connection | None = None
         self.last_heard = time.monotonic()
         self.last_progress: float | None = None
-        """When it last came nearer to its start; None until it is connected, for which the transport has a limit."""
+        """Time at which it last came nearer to its start; None until it is connected, for which the transport has a
+        limit."""
         self.is_described = False
         """True if it has sent its first message."""
         self.is_named = False

@@ -91,7 +91,7 @@ class _Listed:
         self.link = self._context.__enter__()
         self.is_asked = True
         self.lock = threading.Lock()
-        """Of the link, over which several nodes may want blocks."""
+        """Lock of the link, over which several nodes may want blocks."""
         self.paths: list[str] = []
         self.files = NodeFiles(node=self.name, store="", files={})
         self.skipped: list[str] = []

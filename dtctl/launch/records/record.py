@@ -119,7 +119,7 @@ class RunInfo:
     """The command line that launched it, without values of secrets (they are never on it)."""
     detached: bool
     pid_started: int = 0
-    """When the launcher started, in clock ticks since boot, which tells it from a later process of the same id; 0 where
+    """Start of the launcher, in clock ticks since boot, which tells it from a later process of the same id; 0 where
     the system does not say."""
     boot: str = ""
     """Id of the boot since which these are counted; empty where the system does not say."""

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from dtctl.plan.model import Plan
 
 ROOM_FILE, ROOM_BYTES, ROOM_STEP_BYTES = "room", 512 << 10, 64 << 10
-"""Of the disk, taken before the start for events and records, and given back for them when the disk is full."""
+"""Room on the disk that is taken before the start for events and records, and given back for them when the disk is
+full."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LOCK_WAIT_S = 0.5
 """Seconds that one who wants to be the launcher waits for those who look whether there is one."""

@@ -27,7 +27,7 @@ from dtctl.runtime.snapshot.format.encoding import Generator, generator_state, i
 PROBES: Final = 8
 """Samples that are looked at before training: the first, the last, and some in between."""
 PROBE_S: Final = 0.1
-"""How long that may take; one sample is read in any case."""
+"""Seconds that it may take; one sample is read in any case."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class DatasetExamination:
     irreproducible: str | None = None
     """Reason why what is read depends on more than its position; None if nothing says so."""
     unseen: str | None = None
-    """What was not looked at."""
+    """Part that was not looked at."""
 
 
 class Reader:
@@ -51,7 +51,7 @@ class Reader:
         self._own_generators: list[Generator] | None = None
         self._examining, self._drawn = False, 0
         self.at_once: Callable[[Indices], Any] | None = None
-        """How to get a whole batch of a data set that draws no random numbers."""
+        """Function that returns a whole batch of a data set that draws no random numbers."""
         self._read: Callable[[Indices, Indices], Any] = self._one_by_one
         if isinstance(data, SampleStream):
             self._read = self._from_stream

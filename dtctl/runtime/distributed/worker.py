@@ -36,9 +36,9 @@ class Worker:
     node_rank: int
     device: torch.device
     backend: str | None
-    """Of the process group; None for a single worker, which has no group, and while one replaces a lost one."""
+    """Backend of the process group; None for a single worker, which has no group, and while one replaces a lost one."""
     live: Control | None = field(default=None, compare=False, repr=False)
-    """What tells of lost peers that are replaced; None where they are not."""
+    """Control of the replacement of lost peers; None where they are not."""
 
     @property
     def replaces(self) -> bool:

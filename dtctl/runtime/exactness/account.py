@@ -32,10 +32,10 @@ from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.train.compatibility import not_elastic
 
 EVERYONE: Final = "all"
-"""In the part `local`, in the place of a rank: what is the same on all workers."""
+"""Key in the part `local`, in the place of a rank, of what is the same on all workers."""
 PROGRAM: Final = "program"
 BUFFERS: Final = "buffers"
-"""Of each worker, where running means are of its own samples until they are exchanged."""
+"""Key of each worker's buffers, where running means are of its own samples until they are exchanged."""
 BUFFER_BYTES: Final = 64 << 20
 EXTRA: Final = "extra"
 
@@ -51,13 +51,13 @@ class Account:
     extra: Mapping[str, Any]
     """The user's `extra_state`."""
     names: frozenset[str]
-    """Of the model's state, before the first step."""
+    """Names in the model's state, before the first step."""
     detail: dict[str, str]
     """The long list of this worker, by `circumstances.detail`."""
     checksums: list[dict[str, Any]]
-    """Of the lists of all workers, by rank."""
+    """Checksums of the lists of all workers, by rank."""
     numerics: Callable[[], Mapping[str, str]]
-    """How this process computes, now."""
+    """Function that returns the numerical settings of this process now."""
     numerics_before: Mapping[str, str]
     irreproducible: list[str]
     """Reason why a run of this program is not the same twice, on any worker."""

@@ -27,11 +27,11 @@ from dtctl.train.batch import Batch
 from dtctl.train.config import TrainConfig
 
 SAMPLE: Final = "data["
-"""Before the name of a sample in the list."""
+"""Prefix of the name of a sample in the list."""
 VERSION: Final = "version of "
 CODE: Final = "code of "
 UNSET: Final = "unset"
-"""Of an environment variable that is not set."""
+"""Value of an environment variable that is not set."""
 BITS_DO_NOT_DEPEND_ON: Final = (
     "best", "bind_cores", "checkpointing", "data_prefetch", "data_workers", "deterministic", "epochs", "eval_every",
     "global_batch", "log_every", "memory_gib", "mlflow", "on_nan", "on_oom", "on_resize", "profile", "require_exact",

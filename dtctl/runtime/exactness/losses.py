@@ -25,11 +25,11 @@ from dtctl.runtime.snapshot.json_collectives import gathered_json, spread_json
 from dtctl.runtime.snapshot.storage.place import Place
 
 FILE: Final = ".losses-rank-{}"
-"""In the run's folder in memory, or that of the snapshots."""
+"""File in the run's folder in memory, or that of the snapshots."""
 RING: Final = 1 << 16
 """Steps that are kept: the newest, 1 MiB of them."""
 _HEADER: Final = struct.Struct("<16s16sq")
-"""What training this is, which one the snapshot was of that it goes on from, and that one's step."""
+"""This training's id, the id of the training whose snapshot it resumed from, and that snapshot's step."""
 _ROW: Final = struct.Struct("<q8s")
 _PENDING: Final = 64
 """Losses that wait on a GPU, since each read would wait for its kernels."""

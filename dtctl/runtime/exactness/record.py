@@ -35,7 +35,7 @@ from dtctl.runtime.snapshot.storage.place import Place, Remote, place
 STEPS: Final = 2
 """Steps after a snapshot that are recorded: the second one begins from what the first has made."""
 FILE: Final = "next-steps.json"
-"""In the folder of a snapshot."""
+"""File in the folder of a snapshot."""
 MAX_BYTES: Final = 16 << 20
 """A longer record is none."""
 
@@ -103,7 +103,7 @@ class _Expected:
     known: tuple[str, ...]
     repeated: int = 0
     doubted: Verdict | None = None
-    """What is said if the step is again what it was when this was said."""
+    """Verdict if the step is again what it was when this was said."""
 
 
 class StepRecorder:
@@ -126,11 +126,11 @@ class StepRecorder:
         self._update: tuple[int, int | None] | None = None
         self._loss: tuple[int, int | None] | None = None
         self.losses = LossRecord()
-        """Of this worker."""
+        """Losses of this worker."""
         self._said: Verdict | None = None
-        """What is said of the resume so far."""
+        """Newest verdict on the resume that was reported."""
         self._row: StepBits | None = None
-        """Of the newest step that was wanted."""
+        """Bits of the newest step that was recorded."""
         self._spent_s = 0.0
 
     @property

@@ -30,7 +30,7 @@ from dtctl.runtime.snapshot.format.encoding import (
 )
 
 _STATE: Final = "\0state"
-"""Before the class and the state of an object that has `state_dict`."""
+"""Marker before the class and the state of an object that has `state_dict`."""
 REACHED: Final = 50_000
 """Objects of a program that are looked at."""
 
@@ -87,7 +87,7 @@ class StatefulObjects:
         self._roots, self._model = dict(roots), model
         self._apart = [*apart, *model.parameters(), *model.buffers()]
         self._held: list[object] = []
-        """What was there: as long as it lives, nothing else has its address."""
+        """Objects that were found: as long as they live, nothing else has its address."""
         self._marks = {path: _mark(value, self._held) for path, value in self._find()}
 
     def _find(self) -> Iterator[tuple[str, Any]]:

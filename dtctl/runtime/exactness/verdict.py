@@ -13,7 +13,7 @@ CAUSES: Final[Mapping[Kind, str]] = {
     "gradient": "usually the backward pass: its kernels, the number of threads, or the order in which workers add up",
     "update": "usually the optimizer, its settings or the learning rate",
 }
-"""What usually makes it differ where what comes before it is equal."""
+"""Usual causes of a difference of each kind, where everything before it is equal."""
 LATE: Final = "usually a schedule, a score, or something that the program counts and `extra_state` does not keep"
 NOT_REPEATED: Final = (
     "it is another each time it is computed here: kernels (see train.deterministic), or something that the program "
@@ -28,9 +28,9 @@ class Verdict:
     verdict: Literal["exact", "not-exact", "not-confirmed"]
     """Not confirmed is also what was repeated although something is known to differ: that may show later."""
     step: int
-    """Of the snapshot."""
+    """Step of the snapshot."""
     steps: int
-    """How many were repeated bit for bit."""
+    """Number of steps that were repeated bit for bit."""
     differs: Kind | None = None
     at: int = 0
     """The step in which it differs."""

@@ -28,7 +28,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.train.batch import Batch
 
 LACKING: Final = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-"""How libraries say it that allocate past torch; what NCCL says is of a collective that has begun."""
+"""Out-of-memory errors of libraries that allocate past torch; NCCL's is of a collective that has begun."""
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
@@ -84,7 +84,7 @@ class MemoryWatch:
         # Its passes exchange means of the batch: one that begins anew would meet the others in another layer.
         exchanges = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
         self.can_recover = wanted and (worker.backend is None or (self._ddp is not None and not exchanges))
-        """Whether a step can be repeated without starting the workers again."""
+        """True if a step can be repeated without starting the workers again."""
         self._worker = worker
         self._probe = parameters[0]
         self._forward_begun = False

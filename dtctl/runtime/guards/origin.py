@@ -28,7 +28,7 @@ LONGEST: Final = 1024
 SHOWN: Final = 4
 """Parameters that are named."""
 LOOK_FILE: Final = "not-finite"
-"""In the run's folder on each node: the step up to which the next attempt looks at every one."""
+"""File in the run's folder on each node, with the step up to which the next attempt looks at every one."""
 
 Spoilt = Callable[[], list[str]]
 """Names of the parameters whose gradients are not finite on this worker."""
@@ -40,7 +40,7 @@ class Origin:
 
     step: int
     text: str
-    """How it came to be, as far as that is known."""
+    """Origin of the value, as far as it is known."""
 
 
 class Trail:

@@ -21,7 +21,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 
 STEPS: Final = (1, 2, 10)
-"""After which workers are compared; from the first step on, or some steps later."""
+"""Steps after which workers are compared; from the first step on, or some steps later."""
 
 
 class OtherOptimizers:

@@ -36,8 +36,8 @@ from dtctl.runtime.live import sockets, stuck
 REPORTS: Final = "reports"
 """The pipe to the supervisor, which repeats the name."""
 UNANNOUNCED_S: Final = 300.0
-"""How long a worker whose collective has failed waits for a healing; the launcher, which is told, begins one when it
-knows who is lost, or after `cluster.link_timeout_s` without a loss, or ends the attempt."""
+"""Seconds that a worker whose collective has failed waits for a healing; the launcher, which is told, begins one when
+it knows who is lost, or after `cluster.link_timeout_s` without a loss, or ends the attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,11 @@ LOST: Final = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "socketPollConnect",
     "Connection was likely closed", "connection", "TCPStore", "Timed out waiting", "timed out",
 )  # fmt: skip
-"""In the words of torch for a collective whose peer is gone."""
+"""Parts of torch's errors for a collective whose peer is gone."""
 JOIN_S: Final = 10.0
-"""For how long a worker tries to reach the others, all of which are ready by then; one that is lost just then is not
-noticed sooner by those that wait for its first word. Twice as long when that was too short: a machine may be busy."""
+"""Seconds for which a worker tries to reach the others, all of which are ready by then; one that is lost just then is
+not noticed sooner by those that wait for its first word. Twice as long when that was too short: a machine may be
+busy."""
 BUFFER_BYTES: Final = 64 << 20
 """Most that is looked at to see whether buffers change in training."""
 

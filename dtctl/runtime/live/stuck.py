@@ -27,7 +27,7 @@ MOVES: Final = "gloo_tcp_loop"
 FUTEX: Final = {"x86_64": "202", "aarch64": "98"}.get(platform.machine(), "")
 """Number of the system call that a thread waits in; its fourth argument is where the limit stands, 0 for none."""
 TICKS: Final = 20
-"""After which whoever could be woken has been."""
+"""Number of ticks after which every thread that can be woken has been woken."""
 POLL_S: Final = 0.1
 
 

@@ -60,7 +60,7 @@ class Training(Protocol):
     is_torn: bool
     is_owed: bool
     constants: int | None
-    """Of the model's buffers when training began, by `recovery.buffers_checksum`."""
+    """Checksum of the model's buffers when training began, by `recovery.buffers_checksum`."""
     scale_before: Mapping[str, Any]
     """The loss scale's state before the step."""
 

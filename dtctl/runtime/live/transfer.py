@@ -55,13 +55,13 @@ class Plan:
     """Plan by which all workers get the same state. Lists of ranks."""
 
     step: int
-    """Which all go on from."""
+    """Step from which all workers continue."""
     ahead: list[int]
-    """Those that have taken it."""
+    """Ranks that have taken it."""
     catching_up: list[int]
-    """Those that take it by themselves."""
+    """Ranks that take it by themselves."""
     behind: list[int]
-    """Those that are given their part of the state."""
+    """Ranks that are given their part of the state."""
     sources: dict[int, int]
     """Part of the state: by whom it is given."""
 

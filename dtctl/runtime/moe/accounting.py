@@ -19,7 +19,7 @@ class Load:
     """Tokens that the experts of some layers got from this worker, in the passes of a step."""
 
     layers: set[nn.Module]
-    """Those that are counted."""
+    """Layers that are counted."""
     chosen: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
     """Layer -> how many of its tokens' choices fell on each expert, [experts]."""
     dropped: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
@@ -42,9 +42,9 @@ class Pass:
     """A forward pass; the context in which it is under way."""
 
     weight: float = 1.0
-    """What the mean loss of its samples is multiplied with before the backward pass."""
+    """Factor of the mean loss of its samples before the backward pass."""
     samples: int | None = None
-    """How many of them count, the first ones; None: all."""
+    """Number of samples that count, the first ones; None: all."""
     load: Load | None = None
 
     def of_samples(self, losses: torch.Tensor) -> torch.Tensor:

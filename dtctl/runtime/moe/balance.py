@@ -16,7 +16,7 @@ from dtctl.runtime.moe.layer import MoE
 from dtctl.train.mesh import Coordinate
 
 Counts = list[tuple[torch.Tensor, torch.Tensor]]
-"""Of each layer: how many tokens chose each expert, and how many choices were dropped."""
+"""Number of tokens that chose each expert of each layer, and number of dropped choices."""
 
 
 class Balance:

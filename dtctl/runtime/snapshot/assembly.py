@@ -29,7 +29,7 @@ class PieceSource:
 
     file: str
     begin: int
-    """In the data of the file, which follows its header."""
+    """Offset in the data of the file, which follows its header."""
     end: int
     box: Box
 

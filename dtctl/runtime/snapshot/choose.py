@@ -24,7 +24,7 @@ class Chosen:
     """Snapshot that was chosen from the folders; the same on all workers, except for the contents."""
 
     path: str | None
-    """Of the newest good snapshot; None if there is none."""
+    """Path of the newest good snapshot; None if there is none."""
     manifest: layout.Manifest | None
     rejected: tuple[str, ...]
     """Newer snapshots that were passed over, each with the reason."""

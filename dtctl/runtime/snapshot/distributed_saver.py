@@ -34,7 +34,7 @@ from dtctl.runtime.snapshot.storage.staging import Staged
 from dtctl.runtime.snapshot.storage.stores import Stores, stores
 
 PATIENCE: Final = dt.timedelta(hours=1)
-"""How long a worker waits for one with a slower disk."""
+"""Seconds that a worker waits for one with a slower disk."""
 
 
 class DistributedSaver(Saver):

@@ -31,9 +31,9 @@ class Loaded:
 
     step: int
     facts: Mapping[str, Any]
-    """As they were given to `save`."""
+    """Facts that were given to `save`."""
     parts: Mapping[str, Any]
-    """As they were given to `save`, on the CPU; tuples are lists."""
+    """Parts that were given to `save`, on the CPU; tuples are lists."""
     rejected: tuple[str, ...]
     """Newer ones that were passed over, each with the reason."""
 

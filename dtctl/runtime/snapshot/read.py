@@ -28,7 +28,7 @@ class SnapshotVerdict:
     step: int
     status: Literal["ok", "corrupt", "incomplete"]
     bad: tuple[str, ...] = ()
-    """What is wrong, one phrase per file."""
+    """Damage, one phrase per file."""
     manifest: layout.Manifest | None = None
     """None unless the status is ok."""
 

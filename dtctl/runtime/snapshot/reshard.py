@@ -19,7 +19,7 @@ from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.state import raw
 
 UNDER_WAY_BYTES: Final = 1 << 28
-"""How much may wait to be sent at a time."""
+"""Bytes that may wait to be sent at a time."""
 
 Wanted = Callable[[str, TreeEntry], "torch.Tensor | bool"]
 """Part and tensor -> whether this worker needs it, or what it is to be like: then only the stretch that this has."""

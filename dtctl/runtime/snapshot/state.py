@@ -16,7 +16,7 @@ from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.format.encoding import NotEncodable, decode, encode
 
 CONFIGURED: Final = "$configured"
-"""In a group of an optimizer's tree: what it was told when it was made."""
+"""Key in a group of an optimizer's tree: the arguments that the optimizer was made with."""
 _OPAQUE: Final = "$opaque"
 _INLINE_BYTES: Final = 1 << 16
 

@@ -21,9 +21,9 @@ from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.storage.staging import Staged
 
 FACT: Final = "state_sum"
-"""Under which a manifest has it."""
+"""Key of the sum in a manifest."""
 PARTS: Final = ("model", "optimizer", "ema")
-"""Whose tensors count; the rest is of each worker, or no tensors."""
+"""Parts whose tensors count; the rest is of each worker, or no tensors."""
 
 
 def sum_staged(staged: Staged) -> int:

@@ -50,9 +50,9 @@ class Strategy(Protocol):
 
     name: str
     module: nn.Module
-    """What the loss function is called with; the user's model, perhaps wrapped."""
+    """Module that the loss function is called with; the user's model, perhaps wrapped."""
     inference: nn.Module
-    """What an evaluation calls."""
+    """Module that an evaluation calls."""
     lockstep: bool
     """True if workers exchange something in each forward pass, so that all must do the same number of them."""
     sharded_state: bool

@@ -16,7 +16,7 @@ class Blocks:
     """The repeated part of a model."""
 
     name: str
-    """Of the list in the model; empty if the model itself is it."""
+    """Name of the list in the model; empty if the model itself is it."""
     container: nn.ModuleList | nn.Sequential
 
     def __len__(self) -> int:

@@ -67,7 +67,7 @@ class Difference:
     added_up: frozenset[str] = frozenset()
     """Parameters whose gradient is right once it is added up over the workers."""
     error: Exception | None = None
-    """What the code of the divided module has raised."""
+    """Exception that the code of the divided module has raised."""
 
     def describe(self) -> str:
         """Say by how much what differs."""
@@ -79,7 +79,7 @@ class Seen:
     """Calls of modules in one forward pass of the whole model."""
 
     calls: Mapping[str, Call]
-    """By the name of the module."""
+    """Calls by the name of the module."""
     autocast: AbstractContextManager[Any] | None
     """The number format of the training; None if that is fp32."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MIB: Final = 1 << 20
 FIRST_BUCKET: Final = MIB
-"""Of DDP, in bytes; smaller than the others, so that the exchange begins early."""
+"""Bytes of DDP's first bucket; smaller than the others, so that the exchange begins early."""
 EXACT_STEPS: Final = 2
 """Steps before PowerSGD begins; DDP must have put its buckets into order by then."""
 TABLES: Final = ("error_dict", "p_memory_dict", "q_memory_dict")

@@ -195,7 +195,7 @@ class SpreadExperts:
 
     modules: Sequence[nn.Module]
     mesh: DeviceMesh
-    """By `expert_mesh`."""
+    """Mesh that `expert_mesh` returns."""
 
     @property
     def over(self) -> DeviceMesh | None:

@@ -47,7 +47,7 @@ class Entrance(nn.Module):
     """Stand-in for the last block before a stage."""
 
     source: Callable[[torch.Tensor], torch.Tensor]
-    """From a tensor in the shape of the stream to the stream."""
+    """Function of a tensor in the shape of the stream that returns the stream."""
 
     def forward(self, stream: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Return the stream from the stage before."""
@@ -169,7 +169,8 @@ class Stage(nn.Module):
     outside: list[torch.Tensor]
     """Parameters that are not in blocks."""
     task: Callable[[torch.Tensor | None, int], Any]
-    """What a call does: from the stream of the stage before, and the number of the micro batch, to the stream after."""
+    """Function that a call runs: from the stream of the stage before, and the number of the micro batch, to the stream
+    after."""
 
     def __init__(self, cut: Cut, outside: Sequence[torch.Tensor]) -> None:
         super().__init__()

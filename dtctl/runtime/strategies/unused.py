@@ -30,7 +30,7 @@ from dtctl.errors import PlanError
 THREAD: Final = "_dtctl_thread"
 """Argument of a block between the hooks before and after those of fully_shard; its own code never sees it."""
 ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether parameters without a gradient can take part with zeros: since torch 2.13."""
+"""True if parameters without a gradient can take part with zeros: since torch 2.13."""
 
 
 class Present:

@@ -10,7 +10,7 @@ import json
 from typing import Any, Final
 
 ENTRIES: Final = 200
-"""Of each recorder, the newest; they explain what hangs, and 2000 would be a megabyte."""
+"""Newest entries of each recorder; they explain what hangs, and 2000 would be a megabyte."""
 MAX_BYTES: Final = 1 << 17
 """Bytes of an answer; the supervisor takes twice as much."""
 

@@ -33,9 +33,10 @@ FIELDS: Final = (
     "pid", "signal", "phase", "step", "place", "noted_ns", "first", "begun_ns", "slowest_ns", "stall_ns",
     "evaluation_ns", "saved", "until", "committed",
 )  # fmt: skip
-"""After the magic, 8 bytes each in the machine's order; the supervisor, which is sent to nodes alone, repeats them."""
+"""Fields after the magic, 8 bytes each in the machine's order; the supervisor, which is sent to nodes alone, repeats
+them."""
 RESUME_SUFFIX: Final = ".resume"
-"""Of a file beside it, JSON, that the supervisor sends on."""
+"""Suffix of a JSON file next to it, which the supervisor forwards."""
 SIZE: Final = 8 + 8 * len(FIELDS)
 _OFFSET: Final = {name: 8 + 8 * index for index, name in enumerate(FIELDS)}
 _HOT: Final = struct.Struct("@4Q")  # phase, step, place, noted_ns

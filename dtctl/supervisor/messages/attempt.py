@@ -50,7 +50,7 @@ class StartAttempt(Message):
     """Marks the run's processes."""
     attempt: int = value(COUNT)
     script: str = value(TEXT)
-    """What each worker runs, for bash."""
+    """Bash script that each worker runs."""
     workers: list[WorkerSpec] = value(list_of(WorkerSpec.parse, WORKERS))
     preload: list[str] = value(list_of(NAME), default=[])
     """Modules to import before workers are forked; empty: each worker starts afresh."""
@@ -60,7 +60,7 @@ class StartAttempt(Message):
     live: bool = value(flag, default=False)
     """True if a lost worker is replaced while the others stay, if the launcher says so."""
     live_epoch: int = value(COUNT, default=0)
-    """How often that has happened in this attempt, on a node that comes to it later."""
+    """Number of replacements in this attempt, on a node that comes to it later."""
     outputs: list[str] = value(list_of(NAME), default=[])
     """Paths in the working folder that are worth keeping."""
     log_bytes: int = value(COUNT, default=0)
@@ -90,7 +90,7 @@ class StopAttempt(Message):
 
     op = "stop"
     now: bool = value(flag, default=False)
-    """Without waiting for them."""
+    """True to end them at once."""
 
 
 class Attach(Message):
@@ -133,7 +133,7 @@ class Join(Message):
     op = "join"
     epoch: int = value(COUNT)
     address: str = value(numeric_address)
-    """Of the node whose worker has the store."""
+    """Address of the node whose worker has the store."""
     port: int = value(PORT)
 
 
@@ -164,10 +164,10 @@ class WorkerExit(Message):
     op = "exit"
     rank: int = value(RANK)
     code: int = value(EXIT_CODE)
-    """As a shell counts it, 128 + N for signal N."""
+    """Exit code as in a shell, 128 + N for signal N."""
     signal: int | None = value(SIGNAL)
     why: str = value(prose, default="")
-    """What the node knows about it that its log does not say."""
+    """Facts of the node about it that its log does not have."""
     asked: bool = value(flag, default=False)
     """True if a signal from outside has ended it that asks to stop."""
     told: bool = value(flag, default=False)
@@ -175,7 +175,7 @@ class WorkerExit(Message):
     killed: bool = value(flag, default=False)
     """True if the supervisor has killed it, since it did not."""
     time: float = value(number, default=0.0)
-    """By the node's clock, in seconds since the epoch."""
+    """Time by the node's clock, in seconds since the epoch."""
 
 
 class OutputSummary(Record):
@@ -194,13 +194,13 @@ class AttemptStopped(Message):
     """Processes of the run that are still there."""
     exits: list[WorkerExit] = value(list_of(WorkerExit.parse, WORKERS))
     log_bytes_lost: int = value(COUNT, default=0)
-    """Of output that neither the node's disk nor the link took."""
+    """Bytes of output that neither the node's disk nor the link took."""
     log_bytes_unstored: int = value(COUNT, default=0)
-    """Of output that the node's disk did not take."""
+    """Bytes of output that the node's disk did not take."""
     segments: dict[str, list[list[int]]] = value(mapping_of(NAME, list_of(list_of(COUNT, 3))), default={})
-    """In the exit record: what the log of a rank has, where that is not all of its output (output_log.py)."""
+    """Parts in the exit record that the log of a rank has, where that is not all of its output (output_log.py)."""
     outputs: OutputSummary | None = value(nullable(OutputSummary.parse), default=None)
-    """What the run's programs have put out so far."""
+    """Outputs of the run's programs so far."""
     met: bool | None = value(nullable(flag), default=None)
     """True if anybody has opened the port at which the workers meet; None: nobody has looked here."""
     gone: bool = value(flag, default=False)
@@ -213,15 +213,15 @@ class ResumeVerdict(Record):
     """Verdict of a resume."""
 
     step: int = value(COUNT)
-    """Of the snapshot."""
+    """Step of the snapshot."""
     verdict: str | None = value(nullable(text(20)))
     """exact, not-exact or not-confirmed; None: the steps that show it have not been repeated yet."""
     steps: int = value(COUNT)
-    """How many were repeated bit for bit."""
+    """Number of steps that were repeated bit for bit."""
     differs: str | None = value(nullable(text(20)))
     """state, loss, gradient or update: the first thing that is not as it was."""
     why: list[str] = value(list_of(prose, 100))
-    """What is known to differ, a phrase each."""
+    """Known differences, a phrase each."""
 
 
 class WorkerProgress(Record):
@@ -235,7 +235,7 @@ class WorkerProgress(Record):
     step: int = value(COUNT)
     """Optimizer steps done, of the whole run."""
     place: int = value(COUNT)
-    """Where in the next step: 8 x micro batch + 0 data, 1 forward, 2 backward; 7: after all of them."""
+    """Position in the next step: 8 x micro batch + 0 data, 1 forward, 2 backward; 7: after all of them."""
     first: int = value(COUNT)
     """Step that this attempt began after."""
     saved: int = value(COUNT)
@@ -247,7 +247,7 @@ class WorkerProgress(Record):
     begun_s: float = value(number)
     """Age of this attempt's first step."""
     stale_s: float = value(number)
-    """Since it noted anything."""
+    """Seconds since it noted anything."""
     slowest_s: float = value(number)
     """The longest step but for the first ones; 0 when there was none yet."""
     stall_s: float = value(number)
@@ -256,7 +256,7 @@ class WorkerProgress(Record):
     state: str = value(text(1))
     """The kernel's letter; T: stopped; empty, Z or X: the process has ended."""
     resumed: ResumeVerdict | None = value(nullable(ResumeVerdict.parse), default=None)
-    """Of the first worker, if this attempt has gone on from a snapshot: what was known before it repeated steps."""
+    """Verdict of the first worker before it repeated steps, if this attempt resumed from a snapshot."""
     confirmed: ResumeVerdict | None = value(nullable(ResumeVerdict.parse), default=None)
     """And after it."""
 
@@ -276,7 +276,7 @@ class ProgressReport(Message):
     before_stop: bool = value(flag, default=False)
     """True if the node asks them to end next."""
     time: float | None = value(nullable(number), default=None)
-    """By the node's clock, in seconds since the epoch, where the receiver records it."""
+    """Time by the node's clock, in seconds since the epoch, where the receiver records it."""
 
 
 class LiveReport(Message):

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from typing import Any, ClassVar, Self
 
 WORKERS = 4096
-"""Of one node."""
+"""Most workers of one node."""
 TEXT = text(1 << 20)
-"""As much as fits into a frame."""
+"""Characters of a text that fits into a frame."""
 NAME = text(4096)
 RANK = integer(-1, 1 << 24)
 """-1: torchrun's agent."""
@@ -46,7 +46,7 @@ class Refusal(Message):
 
     op = "error"
     code: str = value(text(40))
-    """For the control machine to choose its hint by."""
+    """Code by which the control machine chooses its hint."""
     message: str = value(prose)
 
 

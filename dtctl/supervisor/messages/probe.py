@@ -27,13 +27,13 @@ class AskFacts(Message):
     op = "facts"
     workdir: str = value(NAME)
     paths: list[str] = value(list_of(NAME))
-    """That have to exist."""
+    """Paths that have to exist."""
     code: str = value(NAME)
     """Folder to digest; empty for none."""
     env: dict[str, str] = value(_ENV)
     """Variables of the job."""
     names: list[str] = value(list_of(NAME))
-    """To look up."""
+    """Names to look up."""
     peers: list[str] = value(list_of(NAME))
     """Addresses to find the way to."""
 
@@ -55,9 +55,9 @@ class OpenPorts(Message):
 
     op = "listen"
     name: str = value(NAME)
-    """Of the node that is called."""
+    """Name of the node that is called."""
     token: str = value(NAME)
-    """Of this examination, which callers have to know."""
+    """Token of this examination, which callers have to know."""
     ports: list[int] = value(list_of(PORT))
     """0: any."""
 
@@ -67,7 +67,7 @@ class OpenSpread(Message):
 
     op = "spread"
     count: int = value(COUNT)
-    """Of stretches."""
+    """Number of stretches."""
     meeting: tuple[int, int] = value(pair(PORT, PORT))
     """First and last port of the second range; the first one is the kernel's."""
 
@@ -98,7 +98,7 @@ class LeaveMarks(Message):
     op = "mark"
     token: str = value(NAME)
     node: str = value(NAME)
-    """Whose marks they are."""
+    """Node that made the marks."""
     folders: list[str] = value(list_of(NAME))
 
 
@@ -122,7 +122,7 @@ class StartPython(Message):
     op = "start-python"
     python: str = value(NAME)
     text: str = value(text(1 << 20))
-    """Of the program that it runs (dtctl/doctor/worker.py)."""
+    """Text of the program that it runs (dtctl/doctor/worker.py)."""
     env: dict[str, str] = value(_ENV)
     interface: str = value(NAME)
     """Towards the other nodes; empty where that is not known."""
@@ -132,7 +132,7 @@ class StartPython(Message):
     hidden: list[str] = value(list_of(NAME), default=[])
     """Modules that are not found as they were."""
     count: int = value(COUNT, default=1)
-    """Of processes."""
+    """Number of processes."""
 
 
 class AskPython(Message):

@@ -26,7 +26,7 @@ class RunOnNode(Record):
     launched_from: str = value(prose)
     command: str = value(prose)
     exit_code: int | None = value(nullable(EXIT_CODE), default=None)
-    """Of the first worker here that failed, or 0; None: it runs, or nobody knows."""
+    """Exit code of the first worker here that failed, or 0; None: it runs, or the code is not known."""
 
 
 class RunsOnNode(Message):
@@ -42,7 +42,7 @@ class ReadLogs(Message):
     op = "logs"
     run: str = value(NAME)
     attempt: int = value(integer(-1))
-    """That the offsets are of; -1: of none."""
+    """Attempt of the offsets; -1: none."""
     offsets: dict[str, int] = value(mapping_of(NAME, COUNT), default={})
 
 

@@ -8,7 +8,7 @@ from dtctl.schema import path as printable_path
 from dtctl.supervisor.messages.base import COUNT, NAME, PORT, PROCESSES, WORKERS, Message
 
 RUNS = 1000
-"""Of one node, in one list; the newest."""
+"""Most runs of one node in one list; the newest."""
 
 
 class Hello(Message):
@@ -26,7 +26,7 @@ class PushTree(Message):
 
     op = "push"
     tree: str = value(text(64))
-    """Its digest."""
+    """Digest of the tree."""
     store: str = value(text(8), default="code")
     """Folder of the workdir: `code`, or `data`, which is kept until somebody removes it."""
 
@@ -48,9 +48,9 @@ class PushRelay(Message):
 
     op = "push-relay"
     certificate: str = value(text(1 << 16))
-    """Of the run, PEM; its nodes prove by it that they belong together."""
+    """Certificate of the run, PEM; its nodes authenticate each other with it."""
     key: str = value(text(1 << 16))
-    """Its private key, PEM."""
+    """Private key of the run, PEM."""
 
 
 class PushSource(Message):
@@ -103,7 +103,7 @@ class Prepare(Message):
     shared: bool = value(flag, default=False)
     """True if it is one folder for all nodes, in which the workers start."""
     files: list[str] = value(list_of(NAME))
-    """That have to exist."""
+    """Files that have to exist."""
     programs: list[str] = value(list_of(NAME))
     path: str = value(NAME, default="")
     """Folder in which programs are looked for before PATH."""
@@ -125,7 +125,7 @@ class Sweep(Message):
     token: str = value(NAME)
     grace_s: float = value(number)
     by: str = value(NAME, default="")
-    """Who wants it, if that is another machine than the launcher's, which is told."""
+    """User and machine that asked for it, if that is not the launcher's machine."""
 
 
 class NodeDescription(Message):
@@ -134,19 +134,19 @@ class NodeDescription(Message):
     op = "hello"
     gpus: int = value(integer(0, WORKERS))
     cores: int = value(integer(0, 1 << 16), default=0)
-    """That its processes may use; 0: not known."""
+    """Processors that its processes may use; 0: not known."""
     address: str = value(numeric_address)
-    """Its own, on the way that the control machine came by; empty when not known."""
+    """Address of the node that the control machine connected to; empty when not known."""
     port: int = value(PORT)
     """The first of the candidates that is free; 0: none, or none was named."""
     python: str = value(text(40), default="")
     host: str = value(text(255), default="")
-    """How the machine calls itself; empty when not known."""
+    """Host name of the machine; empty when not known."""
     workdir: str = value(NAME, default="")
     running: list[str] = value(list_of(prose, RUNS), default=[])
     """Runs of this user that are under way here already."""
     machine: str = value(text(40), default="")
-    """Its processor: x86_64."""
+    """Processor architecture: x86_64."""
     has_environment: bool = value(flag, default=False)
     """True if it has the environment that was asked about."""
     has_uv: bool = value(flag, default=False)

@@ -33,9 +33,9 @@ class OfferShared(Message):
     files: list[int] = value(list_of(INDEX, FILES))
     """Indexes of their rows."""
     certificate: str = value(text(1 << 16))
-    """Of the run, PEM; its nodes prove by it that they belong together."""
+    """Certificate of the run, PEM; its nodes authenticate each other with it."""
     key: str = value(text(1 << 16))
-    """Its private key, PEM."""
+    """Private key of the run, PEM."""
 
 
 class SendShared(Message):

@@ -22,13 +22,13 @@ class StoredItem(Record):
     """run, tree, data or env"""
     name: str = value(NAME)
     bytes: int = value(COUNT)
-    """On the disk, and in memory."""
+    """Bytes on the disk and in memory."""
     age_s: float = value(number)
-    """Since something of it was last written, or it was last used."""
+    """Seconds since something of it was last written, or it was last used."""
     is_used: bool = value(flag)
     """True if a process needs it."""
     has: list[str] = value(list_of(text(40), 10), default=[])
-    """What a run has that may be worth something: snapshots, work; and snapshots in memory: memory."""
+    """Valuable contents of a run: `snapshots`, `work`, and `memory` for snapshots in memory."""
 
 
 class StoredItems(Message):

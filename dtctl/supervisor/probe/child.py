@@ -18,7 +18,7 @@ from dtctl import node_facts
 _PR_SET_PDEATHSIG = 1
 KEPT_BYTES = 4096
 WORDS = 400
-"""Of what it has complained about, that is told."""
+"""Most words of its warnings that are reported."""
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)(: |:$)")
 
 

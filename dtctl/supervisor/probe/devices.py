@@ -14,8 +14,8 @@ from dtctl.supervisor.probe import amd
 
 TOOL_LIMIT_S = 8.0
 SMI_LIMIT_S = 30.0
-"""Without persistence mode the first nvidia-smi wakes the driver for every GPU, which takes 8 H100s up to half
-a minute; so all are asked at once, and share the driver that one of them has woken."""
+"""Seconds for nvidia-smi: without persistence mode the first nvidia-smi wakes the driver for every GPU, which takes 8
+H100s up to half a minute; so all are asked at once, and share the driver that one of them has woken."""
 AMD_LIMIT_S = 10.0
 """Seconds for each of the questions to AMD's tools, which are asked one after the other and wake nothing."""
 RECENT_S = 24 * 3600.0

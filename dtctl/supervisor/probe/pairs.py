@@ -28,7 +28,7 @@ KNOCKS = ("spread", "meeting")
 TRIES = 4
 """Ports of a stretch that are tried until one is free."""
 MEASURE_TIMEOUT_S = quality.PHASE_LIMIT_S + 1.0
-"""To connect, and for each answer while a way is measured."""
+"""Seconds to connect, and for each answer while a connection is measured."""
 _BACKLOG = 512
 
 

@@ -21,7 +21,7 @@ _READ_OF = (
     "NCCL_", "RCCL_", "TORCH", "GLOO_", "UCX_", "FI_", "CUDA_", "AWS_", "AZURE_", "GOOGLE_", "SSL_", "REQUESTS_",
     "CURL_", "HF_", "WANDB_", "MLFLOW_", "COMET_", "DEEPSPEED_", "OMPI_", "SLURM_", "PMIX_",
 )  # fmt: skip
-"""Whose files a training reads; others (`TF_CLI_CONFIG_FILE`) are of tools that take no part in it."""
+"""Libraries whose files a training reads; others (`TF_CLI_CONFIG_FILE`) are of tools that take no part in it."""
 _PRELOADED = ("LD_PRELOAD", "LD_AUDIT")
 
 

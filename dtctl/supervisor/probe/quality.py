@@ -21,13 +21,14 @@ BURST = 100
 DATAGRAM = b"\0" * 64
 WARM_S = 0.15
 PHASE_LIMIT_S = 1.5
-"""After this the round trips, and then the bursts, end with what there is: each loss of TCP costs 0.2 s."""
+"""Seconds after which the round trips, and then the bursts, end with what there is: each loss of TCP costs 0.2 s."""
 SLICES = 5
-"""Of which the median counts: TCP halves its speed once when it finds the end of the queue, and machines hesitate."""
+"""Slices of which the median counts: TCP halves its speed once when it finds the end of the queue, and machines
+hesitate."""
 STALL_S = 2.0
 """Silence in the middle of a stream after which nothing more will come: TCP has tried again three times by then."""
 ENOUGH_BYTES = 48 << 20
-"""What a stream carries at least, if it does so within `MORE_S`: what is in between may give up after some
+"""Bytes that a stream carries at least, if it does so within `MORE_S`: what is in between may give up after some
 megabytes."""
 MORE_S = 1.0
 MANY = 4 * BURST

@@ -22,7 +22,7 @@ METADATA: Final = "__metadata__"
 TREE: Final = "tree"
 TENSOR: Final = "$tensor"
 OF: Final = "$of"
-"""Beside it: shape of the whole tensor that it is a piece of, and the index of its first number in there."""
+"""Key next to it: shape of the whole tensor that it is a piece of, and the index of its first number in there."""
 
 DTYPES: Final[Mapping[str, str]] = {
     "F64": "float64",
@@ -57,7 +57,7 @@ class Header:
     tensors: Mapping[str, Any]
     tree: Any
     size_bytes: int
-    """Where the data begins."""
+    """Bytes before the data."""
 
 
 MAX_BYTES: Final = 100_000_000

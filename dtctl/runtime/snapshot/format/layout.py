@@ -23,9 +23,9 @@ from dtctl.runtime.snapshot.format.headers import Malformed
 from dtctl.runtime.snapshot.storage.place import Place, Remote
 
 FORMAT: Final = 2
-"""Of snapshots whose parts are whole files."""
+"""Format of snapshots whose parts are whole files."""
 FORMAT_SPREAD: Final = 3
-"""Of those whose parts are in several files, a worker's pieces in each."""
+"""Format of snapshots whose parts are in several files, a worker's pieces in each."""
 MANIFEST: Final = "manifest.json"
 COMMIT: Final = "COMMIT"
 RECORD_BYTES: Final = 64 << 20
@@ -34,9 +34,9 @@ HASH_IN_MEMORY: Final = "xxh3_128"
 HASHES: Final = ("blake3", "sha256", HASH_IN_MEMORY)
 PART_SUFFIX: Final = ".safetensors"
 DRAFT_SUFFIX: Final = ".draft"
-"""Of folders that a writer has not renamed into place (yet, or ever); they begin with a dot."""
+"""Suffix of folders that a writer has not renamed into place (yet, or ever); they begin with a dot."""
 CHUNK_BYTES: Final = 1 << 18
-"""What is hashed and written, or read and hashed, at a time: it stays in the cache between the two."""
+"""Bytes that are hashed and written, or read and hashed, at a time: it stays in the cache between the two."""
 
 _PIECES = re.compile(r"(.+)\.(\d{5,})" + re.escape(PART_SUFFIX) + r"\Z")
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.\d{8}T\d{6}-[0-9a-f]{8})?\Z")
@@ -50,7 +50,7 @@ class SnapshotFile:
     digest: str
     """Hexadecimal, by the manifest's hash."""
     part: str | None = None
-    """Of which part it has pieces. None: it has a whole part, and its name."""
+    """Part of which it has pieces. None: it has a whole part, and its name."""
 
     def document(self) -> dict[str, Any]:
         """Return the record as JSON."""
@@ -70,7 +70,7 @@ class Manifest:
     """The loop's own state and the circumstances it ran in; JSON."""
     files: Mapping[str, SnapshotFile]
     text: bytes = b""
-    """What it was read from; the commit record is of that."""
+    """Text that it was read from; the commit record has its digest."""
 
     def to_bytes(self) -> bytes:
         """Return the text of manifest.json."""

@@ -24,9 +24,9 @@ class Piece:
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
-    """Of the larger one."""
+    """Shape of the larger tensor."""
     offset: tuple[int, ...]
-    """In there, of the first number."""
+    """Index of the first number in the larger tensor."""
 
 
 Key = tuple[str, ...]

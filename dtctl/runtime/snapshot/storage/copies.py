@@ -26,7 +26,7 @@ from dtctl.runtime.snapshot.storage.staging import Staged
 from dtctl.runtime.snapshot.storage.stores import Stores
 
 CHUNK_BYTES: Final = 1 << 22
-"""What is sent at a time."""
+"""Bytes that are sent at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ RENEW_S: Final = 5.0
 STALE_S: Final = 30.0
 RENEW_REMOTE_S: Final = 20.0
 STALE_REMOTE_S: Final = 90.0
-"""In object stores, where each renewal is an upload."""
+"""Seconds in object stores, where each renewal is an upload."""
 POLL_S: Final = 0.2
 MAX_BYTES: Final = 4096
 _NAME = re.compile(r"\.lease-([0-9a-f]{16})\.json\Z")
@@ -50,7 +50,7 @@ class Holder:
     attempt: int
     host: str
     boot: str
-    """Of the machine: another one after it was switched on again."""
+    """Boot id of the machine; a new one after each boot."""
     space: str
     """Process number space (a container has its own): in another, the number of a process says nothing."""
     pid: int
@@ -59,9 +59,9 @@ class Holder:
     held: bool = False
     """True if nobody else was there; else it is still being found out."""
     epoch: int = 0
-    """Of the process group that it was started for, if it replaces a lost worker."""
+    """Epoch of the process group that it was started for, if it replaces a lost worker."""
     count: int = 0
-    """Of renewals, in object stores; on a disk the file's time changes."""
+    """Number of renewals in object stores; on a disk the file's time changes."""
 
     @property
     def is_here(self) -> bool:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 BLOCK_BYTES: Final = 1 << 26
-"""What is uploaded at a time: large enough for 10,000 parts, which is all that S3 takes, to be 640 GB."""
+"""Bytes that are uploaded at a time: large enough for 10,000 parts, which is all that S3 takes, to be 640 GB."""
 FETCH_BYTES: Final = 1 << 24
-"""What is fetched at a time,"""
+"""Bytes that are fetched at a time,"""
 FIRST_BYTES: Final = 1 << 20
 """and at first;"""
 AHEAD: Final = 4

@@ -12,7 +12,7 @@ from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.storage.place import Place, Remote
 
 FACT: Final = "retention"
-"""Under which a manifest has the rule that its writer followed."""
+"""Key in a manifest of the rule that its writer followed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +20,9 @@ class RetentionRule:
     """Rule for the snapshots to keep; a snapshot that one of its lines names stays."""
 
     keep: int = 1
-    """How many of the newest."""
+    """Number of the newest snapshots that are kept."""
     every_s: float | None = None
-    """Of older ones, those that are at least so many seconds apart, counted from the oldest."""
+    """Seconds between older snapshots that are kept, at least, counted from the oldest."""
     best: Collection[int] = ()
     """Steps."""
 

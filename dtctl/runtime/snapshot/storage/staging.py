@@ -19,7 +19,7 @@ class StagedFile:
     """One part, ready to be written."""
 
     name: str
-    """Of the part."""
+    """Name of the part."""
     outline: packing.Outline
     data: torch.Tensor
     """uint8, a stretch of the staging buffer."""

@@ -21,15 +21,15 @@ class Stores:
     """The folders of snapshots that all have the same path, and who sees which."""
 
     ranks: tuple[tuple[int, ...], ...]
-    """Of each store, in the order of their first ranks."""
+    """Ranks of each store, in the order of their first ranks."""
     racks: tuple[str, ...]
-    """Of each store, that of its first worker's node; empty: not known."""
+    """Rack of each store, that of its first worker's node; empty: not known."""
     own: int
-    """That of this worker."""
+    """Index of this worker's store."""
     token: str
     """A name for what these workers do together, the same on all of them."""
     hash: str
-    """That all of them have."""
+    """Hash function that all of them have."""
 
     @property
     def leader(self) -> int:
