@@ -41,7 +41,21 @@ MODULES: Final = (
     "transport/__init__.py", "transport/base.py", "transport/fanout.py", "transport/local.py", "transport/srun.py",
 )  # fmt: skip
 """Patterns of the files in dtctl's package that a launcher inside a job may import."""
-START: Final = "from dtctl.slurm.job_control import main\nmain()\n"
+START: Final = """\
+import sys
+
+if sys.version_info < (3, 10):  # another start of Python that finds it out would delay each job
+    import socket
+
+    sys.exit(
+        "dtctl: error: %s on %s is older than 3.10; cluster.python names another one, and slurm.launcher: none "
+        "needs none" % (sys.executable, socket.gethostname())
+    )
+from dtctl.slurm.job_control import main
+
+main()
+"""
+"""Text of the zip's main module, which any Python can read."""
 DATE: Final = (1980, 1, 1, 0, 0, 0)
 """Date of all files in the zip, so that the same modules give the same bytes."""
 

@@ -27,7 +27,7 @@ from dtctl.plan.model import Threads
 from dtctl.render import node_script
 from dtctl.slurm.job_control import granted_cores, job_in, open_ledger, own_address
 from dtctl.slurm.job_file import JobFile, read_job_file
-from dtctl.slurm.launcher_files import make_launcher, pack_modules
+from dtctl.slurm.launcher_files import START, make_launcher, pack_modules
 from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import resolve_nodes
@@ -103,6 +103,16 @@ def test_it_runs_without_any_package(tmp_path: Path) -> None:
     )  # fmt: skip
     assert missing.returncode == LaunchError.exit_code
     assert "what the launcher is told cannot be read" in missing.stdout
+
+
+def test_a_python_that_is_too_old_is_named(tmp_path: Path) -> None:
+    """By a part of the zip that any Python can read."""
+    (tmp_path / "main.py").write_text(f"import sys\nsys.version_info = (3, 8, 20)\n{START}")
+    done = subprocess.run([sys.executable, tmp_path / "main.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"dtctl: error: {sys.executable} on ")
+    assert "older than 3.10; cluster.python names another one" in done.stderr
+    assert ast.parse(START, feature_version=(3, 7))
 
 
 @pytest.mark.parametrize("name", SPECS)
