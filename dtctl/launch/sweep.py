@@ -1,4 +1,4 @@
-"""Ending a run whose launcher cannot do it any more, and proving that nothing of it is left."""
+"""Ending a run that its launcher can no longer end, and proving that nothing of it is left."""
 
 from __future__ import annotations
 

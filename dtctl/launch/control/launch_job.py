@@ -111,7 +111,7 @@ class LaunchJob:
     hang_start_s: HangLimit
     """Limits for a job that has not made any progress yet."""
     hang_output_s: float | None
-    """Seconds without output after which a job that tells no progress hangs; None: never."""
+    """Seconds without output after which a job that reports no progress hangs; None: never."""
     heal_s: float
     """Seconds that replacing lost workers may take."""
     time_s: float | None
@@ -119,7 +119,7 @@ class LaunchJob:
     trains: bool
     """True if the spec has a section `train`, which dtctl.runtime reads in the workers."""
     snapshots: Mapping[str, str]
-    """Node -> folder of snapshots, of nodes that go on from another run's; the others have their own run's."""
+    """Node -> folder of snapshots, of nodes that continue another run's; the others have their own run's."""
     outputs: tuple[str, ...] = ()
     """Paths in the working folder that are worth keeping; see `job.outputs`."""
     shared: tuple[tuple[str, str], ...] = ()
@@ -131,9 +131,9 @@ class LaunchJob:
     log_bytes: int = 0
     """Most that is kept of the output of a rank; 0: all of it."""
     earlier: str = ""
-    """The run whose outputs this one goes on in."""
+    """Run whose outputs this run continues."""
     keep: bool
-    """True if nodes go on when the link is lost (`--detach`)."""
+    """True if nodes continue when the link is lost (`--detach`)."""
 
 
 def make_start_message(
