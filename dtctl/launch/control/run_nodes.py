@@ -30,7 +30,7 @@ class RunNodes:
     """The nodes of a run, from the first connection to the last."""
 
     def __init__(self, job: LaunchJob, *, logs: Logs, emit: Emit, signals: list[int], under_way: Plan | None) -> None:
-        """Call nobody yet; `under_way`: an attempt that nodes go on with."""
+        """Call no node yet; `under_way`: an attempt that nodes continue."""
         self.job, self.logs, self.emit = job, logs, emit
         self.plan = job.first_plan
         """Plan of the current attempt, or of the last one."""
@@ -57,7 +57,7 @@ class RunNodes:
         return {**self.job.spares, **self.replaced, **{node.name: node for node in self.plan.nodes}}
 
     def gpus(self) -> dict[str, int]:
-        """Return the number of GPUs of each node that has told it."""
+        """Return the number of GPUs of each node that has reported it."""
         return {name: description.gpus for name, description in self.descriptions.items()}
 
     def address(self, head: NodePlan) -> str:

@@ -63,7 +63,7 @@ class _Level:
         return _Level(own, git, ignored, included, trusted)
 
     def ignores(self, name: bytes) -> bool:
-        """Return what the ignore files say of `name`."""
+        """Return whether the ignore files exclude `name`."""
         for chain in (self.dtctlignore, self.gitignore):
             for prefix, rules in chain:
                 verdict = rules.verdict(prefix, name)
@@ -81,7 +81,7 @@ class TreeWalk:
         Args:
             root: an absolute path without links in it.
             include: patterns of files to take although they are ignored; a secret only if one names it.
-            exclude: patterns of files to leave out, whatever else is said.
+            exclude: patterns of files to leave out, which take precedence over all others.
         """
         self.root = root
         self._own_output = own_output()

@@ -41,7 +41,7 @@ class Member:
     is_dead: bool = False
     children: int = 0
     is_reported: bool = False
-    """A note has said that it no longer serves: one is enough, however many nodes fetched from it."""
+    """True if a note has reported that it no longer serves: one is enough, however many nodes fetched from it."""
 
 
 class Relay:
@@ -139,8 +139,8 @@ class Relay:
 def make_key_pair() -> tuple[str, str]:
     """Return a certificate and its private key, PEM.
 
-    The key is never written to a disk, and lives as long as a push: its dates say nothing, as clocks of nodes may be
-    wrong.
+    The key is never written to a disk, and lives as long as a push. The certificate's dates have no meaning, since
+    clocks of nodes may be wrong.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

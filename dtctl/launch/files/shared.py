@@ -232,7 +232,7 @@ class CopyRounds:
         self._is_closed = False
 
     def close(self) -> None:
-        """End all links; a round that is on ends with errors."""
+        """End all links; a round that is under way ends with errors."""
         with self._lock:
             self._is_closed = True
             links, taking, self._listed = list(self._listed.values()), list(self._taking), {}

@@ -1,6 +1,6 @@
-"""A run's folder, written by its launcher; record.py says what stands in it, and reads it.
+"""A run's folder, written by its launcher; record.py describes and reads it.
 
-Folders are 0700, files 0600: environments and logs are nobody else's business.
+Folders are 0700, files 0600: environments and logs are private.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class RunWriter(RunRecord):
         self.write(names.PLAN_FILE, json.dumps(facts, indent=1) + "\n")
 
     def append_event(self, event: Event) -> None:
-        """Append one event; whole lines, whoever else reads. A full disk costs the event, not the run."""
+        """Append one event; concurrent readers see whole lines. A full disk costs the event, not the run."""
         line = (json.dumps(event.to_json(), separators=(",", ":")) + "\n").encode()
         if self._torn:
             line = b"\n" + line
