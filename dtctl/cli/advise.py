@@ -87,7 +87,7 @@ def advise(
 
 
 def _origin(path: Path, task: Task, *, gpus: int | None, per_node: int | None) -> str:
-    """Return what of the machines comes from the spec, and which options say otherwise."""
+    """Return the figures of the machines that come from the spec, and the options that override them."""
     parts = []
     if per_node is None:
         parts.append(

@@ -147,7 +147,7 @@ def _root(
 def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
     """Return the arguments before the first `--` of `dtctl launch` or `exec`, and those after it (None without one).
 
-    A parser cannot tell `launch -- train.py` from `launch train.py` afterwards: it drops the dashes.
+    A parser cannot distinguish `launch -- train.py` from `launch train.py` afterwards: it drops the dashes.
     """
     if arguments[:1] in (["launch"], ["exec"]) and "--" in arguments:
         at = arguments.index("--")
@@ -156,7 +156,7 @@ def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def make_app() -> typer.Typer:
-    """Return the command line, of which no command is imported yet."""
+    """Return the command line, without importing any command yet."""
     app = typer.Typer(
         name="dtctl",
         cls=_Commands,

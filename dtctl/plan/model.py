@@ -153,7 +153,7 @@ class Plan:
     live: bool = False
     """True if lost workers are replaced while the others stay."""
     secrets: tuple[str, ...] = ()
-    """Names of variables whose values are read on the control machine at launch and never written down."""
+    """Names of variables; their values are read on the control machine at launch and never written to disk."""
     spec_digest: str = ""
     """BLAKE2 digest of the resolved spec, 16 hexadecimal digits; shown in every script."""
     notes: tuple[str, ...] = field(default=())
@@ -166,7 +166,7 @@ class Plan:
 
     @property
     def head(self) -> NodePlan:
-        """The node whose address is the rendezvous endpoint."""
+        """Return the node with the address of the rendezvous endpoint."""
         return self.nodes[0]
 
 

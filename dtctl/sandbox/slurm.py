@@ -27,7 +27,7 @@ from dtctl.sandbox import kernel
 from dtctl.sandbox.layout import CONTROL, Sandbox, SandboxNode
 
 PARTITIONS: Final = ("main", "urgent")
-"""Jobs of the second one take the nodes of the first, whose jobs are requeued: that is how preemption is tried."""
+"""Partitions to try preemption: jobs of the second one take the nodes of the first, and the jobs there are requeued."""
 CPUS, GPUS = 64, 8
 """Processors and GPUs of each host in Slurm."""
 READY_LIMIT_S: Final = 30.0
@@ -85,7 +85,7 @@ def check_requirements() -> None:
     """Check that this machine can have Slurm in a sandbox.
 
     Raises:
-        SandboxError: something is missing; says what brings it.
+        SandboxError: something is missing; the error names how to install it.
     """
     missing = sorted({package for tool, package in PACKAGES.items() if not shutil.which(tool, path=PATH)})
     if missing:
@@ -115,7 +115,7 @@ def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: st
     folder = state / "slurm"
     for name in ("munge", "state"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    # munge wants folders that nobody else can write to, and a socket that everybody may reach.
+    # munge requires folders that no other user can write to, and a socket that every user may reach.
     for path in (folder, folder / "munge"):
         path.chmod(0o755)
     key = folder / "munge" / "key"

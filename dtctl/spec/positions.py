@@ -1,7 +1,8 @@
 """YAML with positions: the data of a text, and the line on which each key stands.
 
 The YAML library splits the text; what a scalar means is decided here, by the rules of YAML 1.2 rather than 1.1, so that
-a spec says what it seems to say: `NO` and `on` are text, `1:30:00` is not 5400, `010` is not 8, and `1e-3` is a number.
+a spec means what it seems to mean: `NO` and `on` are text, `1:30:00` is not 5400, `010` is not 8, and `1e-3` is a
+number.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def _hint(text: str, number: int) -> str | None:
     keys = [found for line in lines[: number + 1] if (found := _KEY.match(line))]
     if len(keys) > 1 and lines[number : number + 1] == [keys[-1].string]:
         *above, last = keys
-        # A key that has no value of its own begins a section, whose keys stand further right.
+        # A key that has no value of its own begins a section with keys further right.
         begins = len(last["indent"]) > len(above[-1]["indent"]) and not above[-1]["value"]
         if not begins and last["indent"] not in {key["indent"] for key in above}:
             return "keys of one section begin in the same column, and those of the section above it further left"

@@ -99,6 +99,6 @@ class Transport(Protocol):
         """Open a connection to `target`.
 
         Raises:
-            TransportError: of the class that says why (see `dtctl/errors.py`).
+            TransportError: of the class for the reason (see `dtctl/errors.py`).
         """
         ...

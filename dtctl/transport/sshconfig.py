@@ -58,7 +58,7 @@ class Settings:
 
 
 def settings_for(target: Target) -> Settings:
-    """Return what the spec says about a node, filled up from the OpenSSH configuration.
+    """Return the spec's settings of a node, with missing ones from the OpenSSH configuration.
 
     Raises:
         ConnectError: OpenSSH does not accept the configuration.
@@ -147,7 +147,7 @@ def _known_hosts_files(options: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _has_config(named: str | None) -> bool:
-    """Return whether there is a configuration that could say something about a node."""
+    """Return whether there is a configuration that could have settings of a node."""
     if named == NO_CONFIG:
         return False
     if named is not None:

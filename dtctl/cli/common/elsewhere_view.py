@@ -23,7 +23,7 @@ def find_elsewhere(run: str | None) -> tuple[RunElsewhere, FoundRun] | None:
     """Return a run that this folder has no record of, on the nodes of its spec; None for one that it has a record of.
 
     Raises:
-        LaunchError: nobody knows the run.
+        LaunchError: the run is unknown here and on the nodes.
     """
     folder = Path.cwd()
     if (
