@@ -90,7 +90,7 @@ HIDDEN = ("take-up",)
 
 
 class _Commands(TyperGroup):
-    """All commands, each imported when it is wanted; help with the commands in groups."""
+    """All commands, each imported when it is needed; help with the commands in groups."""
 
     def __init__(self, **options: Any) -> None:
         """Know the names of all commands; none is there yet."""

@@ -33,7 +33,7 @@ _STYLES = {
 
 
 def size(number: float) -> str:
-    """Return a number of bytes for people: `640 B`, `3.1 MiB`."""
+    """Return a human-readable number of bytes: `640 B`, `3.1 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

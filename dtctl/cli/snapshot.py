@@ -288,7 +288,7 @@ def _of_all_nodes(kind: type[A], run: RunSnapshots, options: Sequence[str]) -> t
     replies = run.ask(kind, options)
     answers = {node: reply for node, reply in replies.items() if not isinstance(reply, DtctlError)}
     errors = [reply for reply in replies.values() if isinstance(reply, DtctlError)]
-    # A node without snapshots is in order: in many runs only the first has them.
+    # A node without snapshots is no error: in many runs only the first has them.
     silent = [error for error in errors if not isinstance(error, SnapshotError)]
     if not answers:
         raise (silent or errors)[0]

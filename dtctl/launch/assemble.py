@@ -153,7 +153,7 @@ class CodePush:
         return self._tree.result()
 
     def expect_nodes(self, count: int) -> None:
-        """So many nodes will want the tree."""
+        """Set the number of nodes that will need the tree."""
         self._payloads = pushing.Payloads(Relay(count))
 
     def __call__(self, link: NodeLink, progress: PushReport) -> PushProgress:

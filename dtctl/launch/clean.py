@@ -74,7 +74,7 @@ def _run(record: RunRecord) -> Item:
 
 
 def _job_folder(record: RunRecord) -> Path | None:
-    """Return where a job of Slurm has kept its files, if that lies beside its record."""
+    """Return the folder with the files of a job of Slurm, if it lies next to its record."""
     folder = record.folder.parent.parent / "slurm" / record.run
     is_beside = folder.is_dir() and not folder.is_symlink() and not folder.parent.is_symlink()
     return folder if record.info().slurm and is_beside else None

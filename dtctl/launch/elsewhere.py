@@ -29,7 +29,7 @@ GRACE_S = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class FoundRun:
-    """A run as its nodes know it."""
+    """A run from the records of its nodes."""
 
     run: str
     nodes: dict[str, RunOnNode] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class RunElsewhere:
         return self._transport
 
     def nodes_of(self, run: FoundRun) -> dict[str, tuple[NodeSpec, Target]]:
-        """Return the nodes that know a run, and how they are reached."""
+        """Return the nodes that have a run, and how they are reached."""
         return {name: (self._nodes[name], self._cluster.targets[name]) for name in run.nodes}
 
     def runs(self) -> tuple[dict[str, FoundRun], dict[str, DtctlError]]:
@@ -159,8 +159,8 @@ def find(cluster: ResolvedCluster, run: str) -> tuple[RunElsewhere, FoundRun]:
     """Return a run of this name on the nodes.
 
     Raises:
-        LaunchError: no node knows it.
-        DtctlError: none could be asked.
+        LaunchError: no node has it.
+        DtctlError: no node could be reached.
     """
     elsewhere = RunElsewhere(cluster)
     runs, errors = elsewhere.runs()

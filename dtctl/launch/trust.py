@@ -35,7 +35,7 @@ _HARMLESS = re.compile(
     | preferredauthentications|\w+authentication|addkeystoagent|requesttty ) [\s=] )"""
 )
 """Lines of an SSH configuration that run nothing. All others count, since OpenSSH reads keywords in more forms (quoted,
-behind `=`) than a list of the dangerous ones would know."""
+behind `=`) than a list of the dangerous ones would cover."""
 CONFIG_BYTES = 4 << 20
 _launching: set[Path] = set()
 """Consent that was given to this process, which is a launch."""
@@ -118,7 +118,7 @@ def likely_secrets(spec: Spec, environ: dict[str, str]) -> list[str]:
 def list_local_programs(spec: Spec, record: RunRecord | None = None) -> list[str]:
     """Return a phrase for each program of the folder that would run on this machine.
 
-    Decided by where a value leads, not by the name of a variable: any program may have a variable that names code.
+    The target of a value decides, not the name of a variable: any program may have a variable that names code.
 
     Args:
         spec: The spec, or the copy of it in a run.

@@ -26,7 +26,7 @@ WAITING: Final = 100
 
 
 class DeliveryFailed(Exception):
-    """A receiver did not take what was sent; the text is for people and names no address."""
+    """A receiver did not accept a message; the text is for the user and names no address."""
 
     def __init__(self, text: str, *, final: bool = False) -> None:
         """`final`: it would not take it another time either."""

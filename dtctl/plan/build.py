@@ -1,4 +1,4 @@
-"""The entry point from a checked spec to a plan. Pure: what it needs to know of the world is handed in."""
+"""The entry point from a checked spec to a plan. Pure: facts about the environment are passed in."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _path(kind: Kind, node: NodeSpec) -> str:
 
 
 def _preload(spec: Spec, kind: Kind, placement: Placement, facts: PlanFacts) -> tuple[str, ...]:
-    """Modules to import once for all workers of a node; none where that gains nothing or the set-up knows ranks."""
+    """Return modules to import once for all workers of a node; empty if useless, or if the set-up depends on ranks."""
     job = spec.job
     shared = kind == "direct" and (placement.slots > 1 or job.max_restarts > 0 or job.recovery == "live")
     if not shared or any("RANK" in line for line in job.setup):

@@ -67,11 +67,11 @@ class Program:
 def node_argv(
     program: Program, *, kind: str, python: str | None, placement: Placement, nodes: int, rendezvous: Rendezvous
 ) -> tuple[str, ...]:
-    """Return what the node script ends with.
+    """Return the command at the end of the node script.
 
     Args:
         program: the user's program.
-        kind: of the job; decides who starts the workers.
+        kind: of the job; decides which program starts the workers.
         python: interpreter on the node; None leaves the choice to the node's PATH.
         placement: the node's ranks.
         nodes: number of nodes.

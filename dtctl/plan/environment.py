@@ -46,7 +46,7 @@ PLACE = "dtctl: place in the job"
 """Origin of these."""
 PYTHON = {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
 DEEPSPEED_PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
-"""Position of the node, number of nodes and workers on the node, which DeepSpeed's launcher sets beside these."""
+"""Position of the node, number of nodes and workers on the node, which DeepSpeed's launcher sets, too."""
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ON_CPUS = EnvVar(name="ACCELERATE_USE_CPU", value="true", origin="dtctl: no node has a GPU")
 """Variable without which Accelerate trains one model per worker on machines without GPUs."""

@@ -1,7 +1,7 @@
 """The plan: what will run where, as plain frozen data.
 
 Everything that acts (dry run, SSH, Slurm) reads this and nothing else, so what a dry run shows is what is sent. A plan
-holds no secrets: it names them, and the launcher sends their values beside it.
+holds no secrets: it names them, and the launcher sends their values separately.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Faults of virtual hosts, injected with the kernel's own means, and their removal.
 
 Each fault is a function (sandbox, ...) that changes one host or the cable to it. `heal` takes back all of them. What is
-in force is kept in STATE/faults.json, for people; healing does not depend on it.
+in force is kept in STATE/faults.json, for the user; healing does not depend on it.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Keeper:
         if request["op"] == "power-on":
             self.power_on([request["node"]])
             _say(connection, {"ok": True})
-        elif request["op"] == "connect" and os.fork() == 0:  # it may take its time, and others want one too
+        elif request["op"] == "connect" and os.fork() == 0:  # it may take its time, and others need one too
             try:
                 _connect(connection, request)
             finally:

@@ -1,4 +1,4 @@
-"""Real Slurm on the virtual hosts: munge and the controller beside them, a daemon on each.
+"""Real Slurm on the virtual hosts: munge and the controller next to them, a daemon on each.
 
 STATE/slurm/slurm.conf    what SLURM_CONF points to, on the hosts and here
 STATE/slurm/munge/        key and socket of munge, which one daemon serves to all hosts: they share this machine's files
@@ -121,7 +121,7 @@ def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: st
     key = folder / "munge" / "key"
     with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(secrets.token_bytes(128))
-    # Each host has the whole machine. Not more memory than is there: jobs may want what they are promised.
+    # Each host has the whole machine. Not more memory than is there: jobs may use all of it.
     memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
     resources = f"CPUs={CPUS} RealMemory={memory_mib // 2} Gres=gpu:{GPUS} Feature=sandbox"
     rows = (f"NodeName={node.name} NodeAddr={node.address} {resources}" for node in nodes)

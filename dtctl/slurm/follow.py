@@ -43,7 +43,7 @@ ENDED_NODE: Final = ("stopped", "lost", "failed")
 """States of a node that nothing follows."""
 SETTLE_S: Final = 3.0
 TAKEN_S: Final = 60.0
-"""Seconds to wait before an end counts as final: any end, and that of a job whose log says that it was requeued."""
+"""Seconds to wait before an end counts as final while Slurm is silent, or after a requeue in the job's log."""
 
 
 class Follower:
@@ -159,7 +159,7 @@ class Follower:
             stopped_by = stopped_by or signal.SIGTERM
         elif code == names.REQUEUE_EXIT or state == "PREEMPTED":
             asked_to_stop = True
-        elif state in TIME_IS_UP:  # who was ended by that has not failed
+        elif state in TIME_IS_UP:  # workers that were ended by that have not failed
             reason = history.taken_back or "its time limit was reached"
             code = 128 + signal.SIGTERM
             failure = replace(
@@ -216,7 +216,7 @@ class Follower:
         return Left(counts={**counted, **others.counts}, evidence=others.evidence)
 
     def _duration_s(self) -> float:
-        """Return the seconds from the launch to the end by Slurm; to now where Slurm does not know an end."""
+        """Return the seconds from the launch to the end by Slurm; to now where Slurm has no end."""
         end = self.slurm.ended_at
         if end is not None and self.mirror.end is not None:
             end = max(end, self.mirror.end.time)  # Slurm's is in whole seconds

@@ -331,7 +331,7 @@ def job_in(
 def granted_cores(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
     """Return the processors that Slurm has given to the job on each of its nodes, as far as it reports them.
 
-    A site that binds no processes shows a process all cores of a node, of which the job may have a few.
+    At a site that binds no processes a process sees all cores of a node, though the job may have only a few.
     """
     counts: list[int] = []
     for group in environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(","):  # 72(x2),36

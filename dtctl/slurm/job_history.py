@@ -50,7 +50,7 @@ class PlainAttempt:
     number: int
     failures: list[Failure] = field(default_factory=list)
     is_aborted: bool = False
-    """True if srun ends what is left of it; who is ended by its signals from then on has not failed."""
+    """True if srun ends what is left of it; tasks that its signals end from then on have not failed."""
     taken_back: str = ""
     """Reason why Slurm ended the job, or the batch file had it requeued."""
     exit_code: int | None = None

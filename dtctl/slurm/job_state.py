@@ -60,7 +60,7 @@ class JobState:
 
     @property
     def ended_at(self) -> float | None:
-        """Return when the job has ended, in seconds since the epoch; None where Slurm does not know it, or not yet."""
+        """Return the end of the job, in seconds since the epoch; None where Slurm has none, or none yet."""
         return self.facts.end if self.is_over else None  # of a job that runs it is the time limit
 
     def exit_code(self) -> int | None:

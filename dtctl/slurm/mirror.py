@@ -69,7 +69,7 @@ class Mirror:
         self.end: RunEnded | None = None
         """End of the newest start of the job."""
         self.requeue_reason = ""
-        """Reason why Slurm has taken the job back, for the start that follows, which does not know."""
+        """Reason why Slurm has taken the job back, for the event of the next start, which lacks it."""
         self.is_stop_told = False
         """True if the follower of the job has stopped it, and emitted this event already."""
         self.has_begun = False

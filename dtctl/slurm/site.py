@@ -18,7 +18,7 @@ from dtctl.transport.base import ByteStream, Connection, Target, Transport
 
 LIMIT_S = 60.0
 STDERR_BYTES = 1 << 20
-"""Bytes of what a command has printed beside its answer; more is not read."""
+"""Bytes of a command's output in addition to its answer; more is not read."""
 SANDBOX = "sandbox"
 """Value of `cluster.login` that means the sandbox which was started with --slurm."""
 

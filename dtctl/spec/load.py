@@ -154,7 +154,7 @@ def _without_plugins() -> Iterator[None]:
 
 
 def _retype(error: ValidationError, data: dict[str, Any], texts: Mapping[Key, str]) -> bool:
-    """Return where text is wanted and YAML took what was typed for a number or a truth value, put what was typed.
+    """Restore the typed text where text is required and YAML has read a number or a truth value.
 
     `env: {CUDA: 12.10}` means 12.10 and not 12.1. Returns whether anything was changed.
     """

@@ -44,7 +44,7 @@ _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_BaseLoader):  # type: ignore[misc]  # which of the two it is depends on how PyYAML was built
-    """Splits YAML and knows which plain scalars are text."""
+    """Loader that splits YAML and determines which plain scalars are text."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML wants it here
 
@@ -72,7 +72,7 @@ class Document:
     """Dictionaries with text as keys, lists, text, numbers, truth values and None; no object occurs twice in it."""
     places: Places
     texts: dict[Path, str]
-    """Numbers and truth values as they were typed, for keys where text is wanted: `1.10` is not the text `1.1`."""
+    """Numbers and truth values as they were typed, for keys that require text: `1.10` is not the text `1.1`."""
 
 
 def parse(text: str, *, source: str) -> Document:
@@ -88,7 +88,7 @@ def parse(text: str, *, source: str) -> Document:
     """
     reader = _Reader(source)
     try:
-        text.encode()  # libyaml wants bytes, and what came over the command line may not have been UTF-8
+        text.encode()  # libyaml requires bytes, and text from the command line may not have been UTF-8
         _check_depth(text, source)
         root = yaml.compose(text, Loader=_Loader)
         data = None if root is None else reader.value(root, ())

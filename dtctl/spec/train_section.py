@@ -20,7 +20,7 @@ from dtctl.train.config import TrainConfig
 
 
 def make_train_section() -> type[Section]:
-    """Return the `train:` section as pydantic checks it, made when first wanted."""
+    """Return the `train:` section as pydantic checks it, made at the first call."""
     return _section_of(TrainConfig)
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask a worker to end: who is ended by one is not lost."""
+"""Signals that ask a worker to end: a worker that one of them ends is not lost."""
 STRAY_GRACE_S = 1.0
 """Seconds that processes which outlived the workers get between SIGTERM and SIGKILL."""
 
@@ -188,7 +188,7 @@ class Attempt:
             self.link.send(report)
 
     def _report_exit(self, process: Process) -> int:
-        """Report how a process ended, and what the node knows about the cause; its exit code."""
+        """Report how a process ended, with the cause if the node has determined it; return its exit code."""
         worker_exit = self.ends.add(process, is_ending=self.deadline is not None, is_killing=self._is_killing)
         self.link.send(ProgressReport(workers=self.read_progress()))
         self.link.send(worker_exit)

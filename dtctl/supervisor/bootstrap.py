@@ -106,7 +106,7 @@ def _text(name: str) -> str:
 
 
 _bundling = threading.Lock()
-"""Sessions with all nodes want the bundle at the same moment, and a cache alone would have each of them make it."""
+"""Sessions with all nodes need the bundle at the same moment, and with a cache alone each of them would make it."""
 
 
 @functools.cache

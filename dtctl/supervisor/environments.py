@@ -2,7 +2,7 @@
 
     WORKDIR/envs/DIGEST             the environment, which is never moved: its programs have its path in them
     WORKDIR/envs/DIGEST/dtctl.json  written last; without it the folder is the remains of a start that was killed
-    WORKDIR/envs/DIGEST.claim       who makes it now, and since when: touched every second
+    WORKDIR/envs/DIGEST.claim       the process that makes it now, and its start: touched every second
     WORKDIR/envs/cache              uv's cache, on the same file system, so that files are linked instead of copied
 
 Nodes may have the folder in common, on a file system without locks: one of them claims the work by making a file that

@@ -74,7 +74,7 @@ class WorkerExits:
         self._memory = OomCounters()
 
     def add(self, process: Process, is_ending: bool, is_killing: bool) -> WorkerExit:
-        """Note the end of a process, and what this node knows about the cause.
+        """Note the end of a process, with the cause if this node can determine it.
 
         Args:
             process: it has a status.

@@ -35,7 +35,7 @@ def main() -> list[str]:
     link = socket.socket(fileno=int(os.environ.pop(VIA_FD)))
     supervisor = int(os.environ.pop("DTCTL_WARM_PARENT"))
     modules = os.environ.pop(PRELOAD).split(",")
-    sys.path[0] = ""  # not the folder of this file, whose modules have names that a user's may have, too
+    sys.path[0] = ""  # not the folder of this file: its modules have names that a user's may have, too
     # For the workers; this one ends with its supervisor. Held back and not ignored: a signal that comes while there is
     # no worker yet is for the first one, and one to a worker that was just forked reaches it when it is one.
     signal.pthread_sigmask(signal.SIG_BLOCK, DEFERRED_SIGNALS)

@@ -89,7 +89,7 @@ class ControlLink:
             return None
         try:
             documents = [frames.decode(payload) for kind, _, payload in received if kind == frames.JSON]
-            # A launcher of a newer version may ask for more than this supervisor knows, which the older one has sent.
+            # A launcher of a newer version may send requests that this supervisor, sent by an older one, does not have.
             requests = [document for document in documents if document.get("op") in RUN_REQUESTS]
             return [parse(document, RUN_REQUESTS) for document in requests]
         except (frames.BrokenFrame, InvalidMessage):

@@ -67,7 +67,7 @@ def living_supervisor(run_dir: str) -> dict[str, Any] | None:
 
 
 def carries(pid: int, token: str) -> bool:
-    """Return whether a process was started with the run's token, as far as we may know."""
+    """Return whether a process was started with the run's token, as far as its environment is readable."""
     return _carries(pid, f"{TOKEN}={token}".encode())
 
 

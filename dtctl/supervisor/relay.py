@@ -1,8 +1,9 @@
 """Blocks of a push between nodes: each node serves those that it has to nodes of the same run. Stdlib only, Python 3.8.
 
-The control machine decides who fetches from whom (dtctl/launch/files/relay.py). Both ends of a connection prove that
-they belong to the run by its certificate. A request is the SHA-256 of a block; the answer is its length and its bytes,
-as soon as the serving node has it, and until then a sign of life every second. The digest decides what is written.
+The control machine assigns fetching to serving nodes (dtctl/launch/files/relay.py). Both ends of a connection prove
+that they belong to the run by its certificate. A request is the SHA-256 of a block; the answer is its length and its
+bytes, as soon as the serving node has it, and until then a sign of life every second. The digest decides what is
+written.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def prepare(workdir: str, message: Prepare) -> None:
 
 
 def _locate_data(workdir: str, link: DataLink) -> str:
-    """Return where files beside the code lie on this node; a tree stays there while this process lives.
+    """Return the place of files in addition to the code on this node; a tree stays there while this process lives.
 
     Raises:
         CannotDo: they are missing.

@@ -37,7 +37,7 @@ EVENTS_BYTES = 1 << 26
 
 
 ASK_S = 15.0
-"""Seconds between two questions to Slurm's controller, of all who follow a run."""
+"""Seconds between two requests to Slurm's controller, from all followers of a run together."""
 ANSWER_S = 10
 """Seconds until a controller that has not reported a job's state counts as down."""
 

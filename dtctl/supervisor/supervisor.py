@@ -62,7 +62,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # The loop acts on the signal, since a worker that is being started right now cannot be stopped yet.
             signal.signal(number, lambda number, _: self._signals.append(number))
-        # How batch systems warn, often all processes at once: for the workers, who answer it with a snapshot.
+        # Batch systems warn with this signal, often all processes at once. The workers answer it with a snapshot.
         signal.signal(signal.SIGUSR1, lambda *_: None)
         self.run = SupervisedRun(start, run_dir, guard)
         self.attempt: Attempt | None = None
@@ -113,7 +113,7 @@ class Supervisor:
         self._leave()
 
     def _leave(self) -> None:
-        """End the attempt; the loop ends when it has, and when the control machine has heard of it."""
+        """End the attempt; the loop ends when it has ended, and when this was sent to the control machine."""
         self.leaving = True
         if self.attempt is not None:
             self.attempt.end()

@@ -32,7 +32,7 @@ MANY_BYTES = 16 << 20
 MOST_COPIED_BYTES = 1 << 30
 """Bytes of a user's folder that are copied at most: it may hold the data of a whole group."""
 STATE_FOLDER = b".dtctl"
-"""dtctl's own records, beside a spec, which no program reads."""
+"""Folder of dtctl's own records, next to a spec, which no program reads."""
 COMPILED = "__pycache__"
 
 _FICLONE = 0x40049409
@@ -177,7 +177,7 @@ def _make_of_folder(run_dir: str, code: str, may_mount: bool, data: list[tuple[s
     _walk(os.fsencode(code), b"", os.fsencode(os.path.dirname(os.path.realpath(run_dir))), rows)
     size = sum(row[2] for row in rows)
     if may_mount and (len(rows) > MANY_FILES or size > MANY_BYTES):
-        # What a relative link names outside of the folder is not beside the working folder.
+        # A relative link to a place outside of the folder would lead elsewhere from the working folder.
         links = [row for row in rows if row[1] == LINK_MODE and row[4][:1] == "/" and row[5]]
         written = _copy(links, code, folder) + _link(data, folder)
         if _mount(run_dir, code):

@@ -84,7 +84,7 @@ class Connection(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Return whether the link still stands, as far as this end knows."""
+        """Return whether the link still stands, as seen from this end."""
         ...
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from dtctl.errors import HostKeyError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownKey:
-    """One line of a known_hosts file that speaks of the node."""
+    """One line of a known_hosts file for the node."""
 
     key_type: str
     blob: bytes

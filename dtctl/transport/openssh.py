@@ -379,7 +379,7 @@ class OpenSshConnection:
             login, self._first = self._first, None
             login = _usable(login)
             if login is None and not self._is_shared_by_user and (self._master is None or self._master.has_ended):
-                # One that has expired serves those who share it already.
+                # One that has expired serves the connections that share it already.
                 self._streams += [OpenSshStream(self._master.login)] if self._master else []
                 self._master = self._transport.open_master(self.target)
             master = self._master

@@ -1,4 +1,4 @@
-"""The nodes of a Slurm allocation: commands are job steps beside whatever else runs there."""
+"""The nodes of a Slurm allocation: commands are job steps next to the others that run there."""
 
 from __future__ import annotations
 

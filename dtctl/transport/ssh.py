@@ -384,7 +384,7 @@ class SshTransport:
                     return None
                 except (paramiko.PasswordRequiredException, TypeError):
                     self._keys[file] = "locked by a passphrase; unlock it with ssh-add"
-                except Exception as exc:  # noqa: BLE001 - cryptography has errors of its own for keys it does not know
+                except Exception as exc:  # noqa: BLE001 - cryptography has errors of its own for keys of unknown kinds
                     self._keys[file] = f"unreadable: {exc}"
             return self._keys[file]
 

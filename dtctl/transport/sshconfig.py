@@ -26,11 +26,11 @@ DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 NO_CONFIG = "none"
 """Value of `ssh_config` that means: read no configuration (as `ssh -F none`)."""
 
-# Keywords that do not change where or as whom one connects; Debian's own ssh_config has only these.
+# Keywords that change neither the host nor the user of a connection; Debian's own ssh_config has only these.
 _HARMLESS = re.compile(
     r"(?i)((sendenv|hashknownhosts|gssapi\w*|forwardx11\w*|setenv|serveralive\w*|visualhostkey)[\s=]|host\s+\*\s*$)"
 )
-# What decides whether a login is accepted and only OpenSSH itself knows; each with the values that ask for nothing.
+# Keywords for logins that only OpenSSH itself supports, each with the values that have no effect.
 _OPENSSH_ONLY: Mapping[str, tuple[str, ...]] = {
     "CertificateFile": (),
     "IdentityAgent": ("SSH_AUTH_SOCK",),

@@ -1,4 +1,4 @@
-"""`dtctl doctor` for a job that is to be given to Slurm: what the cluster offers beside what the spec asks for."""
+"""`dtctl doctor` for a job that is to be submitted to Slurm: the cluster's offer next to the spec's request."""
 
 from __future__ import annotations
 

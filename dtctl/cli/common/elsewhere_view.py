@@ -46,7 +46,7 @@ def _cluster(spec: Path | None) -> Any:
 
 
 def show_runs(spec: Path | None, *, json_: bool) -> int:
-    """List the runs that the nodes of the spec know, the newest last."""
+    """List the runs that the nodes of the spec have, the newest last."""
     from dtctl.launch.elsewhere import RunElsewhere
 
     runs, errors = RunElsewhere(_cluster(spec)).runs()

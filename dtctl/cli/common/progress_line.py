@@ -106,7 +106,7 @@ def experts_line(row: dict[str, Any]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a time span for people: 0:07, 12:34, 3:04:05."""
+    """Return a human-readable time span: 0:07, 12:34, 3:04:05."""
     total_s = max(0, int(seconds))
     hours, minutes = divmod(total_s // 60, 60)
     return f"{hours}:{minutes:02}:{total_s % 60:02}" if hours else f"{minutes}:{total_s % 60:02}"

@@ -129,7 +129,7 @@ def _change(event: Healed | NodeReplaced | NodeLeftOut) -> str:
 
 
 _IN_TABLE = (JobSubmitted, JobQueued, NodesAllocated, Restarting, Healed, NodeReplaced, NodeLeftOut)
-"""Events with a line above the table, which stays below it."""
+"""Events that print a line above the table without ending it."""
 
 
 class TrainingLine:

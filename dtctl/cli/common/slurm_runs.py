@@ -230,7 +230,7 @@ def stop_job(record: RunRecord, *, as_json: bool) -> int:
         state = _end(site, ref)
         processes_left = look(site, ref.python, ref.job, state, sorted({*nodes_of(record), *state.nodes}))
     if as_json:
-        if processes_left.total is None:  # the reason, for who reads along
+        if processes_left.total is None:  # the reason, for the user
             output.err(processes_left.describe())
         nodes = {node: "nobody could look" if count is None else count for node, count in processes_left.counts.items()}
         output.emit_json({"run": record.run, "left_behind": processes_left.total, "nodes": nodes})

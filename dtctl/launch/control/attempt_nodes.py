@@ -84,7 +84,7 @@ class AttemptNodes:
         self.silent_nodes = set(self.open)
         """Nodes without any output of workers so far, which may still be at the rendezvous."""
         self.cold_nodes: set[str] = set()
-        """Nodes whose workers are started afresh."""
+        """Nodes that start their workers without preloaded modules."""
         self.ranks = {node.name: frozenset(node.ranks) for node in plan.nodes}
         """Workers of each node; its reports about others are ignored."""
         self.ended_workers: set[tuple[str, int]] = set()

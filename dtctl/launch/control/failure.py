@@ -53,11 +53,11 @@ class Failure:
     log: str = ""
     """The log to read, a path on the control machine."""
     summary: str = ""
-    """One line for people."""
+    """One line for the user."""
     tail: tuple[str, ...] = ()
     """Last lines of the log."""
     node_reason: str = ""
-    """Cause that the node knows and the log does not: it was ended for lack of memory, the disk is full."""
+    """Cause that the node has determined and the log does not show: lack of memory, a full disk."""
     hang: bool = False
     """True if it was ended because it made no progress."""
     early_exit: str = ""
@@ -153,8 +153,8 @@ def is_stop(failure: Failure, *, trains: bool) -> bool:
 
     Args:
         failure: the first one of an attempt.
-        trains: whether the job is a training with dtctl.runtime. Its workers answer such a signal with a snapshot; only
-            before their first step, and after their last, are they ended by it, and then nothing is lost.
+        trains: whether the job is a training run with dtctl.runtime. Its workers answer such a signal with a snapshot;
+            it ends them only before their first step, and after their last, and then nothing is lost.
     """
     return failure.exit_code == REQUEUE_EXIT or (trains and failure.asked_to_stop)
 

@@ -204,7 +204,7 @@ class Gang:
         return message
 
     def notice_absence(self) -> None:
-        """Look whether this process did not run since the loop was here last; then no node is to blame for silence."""
+        """Check whether this process was paused since the last pass of the loop, and if so, excuse silent nodes."""
         turned, self._turned = self._turned, _clock()
         if self._turned - turned > AWAY_S:
             self.away_s = max(self.away_s, self._turned - turned)

@@ -74,7 +74,7 @@ class Healing:
         self._epoch = 0
         self._current: _Current | None = None
         self._cut: tuple[Failure, float] | None = None
-        """The worker that has lost its connections to others, none of which is known to be lost, and since when."""
+        """A worker that has lost its connections to others, while no loss of a worker is known, and the time."""
         self._dying: set[int] = set()
         """Ranks whose old processes are being ended; their exits are expected."""
         self.newest_step = -1
@@ -161,7 +161,7 @@ class Healing:
 
     def _send(self, message: Heal | Join) -> None:
         for name in dict.fromkeys(self._nodes.values()):
-            self._gang.sessions[name].send(message)  # a link that is gone is reported by who reads it
+            self._gang.sessions[name].send(message)  # the reader of a link reports that it is gone
 
     def late(self) -> dict[int, float]:
         """Return the survivors that have not reported yet that they are ready: rank -> seconds since the request."""

@@ -67,7 +67,7 @@ class RestartPolicy:
         """Create a policy before the first attempt.
 
         Args:
-            trains: whether the job is a training with dtctl.runtime, where exit codes have a meaning.
+            trains: whether the job is a training run with dtctl.runtime, where exit codes have a meaning.
         """
         self._refused = REFUSED if trains else ()
         self._last: str | None = None

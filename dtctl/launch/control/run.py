@@ -285,7 +285,7 @@ class NodesBackend:
         self._watch(plan, under_way=True)
 
     def _next_plan(self, plan: Plan, attempt: int, outcome: AttemptOutcome) -> Plan:
-        """Return the plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
+        """Return the plan of the next attempt, with a new rendezvous, which keeps out stragglers of the last one."""
         nodes = self.nodes
         known_nodes = nodes.known()
         unreachable = {*outcome.lost_nodes, *outcome.already_ended}

@@ -45,7 +45,7 @@ class RunNodes:
         self.replaced: dict[str, NodePlan] = {}
         """Nodes that took part and do no longer."""
         self._visited = {node.name for plan in (job.first_plan, under_way) if plan is not None for node in plan.nodes}
-        """Nodes that know of the run."""
+        """Nodes that may have files or processes of the run."""
 
     @property
     def host_names(self) -> dict[str, str]:
@@ -66,7 +66,7 @@ class RunNodes:
         planned = first.rendezvous.address if head.name == first.head.name else rendezvous.numeric(head.address)
         if (self.job.fixed_address and head.name == first.head.name) or rendezvous.is_numeric(planned):
             return planned
-        # Behind a jump host the name means something only there; the node knows the address it was reached at.
+        # Behind a jump host the name is valid only there; the node has the address that it was reached at.
         description = self.descriptions.get(head.name)
         return (description.address if description is not None else "") or planned
 

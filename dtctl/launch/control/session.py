@@ -156,7 +156,7 @@ class SecondCall:
         return self._answer[0] if self._answer else None
 
     def forget(self) -> None:
-        """Forget the answer: the node has been heard since."""
+        """Forget the answer: the node has sent something since."""
         self._answer = None
 
     def _try_connection(self, answer: list[bool]) -> None:
@@ -186,7 +186,7 @@ class Session:
         self.is_described = False
         """True if it has sent its first message."""
         self.is_named = False
-        """True if the user knows that it has sent nothing for a while."""
+        """True if its silence has been reported to the user."""
         self.code = setup.code
         self.is_over = False
         """True if the link was lost, or never came to be; also while the message about it is unread."""
@@ -217,7 +217,7 @@ class Session:
         return True
 
     def excuse(self) -> None:
-        """Excuse the node for its silence until now: this process did not run to hear it."""
+        """Excuse the node for its silence until now: this process did not run and could not receive."""
         self.last_heard = time.monotonic()
         if self.last_progress is not None:
             self.last_progress = self.last_heard

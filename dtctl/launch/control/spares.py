@@ -57,7 +57,7 @@ class Spares:
         self._not_before_s: dict[str, float] = {}
         """Earliest time at which a spare may be called to stand by, of those that were lost or did not answer."""
         self._reported: set[str] = set()
-        """Nodes whose absence is known to the user."""
+        """Nodes that were reported to the user as absent."""
         self._leaving: list[Session] = []
         """Sessions with nodes that got a request to quit."""
 

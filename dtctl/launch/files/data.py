@@ -77,7 +77,7 @@ class DataPush:
         return [item.to_link() for item in self.items]
 
     def expect_nodes(self, count: int) -> None:
-        """So many nodes will want the data."""
+        """Set the number of nodes that will need the data."""
         self._payloads = defaultdict(lambda: push.Payloads(Relay(count)))
 
     def __call__(self, link: NodeLink, progress: PushReport) -> PushProgress:

@@ -83,10 +83,10 @@ def lock_environment(spec: Spec, *, write: bool) -> LockedEnvironment:
 
     Args:
         spec: the checked spec.
-        write: whether a lock that is made is kept beside the spec.
+        write: whether a new lock is kept next to the spec.
 
     Raises:
-        PlanError: a file is missing, or what it wants cannot be had.
+        PlanError: a file is missing, or its requirements are not available.
         UsageError: uv is needed and not installed.
     """
     source = _Source(spec)
@@ -182,7 +182,7 @@ class _Source:
         """Return the text of a new lock.
 
         Raises:
-            PlanError: what the files want cannot be had, or something else is in its place.
+            PlanError: the requirements are not available, or something else is in the place of the lock.
             UsageError: uv is not installed.
         """
         old = self._read()
@@ -389,7 +389,7 @@ class EnvironmentPush:
         )
 
     def expect_nodes(self, count: int) -> None:
-        """So many nodes will want it."""
+        """Set the number of nodes that will need it."""
         self._payloads, self._uv_payloads = push.Payloads(Relay(count)), push.Payloads(Relay(count))
 
     def __call__(self, link: NodeLink, progress: PushReport) -> PushProgress:

@@ -275,7 +275,7 @@ class _Fetch:
                 ) from exc
 
     def _make_links(self) -> None:
-        """Make the symbolic links, each of which leads to a place in the node's own folder."""
+        """Make the symbolic links, each to a place in the node's own folder."""
         encoded = {os.fsencode(path): os.fsencode(target) for path, target in self.links.items()}
         for path, target in self.links.items():
             if leads_out(os.fsencode(path), os.fsencode(target), encoded):

@@ -58,7 +58,7 @@ class Payloads:
     """Compressed contents, made once for all nodes that lack the same files at the same time."""
 
     def __init__(self, relay: Relay | None = None) -> None:
-        """`relay`: who fetches blocks from whom; None if all is sent from here."""
+        """`relay`: assignment of fetching nodes to serving ones; None if all is sent from here."""
         self.relay = relay
         self._lock = threading.Lock()
         self._payloads: dict[tuple[_Segment, ...], _Payload] = {}
@@ -292,7 +292,7 @@ def push(
 
 
 def _ignore(sent_bytes: int, note: str = "", /) -> None:
-    """Nobody wants to know."""
+    """Ignore progress."""
 
 
 def _push_blocks(

@@ -1,7 +1,7 @@
 """Selection of the files to push: .gitignore, .dtctlignore, the spec and built-in rules.
 
 Works without git, and follows git's rules for .gitignore files of the tree and above it in the same checkout, and for
-.git/info/exclude. What git tracks although it ignores it is left out: only git's index knows that.
+.git/info/exclude. Files that git tracks although it ignores them are left out: only git's index has them.
 """
 
 from __future__ import annotations

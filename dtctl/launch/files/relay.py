@@ -48,7 +48,7 @@ class Relay:
     """The nodes that fetch one tree's blocks from each other."""
 
     def __init__(self, nodes: int) -> None:
-        """`nodes`: how many will want the tree."""
+        """`nodes`: number of nodes that will need the tree."""
         self._nodes = nodes
         self._lock = threading.Lock()
         self._members: list[Member] = []
@@ -61,7 +61,7 @@ class Relay:
         return self._nodes >= MIN_NODES and size_bytes >= MIN_BYTES
 
     def key_pair(self) -> tuple[str, str]:
-        """Return the certificate and the private key of this push, PEM, made when first wanted."""
+        """Return the certificate and the private key of this push, PEM, made at the first call."""
         with self._lock:
             if self._pair is None:
                 self._pair = make_key_pair()

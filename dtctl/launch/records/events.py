@@ -97,7 +97,7 @@ class PushReport(Protocol):
     """Takes the progress of a push to one node."""
 
     def __call__(self, sent_bytes: int, note: str = "", /) -> None:
-        """Report how many bytes the node has, and what a person should know."""
+        """Report how many bytes the node has, and a note for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +282,7 @@ class Restarting(Event):
 
     @property
     def cause(self) -> str:
-        """The reason with who it is about: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
+        """The reason with its subject: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
         if not self.node:
             return self.reason or ""
         return f"{subject_of(self.node, self.rank, self.exit_code)} {self.reason or ''}"
@@ -320,7 +320,7 @@ class Healed(Event):
     replaced: tuple[Replacement, ...] = ()
     survivors: tuple[Survivor, ...] = ()
     repeated_steps: Count = 0
-    """Steps that are done again, by those who had begun them: 0 or 1."""
+    """Steps that are done again, by the workers that had begun them: 0 or 1."""
     detect_s: Seconds = 0.0
     """Seconds from the loss until it was noticed: for a worker that hangs, since anything has moved."""
     heal_s: Seconds = 0.0

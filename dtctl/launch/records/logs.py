@@ -1,4 +1,4 @@
-"""Workers' output on the control machine: one file per rank, and whole lines for people as they arrive."""
+"""Workers' output on the control machine: one file per rank, and whole lines for the user as they arrive."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class RunRecord:
             check_no_link(base, *runs, names.LOGS_DIR, path.name)
 
     def info(self) -> RunInfo:
-        """Return who launched the run.
+        """Return the facts about the launcher of the run.
 
         Raises:
             LaunchError: the folder is not that of a run.

@@ -30,11 +30,11 @@ ROOM_FILE, ROOM_BYTES, ROOM_STEP_BYTES = "room", 512 << 10, 64 << 10
 full."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LOCK_WAIT_S = 0.5
-"""Seconds that one who wants to be the launcher waits for those who look whether there is one."""
+"""Seconds that a new launcher waits for processes that check whether there is one."""
 
 
 def state_folder(base_dir: Path, name: str) -> Path:
-    """Return a folder of dtctl's own beside the spec, for this user alone and out of git's sight.
+    """Return a folder of dtctl's own next to the spec, for this user alone and ignored by git.
 
     Raises:
         LaunchError: it cannot be made, is a link, or others own it or may write to it.
@@ -142,7 +142,7 @@ class RunWriter(RunRecord):
             os.close(lock_fd)
 
     def write_info(self, info: RunInfo) -> None:
-        """Record who launches the run."""
+        """Record the launcher of the run."""
         self.write(RUN_FILE, json.dumps(asdict(info), indent=1) + "\n")
 
     def write_spec(self, text: str) -> None:

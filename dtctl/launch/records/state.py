@@ -134,7 +134,7 @@ def _ledger(record: RunRecord) -> LedgerFacts | None:
 
 
 def where_the_time_went(ledger: LedgerFacts) -> str:
-    """Return one line for people: `useful 91% of 1:02:03 (stall 0.4%, lost 3%, start 2%)`, the larger shares."""
+    """Return one line for the user: `useful 91% of 1:02:03 (stall 0.4%, lost 3%, start 2%)`, the larger shares."""
     wall_s = ledger.wall_s
     shares = {name: spent / wall_s for name, spent in ledger.phases_s.items() if wall_s > 0}
     useful = shares.pop("useful", 0.0)

@@ -9,7 +9,7 @@
                                          Working: still at one of these two, every second
     Sweep: end what is left of a run     Swept; to the run's launcher, StopRequested
     attempt.py: a run
-    StandBy: you may have to run this
+    StandBy: prepare to run this
     StartAttempt: run this               Started, with the interface; Cold: without preloaded modules
     ProbePorts: which one is free        PortProbed
     Ping: are you there                  Pong: how far the workers are (progress.py)
@@ -21,7 +21,7 @@
     Heal: workers are lost, replace them LiveReport of each worker, several    (docs/recovery.md)
     Join: all are ready, meet here
     StopAttempt: end its processes       AttemptStopped: what is left     (after all output)
-    Attach: I know logs up to here       log frames from there on
+    Attach: logs arrived up to here      log frames from there on
     outputs.py: dtctl fetch
     ListOutputs                          OutputRows, OutputLinks, then OutputsListed
     DigestFiles                          FileDigest of each, then DigestsEnd

@@ -286,7 +286,7 @@ class LiveReport(Message):
     rank: int = value(WORKER_RANK)
     pid: int = value(COUNT)
     epoch: int = value(COUNT)
-    """The one that the worker knows of."""
+    """Newest epoch of the worker."""
     state: str = value(text(20))
     """hosting, ready, unable, joined, failed or cut"""
     port: int = value(PORT, default=0)

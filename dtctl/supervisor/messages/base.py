@@ -36,7 +36,7 @@ class Message(Record):
 
 
 class Quit(Message):
-    """Nothing more is wanted from this node."""
+    """End: there are no more requests for this node."""
 
     op = "quit"
 

@@ -63,7 +63,7 @@ class PushSource(Message):
 
 
 class DataLink(Record):
-    """Files beside the code that appear in the working folder."""
+    """Files in addition to the code that appear in the working folder."""
 
     to: str = value(NAME)
     """Path in there."""

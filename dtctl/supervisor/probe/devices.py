@@ -23,7 +23,7 @@ RECENT_S = 24 * 3600.0
 RDMA = "/sys/class/infiniband"
 _GPU = "index,name,memory.used,memory.total,driver_version,ecc.errors.uncorrected.volatile.total"
 _REMAPPED = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
-# The bit mask has another name since driver 535; later ones know this one, too.
+# The bit mask has another name since driver 535; later ones accept this one, too.
 _STATE = (
     "index,persistence_mode,power.limit,power.default_limit,clocks_throttle_reasons.active,"
     "pcie.link.width.current,pcie.link.width.max,mig.mode.current,ecc.mode.current"

@@ -114,7 +114,7 @@ class ProbeRequests(NodeRequests):
         return {}
 
     def start_python(self, request: StartPython) -> dict:  # type: ignore[type-arg]
-        """Start the job's Python beside this, `count` times; `each` has the answers of several."""
+        """Start the job's Python next to this, `count` times; `each` has the answers of several."""
         for worker in self._workers:
             worker.kill()
         env = {**os.environ, **request.env}

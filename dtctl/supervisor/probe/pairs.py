@@ -24,7 +24,7 @@ _IP_RECVERR = 11  # linux/in.h
 _TCP_INFO_BYTES_ACKED = 120  # struct tcp_info of linux/tcp.h
 PARALLEL = 24
 KNOCKS = ("spread", "meeting")
-"""Kinds of calls that only ask who answers: a rule for a part of the ports is found by many of them."""
+"""Kinds of calls that only check which node answers: many of them find a rule for a part of the ports."""
 TRIES = 4
 """Ports of a stretch that are tried until one is free."""
 MEASURE_TIMEOUT_S = quality.PHASE_LIMIT_S + 1.0
@@ -36,7 +36,7 @@ class Listeners:
     """Listening sockets and the threads that answer; gone with the process."""
 
     def __init__(self, name: str, token: str) -> None:
-        """Listen for calls that know `token`, and answer as `name`."""
+        """Listen for calls with `token`, and answer as `name`."""
         self._name = name
         self._token = token.encode()
         self.sockets: list = []  # type: ignore[type-arg]

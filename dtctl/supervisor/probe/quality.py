@@ -239,6 +239,6 @@ def _stream(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-a
         figures["mbit_s"] = _number(words[0], 1e9) or None
         figures["carried"] = int(_number(words[1], 1e15))
         figures["broken"] = words[2].strip("-")
-    # What still waits to be sent must not run beside the next measurement.
+    # Data that still waits to be sent must not run during the next measurement.
     call.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     return figures
