@@ -152,7 +152,7 @@ class TreeWalk:
                     self.skipped.append(os.fsdecode(prefix + name))
 
     def _decide(self, prefix: bytes, level: _Level, name: bytes) -> tuple[bool, bool, bool]:
-        """Return whether to take a name, because `include` says so, and by name."""
+        """Return whether to take a name, whether because of `include`, and whether a pattern names it explicitly."""
         if self._exclude.verdict(prefix, name):
             return False, False, False
         if self._include.verdict(prefix, name):
