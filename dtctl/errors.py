@@ -34,7 +34,7 @@ class DtctlError(Exception):
 
     Attributes:
         message: what was found, one sentence.
-        where: the place it was found at: `file:line`, a node, a path; None when the message says it.
+        where: the place it was found at: `file:line`, a node, a path; None when the message names it.
         hint: what the user can do next; None when there is nothing to add.
     """
 
@@ -54,7 +54,7 @@ class UsageError(DtctlError):
 
 
 class SpecError(DtctlError):
-    """The spec cannot be read or says something that is not allowed.
+    """The spec cannot be read, or has keys or values that are not allowed.
 
     Attributes:
         key: path of the key, such as `cluster.nodes[1].slots`; None when the file as a whole is at fault.

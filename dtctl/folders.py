@@ -10,7 +10,7 @@ import stat
 import zlib
 
 MARKER = ".dtctl"
-"""A file of this name says that dtctl made the folder that it lies in. Nothing is removed below a folder without it."""
+"""Name of the file that marks a folder as made by dtctl. Nothing is removed below a folder without it."""
 NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags of every open: no link is followed, and a pipe without a writer does not block."""
 
@@ -32,10 +32,10 @@ class NotRegular(OSError):
 
 
 def check_private(path: str) -> None:
-    """Refuse a folder that others own or may write to; one that does not exist yet is in order.
+    """Refuse a folder that others own or may write to; one that does not exist yet is accepted.
 
-    Whoever may write to a folder may put another file in the place of each one in it. Folders above it are their
-    owners' business, but for those in which anybody may rename what is there (mode o+w without the sticky bit).
+    A user who may write to a folder may replace each file in it. Folders above it are left to their owners, except for
+    those in which any user may rename entries (mode o+w without the sticky bit).
 
     Raises:
         Foreign: the folder is not this user's, or others may write to it.
@@ -179,7 +179,7 @@ def sync_folder(path: str) -> None:
 
 
 def make_durable(path: str, mode: int = 0o777) -> None:
-    """Make a folder, with those above it, whose names outlast a power failure; it may be there already.
+    """Make a folder, with those above it, so that their names outlast a power failure; it may be there already.
 
     Raises:
         OSError: it cannot be made, or is something else.
@@ -217,7 +217,7 @@ def mark(path: str, ours) -> bool:  # type: ignore[no-untyped-def]  # Callable w
     try:
         os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     except FileExistsError:
-        pass  # somebody else marks it now
+        pass  # another process marks it now
     return True
 
 
@@ -251,7 +251,7 @@ def _remove(parent: int, name: str, path: str, mount: object, unremoved: list[st
             return
         folder = open_folder(name, parent)
     except FileNotFoundError:
-        return  # somebody else removes the same
+        return  # another process removes the same
     except OSError:
         unremoved.append(path)
         return
@@ -275,7 +275,7 @@ def _remove(parent: int, name: str, path: str, mount: object, unremoved: list[st
 
 
 def mount_of(fd: int) -> object:
-    """Return what tells one mount from another, also where both show the same file system (bind mounts)."""
+    """Return the identity of a mount; it differs also where two show the same file system (bind mounts)."""
     try:
         with open("/proc/self/fdinfo/%d" % fd) as file:
             for line in file:

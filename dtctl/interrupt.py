@@ -5,7 +5,7 @@ import os
 
 
 def leave(number: int, _frame: object) -> None:
-    """End the process at once: nothing was begun yet, or somebody does not want to wait for what is being ended."""
+    """End the process at once: nothing was begun yet, or the user does not want to wait for an orderly end."""
     try:
         os.write(2, b"stopped\n")
     finally:
@@ -13,6 +13,6 @@ def leave(number: int, _frame: object) -> None:
 
 
 def leave_when_interrupted() -> None:
-    """Let Ctrl-C do so, unless whoever has started us wants it to be ignored."""
+    """Let Ctrl-C do so, unless the parent process has set it to be ignored."""
     if _signal.getsignal(_signal.SIGINT) != _signal.SIG_IGN:
         _signal.signal(_signal.SIGINT, leave)

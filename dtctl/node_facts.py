@@ -82,7 +82,7 @@ def address_towards(peer: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface whose primary address this is; empty when there is none."""
+    """Return the name of the interface with this primary address; empty when there is none."""
     if ":" in address:
         packed = socket.inet_pton(socket.AF_INET6, address.split("%", 1)[0]).hex()
         rows = [row.split() for row in read("/proc/net/if_inet6").splitlines()]
@@ -131,7 +131,7 @@ def read(path: str) -> str:
 
 
 def roce_address(port: str) -> str:
-    """Return whether an RDMA port has an address for RoCE v2 over IPv4: yes, no, or empty if it does not say.
+    """Return whether an RDMA port has an address for RoCE v2 over IPv4: yes, no, or empty if unknown.
 
     Args:
         port: its folder below /sys/class/infiniband.
@@ -169,9 +169,9 @@ def amd_devices() -> list:  # type: ignore[type-arg]
 
 
 def verbs(device: str) -> str:
-    """Return whether this process may open an RDMA device: yes, no, or empty if the system does not say.
+    """Return whether this process may open an RDMA device: yes, no, or empty if unknown.
 
-    In a container the kernel's list has devices whose files were not handed in; NCCL cannot use them.
+    In a container the kernel's list has devices without files in the container; NCCL cannot use them.
     """
     found = _listed("/sys/class/infiniband/%s/device/infiniband_verbs" % device)
     if not found:
@@ -224,7 +224,7 @@ def bound_cores() -> int:
 
 
 def cpu_quota() -> float:
-    """Processors whose time the control groups of this process grant it, of both versions; -1 without a limit."""
+    """Return the processor time that this process's control groups (v1 or v2) grant, in processors; -1: no limit."""
     quotas = [_quota_of(folder) for folder in control_groups("cpu")]
     return min((quota for quota in quotas if quota >= 0), default=-1)
 
@@ -266,8 +266,8 @@ def _listed(folder: str) -> list:  # type: ignore[type-arg]
 
 
 def _opens(path: str) -> bool:
-    """Return whether a device is this process's to use; one that is broken is, and somebody has to be told."""
-    try:  # without waiting for a driver that is asleep; the control group has its say before that
+    """Return whether this process may use a device; a broken one counts as usable, so that it is reported."""
+    try:  # without waiting for a driver that is asleep; the control group decides before that
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError as exc:
         return exc.errno not in (errno.EACCES, errno.EPERM, errno.ENOENT)
@@ -275,15 +275,15 @@ def _opens(path: str) -> bool:
 
 
 def boot_id() -> str:
-    """Return what tells this boot of the machine from all others; empty where the system does not say."""
+    """Return the id of this boot of the machine; empty where the system has none."""
     return read("/proc/sys/kernel/random/boot_id").strip()
 
 
 def process(pid: int | str) -> tuple[str, int, int] | None:
-    """State letter, parent id, and start in clock ticks since boot of a process; None when there is none.
+    """Return state letter, parent id, and start in clock ticks since boot of a process; None when there is none.
 
     The state is the kernel's: R runs, S sleeps, D waits for a disk, T is stopped, Z has ended and was not waited for.
-    The kernel says Z also of a process whose first thread alone has ended; that one runs.
+    The kernel reports Z also for a process with only its first thread ended; this one counts as running (R).
     """
     try:
         with open("/proc/%s/stat" % pid, "rb") as file:
@@ -313,7 +313,7 @@ def start_ticks(pid: int) -> int:
 def process_start() -> float:
     """Return when this process began, on the monotonic clock; needed to count the time of the imports."""
     ticks = start_ticks(os.getpid())
-    if ticks <= 0:  # the system does not say; until now we have computed rather than waited
+    if ticks <= 0:  # unknown to the system; until now we have computed rather than waited
         return time.monotonic() - time.process_time()
     # The kernel counts from boot, sleep included; the monotonic clock leaves sleep out.
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

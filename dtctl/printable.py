@@ -1,7 +1,7 @@
-"""Text from elsewhere, made fit for a terminal: what it would do there is shown or left out, and not done.
+"""Text from elsewhere, made safe for a terminal: control sequences are shown or left out, and have no effect.
 
-A terminal takes commands in what it shows: to move its cursor, to change its title, to answer with what was typed. What
-nodes, logs and names of files say goes through here before it is shown.
+A terminal executes commands in the text that it shows: to move its cursor, to change its title, to answer with what was
+typed. Text from nodes, logs and names of files goes through here before it is shown.
 """
 
 from __future__ import annotations

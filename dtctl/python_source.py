@@ -1,4 +1,4 @@
-"""Syntax trees of programs that somebody else wrote.
+"""Syntax trees of programs by other authors.
 
 Python's parser refuses a program that is nested too deeply with an error that is no SyntaxError, or ends the process
 (3.10, which counts no levels). Here every program that cannot be read is a SyntaxError.

@@ -1,4 +1,4 @@
-"""Types for JSON from somebody who is not trusted: a class per object, and a check per key.
+"""Types for JSON from an untrusted source: a class per object, and a check per key.
 
     class Point(Record):
         x: int = value(integer(0, 100))
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 else:
     Check = None
 
-    def dataclass_transform(**_):  # noqa: D103 - tells type checkers that `Record` makes an `__init__`
+    def dataclass_transform(**_):  # noqa: D103 - shows type checkers that `Record` makes an `__init__`
         return lambda cls: cls
 
 
 PROSE = 4000
-"""Characters of a text for people; the rest is left out."""
+"""Characters of a human-readable text; the rest is left out."""
 DEPTH = 32
 """Nesting that the free part of a snapshot's manifest may have."""
 MANY = 200_000
@@ -40,14 +40,14 @@ MANY = 200_000
 
 
 class InvalidMessage(ValueError):
-    """JSON that does not match its schema; the text says where."""
+    """JSON that does not match its schema; the text names the place."""
 
 
 # -- kinds of values ----------------------------------------------------------------------------------------------
 
 
 def prose(value: object) -> str:
-    """Return a text for people, cut to a length that they read."""
+    """Return a human-readable text, cut to `PROSE` characters."""
     if not isinstance(value, str):
         raise InvalidMessage("not a string")
     return value if len(value) <= PROSE else f"{value[:PROSE]} ..."
@@ -122,7 +122,7 @@ def file_name(value: object) -> str:
 
 
 def path(value: object) -> str:
-    """Return a path for people to read and for its own node to be given back; nothing is opened by it here."""
+    """Return a path to show and to send back to its own node; nothing is opened by it here."""
     if not isinstance(value, str) or not 0 < len(value) <= 4096 or not value.isprintable():
         raise InvalidMessage("not a path")
     return value
@@ -230,7 +230,7 @@ def value(check: Check[T], *, default: T = _NEEDED) -> T:  # type: ignore[assign
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(value,))
 class Record:
-    """A JSON object whose keys are known: an attribute each, declared with `value`. Constructed with keywords."""
+    """A JSON object with known keys: an attribute each, declared with `value`. Constructed with keywords."""
 
     _values: ClassVar[Mapping[str, _Value]] = {}
     _form: ClassVar[Check[dict[str, Any]]]

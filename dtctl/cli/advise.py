@@ -1,4 +1,4 @@
-"""`dtctl advise`: how to parallelize a training, judged by memory and speed."""
+"""`dtctl advise`: how to parallelize a training run, judged by memory and speed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def advise(
 
 
 def _origin(path: Path, task: Task, *, gpus: int | None, per_node: int | None) -> str:
-    """Return what of the machines comes from the spec, and which options say otherwise."""
+    """Return the figures of the machines that come from the spec, and the options that override them."""
     parts = []
     if per_node is None:
         parts.append(
@@ -99,7 +99,7 @@ def _origin(path: Path, task: Task, *, gpus: int | None, per_node: int | None) -
 
 
 def _recommend(task: Task, path: Path, *, origin: str, write: bool, plot: Path | None, json_lines: bool) -> int:
-    """Search, show, and write into the spec if that is wanted; the exit code."""
+    """Search, show, and write into the spec if requested; return the exit code."""
     from dtctl.advise.advice import advise as advised
     from dtctl.advise.advice import as_json, model_json
 

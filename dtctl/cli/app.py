@@ -90,7 +90,7 @@ HIDDEN = ("take-up",)
 
 
 class _Commands(TyperGroup):
-    """All commands, each imported when it is wanted; help with the commands in groups."""
+    """All commands, each imported when it is needed; help with the commands in groups."""
 
     def __init__(self, **options: Any) -> None:
         """Know the names of all commands; none is there yet."""
@@ -147,7 +147,7 @@ def _root(
 def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
     """Return the arguments before the first `--` of `dtctl launch` or `exec`, and those after it (None without one).
 
-    A parser cannot tell `launch -- train.py` from `launch train.py` afterwards: it drops the dashes.
+    A parser cannot distinguish `launch -- train.py` from `launch train.py` afterwards: it drops the dashes.
     """
     if arguments[:1] in (["launch"], ["exec"]) and "--" in arguments:
         at = arguments.index("--")
@@ -156,7 +156,7 @@ def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def make_app() -> typer.Typer:
-    """Return the command line, of which no command is imported yet."""
+    """Return the command line, without importing any command yet."""
     app = typer.Typer(
         name="dtctl",
         cls=_Commands,

@@ -70,7 +70,7 @@ def measure_and_show(spec: Spec, request: Asked, *, plot: Path | None, json_line
 
     if not json_lines:
         output.out(_line(HEADER), "bold")
-    # What torch says about missing figures of a run that fails stands in its logs, in the folder.
+    # If a run fails, the logs in the folder have torch's messages about missing figures.
     with tempfile.TemporaryDirectory(prefix="dtctl-bench-") as name, caught_signals() as signals:
         on_row = _show_nothing if json_lines else _show_row
         figures, ended, owners = measure(spec, request, Path(name), on_row=on_row, signals=signals)

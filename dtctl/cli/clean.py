@@ -77,7 +77,7 @@ def clean(
 
 
 def _stores(spec: Path | None) -> NodeStores | None:
-    """Return the nodes of the spec, if there is one whose nodes keep anything."""
+    """Return the nodes of the spec, if there is a spec and its nodes keep anything."""
     from dtctl.launch.clean import NodeStores
     from dtctl.launch.cluster import cluster_of
     from dtctl.spec.load import load_spec
@@ -130,7 +130,7 @@ def _age(seconds: float) -> str:
 
 
 def _asked() -> bool:
-    """Return whether somebody at the terminal agrees."""
+    """Return whether the user at the terminal agrees."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     output.err("remove all of this? [y/N] ")

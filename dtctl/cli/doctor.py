@@ -117,7 +117,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
 
 
 def explain_logs(paths: Sequence[Path], *, json_lines: bool) -> int:
-    """Print what the logs say; the exit code."""
+    """Print the findings in the logs; return the exit code."""
     from dtctl.cli.common import doctor_view
     from dtctl.doctor.explain.diagnose import explain_all
     from dtctl.doctor.explain.lines import shown

@@ -163,7 +163,7 @@ def sources(record: RunRecord, node: str | None) -> list[FetchSource]:
     plan, cluster = record.whole_plan(), cluster_of_run(record)
     targets = cluster.targets
     if not targets:
-        cluster.make_transport()  # says why there are none
+        cluster.make_transport()  # raises the reason why there are none
     nodes = [each for each in plan["nodes"] if each["name"] in targets and node in (None, each["name"])]
     if not nodes:
         raise _no_node(record.run, node, [each["name"] for each in plan["nodes"]])

@@ -117,7 +117,7 @@ def _explain(name: str) -> int:
 
 
 def _cluster(path: Path | None) -> ClusterFacts:
-    """Return what the spec says about the cluster; nothing without one. A spec that was not asked for may be wrong."""
+    """Return the spec's facts about the cluster; empty without a spec. A spec that was not requested may be wrong."""
     from dtctl.lint.model import ClusterFacts
 
     default = Path(names.SPEC_FILE)

@@ -89,7 +89,7 @@ def _print(lines: Iterable[LogLine]) -> int:
 
 
 def _bring(record: RunRecord) -> None:
-    """Copy what a job of Slurm that nobody follows has printed since somebody looked."""
+    """Copy the output of a job of Slurm without a follower since the last copy."""
     from dtctl.cli.common.slurm_runs import refresh
     from dtctl.errors import LaunchError, TransportError
 

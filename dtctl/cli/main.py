@@ -31,13 +31,13 @@ def main(argv: list[str] | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code == 130 or code == 143:
-        # Threads of dropped connections may still wait for a time-out; whoever pressed Ctrl-C should not.
+        # Threads of dropped connections may still wait for a time-out; the user who pressed Ctrl-C should not.
         os._exit(code)
     sys.exit(code)
 
 
 def _interrupt(number: int, _frame: object) -> None:
-    """Let the command end in order; whoever asks again does not want to wait."""
+    """Let the command end in order; at a second signal, end at once."""
     signal.signal(number, leave)
     raise KeyboardInterrupt
 

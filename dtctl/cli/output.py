@@ -33,7 +33,7 @@ _STYLES = {
 
 
 def size(number: float) -> str:
-    """Return a number of bytes for people: `640 B`, `3.1 MiB`."""
+    """Return a human-readable number of bytes: `640 B`, `3.1 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
@@ -119,7 +119,7 @@ def pass_on(data: bytes, *, as_is: bool = False, err: bool = False) -> None:
 
     Args:
         data: a piece of it.
-        as_is: whether it is a terminal of its own that prints, a shell whose user wants all of it.
+        as_is: whether the command has a terminal of its own, such as a shell, so that its output is passed unchanged.
         err: to standard error.
     """
     stream = sys.stderr if err else sys.stdout

@@ -64,7 +64,7 @@ def render(
     nodes, settings = resolve_nodes(checked), checked.kubernetes
     has_devices = settings is None or settings.gpu or any("/" in resource for resource in settings.resources)
     gpus = {} if has_devices else {node.name: 0 for node in nodes}
-    # The address is one of a pod, which nobody knows yet.
+    # The address is one of a pod, which is unknown yet.
     facts = PlanFacts(environ=os.environ, address="pod-0", source=source_of(checked), gpus=gpus)
     plan = build(checked, nodes, run=run, facts=facts)
     text = jobset.text(checked, plan)

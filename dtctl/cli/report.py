@@ -1,4 +1,4 @@
-"""`dtctl report`: one page that tells what a run did."""
+"""`dtctl report`: one page about a run."""
 
 from __future__ import annotations
 

@@ -83,6 +83,6 @@ def _why(state: RunState) -> str:
 
 
 def _ago(looked: float) -> str:
-    """Return when somebody last looked at a job of Slurm; `dtctl status` looks again."""
+    """Return the time since the last look at a job of Slurm; `dtctl status` looks again."""
     seconds = time.time() - looked
     return "" if seconds < 60 else f"({seconds / 60:.0f} min ago)"

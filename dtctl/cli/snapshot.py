@@ -36,7 +36,7 @@ app = typer.Typer(help="Inspect snapshots in a folder, or those of a run on its 
 
 
 def _place(place: str | None) -> str | None:
-    """The folder itself where a run is a job of Slurm: all its nodes see one, and so does whoever has launched it."""
+    """Return the folder itself where a run is a job of Slurm: its nodes and its launcher see the same one."""
     from dtctl.launch.records.record import find_run
     from dtctl.launch.snapshots import is_folder
 
@@ -273,7 +273,7 @@ def _all(kind: type[A], place: str | None, options: Sequence[str]) -> tuple[dict
     """Return the answers by node (None: this machine), and the errors of nodes that could not be asked.
 
     Raises:
-        DtctlError: nobody has an answer.
+        DtctlError: there is no answer.
     """
     from dtctl.launch import snapshots
 
@@ -288,7 +288,7 @@ def _of_all_nodes(kind: type[A], run: RunSnapshots, options: Sequence[str]) -> t
     replies = run.ask(kind, options)
     answers = {node: reply for node, reply in replies.items() if not isinstance(reply, DtctlError)}
     errors = [reply for reply in replies.values() if isinstance(reply, DtctlError)]
-    # A node without snapshots is in order: in many runs only the first has them.
+    # A node without snapshots is no error: in many runs only the first has them.
     silent = [error for error in errors if not isinstance(error, SnapshotError)]
     if not answers:
         raise (silent or errors)[0]
@@ -298,7 +298,7 @@ def _of_all_nodes(kind: type[A], run: RunSnapshots, options: Sequence[str]) -> t
 
 
 def _newest(kind: type[Newest], place: str | None, options: Sequence[str]) -> tuple[Newest, dict[str, str]]:
-    """The answer with the newest good snapshot, and where that lies on a run's nodes; tells of those passed over."""
+    """Return the answer with the newest good snapshot, and its place on a run's nodes; report those passed over."""
     from dtctl.launch import snapshots
 
     if not snapshots.is_folder(place):

@@ -91,7 +91,7 @@ def _show_end(end: RunEnded, record: RunRecord) -> None:
 
 
 def _progress(row: dict[str, Any], steps: int | None) -> dict[str, Any]:
-    """Step, loss and source of a row of metrics, and what it says of experts where the model has any."""
+    """Return step, loss and source of a row of metrics, and its figures of experts where the model has any."""
     from dtctl.cli.common.progress_line import PRINTED
 
     experts = ("expert_load", "expert_tokens", "expert_tokens_max", "experts_idle", "tokens_dropped")
@@ -101,7 +101,7 @@ def _progress(row: dict[str, Any], steps: int | None) -> dict[str, Any]:
 
 
 def _as_nodes_tell(record: RunRecord, state: RunState) -> RunState:
-    """Return the state of a run that goes on without a launcher: what its nodes say, where they can be asked."""
+    """Return the state of a run that continues without a launcher, from its nodes where they can be reached."""
     from dataclasses import replace
 
     from dtctl.errors import DtctlError

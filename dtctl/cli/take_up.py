@@ -1,4 +1,4 @@
-"""`dtctl take-up`: be the launcher of a kept run whose own is gone. People call `dtctl watch`, which calls this."""
+"""`dtctl take-up`: be the launcher of a kept run that has lost its own. Users run `dtctl watch`, which calls this."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
         return take_up_job(record)
     with record.launcher_lock():
         if state_of(record).done is not None:
-            return 0  # somebody else was quicker, and it is over by now
+            return 0  # another launcher was faster, and the run is over by now
         job = job_of_run(record)
         under_way = attempt_of_run(record, job)
         emit = followed_run.take_up(record, attempt=under_way.attempt)

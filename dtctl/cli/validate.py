@@ -102,7 +102,7 @@ def _estimate(spec: Spec) -> dict[str, Any] | None:
 
     try:
         estimated = estimate(spec)
-    except UsageError:  # a `train.model` of the program's own, which says nothing to the formulas
+    except UsageError:  # a `train.model` of the program's own, which the formulas cannot use
         return None
     if estimated is None:
         return None

@@ -116,13 +116,13 @@ def this_user() -> str:
     """User and machine."""
     try:
         user = getpass.getuser()
-    except (OSError, KeyError, ImportError):  # nobody has this number
+    except (OSError, KeyError, ImportError):  # no user has this id
         user = "?"
     return f"{user}@{socket.gethostname()}"
 
 
 def origin(command: str, started: float) -> RunOrigin:
-    """Return what the nodes are told; `started` in seconds since the epoch."""
+    """Return the origin of the run for the nodes; `started` in seconds since the epoch."""
     return RunOrigin(launched_from=this_user(), command=command[:COMMAND_CHARACTERS], started=started)
 
 
@@ -142,7 +142,7 @@ class CodePush:
                 self._tree.set_result(
                     scan(root, include=tuple(files.include), exclude=tuple(files.exclude), cache=cache)
                 )
-            except Exception as exc:  # noqa: BLE001 - raised again by whoever asks for the tree
+            except Exception as exc:  # noqa: BLE001 - raised again for the caller that requests the tree
                 self._tree.set_exception(exc)
 
         threading.Thread(target=work, name="scan", daemon=True).start()
@@ -153,7 +153,7 @@ class CodePush:
         return self._tree.result()
 
     def expect_nodes(self, count: int) -> None:
-        """So many nodes will want the tree."""
+        """Set the number of nodes that will need the tree."""
         self._payloads = pushing.Payloads(Relay(count))
 
     def __call__(self, link: NodeLink, progress: PushReport) -> PushProgress:
@@ -194,12 +194,12 @@ def job_of(
     snapshots: Mapping[str, str] | None = None,
     earlier: str = "",
 ) -> LaunchJob:
-    """Everything that a launch needs, decided; `token` is that of a run that is under way already.
+    """Return all decisions that a launch needs; `token` is that of a run that is under way already.
 
-    `snapshots` are the folders, by node, of a run that is gone on from, and `earlier` is its name.
+    `snapshots` are the folders, by node, of a run that this one continues, and `earlier` is its name.
 
     Raises:
-        DtctlError: of the class that says what is wrong; nothing was started.
+        DtctlError: of the class for the problem; nothing was started.
     """
     from dtctl.launch.control.launch_job import LaunchJob
 

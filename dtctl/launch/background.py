@@ -1,4 +1,4 @@
-"""A launcher that goes on in the background: what `dtctl launch --detach` leaves on the control machine.
+"""A launcher in the background: the process that `dtctl launch --detach` leaves on the control machine.
 
 The same command is started again in a session of its own, with its output in the run's folder. The nodes keep the job
 running even when this launcher dies; while it lives, it restarts the gang and collects logs.
@@ -23,7 +23,7 @@ POLL_S = 0.05
 
 
 def take_up_in_background(record: RunRecord) -> str:
-    """Give a run whose launcher is gone a new one, and wait until that has taken over; why it could not, or nothing."""
+    """Start a new launcher for a run without one, and wait until it has taken over; return an error text or nothing."""
     with os.fdopen(RunWriter(record.folder).open_output(OUTPUT_FILE), "rb") as log:
         log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
@@ -37,18 +37,18 @@ def take_up_in_background(record: RunRecord) -> str:
             if record.info().pid == process.pid:
                 return ""
             time.sleep(POLL_S)
-        # It may have been over at once, or somebody else was quicker: then that is what is to be seen in the record.
+        # The run may have ended at once, or another launcher may have been faster: then the record shows it.
         has_taken_over = record.info().pid == process.pid or record.has_launcher() or state_of(record).done is not None
         return "" if has_taken_over else log.read().decode(errors="replace").strip()
 
 
 def launch_in_background(base_dir: Path, run: str, *, on_event: Emit) -> tuple[int, str]:
-    """Start the launcher and wait until the job runs on all nodes, or cannot; its exit code and what it has said.
+    """Start the launcher and wait until the job runs on all nodes, or cannot; return its exit code and output.
 
     Args:
         base_dir: folder of the spec.
         run: run id.
-        on_event: told every event of the run until then.
+        on_event: called with every event of the run until then.
     """
     partial = state_folder(base_dir, names.RUNS_DIR).parent / f".{run}.launcher.log"
     partial.unlink(missing_ok=True)  # of a launcher that was killed before its run had a folder, or a link
@@ -66,7 +66,7 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Emit) -> tuple[i
     record = RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run)
     handled = 0
     while True:
-        ended = process.poll() is not None  # looked at before reading, so that nothing said last is missed
+        ended = process.poll() is not None  # checked before reading, so that no last event is missed
         events = list(record.events())
         for event in events[handled:]:
             on_event(event)

@@ -21,7 +21,7 @@ from dtctl.supervisor.messages.stored import ItemsRemoved, ListStored, RemoveSto
 from dtctl.transport.fanout import fan_out
 
 SILENCE_S = 600.0
-"""A node may have to look at many files before it can say how large its runs are."""
+"""Seconds that a node may be silent: it may have to visit many files to determine the size of its runs."""
 HERE: Final = ""
 """Name of this machine in the place of a node's."""
 
@@ -74,18 +74,18 @@ def _run(record: RunRecord) -> Item:
 
 
 def _job_folder(record: RunRecord) -> Path | None:
-    """Return where a job of Slurm has kept its files, if that lies beside its record."""
+    """Return the folder with the files of a job of Slurm, if it lies next to its record."""
     folder = record.folder.parent.parent / "slurm" / record.run
     is_beside = folder.is_dir() and not folder.is_symlink() and not folder.parent.is_symlink()
     return folder if record.info().slurm and is_beside else None
 
 
 def runs_elsewhere(base_dir: Path, asked: Collection[str]) -> frozenset[str]:
-    """Runs with files on nodes that were not asked: without the record here nobody would know of them.
+    """Return the runs with files on nodes that were not queried: the record here is the only trace of those files.
 
     Args:
         base_dir: folder that they were launched from.
-        asked: nodes that have said what they keep.
+        asked: nodes that have listed their files.
     """
     plans = {record.run: record.plan() for record in list_runs(base_dir) if not record.info().slurm}
     return frozenset(
@@ -149,7 +149,7 @@ def remove_here(base_dir: Path, items: Iterable[Item]) -> list[str]:
             if not _is_over(record):
                 left.append(str(record.folder))
                 continue
-            job = _job_folder(record)  # first: without the record nobody would know of it
+            job = _job_folder(record)  # first: the record is its only trace
             left += (folders.remove_tree(str(job)) if job else []) or folders.remove_tree(str(record.folder))
         elif item.kind == "sandbox":
             try:

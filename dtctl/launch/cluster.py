@@ -52,7 +52,7 @@ def cluster_of(spec: Spec, *, start: bool, record: RunRecord | None = None) -> R
     Args:
         spec: the checked spec.
         start: whether a sandbox may be started for it.
-        record: the run whose copy of the spec it is.
+        record: the run that the copy of the spec belongs to.
 
     Raises:
         SpecError: the nodes are not well formed.
@@ -101,11 +101,11 @@ def _local() -> Transport:
 
 
 def ssh_transport(targets: Iterable[Target], client: SshClient = "auto") -> Transport:
-    """Return SSH to these nodes, the logins to which are under way.
+    """Return a transport over SSH to these nodes, with the logins under way.
 
     Args:
         targets: the nodes.
-        client: as the spec says.
+        client: as in the spec.
 
     Raises:
         LaunchError: this process may not open as many files as that takes, or not start as many processes.
@@ -121,7 +121,7 @@ def ssh_transport(targets: Iterable[Target], client: SshClient = "auto") -> Tran
 
 
 def choose_client(client: SshClient) -> Literal["openssh", "paramiko"]:
-    """Return the program that connects to nodes, given what the spec says."""
+    """Return the program that connects to nodes, given the spec's value."""
     if client != "auto":
         return client
     return "openssh" if shutil.which("ssh") else "paramiko"
@@ -260,7 +260,7 @@ def _never() -> Transport:
 
 
 def with_environment(cluster: ResolvedCluster, digest: str) -> ResolvedCluster:
-    """Return the cluster with nodes whose programs run in an environment (`job.environment`)."""
+    """Return the cluster with nodes that run programs in an environment (`job.environment`)."""
     from dtctl.supervisor.environments import python_of
 
     def add_python(node: NodeSpec) -> NodeSpec:

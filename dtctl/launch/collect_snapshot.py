@@ -1,7 +1,7 @@
-"""A snapshot of which every node of a run has a part: what it is worth as a whole, and bringing it together.
+"""Distributed snapshots, of which every node of a run has a part: their state as a whole, and collecting them.
 
-What a node says decides about its own files, and about those that other nodes have only together with it: see
-`removable`. A node that lies can spoil only what could not be read without it.
+A node's answer decides about its own files, and about those that other nodes have only together with it: see
+`removable`. A node that lies can damage only snapshots that could not be read without it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DistributedSnapshot:
 
 
 def combine(answers: Mapping[str, Parts]) -> list[DistributedSnapshot]:
-    """Return what the nodes have together, newest first, by what each says of its `pieces`.
+    """Combine the `pieces` that each node reports into snapshots, newest first.
 
     Snapshots of one step belong together if they have one commit record and one manifest.
     """
@@ -185,9 +185,9 @@ def removable(
 ) -> list[DistributedSnapshot]:
     """Return what `dtctl snapshot prune` removes on one node.
 
-    The rule is applied to the whole snapshots that the node has a share in, so that nothing that others tell of their
-    own ones makes it remove anything. Something only goes if one that stays can be read without any node that it did
-    not need itself.
+    The rule is applied to the whole snapshots that the node has a share in, so that reports of other nodes about their
+    own snapshots do not remove anything. A snapshot is removed only if one that stays can be read without any node that
+    the removed one did not need itself.
 
     Args:
         snapshots: newest first.
@@ -219,10 +219,10 @@ def removable(
 
 @contextmanager
 def fetched(run: RunSnapshots, snapshot: DistributedSnapshot) -> Iterator[Path]:
-    """A folder here that has all of a snapshot, as long as the context lasts.
+    """Provide a folder here that has all of a snapshot, as long as the context lasts.
 
-    Nothing but the files of its manifest is brought, each as long as that says, into a new folder of this user alone;
-    whoever reads them compares digests first.
+    Only the files of its manifest are fetched, up to the size given there, into a new folder of this user alone. The
+    reader compares digests first.
 
     Raises:
         SnapshotError: something did not arrive.

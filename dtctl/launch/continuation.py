@@ -1,8 +1,8 @@
-"""A run that goes on from the snapshots of an earlier one: where these lie, and whether there are any.
+"""Continuation of an earlier run from its snapshots: where these lie, and whether there are any.
 
 The new run reads and writes them where they are, on the same nodes: nothing is copied, and the earlier run's folder is
-the new one's, too. That a launch does not do so by itself is on purpose: who changes a script and launches again mostly
-wants to begin anew.
+the new one's, too. On purpose, a launch does not do so by default: a user who changes a script and launches again
+mostly wants to start from scratch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtctl.supervisor import work
 
 
 def command(run: str) -> str:
-    """Return what goes on from a run."""
+    """Return the command that continues a run."""
     return f"dtctl launch --resume {run}"
 
 
@@ -38,7 +38,7 @@ def require_over(earlier: RunRecord) -> None:
 
 
 def continued(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mapping[str, str]]:
-    """Return the spec and the folders of snapshots, by node, of a run that goes on from an earlier one.
+    """Return the spec and the folders of snapshots, by node, of a run that continues an earlier one.
 
     Raises:
         LaunchError: the earlier run has no snapshot, and the job keeps nothing else.
@@ -84,7 +84,7 @@ def with_folder(spec: Spec, folder: str | None) -> Spec:
 
 
 def _require_snapshot(earlier: RunRecord) -> None:
-    """Refuse a run without snapshots: its successor would begin anew without a word."""
+    """Refuse a run without snapshots: its successor would start from scratch without notice."""
     answers = RunSnapshots(earlier).ask(Listing, [])
     if any(row.committed for answer in answers.values() if isinstance(answer, Listing) for row in answer.snapshots):
         return

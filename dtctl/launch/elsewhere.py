@@ -1,7 +1,7 @@
 """Runs that another control machine has launched, found again on the nodes of a spec.
 
-Whoever may log in to the nodes as the same user may see and stop them; nothing else is asked for. What a node says of a
-run is used with that node alone: the token that it gives marks processes there.
+Anyone who may log in to the nodes as the same user may see and stop them; nothing else is required. A node's report of
+a run is used with that node alone: the token in it marks processes there.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ GRACE_S = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class FoundRun:
-    """A run as its nodes know it."""
+    """A run from the records of its nodes."""
 
     run: str
     nodes: dict[str, RunOnNode] = field(default_factory=dict)
-    """Node -> what it says."""
+    """Node -> its report."""
 
     @property
     def status(self) -> str:
@@ -48,7 +48,7 @@ class FoundRun:
 
     @property
     def first(self) -> RunOnNode:
-        """Return what the first node says."""
+        """Return the first node's report."""
         return next(iter(self.nodes.values()))
 
     @property
@@ -72,7 +72,7 @@ class RunElsewhere:
         return self._transport
 
     def nodes_of(self, run: FoundRun) -> dict[str, tuple[NodeSpec, Target]]:
-        """Return the nodes that know a run, and how they are reached."""
+        """Return the nodes that have a run, and how they are reached."""
         return {name: (self._nodes[name], self._cluster.targets[name]) for name in run.nodes}
 
     def runs(self) -> tuple[dict[str, FoundRun], dict[str, DtctlError]]:
@@ -99,12 +99,12 @@ class RunElsewhere:
     def follow(
         self, run: FoundRun, show: Callable[[str, int, bytes], None], pause: Callable[[], bool]
     ) -> dict[str, LogsRead | DtctlError]:
-        """Show the output of a run's newest attempt; node -> how it is there at the end, or why that is not known.
+        """Show the output of a run's newest attempt; return node -> its state at the end, or why that is not known.
 
         Args:
-            run: which.
-            show: told node, rank and some bytes of its output.
-            pause: waits before the output is asked for again; False: once is enough.
+            run: the run.
+            show: called with node, rank and some bytes of its output.
+            pause: waits before the next request for output; returns False to end.
         """
 
         def follow_one(node: NodeSpec) -> LogsRead:
@@ -122,7 +122,7 @@ class RunElsewhere:
         return fan_out({name: self._nodes[name] for name in run.nodes}, follow_one)
 
     def stop(self, run: FoundRun) -> Mapping[str, int | DtctlError]:
-        """End a run on its nodes and tell its launcher who has asked: node -> processes left there."""
+        """End a run on its nodes and name the requester to its launcher; return node -> processes left there."""
 
         def stop_one(name: str) -> int:
             node = self._nodes[name]
@@ -138,7 +138,7 @@ class RunElsewhere:
 
 
 def _read(link: NodeLink, offsets: dict[str, int], show: Callable[[str, int, bytes], None]) -> LogsRead:
-    """Show what comes until the node has sent all that there is; the offsets go on with it."""
+    """Show output until the node has sent all that there is, and advance the offsets."""
     while True:
         frame = link.receive()
         if frame is None:
@@ -159,8 +159,8 @@ def find(cluster: ResolvedCluster, run: str) -> tuple[RunElsewhere, FoundRun]:
     """Return a run of this name on the nodes.
 
     Raises:
-        LaunchError: no node knows it.
-        DtctlError: none could be asked.
+        LaunchError: no node has it.
+        DtctlError: no node could be reached.
     """
     elsewhere = RunElsewhere(cluster)
     runs, errors = elsewhere.runs()

@@ -1,7 +1,7 @@
-"""A command beside a run on one of its nodes: in its working folder, with the variables of its workers.
+"""A command next to a run on one of its nodes: in its working folder, with the variables of its workers.
 
-Only the shell text is made here, and bytes are passed on; nothing is decided. What the workers are told over the link
-alone, their ranks and the values of secrets, the command does not have.
+This module only makes the shell text and passes bytes on; it decides nothing. The command does not have the data that
+workers get over the link alone: their ranks and the values of secrets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def command_text(argv: Sequence[str], *, run_dir: str, attempt: int, window: tup
     Args:
         argv: the command; one word with blanks or operators in it is a line for a shell.
         run_dir: folder of the run on the node.
-        attempt: whose variables the command gets.
+        attempt: attempt that provides the variables of the command.
         window: columns and rows of a terminal that the command is to have; None: none.
     """
     command = command_line(argv, window)

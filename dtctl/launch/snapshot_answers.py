@@ -188,12 +188,12 @@ A = TypeVar("A", bound=SnapshotAnswer)
 
 
 def parse_answer(kind: type[A], output: str, *, node: str) -> A:
-    """Return the last line of what the command has said.
+    """Return the answer in the last line of the command's output.
 
     Raises:
         InvalidMessage: there is no such line.
         NodeError: it has not the form of an answer.
-        SnapshotError: the command says that it cannot be done.
+        SnapshotError: the command reports that it cannot be done.
     """
     subject = f"its answer to `{kind.verb}`"
     lines = output.strip().splitlines()

@@ -26,9 +26,9 @@ MODULE = "dtctl.runtime.snapshot"
 END_S = 10.0
 """Seconds that a command may take to end after its last word."""
 SILENCE_S = 60.0
-"""Seconds that a node may be silent that is asked for what its folders say,"""
+"""Seconds that a node may be silent while it lists its folders."""
 READING_S = 3600.0
-"""and one that has to read all of its snapshots before it can say anything."""
+"""The same for a node that has to read all of its snapshots before it can answer."""
 _QUICK = ("ls", "remove")
 
 
@@ -51,7 +51,7 @@ class _Place:
     """Shell text up to the arguments of the module."""
     folder: str
     variables: str = ""
-    """Shell text for its standard input, since what is set there is nobody else's business."""
+    """Shell text for its standard input, since the values in it are private."""
 
 
 class RunSnapshots:
@@ -90,13 +90,13 @@ class RunSnapshots:
     def ask(
         self, kind: type[A], options: Sequence[str], nodes: Sequence[str] | None = None
     ) -> dict[str, A | DtctlError]:
-        """Run it on all nodes at once, or on some: node -> its answer, or why it has none (SnapshotError: it says)."""
+        """Run it on all nodes at once, or on some; return node -> its answer or error (SnapshotError: its own)."""
         transport = self._make_transport()
         places = {name: place for name, place in self._places.items() if nodes is None or name in nodes}
         return fan_out(places, partial(_ask, transport=transport, kind=kind, options=options))
 
     def fetch(self, node: str, kind: type[A], options: Sequence[str], out: IO[bytes], *, limit_bytes: int) -> A:
-        """Bring what an export or a `send` writes, of which there may be as much as was asked for.
+        """Fetch the output of an export or a `send`, up to the requested size.
 
         Raises:
             TransportError: the node, or the way to it, fails, or it sends more.
@@ -160,9 +160,9 @@ def _open(connection: Connection, place: _Place, verb: str, options: Sequence[st
 
 
 def _job_variables(node: Mapping[str, Any]) -> str:
-    """Return what the job was told of the store: `job.env`, `job.env_from` and the node's own.
+    """Return the job's variables for the store: `job.env`, `job.env_from` and the node's own.
 
-    Secrets are kept nowhere.
+    Secrets are not stored, so they are missing.
     """
     origins = ("job.env", "cluster.nodes")
     variables = [variable for variable in node["env"] if variable["origin"].startswith(origins)]
@@ -171,7 +171,7 @@ def _job_variables(node: Mapping[str, Any]) -> str:
 
 
 def _beginning(node: Mapping[str, Any], code: str, *, asks: bool) -> str:
-    """Return the job's own way to its Python: its folder, its set-up, whose chatter is kept from the answer.
+    """Return the shell text that leads to the job's Python: its folder, and its set-up with the output kept apart.
 
     Args:
         node: of the plan.

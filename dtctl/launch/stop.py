@@ -52,13 +52,13 @@ def by_launcher(record: RunRecord, *, wait_s: float) -> bool:
 
 
 def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transport, *, note: bool) -> Stopped:
-    """End the run on its nodes, whoever still watches it.
+    """End the run on its nodes, also while a launcher still watches it.
 
     Args:
         record: the run.
         targets: its nodes.
         transport: how to reach them.
-        note: whether to write down that the run is over, because its launcher has not.
+        note: whether to record that the run is over, because its launcher has not.
 
     Raises:
         LaunchError: the run has no plan, so nothing of it was ever started, or the plan lacks something.

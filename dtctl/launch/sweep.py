@@ -1,4 +1,4 @@
-"""Ending a run whose launcher cannot do it any more, and proving that nothing of it is left."""
+"""Ending a run that its launcher can no longer end, and proving that nothing of it is left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SweepTarget:
 def sweep(
     nodes: Sequence[SweepTarget], transport: Transport, *, run: str, token: str, grace_s: float, by: str = ""
 ) -> Mapping[str, int | DtctlError]:
-    """End a run on all nodes at once: node -> processes left there, or why the node could not be asked.
+    """End a run on all nodes at once; return node -> processes left there, or the error.
 
     Args:
         nodes: the run's nodes; the answer has their order.
@@ -35,7 +35,7 @@ def sweep(
         run: run id.
         token: the mark of the run's processes.
         grace_s: seconds between SIGTERM and SIGKILL.
-        by: who wants it, for the run's launcher; empty when that is gone or knows.
+        by: requester of the end, for the run's launcher; empty when that is gone or informed.
     """
     message = Sweep(run=run, token=token, grace_s=grace_s, by=by)
 

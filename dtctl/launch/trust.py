@@ -1,7 +1,7 @@
 """List of everything that a spec reaches beyond its own folder, and this user's agreement to it.
 
-A spec that was downloaded can name the user's other files to be sent, or commands to be run here. That is told by the
-dry run, and asked for before the first launch of a folder; the answer holds for what was asked, and for that folder.
+A spec that was downloaded can name the user's other files to be sent, or commands to be run here. The dry run lists
+them, and the first launch of a folder asks for agreement. The answer holds for the listed things, and for that folder.
 
 Programs of the folder itself that run on this machine (`transport: local`) belong to it: a launch is the user's consent
 that they run; every other command needs that consent or another. A record of a run may have come with the folder, so
@@ -35,7 +35,7 @@ _HARMLESS = re.compile(
     | preferredauthentications|\w+authentication|addkeystoagent|requesttty ) [\s=] )"""
 )
 """Lines of an SSH configuration that run nothing. All others count, since OpenSSH reads keywords in more forms (quoted,
-behind `=`) than a list of the dangerous ones would know."""
+behind `=`) than a list of the dangerous ones would cover."""
 CONFIG_BYTES = 4 << 20
 _launching: set[Path] = set()
 """Consent that was given to this process, which is a launch."""
@@ -74,7 +74,7 @@ def _commands(config: Path) -> list[str]:
     try:
         text = folders.read_regular(str(config), CONFIG_BYTES).decode(errors="replace")
     except FileNotFoundError:
-        return []  # ssh says it
+        return []  # ssh reports it
     except OSError as exc:
         return [f"{config} is read by ssh and could not be looked through ({exc.strerror})"]
     lines = [line.strip() for line in text.split("\n")]
@@ -118,7 +118,7 @@ def likely_secrets(spec: Spec, environ: dict[str, str]) -> list[str]:
 def list_local_programs(spec: Spec, record: RunRecord | None = None) -> list[str]:
     """Return a phrase for each program of the folder that would run on this machine.
 
-    Decided by where a value leads, not by the name of a variable: any program may have a variable that names code.
+    The target of a value decides, not the name of a variable: any program may have a variable that names code.
 
     Args:
         spec: The spec, or the copy of it in a run.
@@ -216,13 +216,13 @@ def agree_to_launch(spec: Spec) -> None:
 
 
 def note_launch(token: str) -> None:
-    """Write down that this user launched a run, which its token tells from others."""
+    """Record that this user launched a run, which is identified by its token."""
     with contextlib.suppress(OSError):
         _write(_record("launched", token))
 
 
 def check(spec: Spec, record: RunRecord | None = None) -> None:
-    """Refuse to go on without agreement.
+    """Refuse to continue without agreement.
 
     Args:
         spec: The spec, or the copy of it in a run.

@@ -16,12 +16,12 @@ class AlertRules:
     """The rules, and which of them apply now."""
 
     def __init__(self, rules: Alerts, *, trains: bool, told: Iterable[AlertChanged] = ()) -> None:
-        """Begin to judge.
+        """Prepare to check.
 
         Args:
             rules: section `metrics.alerts`.
             trains: whether the job trains with dtctl.runtime, and will take steps.
-            told: what another process has told of this run; it is not told again.
+            told: alerts that another process has sent for this run; they are not sent again.
         """
         self._rules = rules
         self._trains = trains
@@ -55,7 +55,7 @@ class AlertRules:
         return changes
 
     def end(self, figures: RunFigures, now: float) -> list[AlertChanged]:
-        """Return what is to be told at the end of the run: that all alerts are over, and the failure."""
+        """Return the alerts to send at the end of the run: that all are over, and the failure."""
         end = figures.progress.end
         how = f"the run has {end.status}" if end is not None and end.status != "stopped" else "the run was stopped"
         text = "its launcher has died" if end is None else how
@@ -96,9 +96,9 @@ class AlertRules:
         drop, recent, best = self._rules.throughput_drop, figures.speed.recent, figures.speed.best
         if drop == "off" or not best:
             return ""
-        # Half of the drop has to be made good before it counts as over, so that noise does not tell it twice.
+        # Half of the drop has to be made good before it counts as over, so that noise does not send it twice.
         limit = (1 - drop / 2 if "throughput" in self.firing else 1 - drop) * best
-        if recent is None:  # the first steps of an attempt say nothing
+        if recent is None:  # the first steps of an attempt are not representative
             return self.firing["throughput"].text if "throughput" in self.firing else ""
         if recent >= limit:
             return ""
@@ -119,7 +119,7 @@ class AlertRules:
                         AlertChanged(time=now, alert=f"restart-{restart.attempt}", state="firing", text=text)
                     )
         began = max((restart.time for restart in restarts), default=now)
-        # A program that tells no steps is back when its processes are there.
+        # A program that reports no steps is back when its processes are there.
         back = figures.stepped if figures.step is not None or self._trains else figures.running_since
         if back is not None and back > began:
             over = [alert for alert in self.firing if alert.startswith("restart-")]

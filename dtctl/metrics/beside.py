@@ -1,7 +1,7 @@
-"""The process that collects and sends figures, as its launcher sees it: started, heard, and not waited for.
+"""The launcher's side of the process that collects and sends figures: started and read, but not waited for.
 
-It reads the run's folder and gets nothing from the launcher but the end of its standard input, which is how it knows
-that the launcher is gone, however that ended. What it has to say comes back as events, a line each.
+The process reads the run's folder and gets nothing from the launcher but the end of its standard input, which shows
+that the launcher is gone, however it ended. It returns its messages as events, a line each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Beside:
 
         Args:
             record: of the run.
-            emit: told what it says, from another thread.
+            emit: called with its events, from another thread.
 
         Raises:
             OSError: no process can be started, or the run's folder cannot be written to.
@@ -44,7 +44,7 @@ class Beside:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the launcher, and this tells of what follows
+                start_new_session=True,  # Ctrl-C is for the launcher, and this reports what follows
             )
         finally:
             os.close(log)

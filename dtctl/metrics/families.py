@@ -39,7 +39,7 @@ class MetricFamily:
     kind: Literal["gauge", "counter"]
     help: str
     samples: tuple[tuple[Mapping[str, str], float], ...]
-    """Labels beside `run`, and the value."""
+    """Labels in addition to `run`, and the value."""
 
 
 def families(figures: RunFigures) -> Iterator[MetricFamily]:

@@ -46,7 +46,7 @@ KEYS: Final = 100
 """Keys of a logged step that are shown; a key of the job's own would become a time series for good."""
 _KEY: Final = re.compile(r"[\w./ :-]{1,100}\Z", re.ASCII)
 SHORT_STEPS: Final = 5
-"""Logged steps of an attempt whose speed is no measure: it compiles, and its caches fill."""
+"""Logged steps of an attempt that do not count for its speed: it compiles, and its caches fill."""
 RECENT_ROWS: Final = 5
 REFERENCE_ROWS: Final = 20
 
@@ -63,7 +63,7 @@ class Tail:
         """True if there was more to read at the last look."""
 
     def lines(self) -> list[str]:
-        """Whole lines that are new; all, if the file has been begun anew since the last look."""
+        """Return the whole lines that are new; all, if the file has started again since the last look."""
         try:
             fd = folders.open_regular(str(self._path))
         except OSError:
@@ -135,7 +135,7 @@ class RunFigures:
     """Values that are not finite, of the newest logged step or failure; empty if all are."""
     speed: TrainingSpeed = field(default_factory=TrainingSpeed)
     step: int | None = None
-    """Optimizer steps done; None while none is told."""
+    """Optimizer steps done; None while none is reported."""
     stepped: float | None = None
     """Time when a step was last seen to be done, in seconds since the epoch."""
     running_since: float | None = None
@@ -185,7 +185,7 @@ class FigureCollector:
         self._read_ledger()
         spoilt = [self._add(row) for row in _rows(self._rows.lines())]
         if any(found is not None for found in spoilt):
-            # One bad step among good ones is told, too; that it is over follows from the next look with rows.
+            # One bad step among good ones is reported, too; its end follows from the next look with rows.
             self.figures.spoilt = next((found for found in spoilt if found), "")
         return events
 
@@ -244,7 +244,7 @@ class FigureCollector:
 
     def _add(self, row: dict[str, float | None]) -> str | None:
         """Take a logged step into account: what of it is not finite; None for one that was known."""
-        # An attempt sends the rows of those before again, and they say nothing new.
+        # An attempt sends the rows of earlier ones again, which are not new.
         logged = row.get("time") or math.inf
         if logged <= self._newest_row:
             return None
@@ -259,11 +259,11 @@ class FigureCollector:
         return f"{' and '.join(spoilt)} of step {step} not finite" if spoilt else ""
 
     def _note_step(self, source: str, step: int) -> None:
-        """A step number as one of the sources tells it; it falls when training goes back to a snapshot."""
+        """Take in a step number from one of the sources; it falls when training goes back to a snapshot."""
         before = self._told_steps.get(source)
         self._told_steps[source] = step
         self.figures.step = max(self._told_steps.values())
-        # What an attempt tells first of its progress may be the step that it resumed at; a logged step was done.
+        # The first step that an attempt reports may be the one that it resumed at; a logged step was done.
         if step > before if before is not None else source == "row":
             self.figures.stepped = self._clock()
 

@@ -16,7 +16,7 @@ NEVER: Final = "0001-01-01T00:00:00Z"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertMessage:
-    """A change of an alert, with what its receivers need beside it."""
+    """A change of an alert, with further fields for its receivers."""
 
     run: str
     job: str
@@ -32,7 +32,7 @@ class AlertMessage:
 
     @property
     def text(self) -> str:
-        """Return what happened, for people, without control characters."""
+        """Return a human-readable text without control characters."""
         return printable(self.change.text)
 
     @property

@@ -15,7 +15,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 CLIENT_S: Final = 10.0
 """Seconds from the connection of a client to the end of its answer."""
 MANY: Final = 16
-"""Clients at a time. One more takes the place of the oldest, so that slow ones keep nobody out."""
+"""Clients at a time. One more takes the place of the oldest, so that slow ones do not block others."""
 
 
 class _Clients:
@@ -38,7 +38,7 @@ class _Clients:
             self._since.pop(client, None)
 
     def end_late(self) -> None:
-        """End those whose time is up, however often they send a byte."""
+        """End the clients that have exceeded their time, however often they send a byte."""
         latest = time.monotonic() - CLIENT_S
         with self._lock:
             for client in [client for client, since in self._since.items() if since < latest]:
@@ -88,7 +88,7 @@ class Page:
                 self.do_GET()
 
             def log_message(self, *_: Any) -> None:
-                """Requests are nobody's business."""
+                """Log no requests."""
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True

@@ -1,6 +1,6 @@
-"""Sending to others: one thread per receiver, so that one that is down or slow delays nothing and nobody.
+"""Sending to receivers: one thread for each, so that one that is down or slow does not delay the others.
 
-What fails is told once per receiver. Addresses may be secrets, so no text of an error is passed on that could have one.
+A failure is reported once per receiver. Addresses may be secrets, so no error text that could have one is passed on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WAITING: Final = 100
 
 
 class DeliveryFailed(Exception):
-    """A receiver did not take what was sent; the text is for people and names no address."""
+    """A receiver did not accept a message; the text is for the user and names no address."""
 
     def __init__(self, text: str, *, final: bool = False) -> None:
         """`final`: it would not take it another time either."""
@@ -41,9 +41,9 @@ class Outlet:
         """Begin to deliver.
 
         Args:
-            name: for people: `metrics.alerts.webhook`.
+            name: human-readable: `metrics.alerts.webhook`.
             send: delivers one message; raises DeliveryFailed.
-            tell: told once when that fails.
+            tell: called once with the error when that fails.
         """
         self.name = name
         self.failures = 0

@@ -28,7 +28,7 @@ from dtctl.spec.model import Metrics, Spec
 LOOK_S: Final = 1.0
 """Seconds between two looks at the run's folder."""
 TARGETS_DIR: Final = "prometheus"
-"""Below .dtctl: a file per run whose page is at a port of its own choice, for Prometheus' file_sd_configs."""
+"""Folder below .dtctl: a file per run that has chosen the port of its page itself, for Prometheus' file_sd_configs."""
 
 
 _telling = threading.Lock()
@@ -68,7 +68,7 @@ class Service:
             self._listen(self._metrics.port)
 
     def _secret(self, key: str) -> str | None:
-        """Return the value of a secret; None if none is asked for, or if it cannot be had here, which is told."""
+        """Return the value of a secret; None if none is requested, or, with a report, if it is not available here."""
         secret = self._metrics.secrets.get(key)
         if secret is None:
             return None
@@ -139,7 +139,7 @@ class Service:
     def finish(self, deadline: float) -> None:
         """Tell how the run has ended, and wait until all was taken, or until `deadline` on the monotonic clock."""
         self._read()
-        leaves_job = not self.is_over and self._info.slurm  # the job goes on, and may be followed again
+        leaves_job = not self.is_over and self._info.slurm  # the job continues, and may be followed again
         if self._rules is not None and not leaves_job:
             for change in self._rules.end(self._follower.figures, time.time()):
                 self._alert(change)

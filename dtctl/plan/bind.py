@@ -38,7 +38,7 @@ class NodeTemplate:
     workdir: str
     python: str | None
     env: tuple[EnvVar, ...]
-    """Variables that say nothing of the node's place."""
+    """Variables that do not depend on the node's place."""
     setup: tuple[str, ...]
     path: str
     gres: str | None

@@ -1,4 +1,4 @@
-"""The entry point from a checked spec to a plan. Pure: what it needs to know of the world is handed in."""
+"""The entry point from a checked spec to a plan. Pure: facts about the environment are passed in."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery | None:
 
 
 def digest(spec: Spec) -> str:
-    """Digest of the resolved spec: 16 hexadecimal digits, equal when and only when the specs say the same.
+    """Return the digest of the resolved spec: 16 hexadecimal digits, equal if and only if the specs are equivalent.
 
     Keys at their defaults do not count, so that a version with more keys gives the same digest.
     """
@@ -194,13 +194,13 @@ def _node(
 
 def _path(kind: Kind, node: NodeSpec) -> str:
     """Folder that comes first on the PATH of the program; empty: none."""
-    if node.job_python is not None:  # has programs of its own, whoever starts them
+    if node.job_python is not None:  # has programs of its own, however they are started
         return posixpath.dirname(node.job_python)
     return posixpath.dirname(node.python) if kind == "command" and node.python else ""
 
 
 def _preload(spec: Spec, kind: Kind, placement: Placement, facts: PlanFacts) -> tuple[str, ...]:
-    """Modules to import once for all workers of a node; none where that gains nothing or the set-up knows ranks."""
+    """Return modules to import once for all workers of a node; empty if useless, or if the set-up depends on ranks."""
     job = spec.job
     shared = kind == "direct" and (placement.slots > 1 or job.max_restarts > 0 or job.recovery == "live")
     if not shared or any("RANK" in line for line in job.setup):
@@ -272,7 +272,7 @@ def _interface(spec: Spec, node: NodeSpec) -> list[EnvVar]:
     origin = "network.interface"
     return [
         EnvVar(name="GLOO_SOCKET_IFNAME", value=name, origin=origin),
-        # "=" means this name; without it NCCL takes every interface whose name begins so (nccl-tests#9).
+        # "=" means this name; without it NCCL takes every interface with this prefix (nccl-tests#9).
         EnvVar(name="NCCL_SOCKET_IFNAME", value=f"={name}", origin=origin),
     ]
 

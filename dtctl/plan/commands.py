@@ -12,7 +12,7 @@ from dtctl.plan.model import Placement, Rendezvous
 
 SHELL: Final = ("bash", "-e", "-o", "pipefail", "-c")
 SHELLS: Final = {".sh": "bash", ".bash": "bash", ".zsh": "zsh", ".ksh": "ksh", ".fish": "fish"}
-"""Ending of a script's name -> what runs it where its first line does not say."""
+"""Ending of a script's name -> program that runs it where its first line does not name one."""
 
 
 def interpreter_of(script: str, source: str) -> tuple[str, ...]:
@@ -67,11 +67,11 @@ class Program:
 def node_argv(
     program: Program, *, kind: str, python: str | None, placement: Placement, nodes: int, rendezvous: Rendezvous
 ) -> tuple[str, ...]:
-    """Return what the node script ends with.
+    """Return the command at the end of the node script.
 
     Args:
         program: the user's program.
-        kind: of the job; decides who starts the workers.
+        kind: of the job; decides which program starts the workers.
         python: interpreter on the node; None leaves the choice to the node's PATH.
         placement: the node's ranks.
         nodes: number of nodes.

@@ -19,7 +19,7 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def config(settings: FrameworkSettings) -> dict[str, Any]:
-    """Return the configuration made of `train:`, with what `job.deepspeed` adds; empty when neither says anything.
+    """Return the configuration made of `train:`, with the keys of `job.deepspeed`; empty when both are.
 
     Raises:
         PlanError: a key of `train:` has no counterpart.

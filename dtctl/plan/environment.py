@@ -46,7 +46,7 @@ PLACE = "dtctl: place in the job"
 """Origin of these."""
 PYTHON = {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
 DEEPSPEED_PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
-"""Position of the node, number of nodes and workers on the node, which DeepSpeed's launcher sets beside these."""
+"""Position of the node, number of nodes and workers on the node, which DeepSpeed's launcher sets, too."""
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ON_CPUS = EnvVar(name="ACCELERATE_USE_CPU", value="true", origin="dtctl: no node has a GPU")
 """Variable without which Accelerate trains one model per worker on machines without GPUs."""
@@ -67,7 +67,7 @@ class Share:
 def defaults(
     *, kind: str, slots: int, share: Share | None, threads: Threads | None, on_cpus: bool = False
 ) -> list[EnvVar]:
-    """Return what dtctl sets unless somebody else does; as little as possible.
+    """Return the variables that dtctl sets unless they are set otherwise; as few as possible.
 
     Args:
         kind: of the job.
@@ -97,7 +97,7 @@ def defaults(
 
 
 def _share_of_machine(slots: int, share: Share) -> list[EnvVar]:
-    """OMP_NUM_THREADS where several workers share this machine's cores, of which torch would take all for each."""
+    """Return OMP_NUM_THREADS where several workers share this machine's cores: torch would use all for each worker."""
     if slots * share.nodes == 1:
         return []
     if share.threads is not None:
@@ -108,7 +108,7 @@ def _share_of_machine(slots: int, share: Share) -> list[EnvVar]:
 
 
 def _number_of(threads: Threads) -> EnvVar:
-    """OMP_NUM_THREADS as counted from the nodes' cores; what a node's own set-up says of it is kept."""
+    """Return OMP_NUM_THREADS as counted from the nodes' cores; a value of a node's own set-up is kept."""
     value = shell.Late(f"${{{THREADS}:-{threads.number}}}")
     return EnvVar(name=THREADS, value=value, origin=f"dtctl: {threads.reason}, unless the node sets it")
 
@@ -123,7 +123,7 @@ def threads_of(cores: Mapping[str, int], placements: Sequence[Placement]) -> Thr
         placements: the workers of each node.
 
     Returns:
-        None if a node has not said how many cores it has.
+        None if a node has not reported its number of cores.
     """
     if not all(cores.get(placement.node) for placement in placements):
         return None
@@ -137,7 +137,7 @@ def threads_of(cores: Mapping[str, int], placements: Sequence[Placement]) -> Thr
 
 
 def from_environ(patterns: Iterable[str], environ: Mapping[str, str]) -> list[EnvVar]:
-    """Variables of the control machine whose names match a pattern of `job.env_from`, by name.
+    """Return the variables of the control machine that match a pattern of `job.env_from`, by name.
 
     Raises:
         PlanError: the value of one is not text.
@@ -250,10 +250,10 @@ def node_variables(
     attempt: str,
     max_restarts: str,
 ) -> dict[str, str]:
-    """Return what launchers of torch tell the workers of a node alike; the values may be text for a shell.
+    """Return the variables that launchers of torch set for all workers of a node; the values may be text for a shell.
 
-    Workers that dtctl starts itself get each variable that torchrun sets: programs ask by them whether they are part of
-    a job. Source: torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.13.
+    Workers that dtctl starts itself get each variable that torchrun sets: programs use them to detect whether they are
+    part of a job. Source: torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.13.
 
     Args:
         kind: of the job.
@@ -265,7 +265,7 @@ def node_variables(
         attempt: how often the workers were started before.
         max_restarts: how often they may be started again.
     """
-    if kind == "torchrun":  # which tells its workers the rest itself
+    if kind == "torchrun":  # which sets the rest itself
         return {names.NODE_RANK: node_rank}
     values = {
         names.WORLD_SIZE: world_size,
@@ -290,7 +290,7 @@ def node_variables(
 
 
 def train_config(train: Mapping[str, Any]) -> list[EnvVar]:
-    """Return the spec's `train:` section, for `dtctl.runtime`; nothing when the section says nothing."""
+    """Return the spec's `train:` section, for `dtctl.runtime`; empty when the section is."""
     if not train:
         return []
     value = json.dumps(train, sort_keys=True, separators=(",", ":"))

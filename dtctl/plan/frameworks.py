@@ -1,7 +1,7 @@
 """Translation of `train:` for frameworks that are not dtctl's own: the common part.
 
-A framework takes the keys that it has a counterpart for. A key that nobody took is refused: a setting that is written
-down and then has no effect costs more than an error.
+A framework takes the keys that it has a counterpart for. A key that was not taken is refused: a setting that silently
+has no effect costs more than an error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FrameworkSettings:
         return part
 
     def refused(self, key: str, reason: str | None = None) -> PlanError:
-        """Return the error that says that a key has no counterpart."""
+        """Return the error for a key without a counterpart."""
         return PlanError(
             reason or f"train.{key} has no counterpart in {self.framework}",
             where=self.spec.written_at(f"train.{key}"),

@@ -1,7 +1,7 @@
 """The plan: what will run where, as plain frozen data.
 
 Everything that acts (dry run, SSH, Slurm) reads this and nothing else, so what a dry run shows is what is sent. A plan
-holds no secrets: it names them, and the launcher sends their values beside it.
+holds no secrets: it names them, and the launcher sends their values separately.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Plan:
     live: bool = False
     """True if lost workers are replaced while the others stay."""
     secrets: tuple[str, ...] = ()
-    """Names of variables whose values are read on the control machine at launch and never written down."""
+    """Names of variables; their values are read on the control machine at launch and never written to disk."""
     spec_digest: str = ""
     """BLAKE2 digest of the resolved spec, 16 hexadecimal digits; shown in every script."""
     notes: tuple[str, ...] = field(default=())
@@ -166,7 +166,7 @@ class Plan:
 
     @property
     def head(self) -> NodePlan:
-        """The node whose address is the rendezvous endpoint."""
+        """Return the node with the address of the rendezvous endpoint."""
         return self.nodes[0]
 
 

@@ -19,7 +19,7 @@ TRAINING = {"Trainer": f"{RUNTIME}.loop", "run": f"{RUNTIME}.main"}
 def modules_of(source: str) -> tuple[str, ...]:
     """Return the modules worth importing beforehand among those that a script imports at its top level.
 
-    Empty for a script that is not Python: whoever runs it will say so.
+    Empty for a script that is not Python, which its interpreter will report.
     """
     try:
         tree = parse_python(source)

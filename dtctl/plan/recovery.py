@@ -22,10 +22,10 @@ class Recovery:
 
 
 def recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery:
-    """Return what `job.recovery` comes to. The workers look further: what their program keeps decides, too.
+    """Resolve `job.recovery`. The workers check further: their program's state decides, too.
 
     Raises:
-        PlanError: the spec wants lost workers to be replaced, and this kind of run cannot do it.
+        PlanError: the spec requests that lost workers are replaced, and this kind of run does not support it.
     """
     why, hint = _obstacle(spec, kind, workers=workers)
     wanted = spec.job.recovery
@@ -91,7 +91,7 @@ def _obstacle(spec: Spec, kind: Kind, *, workers: int) -> tuple[str, str]:
 
 
 def _held_once(strategy: str | Mapping[str, int], workers: int) -> str:
-    """Return the part of a worker's state that no other one has; only the workers know what `auto` is."""
+    """Return the part of a worker's state that no other one has; only the workers can resolve `auto`."""
     if strategy in ("auto", "ddp", "hsdp"):
         return ""
     if strategy == "zero1":

@@ -1,4 +1,4 @@
-"""Warnings about a spec that can be launched and may not do what it seems to; told before and at a launch."""
+"""Warnings about a spec that can be launched and may not do what it seems to; shown before and at a launch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNUSED_IN_PLAIN_MODE: Final = (
     "job.heal_s",
     "job.log_mib", "job.max_restarts", "job.preload", "job.recovery", "job.time_s", "network.rendezvous_address",
 )  # fmt: skip
-"""Keys that a job of Slurm without dtctl's launcher inside does not use: no supervisor of dtctl is on its nodes."""
+"""Keys that a job of Slurm without dtctl's launcher inside does not use: its nodes run no supervisor of dtctl."""
 
 _ACTIVATION: Final = re.compile(r"(?:^|[\s/;&|'\"])activate(?:\.\w+)?(?:$|[\s;&|'\"])")
 """A script or subcommand `activate`, as venv, conda, mamba and pyenv have one."""
@@ -76,7 +76,7 @@ def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
 
 
 def _useless_activation(spec: Spec, nodes: Sequence[NodeSpec]) -> str:
-    """Return a sentence if a line of `job.setup` activates an environment whose Python no worker is run by."""
+    """Return a sentence if a line of `job.setup` activates an environment and no worker runs its Python."""
     is_python = spec.job.command is None and not interpreter_of(spec.job.script or "", "")
     line = next((line for line in spec.job.setup if _ACTIVATION.search(line)), None)
     # A name without a folder is looked up on the PATH that the setup has left.
@@ -126,7 +126,7 @@ def _names_nodes(spec: Spec) -> bool:
 
 
 def _scarce_cores(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) -> str:
-    """Return a sentence if a job of Slurm asks for GPUs and not for cores, of which most sites then give one a task."""
+    """Return a sentence if a job of Slurm requests GPUs and no cores: most sites then give each task one core."""
     slurm = spec.slurm
     said = ("cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus")
     if slurm is None or slurm.cpus_per_task or slurm.exclusive or any(key in slurm.extra for key in said):

@@ -40,7 +40,7 @@ def check_requirements() -> None:
     """Check that this machine can have a sandbox.
 
     Raises:
-        SandboxError: it cannot; says what is missing and what brings it.
+        SandboxError: it cannot; the error names what is missing and how to install it.
     """
     hint = "or use `transport: local`, which needs nothing"
     if not sys.platform.startswith("linux"):
@@ -231,8 +231,8 @@ def down(name: str) -> bool:
 
 def _kill_keeper(state: Path) -> None:
     _kill_recorded_keeper(state)
-    # One that an older version has started, or whose record is gone, is known by its arguments: nothing is called gone
-    # that was not looked for.
+    # A process that an older version has started, or that has lost its record, is found by its arguments: a sandbox
+    # only counts as gone after this search.
     for entry in Path("/proc").iterdir():
         try:
             arguments = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdecimal() else []

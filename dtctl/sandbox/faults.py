@@ -1,7 +1,7 @@
 """Faults of virtual hosts, injected with the kernel's own means, and their removal.
 
 Each fault is a function (sandbox, ...) that changes one host or the cable to it. `heal` takes back all of them. What is
-in force is kept in STATE/faults.json, for people; healing does not depend on it.
+in force is kept in STATE/faults.json, for the user; healing does not depend on it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def block(sandbox: Sandbox, node: SandboxNode, *, ports: str, source: SandboxNod
 
     Args:
         sandbox: the sandbox.
-        node: the host whose ports are meant.
+        node: the host that has the ports.
         ports: one port, or a range `1024:65535`.
         source: only connections from this host.
         reject: reset instead of silence.
@@ -128,7 +128,7 @@ def _limit_towards(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode, rate:
 
 
 def kill(sandbox: Sandbox, node: SandboxNode) -> None:
-    """Switch a host off as a power failure does: everything ends, and its peers are told nothing."""
+    """Switch a host off as a power failure does: everything ends, and its peers are not notified."""
     control.check_on(node)
     cut(sandbox, node, None)  # first, or the kernel would close its connections politely
     os.kill(node.pid, signal.SIGKILL)
@@ -138,7 +138,7 @@ def kill(sandbox: Sandbox, node: SandboxNode) -> None:
 
 
 def freeze(node: SandboxNode) -> None:
-    """Stop every process of a host; its kernel goes on and acknowledges packets, as that of a hanging machine does."""
+    """Stop every process of a host; its kernel still acknowledges packets, as that of a hanging machine does."""
     control.check_on(node)
     _signal_all(node, signal.SIGSTOP)
 

@@ -43,7 +43,7 @@ def write_all(
         nodes: its hosts.
         uid: of the login user.
         bridge_address: this machine's address on the hosts' network.
-        environ: variables of whoever logs in.
+        environ: variables for logins.
     """
     (state / "self").mkdir(exist_ok=True)
     public = _write_key(state / "id")

@@ -76,7 +76,7 @@ def _mounts(host: Host) -> None:
 def _own_etc(own: Path) -> None:
     """Let the files of `own` hide those of the same name in /etc.
 
-    By an overlay where the kernel has it. A bind mount over a single file is lost when somebody on the machine replaces
+    By an overlay where the kernel has it. A bind mount over a single file is lost when another program replaces
     that file (as useradd does with /etc/passwd), and the host's users would be back in the machine's homes.
     """
     try:
@@ -142,4 +142,4 @@ def _reap_forever() -> None:
         try:
             os.wait()
         except ChildProcessError:
-            signal.pause()  # nobody is left; the host is up all the same, as a machine without a server is
+            signal.pause()  # no process is left; the host is up all the same, as a machine without a server is

@@ -1,4 +1,4 @@
-"""The process behind a sandbox: makes its network and hosts, and keeps them until it is told to end.
+"""The process behind a sandbox: makes its network and hosts, and keeps them until a request to end.
 
 When it ends, for whatever reason, the kernel ends the hosts (PR_SET_PDEATHSIG), and with them their namespaces and
 cables. As an ordinary user it first makes itself a private world (a user and a network namespace) in which it may do
@@ -105,7 +105,7 @@ class Keeper:
         layout.save(self.sandbox)
 
     def _fork_host(self, node: SandboxNode) -> tuple[int, int]:
-        """Start a host's init, which waits; its process id and the descriptor that lets it go on."""
+        """Start a host's init, which waits; return its process id and the descriptor that lets it continue."""
         wait_fd, go_fd = os.pipe()
         sys.stderr.flush()
         pid = kernel.fork_into(host.NAMESPACES)
@@ -149,7 +149,7 @@ class Keeper:
         if request["op"] == "power-on":
             self.power_on([request["node"]])
             _say(connection, {"ok": True})
-        elif request["op"] == "connect" and os.fork() == 0:  # it may take its time, and others want one too
+        elif request["op"] == "connect" and os.fork() == 0:  # it may take its time, and others need one too
             try:
                 _connect(connection, request)
             finally:
@@ -166,7 +166,7 @@ def _connect(connection: socket.socket, request: dict[str, object]) -> None:
 
 
 def _say(connection: socket.socket, message: dict[str, object]) -> None:
-    with contextlib.suppress(OSError):  # whoever asked may have gone
+    with contextlib.suppress(OSError):  # the client may have gone
         connection.sendall(json.dumps(message).encode())
 
 
@@ -223,7 +223,7 @@ def main() -> None:
     try:
         keeper = Keeper(state, name, count, with_slurm=sys.argv[4:] == ["slurm"])
         keeper.build()
-    except Exception as exc:  # noqa: BLE001 - told to whoever waits for the sandbox
+    except Exception as exc:  # noqa: BLE001 - reported to the command that waits for the sandbox
         print(json.dumps({"error": f"{type(exc).__name__}: {exc}"}), flush=True)  # noqa: T201 - a pipe, not a person
         os._exit(1)
     signal.signal(signal.SIGCHLD, lambda *_: _reap())

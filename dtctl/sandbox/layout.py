@@ -39,8 +39,7 @@ class SandboxNode:
     pid: int
     """Process id of the host's init on this machine; 0 before the host was ever switched on."""
     started: int = 0
-    """Start of that init, in clock ticks since boot: with the id, this tells it from a later process of the same
-    id."""
+    """Start of that init, in clock ticks since boot, which distinguishes it from a later process of the same id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class Sandbox:
     keeper: int
     """Process id of the keeper."""
     keeper_started: int
-    """Its start, in clock ticks since boot: with the id, this tells it from a later process of the same id."""
+    """Its start, in clock ticks since boot, which distinguishes it from a later process of the same id."""
     rootless: bool
     """True if the network is in a private world that only the keeper can reach."""
     user: str
@@ -128,7 +127,7 @@ def state_dir(name: str) -> Path:
 
 
 def tag(state: Path) -> str:
-    """Six characters that tell this sandbox's interfaces from those of another one."""
+    """Return six characters that distinguish this sandbox's interfaces from those of another one."""
     return hashlib.blake2b(os.fsencode(state), digest_size=3).hexdigest()
 
 

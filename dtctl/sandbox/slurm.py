@@ -1,4 +1,4 @@
-"""Real Slurm on the virtual hosts: munge and the controller beside them, a daemon on each.
+"""Real Slurm on the virtual hosts: munge and the controller next to them, a daemon on each.
 
 STATE/slurm/slurm.conf    what SLURM_CONF points to, on the hosts and here
 STATE/slurm/munge/        key and socket of munge, which one daemon serves to all hosts: they share this machine's files
@@ -27,7 +27,7 @@ from dtctl.sandbox import kernel
 from dtctl.sandbox.layout import CONTROL, Sandbox, SandboxNode
 
 PARTITIONS: Final = ("main", "urgent")
-"""Jobs of the second one take the nodes of the first, whose jobs are requeued: that is how preemption is tried."""
+"""Partitions to try preemption: jobs of the second one take the nodes of the first, and the jobs there are requeued."""
 CPUS, GPUS = 64, 8
 """Processors and GPUs of each host in Slurm."""
 READY_LIMIT_S: Final = 30.0
@@ -85,7 +85,7 @@ def check_requirements() -> None:
     """Check that this machine can have Slurm in a sandbox.
 
     Raises:
-        SandboxError: something is missing; says what brings it.
+        SandboxError: something is missing; the error names how to install it.
     """
     missing = sorted({package for tool, package in PACKAGES.items() if not shutil.which(tool, path=PATH)})
     if missing:
@@ -115,13 +115,13 @@ def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: st
     folder = state / "slurm"
     for name in ("munge", "state"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    # munge wants folders that nobody else can write to, and a socket that everybody may reach.
+    # munge requires folders that no other user can write to, and a socket that every user may reach.
     for path in (folder, folder / "munge"):
         path.chmod(0o755)
     key = folder / "munge" / "key"
     with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(secrets.token_bytes(128))
-    # Each host has the whole machine. Not more memory than is there: jobs may want what they are promised.
+    # Each host has the whole machine. Not more memory than is there: jobs may use all of it.
     memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
     resources = f"CPUs={CPUS} RealMemory={memory_mib // 2} Gres=gpu:{GPUS} Feature=sandbox"
     rows = (f"NodeName={node.name} NodeAddr={node.address} {resources}" for node in nodes)

@@ -24,7 +24,7 @@ def read_addresses(environ: Mapping[str, str], *, asks: bool = True) -> dict[str
         asks: whether scontrol is there and answers.
 
     Raises:
-        LaunchError: they do not say which nodes they are.
+        LaunchError: they do not name the nodes.
     """
     listed = environ.get("SLURM_JOB_NODELIST", "")
     try:

@@ -1,4 +1,4 @@
-"""A job whose launcher ended around its submission: what is written down before, and how the job is found by it."""
+"""Recovery of a job whose launcher ended around its submission, by a record that is written before."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def intent(ref: JobRef, site: str, *, index: int | None = None) -> JobSubmitting
 
 
 def open_intent(record: RunRecord) -> JobSubmitting | None:
-    """Return what was to be submitted, if nothing says that it was, or was not."""
+    """Return the planned submission, if no event records its outcome."""
     intent: JobSubmitting | None = None
     for event in record.events():
         if isinstance(event, JobSubmitted | RunEnded):
@@ -57,10 +57,10 @@ def never(run: str) -> RunEnded:
 
 
 def outcome(run: str, submitting: JobSubmitting, site: Site) -> JobSubmitted | RunEnded:
-    """Return what has become of it: the job that Slurm has, or the end of a run that never was one.
+    """Return the outcome of a submission: the job that Slurm has, or the end of a run that never became a job.
 
     Raises:
-        LaunchError: Slurm does not say.
+        LaunchError: Slurm does not report it.
     """
     index = submitting.index
     folders = [] if index is None else [str(index)]

@@ -16,11 +16,11 @@ def cluster_of_allocation(spec: Spec, environ: Mapping[str, str]) -> ResolvedClu
     """Return the nodes that Slurm has given to this process's job, reached by srun.
 
     Args:
-        spec: for what it says of all nodes: slots, python, workdir.
+        spec: source of the settings for all nodes: slots, python, workdir.
         environ: with Slurm's variables.
 
     Raises:
-        LaunchError: Slurm does not say which nodes they are.
+        LaunchError: Slurm does not name the nodes.
     """
     job, cluster = environ["SLURM_JOB_ID"], spec.cluster
     nodes = tuple(

@@ -47,7 +47,7 @@ def _job(value: Any) -> str:
 
 
 def _kept_file(value: Any) -> str:
-    """Return one of the files that a job's folder has for whoever follows it."""
+    """Return one of the files that a job's folder has for its followers."""
     if value in ("job.log", "metrics.jsonl"):
         return str(value)
     if isinstance(value, str) and _CONTROL.match(value):
@@ -96,7 +96,7 @@ class JobFacts(Record):
     nodes: list[str] = value(list_of(file_name, 100_000), default=[])
     """Empty while it has none."""
     node_list: str = value(text(1 << 20), default="")
-    """Nodes as Slurm writes them; (null) of a job that has none, empty where Slurm does not say."""
+    """Nodes as Slurm writes them; (null) of a job that has none, empty where Slurm does not report them."""
     restarts: str = value(text(32), default="0")
     start: float | None = value(nullable(number), default=None)
     """Time when it has started, or is expected to, in seconds since the epoch."""
@@ -160,7 +160,7 @@ class Submitted(AgentAnswer):
 
 
 class JobFound(AgentAnswer):
-    """The numbers of the jobs that a batch file has become; None where Slurm does not say."""
+    """Numbers of the jobs that were submitted from a batch file; None if Slurm does not answer."""
 
     op = "find"
     jobs: list[str] | None = value(nullable(list_of(_job, 10_000)))
@@ -199,7 +199,7 @@ class JobAsked(AgentAnswer):
 
 
 class Counted(AgentAnswer):
-    """Node -> processes of the job on it; None where nobody could look."""
+    """Node -> processes of the job on it; None where unknown."""
 
     op = "left"
     left: dict[str, int | None] = value(mapping_of(file_name, nullable(integer(0, 1 << 22))))
@@ -218,8 +218,8 @@ def parse(kind: type[A], request: Mapping[str, Any], output: str, *, node: str) 
 
     Raises:
         InvalidMessage: there is none.
-        NodeError: it has not the form that was asked for.
-        AgentRefused: it says that it cannot be done.
+        NodeError: it has not the requested form.
+        AgentRefused: it reports that it cannot be done.
     """
     if len(output) > BYTES:
         raise InvalidMessage("no answer")
@@ -239,7 +239,7 @@ def parse(kind: type[A], request: Mapping[str, Any], output: str, *, node: str) 
 
 
 class AgentRefused(Exception):
-    """The machine cannot do what was asked for; the text says why."""
+    """The machine cannot fulfil the request, for the reason in the text."""
 
 
 def _is_place(folder: str, request: Mapping[str, Any]) -> Any:

@@ -47,5 +47,5 @@ def run_of_task(run: str, index: int) -> str:
 
 
 def job_of_task(job: str, index: int) -> str:
-    """Return the job that a task is, by the name that Slurm's commands know it under at any time."""
+    """Return the job of a task, by the name that Slurm's commands accept at any time."""
     return f"{job}_{index}"

@@ -31,7 +31,7 @@ TEMPLATE: Final = "job.sbatch.j2"
 PLAIN_TEMPLATE: Final = "job_plain.sbatch.j2"
 """Template of plain mode: srun starts the workers once; nothing of dtctl runs in the job."""
 MOST_PLAIN_BYTES: Final = 120_000
-"""Size of the largest file in plain mode: its tasks' script is one argument of srun, of which Linux allows 128 KiB."""
+"""Size of the largest file in plain mode: its tasks' script is one argument of srun, at most 128 KiB on Linux."""
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
 LATE_OPTIONS: Final = {
     "--node-rank": shell.Late("--node-rank=$SLURM_NODEID"),
@@ -39,7 +39,7 @@ LATE_OPTIONS: Final = {
     "--master-port": shell.Late("--master-port=$MASTER_PORT"),
     "--rdzv-id": shell.Late(f"--rdzv-id=${names.RUN_ID}.${names.ATTEMPT}"),
 }
-"""Options of torchrun whose values are known only inside the allocation."""
+"""Options of torchrun with values that are known only inside the allocation."""
 
 
 def text(
@@ -57,17 +57,18 @@ def text(
 
     Args:
         spec: the spec.
-        plan: what it comes to; its nodes are only counted.
+        plan: the plan made of it; its nodes are only counted.
         chdir: folder of the code, which all nodes see.
         output: file for the output of the job; `%j` in it is the job's id.
         folder: folder of the run, which all nodes see: for what the job finds out of itself.
-        followed: whether somebody follows the run, so that each worker's output has a file of its own, and metrics and
-            snapshots are in `folder`. If not, what workers print goes to `output`, and snapshots where they put them.
+        followed: whether a launcher follows the run, so that each worker's output has a file of its own, and metrics
+            and snapshots are in `folder`. If not, the workers' output goes to `output`, and snapshots where they put
+            them.
         launcher: the zip with dtctl's launcher, if it is inside the job.
         launcher_digest: SHA-256 of it.
 
     Raises:
-        PlanError: a key of the spec cannot be said to Slurm.
+        PlanError: a key of the spec cannot be expressed in Slurm.
         RenderError: the template is missing or wrong.
     """
     slurm = spec.slurm or Slurm()
@@ -107,7 +108,7 @@ def text(
         "code": str(chdir),
         "seen": str(folder if followed else chdir),
         "followed": followed,
-        # Tasks of an array would go on from each other's snapshots.
+        # Tasks of an array would continue from each other's snapshots.
         "own_files": followed or slurm.array is not None,
         "log": shell.Late("rank-$SLURM_PROCID.log") if plan.per_worker else "agent.log",
         "run_token": processes.TOKEN,
@@ -145,7 +146,7 @@ def _place(plan: Plan, slots: str) -> dict[str, str]:
 
 
 def job_warnings(spec: Spec, plan: Plan) -> list[str]:
-    """Return what whoever launches or submits this job should know about it, whatever else the spec is launched on."""
+    """Return the warnings for a user who launches or submits this job, whatever else the spec is launched on."""
     spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"transport": "slurm"})})
     return list_warnings(spec, resolve_nodes(spec), per_worker=plan.per_worker)
 
@@ -156,15 +157,15 @@ def list_directives(
     """Return what follows `#SBATCH `, an option each.
 
     Args:
-        slurm: what the spec says to Slurm.
-        plan: what it comes to.
+        slurm: the spec's section for Slurm.
+        plan: the plan made of the spec.
         chdir: folder of the code.
         output: file for the output of the job.
         outlives_nodes: whether the job does so, since lost ones are replaced.
-        spares: nodes to ask for beside those that begin.
+        spares: nodes to request in addition to those that begin.
 
     Raises:
-        PlanError: a value cannot be said in a batch file.
+        PlanError: a value cannot be expressed in a batch file.
     """
     options = {
         "job-name": plan.job,
@@ -176,7 +177,7 @@ def list_directives(
 
 
 def asked_of_slurm(spec: Spec, plan: Plan) -> Slurm:
-    """Return what a spec says to Slurm, with the resources of its nodes."""
+    """Return a spec's section for Slurm, with the resources of its nodes."""
     return (spec.slurm or Slurm()).model_copy(update={"gres": gres_of_job(plan) or None})
 
 
@@ -222,7 +223,7 @@ def _job_options(slurm: Slurm, *, chdir: Path, output: Path) -> dict[str, object
         "array": slurm.array,
         "chdir": str(chdir),
         "output": str(output),
-        "open-mode": "append",  # a job that is started again goes on in the same file
+        "open-mode": "append",  # a job that is started again continues the same file
         "requeue": slurm.requeue,
         "no-requeue": not slurm.requeue,  # the site's default may be either
         "signal": f"B:USR1@{slurm.warn_s}",  # to the batch script alone, before the time is over
@@ -240,7 +241,7 @@ def _threads(slurm: Slurm, plan: Plan) -> int | None:
 
 
 def _may_lack_gpus(slurm: Slurm, plan: Plan) -> bool:
-    """Return whether workers have to be told if there are no GPUs, which a job that asks for some has in any case."""
+    """Return whether the workers' nodes may lack GPUs, which must then be passed to accelerate."""
     asked = " ".join(map(str, (*slurm.extra.items(), *slurm.srun, *(node.gres for node in plan.nodes))))
     return plan.kind == "accelerate" and "gpu" not in asked
 

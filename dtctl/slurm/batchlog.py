@@ -168,10 +168,10 @@ def _moment(text: str) -> float | None:
 
 
 def _exit_of(text: str) -> tuple[int | None, int | None, str]:
-    """Exit code, signal and reason of what srun says about a task."""
+    """Return exit code, signal and reason in srun's message about a task."""
     if match := _CODE.match(text):
         code = int(match[1])
-        # Slurm tells the code that bash gave, which is 128 + N where a signal ended what it had become.
+        # Slurm reports the exit code of bash, which is 128 + N where a signal ended the program.
         return code, code - 128 if code > 128 else None, ""
     if text.startswith("Out Of Memory"):
         return 137, 9, "it used more memory than the job requested"

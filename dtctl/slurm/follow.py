@@ -43,7 +43,7 @@ ENDED_NODE: Final = ("stopped", "lost", "failed")
 """States of a node that nothing follows."""
 SETTLE_S: Final = 3.0
 TAKEN_S: Final = 60.0
-"""Seconds to wait before an end counts as final: any end, and that of a job whose log says that it was requeued."""
+"""Seconds to wait before an end counts as final while Slurm is silent, or after a requeue in the job's log."""
 
 
 class Follower:
@@ -90,7 +90,7 @@ class Follower:
             history.apply(at, event)
         history.read_output(arrived)
         if self.mirror.take(control):
-            self.files.offsets.pop(CONTROL_METRICS, None)  # what was taken back may have been written anew
+            self.files.offsets.pop(CONTROL_METRICS, None)  # rows that were taken back may have been written again
         if self.slurm.tell():
             history.nodes = []
         if answer.files:
@@ -110,9 +110,9 @@ class Follower:
         history, state = self.history, self.slurm.facts.state
         has_ended = history.script_code is not None and self.mirror.end is not None
         if has_ended and history.script_code == 0:
-            return True  # the launcher inside has counted what is left, and said that all is well
+            return True  # the launcher inside has counted what is left, and reported success
         if state == "UNKNOWN" and has_ended:
-            return time.monotonic() - history.script_ended_at >= TAKEN_S  # Slurm is silent, and nothing begins anew
+            return time.monotonic() - history.script_ended_at >= TAKEN_S  # Slurm is silent, and nothing starts again
         if not self.slurm.is_over:
             return False
         # A lost node ends the script, too, and its job is requeued all the same.
@@ -159,7 +159,7 @@ class Follower:
             stopped_by = stopped_by or signal.SIGTERM
         elif code == names.REQUEUE_EXIT or state == "PREEMPTED":
             asked_to_stop = True
-        elif state in TIME_IS_UP:  # who was ended by that has not failed
+        elif state in TIME_IS_UP:  # workers that were ended by that have not failed
             reason = history.taken_back or "its time limit was reached"
             code = 128 + signal.SIGTERM
             failure = replace(
@@ -216,7 +216,7 @@ class Follower:
         return Left(counts={**counted, **others.counts}, evidence=others.evidence)
 
     def _duration_s(self) -> float:
-        """Return the seconds from the launch to the end by Slurm; to now where Slurm does not know an end."""
+        """Return the seconds from the launch to the end by Slurm; to now where Slurm has no end."""
         end = self.slurm.ended_at
         if end is not None and self.mirror.end is not None:
             end = max(end, self.mirror.end.time)  # Slurm's is in whole seconds
@@ -230,7 +230,7 @@ class Follower:
         return 1 if code is None else code
 
     def _without_a_word(self, state: str) -> Failure:
-        """Return the failure of a job of which no task is known to have failed."""
+        """Return the failure of a job without a known failure of a task."""
         tail, log = failures.last_lines(self.files.read_log()), ""
         if tail:
             reason = self.history.taken_back or job_error("\n".join(tail))
@@ -272,7 +272,7 @@ def cancel(site: Site, job: str) -> None:
 
 
 def reference(record: RunRecord) -> JobRef:
-    """Return the job that a run is, as its event of the submission says.
+    """Return the job of a run, from its event of the submission.
 
     Raises:
         LaunchError: it was never submitted.

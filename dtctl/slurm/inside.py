@@ -1,6 +1,6 @@
-"""A command beside a job of Slurm on one of its nodes: a step of the job, entered through one of its workers.
+"""A command next to a job of Slurm on one of its nodes: a step of the job, entered through one of its workers.
 
-What the workers are told comes from the environment of one of them, without its rank and without the values of secrets.
+Its variables come from the environment of one of the workers, without its rank and without the values of secrets.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_node(record: RunRecord, site: Site, ref: JobRef, node: str) -> None:
     """Refuse a node that the job does not have now.
 
     Raises:
-        LaunchError: it says which the job has, or that it does not run.
+        LaunchError: the node is none of the job's, which the error names, or the job does not run.
     """
     state = login_client.ask(site, ref.python, JobAsked, job=ref.job, folder=ref.folder, urgent=True).job
     if state.state not in RUNNING:

@@ -1,6 +1,6 @@
-"""A job of Slurm as a back end of the controller: followed, cancelled, and told of as a run on nodes is.
+"""A job of Slurm as a back end of the controller: followed, cancelled, and reported like a run on nodes.
 
-The launcher inside the job (job_control.py) starts its workers again when they fail; it needs nobody to follow it.
+The launcher inside the job (job_control.py) starts its workers again when they fail; it works without a follower.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class JobBackend:
             Interrupted: it is left.
         """
         if number == signal.SIGHUP:
-            # The terminal is gone, and nobody has asked for the end of the job.
+            # The terminal is gone, and there is no request to end the job.
             raise Interrupted(f"job {self.job.job} goes on; `dtctl watch` follows it", signal=number)
         if self._cancelled_by is None:
             self.emit(Stopping(reason=f"signal {number}"))

@@ -3,8 +3,8 @@
 Run by the batch file on the job's first node, from the zip in the job's folder (launcher_files.py), by any Python of
 version 3.10 or newer, if a lost worker is to be replaced alone. It is a launch as over SSH (dtctl/launch/control), with
 three differences: nodes are reached by srun, a supervisor on each; code, snapshots and records lie in the job's folder,
-which all nodes see; and the nodes that the job has beyond those of the spec are the spares. Whoever follows the job
-copies its records (mirror.py); it needs nobody who does.
+which all nodes see; and the nodes that the job has beyond those of the spec are the spares. A follower of the job
+copies its records (mirror.py); the job works without one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ OF_TASKS: Final = (
 FOR_WORKERS: Final = ("SLURM_CPUS_PER_TASK",)
 """Those of them that workers get all the same: programs take them for the number of their data set's readers."""
 HEEDLESS: Final = "trap '' USR1"
-"""The warning of the time limit reaches all processes: workers that listen are to react, and nobody to die of it."""
+"""Shell command that ignores the warning of the time limit. The signal reaches all processes: workers with a handler
+react, and it must not kill the others."""
 SAYS: Final = "dtctl: launcher: "
 """Prefix of the launcher's lines in the job's log."""
 ANYWHERE: Final = "192.0.2.1"
@@ -154,7 +155,7 @@ def _launch(
         file = replace(file, template=replace(file.template, live=False))
     job = job_in(file, addresses, folder, environ, attempt=attempt)
     is_told = bool(before.restarts) and before.restarts[-1].attempt == attempt
-    if attempt and not is_told:  # else the launcher before has said why, and found no nodes
+    if attempt and not is_told:  # else the launcher before has emitted it, and found no nodes
         emit(Restarting(attempt=attempt, of=attempt + file.template.max_restarts, reason=REQUEUED))
     emit(NodesAllocated(nodes=tuple(node.name for node in job.first_plan.nodes)))
     backend = NodesBackend(job, record, emit=emit, signals=signals, ledger=ledger, under_way=None)
@@ -167,7 +168,7 @@ def _launch(
 
 
 def _has_pipes(folder: Path) -> bool:
-    """Return whether the disk of the job's folder has named pipes, by which workers are told of a loss."""
+    """Return whether the disk of the job's folder has named pipes, by which losses are reported to workers."""
     path = folder / f"pipe-{os.getpid()}"
     try:
         os.mkfifo(path)
@@ -183,7 +184,7 @@ class _Emitter:
     def __init__(self, record: RunWriter) -> None:
         self._record, self._lock = record, threading.Lock()
         self.is_followed = True
-        """True if somebody reads the records; if not, this job's output has what the workers print."""
+        """True if a follower reads the records; if not, the workers' output goes into the job's output."""
         self.has_started = False
         """True if workers were started: all nodes were there then."""
 
@@ -214,7 +215,7 @@ class _Emitter:
 
 
 def _describe(first: FirstFailure) -> str:
-    """Describe who has failed first, for the output of a job that nobody follows."""
+    """Describe the first failure, for the output of a job without a follower."""
     subject = subject_of(first.node, first.rank, first.exit_code)
     ended = "was lost" if first.exit_code is None else f"ended with exit code {first.exit_code}"
     how = "made no progress" if first.hang else ended
@@ -236,7 +237,7 @@ def addresses_of(file: JobFile, environ: Mapping[str, str], *, asks: bool) -> di
         asks: whether Slurm's controller answers.
 
     Raises:
-        DtctlError: Slurm does not say which they are, or they are fewer.
+        DtctlError: Slurm does not name them, or they are fewer.
     """
     found, needed = read_addresses(environ, asks=asks), len(file.template.nodes)
     if len(found) < needed:
@@ -328,9 +329,9 @@ def job_in(
 
 
 def granted_cores(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
-    """Return the processors that Slurm has given to the job on each of its nodes, as far as it says so.
+    """Return the processors that Slurm has given to the job on each of its nodes, as far as it reports them.
 
-    A site that binds no processes shows a process all cores of a node, of which the job may have a few.
+    At a site that binds no processes a process sees all cores of a node, though the job may have only a few.
     """
     counts: list[int] = []
     for group in environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(","):  # 72(x2),36
@@ -340,7 +341,7 @@ def granted_cores(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str,
 
 
 def open_ledger(record: RunWriter, file: JobFile) -> Ledger:
-    """Return a ledger that goes on from that of the job's last start.
+    """Return a ledger that continues that of the job's last start.
 
     It begins with the command that has launched the run, or with the first start of a job that was submitted by hand.
     """

@@ -29,7 +29,7 @@ LATE_OPTIONS: Final = {
     "--master-addr": Late("--master-addr=$DTCTL_MASTER_ADDR"),
     "--master-port": Late("--master-port=$DTCTL_MASTER_PORT"),
 }
-"""Options of torchrun in the nodes' script, whose values are known when an attempt begins."""
+"""Options of torchrun in the nodes' script with values that are known when an attempt begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class JobFile:
     snapshots: str
     """Folder of the snapshots; empty: below that of the run."""
     is_followed: bool
-    """True if somebody follows the run. If not, what workers print goes into the job's output."""
+    """True if a launcher follows the run. If not, the workers' output goes into the job's output."""
     launched_from: str
     command: str
     """Command that submitted the job."""
@@ -59,7 +59,7 @@ class JobFile:
 
     @property
     def origin(self) -> RunOrigin:
-        """Return what the nodes are told of it."""
+        """Return its description for the nodes."""
         return RunOrigin(launched_from=self.launched_from, command=self.command, started=self.started)
 
     def to_text(self) -> str:
@@ -90,7 +90,7 @@ class JobFile:
 
 
 def read_job_file(launcher: Path) -> JobFile:
-    """Read what the launcher in a zip is told.
+    """Read the job file of the launcher in a zip.
 
     Raises:
         LaunchError: it cannot be read.

@@ -89,8 +89,8 @@ class JobFiles:
 def drop_unnoted(folder: Path) -> dict[str, int]:
     """Cut off what a follower had copied and not noted when it died, so that it is copied again, once.
 
-    Before anybody is told that the job is followed again: whoever reads the copies meanwhile would see them shrink, and
-    the same lines twice.
+    Call it before the event that the job is followed again: a later reader would see the copies shrink, and the same
+    lines twice.
 
     Args:
         folder: of the run, here.

@@ -45,12 +45,12 @@ ERROR_MARK: Final = "dtctl: error: "
 
 @dataclass(slots=True, kw_only=True)
 class PlainAttempt:
-    """One start of the workers, as the job's log tells of it."""
+    """One start of the workers, from the job's log."""
 
     number: int
     failures: list[Failure] = field(default_factory=list)
     is_aborted: bool = False
-    """True if srun ends what is left of it; who is ended by its signals from then on has not failed."""
+    """True if srun ends what is left of it; tasks that its signals end from then on have not failed."""
     taken_back: str = ""
     """Reason why Slurm ended the job, or the batch file had it requeued."""
     exit_code: int | None = None
@@ -79,7 +79,7 @@ class PlainAttempt:
                     )
                 )
             case batchlog.TakenBack():
-                self.taken_back = self.taken_back or event.reason  # a requeue by the script says so too
+                self.taken_back = self.taken_back or event.reason  # a requeue by the script logs this, too
             case batchlog.StepEnded():
                 self.exit_code = event.exit_code
 
@@ -118,7 +118,7 @@ class JobHistory:
         """Time of the newest event, in seconds since the epoch, so that all readers have the same ledger."""
         self.ledger = Ledger(lambda: self._now, begun=self._now)
         self._silent_nodes: set[str] = set()
-        """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
+        """Nodes without any output of workers so far, which may still be at the rendezvous."""
         self._is_replay = True
         """True if events are those of an earlier follower."""
         for at, event in files.copied_events():
@@ -174,7 +174,7 @@ class JobHistory:
     # -- events -----------------------------------------------------------------------------------------------------
 
     def apply(self, at: float, event: batchlog.Event) -> None:
-        """Act on what the job's log says; `at`: when it was, in seconds since the epoch."""
+        """Act on an event of the job's log; `at`: its time, in seconds since the epoch."""
         if isinstance(event, batchlog.Start):
             self._on_start(event)
         elif isinstance(event, batchlog.Begun):
@@ -182,7 +182,7 @@ class JobHistory:
         elif isinstance(event, batchlog.Requeued) or (isinstance(event, batchlog.TakenBack) and self.attempt is None):
             self.is_taken_back = True
             if isinstance(event, batchlog.TakenBack):
-                self.mirror.requeue_reason = self.mirror.requeue_reason or event.reason  # a requeue says so, too
+                self.mirror.requeue_reason = self.mirror.requeue_reason or event.reason  # a requeue logs this, too
         elif isinstance(event, batchlog.ScriptEnded):
             self.script_code, self.script_ended_at = event.exit_code, time.monotonic()
         elif self.attempt is not None and getattr(event, "attempt", self.number) == self.number:
@@ -259,7 +259,7 @@ class JobHistory:
     def _on_step_ended(self, event: batchlog.StepEnded) -> None:
         self._count_until(event.time, "stop")
         if event.exit_code or self._is_replay:
-            return  # srun tells of those that failed
+            return  # srun reports those that failed
         for node in self.record.plan().get("nodes", []):
             first, slots = node.get("first_rank", 0), node.get("slots", 0)
             for rank in range(first, first + slots) if self.ref.workers_apart else (AGENT,):
@@ -282,7 +282,7 @@ class JobHistory:
 
 
 def job_error(log: str) -> str:
-    """Return why the batch file could not start the workers, by its own words; empty when it says nothing of that."""
+    """Return the batch file's error message if it could not start the workers; empty without one."""
     marks = [line.removeprefix(ERROR_MARK) for line in log.splitlines() if line.startswith(ERROR_MARK)]
     return marks[-1] if marks else ""
 

@@ -1,6 +1,6 @@
 """Work of a launcher inside a job for the job: it waits for Slurm, warns of the time limit, has the job requeued.
 
-Its lines in the job's log are read by whoever follows the job (batchlog.py).
+Followers of the job read its lines in the job's log (batchlog.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtctl.slurm.addresses import ANSWER_S
 from dtctl.spec import nodeset
 
 ALIVE_FILE: Final = "alive"
-"""Below the folder of this launcher's records: is written anew as long as it lives."""
+"""File in the folder of this launcher's records that it rewrites as long as it lives."""
 ALIVE_S: Final = 10.0
 SILENT_S: Final = 60
 """Seconds without a sign of life of the launcher after which guards ask Slurm whether its node is still the job's."""
@@ -36,9 +36,10 @@ WARN_LOOK_S: Final = 3600.0
 """Seconds between two looks when the job ends."""
 CONTROLLER_S: Final = 600.0
 """Seconds that Slurm's controller is waited for while scontrol fails: without a controller srun would, too."""
-# A job that outlives its nodes outlives the first one, too, and then nobody has it started again: Slurm leaves it as it
-# is. The launcher's file is opened, since a folder of the network may show an old size for long; Slurm is asked last.
-# The signal that warns workers of the time limit goes to all steps of the job, and these too.
+# A job that outlives its nodes outlives the first one, too, and Slurm does not start it again then. So this script
+# does, on up to GUARDS other nodes. It opens the launcher's file, since a network folder may show an old size for long,
+# and queries Slurm last. It ignores the signal that warns workers of the time limit, which goes to all steps of the
+# job.
 GUARD: Final = r"""
 trap '' USR1
 job=$1 first=$2 restarts=$3 folder=$4 most=$5 before= silent=0
@@ -109,7 +110,7 @@ class JobLife:
         Args:
             code: with which the launcher would end.
             lost: whether a node was lost, and there is none for its place.
-            is_ended: whether Slurm, or somebody, ends the job.
+            is_ended: whether Slurm or a user ends the job.
         """
         self._over.set()
         for guard in self._guards:
@@ -158,13 +159,13 @@ class JobLife:
     def _warn(self) -> None:
         """Warn the workers, which save and end, once Slurm warns this process or the time is nearly over.
 
-        Slurm sends its signal once, up to a minute early, and so perhaps before anybody here listens.
+        Slurm sends its signal once, up to a minute early, and so perhaps before a handler is installed here.
         """
         while not self._warned.wait(self._until_warning()):
             if self._over.is_set():
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._read_end()  # somebody may have given the job more time
+                self._read_end()  # a user may have given the job more time
             if self._until_warning() == 0.0:
                 self._warned.set()
         write_line("the time is nearly over, the workers save")
@@ -203,7 +204,7 @@ class JobLife:
                 continue  # a full disk
 
     def _has_too_few_nodes(self) -> bool:
-        """Return whether Slurm has taken nodes from the job, so that it could not go on."""
+        """Return whether Slurm has taken nodes from the job, so that it could not continue."""
         try:
             held = (_ask("squeue", "--noheader", f"--jobs={self.job}", "--format=%N") or "").strip()
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Jobs whose batch file was submitted by hand: found by their number, and runs of the folder from then on."""
+"""Jobs from a batch file that was submitted by hand: found by their number, and runs of the folder from then on."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ WAITING: Final = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED"}
 )
 RUNNING: Final = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING", "UNKNOWN"})
-"""States in which the job goes on. All others are ends."""
+"""States in which the job is still running. All others are ends."""
 TIME_IS_UP: Final = frozenset({"TIMEOUT", "DEADLINE"})
 
 
@@ -26,7 +26,7 @@ class JobState:
     """The newest answer of Slurm about one job."""
 
     def __init__(self, job: str, emit: Emit) -> None:
-        """Know nothing of the job yet, whose number is `job`."""
+        """Create the state of job `job`, without facts yet."""
         self.job = job
         self.emit = emit
         self.facts = JobFacts(state="UNKNOWN")
@@ -50,7 +50,7 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """Return whether Slurm says that the job has ended."""
+        """Return whether Slurm reports that the job has ended."""
         return not is_on(self.facts)
 
     @property
@@ -60,7 +60,7 @@ class JobState:
 
     @property
     def ended_at(self) -> float | None:
-        """Return when the job has ended, in seconds since the epoch; None where Slurm does not know it, or not yet."""
+        """Return the end of the job, in seconds since the epoch; None where Slurm has none, or none yet."""
         return self.facts.end if self.is_over else None  # of a job that runs it is the time limit
 
     def exit_code(self) -> int | None:
@@ -71,7 +71,7 @@ class JobState:
         return 128 + int(number) if number.isdigit() and int(number) else int(code)
 
     def tell(self) -> bool:
-        """Tell of a state, or a reason to wait, that is new; whether the job waits in it."""
+        """Emit a new state, or a new reason to wait; return whether the job waits in it."""
         state, reason = self.facts.state, self.facts.reason
         if self._shown == f"{state} {reason}":
             return False

@@ -1,4 +1,4 @@
-"""The launcher that a job brings along: dtctl's own modules in a zip, and what they are told of the job.
+"""The launcher that a job brings along: dtctl's own modules in a zip, with a file that describes the job.
 
 The nodes need a Python of version 3.10 or newer, and nothing of dtctl.
 """
@@ -68,7 +68,7 @@ def make_launcher(spec: Spec, run: str, *, code: str, snapshots: str, is_followe
         run: run id.
         code: folder of the code, which all nodes see; empty: below that of the run.
         snapshots: folder of the snapshots; empty: below that of the run.
-        is_followed: whether somebody follows the run.
+        is_followed: whether a launcher follows the run.
 
     Raises:
         PlanError: no job can be made of the spec.
@@ -82,7 +82,7 @@ def make_launcher(spec: Spec, run: str, *, code: str, snapshots: str, is_followe
 
 
 def make_job_file(spec: Spec, run: str, *, code: str, snapshots: str, is_followed: bool) -> JobFile:
-    """Make what the launcher inside a job is told; see `make_launcher`."""
+    """Make the file that describes the job to the launcher inside it; see `make_launcher`."""
     setup = (HEEDLESS, *spec.job.setup)
     files = spec.job.files.model_copy(update={"root": ".", "push": False})
     inside = spec.model_copy(update={"job": spec.job.model_copy(update={"setup": setup, "files": files})})
@@ -105,7 +105,7 @@ def make_job_file(spec: Spec, run: str, *, code: str, snapshots: str, is_followe
 
 
 def _scripts_of(template: PlanTemplate, base_dir: Path) -> tuple[str, ...]:
-    """Return the script of each node, with names of variables where it tells of a place or an attempt."""
+    """Return the script of each node, with names of variables in place of its place and attempt."""
     meeting = Rendezvous(run_id=f"{template.run}.0", address=Late("$MASTER_ADDR"), port=0)
     plan = bind_plan(template, Attempt(number=0, rendezvous=meeting))
     late = replace(plan, attempt=Late(f"${names.ATTEMPT}"))  # type: ignore[arg-type]

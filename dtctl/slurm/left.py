@@ -1,4 +1,4 @@
-"""The processes of a job that are left on its nodes when Slurm says that it has ended: counted, never assumed."""
+"""The processes of a job that are left on its nodes when Slurm reports its end: counted, never assumed."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def look(site: Site, python: str, job: str, state: JobFacts, nodes: Sequence[str
         site: where Slurm's commands are.
         python: interpreter there.
         job: its id.
-        state: what Slurm says of it (slurm_commands.py).
+        state: Slurm's report of it (slurm_commands.py).
         nodes: all that it was ever given.
     """
     if not nodes:
-        # Only a record of Slurm's without a node, and without another start before it, says that there was none.
+        # Only a record of Slurm's without a node, and without another start before it, shows that there was none.
         never = state.node_list == "(null)" and state.restarts == "0"
         return Left(counts={}, evidence="" if never else "Slurm does not say any more which nodes the job had")
     try:

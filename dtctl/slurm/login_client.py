@@ -19,7 +19,7 @@ from dtctl.supervisor.requests import find_module
 
 
 def ask(site: Site, python: str, kind: type[A], **request: object) -> A:
-    """Return the answer to one request, whose `op` is that of the answer.
+    """Return the answer to one request; its `op` is that of the answer.
 
     Raises:
         LaunchError: it cannot be done there: no Slurm, no Python, no place.
@@ -50,7 +50,7 @@ def _answer(data: bytes, name: str) -> str:
     """Return the JSON in the frames that the program has sent; empty when it has sent none.
 
     Raises:
-        LaunchError: it says why it cannot answer.
+        LaunchError: the program reports that it cannot answer.
     """
     try:
         received = frames.Parser().feed(data)
@@ -71,10 +71,10 @@ def missing(site: Site) -> LaunchError:
 
 
 def push(site: LoginSite, code: CodePush, *, python: str, workdir: str) -> str:
-    """Bring the code to a login node, as a launch over SSH brings it to each node; the folder there.
+    """Bring the code to a login node, as a launch over SSH brings it to each node; return the folder there.
 
     Raises:
-        TransportError: of the class that says what went wrong.
+        TransportError: of the class for the problem.
     """
     link = open_program(site.connection(), Hello(), node=site.name, python=python, workdir=workdir)
     clock = SilenceLimit(site.connection(), WORK_LIMIT_S)

@@ -45,9 +45,9 @@ from dtctl.launch.records.run_writer import write_private
 from dtctl.slurm.job_control import CONTROL_FOLDER
 
 EVENTS_COPY: Final = "job-events.jsonl"
-"""The job's own events, in the run's folder here, whose events are told of them."""
+"""Copy of the job's own events in the run's folder here; the run's events are made from it."""
 WHOLE: Final = (names.PLAN_FILE, names.LEDGER_FILE, BEGUN_FILE)
-"""Files that are replaced; the others grow, and may be begun anew."""
+"""Files that are replaced; the others grow, and may start again from the beginning."""
 TOLD: Final = (
     AttemptRunning, AttemptStarting, Healed, Hung, LauncherAway, NodeChanged, NodeLeftOut, NodeReplaced, NodesAllocated,
     Note, Restarting, SnapshotBegun, Stopping, TimeIsUp, WorkerExited,
@@ -69,19 +69,19 @@ class Mirror:
         self.end: RunEnded | None = None
         """End of the newest start of the job."""
         self.requeue_reason = ""
-        """Reason why Slurm has taken the job back, for the start that follows, which does not know."""
+        """Reason why Slurm has taken the job back, for the event of the next start, which lacks it."""
         self.is_stop_told = False
-        """True if whoever follows the job has had it stopped, and told so."""
+        """True if the follower of the job has stopped it, and emitted this event already."""
         self.has_begun = False
         """True if there is a launcher inside of the job, or was one."""
         for line in _text(record.folder / EVENTS_COPY).splitlines():
             self._apply(parse(line))
 
     def take(self, arrived: Mapping[str, tuple[int, bytes]]) -> bool:
-        """Copy what has arrived and tell of it; whether the metrics are to be copied from their beginning.
+        """Copy new parts of files and emit their events; return whether to copy the metrics from their beginning.
 
         Args:
-            arrived: file of the job -> offset, and what stands there; only those of this launcher.
+            arrived: file of the job -> offset, and the bytes there; only those of this launcher.
         """
         files = {name.removeprefix(f"{CONTROL_FOLDER}/"): part for name, part in arrived.items()}
         offset, data = files.pop(names.EVENTS_FILE, (0, b""))

@@ -15,7 +15,7 @@ from dtctl.supervisor import work
 
 
 def count_outputs(site: Site, ref: JobRef, paths: Sequence[str]) -> dict[str, Outputs]:
-    """Return the outputs of a job by the name of the machine that sees them; none where nobody can count them.
+    """Return the outputs of a job by the name of the machine that sees them; empty where they cannot be counted.
 
     Args:
         site: where Slurm's commands are.

@@ -29,7 +29,7 @@ class Lack:
     summary: str
     fix: str
     never: bool
-    """True if the job can never start; if not, it may have to wait for somebody to repair something."""
+    """True if the job can never start; if not, it may have to wait for a repair."""
     evidence: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     """The nodes to act on; empty where it is about the spec or the partition."""
@@ -68,7 +68,7 @@ def lacks(slurm: Slurm, nodes: int, offer: Offer) -> Iterator[Lack]:
                 fix=f"one of: {', '.join(partitions)}",
             )  # fmt: skip
         return
-    # A job may name several, of which Slurm takes the first that can run it.
+    # A job may name several; Slurm takes the first one that can run it.
     named = name.split(",")
     unknown = [partition for partition in named if partition not in partitions]
     if unknown:

@@ -18,7 +18,7 @@ from dtctl.transport.base import ByteStream, Connection, Target, Transport
 
 LIMIT_S = 60.0
 STDERR_BYTES = 1 << 20
-"""Bytes of what a command has printed beside its answer; more is not read."""
+"""Bytes of a command's output in addition to its answer; more is not read."""
 SANDBOX = "sandbox"
 """Value of `cluster.login` that means the sandbox which was started with --slurm."""
 
@@ -124,7 +124,7 @@ class LoginSite:
         """Return the open connection.
 
         Raises:
-            TransportError: of the class that says why there is none.
+            TransportError: of the class for the reason why there is none.
         """
         if self._connection is None or not self._connection.alive():
             self.close()
@@ -161,7 +161,7 @@ def _read(stream: ByteStream, limit_s: float) -> tuple[bytes, bytes]:
         out += chunk
         err += stream.read_stderr()
         del err[:-STDERR_BYTES]
-    stream.exit_status(2.0)  # what it says last on standard error comes before its status
+    stream.exit_status(2.0)  # its last output on standard error comes before its status
     return bytes(out), bytes(err) + stream.read_stderr()
 
 
@@ -176,12 +176,12 @@ def _text(data: bytes) -> str:
 
 
 def site_of(spec: Spec) -> Site:
-    """Return where the spec says that Slurm's commands are.
+    """Return the machine with Slurm's commands, as the spec names it.
 
     Raises:
-        LaunchError: it is the sandbox, and that has no Slurm; or nobody has agreed to what the spec reaches.
+        LaunchError: it is the sandbox, and that has no Slurm; or the user has not agreed to what the spec reaches.
     """
-    trust.check(spec)  # whoever asks Slurm gives it the spec's job, or reads a configuration that could run commands
+    trust.check(spec)  # a request to Slurm submits the spec's job, or reads a configuration that could run commands
     login = spec.cluster.login
     if login is None:
         return LocalSite()

@@ -73,13 +73,13 @@ def submit(
         site: where Slurm's commands are.
         run: run id.
         code: the scanned code; None when the job needs none.
-        followed: whether somebody follows the run: then each worker's output has a file of its own.
+        followed: whether a launcher follows the run: then each worker's output has a file of its own.
         out: a further place for the batch file.
-        earlier: folder of the run in whose outputs this one goes on; empty for none.
-        before: is told of the job, which has no number yet, before Slurm is.
+        earlier: folder of the run whose outputs this one continues; empty for none.
+        before: called with the job, which has no number yet, before it is submitted.
 
     Raises:
-        DtctlError: of the class that says what is wrong; nothing was submitted.
+        DtctlError: of the class for the problem; nothing was submitted.
     """
     tasks = array_of(spec)
     if followed:
@@ -131,10 +131,10 @@ def make_files(spec: Spec, plan: Plan, folder: Path, *, followed: bool) -> tuple
         spec: the checked spec.
         plan: what it comes to.
         folder: of the run, which all nodes see.
-        followed: whether somebody follows the run.
+        followed: whether a launcher follows the run.
 
     Raises:
-        PlanError: a key of the spec cannot be said to Slurm.
+        PlanError: a key of the spec cannot be expressed in Slurm.
         RenderError: a template is missing or wrong.
     """
     top, is_array = folder / work.FOLDER, bool(array_of(spec))
@@ -175,7 +175,7 @@ def _check_allocation(site: Site, environ: Mapping[str, str]) -> None:
     """Refuse to submit from inside an allocation: the job would wait until it ends, which may be for this very command.
 
     Raises:
-        LaunchError: this process is inside one; says how to use it.
+        LaunchError: this process is inside one; the error describes how to use it.
     """
     job = environ.get("SLURM_JOB_ID")
     if job and isinstance(site, LocalSite) and not site.env:
@@ -188,10 +188,10 @@ def _check_allocation(site: Site, environ: Mapping[str, str]) -> None:
 
 
 def array_of(spec: Spec) -> list[int]:
-    """Return the tasks of the job array that a spec asks for; none where it asks for one job.
+    """Return the tasks of the job array that a spec requests; empty where it requests one job.
 
     Raises:
-        PlanError: what it says is none.
+        PlanError: its value is no array.
     """
     array = spec.slurm.array if spec.slurm is not None else None
     return [] if array is None else arrays.indexes(array, where=spec.written_at("slurm.array"))
@@ -231,7 +231,7 @@ def write(path: Path, content: bytes) -> None:
     """
     is_new = not path.exists()
     try:
-        # It holds the job's variables, which are nobody else's business.
+        # It holds the job's variables, which are private.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "wb") as file:
             if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -268,6 +268,6 @@ def _copy(tree: Tree, folder: Path) -> None:
 
 
 def words(output: str) -> str:
-    """Return what sbatch has said, without its name on every line."""
+    """Return the messages of sbatch, without its name on every line."""
     lines = [re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in output.splitlines()]
     return "; ".join(line for line in lines if line) or "no message"

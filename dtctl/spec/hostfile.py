@@ -21,7 +21,7 @@ class HostfileLine:
 
     name: str
     slots: int | None
-    """Workers on the node; None when the line does not say."""
+    """Workers on the node; None when the line has no number."""
     where: str
     """`file:line`."""
 

@@ -1,4 +1,4 @@
-"""Reading a spec: file and `--set` in, checked `Spec` out. What errors say is in problems.py."""
+"""Reading a spec: file and `--set` in, checked `Spec` out. The texts of errors are in problems.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
     `-` is the standard input; the working folder is then the project's.
 
     Raises:
-        SpecError: the file cannot be read, or says something that is not allowed; all problems in one error.
+        SpecError: the file cannot be read, or has keys or values that are not allowed; all problems in one error.
     """
     if path == Path("-"):
         text = _text(sys.stdin.buffer.read(MAX_BYTES + 1), STDIN)
@@ -45,7 +45,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
             f"`dtctl launch --nodes localhost -- {path}`; what is meant for the spec's script follows `--`",
         )
     try:
-        if path.is_fifo():  # whoever opens it waits until somebody writes
+        if path.is_fifo():  # opening it waits until another process writes
             raise SpecError("the spec is a pipe", where=str(path), hint="`-` reads standard input")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -69,7 +69,7 @@ def _text(raw: bytes, source: str) -> str:
 def parse_spec(
     text: str, *, source: str, base_dir: Path, overrides: Sequence[str] = (), is_of_run: bool = False
 ) -> Spec:
-    """Return the spec that `text` says.
+    """Return the spec in `text`.
 
     Args:
         text: YAML.
@@ -93,7 +93,7 @@ def parse_spec(
 
 
 def check(document: positions.Document, *, base_dir: Path, overrides: Sequence[str], is_of_run: bool = False) -> Spec:
-    """Return the spec that the data of a document says, with `--set` values applied; the data is changed.
+    """Return the spec in the data of a document, with `--set` values applied; the data is changed.
 
     Raises:
         SpecError: a key or a value is wrong; all problems in one error.
@@ -154,7 +154,7 @@ def _without_plugins() -> Iterator[None]:
 
 
 def _retype(error: ValidationError, data: dict[str, Any], texts: Mapping[Key, str]) -> bool:
-    """Return where text is wanted and YAML took what was typed for a number or a truth value, put what was typed.
+    """Restore the typed text where text is required and YAML has read a number or a truth value.
 
     `env: {CUDA: 12.10}` means 12.10 and not 12.1. Returns whether anything was changed.
     """

@@ -22,7 +22,7 @@ _DEFAULT_COUNT = {"sandbox": 3, "local": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """One node, with all that the spec says about it."""
+    """One node, with all its settings from the spec."""
 
     name: str
     address: str
@@ -202,7 +202,7 @@ def join_gres(requests: Iterable[str | None]) -> str:
 
 
 def _slots(spec: Spec, entry: NodeEntry, gres: str | None) -> int | Literal["auto"]:
-    """Workers of a node; under Slurm `auto` is what the job asks for, since nobody can count before it runs."""
+    """Return the workers of a node; under Slurm `auto` is the number of GPUs that the job requests."""
     slots = entry.slots or spec.cluster.slots
     if slots != "auto" or spec.cluster.transport != "slurm":
         return slots
@@ -248,7 +248,7 @@ def _check_words(node: NodeSpec, key: str, where: str) -> None:
 
 
 def _check_others(spec: Spec, names: list[str]) -> None:
-    """Refuse what the spec says about nodes that it does not have, or has already."""
+    """Refuse settings of nodes that the spec does not have, or has already."""
     cluster = spec.cluster
     interfaces = spec.network.interface
     for name in interfaces if isinstance(interfaces, dict) else ():

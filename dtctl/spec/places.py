@@ -51,7 +51,7 @@ def dotted(path: Path) -> str:
 class Places:
     """Lines of a spec at which its keys were written.
 
-    Any two are equal: where something was said is no part of what was said, and specs are compared by that.
+    Any two are equal, since specs are compared by their contents, and not by their lines.
     """
 
     source: str = field(default="", compare=False)
@@ -64,7 +64,7 @@ class Places:
     def of(self, path: Path) -> str:
         """Return `file:line` of the key at `path`, or of the nearest one above it; `--set KEY=VALUE` if that set it.
 
-        A section that the file does not have, and of which `--set` set a part, was written there.
+        The place of a section that the file does not have is the `--set` that set a part of it.
         """
         for key, text in reversed(self.overrides):
             if path[: len(key)] == key or (key[: len(path)] == path and path not in self.lines):
@@ -73,5 +73,5 @@ class Places:
         return self.source if line is None else f"{self.source}:{line}"
 
     def line(self, path: Path) -> int | None:
-        """Line of the key at `path`, or of the nearest one above it; None when no file says anything about it."""
+        """Return the line of the key at `path`, or of the nearest one above it; None when no file has either."""
         return next((self.lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self.lines), None)

@@ -1,7 +1,8 @@
 """YAML with positions: the data of a text, and the line on which each key stands.
 
 The YAML library splits the text; what a scalar means is decided here, by the rules of YAML 1.2 rather than 1.1, so that
-a spec says what it seems to say: `NO` and `on` are text, `1:30:00` is not 5400, `010` is not 8, and `1e-3` is a number.
+a spec means what it seems to mean: `NO` and `on` are text, `1:30:00` is not 5400, `010` is not 8, and `1e-3` is a
+number.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_BaseLoader):  # type: ignore[misc]  # which of the two it is depends on how PyYAML was built
-    """Splits YAML and knows which plain scalars are text."""
+    """Loader that splits YAML and determines which plain scalars are text."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML wants it here
 
@@ -71,7 +72,7 @@ class Document:
     """Dictionaries with text as keys, lists, text, numbers, truth values and None; no object occurs twice in it."""
     places: Places
     texts: dict[Path, str]
-    """Numbers and truth values as they were typed, for keys where text is wanted: `1.10` is not the text `1.1`."""
+    """Numbers and truth values as they were typed, for keys that require text: `1.10` is not the text `1.1`."""
 
 
 def parse(text: str, *, source: str) -> Document:
@@ -87,7 +88,7 @@ def parse(text: str, *, source: str) -> Document:
     """
     reader = _Reader(source)
     try:
-        text.encode()  # libyaml wants bytes, and what came over the command line may not have been UTF-8
+        text.encode()  # libyaml requires bytes, and text from the command line may not have been UTF-8
         _check_depth(text, source)
         root = yaml.compose(text, Loader=_Loader)
         data = None if root is None else reader.value(root, ())
@@ -147,7 +148,7 @@ def _hint(text: str, number: int) -> str | None:
     keys = [found for line in lines[: number + 1] if (found := _KEY.match(line))]
     if len(keys) > 1 and lines[number : number + 1] == [keys[-1].string]:
         *above, last = keys
-        # A key that has no value of its own begins a section, whose keys stand further right.
+        # A key that has no value of its own begins a section with keys further right.
         begins = len(last["indent"]) > len(above[-1]["indent"]) and not above[-1]["value"]
         if not begins and last["indent"] not in {key["indent"] for key in above}:
             return "keys of one section begin in the same column, and those of the section above it further left"

@@ -35,7 +35,7 @@ _LIMITS = {
     "less_than_equal": ("le", "at most {}"),
 }
 _TOLD = 50
-"""Most problems that a message tells."""
+"""Most problems that a message lists."""
 _SHOWN = 60
 """Most characters of a wrong value that a message repeats."""
 
@@ -53,7 +53,7 @@ def path_in(loc: Sequence[int | str], data: Any) -> Path:
 
 
 def explain(problems: Sequence[ErrorDetails], data: Any, places: Places) -> SpecError:
-    """Return one error that tells all problems, in the order of the file; what `--set` did comes last."""
+    """Return one error that lists all problems, in the order of the file; those of `--set` come last."""
     entries = []
     for path, group in _by_path(problems, data).items():
         set_by = any(path[: len(key)] == key for key, _ in places.overrides)
@@ -92,7 +92,7 @@ def unknown(path: Path) -> str:
 
     legal = sorted({name for model in _models_at(path[:-1]) for name in model.list_keys()} - {"base_dir"})
     matches = difflib.get_close_matches(str(path[-1]), legal, n=1)
-    if not matches and len(path) == 1:  # as somebody writes who knows the key and not its section
+    if not matches and len(path) == 1:  # as a user writes who knows the key and not its section
         matches = [
             f"{section}.{path[-1]}"
             for section in legal

@@ -22,7 +22,7 @@ def spec_from_nodes(
     Args:
         nodes: names and ranges; `localhost` alone means this machine without SSH.
         slots: workers per node; None for one per GPU.
-        argv: the program and its arguments. What ends in `.py` is a script, anything else a command.
+        argv: the program and its arguments. A name that ends in `.py` is a script, anything else a command.
         overrides: `KEY=VALUE`, applied in order.
         base_dir: folder whose files are brought to the nodes.
 

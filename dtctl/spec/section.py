@@ -13,8 +13,8 @@ P = TypeVar("P", str, Path)
 _PATH_BYTES = 4095
 _NAME_BYTES = 255
 
-# Numbers are strict: pydantic would take `true` for 1 and the text "4" for 4. What a number was typed as where text is
-# wanted is settled in load.py; the JSON Schema, which editors use, has to allow for that.
+# Numbers are strict: pydantic would take `true` for 1 and the text "4" for 4. Where text is required, load.py restores
+# numbers as they were typed; the JSON Schema, which editors use, has to allow for that.
 Text = Annotated[str, Field(json_schema_extra={"type": ["string", "number", "boolean"]})]
 """Text; a number or a truth value is taken as it was typed."""
 Word = Annotated[str, Field(min_length=1)]

@@ -1,4 +1,4 @@
-"""Sections of pydantic whose keys are those of dtctl/train/config.py, which the workers read.
+"""Sections of pydantic with the keys of dtctl/train/config.py, which the workers read.
 
 With them, mistakes below `train:` are reported at their line, together with all others of a spec.
 """
@@ -20,18 +20,18 @@ from dtctl.train.config import TrainConfig
 
 
 def make_train_section() -> type[Section]:
-    """Return the `train:` section as pydantic checks it, made when first wanted."""
+    """Return the `train:` section as pydantic checks it, made at the first call."""
     return _section_of(TrainConfig)
 
 
 @cache
 def _section_of(config: type) -> type[Section]:
-    """Return the section whose keys are the fields of a dataclass; what is unset is left to the job's script."""
+    """Return the section with the fields of a dataclass as keys; unset keys are left to the job's script."""
     hints = get_type_hints(config)
     keys: dict[str, Any] = {}
     for field in fields(config):
         annotation = _annotation(hints[field.name], field.metadata)
-        # What is shown to editors is what holds where the script says nothing.
+        # Editors are shown the default that holds where the script sets nothing.
         schema_extra = {} if field.default is MISSING else {"default": field.default}
         optional = annotation | None if annotation is not Any else Any
         keys[field.name] = (optional, Field(default=None, json_schema_extra=schema_extra))

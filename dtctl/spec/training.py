@@ -60,5 +60,5 @@ def _check_train(values: object) -> Train:
     section = make_train_section().model_validate(values)
     try:
         return Train.of(section.model_dump(exclude_none=True, exclude_unset=True))
-    except SpecError as exc:  # pydantic asks for a ValueError, and knows the place
+    except SpecError as exc:  # pydantic requires a ValueError, and adds the place
         raise ValueError(exc.message) from None

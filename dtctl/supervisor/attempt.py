@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask a worker to end: who is ended by one is not lost."""
+"""Signals that ask a worker to end: a worker that one of them ends is not lost."""
 STRAY_GRACE_S = 1.0
 """Seconds that processes which outlived the workers get between SIGTERM and SIGKILL."""
 
@@ -70,7 +70,7 @@ class SupervisedRun:
         return processes.kill(self.token, self.helpers)
 
     def write_record(self, message: StartAttempt) -> None:
-        """Write down who supervises the run here, for whoever has to end it.
+        """Record which process supervises the run here, for the process that has to end it.
 
         Raises:
             OSError: it cannot be written.
@@ -155,7 +155,7 @@ class Attempt:
         self.link.send(Started(interface=self.interface))
 
     def read_progress(self) -> list[WorkerProgress]:
-        """Return how far the workers are, as far as they tell."""
+        """Return the progress of the workers that report it."""
         return progress.read(self.progress_dir) if self.stopped is None else []
 
     def end(self, at_once: bool = False) -> None:
@@ -177,7 +177,7 @@ class Attempt:
             self.live.heal(request)
 
     def collect(self) -> None:
-        """Report what has ended, and what workers say about a replacement."""
+        """Report the processes that have ended, and the workers' messages about a replacement."""
         ended = self.group.collect()
         self.rendezvous_port.check_port(at_once=bool(ended))
         for process in ended:
@@ -188,7 +188,7 @@ class Attempt:
             self.link.send(report)
 
     def _report_exit(self, process: Process) -> int:
-        """Report how a process ended, and what the node knows about the cause; its exit code."""
+        """Report how a process ended, with the cause if the node has determined it; return its exit code."""
         worker_exit = self.ends.add(process, is_ending=self.deadline is not None, is_killing=self._is_killing)
         self.link.send(ProgressReport(workers=self.read_progress()))
         self.link.send(worker_exit)
@@ -242,7 +242,7 @@ class Attempt:
             self.link.send(Cold(why=self.run.fork_servers.cold_reason))
 
     def conclude(self) -> None:
-        """Carry the ending of the attempt one step further, if nothing of it is to go on."""
+        """Take the next step of ending the attempt, unless a worker is running or may be replaced."""
         now = time.monotonic()
         if self.live is not None and self.live.is_open:
             return
@@ -296,7 +296,7 @@ class Attempt:
             self.is_end_sent = True
 
     def rewind(self, offsets: dict[str, int]) -> None:
-        """A new link says how much of each log it has; it is given the rest, and the end again if there was one."""
+        """Send a new link the rest of each log from the offsets that it reports, and the end again if there was one."""
         self.logs.rewind(offsets)
         self.metrics.sent = 0
         self.is_end_sent = False

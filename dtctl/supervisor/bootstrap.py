@@ -3,7 +3,7 @@
 Nothing has to be installed there. The command is a line of Python that reads a loader from its input; the loader reads
 the modules of this package, compiled for the Python of this machine and as text for any other, and calls `main`. No
 round trip is needed: all of it is sent in one go. Nothing of it is read from a disk there, so what runs is what was
-sent, whoever may write to the node's folders.
+sent, regardless of which users may write to the node's folders.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _text(name: str) -> str:
 
 
 _bundling = threading.Lock()
-"""Sessions with all nodes want the bundle at the same moment, and a cache alone would have each of them make it."""
+"""Sessions with all nodes need the bundle at the same moment, and with a cache alone each of them would make it."""
 
 
 @functools.cache

@@ -83,7 +83,7 @@ def _measure(path: str) -> tuple[int, float]:
                     info = entry.stat(follow_symlinks=False)
                     inner, time_of = info.st_blocks * 512, info.st_mtime
             except OSError:
-                continue  # it goes away meanwhile, or nobody may look
+                continue  # it was removed meanwhile, or it is not readable
             size, newest = size + inner, max(newest, time_of)
     return size, newest
 
@@ -103,7 +103,7 @@ def _free(path: str) -> bool:
 
 
 def remove(workdir: str, items: list[tuple[str, str]]) -> list[str]:
-    """Remove what may still be removed; names of the others, and of those of which something is left."""
+    """Remove the items that may still be removed; return the names of those that are still there, or partly there."""
     left = []
     for kind, name in items:
         store = KINDS_OF_TREES.get(kind)
@@ -126,7 +126,7 @@ def remove_run(workdir: str, name: str) -> bool:
 
 
 def remove_tree(workdir: str, name: str, kind: str = "code") -> bool:
-    """Remove a pushed tree, but not what somebody has changed in it; whether it is gone."""
+    """Remove a pushed tree, except files that were changed since; return whether it is gone."""
     store = os.path.join(workdir, kind)
     path = os.path.join(store, name)
     if not receive._is_tree(name) or not os.path.isfile(os.path.join(store, folders.MARKER)):

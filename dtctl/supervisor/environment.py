@@ -1,4 +1,4 @@
-"""Variables of a worker that only its node knows. Stdlib only, Python 3.8."""
+"""Variables of a worker that only its node can determine. Stdlib only, Python 3.8."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def without_step(environ: Mapping[str, str]) -> dict[str, str]:
 def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, str]:
     """Return the variables of an attempt, with this node's folders and its interface towards the head node.
 
-    What the message already sets stays: a user who names an interface knows better than the routing table.
+    Variables that the message sets stay: an interface that the user names takes precedence over the routing table.
     """
     env = {
         "DTCTL_RUN_DIR": run_dir,
@@ -39,7 +39,7 @@ def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, s
     }
     if interface:
         env["GLOO_SOCKET_IFNAME"] = interface
-        env["NCCL_SOCKET_IFNAME"] = "=" + interface  # "=": this one, not all whose names begin like it
+        env["NCCL_SOCKET_IFNAME"] = "=" + interface  # "=": this one, not all with this prefix
     return {**env, **start.env}
 
 

@@ -2,7 +2,7 @@
 
     WORKDIR/envs/DIGEST             the environment, which is never moved: its programs have its path in them
     WORKDIR/envs/DIGEST/dtctl.json  written last; without it the folder is the remains of a start that was killed
-    WORKDIR/envs/DIGEST.claim       who makes it now, and since when: touched every second
+    WORKDIR/envs/DIGEST.claim       the process that makes it now, and its start: touched every second
     WORKDIR/envs/cache              uv's cache, on the same file system, so that files are linked instead of copied
 
 Nodes may have the folder in common, on a file system without locks: one of them claims the work by making a file that
@@ -71,7 +71,7 @@ def make_environment(link: frames.FdLink, workdir: str, order: EnvironmentOrder)
     """Make an environment unless it is there.
 
     Raises:
-        CannotDo: it cannot be made; what there is of it is made anew by the next launch.
+        CannotDo: it cannot be made; the next launch starts again from an empty folder.
     """
     if not _is_digest(order.digest):
         raise CannotDo("environment", "%r is not the digest of an environment" % order.digest)
@@ -114,7 +114,7 @@ def is_used(path: str) -> bool:
         return any(name.endswith(CLAIM) for name in os.listdir(os.path.dirname(path)))
     if os.path.exists(path + CLAIM):
         return True
-    folder = os.path.join(path, "bin").encode()  # is on the PATH of all that runs there
+    folder = os.path.join(path, "bin").encode()  # in the PATH of every process that runs there
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -150,7 +150,7 @@ def _is_digest(name: str) -> bool:
 
 
 class _Claim:
-    """A file that says who makes an environment."""
+    """File that identifies the process that makes an environment."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -332,7 +332,7 @@ def _normal(name: str) -> str:
 
 
 def _failure(said: str, lock: list[str], name: str, status: int) -> tuple[str, str]:
-    """Return the code of a failure, and what uv has said of it, with the line of the lock that it is about."""
+    """Return the code of a failure, and uv's message with the line of the lock that it refers to."""
     if os.strerror(errno.ENOSPC) in said:
         return "disk-full", said.strip().split("\n")[-1].strip()
     lines = [re.sub(r"^[\s×╰├─▶│]+", "", line).strip() for line in said.split("\n")]

@@ -1,7 +1,7 @@
 """Cause of a process's end by the kernel: memory, a limit of the shell, a full disk. Stdlib only, Python 3.8.
 
-A process that the kernel ends for lack of memory gets SIGKILL like one that somebody has killed. The difference stands
-in the memory counter of its cgroup, and in the kernel's log where that may be read. The machine's own counter is no
+A process that the kernel ends for lack of memory gets SIGKILL, like one that a user has killed. The memory counter of
+its cgroup shows the difference, and so does the kernel's log where that may be read. The machine's own counter is no
 evidence: it counts every process of the machine.
 """
 
@@ -74,7 +74,7 @@ class WorkerExits:
         self._memory = OomCounters()
 
     def add(self, process: Process, is_ending: bool, is_killing: bool) -> WorkerExit:
-        """Note the end of a process, and what this node knows about the cause.
+        """Note the end of a process, with the cause if this node can determine it.
 
         Args:
             process: it has a status.
@@ -105,7 +105,7 @@ class WorkerExits:
         return worker_exit
 
     def forget(self, rank: int) -> None:
-        """Leave out the end of a worker that has got a successor: at the end of the attempt it is not told again."""
+        """Leave out the exit of a replaced worker: it is not reported again at the end of the attempt."""
         self.exits = [worker_exit for worker_exit in self.exits if worker_exit.rank != rank]
 
 

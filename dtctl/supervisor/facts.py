@@ -1,4 +1,4 @@
-"""Words for what the system says or refuses, for the control machine. Stdlib only, Python 3.8."""
+"""Descriptions of the system's answers and errors for the control machine. Stdlib only, Python 3.8."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The supervisor's side of the fork server: a process per node that has imported what the workers need, and forks them.
 
 See fork_server_main.py, which that process runs. The node script is run as ever; its last line hands the program to
-`VIA`, a few lines of shell in the run's folder, which either start the warm process in the program's place or only tell
-what would have been started: the second for every later attempt, whose variables are others. Stdlib only, Python 3.8.
+`VIA`, a few lines of shell in the run's folder. These either start the warm process in the program's place, or only
+print what would have been started. Later attempts do the latter, since their variables differ. Stdlib only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _warm() -> bytes:
 
 
 class ForkServerUnavailable(Exception):
-    """The fork server cannot be used; the text says why."""
+    """The fork server cannot be used, for the reason in the text."""
 
     def __init__(self, why: str, is_final: bool = False) -> None:
         """Take the reason; with `is_final`, another one would not do better."""
@@ -202,7 +202,7 @@ class ForkServer:
         if self._standby_link is None:
             return False
         try:
-            return bool(self._standby_link.recv(1))  # it says nothing until it is asked
+            return bool(self._standby_link.recv(1))  # it sends nothing until it gets a request
         except BlockingIOError:
             return True
         except OSError:

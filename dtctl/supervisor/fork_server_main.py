@@ -35,7 +35,7 @@ def main() -> list[str]:
     link = socket.socket(fileno=int(os.environ.pop(VIA_FD)))
     supervisor = int(os.environ.pop("DTCTL_WARM_PARENT"))
     modules = os.environ.pop(PRELOAD).split(",")
-    sys.path[0] = ""  # not the folder of this file, whose modules have names that a user's may have, too
+    sys.path[0] = ""  # not the folder of this file: its modules have names that a user's may have, too
     # For the workers; this one ends with its supervisor. Held back and not ignored: a signal that comes while there is
     # no worker yet is for the first one, and one to a worker that was just forked reaches it when it is one.
     signal.pthread_sigmask(signal.SIG_BLOCK, DEFERRED_SIGNALS)
@@ -91,7 +91,7 @@ def load(modules: list[str]) -> str:
     if torch is not None and torch.cuda.is_initialized():
         return "importing has initialized the GPU"
     # A first child shows two things. Some threads, such as those of NumPy's OpenBLAS, end before a fork and begin again
-    # when they are needed. And CUDA may have been started by a mere question, which `is_initialized` does not tell.
+    # when they are needed. And a mere query may have started CUDA, which `is_initialized` does not report.
     child = os.fork()
     if not child:
         os._exit(1 if torch is not None and torch.cuda._is_in_bad_fork() else 0)
@@ -100,7 +100,7 @@ def load(modules: list[str]) -> str:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return "importing has started %d threads" % (threads - 1)
-    gc.freeze()  # pages full of objects that nobody changes stay shared
+    gc.freeze()  # pages full of objects that do not change stay shared
     gc.enable()
     return ""
 
@@ -128,7 +128,7 @@ def receive(link: socket.socket) -> tuple[dict | None, int]:  # type: ignore[typ
 
 
 def tell(link: socket.socket, message: dict) -> None:  # type: ignore[type-arg]
-    """Send one line; nobody to hear it is no error."""
+    """Send one line; a closed link is no error."""
     try:
         link.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
@@ -136,7 +136,7 @@ def tell(link: socket.socket, message: dict) -> None:  # type: ignore[type-arg]
 
 
 def adopted_by(supervisor: int) -> None:
-    """Give this process a session of its own, and go on once it is a child of the supervisor."""
+    """Give this process its own session, and return once it is a child of the supervisor."""
     import time
 
     os.setsid()

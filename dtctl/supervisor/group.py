@@ -1,7 +1,7 @@
 """The processes of one attempt on one node: started, read from, and reaped. Stdlib only, Python 3.8.
 
-Output goes to one log per rank (output_log.py) and from there to whoever is linked, by offset; a reader that comes back
-asks for what it has not seen.
+Output goes to one log per rank (output_log.py), and from there to the linked reader, by offset. A reader that
+reconnects requests what it has not received.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Process:
     """One started copy of the node script and the pipe that its output comes through."""
 
     def __init__(self, rank: int, pid: int, pipe: int) -> None:
-        """Watch process `pid`, whose output arrives at the descriptor `pipe`."""
+        """Watch process `pid` and read its output from the descriptor `pipe`."""
         self.rank = rank
         self.pid = pid
         self.pipe: int | None = pipe
         self.status: int | None = None
         self.partial = b""
         self.midst: int | None = None
-        """Rank of the line of which a part was stored already."""
+        """Rank of the line that is stored in part so far, or None."""
 
 
 class Group:
@@ -49,7 +49,7 @@ class Group:
         self.add(rank, lambda output_fd: processes.spawn(argv, cwd, env, {1: output_fd, 2: output_fd}))
 
     def add(self, rank: int, start):  # type: ignore[no-untyped-def]  # Callable would have to come from typing
-        """Watch what `start(output_fd)` makes, a process whose id it returns."""
+        """Watch the process that `start(output_fd)` starts; `start` returns its process id."""
         read_end, write_end = os.pipe()
         try:
             pid = start(write_end)

@@ -1,4 +1,4 @@
-"""A node's end of the link while a run is on: frames that never block, and a clock. Stdlib only, Python 3.8."""
+"""A node's end of the link during a run: frames that never block, and a clock. Stdlib only, Python 3.8."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CHUNK = 1 << 16
 
 
 class ControlLink:
-    """The way to the control machine: non-blocking frames, with a clock for its last sign of life.
+    """Connection to the control machine: non-blocking frames, with a clock for its last sign of life.
 
-    It may be lost and taken anew. Messages without a link are dropped: a new one asks for what it has not seen.
+    A lost link can be replaced. Messages without a link are dropped: a new one requests what it has not received.
     """
 
     def __init__(self, setup_link: frames.FdLink | None, listener_fd: int | None, timeout_s: float) -> None:
@@ -44,12 +44,12 @@ class ControlLink:
         self.out = bytearray()
         self._last_heard = time.monotonic()
         self.is_up = True
-        self.is_synced = False  # until it has said what it knows already
+        self.is_synced = False  # until it has reported the offsets that it has
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
 
     def accept(self) -> None:
-        """Talk to whoever connected to the listening socket last."""
+        """Talk to the process that connected to the listening socket last."""
         listener = socket.socket(fileno=self.listener_fd)
         try:
             connection, _ = listener.accept()
@@ -89,7 +89,7 @@ class ControlLink:
             return None
         try:
             documents = [frames.decode(payload) for kind, _, payload in received if kind == frames.JSON]
-            # A launcher of a newer version may ask for more than this supervisor knows, which the older one has sent.
+            # A launcher of a newer version may send requests that this supervisor, sent by an older one, does not have.
             requests = [document for document in documents if document.get("op") in RUN_REQUESTS]
             return [parse(document, RUN_REQUESTS) for document in requests]
         except (frames.BrokenFrame, InvalidMessage):

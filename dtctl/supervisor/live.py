@@ -1,9 +1,8 @@
-"""Lost workers of an attempt that are replaced while the others stay: pipes to the workers, and who is to be started.
+"""Replacement of lost workers while the others stay: pipes to the workers, and the ranks that are to be started.
 
-The launcher decides (dtctl/launch/control/healing.py), the workers do what is to be done
-(dtctl/runtime/live/control.py, which has what is said in the pipes); in between, this passes on what they say, ends
-what is left of a lost worker and starts another one. Named pipes, since they work however a worker was started.
-Stdlib only, Python 3.8.
+The launcher decides (dtctl/launch/control/healing.py), and the workers act on it (dtctl/runtime/live/control.py, which
+describes the messages in the pipes). This module passes the messages on, ends the remains of a lost worker and starts
+another one. The pipes are named, since these work however a worker was started. Stdlib only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Live:
         self.folder = folder
         self.ranks = ranks
         self.missing: list[int] = []
-        """Lost workers whose places are to be taken."""
+        """Lost workers that are to be replaced."""
         self.undecided: set[int] = set()
-        """Lost workers of which the launcher has not said yet what is to be done."""
+        """Lost workers that the launcher has not decided about yet."""
         self.epoch = 0
         self._pipes: dict[int, int] = {}
         self._received = b""
@@ -65,7 +64,7 @@ class Live:
         return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def tell(self, rank: int, **message) -> None:  # type: ignore[no-untyped-def]
-        """Say something to a worker; one that reads nothing is not waited for."""
+        """Send a message to a worker, without waiting for one that reads nothing."""
         try:
             os.write(self._pipes[rank], json.dumps(message).encode() + b"\n")
         except OSError:
@@ -85,19 +84,19 @@ class Live:
                 self.tell(rank, op="heal", epoch=request.epoch, host=request.host)
 
     def join(self, request: Join) -> None:
-        """All are ready: say where they meet."""
+        """Send the workers, which are all ready, the address where they meet."""
         for rank in self.ranks:
             self.tell(rank, op="join", epoch=request.epoch, address=request.address, port=request.port)
 
     def end(self) -> None:
-        """There is no healing: whoever waits for it need not."""
+        """Release the workers that wait for a replacement: there will be none."""
         self.missing = []
         self.undecided.clear()
         for rank in self.ranks:
             self.tell(rank, op="end")
 
     def read(self) -> list[LiveReport]:
-        """Return what the workers have said."""
+        """Return the workers' reports."""
         try:
             self._received += os.read(self.reports, LONGEST)
         except BlockingIOError:

@@ -27,7 +27,7 @@ def main(workdir: str) -> int:
 
 
 def serve(link: frames.FdLink, workdir: str) -> int:
-    """Answer until a request is the last one, or the control machine has nothing more to say."""
+    """Answer requests until the last one, or until the control machine closes the link."""
     requests: NodeRequests | None = None
     try:
         while True:
@@ -48,7 +48,7 @@ def serve(link: frames.FdLink, workdir: str) -> int:
 
 
 def refuse(exc: Exception) -> Refusal:
-    """Return what the control machine is told of an error."""
+    """Return the message that reports an error to the control machine."""
     if isinstance(exc, CannotDo):
         return Refusal(code=exc.code, message=str(exc))
     if isinstance(exc, folders.Foreign):

@@ -1,4 +1,4 @@
-"""The runs of a node, as its folders tell: for a control machine that did not launch them. Stdlib only, Python 3.8.
+"""Runs of a node, from its folders, for a control machine that did not launch them. Stdlib only, Python 3.8.
 
 It only reads what the login user may read anyway.
 """
@@ -34,7 +34,7 @@ class RunRequests(NodeRequests):
 
 
 def list_runs(workdir: str) -> list[RunOnNode]:
-    """Runs of which there is a record, the newest last."""
+    """Return the runs that have a record, the newest last."""
     top = os.path.join(workdir, "runs")
     names = [name for name in os.listdir(top) if folders.is_name(name)] if os.path.isdir(top) else []
     runs = [run for name in names for run in [_look(os.path.join(top, name))] if run is not None]

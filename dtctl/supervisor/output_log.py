@@ -123,7 +123,7 @@ class Log:
 
     def lost(self, is_linked: bool) -> int:
         """Bytes that neither the file has nor a link was given, or, if there is one, will be; not those cut out."""
-        if not self.unstored:  # then all that is missing was cut out, which the launcher is told of as a gap
+        if not self.unstored:  # then all that is missing was cut out, which is reported to the launcher as a gap
             return 0
         left = sum(max(0, start + length - max(start, self.sent)) for start, _, length in self.segments)
         held = min(len(self.held), self.size - self.sent) if is_linked else 0
@@ -138,7 +138,7 @@ class RankLogs:
         self.folder = folder
         self.limit_bytes = limit_bytes
         self.is_linked = True
-        """True if somebody takes what the disk refuses."""
+        """True if a link takes the output that cannot be written to the disk."""
         self._logs: dict[int, Log] = {}
 
     def open(self, rank: int) -> Log:
@@ -177,7 +177,7 @@ class RankLogs:
                 if missing:
                     link.send(LogGap(rank=rank, bytes=missing))
                 if not (missing or data):
-                    break  # somebody has made the file shorter
+                    break  # another process has truncated the file
                 link.out += frames.pack(frames.LOG, data, rank)
         return all(log.sent >= log.size for log in self._logs.values())
 

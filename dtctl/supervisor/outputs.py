@@ -1,6 +1,6 @@
-"""A node's end of `dtctl fetch`: which files a run has put out, their digests, and their contents.
+"""A node's end of `dtctl fetch`: the files that a run has written, their digests, and their contents.
 
-It only reads. What is said in both directions stands in messages/outputs.py.
+It only reads. The messages in both directions are in messages/outputs.py.
 An index counts the rows. Stdlib only, Python 3.8.
 """
 

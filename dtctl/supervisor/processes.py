@@ -52,7 +52,7 @@ def _table() -> dict[int, tuple[int, str, int]]:
 
 
 def identity(pid: int) -> str:
-    """Return what tells a process from any other that has its id, before or after it; empty when there is none."""
+    """Return a text that distinguishes a process from earlier and later ones with its id; empty if there is none."""
     row = node_facts.process(pid)
     return "" if row is None else f"{node_facts.boot_id()} {row[2]}"
 
@@ -67,7 +67,7 @@ def living_supervisor(run_dir: str) -> dict[str, Any] | None:
 
 
 def carries(pid: int, token: str) -> bool:
-    """Return whether a process was started with the run's token, as far as we may know."""
+    """Return whether a process was started with the run's token, as far as its environment is readable."""
     return _carries(pid, f"{TOKEN}={token}".encode())
 
 
@@ -99,7 +99,7 @@ def find(token: str, keepers: frozenset[int] = frozenset()) -> list[int]:
     """
     mark = f"{TOKEN}={token}".encode()
     table = _table()
-    keepers = (keepers | {os.getpid()}) - {0}  # 0 is the parent of init, of which all descend
+    keepers = (keepers | {os.getpid()}) - {0}  # 0 is the parent of init, and so an ancestor of all
     members = {pid for pid, row in table.items() if pid not in keepers and row[1] != "Z" and _carries(pid, mark)}
     grew = True
     while grew:  # descendants, whatever they did to their environment
@@ -156,9 +156,9 @@ def send(pids: list[int], number: int) -> None:
 
 
 def kill(token: str, keepers: frozenset[int] = frozenset()) -> int:
-    """End every process of a run with SIGKILL; the number still there after two seconds (stuck in the kernel).
+    """End every process of a run with SIGKILL; return how many remain after two seconds (stuck in the kernel).
 
-    Children of this process are left to be collected, for how they have ended is somebody's business.
+    Children of this process stay zombies: the caller collects them with their exit status.
     """
     deadline = time.monotonic() + 2.0
     while True:

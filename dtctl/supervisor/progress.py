@@ -25,7 +25,7 @@ RESUME_SUFFIX = ".resume"
 
 
 def read(folder: str) -> list[WorkerProgress]:
-    """Return what each worker that tells its progress has noted last, in no particular order."""
+    """Return the last progress of each worker that reports it, in no particular order."""
     try:
         file_names = os.listdir(folder)
     except OSError:
@@ -46,7 +46,7 @@ def read(folder: str) -> list[WorkerProgress]:
 
 
 def read_resume(path: str) -> dict[str, ResumeVerdict]:
-    """Return what a worker tells of a resume; nothing of a file that is not what a worker writes."""
+    """Return a worker's verdicts on a resume; empty if a worker cannot have written the file."""
     try:
         with open(path, "rb") as file:
             told = json.loads(file.read(1 << 20))

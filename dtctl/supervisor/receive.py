@@ -1,14 +1,14 @@
 """The node's end of a push: keeps trees of files below the workdir, takes only what is missing, checks every digest.
 
     WORKDIR/code/TREE          the files of one tree; several runs may use it, so nothing of dtctl changes it
-    WORKDIR/code/TREE.json     the seal: what was written there and what `lstat` said of it; whoever uses it holds it
+    WORKDIR/code/TREE.json     the seal: files written there, with their `lstat` result; locked by each user of the tree
     WORKDIR/code/.lock         held while trees are looked for (shared), or named and removed (exclusive)
-    WORKDIR/data               the same for data, of which nothing goes by itself (`dtctl clean`)
-    WORKDIR/code/.dtctl        says that the store is ours; without it nothing is ever removed there
+    WORKDIR/data               the same for data, which only `dtctl clean` removes
+    WORKDIR/code/.dtctl        marks the store as ours; without it nothing is ever removed there
 
-A tree that matches its seal is taken as it is. When somebody has changed it, another folder (TREE.1, ...) is made
-beside it, from what is still good on this node and what is sent. Nothing the sender says is trusted: neither paths, nor
-sizes, nor links. A file is a row of path, mode, size in bytes, SHA-256 and link (`FileEntry` in
+A tree that matches its seal is taken as it is. If it was changed, another folder (TREE.1, ...) is made next to it, from
+the files that are still good on this node and those that are sent. Nothing from the sender is trusted: neither paths,
+nor sizes, nor links. A file is a row of path, mode, size in bytes, SHA-256 and link (`FileEntry` in
 dtctl/launch/files/tree.py).
 Stdlib only, Python 3.8.
 """
@@ -44,7 +44,7 @@ _locks_in_use: list[int] = []
 
 
 class Refused(Exception):
-    """The push cannot be taken; the sender has been told."""
+    """The push cannot be taken; the sender has received the reason."""
 
 
 class PushProblem(Exception):
@@ -57,16 +57,16 @@ class PushProblem(Exception):
 
 
 def receive(link: frames.FdLink, workdir: str, tree: str, kind: str = "code") -> str:
-    """Bring a tree to this node, by its digest; the folder it lies in, which stays while this process lives.
+    """Bring a tree to this node, by its digest; return its folder, which stays while this process lives.
 
     Args:
         link: to the control machine.
         workdir: of this node.
         tree: digest of the tree.
-        kind: `code`, of which old trees give way to new ones, or `data`.
+        kind: `code`, where new trees replace old ones, or `data`.
 
     Raises:
-        Refused: it could not be done. Nothing half-written is left, and the sender knows why.
+        Refused: it could not be done. Nothing half-written is left, and the sender has received the reason.
     """
     store = os.path.join(workdir, kind)
     try:
@@ -159,7 +159,7 @@ class BlockReceiver:
             yield payload
 
     def serve(self, request: PushRelay, store: relay.BlockFiles, folder: str):  # type: ignore[no-untyped-def]
-        """Serve blocks to other nodes; what to tell of it, and the TLS for fetching from them, None without any."""
+        """Serve blocks to other nodes; return the state to report, and the TLS context for fetching or None."""
         from dtctl.supervisor import relay
 
         try:
@@ -258,7 +258,7 @@ class _Push(BlockReceiver):
                 _clean(self.store)
             seal = _Lock(
                 self.partial_path + ".json", fcntl.LOCK_EX, os.O_CREAT
-            )  # tells others that this one is not stale
+            )  # shows other processes that it is not stale
         with seal:
             try:
                 path = self._make(files, seal)
@@ -434,7 +434,7 @@ class _Push(BlockReceiver):
             path = _find(self.store, self.tree)
             if not path:
                 path, number = os.path.join(self.store, self.tree), 0
-                while os.path.lexists(path):  # somebody has changed that one
+                while os.path.lexists(path):  # that one was changed
                     number += 1
                     path = os.path.join(self.store, f"{self.tree}.{number}")
                 os.rename(self.partial_path, path)  # first, because this fails if it is a folder after all

@@ -11,7 +11,7 @@ EXIT_RECORD = "exit.json"
 RECORD_BYTES = 64 << 10
 """Room for an exit record: some 300 workers."""
 STOP_REQUEST = "stop-request"
-"""File in the run's folder that says who wants the run to end; written before the supervisor gets SIGTERM."""
+"""File in the run's folder that names the requester of a stop; written before the supervisor gets SIGTERM."""
 
 
 def write_atomically(path: str, data: bytes) -> None:

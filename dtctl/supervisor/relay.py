@@ -1,8 +1,9 @@
 """Blocks of a push between nodes: each node serves those that it has to nodes of the same run. Stdlib only, Python 3.8.
 
-The control machine decides who fetches from whom (dtctl/launch/files/relay.py). Both ends of a connection prove that
-they belong to the run by its certificate. A request is the SHA-256 of a block; the answer is its length and its bytes,
-as soon as the serving node has it, and until then a sign of life every second. The digest decides what is written.
+The control machine assigns fetching to serving nodes (dtctl/launch/files/relay.py). Both ends of a connection prove
+that they belong to the run by its certificate. A request is the SHA-256 of a block; the answer is its length and its
+bytes, as soon as the serving node has it, and until then a sign of life every second. The digest decides what is
+written.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class BlockFiles:
         """Take the layout.
 
         Args:
-            folder: descriptor of the folder, of which a copy is kept.
+            folder: descriptor of the folder; a duplicate of it is kept.
             paths: of the files in it, which exist.
             blocks: as `cut` returns them.
             digests: SHA-256 of each block.
@@ -119,7 +120,7 @@ class BlockFiles:
         return sum(length for _, _, length in self._segments[digest][0])
 
     def write(self, digest: bytes, data: memoryview) -> bool:
-        """Write a block wherever it belongs; False, and nothing is written, if it is not what its name says."""
+        """Write a block wherever it belongs; return False, and write nothing, if its digest does not match."""
         if len(data) != self.size(digest) or hashlib.sha256(data).digest() != digest:
             return False
         for segments in self._segments[digest]:
@@ -164,7 +165,7 @@ class BlockFiles:
         return self._closed
 
     def close(self) -> None:
-        """Let nobody wait any longer."""
+        """Release all waiting threads."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -198,7 +199,7 @@ class Pace:
 
 
 def make_contexts(certificate: str, key: str, folder: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Return the TLS of the serving and of the fetching end, both of which have the run's certificate and want it.
+    """Return the TLS contexts of the serving and of the fetching end; both present and require the run's certificate.
 
     Args:
         certificate: of the run, PEM.
@@ -255,7 +256,7 @@ class BlockServer:
         self._start(self._accept, ())
 
     def close(self) -> None:
-        """Serve nobody any longer; no thread is left."""
+        """Stop serving; no thread is left."""
         self._files.close()
         with self._lock:
             sockets = [self._listener, *(sock for _, sock in self._unproven), *self._proven]
@@ -299,9 +300,9 @@ class BlockServer:
                 secure.close()
 
     def _admit(self, address: str, sock: socket.socket) -> None:
-        """Give a connection one of the places of those that have proven nothing, if need be somebody else's.
+        """Give a connection one of the places for unproven connections; if all are taken, close another one.
 
-        The place is taken from the address that has most of them: whoever opens many connections displaces itself.
+        The address with the most places loses one: an address that opens many connections displaces its own.
         """
         with self._lock:
             counts: dict[str, int] = {}
@@ -457,7 +458,7 @@ def receive_exactly(sock: socket.socket, size: int, deadline: float = 0.0) -> by
 
 
 def _shut(sock: socket.socket) -> None:
-    """Wake whoever waits for a socket, in whatever thread."""
+    """Wake the threads that wait for a socket."""
     try:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:

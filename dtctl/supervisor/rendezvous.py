@@ -20,7 +20,7 @@ class RendezvousPort:
         """Look for nothing yet; 0: the workers meet on another node, or need not meet."""
         self.port = port
         self.opened: bool | None = False if port else None
-        """None where nobody looks."""
+        """True once the port is open; None on nodes that do not check it."""
         self._begun = time.monotonic()
         self._next = 0.0
 

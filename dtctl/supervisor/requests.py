@@ -33,7 +33,7 @@ ANSWERED_BY = {
 
 
 class CannotDo(Exception):
-    """This node cannot do its part; `code` is for the control machine, the text for people."""
+    """This node cannot do its part; `code` is for the control machine, the text for the user."""
 
     def __init__(self, code: str, text: str) -> None:
         """Take the reason."""

@@ -42,7 +42,7 @@ class Reporting:
 
     def __init__(self, link: frames.FdLink) -> None:
         """Report over a link to the control machine."""
-        import threading  # slow to import, and not needed to say who we are
+        import threading  # slow to import, and not needed for the first answer
 
         self._link = link
         self._done = threading.Event()
@@ -85,7 +85,7 @@ class SetupRequests(NodeRequests):
         link, runs = self.link, os.path.join(self.workdir, "runs")
         if isinstance(request, Hello):
             link.send_json(describe_node(self.workdir, request))
-            from dtctl.supervisor import supervisor  # noqa: F401 - imported while the control machine goes on
+            from dtctl.supervisor import supervisor  # noqa: F401 - imported while the control machine continues
         elif isinstance(request, PushTree):
             from dtctl.supervisor import receive
 
@@ -93,7 +93,7 @@ class SetupRequests(NodeRequests):
                 with Reporting(link):
                     receive.receive(link, self.workdir, request.tree, request.store)
             except receive.Refused:
-                return 1  # the control machine has been told why
+                return 1  # the control machine has received the reason
         elif isinstance(request, Prepare):
             with Reporting(link):
                 if request.environment is not None:
@@ -116,7 +116,7 @@ class SetupRequests(NodeRequests):
 
 
 def claim(workdir: str) -> None:
-    """Make the workdir, and see that nobody else can put files into it or into a folder of ours below it.
+    """Make the workdir, and check that no other user can put files into it or into a folder of ours below it.
 
     Raises:
         CannotDo: it cannot be made.
@@ -136,7 +136,7 @@ def claim(workdir: str) -> None:
 
 
 def describe_node(workdir: str, request: Hello) -> NodeDescription:
-    """Return what this node says about itself."""
+    """Return this node's description of itself."""
     has_environment = has_uv = False
     has_glibc = True
     if request.environment:
@@ -166,7 +166,7 @@ def runs_under_way(runs_dir: str) -> list[str]:
     try:
         with os.scandir(runs_dir) as entries:
             ages = sorted((entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in entries)
-    except OSError:  # somebody removes runs meanwhile; this is for information only
+    except OSError:  # another process removes runs meanwhile; this is for information only
         return []
     names = [name for _, name in ages[-RUNS_LOOKED_AT:]]
     return [name for name in names if processes.living_supervisor(os.path.join(runs_dir, name)) is not None]
@@ -218,7 +218,7 @@ def prepare(workdir: str, message: Prepare) -> None:
 
 
 def _locate_data(workdir: str, link: DataLink) -> str:
-    """Return where files beside the code lie on this node; a tree stays there while this process lives.
+    """Return the place of files in addition to the code on this node; a tree stays there while this process lives.
 
     Raises:
         CannotDo: they are missing.
@@ -315,7 +315,7 @@ def listen(run_dir: str) -> int:
 
 
 def attach(link: frames.FdLink, run_dir: str, message: Attach) -> int:
-    """Pass bytes between the link and a kept run's supervisor; tell the end of the run if that is over."""
+    """Pass bytes between the link and a kept run's supervisor; report the end of the run if that is over."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         try:
             os.chdir(run_dir)
@@ -329,7 +329,7 @@ def attach(link: frames.FdLink, run_dir: str, message: Attach) -> int:
 
 
 def _pass_bytes(link: frames.FdLink, fd: int, message: Attach) -> bool:
-    """Pass bytes in both directions until one end is gone; return whether the supervisor has said anything."""
+    """Pass bytes in both directions until one end is gone; return whether the supervisor has sent anything."""
     import select
 
     has_answered = False
@@ -377,7 +377,7 @@ def replay(link: frames.FdLink, run_dir: str, offsets: dict[str, int]) -> None:
 
 
 def sweep(run_dir: str, message: Sweep) -> Swept:
-    """End a run whose launcher is gone: its supervisor first, which ends the rest, then whatever is still there."""
+    """End a run whose launcher is gone: its supervisor first, which ends the rest, then any process that remains."""
     deadline = time.monotonic() + message.grace_s + 3
     record = processes.living_supervisor(run_dir)
     if record is not None and record.get("token") == message.token:

@@ -4,7 +4,7 @@
     RUN_DIR/ahead/PATH      the same on a spare, until the run has a working folder there (work.py)
     RUN_DIR/shared.json     what was copied to this node: path, size, time and the store that it came from
     RUN_DIR/.incoming-*     copies that are on their way
-    RUN_DIR/aside-N         what was set aside, since nobody knows whether it is complete
+    RUN_DIR/aside-N         files that were set aside, since it is unknown whether they are complete
     WORKDIR/store           name of this node's disk, made by chance
 
 No link is followed, nothing but regular files below the shared folders is read or written, and nothing is removed but
@@ -103,7 +103,7 @@ class SharedRequests(NodeRequests):
             self.link.send_json(self.set_aside(request.files))
 
     def close(self) -> None:
-        """Serve nobody any longer, and remove what did not get its name."""
+        """Stop serving, and remove files that have not got their final names."""
         receive.stop_serving()
         self.drop_incoming()
 
@@ -230,7 +230,7 @@ class SharedRequests(NodeRequests):
             self.refuse(facts.code_of(exc), facts.describe(exc))
 
     def refuse(self, code: str, text: str) -> None:
-        """Report why files cannot be taken; the next list goes on from there."""
+        """Report why files cannot be taken; the next list continues from there."""
         self.drop_incoming()
         self.link.send_json(PushState(state="error", code=code, message=text))
 
@@ -436,7 +436,7 @@ def find_root(run_dir: str, top: str, root: str) -> tuple[str, str]:
 
 
 def find_files(run_dir: str, paths: list[str], skipped: list[str]) -> Iterator:  # type: ignore[type-arg]
-    """Yield each regular file below shared folders: path, place, folder of its run, and what `lstat` says.
+    """Yield each regular file below shared folders: path, place, folder of its run, and the result of `lstat`.
 
     Args:
         run_dir: folder of the run.
@@ -500,7 +500,7 @@ def check_end(place: str, size: int) -> str:
     """
     name = place.rpartition("/")[2]
     if name.endswith(".distcp"):
-        return ""  # several archives in one file; another file says that it is complete
+        return ""  # several archives in one file; another file marks it as complete
     try:
         head = read_part(place, 0, min(8, size))
         if head[:4] == b"PK\x03\x04":

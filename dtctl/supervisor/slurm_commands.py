@@ -37,9 +37,9 @@ EVENTS_BYTES = 1 << 26
 
 
 ASK_S = 15.0
-"""Seconds between two questions to Slurm's controller, of all who follow a run."""
+"""Seconds between two requests to Slurm's controller, from all followers of a run together."""
 ANSWER_S = 10
-"""A controller that has not said how a job is by then is down, as far as anybody waits for it."""
+"""Seconds until a controller that has not reported a job's state counts as down."""
 
 
 def run(
@@ -112,8 +112,8 @@ def submit(request: Json) -> Json:
         env, ignored, used = environment(opened.read())
     env.update(request["env"])
     variables = {"ignored": ignored, "used": used}
-    # First only to try: Slurm takes a job that can never start, for more nodes than there are, and lets it wait. Not
-    # where nodes are away that will be back: Slurm says of that, too, that it can never start, and lets it wait.
+    # Test first: Slurm accepts a job that can never start, for more nodes than there are, and lets it wait. Do not test
+    # where nodes are only temporarily away: the test reports that such a job can never start, too.
     for option in ("--test-only", "--parsable") if request["test"] else ("--parsable",):
         done = run("sbatch", option, file, env=env)
         if done.returncode and option == "--test-only":
@@ -128,13 +128,13 @@ def submit(request: Json) -> Json:
 
 
 COMMANDS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
-"""Variables that say which Slurm is meant."""
+"""Variables that select the Slurm cluster."""
 DEFAULTS = {
     "SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos", "SBATCH_TIMELIMIT": "time",
     "SBATCH_RESERVATION": "reservation", "SBATCH_CONSTRAINT": "constraint", "SBATCH_WCKEY": "wckey",
     "SBATCH_CLUSTERS": "clusters",
 }  # fmt: skip
-"""Variables with which sites and users say what every job asks for, and the options that they stand for."""
+"""Variables with which sites and users set options of every job, and these options."""
 
 
 def environment(text: str) -> tuple[dict[str, str], list[str], list[str]]:
@@ -181,10 +181,10 @@ def standing(request: Json) -> Json:
 
 
 def known_state(request: Json) -> Json:
-    """Return how the job is, by Slurm's last answer to anybody who follows it, or by a new one.
+    """Return the job's state from Slurm's last answer to any follower of the run, or from a new one.
 
-    The controller is asked every 15 s for each run, from however many machines. What is urgent comes sooner, up to four
-    times in a minute: the job's files say that it begins or ends, or somebody ends it.
+    The controller gets one request every 15 s for each run, from however many machines. Urgent requests come sooner, up
+    to four times in a minute: when the job's files show that it begins or ends, or when a user ends it.
     """
     job, folder = request["job"], request.get("folder", "")
     path = os.path.join(folder, "slurm-state.json")
@@ -251,9 +251,9 @@ def state(job: str) -> Json:
 
 
 def find(request: Json) -> Json:
-    """Return the numbers of the jobs that a batch file has become, or null where Slurm does not say.
+    """Return the numbers of the jobs that were submitted from a batch file, or null if Slurm does not answer.
 
-    Those that Slurm has forgotten are found by the first line of their output.
+    Jobs that Slurm no longer lists are found by the first line of their output.
     """
     done = run("scontrol", "show", "job", "-o", limit_s=ANSWER_S)
     if done.returncode:
@@ -285,9 +285,9 @@ def moment(text: str) -> float | None:
 
 
 def news(folder: str, have: dict[str, int]) -> Json:
-    """Relative path -> [offset, what follows in base64] of the files that have grown, or begun anew.
+    """Return the new parts of files that have grown or started again: relative path -> [offset, bytes in base64].
 
-    The job's log comes only with all that was written before what it tells: the start of another attempt, for one.
+    The job's log is left out while earlier attempts' logs are incomplete, for it reports the next attempt's start.
     """
     grown: Json = {}
     add(grown, folder, "job.log", have)
@@ -389,13 +389,13 @@ LOOK_S = 20
 COMPLETING_S = 30
 """Seconds until the nodes of an ended job are free; the kernel's and the site's epilogs come in between."""
 SSH = ("BatchMode=yes", "ConnectTimeout=5", "StrictHostKeyChecking=yes", "ForwardAgent=no", "ForwardX11=no")
-"""Ask nobody, and trust no node that is not known."""
+"""Options of ssh: no prompts, and only nodes with a known host key."""
 
 
 def left(request: Json) -> Json:
-    """Processes of a job that has ended which are left on its nodes, null where nobody could look; how it was found.
+    """Return how many processes of an ended job are left on its nodes, null where unknown, and how this was found.
 
-    A small job looks, if the nodes are free for it at once: what Slurm says of a job that it has ended is no look.
+    A small job counts them if its nodes are free at once. Slurm's report that the job has ended does not show it.
     """
     nodes, counts = request["nodes"], dict.fromkeys(request["nodes"])
     node_records = run("scontrol", "show", "node", "-o", ",".join(nodes))
@@ -468,7 +468,7 @@ def over_ssh(nodes: list[str], ids: str) -> dict[str, int | None]:
         return int(told[1]) if told else None
 
     counts = {nodes[0]: look_at(nodes[0])}
-    if counts[nodes[0]] is None:  # a site that lets nobody in counts failed logins
+    if counts[nodes[0]] is None:  # a site that refuses logins counts failed ones
         return counts
     with ThreadPoolExecutor(32) as pool:
         looks = {node: pool.submit(look_at, node) for node in nodes[1:]}

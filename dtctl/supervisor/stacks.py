@@ -96,7 +96,7 @@ class StackDump:
 
 
 def _py_spy(pid: int) -> str:
-    """Path of py-spy, beside the worker's Python or on the PATH; empty where it is not."""
+    """Return the path of py-spy, next to the worker's Python or on the PATH; empty where it is not."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             python = file.read().split(b"\0")[0].decode()

@@ -1,11 +1,11 @@
 """The supervisor: starts a run's processes on one node, watches them, and leaves nothing behind.
 
 It is not a daemon and needs no root: it lives as long as one run, is started over SSH (or by srun), talks over its own
-standard input and output, and listens on no port. Whatever happens to the other end - Ctrl-C, kill -9, a lost link - it
-notices, ends the run's processes and itself. With `keep` it goes on alone instead and takes a new link through a unix
+standard input and output, and listens on no port. It detects the loss of the other end (Ctrl-C, kill -9, a lost link)
+and ends the run's processes and itself. With `keep` it continues alone instead and takes a new link through a unix
 socket in the run's folder. Stdlib only, Python 3.8.
 
-One thread, one poll loop; every wait has a deadline. What is said in both directions stands in messages/attempt.py.
+One thread, one poll loop; every wait has a deadline. The messages in both directions are in messages/attempt.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Supervisor:
-    """Serves one run on one node: the loop over what the control machine says and what becomes of the processes."""
+    """Supervisor of one run on one node: a loop over messages of the control machine and events of the processes."""
 
     def __init__(
         self, start: StartAttempt, run_dir: str, setup_link: FdLink | None, listener_fd: int | None, guard: int
@@ -60,9 +60,9 @@ class Supervisor:
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # Acted on in the loop: not while a worker is being started, which could not be told.
+            # The loop acts on the signal, since a worker that is being started right now cannot be stopped yet.
             signal.signal(number, lambda number, _: self._signals.append(number))
-        # How batch systems warn, often all processes at once: for the workers, who answer it with a snapshot.
+        # Batch systems warn with this signal, often all processes at once. The workers answer it with a snapshot.
         signal.signal(signal.SIGUSR1, lambda *_: None)
         self.run = SupervisedRun(start, run_dir, guard)
         self.attempt: Attempt | None = None
@@ -70,7 +70,7 @@ class Supervisor:
         self.stack_dump: StackDump | None = None
 
     def serve(self) -> None:
-        """Serve until told to quit, or until the run has ended and no control machine is connected."""
+        """Serve until a request to quit, or until the run has ended and no control machine is connected."""
         while True:
             while self._signals:
                 self._act_on_signal(self._signals.pop(0))
@@ -87,7 +87,7 @@ class Supervisor:
             self._receive()
 
     def start(self, message: StartAttempt) -> None:
-        """Start an attempt, or stand by for it; if that cannot be, say why, and leave."""
+        """Start an attempt, or stand by for it; if that fails, report the reason and leave."""
         try:
             self.run.write_record(message)
             if isinstance(message, StandBy):
@@ -113,7 +113,7 @@ class Supervisor:
         self._leave()
 
     def _leave(self) -> None:
-        """End the attempt; the loop ends when it has, and when the control machine has heard of it."""
+        """End the attempt; the loop ends when it has ended, and when this was sent to the control machine."""
         self.leaving = True
         if self.attempt is not None:
             self.attempt.end()
@@ -198,7 +198,7 @@ class Supervisor:
         if attempt is not None and attempt.stopped is None:
             return False
         if self.run.keep and not link.is_up and attempt is not None:
-            return True  # the exit record and the logs on disk say the rest
+            return True  # the exit record and the logs on disk have the rest
         heard_out = not link.is_up or (not link.out and (attempt is None or attempt.is_end_sent))
         return self.leaving and heard_out
 

@@ -1,14 +1,14 @@
-"""The working folder of a run: its code, in a folder that its programs may do with as they like.
+"""Working folder of a run: its code, in a folder that its programs may change freely.
 
     RUN_DIR/work         where the run's programs start
                          (under Slurm a link to the one folder of all nodes)
-    RUN_DIR/work.json    how the code came there, and what was written of it, by which a program's own files are told
-    RUN_DIR/.overlay     what an overlay needs beside
+    RUN_DIR/work.json    how the code came there, and the files written then, to tell a program's own files from them
+    RUN_DIR/.overlay     further folders that an overlay needs
     RUN_DIR/ahead        copies of shared folders that came before there was a working folder (shared.py)
 
-The code is a tree that was pushed, which belongs to every run of the same code, or a folder that the user keeps on
-the nodes. Nothing that a run does may reach it: files are cloned or copied, or lie under an overlay that the run's
-processes alone see. Stdlib only, Python 3.8.
+The code is a pushed tree, which all runs of the same code share, or a folder that the user keeps on the nodes. A run
+must not change it: files are cloned or copied, or lie under an overlay that only the run's processes see. Stdlib only,
+Python 3.8.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ be avoided."""
 MANY_FILES = 80
 MANY_BYTES = 16 << 20
 MOST_COPIED_BYTES = 1 << 30
-"""Bytes of a user's folder: it may hold the data of a whole group, and a copy of that helps nobody."""
+"""Bytes of a user's folder that are copied at most: it may hold the data of a whole group."""
 STATE_FOLDER = b".dtctl"
-"""dtctl's own records, beside a spec, which no program reads."""
+"""Folder of dtctl's own records, next to a spec, which no program reads."""
 COMPILED = "__pycache__"
 
 _FICLONE = 0x40049409
@@ -75,7 +75,7 @@ def prepare(
 
     Args:
         run_dir: folder of the run.
-        code: the pushed tree, which somebody keeps from being pruned, or the user's own folder; empty:
+        code: the pushed tree, which the caller keeps from being pruned, or the user's own folder; empty:
             the working folder has been made already, if there is to be anything in it.
         outputs: paths in the working folder that the run shares with an earlier one.
         earlier_dir: folder of that run; empty for none.
@@ -111,7 +111,7 @@ def prepare(
 
 
 def share(run_dir: str, code: str) -> None:
-    """Let the working folder be a folder that other nodes use, too; what it holds is nobody's output here."""
+    """Use a folder that other nodes use, too, as the working folder; its files do not count as this node's outputs."""
     if _record(run_dir) is None:
         folders.remove_tree(os.path.join(run_dir, FOLDER))
         os.symlink(os.path.abspath(code), os.path.join(run_dir, FOLDER))
@@ -133,7 +133,7 @@ def _facts(info: os.stat_result) -> tuple:  # type: ignore[type-arg]
 
 
 def copy_record(run_dir: str, other_dir: str) -> None:
-    """Write the record of a run's code for a run whose working folder is going to be a copy of this one's."""
+    """Copy the record of a run's code to a run whose working folder is going to be a copy of this one's."""
     record = _record(run_dir)
     if record is not None:
         files = [row[:3] for row in record["files"]]  # a copy of a copy has another inode
@@ -156,7 +156,7 @@ def _make(run_dir: str, code: str, may_mount: bool, data: list[tuple[str, str]])
 
 
 def _link(data: list[tuple[str, str]], folder: str) -> list:  # type: ignore[type-arg]
-    """Let paths in a folder lead to files elsewhere; what `_copy` says of them.
+    """Link paths in a folder to files elsewhere; return their rows as `_copy` does.
 
     Raises:
         FileExistsError: the code has something there.
@@ -177,7 +177,7 @@ def _make_of_folder(run_dir: str, code: str, may_mount: bool, data: list[tuple[s
     _walk(os.fsencode(code), b"", os.fsencode(os.path.dirname(os.path.realpath(run_dir))), rows)
     size = sum(row[2] for row in rows)
     if may_mount and (len(rows) > MANY_FILES or size > MANY_BYTES):
-        # What a relative link names outside of the folder is not beside the working folder.
+        # A relative link to a place outside of the folder would lead elsewhere from the working folder.
         links = [row for row in rows if row[1] == LINK_MODE and row[4][:1] == "/" and row[5]]
         written = _copy(links, code, folder) + _link(data, folder)
         if _mount(run_dir, code):
@@ -266,7 +266,7 @@ class _Copy:
         self.size = size
 
     def file(self, path: bytes, mode: int, source: int, target: int) -> os.stat_result:
-        """Copy one; what `fstat` says of it then."""
+        """Copy one; return the `fstat` result of the copy."""
         read_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=source)
         try:
             write_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=target)
@@ -401,7 +401,7 @@ def _merge(source: str, target: str) -> None:
 
 
 def _continue(path: str, run_dir: str, earlier_dir: str) -> None:
-    """Let the run go on in what an earlier one has put out, where it lies."""
+    """Let the run continue an earlier run's outputs, where they lie."""
     theirs = os.path.realpath(os.path.join(earlier_dir, FOLDER, path))
     ours = os.path.join(run_dir, FOLDER, path.rstrip("/"))
     if not os.path.exists(theirs):
@@ -445,9 +445,9 @@ def written(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-arg
 
 
 def links(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-arg]
-    """The symbolic links among them: path in the working folder, and where it leads; see `written`.
+    """Yield the symbolic links among them: path in the working folder, and target; see `written`.
 
-    One that names a place in the working folder by its whole path is told relative to where it lies.
+    An absolute target in the working folder is given relative to the link.
     """
     top = os.path.join(run_dir, FOLDER)
     for file, info in _written(run_dir, paths):
@@ -480,7 +480,7 @@ def _written(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-ar
 
 
 def _files(start: str, name: str, skip: tuple):  # type: ignore[no-untyped-def, type-arg]
-    """Regular files and links below a path, each with what `lstat` says; what goes away meanwhile is left out."""
+    """Yield regular files and links below a path, each with its `lstat` result; leave out files removed meanwhile."""
     try:
         info = os.lstat(start)
         if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):

@@ -41,7 +41,7 @@ class WorkerStart:
         self._missing = list(workers)
 
     def start(self, group: Group) -> None:
-        """Start the workers, or let a fork server prepare for that; `step` goes on with it.
+        """Start the workers, or let a fork server prepare for that; `step` continues it.
 
         Raises:
             OSError: a process could not be made.

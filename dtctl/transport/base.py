@@ -84,7 +84,7 @@ class Connection(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Return whether the link still stands, as far as this end knows."""
+        """Return whether the link still stands, as seen from this end."""
         ...
 
     def close(self) -> None:
@@ -99,6 +99,6 @@ class Transport(Protocol):
         """Open a connection to `target`.
 
         Raises:
-            TransportError: of the class that says why (see `dtctl/errors.py`).
+            TransportError: of the class for the reason (see `dtctl/errors.py`).
         """
         ...

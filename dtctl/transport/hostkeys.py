@@ -23,7 +23,7 @@ from dtctl.errors import HostKeyError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownKey:
-    """One line of a known_hosts file that speaks of the node."""
+    """One line of a known_hosts file for the node."""
 
     key_type: str
     blob: bytes
@@ -59,8 +59,8 @@ def _lines(path: str) -> tuple[tuple[int, str], ...]:
 def known_keys(name: str, files: Sequence[str]) -> list[KnownKey]:
     """Return the keys on record for `name`, in the order of the files.
 
-    As with OpenSSH, a name with a port for which nothing is on record is looked up without its port; what is found then
-    may confirm a key, and refuses none, because another server may answer at another port.
+    As in OpenSSH, a name with a port that has no record is looked up without its port. A key found then may confirm the
+    node's key but not refuse it, because another server may answer at another port.
     """
     keys = _look_up(name.lower(), files)
     host, _, port = name.partition("]:")
@@ -171,7 +171,7 @@ def check(
         name: as `lookup_name` gives it.
         key_type: of the key that the node showed.
         blob: that key.
-        recorded_keys: what is on record for the name.
+        recorded_keys: the keys on record for the name.
         node: name in the spec.
         files: where the record was looked up; the first is where a new key belongs.
 

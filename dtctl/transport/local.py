@@ -94,7 +94,7 @@ class LocalStream:
         if self._process.stdout is not None and self._reading.acquire(blocking=False):
             self._process.stdout.close()
             self._reading.release()
-        if self._process.poll() is None:  # it ends when it notices, and nobody should have to wait for that
+        if self._process.poll() is None:  # it ends once it detects this, and the caller should not have to wait for it
             threading.Thread(target=self._process.wait, daemon=True).start()
 
 
@@ -158,7 +158,7 @@ class LocalConnection:
 
 
 class LocalTransport:
-    """Connects to this machine, whatever the target says."""
+    """Transport to this machine, whatever the target is."""
 
     def connect(self, target: Target) -> LocalConnection:
         """See `dtctl.transport.base.Transport`."""

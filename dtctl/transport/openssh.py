@@ -1,8 +1,8 @@
 """SSH by OpenSSH's own client, one process for each command: it can log in wherever the user's own `ssh` can.
 
-A process is started before it is known what will run: the node's shell reads the command as the first line of its
-input. So logins to all nodes are under way while the rest of dtctl is still being imported, and a login is told from
-what is run after it.
+A process is started before the command is known: the node's shell reads it as the first line of its input. So logins to
+all nodes are under way while the rest of dtctl is still being imported, and a failed login is distinguished from a
+failed command.
 
 Options that must hold stand at the beginning of a configuration file that then includes the user's. The first value of
 an option counts, and ssh hands the file on to the ssh that it starts for a jump host (ProxyJump).
@@ -37,7 +37,7 @@ from dtctl.transport.openssh_errors import Words, explain_login, is_busy, no_ses
 from dtctl.transport.sshconfig import NO_CONFIG
 
 FORCED: Final = (
-    # What a launch must not do, whatever the user's configuration says.
+    # A launch must not do this, whatever the user's configuration sets.
     "BatchMode yes",
     "StrictHostKeyChecking yes",
     "UpdateHostKeys no",
@@ -55,7 +55,7 @@ FORCED: Final = (
     "ServerAliveInterval 15",
     # Whether a node is lost is decided by what its supervisor sends, not here.
     "ServerAliveCountMax 8",
-    # Of the ssh of a jump host, whose standard error is also that of the command.
+    # For the ssh of a jump host: its standard error is also that of the command.
     "LogLevel ERROR",
 )
 WAVE: Final = 64
@@ -88,7 +88,7 @@ _AUTHENTICATED: Final = re.compile(r"^Authenticated to \S+ \((?:\[(?P<address>[^
 
 
 class Login:
-    """An ssh process whose node waits for the line that says what to run."""
+    """An ssh process; its node waits for the line with the command."""
 
     def __init__(self, target: Target, argv: Sequence[str], log: Path) -> None:
         """Start ssh.
@@ -120,10 +120,10 @@ class Login:
             raise
 
     def wait(self) -> bool:
-        """Wait until the node has accepted the login; return whether it has. `words` has what ssh says to that.
+        """Wait until the node has accepted the login; return whether it has. `words` has the messages of ssh.
 
         Raises:
-            ConnectError: nothing is known in time.
+            ConnectError: there is no result in time.
         """
         assert self.process.stdout is not None  # noqa: S101  # start_process made it a pipe
         stdout, log, deadline = self.process.stdout.fileno(), self._log, time.monotonic() + self._limit_s()
@@ -152,7 +152,7 @@ class Login:
 
     @property
     def is_accepted(self) -> bool:
-        """Return whether the login was accepted: ssh says so, or the command's output has begun."""
+        """Return whether the login was accepted: ssh reports it, or the command's output has begun."""
         return self.mark in self.early or self.has_own_connection
 
     @property
@@ -241,7 +241,7 @@ def _log_name(fifo: Path) -> str:
 def waiting_script(mark: str, limit_s: int) -> str:
     """Return a script for a node's shell that prints a line, reads a command in one line, and runs it.
 
-    Without the limit a shell would wait for hours on a node whose link was cut: nothing tells the SSH server.
+    Without the limit a shell would wait for hours on a node whose link was cut: the SSH server does not detect it.
 
     Args:
         mark: the line.
@@ -315,7 +315,8 @@ class OpenSshStream(LocalStream):
     def read_stderr(self) -> bytes:
         """See `dtctl.transport.base.ByteStream`; at the end of a lost link with the words of ssh."""
         if self.has_ended_output:
-            # ssh closes its output first: its last words, and the status that tells whose they are, come after that.
+            # ssh closes its output first. Its last messages come after that, and so does the exit status, which shows
+            # whether they are its own or the command's.
             super().exit_status(END_S)
         data = super().read_stderr()
         if self._login.process.poll() == LOST_STATUS and not self._is_told and (lost := self._lost()):
@@ -332,7 +333,7 @@ class OpenSshStream(LocalStream):
 
     @property
     def _was_killed(self) -> bool:
-        """Return whether ssh itself was ended by a signal, which says nothing about the command."""
+        """Return whether ssh itself was ended by a signal, which is no result of the command."""
         return (self._login.process.returncode or 0) < 0
 
     def close(self) -> None:
@@ -378,7 +379,7 @@ class OpenSshConnection:
             login, self._first = self._first, None
             login = _usable(login)
             if login is None and not self._is_shared_by_user and (self._master is None or self._master.has_ended):
-                # One that has expired serves those who share it already.
+                # One that has expired serves the connections that share it already.
                 self._streams += [OpenSshStream(self._master.login)] if self._master else []
                 self._master = self._transport.open_master(self.target)
             master = self._master
@@ -389,7 +390,7 @@ class OpenSshConnection:
         if is_closed:
             stream.close()
             raise ConnectError("the connection was closed", node=self.target.name)
-        # It has ended already; why, its output and exit status tell.
+        # It has ended already; its output and exit status show why.
         with contextlib.suppress(ConnectError):
             stream.write(_line_of(command))
         return stream
@@ -445,7 +446,7 @@ class OpenSshTransport:
         self._count = 0
         self._wave = threading.Semaphore(WAVE)
         for target in [*targets][:WAVE]:
-            # Why one cannot be begun is told when its node is connected.
+            # The reason why one cannot begin is reported when its node is connected.
             with contextlib.suppress(ConnectError):
                 self._begun[target.name] = self._begin(target)
 
@@ -454,10 +455,10 @@ class OpenSshTransport:
         return OpenSshConnection(self, self.log_in(target))
 
     def open_master(self, target: Target) -> Master | None:
-        """Open a connection that later commands share; None where the name of its socket would be too long.
+        """Open a connection that later commands share; return None where the name of its socket would be too long.
 
         Raises:
-            TransportError: of the class that says why not.
+            TransportError: of the class for the reason.
         """
         with self._lock:
             self._count += 1
@@ -477,7 +478,7 @@ class OpenSshTransport:
             options: of ssh, more than usual.
 
         Raises:
-            TransportError: of the class that says why not.
+            TransportError: of the class for the reason.
         """
         deadline = time.monotonic() + target.connect_timeout_s
         wait_s = FIRST_WAIT_S
@@ -519,7 +520,7 @@ class OpenSshTransport:
         return found[1] if found and found[1] != "none" else ""
 
     def _debug_host_key(self, target: Target) -> str:
-        """Return what `ssh -v` says on the way to a host key that it refuses, which comes before any login."""
+        """Return the output of `ssh -v` up to a host key that it refuses, which comes before any login."""
         argv = [*self.argv(target), "-v", "--", target.address, "true"]
         limit_s = target.connect_timeout_s + DEBUG_S
         try:
@@ -530,7 +531,7 @@ class OpenSshTransport:
 
     def argv(self, target: Target, options: Sequence[str] = ()) -> list[str]:
         """Return the command line of ssh, without the node's address and what it runs; `options` take precedence."""
-        # The level tells which keys are offered and which host key is shown, without a second login.
+        # At this level ssh logs the offered keys and the host key, without a second login.
         argv = ["ssh", *options, "-F", str(self._config(target)), "-T", "-x", "-o", "LogLevel=DEBUG1"]
         argv += ["-o", f"ConnectTimeout={math.ceil(target.connect_timeout_s)}"]
         if target.user:
@@ -607,7 +608,7 @@ def config_text(ssh_config: str | None, known_hosts: str | None) -> str:
         lines += ["Include ~/.ssh/config", "Include /etc/ssh/ssh_config"]
     elif ssh_config != NO_CONFIG:
         lines.append(f"Include {_quoted(ssh_config, is_pattern=True)}")
-    # Workers have the variables that the spec names, and not the locale of whoever launches.
+    # Workers have the variables that the spec names, and not the locale of the user who launches.
     lines += ["Match all", "SendEnv -*"]
     return "".join(f"{line}\n" for line in lines)
 

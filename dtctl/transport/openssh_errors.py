@@ -43,11 +43,11 @@ class Words:
     """Output of the ssh that it started for a jump host, and of a proxy command."""
 
     def lines(self) -> list[str]:
-        """Return the lines that say something, those of a jump host first, since it comes first."""
+        """Return the informative lines, those of a jump host first, since it comes first."""
         return [*_telling(self.stderr), *_telling(self.log)]
 
     def after_login(self) -> str:
-        """Return what ssh has said since it logged in, other than at each end; empty if nothing."""
+        """Return the messages of ssh since it logged in, other than at each end; empty if there are none."""
         _, *after = _LOGGED_IN.split(self.log, maxsplit=1)
         return "; ".join(_telling("".join(after)))
 
@@ -58,19 +58,19 @@ class Words:
 
 
 def _telling(text: str) -> list[str]:
-    """Return the lines of a log that say something."""
+    """Return the informative lines of a log."""
     lines = [" ".join(line.split()) for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith("@") and not _USUAL.match(line)]
 
 
 def is_busy(words: Words) -> bool:
-    """Return whether a server ended the connection before it said who it is, as one does with too many logins."""
+    """Return whether a server ended the connection before its first line, as one does with too many logins."""
     text = "\n".join(words.lines())
     return _BUSY.search(text) is not None and not _HOST_KEY.search(text) and not _REFUSED.search(text)
 
 
 def no_session(words: Words) -> str:
-    """Return what ssh says of a server that has accepted a login and opens no session; empty if it says nothing."""
+    """Return the message of ssh about a server that has accepted a login and opens no session; empty without one."""
     return next((line for line in words.lines() if _NO_SESSION.search(line)), "")
 
 
@@ -80,12 +80,12 @@ def explain_login(words: Words, target: Target, debug: Callable[[], str], jump: 
     Args:
         words: of ssh.
         target: the node.
-        debug: what `ssh -v` says, for the fingerprint of a jump host's key that was refused.
+        debug: returns the output of `ssh -v`, for the fingerprint of a jump host's key that was refused.
         jump: the jump hosts of the node, as its configuration names them; empty without.
     """
     lines = words.lines()
     text = "\n".join(lines)
-    # The ssh of a jump host speaks first, and what this one says of its end is a consequence.
+    # The ssh of a jump host prints first; the messages of this one about its end are a consequence.
     hop = jump() if words.stderr.strip() else ""
     if _HOST_KEY.search(text):
         return _explain_host_key(words, target, debug, hop)

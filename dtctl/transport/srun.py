@@ -1,4 +1,4 @@
-"""The nodes of a Slurm allocation: commands are job steps beside whatever else runs there."""
+"""The nodes of a Slurm allocation: commands are job steps next to the others that run there."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SrunConnection(LocalConnection):
     def open(self, command: str) -> LocalStream:
         """See `dtctl.transport.base.Connection`."""
         placement = ["--jobid", self._job, "--nodelist", self.target.name, "--nodes=1", "--ntasks=1"]
-        # Overlap: the job's own steps hold all its processors, and this one has them, too. All variables, whatever
-        # sbatch was told. No wait for a node that has stopped answering.
+        # Overlap: the job's own steps hold all its processors, and this one has them, too. All variables, whatever the
+        # options of sbatch. No wait for a node that has stopped answering.
         options = ["--overlap", "--mem=0", "--cpu-bind=none", "--export=ALL", "--quiet", "--unbuffered"]
         options += ["--job-name=dtctl-node"]  # as accounting shows the step
         self._take_turn()

@@ -55,7 +55,7 @@ def mapped(node: str, *, doing: str) -> Iterator[None]:
     """Turn the errors of paramiko and of sockets into ours.
 
     Raises:
-        TransportError: of the class that says why.
+        TransportError: of the class for the reason.
     """
     try:
         yield
@@ -102,7 +102,7 @@ def mapped(node: str, *, doing: str) -> Iterator[None]:
 
 
 def _one_line(exc: BaseException) -> str:
-    """Return what an exception says, without the line ends that a server may have put in."""
+    """Return the message of an exception, without the line ends that a server may have put in."""
     return " ".join(str(exc).split()) or type(exc).__name__
 
 
@@ -211,7 +211,7 @@ class SshTransport:
     def _connect(self, target: Target, *, via: SshConnection | None, depth: int) -> SshConnection:
         call = self._early_calls.take(target) if self._early_calls is not None and depth == 0 else None
         settings = call.settings if call else sshconfig.settings_for(target)
-        if via is not None:  # the list of jump hosts has said how this one is reached
+        if via is not None:  # the list of jump hosts defines how this one is reached
             settings = replace(settings, proxy_jump=(), proxy_command=None)
         hops: list[SshConnection] = []
         try:
@@ -246,7 +246,7 @@ class SshTransport:
         return self._connect(hop, via=before, depth=depth + 1)
 
     def _log_in(self, target: Target, call: PendingConnection, via: SshConnection | None) -> paramiko.Transport:
-        """Return a connection to a node whose host key is the one on record and that has accepted one of our keys."""
+        """Return a connection to a node that has the host key on record and has accepted one of our keys."""
         settings = call.settings
         name = hostkeys.lookup_name(settings.host, settings.port, settings.host_key_alias)
         host_keys = hostkeys.known_keys(name, settings.known_hosts)
@@ -283,7 +283,7 @@ class SshTransport:
                     early = call.connection if attempt == 0 else None
                     return self._try_handshake(settings, early, via, key_types, left_s)
             except ConnectError as exc:
-                # A server that has too many logins under way drops new ones before it says who it is (MaxStartups).
+                # A server with too many logins under way drops new ones before it sends its first line (MaxStartups).
                 busy = isinstance(exc.__cause__, ConnectionResetError | EOFError | paramiko.SSHException)
                 if not busy or attempt == TRIES - 1 or time.monotonic() + 0.2 > deadline:
                     raise
@@ -314,7 +314,7 @@ class SshTransport:
             options.kex = [*(name for name in KEX if name in options.kex), *(n for n in options.kex if n not in KEX)]
             options.key_types = _prefer(key_types, list(options.key_types))
             transport.auth_timeout = timeout_s
-            # Later than the limit of start_client, so that silence is told as what it is and not as a wrong first line.
+            # Later than the limit of start_client, so that silence is reported as such and not as a wrong first line.
             transport.banner_timeout = transport.handshake_timeout = timeout_s + 5
             transport.start_client(timeout=timeout_s)
             if not transport.initial_kex_done:  # after the time-out it returns as if all were well
@@ -348,7 +348,7 @@ class SshTransport:
         )
 
     def _offers(self, settings: sshconfig.Settings) -> Iterator[tuple[str, paramiko.PKey | str]]:
-        """Keys in the order of OpenSSH: the agent's, then the files'; a text instead of a key says why not."""
+        """Yield keys in the order of OpenSSH: the agent's, then the files'; a text in place of a key is an error."""
         named = [blob for file in settings.identity_files if (blob := _public_blob(file)) is not None]
         agent_keys = [key for key in self._agent_keys() if not settings.identities_only or key.asbytes() in named]
         for agent_key in agent_keys:
@@ -384,7 +384,7 @@ class SshTransport:
                     return None
                 except (paramiko.PasswordRequiredException, TypeError):
                     self._keys[file] = "locked by a passphrase; unlock it with ssh-add"
-                except Exception as exc:  # noqa: BLE001 - cryptography has errors of its own for keys it does not know
+                except Exception as exc:  # noqa: BLE001 - cryptography has errors of its own for keys of unknown kinds
                     self._keys[file] = f"unreadable: {exc}"
             return self._keys[file]
 
@@ -433,7 +433,7 @@ def _through(via: SshConnection) -> OpenSocket:
 
 
 def _proxy_command(settings: sshconfig.Settings) -> socket.socket:
-    """Return one end of a socket whose other end is a process that the user's configuration names."""
+    """Return one end of a socket; a process that the user's configuration names has the other end."""
     parent_end, child_end = socket.socketpair()
     # The user's own line for a shell, as OpenSSH runs it. It ends when our end of the socket is closed.
     line = f"exec {settings.proxy_command}"

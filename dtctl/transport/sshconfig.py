@@ -26,11 +26,11 @@ DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 NO_CONFIG = "none"
 """Value of `ssh_config` that means: read no configuration (as `ssh -F none`)."""
 
-# Keywords that do not change where or as whom one connects; Debian's own ssh_config has only these.
+# Keywords that change neither the host nor the user of a connection; Debian's own ssh_config has only these.
 _HARMLESS = re.compile(
     r"(?i)((sendenv|hashknownhosts|gssapi\w*|forwardx11\w*|setenv|serveralive\w*|visualhostkey)[\s=]|host\s+\*\s*$)"
 )
-# What decides whether a login is accepted and only OpenSSH itself knows; each with the values that ask for nothing.
+# Keywords for logins that only OpenSSH itself supports, each with the values that have no effect.
 _OPENSSH_ONLY: Mapping[str, tuple[str, ...]] = {
     "CertificateFile": (),
     "IdentityAgent": ("SSH_AUTH_SOCK",),
@@ -58,7 +58,7 @@ class Settings:
 
 
 def settings_for(target: Target) -> Settings:
-    """Return what the spec says about a node, filled up from the OpenSSH configuration.
+    """Return the spec's settings of a node, with missing ones from the OpenSSH configuration.
 
     Raises:
         ConnectError: OpenSSH does not accept the configuration.
@@ -147,7 +147,7 @@ def _known_hosts_files(options: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _has_config(named: str | None) -> bool:
-    """Return whether there is a configuration that could say something about a node."""
+    """Return whether there is a configuration that could have settings of a node."""
     if named == NO_CONFIG:
         return False
     if named is not None:

@@ -24,10 +24,10 @@ def agreed(spec: Spec, *, yes: bool, launching: bool = False) -> None:
     Args:
         spec: The spec.
         yes: Agree to all of it.
-        launching: The command runs the job of the folder, which is the user's word that its programs may run.
+        launching: The command runs the job of the folder, which is the user's consent that its programs may run.
 
     Raises:
-        LaunchError: nobody agrees, or nobody can be asked.
+        LaunchError: the user does not agree, or there is no terminal for the question.
     """
     from dtctl.launch import trust
 

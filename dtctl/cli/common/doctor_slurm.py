@@ -1,4 +1,4 @@
-"""`dtctl doctor` for a job that is to be given to Slurm: what the cluster offers beside what the spec asks for."""
+"""`dtctl doctor` for a job that is to be submitted to Slurm: the cluster's offer next to the spec's request."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
     if any(finding.status == "fail" for finding in findings):
         return findings, ""
     if any(finding.check == "job-nodes" for finding in findings):
-        # Slurm would say that it can never start, and take it all the same: the nodes may be back by then.
+        # Slurm would report that it can never start, and accept it all the same: the nodes may be back by then.
         return findings, "the job is queued until enough nodes work again"
     text = batch.text(spec, plan, chdir=Path("/"), output=Path("/dev/null"), folder=Path("/"))
     answer = login_client.ask(site, python, Tested, text=text)

@@ -117,7 +117,7 @@ def show_cause(logs: Path, failure: Failure | None = None) -> None:
 
     try:
         explained = explain_all([logs])
-    except UsageError:  # nothing was printed, so nothing can be said
+    except UsageError:  # nothing was printed, so there is nothing to explain
         return
     # A mere consequence would only distract from what was shown already, and a plain exception was.
     if explained.verdict != "explained" or explained.diagnoses[0].id == "exception":
@@ -130,14 +130,14 @@ def show_cause(logs: Path, failure: Failure | None = None) -> None:
 
 
 def _is_elsewhere(diagnosis: Diagnosis, failure: Failure) -> bool:
-    """Return whether a diagnosis is of workers or nodes of which the failure is none."""
+    """Return whether a diagnosis is about other workers or nodes than the failure."""
     if failure.rank is not None and failure.rank >= 0 and diagnosis.ranks:
         return failure.rank not in diagnosis.ranks
     return bool(diagnosis.nodes) and failure.node not in diagnosis.nodes
 
 
 def _ranks_and_nodes(diagnosis: Diagnosis) -> str:
-    """` (rank 3 on node2)`; empty when nobody in particular is meant."""
+    """Return ` (rank 3 on node2)`; empty for a diagnosis without ranks and nodes."""
     ranks = ", ".join(str(rank) for rank in diagnosis.ranks)
     ranks_text = f"rank{'s' if len(diagnosis.ranks) > 1 else ''} {ranks}" if ranks else ""
     nodes = ", ".join(diagnosis.nodes)

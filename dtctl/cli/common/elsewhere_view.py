@@ -23,7 +23,7 @@ def find_elsewhere(run: str | None) -> tuple[RunElsewhere, FoundRun] | None:
     """Return a run that this folder has no record of, on the nodes of its spec; None for one that it has a record of.
 
     Raises:
-        LaunchError: nobody knows the run.
+        LaunchError: the run is unknown here and on the nodes.
     """
     folder = Path.cwd()
     if (
@@ -46,7 +46,7 @@ def _cluster(spec: Path | None) -> Any:
 
 
 def show_runs(spec: Path | None, *, json_: bool) -> int:
-    """List the runs that the nodes of the spec know, the newest last."""
+    """List the runs that the nodes of the spec have, the newest last."""
     from dtctl.launch.elsewhere import RunElsewhere
 
     runs, errors = RunElsewhere(_cluster(spec)).runs()

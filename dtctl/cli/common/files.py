@@ -12,9 +12,9 @@ from dtctl.errors import UsageError
 
 
 def write_named(path: Path, text: str, *, option: str, private: bool = False) -> None:
-    """Write a result where somebody wants it: whole or not at all, and what the name is stays what it is.
+    """Write a result to a path from the user: whole or not at all, without changing the type of the path.
 
-    A file is replaced in one step; of a link, the file that it leads to; into a device or a pipe it is written.
+    A file is replaced in one step; so is the target of a link; a device or a pipe is written to.
 
     Args:
         path: as it was given.

@@ -36,7 +36,7 @@ def _describe_withheld(tree: Tree) -> list[str]:
 
 
 def _folders_not_sent(spec: Spec, tree: Tree, *, chosen: bool) -> list[NotSent]:
-    """Return the folders of which something is not sent, the largest first.
+    """Return the folders with files that are not sent, the largest first.
 
     Args:
         spec: the checked spec.
@@ -87,7 +87,7 @@ def show_files(spec: Spec, tree: Tree) -> None:
 
 
 def _covers(each: NotSent, path: str) -> bool:
-    """Return whether a line about a folder tells of a path that is left out."""
+    """Return whether a line about a folder covers a path that is left out."""
     return path == each.path if each.is_whole else path.rpartition("/")[0] == each.folder
 
 

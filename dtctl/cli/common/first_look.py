@@ -22,7 +22,7 @@ LEFT_TO_LAUNCH = (
     "reach", "host-key", "login", "python", "shell-output", "workdir", "disk",
 )  # fmt: skip
 """Failures that do not keep a launch from being tried: the first are harmless to it, for workers get numeric addresses
-and the interface to use; the others it tells itself before it starts anything."""
+and the interface to use; the launch reports the others itself before it starts anything."""
 
 
 def look_first(spec: Spec, requested: bool | None) -> None:
@@ -30,7 +30,7 @@ def look_first(spec: Spec, requested: bool | None) -> None:
 
     Args:
         spec: the checked spec.
-        requested: what the command line says; None: nothing.
+        requested: the option of the command line; None: not given.
 
     Raises:
         DoctorFailed: the job cannot run on them; nothing was started.

@@ -1,7 +1,7 @@
 """Tracebacks that explain nothing, as one line: of workers that only lost a peer, and torchrun's of its own exit.
 
-Files keep all of it; this decides what people see while a run goes on. A traceback is held back until its last line
-says what it is, which is a moment.
+Files keep all of it; this decides what the user sees during a run. A traceback is held back for a moment, until its
+last line shows its kind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Stream:
     """The output of one process."""
 
     held: list[str] | None = None
-    """Lines of a traceback whose end has not come."""
+    """Lines of a traceback that is not complete yet."""
     folded: bool = False
     """True if the last traceback was folded, so that what belongs to it is, too."""
     report_rules: int = 0
@@ -74,7 +74,7 @@ class Folding:
         return [text]
 
     def flush(self) -> list[tuple[str, int, str]]:
-        """Lines that were held back and whose end never came, as (node, rank, text)."""
+        """Return the lines of tracebacks that were never completed, as (node, rank, text)."""
         held = [(*key, text) for key, stream in self._streams.items() for text in stream.held or ()]
         self._streams.clear()
         return held
@@ -102,6 +102,6 @@ class Folding:
 
 
 def _short(line: str) -> str:
-    """Return what an exception says, without the source file of the library."""
+    """Return the message of an exception, without the source file of the library."""
     text = re.sub(r"\[/?\S+:\d+\] ", "", line).partition(". ")[0]
     return text if len(text) <= 100 else f"{text[:100].rstrip()} ..."

@@ -71,7 +71,7 @@ def emitter(record: RunWriter, view: LaunchView | None = None, *, json_lines: bo
 
 @contextmanager
 def measured(spec: Spec, record: RunRecord, emit: Emit) -> Iterator[None]:
-    """While the body runs, figures of the run go where the section `metrics` of its spec says, if it has one."""
+    """Send figures of the run to the receivers in section `metrics` of its spec, if it has one, while the body runs."""
     if spec.metrics is None:
         yield
         return
@@ -103,9 +103,9 @@ def create_run(
     sweep: Mapping[str, str] | None = None,
     environment: str = "",
 ) -> RunWriter:
-    """Return the folder of a new run, whose launcher this process is; see `RunInfo` for the arguments.
+    """Return the folder of a new run with this process as its launcher; see `RunInfo` for the arguments.
 
-    It began when this process did, unless `started` says otherwise.
+    It began when this process did, unless `started` is given.
 
     Raises:
         LaunchError: a run of this name exists, or the folder cannot be written to.
@@ -139,7 +139,7 @@ def create_run(
 
 
 def take_up(record: RunWriter, *, attempt: int | None = None) -> Emit:
-    """Become the launcher of a run that another process has begun, whose lock this one holds; where its events go."""
+    """Become the launcher of a run of another process, with its lock held; return the receiver of its events."""
     from dtctl.launch.records.events import TakenUp
 
     pid = os.getpid()
@@ -153,7 +153,7 @@ def take_up(record: RunWriter, *, attempt: int | None = None) -> Emit:
 
 
 def finish(result: Result, emit: Emit, record: RunWriter) -> int:
-    """Tell how the run ended, and why if its logs say so; the exit code."""
+    """Report how the run ended, with the cause if its logs show one; return the exit code."""
     emit(result.to_event())
     if result.status == "failed":  # the cause first, then what was printed, which may be long
         from dtctl.cli.common.doctor_view import show_cause
@@ -233,7 +233,7 @@ def outputs_line(run: str, outputs: Mapping[str, Outputs], *, is_local: bool, fe
 
 
 def failure_lines(end: RunEnded) -> list[str]:
-    """Return the lines that say why a run has failed; none if it has not."""
+    """Return the lines with the cause of a run's failure; empty if it has not failed."""
     from dtctl.launch.records.events import subject_of
 
     failure = end.first_failure
@@ -247,7 +247,7 @@ def failure_lines(end: RunEnded) -> list[str]:
 
 
 def show_end(result: Result) -> None:
-    """The last lines for people: how it ended, whose fault it was, and that nothing is left."""
+    """Print the last lines for the user: how it ended, which worker caused it, and that nothing is left."""
     from dtctl.launch.control.failure import describe
     from dtctl.launch.records.events import subject_of
 

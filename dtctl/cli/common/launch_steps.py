@@ -43,7 +43,7 @@ class LaunchOptions:
     """True to examine the nodes first; None: as `first_look.is_due` decides."""
     json_lines: bool
     resume: str | None = None
-    """The run whose snapshots training continues from."""
+    """Run that training continues from."""
     sweep: Mapping[str, str] = field(default_factory=dict)
     """Key -> value, of a run that is one of a sweep; among the overrides, too."""
     started: float | None = None
@@ -348,7 +348,7 @@ def real_launch(options: LaunchOptions) -> int:
 
 
 def _environment(spec: Spec) -> EnvironmentPush | None:
-    """Return what brings the environment of a job, whose lock is made where it is missing; None without one."""
+    """Return the push of a job's environment, and make its lock where it is missing; None without an environment."""
     if spec.job.environment is None:
         return None
     from dtctl.launch.files.environment import EnvironmentPush, lock_environment

@@ -48,7 +48,7 @@ class LogLine(NamedTuple):
 
     @property
     def origin(self) -> str:
-        """Prefix by which people know the process."""
+        """Prefix that identifies the process to the user."""
         return f"[{self.node}:{'agent' if self.rank < 0 else self.rank}]"
 
 

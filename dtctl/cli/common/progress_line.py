@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from dtctl.launch.records.record import RunRecord
 
 PRINTED = "is_printed"
-"""Key of a row whose figures were read from the output."""
+"""Key of a row with figures that were read from the output."""
 
 
 def steps_of(record: RunRecord) -> int | None:
-    """Length of the training, if its spec says it."""
+    """Return the length of the training, if its spec has it."""
     from dtctl.launch.assemble import spec_of_run
 
     try:
@@ -50,12 +50,12 @@ def _read_printed(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
-    """`step 100 of 400  25%  1:15 to go  250.0 ms/step  4,000 tokens/s`.
+    """Return `step 100 of 400  25%  1:15 to go  250.0 ms/step  4,000 tokens/s`.
 
     Args:
         row: the last one of the metrics.
         steps: length of the training, if it is known.
-        runs: whether it goes on, so that some time is left.
+        runs: whether it is still running, so that some time is left.
     """
     step, step_s = int(row["step"]), float(row.get("step_s") or "nan")
     steps = steps or int(row.get("steps") or 0)
@@ -75,7 +75,7 @@ def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
 
 
 def source_text(row: dict[str, Any]) -> str:
-    """Return where the figures of a row come from, if that needs to be said."""
+    """Return the source of a row's figures, if it has to be mentioned."""
     return "  (read from the output)" if row.get(PRINTED) else ""
 
 
@@ -106,7 +106,7 @@ def experts_line(row: dict[str, Any]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a time span for people: 0:07, 12:34, 3:04:05."""
+    """Return a human-readable time span: 0:07, 12:34, 3:04:05."""
     total_s = max(0, int(seconds))
     hours, minutes = divmod(total_s // 60, 60)
     return f"{hours}:{minutes:02}:{total_s % 60:02}" if hours else f"{minutes}:{total_s % 60:02}"

@@ -64,7 +64,7 @@ def _name_current_run() -> str | None:
     if not records:
         return None
     newest = records[-1]
-    # A newest run without an end may go on on its nodes, although its launcher is gone.
+    # A newest run without an end may still be running on its nodes, although its launcher is gone.
     if not newest.info().slurm and state_of(newest).done is None:
         return newest.run
     chosen = next(list_running(), newest)

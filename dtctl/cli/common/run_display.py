@@ -120,7 +120,7 @@ def _line(event: Event) -> tuple[str, str]:
 
 
 def _change(event: Healed | NodeReplaced | NodeLeftOut) -> str:
-    """Return who has taken whose place, or whose place is empty."""
+    """Return the worker or node that has replaced another one, or the node that is left out."""
     if isinstance(event, NodeReplaced):
         return f"{event.node} is replaced by {event.by}: {event.reason}"
     if isinstance(event, NodeLeftOut):
@@ -129,7 +129,7 @@ def _change(event: Healed | NodeReplaced | NodeLeftOut) -> str:
 
 
 _IN_TABLE = (JobSubmitted, JobQueued, NodesAllocated, Restarting, Healed, NodeReplaced, NodeLeftOut)
-"""Events whose line stands above a table that goes on."""
+"""Events that print a line above the table without ending it."""
 
 
 class TrainingLine:
@@ -284,7 +284,7 @@ class LaunchView:
         table = Table(box=None, pad_edge=False, show_header=False)
         for node, state in self._progress.nodes.items():
             colour = {"ready": "green", "running": "green", "failed": "red", "lost": "red"}.get(state, "yellow")
-            # Text, and no markup: an error that a node tells of may have brackets in it.
+            # Text, and no markup: an error from a node may have brackets in it.
             detail = Text(printable(self._details.get(node, "")), style="dim")
             table.add_row(Text(f"  {printable(node)}"), Text(STATES.get(state, "?"), style=colour), detail)
         table.add_row(Text(f"  {time.monotonic() - self._begun:.1f} s", style="dim"), "", "")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 """Seconds between two questions whether a job that was cancelled has ended."""
 SILENT_S = 5.0
-"""Seconds that Slurm may say nothing of a job that is to be stopped, besides the time of one question."""
+"""Seconds without an answer from Slurm about a job that is to be stopped, in addition to the time of one request."""
 CANCEL_LIMIT_S = 120.0
 """Slurm gives workers KillWait (30 s unless configured) between SIGTERM and SIGKILL."""
 
@@ -42,9 +42,9 @@ CANCEL_LIMIT_S = 120.0
 def launch_job(
     spec: Spec, run: str, *, spec_name: str, detach: bool, json_lines: bool, resume: str | None = None
 ) -> int:
-    """Submit the job, follow it to its end unless it is detached, and report; the exit code.
+    """Submit the job, follow it to its end unless it is detached, and report; return the exit code.
 
-    `resume` is the run in whose outputs it goes on.
+    `resume` is the run whose outputs it continues.
     """
     from dtctl.launch.assemble import CodePush
     from dtctl.launch.cluster import cluster_of, first_plan
@@ -101,7 +101,7 @@ def _folder_of(spec: Spec, run: str | None) -> str:
 
 
 def _launch_array(spec: Spec, run: str, *, spec_name: str, json_lines: bool) -> int:
-    """Submit an array, each task of which is a run of its own; nobody follows them until somebody looks."""
+    """Submit an array, with a run for each task; no launcher follows them until the user runs a command on one."""
     from dtctl.launch.assemble import CodePush
     from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.launch.records.record import check_run_name
@@ -154,10 +154,10 @@ def _launch_array(spec: Spec, run: str, *, spec_name: str, json_lines: bool) -> 
 
 
 def adopt(record: RunRecord) -> None:
-    """Find the job of a run whose launcher ended before it knew that Slurm has it; if there is none, the run is over.
+    """Find the job of a run whose launcher ended before it got the job's number; end the run if there is none.
 
     Raises:
-        LaunchError: Slurm does not say.
+        LaunchError: Slurm does not report it.
     """
     from dtctl.launch.assemble import spec_of_run
     from dtctl.launch.records.run_writer import RunWriter
@@ -225,12 +225,12 @@ def stop_job(record: RunRecord, *, as_json: bool) -> int:
             follower.is_asked_to_stop = True
             _catch_up(follower)
             _close(follower, None)
-    # Whatever has been written down: a launcher on another machine may follow it, or it was said to be over and is not.
+    # Regardless of the record: a launcher on another machine may follow it, or the record of its end may be wrong.
     with _site(record) as (site, ref):
         state = _end(site, ref)
         processes_left = look(site, ref.python, ref.job, state, sorted({*nodes_of(record), *state.nodes}))
     if as_json:
-        if processes_left.total is None:  # the reason, for who reads along
+        if processes_left.total is None:  # the reason, for the user
             output.err(processes_left.describe())
         nodes = {node: "nobody could look" if count is None else count for node, count in processes_left.counts.items()}
         output.emit_json({"run": record.run, "left_behind": processes_left.total, "nodes": nodes})
@@ -240,7 +240,7 @@ def stop_job(record: RunRecord, *, as_json: bool) -> int:
 
 
 def _end(site: Site, ref: JobRef) -> JobFacts:
-    """Cancel a job if it is not over, and wait until it is; what Slurm says of it then.
+    """Cancel a job if it is not over, and wait until it is; return Slurm's facts about it then.
 
     Raises:
         LaunchError: it does not end, or Slurm does not answer.

@@ -112,7 +112,7 @@ def launch_sweep(options: LaunchOptions, rows: Sequence[dict[str, str]], *, dry:
 
 
 def show_sweep(runs: Sequence[LaunchOptions], codes: dict[str, int]) -> None:
-    """Print the settings of all runs beside what they came to."""
+    """Print the settings of all runs next to their results."""
     from dtctl.cli.common.progress_line import loss_text, metrics_of
     from dtctl.launch.records.record import RunRecord
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def tell_unmeasured(spec: Spec) -> None:
-    """Say so if the spec asks for metrics, which are collected beside a launcher."""
+    """Print a note if the spec requests metrics, which are collected next to a launcher."""
     if spec.metrics is not None:
         output.err(
             "note: metrics and alerts (metrics) are sent beside a launcher, and nobody follows this job", "yellow"

@@ -35,7 +35,7 @@ class Screen:
     """The picture of one run; remembers how far it has read."""
 
     def __init__(self, record: RunRecord, *, steps: int | None) -> None:
-        """Show `record`, whose training has `steps` steps if that is known."""
+        """Show `record`, with a training of `steps` steps if that is known."""
         self._record = record
         self._steps = steps
         self._reader = LogReader(record, LogFilter(tail_bytes=TAIL_BYTES))

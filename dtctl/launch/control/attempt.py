@@ -71,7 +71,7 @@ class Attempt:
     ) -> None:
         """Watch an attempt that is started now, or is `under_way`; with `healing` lost workers are replaced.
 
-        With `keeps_nodes` they go on when the link is lost, and are called again.
+        With `keeps_nodes` nodes continue when the link is lost, and are called again.
         """
         self.gang = gang
         self.hang_monitor = hang_monitor
@@ -83,7 +83,7 @@ class Attempt:
         self.failed_ranks: set[int] = set()
         """Ranks that have ended with an error of their own."""
         self.newest_snapshot_step = 0
-        """Step of the newest snapshot that workers have told of."""
+        """Step of the newest snapshot that workers have reported."""
         self.resume_events: set[type[Resumed | Confirmed]] = set()
         """Kinds that were emitted in this attempt."""
 
@@ -137,7 +137,7 @@ class Attempt:
             self._on_progress(name, content)
 
     def _concerns_own_workers(self, name: str, content: WorkerExit | AttemptStopped) -> bool:
-        """Return whether what a node says is about its own workers, or torchrun's agent there."""
+        """Return whether a node's message is about its own workers, or torchrun's agent there."""
         exits = content.exits if isinstance(content, AttemptStopped) else [content]
         return all(each.rank in self.nodes.ranks[name] | {AGENT} for each in exits)
 
@@ -255,7 +255,7 @@ class Attempt:
                 self.gang.emit(SnapshotBegun(step=worker.saved))
 
     def _emit_resume(self, report: WorkerProgress) -> None:
-        """Emit once what a worker tells of going on from a snapshot."""
+        """Emit a worker's report of a resume from a snapshot, once."""
         for told, kind in ((report.resumed, Resumed), (report.confirmed, Confirmed)):
             if told is not None and kind not in self.resume_events:
                 self.resume_events.add(kind)

@@ -26,13 +26,13 @@ class AttemptOutcome:
 
     failures: list[Failure] = field(default_factory=list)
     stopped_by: int | None = None
-    """Signal that asked the launcher to stop; None when nobody did."""
+    """Signal that asked the launcher to stop; None without one."""
     left_behind: dict[str, int | None] = field(default_factory=dict)
     """Node -> processes left there; None when the node could not be asked."""
     lost_nodes: list[str] = field(default_factory=list)
     """Nodes whose link was lost."""
     is_unmet: bool = False
-    """True if nobody has ever opened the port at which the workers were to meet."""
+    """True if no process has ever opened the port at which the workers were to meet."""
     already_ended: list[str] = field(default_factory=list)
     """Nodes where the run had ended before this launcher came; no supervisor waits there for another attempt."""
     lost_output: dict[str, int] = field(default_factory=dict)
@@ -42,17 +42,17 @@ class AttemptOutcome:
     hung_s: float = 0.0
     """Seconds for which nothing had moved when it was ended because it hung."""
     away_s: float = 0.0
-    """Seconds for which the launcher did not run, if the nodes have ended the attempt for it: then nobody has
+    """Seconds for which the launcher did not run, if the nodes have ended the attempt for it: then no worker has
     failed."""
     left_early: list[Standing] = field(default_factory=list)
-    """Workers that had left, when it was ended, though their training had steps left, the first one first; those whose
-    exit code says that they failed are not among them."""
+    """Workers that had left when it was ended, though their training had steps left, in the order of leaving; workers
+    with an exit code of a failure are not among them."""
     first_step: int | None = None
-    """The step that it began after; None when the job tells none."""
+    """The step that it began after; None when the job reports none."""
     committed_step: int = 0
-    """Step of the newest snapshot that workers have told of as committed; 0: none."""
+    """Step of the newest snapshot that workers have reported as committed; 0: none."""
     last_step: int | None = None
-    """The last step that is known to have been done, of the whole run; None when the job tells none."""
+    """The last step that is known to have been done, of the whole run; None when the job reports none."""
 
 
 class AttemptNodes:
@@ -74,7 +74,7 @@ class AttemptNodes:
         self.link_timeout_s = link_timeout_s
         self.hang_monitor = hang_monitor
         self.keeps_nodes = keeps_nodes
-        """True if the nodes go on when the link is lost, and are called again."""
+        """True if the nodes continue when the link is lost, and are called again."""
         self.outcome = AttemptOutcome()
         self.open = {node.name for node in plan.nodes}
         self.starting = set() if under_way else set(self.open)
@@ -82,11 +82,11 @@ class AttemptNodes:
         self.joining: set[str] = set()
         """Nodes that have taken the places of lost ones and not started yet."""
         self.silent_nodes = set(self.open)
-        """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
+        """Nodes without any output of workers so far, which may still be at the rendezvous."""
         self.cold_nodes: set[str] = set()
-        """Nodes whose workers are started afresh."""
+        """Nodes that start their workers without preloaded modules."""
         self.ranks = {node.name: frozenset(node.ranks) for node in plan.nodes}
-        """Workers of each node; what it says of others is not believed."""
+        """Workers of each node; its reports about others are ignored."""
         self.ended_workers: set[tuple[str, int]] = set()
         self.begun_at = time.monotonic()
         self.moved_at = self.begun_at

@@ -27,7 +27,7 @@ class Attempts:
         self.number = number
         """Number of the current attempt."""
         self.committed_step = 0
-        """Step of the newest snapshot that they have told of."""
+        """Step of the newest snapshot that they have reported."""
         self.lost_output = Counter[str]()
         self.outputs: dict[str, Outputs] = {}
         self._unblamed = first
@@ -91,7 +91,7 @@ class Attempts:
         return first_failure(outcome.failures, outcome.left_early, self._nodes.logs, HostNames(self._nodes.host_names))
 
     def is_stop(self, failure: Failure) -> bool:
-        """Tell whether workers have ended because they were told to."""
+        """Return whether workers have ended because of a request to stop."""
         return failures.is_stop(failure, trains=self._nodes.job.trains)
 
     def _judge(self, outcome: AttemptOutcome, failure: Failure) -> RestartDecision:

@@ -1,7 +1,7 @@
-"""One run, wherever its workers are: started, watched, stopped, started again, and told how it ended.
+"""Run a job from its first attempt to its final result, independent of the back end.
 
-Nodes over SSH (run.py) and a job of Slurm (dtctl/slurm/job_backend.py) are back ends of this loop. What an end means,
-and the exit code of the launcher, is decided here for both.
+Nodes over SSH (run.py) and a job of Slurm (dtctl/slurm/job_backend.py) are back ends of this loop. It decides for both
+what an end means, and the exit code of the launcher.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Result:
     failure: Failure | None
     """Failure that ended the last attempt; None when it ended well, or for no fault of its own."""
     stopped_by: int | None
-    """Signal that somebody ended it with; None when nobody did."""
+    """Signal that ended it; None without one."""
     asked_to_stop: bool
-    """True if its workers were told to end, saved a snapshot and want to be launched again."""
+    """True if its workers got a request to end, saved a snapshot and are to be launched again."""
     attempts: int
     launch_s: float | None
     """Seconds from the launcher's start to the last node's processes started; None if that was never reached."""
@@ -45,7 +45,7 @@ class Result:
     """True if the run's only node was this machine."""
     nodes: int
     goodput: float | None
-    """Share of the time that went into steps which count; None when the job tells no progress."""
+    """Share of the time that was spent on steps which count; None when the job reports no progress."""
 
     @property
     def status(self) -> str:
@@ -57,7 +57,7 @@ class Result:
     @property
     def exit_code(self) -> int:
         """Return the exit code of the launcher."""
-        # SIGUSR1 is how batch systems say that the time is nearly up, and ours is: the run is to be launched again.
+        # Batch systems send SIGUSR1 when the time is nearly up: the run is to be launched again.
         if self.stopped_by is not None and self.stopped_by != signal.SIGUSR1:
             return 128 + self.stopped_by
         return {"stopped": names.REQUEUE_EXIT, "failed": 8}.get(self.status, 0)
@@ -104,7 +104,7 @@ class Backend(Protocol):
     """
 
     def start(self) -> bool:
-        """Start the first attempt, or take up the one that is on; False when somebody wants to stop before.
+        """Start the first attempt, or take up the running one; return False after an earlier request to stop.
 
         Raises:
             DtctlError: nothing could be started anywhere.
@@ -113,7 +113,7 @@ class Backend(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Return whether the attempt goes on somewhere."""
+        """Return whether the attempt is still running on some node."""
         ...
 
     def poll(self) -> None:

@@ -1,4 +1,4 @@
-"""The failure that an attempt ended with, told by what nodes reported, what logs say and who had left early."""
+"""The failure that an attempt ended with, from the nodes' reports, the logs and the workers that had left early."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def first_failure(
 
 
 def _explained(failure: Failure, output: Output, host_names: HostNames) -> Failure:
-    """Return the failure with what the logs say about it."""
+    """Return the failure with the details from the logs."""
     if failure.exit_code is None:
         return failure
     named_by_agent = False
@@ -64,10 +64,10 @@ def _explained(failure: Failure, output: Output, host_names: HostNames) -> Failu
         named_by_agent = failure.rank is not None
     rank = AGENT if failure.rank is None else failure.rank
     tail = failures.last_lines(host_names.replace_names(output.tail(failure.node, rank)))
-    if not tail and named_by_agent:  # the agent's table of failures has been read, and has nothing more to say
+    if not tail and named_by_agent:  # the agent's table of failures has been read, and has nothing more
         summary = f"it {failures.describe(failure)}, and had printed nothing"
         return replace(failure, summary=summary, log=str(output.path(failure.node, AGENT)))
-    if not tail:  # a worker that said nothing; torchrun's agent may have
+    if not tail:  # a worker without output; torchrun's agent may have some
         tail = failures.last_lines(host_names.replace_names(output.tail(failure.node, AGENT)))
     log_summary, reason = failures.summary(tail), failure.node_reason
     summary = f"{log_summary} ({reason})" if log_summary and reason else log_summary or reason

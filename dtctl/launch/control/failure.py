@@ -44,7 +44,7 @@ class Failure:
 
     node: str
     rank: int | None
-    """Global rank; None when the node as a whole failed, or torchrun did not say which worker."""
+    """Global rank; None when the node as a whole failed, or torchrun did not name the worker."""
     exit_code: int | None
     """Exit code as a shell counts it, 128 + N for signal N; None when the node was lost."""
     signal: int | None
@@ -53,15 +53,15 @@ class Failure:
     log: str = ""
     """The log to read, a path on the control machine."""
     summary: str = ""
-    """One line for people."""
+    """One line for the user."""
     tail: tuple[str, ...] = ()
     """Last lines of the log."""
     node_reason: str = ""
-    """Cause that the node knows and the log does not: it was ended for lack of memory, the disk is full."""
+    """Cause that the node has determined and the log does not show: lack of memory, a full disk."""
     hang: bool = False
     """True if it was ended because it made no progress."""
     early_exit: str = ""
-    """Way in which it left the run without an error while the others went on: `ended while others ran`."""
+    """Way in which it left the run without an error while the others continued: `ended while others ran`."""
     asked_to_stop: bool = False
     """True if it was ended by a signal from outside that asks to stop, SIGTERM or SIGUSR1."""
 
@@ -120,7 +120,7 @@ def is_consequence(failure: Failure) -> bool:
 def from_early_exit(
     failure: Failure, *, node: str, rank: int, early_exit: str, tail: tuple[str, ...]
 ) -> Failure | None:
-    """Return the failure of a worker that others have lost, which is what `failure` says.
+    """Return the failure of a worker that left early, given `failure`, the error of a worker that lost it.
 
     Args:
         failure: the first of those that are reported.
@@ -149,12 +149,12 @@ def from_early_exit(
 
 
 def is_stop(failure: Failure, *, trains: bool) -> bool:
-    """Return whether somebody wanted the training to stop, and nothing is wrong with it.
+    """Return whether the training was stopped on request, and nothing is wrong with it.
 
     Args:
         failure: the first one of an attempt.
-        trains: whether the job is a training with dtctl.runtime. Its workers answer such a signal with a snapshot; only
-            before their first step, and after their last, are they ended by it, and then nothing is lost.
+        trains: whether the job is a training run with dtctl.runtime. Its workers answer such a signal with a snapshot;
+            it ends them only before their first step, and after their last, and then nothing is lost.
     """
     return failure.exit_code == REQUEUE_EXIT or (trains and failure.asked_to_stop)
 
@@ -173,12 +173,12 @@ def first(failures: Iterable[Failure]) -> Failure | None:
 
 
 def last_lines(text: str, count: int = 12) -> tuple[str, ...]:
-    """Return the last `count` lines that say something."""
+    """Return the last `count` lines that are not empty."""
     return tuple(line for line in text.splitlines() if line.strip())[-count:]
 
 
 def summary(tail: Iterable[str]) -> str:
-    """Return the one line that says most: the exception at the end of a traceback, else the last line."""
+    """Return the most informative line: the exception at the end of a traceback, else the last line."""
     lines = [re.sub(r"^\[rank\d+\]:\s?", "", line) for line in tail]
     for line in reversed(lines):
         if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b", line) or line.startswith("error: "):

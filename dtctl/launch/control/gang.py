@@ -1,7 +1,7 @@
 """All nodes of a run: prepared, started together, and shut down together.
 
 Everything that happens arrives as a message in one inbox, so this reads as a loop over messages; nothing here blocks on
-a single node. What a message means while an attempt is on stands in attempt.py.
+a single node. attempt.py handles the messages during an attempt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AWAY_S = 3.0
 
 
 PROBE_S = 5.0
-"""Seconds in which a node says which port is free."""
+"""Seconds in which a node reports which port is free."""
 
 
 class Gang:
@@ -58,7 +58,7 @@ class Gang:
     # -- to the start -----------------------------------------------------------------------------------------------
 
     def gather(self) -> dict[str, NodeDescription]:
-        """Wait until every node is ready; node -> what it said about itself.
+        """Wait until every node is ready; return node -> its description.
 
         Nothing has been started anywhere when this fails.
 
@@ -73,7 +73,7 @@ class Gang:
         return descriptions
 
     def try_gather(self, names: set[str]) -> tuple[dict[str, NodeDescription], dict[str, DtctlError]]:
-        """Wait until each of these is ready or has failed: what it said about itself, or why; in node rank order."""
+        """Wait until each of these is ready or has failed; return descriptions and errors, in node rank order."""
         waiting = set(names)
         descriptions: dict[str, NodeDescription] = {}
         failures: dict[str, DtctlError] = {}
@@ -144,7 +144,7 @@ class Gang:
         return ConnectError(text, node=session.name, hint=hint)
 
     def idle(self, seconds: float) -> None:
-        """Wait, with all links kept alive, or until somebody wants to stop."""
+        """Wait, with all links kept alive, or until a request to stop."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.signals:
             self.next_message(min(0.2, max(0.0, deadline - time.monotonic())))
@@ -204,7 +204,7 @@ class Gang:
         return message
 
     def notice_absence(self) -> None:
-        """Look whether this process did not run since the loop was here last; then no node is to blame for silence."""
+        """Check whether this process was paused since the last pass of the loop, and if so, excuse silent nodes."""
         turned, self._turned = self._turned, _clock()
         if self._turned - turned > AWAY_S:
             self.away_s = max(self.away_s, self._turned - turned)
@@ -218,7 +218,7 @@ def _clock() -> float:
 
 
 def to_dtctl_error(error: BaseException) -> DtctlError:
-    """Return an error of a session as one for the user; what nobody expected is a bug."""
+    """Return an error of a session as one for the user; an unexpected one is a bug."""
     if isinstance(error, DtctlError):
         return error
     bug = DtctlError(f"{type(error).__name__}: {error}", hint="this is a bug in dtctl; please report it")

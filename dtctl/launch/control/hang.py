@@ -26,9 +26,9 @@ from dtctl.launch.records.run_writer import write_private
 from dtctl.supervisor.messages.attempt import WorkerStack
 
 ANSWER_S = 10.0
-"""Seconds that the nodes may take to tell where their workers stand."""
+"""Seconds that the nodes may take to send the stacks of their workers."""
 FRESH_S = 4.0
-"""Older news of a node is no ground for a verdict; whether the node is lost is somebody else's question."""
+"""Seconds after which a node's report is too old for a verdict; other code decides whether the node is lost."""
 
 Watched = Callable[[Sequence[Standing]], None]
 
@@ -48,8 +48,8 @@ _WAITING = (
     "/dtctl/runtime/telemetry/report.py", "/dtctl/runtime/strategies/gradients.py",
     "/dtctl/runtime/distributed/worker.py",
 )  # fmt: skip
-"""Files whose code, being the innermost Python code that runs, waits for other workers; with GPUs also by waiting for a
-number that an exchange comes before."""
+"""Files of code that waits for other workers, if it is the innermost Python code that runs; with GPUs also by waiting
+for a number that depends on an exchange."""
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _SPY_FRAME = re.compile(r"^ {4}(?P<name>.+) \((?P<file>[^()]+):(?P<line>\d+)\)$", re.MULTILINE)
 
@@ -79,7 +79,7 @@ class Stack:
 
     @property
     def is_waiting(self) -> bool | None:
-        """Return whether it waits for other workers; None when there is no telling."""
+        """Return whether it waits for other workers; None when unknown."""
         frames = self.frames
         return any(marker in frames[0][0] for marker in _WAITING) if frames else None
 
@@ -90,7 +90,7 @@ def silence(
     """Return the seconds for which the run has been hanging; None if it does not, or if that is not known.
 
     Args:
-        workers: those that have told their progress, also if they have ended since.
+        workers: those that have reported their progress, also if they have ended since.
         world_size: workers that there should be.
         limit: `job.hang_s`.
         start_limit: `job.hang_start_s`.
@@ -158,11 +158,11 @@ def hang_failure(
     """Return the failure that describes a run that hangs.
 
     Args:
-        workers: those that have told their progress, also if they have ended since.
-        stacks: what workers have shown.
+        workers: those that have reported their progress, also if they have ended since.
+        stacks: the workers' stacks.
         silent_s: for how long nothing had moved.
         now: the time of day.
-        silent: workers that have told no progress yet, rank -> node.
+        silent: workers that have reported no progress yet, rank -> node.
     """
     active = [worker for worker in workers if not worker.finished]
     begun = [worker for worker in active if worker.phase != ReportedPhase.STARTING]
@@ -202,10 +202,10 @@ def hang_failure(
 
 
 def early_exit(worker: Standing) -> str:
-    """Words for a worker that went early: `left the training after step 3 of 12, before the others`.
+    """Describe a worker that left early: `left the training after step 3 of 12, before the others`.
 
-    Whether its process has ended, too, is not said: the others lose their connections to it while it still ends, and
-    which of the two is noted first is chance.
+    The text leaves open whether its process has ended, too: the others lose their connections to it while it is still
+    ending, and which of the two is noticed first is chance.
     """
     if not worker.until:  # it reports no steps: maybe it is no training, or has not come so far
         return "ended while others ran"
@@ -251,7 +251,7 @@ class HangMonitor:
         folder: Path,
         on_progress: Watched | None,
     ) -> None:
-        """Nothing is known yet.
+        """Create a detector without reports.
 
         Args:
             node_of_rank: workers of the attempt, rank -> node.
@@ -259,7 +259,7 @@ class HangMonitor:
             start_limit: `job.hang_start_s`.
             output_limit_s: `job.hang_output_s`.
             folder: where stacks are kept, if there will be any.
-            on_progress: told how far the workers are, whenever a node says so.
+            on_progress: called with the workers' progress, whenever a node reports it.
         """
         self.node_of_rank = node_of_rank
         self.limit: HangLimit = limit
@@ -282,7 +282,7 @@ class HangMonitor:
         self._asked = 0.0
 
     def update(self, reports: Sequence[Standing], *, node: str, before_stop: bool = False) -> None:
-        """A node says how far its workers are; `before_stop`: before it has asked them to end."""
+        """Take in a node's report of its workers' progress; `before_stop`: before it has asked them to end."""
         if before_stop and self._before_stop is not None:
             self._before_stop |= {worker.rank: self._as_ended(worker) for worker in reports}
         if self.silent_s is not None:
@@ -297,7 +297,7 @@ class HangMonitor:
         return replace(worker, state="") if worker.rank in self._ended else worker
 
     def worker_ended(self, rank: int) -> None:
-        """A worker has ended well; the others may go on without it, or wait for it."""
+        """Record that a worker has ended successfully; the others may continue without it, or wait for it."""
         if rank not in self.node_of_rank:
             return  # torchrun's agent
         self._ended.add(rank)
@@ -313,7 +313,7 @@ class HangMonitor:
         return left_early(workers.values())
 
     def stopping(self) -> None:
-        """The nodes are asked to end the attempt; whoever ends from now on may do so because of that."""
+        """Record that the nodes are asked to end the attempt: workers may end because of that from now on."""
         if self._before_stop is None:
             self._before_stop = dict(self.workers)
 

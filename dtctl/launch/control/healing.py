@@ -25,7 +25,7 @@ IN_PLACE = 3
 
 @dataclass(slots=True, kw_only=True)
 class _Current:
-    """The healing that is on."""
+    """The healing that is under way."""
 
     cause: Failure
     began_s: float
@@ -36,11 +36,11 @@ class _Current:
     ready: set[int] = field(default_factory=set)
     joined: dict[int, LiveReport] = field(default_factory=dict)
     asked_s: float = 0.0
-    """Time when the survivors were told of the newest loss."""
+    """Time when the newest loss was reported to the survivors."""
     meeting: tuple[str, int] | None = None
     """Address and port of the store."""
     is_called: bool = False
-    """True if the workers have been told to join."""
+    """True if the workers have got the request to join."""
 
 
 class Healing:
@@ -74,9 +74,9 @@ class Healing:
         self._epoch = 0
         self._current: _Current | None = None
         self._cut: tuple[Failure, float] | None = None
-        """The worker that has lost its connections to others, of whom nobody is known to be lost, and since when."""
+        """A worker that has lost its connections to others, while no loss of a worker is known, and the time."""
         self._dying: set[int] = set()
-        """Ranks whose old processes are being ended; that they end is no news."""
+        """Ranks whose old processes are being ended; their exits are expected."""
         self.newest_step = -1
         """Step after which workers were replaced last; -1: none were."""
         self._in_place = 0
@@ -104,10 +104,11 @@ class Healing:
         Args:
             failure: of a rank.
             is_running: whether its process is still there; it is ended first.
-            detect_s: for how long it had been lost before anybody knew.
+            detect_s: for how long it had been lost before this was detected.
 
         Raises:
-            NotHealed: nobody is left who has its state, a node does not hear, or the same step is healed for ever.
+            NotHealed: no worker is left that has its state, a node cannot be reached, or the same step is healed for
+                ever.
         """
         rank = failure.rank
         assert rank is not None  # noqa: S101  # for the type checker
@@ -122,7 +123,7 @@ class Healing:
 
         Args:
             failure: of the node.
-            detect_s: for how long it had been lost before anybody knew.
+            detect_s: for how long it had been lost before this was detected.
 
         Raises:
             NotHealed: as for `lose`, or nodes cannot be replaced here.
@@ -160,10 +161,10 @@ class Healing:
 
     def _send(self, message: Heal | Join) -> None:
         for name in dict.fromkeys(self._nodes.values()):
-            self._gang.sessions[name].send(message)  # a link that is gone is reported by who reads it
+            self._gang.sessions[name].send(message)  # the reader of a link reports that it is gone
 
     def late(self) -> dict[int, float]:
-        """Survivors that have not said yet that they are ready, and for how long they have been asked, in seconds."""
+        """Return the survivors that have not reported yet that they are ready: rank -> seconds since the request."""
         current = self._current
         if current is None:
             return {}
@@ -182,7 +183,7 @@ class Healing:
         self._place(substitute, self._epoch)
 
     def take(self, report: LiveReport) -> Healed | None:
-        """Return a worker has said something; the event when with that all are in the new group.
+        """Take in a worker's report; return the event if all workers are in the new group with it.
 
         Raises:
             NotHealed: a worker cannot be healed.
@@ -236,14 +237,14 @@ class Healing:
         )
 
     def check(self, patience_s: float) -> None:
-        """Look at the time.
+        """Check the time limits.
 
         Args:
-            patience_s: after which a node that is lost would be known to be. Workers whose connections broke longer ago
-                than that make them anew, all of them.
+            patience_s: after which a node that is lost would be known to be. If connections broke longer ago than that,
+                all workers make theirs again.
 
         Raises:
-            NotHealed: it is up.
+            NotHealed: a limit is exceeded.
         """
         current = self._current
         if self._pool is not None:
@@ -260,7 +261,7 @@ class Healing:
             raise NotHealed(f"after {self._limit_s:g} s (job.heal_s) these ranks are not ready: {ranks}")
 
     def give_up(self) -> Failure | None:
-        """No healing any more in this attempt; what the one that is on began with."""
+        """Heal no more in this attempt; return the failure that the current healing began with."""
         cause = None if self._current is None else self._current.cause
         self._current = None
         if self._pool is not None:

@@ -1,4 +1,4 @@
-"""All that a launch on nodes needs to know, decided before the first connection, and what that means for each node."""
+"""All data that a launch on nodes needs, decided before the first connection, and the messages for each node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtctl.transport.base import Target, Transport
 
 
 class MakePlan(Protocol):
-    """Makes the plan of an attempt with what only the nodes know."""
+    """Function that makes the plan of an attempt, with facts that only the nodes have."""
 
     def __call__(
         self,
@@ -66,7 +66,7 @@ class Copies(Protocol):
         """End all copies that are on."""
 
     def take_notes(self) -> Sequence[tuple[str | None, str]]:
-        """Return notes for people since the last call: node, or None, and text."""
+        """Return notes for the user since the last call: node, or None, and text."""
 
     def take_amount(self) -> tuple[int, float]:
         """Return the bytes that were copied since the last call while workers ran, and the seconds that it took."""
@@ -74,7 +74,7 @@ class Copies(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
-    """All that `launch` needs to know, decided before the first connection."""
+    """All data that `launch` needs, decided before the first connection."""
 
     run: str
     token: str
@@ -93,7 +93,7 @@ class LaunchJob:
     """Seconds for which nodes that the run needs are called again when they are lost."""
     push: Push | None
     data: Callable[[], list[DataLink]] = list
-    """Files beside the code, once they are known."""
+    """Files in addition to the code, once they are known."""
     environment: Callable[[], EnvironmentOrder | None] = lambda: None
     """Order of the environment that nodes make before the workers start, once the first of them was asked."""
     environment_digest: str = ""
@@ -111,7 +111,7 @@ class LaunchJob:
     hang_start_s: HangLimit
     """Limits for a job that has not made any progress yet."""
     hang_output_s: float | None
-    """Seconds without output after which a job that tells no progress hangs; None: never."""
+    """Seconds without output after which a job that reports no progress hangs; None: never."""
     heal_s: float
     """Seconds that replacing lost workers may take."""
     time_s: float | None
@@ -119,7 +119,7 @@ class LaunchJob:
     trains: bool
     """True if the spec has a section `train`, which dtctl.runtime reads in the workers."""
     snapshots: Mapping[str, str]
-    """Node -> folder of snapshots, of nodes that go on from another run's; the others have their own run's."""
+    """Node -> folder of snapshots, of nodes that continue another run's; the others have their own run's."""
     outputs: tuple[str, ...] = ()
     """Paths in the working folder that are worth keeping; see `job.outputs`."""
     shared: tuple[tuple[str, str], ...] = ()
@@ -131,9 +131,9 @@ class LaunchJob:
     log_bytes: int = 0
     """Most that is kept of the output of a rank; 0: all of it."""
     earlier: str = ""
-    """The run whose outputs this one goes on in."""
+    """Run whose outputs this run continues."""
     keep: bool
-    """True if nodes go on when the link is lost (`--detach`)."""
+    """True if nodes continue when the link is lost (`--detach`)."""
 
 
 def make_start_message(
@@ -151,7 +151,7 @@ def make_start_message(
         job: what to run.
         plan: of the attempt.
         node: of the plan.
-        committed_step: of earlier attempts; workers cannot know of them if the node that knew is gone. 0: none.
+        committed_step: of earlier attempts; workers cannot determine it if the node with the record is gone. 0: none.
         live_epoch: how often workers of this attempt were replaced.
         kind: StandBy to import only what workers need.
     """

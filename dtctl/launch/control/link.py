@@ -143,7 +143,7 @@ class NodeLink:
                 return document
 
     def decode(self, payload: bytes) -> dict[str, Any]:
-        """Return the object in a frame of JSON, of which nothing else is certain; see `parse_message`.
+        """Return the object in a frame of JSON, without further checks; see `parse_message`.
 
         Raises:
             NodeError: there is none.
@@ -157,7 +157,7 @@ class NodeLink:
         """Return the next message, which must be of one of these kinds.
 
         Raises:
-            NodeError: the node says that it cannot go on, or there is no usable Python.
+            NodeError: the node reports that it cannot continue, or there is no usable Python.
             ConnectError: the link is gone.
         """
         document = self.receive_json()
@@ -169,7 +169,7 @@ class NodeLink:
         """Return the message in a frame of JSON, which must be of one of these kinds.
 
         Raises:
-            NodeError: it is another one, or says that the node cannot go on.
+            NodeError: it is another one, or reports that the node cannot continue.
         """
         return self._parse(self.decode(payload), kinds)
 
@@ -211,7 +211,7 @@ def open_program(connection: Connection, first: Message, *, node: str, python: s
     """
     python = python or "python3"
     link = NodeLink(connection.open(bootstrap.command(python)), node=node, python=python)
-    with contextlib.suppress(ConnectError):  # it has ended already; `why_silent` tells why
+    with contextlib.suppress(ConnectError):  # it has ended already; `why_silent` has the reason
         link.stream.write(bootstrap.opening(workdir, find_module(first.op)[0]) + frames.pack_json(first))
     return link
 

@@ -97,7 +97,7 @@ class Losses:
             self.nodes.stop_others("a lost worker could not be replaced")
 
     def end_healing(self, reason: str, failure: Failure | None = None) -> None:
-        """Give up the healing that is on: the attempt has failed of what it began with."""
+        """Give up the current healing: the attempt has failed with the failure that it began with."""
         if self.healing is None:
             return
         absent = self.healing.absent
@@ -110,7 +110,7 @@ class Losses:
         self.nodes.lose(absent | lost)
 
     def end_healing_without(self, name: str, rank: int) -> None:
-        """Give up the healing that is on: a worker that has ended well does not join the others again."""
+        """Give up the current healing: a worker that has ended successfully does not join the others again."""
         if self.healing is not None and self.healing.is_on and self.nodes.stop_deadline is None:
             self.end_healing(f"rank {rank} on {name} has ended, meanwhile")
             self.nodes.stop_others("a lost worker could not be replaced")
@@ -135,8 +135,8 @@ class Losses:
             self.nodes.end_for_absence()
             self.nodes.give_up(name, state="stopped")
             return
-        # A node whose supervisor is ended, or loses its link, tells its workers to stop, and these all others; what
-        # others say of it may be here before the loss, which is the cause.
+        # A supervisor that is ended, or loses its link, stops its workers, and these stop all others. Reports of the
+        # others may arrive before the loss, which is the cause.
         stopping = [failure.exit_code == names.REQUEUE_EXIT for failure in self.nodes.outcome.failures]
         if self.nodes.stop_deadline is None or (stopping and all(stopping)):
             self.fail(name, text, exit_code=None)
@@ -150,11 +150,11 @@ class Losses:
 
     @property
     def vacant(self) -> set[str]:
-        """Lost nodes that are called again, or whose places others are to take."""
+        """Return the lost nodes that are called again, or that other nodes are to replace."""
         return set() if self.pool is None else self.pool.vacant
 
     def check_kept(self, pool: NodePool, now: float) -> None:
-        """Call nodes again that go on by themselves, and give up those that stay away."""
+        """Call nodes again that continue by themselves, and give up those that stay away."""
         for name, error in pool.check().items():
             pool.abandon(name)
             self._lose_for_good(name, str(error))

@@ -1,8 +1,8 @@
 """The nodes that a run can use: lost nodes are called again, and spares take the places of those that do not answer.
 
 A lost node is called at once, then after waits that double. Where another node may have its place, a spare is called
-when that fails or takes long, and the first one that is ready takes the place. How long that goes on depends on what
-waits for the node: see `CallRule`.
+when that fails or takes long, and the first one that is ready takes the place. The time limit depends on what waits for
+the node: see `CallRule`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CallRule:
 
 
 KEPT: Final = CallRule(limit_s=3600.0, spare_after_s=None)
-"""Rule for a node whose workers go on without the launcher (`--detach`)."""
+"""Rule for a node whose workers continue without the launcher (`--detach`)."""
 LIVE: Final = CallRule(limit_s=15.0, spare_after_s=2.0)
 """The workers of the other nodes wait. A restart of all has more time: `cluster.return_s`."""
 
@@ -57,7 +57,7 @@ class Substitute:
     lost: str
     session: Session
     description: NodeDescription | None
-    """None if its workers go on."""
+    """None if its workers continue."""
     reason: str = "it was lost"
     """Reason why another node takes the place."""
 
@@ -99,7 +99,7 @@ class NodePool:
 
     @property
     def vacant(self) -> set[str]:
-        """Lost nodes whose places no node has taken yet."""
+        """Return the lost nodes that no node has replaced yet."""
         return set(self._searches)
 
     def keep_standbys(self) -> None:
@@ -127,7 +127,7 @@ class NodePool:
         return None
 
     def call_kept(self, lost: str) -> None:
-        """Call a node again whose workers go on without the launcher; no other one takes its place."""
+        """Call a node again that continues without the launcher; no other one takes its place."""
         self.search(lost, KEPT)
 
     def _try(self, search: _Search, name: str) -> None:
@@ -163,7 +163,7 @@ class NodePool:
         return None
 
     def _end_call(self, lost: str, session: Session, error: DtctlError) -> None:
-        """End a call that has failed, and call a spare unless another call is on."""
+        """End a call that has failed, and call a spare unless another call is under way."""
         search = self._searches[lost]
         del search.called[session.name]
         session.close()
@@ -267,7 +267,7 @@ class NodePool:
         return NextNodes(names=tuple(order), descriptions=descriptions, replaced=tuple(replaced))
 
     def _find_unanswered(self) -> dict[str, DtctlError]:
-        """Return the lost nodes that have failed and whose places no spare can take, with their errors."""
+        """Return the lost nodes that have failed and that no spare can replace, with their errors."""
         if self.spares.names:
             return {}
         return {

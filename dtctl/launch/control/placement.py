@@ -28,7 +28,7 @@ class NodePlacement:
     def __init__(self, nodes: RunNodes, attempts: Attempts, record: RunWriter, ledger: Ledger) -> None:
         self._nodes, self._attempts, self._record, self._ledger = nodes, attempts, record, ledger
         self.attempt: Attempt | None = None
-        """The one that is on."""
+        """The current attempt."""
 
     @cached_property
     def pool(self) -> NodePool:
@@ -83,7 +83,7 @@ class NodePlacement:
         substitute.session.send(Attach(run=nodes.job.run, offsets=nodes.offsets(name)))
 
     def _warm_up(self, session: Session, description: NodeDescription) -> None:
-        """Let a spare import what workers need; as the last node, since nobody knows which one will be lost.
+        """Let a spare import the modules of workers, as the last node, since it is unknown which one will be lost.
 
         Raises:
             NotHealed: it cannot have the same workers.

@@ -86,13 +86,13 @@ class Standing:
 
 
 def standings(node: str, reports: Iterable[WorkerProgress]) -> list[Standing]:
-    """Return what a node has said about its workers."""
+    """Return a node's reports about its workers."""
     fields = [name for name in Standing.__dataclass_fields__ if name != "node"]
     return [Standing(node=node, **{name: getattr(report, name) for name in fields}) for report in reports]
 
 
 def unheard(node: str, rank: int) -> Standing:
-    """Return a worker that has told no progress."""
+    """Return a worker that has reported no progress."""
     return Standing(
         node=node, rank=rank, pid=0, phase=ReportedPhase.STARTING, step=0, place=0,
         first=0, saved=0, until=0, begun_s=0.0, stale_s=0.0,

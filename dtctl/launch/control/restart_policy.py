@@ -2,8 +2,8 @@
 
 A failure that recurs without progress in between will recur again: the run ends with it instead of using up its
 restarts. Until then the waits grow, because the cause may need time to disappear (a disk that is being cleaned, a file
-server that boots). That applies to failures of the program; a worker that was killed from outside, or whose node was
-lost, is restarted at once.
+server that boots). That applies to failures of the program; a worker that was killed from outside, or lost its node, is
+restarted at once.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class RestartPolicy:
     """Judges each failure by the attempts before it."""
 
     def __init__(self, *, trains: bool = False) -> None:
-        """Nothing has been attempted.
+        """Create a policy before the first attempt.
 
         Args:
-            trains: whether the job is a training with dtctl.runtime, whose exit codes have a meaning.
+            trains: whether the job is a training run with dtctl.runtime, where exit codes have a meaning.
         """
         self._refused = REFUSED if trains else ()
         self._last: str | None = None
@@ -81,9 +81,9 @@ class RestartPolicy:
 
         Args:
             failure: why it ended.
-            step: the last step that is known to have been done, of the whole run; None when the job tells none.
+            step: the last step that is known to have been done, of the whole run; None when the job reports none.
             lasted_s: from its start to the failure.
-            first: the step that it began after; None when the job tells none.
+            first: the step that it began after; None when the job reports none.
         """
         if failure.exit_code in self._refused and failure.signal is None:
             return RestartDecision(
@@ -94,8 +94,8 @@ class RestartPolicy:
         lost = failure.exit_code is None and not (failure.hang or failure.early_exit)
         if lost or (failure.signal in FROM_OUTSIDE and not failure.node_reason):
             return RestartDecision()
-        # What all workers run into is told by whoever is first, so words count and not who says them. But what a hang
-        # says of itself has seconds in it, and why a process was ended has counters: there the worker counts.
+        # The first worker reports an error that all workers run into, so the text is compared and not the worker. But
+        # the text of a hang has seconds in it, and the reason of a kill has counters: there the worker is compared.
         text_varies = failure.hang or bool(failure.node_reason)
         named = _STEP.search(failure.summary)
         error_text = named[0] if named else failure.summary

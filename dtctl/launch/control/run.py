@@ -1,7 +1,7 @@
 """A run on nodes with a link to each, from the first connection to the last process: a back end of controller.py.
 
 Reads top to bottom: all nodes are prepared; attempts follow each other until one succeeds, the restarts are used up or
-somebody stops it; then nothing is left, and that is proven.
+the user stops it; then the launcher proves that nothing is left.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def launch(
     Args:
         job: what to run, where.
         record: the run's folder on this machine.
-        emit: told everything that happens, `emit(event)`.
+        emit: called with every event, `emit(event)`.
         signals: signals that this process receives are appended here by its handlers.
         ledger: started when the process was.
-        under_way: an attempt that nodes go on with although its launcher is gone, to be taken up; None to begin anew.
+        under_way: an attempt that nodes continue without its launcher, to be taken up; None for a new one.
 
     Raises:
         DtctlError: a node could not be made ready; nothing was started anywhere.
@@ -70,7 +70,7 @@ class NodesBackend:
         ledger: Ledger,
         under_way: Plan | None,
     ) -> None:
-        """Call nobody yet; see `launch` for the arguments."""
+        """Call no node yet; see `launch` for the arguments."""
         self.job = job
         self.under_way = under_way
         self.record = record
@@ -285,7 +285,7 @@ class NodesBackend:
         self._watch(plan, under_way=True)
 
     def _next_plan(self, plan: Plan, attempt: int, outcome: AttemptOutcome) -> Plan:
-        """Return the plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
+        """Return the plan of the next attempt, with a new rendezvous, which keeps out stragglers of the last one."""
         nodes = self.nodes
         known_nodes = nodes.known()
         unreachable = {*outcome.lost_nodes, *outcome.already_ended}

@@ -30,7 +30,7 @@ class RunNodes:
     """The nodes of a run, from the first connection to the last."""
 
     def __init__(self, job: LaunchJob, *, logs: Logs, emit: Emit, signals: list[int], under_way: Plan | None) -> None:
-        """Call nobody yet; `under_way`: an attempt that nodes go on with."""
+        """Call no node yet; `under_way`: an attempt that nodes continue."""
         self.job, self.logs, self.emit = job, logs, emit
         self.plan = job.first_plan
         """Plan of the current attempt, or of the last one."""
@@ -45,7 +45,7 @@ class RunNodes:
         self.replaced: dict[str, NodePlan] = {}
         """Nodes that took part and do no longer."""
         self._visited = {node.name for plan in (job.first_plan, under_way) if plan is not None for node in plan.nodes}
-        """Nodes that know of the run."""
+        """Nodes that may have files or processes of the run."""
 
     @property
     def host_names(self) -> dict[str, str]:
@@ -57,7 +57,7 @@ class RunNodes:
         return {**self.job.spares, **self.replaced, **{node.name: node for node in self.plan.nodes}}
 
     def gpus(self) -> dict[str, int]:
-        """Return the number of GPUs of each node that has told it."""
+        """Return the number of GPUs of each node that has reported it."""
         return {name: description.gpus for name, description in self.descriptions.items()}
 
     def address(self, head: NodePlan) -> str:
@@ -66,7 +66,7 @@ class RunNodes:
         planned = first.rendezvous.address if head.name == first.head.name else rendezvous.numeric(head.address)
         if (self.job.fixed_address and head.name == first.head.name) or rendezvous.is_numeric(planned):
             return planned
-        # Behind a jump host the name means something only there; the node knows the address it was reached at.
+        # Behind a jump host the name is valid only there; the node has the address that it was reached at.
         description = self.descriptions.get(head.name)
         return (description.address if description is not None else "") or planned
 

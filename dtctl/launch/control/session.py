@@ -96,7 +96,7 @@ class NodeSetup:
     ports: tuple[int, ...]
     """Candidates for the rendezvous port; empty on all nodes but the head."""
     push: Callable[[NodeLink, PushReport], PushProgress] | None
-    """Brings the code and says what it did; None when there is nothing to bring."""
+    """Function that brings the code and returns what it did; None when there is nothing to bring."""
     prepare: Callable[[str], Prepare]
     """Request to check the node, by the folder of the code, which the push decides."""
     code: str = ""
@@ -110,7 +110,7 @@ class NodeSetup:
 
 
 class NodeInbox:
-    """The launcher's inbox for one node, whose messages wait while too many of them are unread there."""
+    """The launcher's inbox for one node. Its messages wait while too many of them are unread there."""
 
     def __init__(self, inbox: Queue[NodeMessage]) -> None:
         self._inbox = inbox
@@ -145,7 +145,7 @@ class SecondCall:
     def __init__(self, target: Target, transport: Transport) -> None:
         self._target, self._transport = target, transport
         self._answer: list[bool] | None = None
-        """The answer, once it is known; None while nobody has asked."""
+        """The answer, once it is known; None before the question."""
 
     def is_answered(self) -> bool | None:
         """Return whether the node answers a new connection; None until that is known. Never waits."""
@@ -156,7 +156,7 @@ class SecondCall:
         return self._answer[0] if self._answer else None
 
     def forget(self) -> None:
-        """Forget the answer: the node has been heard since."""
+        """Forget the answer: the node has sent something since."""
         self._answer = None
 
     def _try_connection(self, answer: list[bool]) -> None:
@@ -186,10 +186,10 @@ class Session:
         self.is_described = False
         """True if it has sent its first message."""
         self.is_named = False
-        """True if the user knows that it has sent nothing for a while."""
+        """True if its silence has been reported to the user."""
         self.code = setup.code
         self.is_over = False
-        """True if the link was lost, or never came to be; also if nobody has read the message that says so."""
+        """True if the link was lost, or never came to be; also while the message about it is unread."""
         self._transport = transport
         self._inbox = NodeInbox(inbox)
         self._link: NodeLink | None = None
@@ -217,7 +217,7 @@ class Session:
         return True
 
     def excuse(self) -> None:
-        """Excuse the node for its silence until now: this process did not run to hear it."""
+        """Excuse the node for its silence until now: this process did not run and could not receive."""
         self.last_heard = time.monotonic()
         if self.last_progress is not None:
             self.last_progress = self.last_heard
@@ -240,7 +240,7 @@ class Session:
         self._thread.join(max(0.0, timeout_s))
 
     def close(self) -> None:
-        """Drop the link; nothing more is said after this."""
+        """Drop the link; no messages follow."""
         self._closed = True
         self._inbox.close()
         with contextlib.suppress(queue.Full):
@@ -281,7 +281,7 @@ class Session:
         self._asked = link
         is_simple = setup.push is None and setup.sweep is None
         if is_simple:  # all of it at once
-            with contextlib.suppress(ConnectError):  # it has ended already; what it said, or its exit status, tells why
+            with contextlib.suppress(ConnectError):  # it has ended already; its output or exit status has the reason
                 link.send(setup.prepare(self.code))
         description = link.expect(NodeDescription)
         require_known(description.port, (0, *setup.ports), subject="port", node=self.name)

@@ -25,7 +25,7 @@ FAILED_S = 10.0
 
 
 class NotHealed(Exception):
-    """A lost worker cannot be replaced while the others stay; the text says why."""
+    """A lost worker cannot be replaced while the others stay, for the reason in the text."""
 
 
 WarmUp: TypeAlias = Callable[[Session, NodeDescription], None]
@@ -51,15 +51,15 @@ class Spares:
 
     def __init__(self, names: list[str], emit: Emit) -> None:
         self.names = names
-        """Nodes that nobody has called."""
+        """Nodes that have not been called."""
         self._emit = emit
         self._standbys: list[Standby] = []
         self._not_before_s: dict[str, float] = {}
         """Earliest time at which a spare may be called to stand by, of those that were lost or did not answer."""
         self._reported: set[str] = set()
-        """Nodes whose absence is known to the user."""
+        """Nodes that were reported to the user as absent."""
         self._leaving: list[Session] = []
-        """Sessions with nodes that were told to quit."""
+        """Sessions with nodes that got a request to quit."""
 
     def keep_ready(self, call: Callable[[str], Session]) -> None:
         """Call spares to stand by, and keep their links alive."""
@@ -112,7 +112,7 @@ class Spares:
         return fresh
 
     def release(self) -> list[Standby]:
-        """Return the nodes that are still being prepared; those that stand by and are silent are called anew later."""
+        """Return the nodes that are still being prepared; close the ready ones, which are called again later."""
         preparing = [standby for standby in self._standbys if not standby.is_ready]
         for standby in self._standbys:
             if standby.is_ready:
@@ -122,7 +122,7 @@ class Spares:
         return preparing
 
     def retire(self, lost: str) -> None:
-        """Make a spare of a lost node whose place another one has taken; it stands by once it answers."""
+        """Make a spare of a lost node that another one has replaced; it stands by once it answers."""
         self.names.append(lost)
         self._not_before_s[lost] = time.monotonic() + RETIRED_S
         self._reported.add(lost)

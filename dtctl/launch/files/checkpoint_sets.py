@@ -2,7 +2,7 @@
 
 Pure functions over what nodes have listed. A checkpoint is the union of the files that nodes have written for it; of
 each file the newest version counts. Nothing here removes a file: what may not be complete when the workers have ended
-is set aside, so that all nodes go on from the same one.
+is set aside, so that all nodes continue from the same one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 from dtctl.supervisor.messages.shared import SharedFile
 
 QUIET_S: Final = 10.0
-"""Seconds without a write after which a checkpoint without a file that says so counts as complete."""
+"""Seconds without a write after which a checkpoint without a marker file counts as complete."""
 CLOCKS_S: Final = 5.0
 """Seconds by which the clocks of two nodes, and the moments of their lists, may differ."""
 MARKER_BYTES: Final = 4096
@@ -70,7 +70,7 @@ class CheckpointFiles:
     root: str
     """Shared folder that it lies in."""
     rule: str
-    """File that says that it is complete: a name, or a pattern; empty: time alone does."""
+    """File that marks it as complete: a name, or a pattern; empty: time alone decides."""
     files: Mapping[str, SharedFile]
     """Newest version of each file, by its path."""
     is_folder: bool
@@ -93,7 +93,7 @@ class CheckpointFiles:
 
     @property
     def has_known_format(self) -> bool:
-        """Return whether it is a checkpoint for certain: a folder, or files of which one has such a format."""
+        """Return whether it is a checkpoint for certain: a folder, or files with such a format among them."""
         return self.is_folder or any(file.end for file in self.files.values())
 
     def is_committed(self) -> bool:
@@ -242,7 +242,7 @@ def newest_files(files: Mapping[str, Mapping[str, SharedFile]], root: str) -> di
 
 
 def version_of(file: SharedFile) -> Version:
-    """Return what tells two versions of a file apart."""
+    """Return the fields that identify a version of a file."""
     return file.mtime_ns, file.size
 
 
@@ -267,12 +267,12 @@ def _set_aside(
     lost: Sequence[LostNode],
     plan: CopyPlan,
 ) -> None:
-    """Take out of the lists what may not be complete, if there is another checkpoint to go on from."""
+    """Take files that may be incomplete out of the lists, if there is another checkpoint to continue from."""
     groups = group_files(newest_files(files, root), root, pattern)
     certain = [each for each in groups if _is_certain(each, stopped_s, lost) and _is_complete(each, stopped_s)]
     certain += [each for each in groups if each not in certain and _looks_whole(each, certain, lost)]
     markers = [each for each in groups if each not in certain and _is_marker(each)]
-    # Logs lie in such folders, too, and nobody wants them set aside.
+    # Logs lie in such folders, too, and must not be set aside.
     others = [each for each in groups if each not in certain and each not in markers and each.has_known_format]
     taken_out = 0
     for each in others:
@@ -430,7 +430,7 @@ def _add_copies(
 
 
 def _commit_last(found: CheckpointFiles) -> Iterator[tuple[str, SharedFile]]:
-    """Yield the files of a checkpoint, with the one that says that it is complete at the end."""
+    """Yield the files of a checkpoint, with the one that marks it as complete at the end."""
     pattern = found.rule or "\0"
     last = [path for path in found.files if fnmatch.fnmatchcase(posixpath.basename(path), pattern)]
     for path in [*sorted(found.files.keys() - {*last}), *last]:

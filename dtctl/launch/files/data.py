@@ -46,7 +46,7 @@ class DataItem:
     """A file of the tree, empty for all of it; or where nodes have the files."""
 
     def to_link(self) -> DataLink:
-        """Return what a node is told."""
+        """Return the link for the nodes."""
         return DataLink(to=self.to, tree=self.tree.digest if self.tree is not None else "", path=self.path)
 
 
@@ -62,7 +62,7 @@ class DataPush:
         def work() -> None:
             try:
                 self._items.set_result(find_data(spec))
-            except Exception as exc:  # noqa: BLE001 - raised again by whoever asks for the items
+            except Exception as exc:  # noqa: BLE001 - raised again for the caller that requests the items
                 self._items.set_exception(exc)
 
         threading.Thread(target=work, name="data", daemon=True).start()
@@ -73,11 +73,11 @@ class DataPush:
         return self._items.result()
 
     def links(self) -> list[DataLink]:
-        """Return what a node is told."""
+        """Return the links for the nodes."""
         return [item.to_link() for item in self.items]
 
     def expect_nodes(self, count: int) -> None:
-        """So many nodes will want the data."""
+        """Set the number of nodes that will need the data."""
         self._payloads = defaultdict(lambda: push.Payloads(Relay(count)))
 
     def __call__(self, link: NodeLink, progress: PushReport) -> PushProgress:

@@ -1,4 +1,4 @@
-"""The environment of `job.environment`: its lock, what of it is brought to nodes, and what they are told to make.
+"""The environment of `job.environment`: its lock, the files that are brought to nodes, and the order to make it.
 
 The lock is a file of requirements with hashes, which uv makes of the user's own and nodes install without resolving
 anything again. What goes to a node that has not made the environment yet is one tree: the lock, the wheels that only
@@ -54,7 +54,7 @@ class LockedEnvironment:
     digest: str
     """Digest of all fields that follow; name of the folder on nodes."""
     source: str
-    """Name of the file that says what is wanted."""
+    """Name of the file with the requirements."""
     lock: str
     """Text of the lock as nodes get it, with the lines of the file that a user sees."""
     lock_name: str
@@ -83,10 +83,10 @@ def lock_environment(spec: Spec, *, write: bool) -> LockedEnvironment:
 
     Args:
         spec: the checked spec.
-        write: whether a lock that is made is kept beside the spec.
+        write: whether a new lock is kept next to the spec.
 
     Raises:
-        PlanError: a file is missing, or what it wants cannot be had.
+        PlanError: a file is missing, or its requirements are not available.
         UsageError: uv is needed and not installed.
     """
     source = _Source(spec)
@@ -167,7 +167,7 @@ class _Source:
         if self._has_hashes:
             return self.path.read_text(encoding="utf-8")
         text = self._read()
-        # Lines that say nothing of the source: the same packages are the same environment.
+        # Without lines about the source: the same packages are the same environment.
         return text.replace(self._head, "#\n" * self._head.count("\n"), 1) if text.startswith(self._head) else ""
 
     def _read(self) -> str:
@@ -182,7 +182,7 @@ class _Source:
         """Return the text of a new lock.
 
         Raises:
-            PlanError: what the files want cannot be had, or something else is in its place.
+            PlanError: the requirements are not available, or something else is in the place of the lock.
             UsageError: uv is not installed.
         """
         old = self._read()
@@ -287,7 +287,7 @@ def _with_own_wheels(text: str, source: _Source) -> tuple[list[str], list[Path]]
 
 
 def _index_options(source: _Source) -> list[str]:
-    """Return the lines of a lock that say where packages come from; none where nodes know that themselves."""
+    """Return the lines of a lock with the sources of packages; none where nodes use their own settings."""
     places = source.wanted.index
     if not places:
         return []
@@ -349,7 +349,7 @@ def _hint_of(text: str) -> str | None:
 
 
 def _place_of(text: str, files: Iterable[Path]) -> str:
-    """Return the line of the user's files whose package uv writes about; empty where that is not known."""
+    """Return the line of the user's files with the package in uv's message; empty where that is not known."""
     words = {_normal(word) for word in re.findall(r"[A-Za-z0-9][A-Za-z0-9._-]*", text)}
     for path in files:
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
@@ -378,7 +378,7 @@ class EnvironmentPush:
         self._uv_tree: Tree | None = None
 
     def make_order(self) -> EnvironmentOrder:
-        """Return what a node is told; complete once one was found that lacks the environment."""
+        """Return the order for a node; complete once a node was found that lacks the environment."""
         return EnvironmentOrder(
             digest=self.locked.digest,
             tree=self._tree.digest if self._tree is not None else "",
@@ -389,7 +389,7 @@ class EnvironmentPush:
         )
 
     def expect_nodes(self, count: int) -> None:
-        """So many nodes will want it."""
+        """Set the number of nodes that will need it."""
         self._payloads, self._uv_payloads = push.Payloads(Relay(count)), push.Payloads(Relay(count))
 
     def __call__(self, link: NodeLink, progress: PushReport) -> PushProgress:

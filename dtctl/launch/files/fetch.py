@@ -40,7 +40,7 @@ from dtctl.transport.base import Target, Transport
 from dtctl.transport.fanout import fan_out
 
 SILENCE_S = 600.0
-"""Seconds that a node may be silent: it may have to read a large file before it can say what is in it."""
+"""Seconds that a node may be silent: it may have to read a large file before it can report its digest."""
 MARGIN_BYTES = 64 << 20
 """Bytes of this machine's disk that stay free."""
 PARTIAL: Final = ".fetch-"
@@ -86,14 +86,14 @@ def fetch(
     into: Path,
     progress: Callable[[str, int, int], None] = lambda _node, _done, _total: None,
 ) -> dict[str, Fetched | DtctlError]:
-    """Bring outputs from all nodes at once: node -> what came, or why nothing did.
+    """Fetch outputs from all nodes at once; return node -> what came, or the error.
 
     Args:
         sources: the run's nodes.
         transport: how to reach them.
-        paths: what to bring, relative to the working folder, or absolute; nothing: all that the run's programs wrote.
-        into: folder here; what a node has comes into a folder below it that is called as the node is.
-        progress: told a node, bytes that came and bytes that are to come.
+        paths: paths to fetch, relative to the working folder, or absolute; empty: all that the run's programs wrote.
+        into: folder here; a node's outputs come into a folder below it with the node's name.
+        progress: called with a node, bytes that came and bytes that are to come.
     """
 
     def fetch_one(source: FetchSource) -> Fetched:
@@ -275,7 +275,7 @@ class _Fetch:
                 ) from exc
 
     def _make_links(self) -> None:
-        """Make the symbolic links, each of which leads to a place in the node's own folder."""
+        """Make the symbolic links, each to a place in the node's own folder."""
         encoded = {os.fsencode(path): os.fsencode(target) for path, target in self.links.items()}
         for path, target in self.links.items():
             if leads_out(os.fsencode(path), os.fsencode(target), encoded):

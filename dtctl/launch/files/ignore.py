@@ -35,7 +35,7 @@ class Rules:
     def __init__(self, lines: Iterable[bytes]) -> None:
         """Read patterns, one a line, comments and blank lines among them."""
         parsed = [rule for line in lines if (rule := _parse(line)) is not None]
-        # Neighbours that say the same are one expression, so that most files cost one match per name.
+        # Neighbours with the same effect are one expression, so that most files cost one match per name.
         self._groups: list[tuple[bool, re.Pattern[bytes] | None, re.Pattern[bytes] | None]] = [
             (ignored, _compile([r[2] for r in rules if r[1]]), _compile([r[2] for r in rules if not r[1]]))
             for ignored, group in groupby(parsed, key=lambda rule: rule[0])
@@ -70,7 +70,7 @@ def _compile(expressions: list[bytes]) -> re.Pattern[bytes] | None:
 
 
 def _parse(line: bytes) -> tuple[bool, bool, bytes] | None:
-    """(ignores, looks at the last part of the path only, regular expression); None if the line says nothing."""
+    """Return (ignores, looks at the last part of the path only, regular expression); None for a line without a rule."""
     if line.startswith(b"#"):
         return None
     pattern = _without_trailing_spaces(line)
@@ -117,7 +117,7 @@ def _expression(pattern: bytes) -> bytes:
 
 
 def _stars(pattern: bytes, at: int, end: int) -> tuple[int, bytes]:
-    """Return what the stars in `pattern[at:end]` mean, and where to go on."""
+    """Return the position after the stars in `pattern[at:end]`, and their regular expression."""
     # git compares the plain text before the first sign by itself, so that the stars after it stand at the beginning.
     begins = pattern[at - 1 : at] == b"/" or _SIGNS.isdisjoint(pattern[:at])
     if end - at == 1 or not (begins and pattern[end : end + 1] in (b"", b"/")):
@@ -128,7 +128,7 @@ def _stars(pattern: bytes, at: int, end: int) -> tuple[int, bytes]:
 
 
 def _bracket(pattern: bytes, start: int) -> tuple[int, bytes]:
-    """The set that begins at `start`, as an expression, and where to go on; one that is not closed fits nothing."""
+    """Return the position after the set at `start`, and its regular expression; an unclosed set matches nothing."""
     at = start + 1
     negated = pattern[at : at + 1] in (b"!", b"^")
     at += negated

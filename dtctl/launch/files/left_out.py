@@ -1,6 +1,6 @@
 """Rule that keeps a file of the working tree from being pushed, with its file and line.
 
-Slow and thorough where `push_selection.py` is fast: asked about the few files that a person wants to know of.
+Slow and thorough where `push_selection.py` is fast: used for the few files that the user requests.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _rules_of(text: bytes) -> Rules:
 
 
 def _places(root: bytes, folder: bytes, kind: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the ignore files that may speak of names in a folder, the nearest first, and the folder as each sees it."""
+    """Yield the ignore files that may apply to a folder, the nearest first, and the folder relative to each."""
     parts = folder.rstrip(b"/").split(b"/") if folder else []
     for depth in range(len(parts), -1, -1):
         above = b"".join(part + b"/" for part in parts[:depth])

@@ -46,7 +46,7 @@ class NotSent:
 
     @property
     def is_chosen(self) -> bool:
-        """Return whether the rule was written for dtctl, so that nobody is surprised by it."""
+        """Return whether the rule was written for dtctl, so that the user expects its effect."""
         return self.rule.startswith("job.files.exclude") or self.rule.endswith(".dtctlignore")
 
 
@@ -99,7 +99,7 @@ def _wheels_of(spec: Spec) -> Iterator[Path]:
     if environment is None or environment.requirements is None:
         return
     path = spec.base_dir / environment.requirements.expanduser()
-    with contextlib.suppress(OSError):  # what makes the environment says so
+    with contextlib.suppress(OSError):  # the code that makes the environment reports it
         for word in path.read_text(encoding="utf-8", errors="replace").split():
             if word.endswith(".whl"):
                 yield path.parent / word.removeprefix("file://")
@@ -132,7 +132,7 @@ class _Counter:
         return self._caches[folder]
 
     def _files(self, path: bytes) -> Iterator[os.stat_result]:
-        """Yield what `lstat` says of a file, or of all files in a folder that is no cache and no environment."""
+        """Yield the `lstat` result of a file, or of all files in a folder that is no cache and no environment."""
         todo = [self._root + b"/" + path]
         while todo:
             place = todo.pop()

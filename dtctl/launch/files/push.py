@@ -1,4 +1,4 @@
-"""The control machine's end of a push: says which tree, sends what the node lacks; see dtctl/supervisor/receive.py.
+"""The control machine's end of a push: names the tree, sends what the node lacks; see dtctl/supervisor/receive.py.
 
 What several nodes lack is usually the same (everything, or the one file that was edited), so it is read and compressed
 once and the pieces are shared, while they are still being made.
@@ -28,7 +28,7 @@ from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd, PushRelay,
 PIECE_BYTES = 1 << 18
 SAMPLES, SAMPLE_BYTES = 32, 1 << 15
 SHARED_LIMIT_BYTES = 512 << 20
-"""Larger payloads are made for each node anew rather than kept in memory."""
+"""Limit of shared payloads, in bytes: larger ones are made again for each node rather than kept in memory."""
 
 HINTS = {
     "disk-full": "free some space there, or set `cluster.workdir` to another disk",
@@ -58,7 +58,7 @@ class Payloads:
     """Compressed contents, made once for all nodes that lack the same files at the same time."""
 
     def __init__(self, relay: Relay | None = None) -> None:
-        """`relay`: who fetches blocks from whom; None if all is sent from here."""
+        """`relay`: assignment of fetching nodes to serving ones; None if all is sent from here."""
         self.relay = relay
         self._lock = threading.Lock()
         self._payloads: dict[tuple[_Segment, ...], _Payload] = {}
@@ -82,7 +82,7 @@ class Payloads:
         Raises:
             _Unreadable: a file has changed since it was scanned.
         """
-        with self._digesting:  # whoever wants the same waits for it
+        with self._digesting:  # threads that need the same digests wait for it
             if indexes not in self._digests:
                 self._digests[indexes] = [_digest(tree, block) for block in _cut(tree, indexes)]
             return self._digests[indexes]
@@ -282,7 +282,7 @@ def push(
     except _Unreadable as exc:
         raise TransferError(str(exc), node=link.node, where=exc.path, hint="launch again") from exc
     except ConnectError:
-        _answer(link)  # a node that refuses says why, and then no longer reads
+        _answer(link)  # a node that refuses sends its reason, and then no longer reads
         raise
     if done.digest != tree.digest:
         raise TransferError("the node has a different tree from the one that was sent", node=link.node)
@@ -292,7 +292,7 @@ def push(
 
 
 def _ignore(sent_bytes: int, note: str = "", /) -> None:
-    """Nobody wants to know."""
+    """Ignore progress."""
 
 
 def _push_blocks(
@@ -368,7 +368,7 @@ def _needed(answer: PushState, tree: Tree, node: str) -> tuple[int, ...]:
 
 
 def _folder(answer: PushState, tree: Tree, store: str, node: str) -> str:
-    """Return where the node says that the tree lies, which has to be a folder that is called after it."""
+    """Return the folder of the tree from the node's answer; its name must be that of the tree."""
     path = answer.path
     folder, name = posixpath.split(path)
     if not path.startswith("/") or posixpath.basename(folder) != store or name.partition(".")[0] != tree.digest:

@@ -1,7 +1,7 @@
 """Selection of the files to push: .gitignore, .dtctlignore, the spec and built-in rules.
 
 Works without git, and follows git's rules for .gitignore files of the tree and above it in the same checkout, and for
-.git/info/exclude. What git tracks although it ignores it is left out: only git's index knows that.
+.git/info/exclude. Files that git tracks although it ignores them are left out: only git's index has them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Level:
         return _Level(own, git, ignored, included, trusted)
 
     def ignores(self, name: bytes) -> bool:
-        """Return what the ignore files say of `name`."""
+        """Return whether the ignore files exclude `name`."""
         for chain in (self.dtctlignore, self.gitignore):
             for prefix, rules in chain:
                 verdict = rules.verdict(prefix, name)
@@ -81,7 +81,7 @@ class TreeWalk:
         Args:
             root: an absolute path without links in it.
             include: patterns of files to take although they are ignored; a secret only if one names it.
-            exclude: patterns of files to leave out, whatever else is said.
+            exclude: patterns of files to leave out, which take precedence over all others.
         """
         self.root = root
         self._own_output = own_output()
@@ -152,7 +152,7 @@ class TreeWalk:
                     self.skipped.append(os.fsdecode(prefix + name))
 
     def _decide(self, prefix: bytes, level: _Level, name: bytes) -> tuple[bool, bool, bool]:
-        """Return whether to take a name, because `include` says so, and by name."""
+        """Return whether to take a name, whether because of `include`, and whether a pattern names it explicitly."""
         if self._exclude.verdict(prefix, name):
             return False, False, False
         if self._include.verdict(prefix, name):

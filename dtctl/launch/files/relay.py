@@ -41,14 +41,14 @@ class Member:
     is_dead: bool = False
     children: int = 0
     is_reported: bool = False
-    """A note has said that it no longer serves: one is enough, however many nodes fetched from it."""
+    """True if a note has reported that it no longer serves: one is enough, however many nodes fetched from it."""
 
 
 class Relay:
     """The nodes that fetch one tree's blocks from each other."""
 
     def __init__(self, nodes: int) -> None:
-        """`nodes`: how many will want the tree."""
+        """`nodes`: number of nodes that will need the tree."""
         self._nodes = nodes
         self._lock = threading.Lock()
         self._members: list[Member] = []
@@ -61,7 +61,7 @@ class Relay:
         return self._nodes >= MIN_NODES and size_bytes >= MIN_BYTES
 
     def key_pair(self) -> tuple[str, str]:
-        """Return the certificate and the private key of this push, PEM, made when first wanted."""
+        """Return the certificate and the private key of this push, PEM, made at the first call."""
         with self._lock:
             if self._pair is None:
                 self._pair = make_key_pair()
@@ -139,8 +139,8 @@ class Relay:
 def make_key_pair() -> tuple[str, str]:
     """Return a certificate and its private key, PEM.
 
-    The key is never written to a disk, and lives as long as a push: its dates say nothing, as clocks of nodes may be
-    wrong.
+    The key is never written to a disk, and lives as long as a push. The certificate's dates have no meaning, since
+    clocks of nodes may be wrong.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

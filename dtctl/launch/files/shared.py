@@ -91,7 +91,7 @@ class _Listed:
         self.link = self._context.__enter__()
         self.is_asked = True
         self.lock = threading.Lock()
-        """Lock of the link, over which several nodes may want blocks."""
+        """Lock of the link, since several nodes may request blocks over it."""
         self.paths: list[str] = []
         self.files = NodeFiles(node=self.name, store="", files={})
         self.skipped: list[str] = []
@@ -232,7 +232,7 @@ class CopyRounds:
         self._is_closed = False
 
     def close(self) -> None:
-        """End all links; a round that is on ends with errors."""
+        """End all links; a round that is under way ends with errors."""
         with self._lock:
             self._is_closed = True
             links, taking, self._listed = list(self._listed.values()), list(self._taking), {}
@@ -499,7 +499,7 @@ class CopyRounds:
 
 
 class _Notes:
-    """Texts for people, once each."""
+    """Texts for the user, once each."""
 
     def __init__(self) -> None:
         self.texts: dict[str, None] = {}

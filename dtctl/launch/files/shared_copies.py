@@ -45,11 +45,11 @@ class SharedCopies:
 
         Args:
             run: the run.
-            roots: shared folders, each with the pattern of the spec; none: a resume may say that they are missing.
+            roots: shared folders, each with the pattern of the spec; none: a resume may report that they are missing.
             transport: the way to nodes.
             targets: of nodes and spares.
             spares: nodes that stand by.
-            is_resumed: whether the run goes on from an earlier one.
+            is_resumed: whether the run continues an earlier one.
         """
         self._run, self._roots, self._transport = run, list(roots), transport
         self._targets, self._spares = targets, list(spares)
@@ -187,7 +187,7 @@ class SharedCopies:
             self._notes.put((node, text))
 
     def _look_for_unshared(self, rounds: CopyRounds, nodes: Sequence[NodePlan]) -> None:
-        """Name the key to a user whose job is resumed with checkpoints that other nodes do not have."""
+        """Report the key `job.shared` if a job is resumed with checkpoints that other nodes do not have."""
         began = time.monotonic()
         chosen = [node for node in self._nodes_of(nodes) if not node.is_spare]
         result = rounds.run(chosen, stopped_s=None)

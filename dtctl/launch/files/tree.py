@@ -3,11 +3,10 @@
 It is the working tree as it is, uncommitted edits included; `push_selection.py` has what is left out of it.
 Private keys are left out whatever they are called, unless they are asked for by name.
 
-Digests of files are remembered by what `stat` said when they were read, so that an unchanged tree is not read again. As
-in git, a remembered digest counts only if the file was last changed before the scan that read it began: a change within
-the same tick of the file system's clock could not be determined from none ("racy git", git's
-Documentation/technical/racy-git.txt). The tick is taken from the clock of the file system, which on a file server is
-not that of this machine.
+Digests of files are remembered with their `stat` result, so that an unchanged tree is not read again. As in git, a
+remembered digest counts only if the file was last changed before the scan that read it began: a change within the same
+tick of the file system's clock could not be detected ("racy git", git's Documentation/technical/racy-git.txt). The tick
+is taken from the clock of the file system, which on a file server is not that of this machine.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Tree:
 
     @property
     def is_large(self) -> bool:
-        """Return whether a person should be told before it is pushed."""
+        """Return whether the user should be informed before it is pushed."""
         return self.total_bytes >= LARGE_BYTES
 
 
@@ -91,7 +90,7 @@ def scan(root: Path, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
         root: a folder.
         include: patterns as in .gitignore of files to take although they are ignored. What looks like a secret is
             taken only if a pattern names it, as `.env` and `*.pem` do, `*` and the name of the folder do not.
-        exclude: patterns as in .gitignore of files to leave out, whatever else is said.
+        exclude: patterns as in .gitignore of files to leave out, which take precedence over all others.
         cache: folder for remembered digests; None to read every file.
 
     Raises:
@@ -124,7 +123,7 @@ def scan(root: Path, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
 
 
 def tree_digest(entries: Iterable[TreeFile]) -> str:
-    """Return one digest over paths, modes and contents; the node computes the same from what it is told and checks."""
+    """Return one digest over paths, modes and contents; the node computes it from the manifest, and compares."""
     rows = [b"%d\0%o\0%s\0%s\0" % (len(e.path), e.mode, e.path, e.digest.encode()) for e in entries]
     return hashlib.sha256(b"".join(rows)).hexdigest()[:32]
 
@@ -241,12 +240,12 @@ class Digests:
             self._partial.unlink(missing_ok=True)
 
     def of(self, path: bytes, full: bytes, info: os.stat_result) -> tuple[str, bool]:
-        """Digest of a file, 64 hexadecimal digits, and whether it is somebody's private key.
+        """Return the digest of a file, 64 hexadecimal digits, and whether it is a private key.
 
         Args:
             path: name of the file in the tree.
             full: where it is.
-            info: what `lstat` said of it just now.
+            info: its current `lstat` result.
 
         Raises:
             OSError: it cannot be read.

@@ -1,1 +1,1 @@
-"""A run's folder on the control machine, written while the run goes on and read by every other command."""
+"""A run's folder on the control machine, written during the run and read by every other command."""

@@ -97,7 +97,7 @@ class PushReport(Protocol):
     """Takes the progress of a push to one node."""
 
     def __call__(self, sent_bytes: int, note: str = "", /) -> None:
-        """Report how many bytes the node has, and what a person should know."""
+        """Report how many bytes the node has, and a note for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class NodeChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStarting(Event):
-    """All nodes are told to start their workers."""
+    """The launcher requests all nodes to start their workers."""
 
     event = "start"
     attempt: Index = 0
@@ -190,7 +190,7 @@ class AlertChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping(Event):
-    """All nodes are told to stop their workers."""
+    """The launcher requests all nodes to stop their workers."""
 
     event = "stopping"
     reason: str = ""
@@ -206,7 +206,7 @@ class SnapshotBegun(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(Event):
-    """A training goes on from a snapshot; the steps that show whether it is exact have not been repeated yet."""
+    """A training continues from a snapshot; the steps that show whether it is exact have not been repeated yet."""
 
     event = "resumed"
     step: Count = 0
@@ -282,7 +282,7 @@ class Restarting(Event):
 
     @property
     def cause(self) -> str:
-        """The reason with who it is about: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
+        """The reason with its subject: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
         if not self.node:
             return self.reason or ""
         return f"{subject_of(self.node, self.rank, self.exit_code)} {self.reason or ''}"
@@ -316,11 +316,11 @@ class Healed(Event):
 
     event = "heal"
     step: Count = 0
-    """Steps done then; training goes on from there."""
+    """Steps done then; training continues from there."""
     replaced: tuple[Replacement, ...] = ()
     survivors: tuple[Survivor, ...] = ()
     repeated_steps: Count = 0
-    """Steps that are done again, by those who had begun them: 0 or 1."""
+    """Steps that are done again, by the workers that had begun them: 0 or 1."""
     detect_s: Seconds = 0.0
     """Seconds from the loss until it was noticed: for a worker that hangs, since anything has moved."""
     heal_s: Seconds = 0.0
@@ -380,7 +380,7 @@ class TakenUp(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitting(Event):
-    """The run is about to be given to Slurm: whoever finds this and no `submitted` looks for the job of this script."""
+    """The run is about to be submitted. A reader that finds this without `submitted` looks for this script's job."""
 
     event = "submitting"
     script: str
@@ -450,10 +450,10 @@ class FirstFailure:
 
 
 def subject_of(node: str | None, rank: int | None, exit_code: int | None) -> str:
-    """Return who failed: `rank 3 on node2`, `node node2` that was lost, `the agent on node2`, or `a worker`.
+    """Name what has failed: `rank 3 on node2`, `node node2` that was lost, `the agent on node2`, or `a worker`.
 
-    The agent is what starts the workers of a node, such as torchrun; where it does not say which of them has failed, or
-    has failed itself, the node is well all the same.
+    The agent is the program that starts the workers of a node, such as torchrun. If it does not report which of them
+    has failed, or has failed itself, this is no failure of the node.
     """
     if not node:
         return "a worker"
@@ -561,7 +561,7 @@ _ANY_TEXT: Final = schema.text(1 << 24)
 
 @dataclass(slots=True)
 class RunProgress:
-    """A run as its events tell it: `apply` each of them, in their order."""
+    """State of a run from its events: `apply` each of them, in their order."""
 
     status: str = "starting"
     """queued (Slurm has it), starting, running, stopping, succeeded, failed or stopped"""

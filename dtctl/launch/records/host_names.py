@@ -1,7 +1,7 @@
 """The names that hosts have themselves, replaced by those of the spec in what a program has printed.
 
-A program, torch and torchrun name a machine as it names itself, which its user may never have heard of. A name that
-could be any word counts only where a host must stand: before a port, or in torchrun's table.
+A program, torch and torchrun print a machine's own name, which its user may never have seen. A name that could be any
+word counts only where a host must stand: before a port, or in torchrun's table.
 """
 
 from __future__ import annotations

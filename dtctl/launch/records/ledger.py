@@ -1,8 +1,8 @@
 """Ledger of a run's time: each moment belongs to exactly one phase, so the phases add up to the wall time.
 
-The launcher's own phases follow from what it does. While the job runs, its workers tell how far they are (progress.py),
-and time is moved from one phase to another as more is known: what was waited for a snapshot from `useful` to `stall`,
-and the steps that the next attempt has to do again from `useful` to `lost`. Moving changes no sum.
+The launcher's own phases follow from what it does. While the job runs, its workers report progress (progress.py), and
+time is moved from one phase to another as more is known: waits for a snapshot from `useful` to `stall`, and the steps
+that the next attempt has to do again from `useful` to `lost`. Moving changes no sum.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PHASES = (
     "push",
     "copy",  # checkpoints are brought to all nodes before an attempt (job.shared)
     "start",  # from the start message to the first step: interpreter, imports, rendezvous, loading the snapshot
-    "run",  # the job runs and tells no progress: a program without dtctl.runtime
+    "run",  # the job runs and reports no progress: a program without dtctl.runtime
     "useful",  # steps that count
     "stall",  # training stood still for a snapshot
     "evaluation",
-    "lost",  # steps that had to be done again, or whose result is gone
+    "lost",  # steps that had to be done again, or that have lost their result
     "hang",
-    "detect",  # a worker was lost, and nobody knew yet
+    "detect",  # a worker was lost, and this was not detected yet
     "heal",  # lost workers are replaced, the others wait
     "restart",  # from a failure to the next start
     "idle",  # waiting on purpose before a restart
@@ -47,15 +47,15 @@ class LedgerFacts(Record):
     attempts: int | None = value(nullable(COUNT), default=None)
     phases_s: dict[str, float] = value(mapping_of(text(40), number, 100), default={})
     goodput: float | None = value(nullable(number), default=None)
-    """Share of `wall_s` that went into steps which count; None when the job tells no steps."""
+    """Share of `wall_s` that was spent on steps which count; None when the job reports no steps."""
     steps: int | None = value(nullable(COUNT), default=None)
     steps_lost: int | None = value(nullable(COUNT), default=None)
     phase: str = value(text(40), default="")
-    """The one that is on."""
+    """The current phase."""
     copied_bytes: int = value(COUNT, default=0)
     """Bytes of checkpoints that were copied between nodes while workers ran (job.shared)."""
     copied_s: float = value(number, default=0.0)
-    """Seconds that these copies took, which are no phase: training went on."""
+    """Seconds that these copies took, which are no phase: training continued."""
     counted_s: dict[str, float] = value(mapping_of(text(40), number, 100), default={})
     """Seconds that were moved to phases in the current attempt, or the last one."""
     course: list[tuple[str, float]] = value(list_of(pair(text(40), number)), default=[])
@@ -128,7 +128,7 @@ class Ledger:
         self.mark(phase, now)
 
     def mark(self, phase: str, since: float) -> None:
-        """The run's course has been in `phase` since then, by the clock; what it said of that time is overruled."""
+        """Record in the course that `phase` has lasted since then, by the clock; drop other entries for that time."""
         at_s = since - self.begun
         while len(self._course) > 1 and self._course[-1][1] >= at_s:
             self._course.pop()
@@ -148,7 +148,7 @@ class Ledger:
         """Return seconds since the beginning."""
         return self._clock() - self.begun
 
-    # -- what the workers tell --------------------------------------------------------------------------------------
+    # -- reports of the workers -------------------------------------------------------------------------------------
 
     def watch(self, workers: Sequence[Standing]) -> None:
         """Record how far the workers are; the smallest rank stands for all."""
@@ -195,7 +195,7 @@ class Ledger:
         self._marks = [(worker.first, before_s)]
 
     def started(self) -> None:
-        """The processes of an attempt are there; they may never tell any progress."""
+        """Record that the processes of an attempt run; they may never report any progress."""
         self._attempt_runs = False
         self.enter("run")
         self._run_begun = self._phase_start
@@ -282,10 +282,10 @@ class Ledger:
         write_private(path, json.dumps(vars(self.facts())) + "\n")
 
     def resume(self, path: Path) -> None:
-        """Go on from what another launcher has written before it was killed.
+        """Continue the ledger that another launcher has written before it was killed.
 
-        The job went on without one, so what has passed since counts as its phase; what its workers have counted since
-        then is moved as soon as they tell.
+        The job continued without one, so the time since then counts as its phase. Time that its workers have counted
+        since then is moved as soon as they report it.
         """
         try:
             facts = LedgerFacts.parse(json.loads(folders.read_regular(str(path), RUN_BYTES)))

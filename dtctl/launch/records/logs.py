@@ -1,4 +1,4 @@
-"""Workers' output on the control machine: one file per rank, and whole lines for people as they arrive."""
+"""Workers' output on the control machine: one file per rank, and whole lines for the user as they arrive."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Lines:
 
 
 class RankLog:
-    """Output of one rank: a file that grows, and of which a limit cuts the middle."""
+    """Output of one rank: a file that grows; a limit cuts its middle."""
 
     def __init__(self, path: Path, limit_bytes: int = 0) -> None:
         """Nothing has come; the file is opened at first use. 0 bytes are no limit."""
@@ -173,7 +173,7 @@ class RankLog:
             self._gap_size += self.open().write(text % size) or 0
 
     def cut_middle(self) -> bool:
-        """Cut a file that is too long, and say so in it; whether that was done.
+        """Cut a file that is too long, and note this in it; return whether that was done.
 
         The first half of what the limit allows is kept, and an eighth at the end.
         """
@@ -199,7 +199,7 @@ class RankLog:
         return True
 
     def end_line(self) -> int:
-        """End a line in whose middle a worker was ended, so that its successor begins with one of its own.
+        """End a line that an ended worker has left incomplete, so that its successor begins with a new one.
 
         Returns:
             Bytes that were added.
@@ -248,7 +248,7 @@ class MetricsCopy(RankLog):
         self._first_line, self.received = b"", 0
 
     def write(self, data: bytes) -> int:
-        """Append, but nothing before the first line is whole, which says what it replaces."""
+        """Append, but only once the first line is whole: its step decides which rows it replaces."""
         if self._first_line is None:
             return super().write(data)
         data = self._first_line + data
@@ -323,7 +323,7 @@ class Logs:
         return dict(+found)
 
     def refusal(self) -> str | None:
-        """Return why output is no longer kept, told once; None while all is kept, and afterwards."""
+        """Return the reason why output is no longer kept, once; None while all is kept, and afterwards."""
         if self._refusal is None or self._refusal_reported:
             return None
         self._refusal_reported = True
@@ -335,7 +335,7 @@ class Logs:
         return [(node, rank, text) for node, rank, text in unfinished if text]
 
     def begin_metrics(self, node: str) -> None:
-        """Rank 0 sends its metrics from the top, because a snapshot took it back, or it is on another node now."""
+        """Expect rank 0's metrics from the top, because a snapshot took it back, or because its node has changed."""
         log = self._log(node, METRICS)
         if isinstance(log, MetricsCopy):
             log.begin()
@@ -359,7 +359,7 @@ class Logs:
                 file.write(json.dumps(rows) + "\n")
 
     def rejoin(self) -> None:
-        """Go on where another launcher has stopped in mid-attempt: what is on disk here need not be sent again."""
+        """Continue where another launcher has stopped in mid-attempt: data on disk here need not be sent again."""
         for node, rank, size in json.loads((self._record.folder / BEGUN_FILE).read_text(encoding="utf-8")):
             self._log(node, rank).begun = size
         for path in sorted((self._record.folder / names.LOGS_DIR).glob("*/*.log")):
@@ -390,7 +390,7 @@ class Logs:
 
 def _step_of(line: bytes) -> int | None:
     """Return the step that a line of metrics is of; None if it is no row."""
-    from dtctl.launch.records.metrics_rows import parse_row  # only metrics that begin anew need it
+    from dtctl.launch.records.metrics_rows import parse_row  # only metrics that start again need it
 
     row = parse_row(line)
     return None if row is None else int(row["step"])

@@ -1,8 +1,8 @@
 """Step, loss and rate from what a program prints, for programs that write no metrics of dtctl.
 
-Figures are looked for in the form that people and trainers print them: a word, at most a sign, a number (`loss 3.42`,
-`'loss': 3.42`, `iter: 20`), or a bar of tqdm. What is found is told as read from the output. `job.progress` is a
-regular expression of the user's own in its place.
+Figures are searched in the forms that programs usually print: a word, at most a sign, a number (`loss 3.42`,
+`'loss': 3.42`, `iter: 20`), or a bar of tqdm. They are marked as read from the output. `job.progress` is a regular
+expression of the user's own in place of these forms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dtctl import folders
 TAIL_BYTES: Final = 256 << 10
 """Bytes of a log; a program that prints more without a loss is not understood."""
 LINE_CHARACTERS: Final = 1000
-"""Most that is looked at of a line, with blanks in a row as one: on a longer one patterns go on for minutes."""
+"""Characters of a line that are searched at most, with blanks in a row as one: on longer ones patterns take minutes."""
 _NUMBER: Final = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _LOSS: Final = re.compile(
     r"(?i)(?P<which>[a-z]{0,20})[ _/-]?(?<![a-z])loss(?:[\"'*]|\s*\(?avg\)?)?\s*[:=|]?\s*(?:tensor\()?"
@@ -42,7 +42,7 @@ _OF_EVALUATIONS: Final = frozenset({"val", "valid", "validation", "eval", "test"
 
 
 def find_figures(line: str) -> dict[str, float]:
-    """Return what a printed line says: `loss`, `step`, `steps` (how many there are), `step_s`, `tokens_per_s`."""
+    """Return the figures in a printed line: `loss`, `step`, `steps` (how many there are), `step_s`, `tokens_per_s`."""
     found: dict[str, float] = {}
     line = " ".join(line[:LINE_CHARACTERS].split())
     for match in _LOSS.finditer(line):

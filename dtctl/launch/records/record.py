@@ -66,10 +66,10 @@ def check_run_name(name: str) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the system refuses into an error that names the place.
+    """Turn errors of the system into one that names the place.
 
     Raises:
-        LaunchError: the disk is full, read-only, or the folder is somebody else's.
+        LaunchError: the disk is full, read-only, or the folder belongs to another user.
     """
     try:
         yield
@@ -82,7 +82,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_no_link(base_dir: Path, *parts: str) -> None:
-    """Refuse a path of dtctl's own that leads elsewhere: whoever made the folder may have put a link there.
+    """Refuse a path of dtctl's own that leads elsewhere: the author of the folder may have put a link there.
 
     Args:
         base_dir: The folder of the spec.
@@ -119,14 +119,14 @@ class RunInfo:
     """The command line that launched it, without values of secrets (they are never on it)."""
     detached: bool
     pid_started: int = 0
-    """Start of the launcher, in clock ticks since boot, which tells it from a later process of the same id; 0 where
-    the system does not say."""
+    """Start of the launcher, in clock ticks since boot, which distinguishes it from a later process of the same id; 0
+    where the system does not report it."""
     boot: str = ""
-    """Id of the boot since which these are counted; empty where the system does not say."""
+    """Id of the boot since which these are counted; empty where the system does not report it."""
     slurm: bool = False
-    """True if the run is a job of Slurm, which goes on whoever watches it."""
+    """True if the run is a job of Slurm, which continues without a follower."""
     snapshots: dict[str, str] = field(default_factory=dict)
-    """Node -> folder of the snapshots, where the run has gone on from another one's."""
+    """Node -> folder of the snapshots, where the run continues another one's."""
     ssh: str = ""
     """Program that connects to the nodes, `openssh` or `paramiko`; empty where they are reached otherwise."""
     sweep: dict[str, str] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class RunInfo:
 
     @property
     def resumes(self) -> str:
-        """Name of the earlier run that this one continues; empty for one that began anew."""
+        """Name of the earlier run that this one continues; empty for one from scratch."""
         words = iter(self.command)
         for word in words:
             if word == "--resume":
@@ -173,7 +173,7 @@ class RunRecord:
             check_no_link(base, *runs, names.LOGS_DIR, path.name)
 
     def info(self) -> RunInfo:
-        """Return who launched the run.
+        """Return the facts about the launcher of the run.
 
         Raises:
             LaunchError: the folder is not that of a run.
@@ -238,7 +238,7 @@ class RunRecord:
         return False
 
     def _lock(self, kind: int) -> int | None:
-        """Return a descriptor that holds the launcher's lock; None when somebody else does."""
+        """Return a descriptor that holds the launcher's lock; None when another process holds it."""
         path = self.folder / LOCK_FILE
         with writing(path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -316,7 +316,7 @@ def find_run(base_dir: Path, run: str | None) -> RunRecord:
     if RUN_NAME.match(run) and (base_dir / names.STATE_DIR / names.RUNS_DIR / run).is_dir():
         record = RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run)
         record.check_no_link()
-        record.info()  # says that it cannot be read
+        record.info()  # raises if it cannot be read
     import difflib
 
     matches = difflib.get_close_matches(run, [record.run for record in runs], n=1)

@@ -1,6 +1,6 @@
-"""A run's folder, written by its launcher; record.py says what stands in it, and reads it.
+"""A run's folder, written by its launcher; record.py describes and reads it.
 
-Folders are 0700, files 0600: environments and logs are nobody else's business.
+Folders are 0700, files 0600: environments and logs are private.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ROOM_FILE, ROOM_BYTES, ROOM_STEP_BYTES = "room", 512 << 10, 64 << 10
 full."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LOCK_WAIT_S = 0.5
-"""Seconds that one who wants to be the launcher waits for those who look whether there is one."""
+"""Seconds that a new launcher waits for processes that check whether there is one."""
 
 
 def state_folder(base_dir: Path, name: str) -> Path:
-    """Return a folder of dtctl's own beside the spec, for this user alone and out of git's sight.
+    """Return a folder of dtctl's own next to the spec, for this user alone and ignored by git.
 
     Raises:
         LaunchError: it cannot be made, is a link, or others own it or may write to it.
@@ -142,7 +142,7 @@ class RunWriter(RunRecord):
             os.close(lock_fd)
 
     def write_info(self, info: RunInfo) -> None:
-        """Record who launches the run."""
+        """Record the launcher of the run."""
         self.write(RUN_FILE, json.dumps(asdict(info), indent=1) + "\n")
 
     def write_spec(self, text: str) -> None:
@@ -158,7 +158,7 @@ class RunWriter(RunRecord):
         self.write(names.PLAN_FILE, json.dumps(facts, indent=1) + "\n")
 
     def append_event(self, event: Event) -> None:
-        """Append one event; whole lines, whoever else reads. A full disk costs the event, not the run."""
+        """Append one event; concurrent readers see whole lines. A full disk costs the event, not the run."""
         line = (json.dumps(event.to_json(), separators=(",", ":")) + "\n").encode()
         if self._torn:
             line = b"\n" + line

@@ -15,17 +15,17 @@ from dtctl.launch.records.ledger import LedgerFacts
 from dtctl.launch.records.record import RUN_BYTES, RunInfo, RunRecord
 
 LEFT = ("abandoned", "unattended")
-"""States in which a run has no launcher, and nobody here knows how it is doing."""
+"""States in which a run has no launcher, and its progress is not known here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """A run as its events tell it."""
+    """State of a run from its events."""
 
     run: str
     status: str
     """queued (Slurm has it), starting, running, stopping, succeeded, failed, stopped; abandoned: its launcher exited
-    without recording an end; unattended: the same of a detached run, which goes on without a launcher"""
+    without recording an end; unattended: the same of a detached run, which continues without a launcher"""
     started: float
     """Seconds since the epoch."""
     duration_s: float
@@ -41,11 +41,11 @@ class RunState:
     job: str = ""
     """Id of the Slurm job that the run is."""
     looked: float = 0.0
-    """Time when it was last known to be so, in seconds since the epoch: a job of Slurm goes on though nobody looks."""
+    """Time of the last known state, in seconds since the epoch: a job of Slurm continues without a follower."""
     waits: JobQueued | None = None
     """Reason why it waits, and when Slurm expects to start it, while it waits."""
     alerts: dict[str, str] = field(default_factory=dict)
-    """Alerts of `metrics.alerts` that are firing, and what they say."""
+    """Alerts of `metrics.alerts` that are firing, with their texts."""
     done: RunEnded | None = None
     """The last event, when there was one."""
     ledger: LedgerFacts | None = None
@@ -74,7 +74,7 @@ def alive(info: RunInfo) -> bool:
 
 
 def progress_of(record: RunRecord) -> RunProgress:
-    """Return what the run's events say so far."""
+    """Return the run's progress from its events so far."""
     progress = RunProgress()
     for event in record.events():
         progress.apply(event)
@@ -134,7 +134,7 @@ def _ledger(record: RunRecord) -> LedgerFacts | None:
 
 
 def where_the_time_went(ledger: LedgerFacts) -> str:
-    """Return one line for people: `useful 91% of 1:02:03 (stall 0.4%, lost 3%, start 2%)`, the larger shares."""
+    """Return one line for the user: `useful 91% of 1:02:03 (stall 0.4%, lost 3%, start 2%)`, the larger shares."""
     wall_s = ledger.wall_s
     shares = {name: spent / wall_s for name, spent in ledger.phases_s.items() if wall_s > 0}
     useful = shares.pop("useful", 0.0)

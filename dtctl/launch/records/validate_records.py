@@ -1,7 +1,7 @@
 """Checks of the files of a run before they are used: a job, a full disk or a person may have written them.
 
 One schema per file; for events see events.py. Versions of dtctl differ in what they record, so missing keys are
-allowed, and keys that nobody reads are not looked at.
+allowed, and unused keys are not checked.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     control machine                      node
     ------------------------------------------------------------------------------------------------------------
     setup.py: before a run starts
-    Hello: who are you                   NodeDescription
+    Hello: describe yourself             NodeDescription
     PushTree, PushManifestEnd, PushEnd   PushState: bring the code (receive.py)
     Prepare: check for this run          Ready
                                          Working: still at one of these two, every second
     Sweep: end what is left of a run     Swept; to the run's launcher, StopRequested
     attempt.py: a run
-    StandBy: you may have to run this
+    StandBy: prepare to run this
     StartAttempt: run this               Started, with the interface; Cold: without preloaded modules
     ProbePorts: which one is free        PortProbed
     Ping: are you there                  Pong: how far the workers are (progress.py)
@@ -17,11 +17,11 @@
                                          WorkerExit: a process has ended  (at once)
                                          LogGap: some of a rank's output is missing
                                          MetricsBegin: metrics.jsonl is sent from its first line
-    Stacks: where do the workers stand   WorkerStack of each, then StacksEnd
+    Stacks: stacks of the workers        WorkerStack of each, then StacksEnd
     Heal: workers are lost, replace them LiveReport of each worker, several    (docs/recovery.md)
     Join: all are ready, meet here
     StopAttempt: end its processes       AttemptStopped: what is left     (after all output)
-    Attach: I know logs up to here       log frames from there on
+    Attach: logs arrived up to here      log frames from there on
     outputs.py: dtctl fetch
     ListOutputs                          OutputRows, OutputLinks, then OutputsListed
     DigestFiles                          FileDigest of each, then DigestsEnd
@@ -45,6 +45,6 @@
     Quit: and end yourself
 
 Each travels as a JSON frame (frames.py) whose key `op` names it; requests.py has the table of the requests. Neither end
-uses what has not the form given here, and a node is not trusted (docs/security.md): it may be faulty, run another
-version, or belong to somebody else by now.
+uses messages of another form than given here, and a node is not trusted (docs/security.md): it may be faulty, run
+another version, or belong to another user by now.
 """

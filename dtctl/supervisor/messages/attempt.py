@@ -58,7 +58,7 @@ class StartAttempt(Message):
     """True if lines of output name their worker, as torchrun's do."""
     env: dict[str, str] = value(mapping_of(NAME, TEXT))
     live: bool = value(flag, default=False)
-    """True if a lost worker is replaced while the others stay, if the launcher says so."""
+    """True if a lost worker is replaced while the others stay, when the launcher requests it."""
     live_epoch: int = value(COUNT, default=0)
     """Number of replacements in this attempt, on a node that comes to it later."""
     outputs: list[str] = value(list_of(NAME), default=[])
@@ -74,13 +74,13 @@ class StartAttempt(Message):
     snapshots: str = value(NAME, default="")
     """Folder of snapshots; empty: the run's own."""
     keep: bool = value(flag)
-    """True if the workers go on when the link is lost."""
+    """True if the workers continue when the link is lost."""
     link_timeout_s: float = value(number)
     origin: RunOrigin | None = value(nullable(RunOrigin.parse), default=None)
 
 
 class StandBy(StartAttempt):
-    """Import what the workers of an attempt need, and start none: a node may be lost whose place this one takes."""
+    """Import the modules that the workers of an attempt need, and start none: this node may replace a lost one."""
 
     op = "stand-by"
 
@@ -94,7 +94,7 @@ class StopAttempt(Message):
 
 
 class Attach(Message):
-    """Go on with a kept run whose link was lost."""
+    """Continue with a kept run that has lost its link."""
 
     op = "attach"
     run: str = value(NAME)
@@ -133,7 +133,7 @@ class Join(Message):
     op = "join"
     epoch: int = value(COUNT)
     address: str = value(numeric_address)
-    """Address of the node whose worker has the store."""
+    """Address of the node of the worker that has the store."""
     port: int = value(PORT)
 
 
@@ -148,7 +148,7 @@ class Started(Message):
 
     op = "started"
     interface: str | None = value(nullable(text(64)), default=None)
-    """Network interface towards the other nodes; empty when there is no telling."""
+    """Network interface towards the other nodes; empty when unknown."""
 
 
 class Cold(Message):
@@ -202,7 +202,7 @@ class AttemptStopped(Message):
     outputs: OutputSummary | None = value(nullable(OutputSummary.parse), default=None)
     """Outputs of the run's programs so far."""
     met: bool | None = value(nullable(flag), default=None)
-    """True if anybody has opened the port at which the workers meet; None: nobody has looked here."""
+    """True if a process has opened the port at which the workers meet; None: not checked on this node."""
     gone: bool = value(flag, default=False)
     """True if the run had ended before the link stood: no supervisor waits for another attempt."""
     record: str = value(prose, default="")
@@ -286,7 +286,7 @@ class LiveReport(Message):
     rank: int = value(WORKER_RANK)
     pid: int = value(COUNT)
     epoch: int = value(COUNT)
-    """The one that the worker knows of."""
+    """Newest epoch of the worker."""
     state: str = value(text(20))
     """hosting, ready, unable, joined, failed or cut"""
     port: int = value(PORT, default=0)

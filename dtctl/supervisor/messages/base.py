@@ -24,7 +24,7 @@ PROCESSES = integer(0, 1 << 22)
 
 
 class Message(Record):
-    """A record that says what it is: `op` stands in its JSON, too."""
+    """A record that names its type: its JSON has the key `op`, too."""
 
     op: ClassVar[str]
 
@@ -36,7 +36,7 @@ class Message(Record):
 
 
 class Quit(Message):
-    """Nothing more is wanted from this node."""
+    """End: there are no more requests for this node."""
 
     op = "quit"
 

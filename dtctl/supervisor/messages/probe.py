@@ -57,7 +57,7 @@ class OpenPorts(Message):
     name: str = value(NAME)
     """Name of the node that is called."""
     token: str = value(NAME)
-    """Token of this examination, which callers have to know."""
+    """Token of this examination, which callers have to send."""
     ports: list[int] = value(list_of(PORT))
     """0: any."""
 
@@ -117,7 +117,7 @@ class RemoveMarks(Message):
 
 
 class StartPython(Message):
-    """Start the job's Python beside the probe."""
+    """Start the job's Python next to the probe."""
 
     op = "start-python"
     python: str = value(NAME)

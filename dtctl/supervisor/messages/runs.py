@@ -14,7 +14,7 @@ class ListRuns(Message):
 
 
 class RunOnNode(Record):
-    """A run as one of its nodes knows it."""
+    """A run from the records of one of its nodes."""
 
     run: str = value(NAME)
     token: str = value(text(64))

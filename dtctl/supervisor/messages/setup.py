@@ -22,13 +22,13 @@ class Hello(Message):
 
 
 class PushTree(Message):
-    """Keep this tree of files, and say what of it is missing."""
+    """Keep this tree of files, and report its missing parts."""
 
     op = "push"
     tree: str = value(text(64))
     """Digest of the tree."""
     store: str = value(text(8), default="code")
-    """Folder of the workdir: `code`, or `data`, which is kept until somebody removes it."""
+    """Folder of the workdir: `code`, or `data`, which is kept until the user removes it."""
 
 
 class PushManifestEnd(Message):
@@ -63,7 +63,7 @@ class PushSource(Message):
 
 
 class DataLink(Record):
-    """Files beside the code that appear in the working folder."""
+    """Files in addition to the code that appear in the working folder."""
 
     to: str = value(NAME)
     """Path in there."""
@@ -110,7 +110,7 @@ class Prepare(Message):
     outputs: list[str] = value(list_of(NAME), default=[])
     """Paths in the working folder that are worth keeping."""
     earlier: str = value(NAME, default="")
-    """The run whose outputs this one goes on in."""
+    """Run whose outputs this run continues."""
     replicated: list[str] = value(list_of(NAME), default=[])
     """Folders in the working folder whose files all nodes have (`job.shared`)."""
     data: list[DataLink] = value(list_of(DataLink.parse), default=[])

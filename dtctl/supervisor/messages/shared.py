@@ -20,7 +20,7 @@ class ListShared(Message):
     op = "list-shared"
     run: str = value(file_name)
     paths: list[str] = value(list_of(NAME, 1000))
-    """Folders, relative to the working folder; nothing: all of it, of which only files that look like checkpoints."""
+    """Folders, relative to the working folder; empty: all of it, but only files that look like checkpoints."""
 
 
 class OfferShared(Message):
@@ -81,7 +81,7 @@ class KeepShared(Message):
 
 
 class SetAside(Message):
-    """Move files out of the folders, to a place in the run's folder: nobody knows whether they are complete."""
+    """Move files out of the folders, to a place in the run's folder: it is unknown whether they are complete."""
 
     op = "set-aside"
     files: list[int] = value(list_of(INDEX, FILES))

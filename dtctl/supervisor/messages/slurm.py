@@ -7,7 +7,7 @@ from dtctl.supervisor.messages.base import COUNT, Message
 
 
 class AskSlurm(Message):
-    """Answer a request, whose JSON follows in frames of bytes; so does the answer (dtctl/slurm/answers.py)."""
+    """Answer a request; its JSON follows in frames of bytes, and so does the answer (dtctl/slurm/answers.py)."""
 
     op = "slurm"
     bytes: int = value(COUNT)

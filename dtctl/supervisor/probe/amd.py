@@ -54,7 +54,7 @@ def of_amd_smi(static: str, metric: str) -> list:  # type: ignore[type-arg]
 
 
 def _listed(text: str) -> list:  # type: ignore[type-arg]
-    """Return the objects of GPUs in what amd-smi says: a list, since ROCm 6.4 inside of an object."""
+    """Return the objects of GPUs in amd-smi's output: a list, which is inside of an object since ROCm 6.4."""
     try:
         told = json.loads(text)
     except ValueError:
@@ -97,8 +97,8 @@ def of_rocm_smi(text: str) -> list:  # type: ignore[type-arg]
 def state(devices: list) -> str:  # type: ignore[type-arg]
     """Return how each GPU is set up, a line each in the columns of the query of nvidia-smi.
 
-    In place of the reasons of NVIDIA's clocks stands the level that the driver is told to keep (`auto`, `low`,
-    `manual`); power limits are in W.
+    The column of NVIDIA's clock reasons has the performance level that is set in the driver (`auto`, `low`, `manual`).
+    Power limits are in W.
     """
     lines = []
     for index, device in enumerate(devices):

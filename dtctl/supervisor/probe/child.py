@@ -1,4 +1,4 @@
-"""A process of the job's Python beside the probe, asked in JSON lines. Stdlib only, Python 3.8.
+"""A process of the job's Python next to the probe, with requests as JSON lines. Stdlib only, Python 3.8.
 
 It dies with the probe, and is killed when it does not answer in time.
 """

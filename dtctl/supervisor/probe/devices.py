@@ -19,11 +19,11 @@ H100s up to half a minute; so all are asked at once, and share the driver that o
 AMD_LIMIT_S = 10.0
 """Seconds for each of the questions to AMD's tools, which are asked one after the other and wake nothing."""
 RECENT_S = 24 * 3600.0
-"""Older messages of the kernel are of errors that somebody has seen to, or that are seen otherwise."""
+"""Age in seconds up to which messages of the kernel count: older errors are repaired, or show up otherwise."""
 RDMA = "/sys/class/infiniband"
 _GPU = "index,name,memory.used,memory.total,driver_version,ecc.errors.uncorrected.volatile.total"
 _REMAPPED = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
-# The bit mask has another name since driver 535; later ones know this one, too.
+# The bit mask has another name since driver 535; later ones accept this one, too.
 _STATE = (
     "index,persistence_mode,power.limit,power.default_limit,clocks_throttle_reasons.active,"
     "pcie.link.width.current,pcie.link.width.max,mig.mode.current,ecc.mode.current"
@@ -46,11 +46,10 @@ _KERNEL = (
 
 
 def devices() -> dict:  # type: ignore[type-arg]
-    """`gpus` (device files), `rdma` ports, and the words of the GPUs' tool and the kernel; empty without GPUs.
+    """Return `gpus` (device files), `rdma` ports, and output of the GPUs' tool and the kernel; empty without GPUs.
 
-    `vendor` is nvidia or amd, whose tool is asked: nvidia-smi; amd-smi, or rocm-smi where that is older. `gpu_error`
-    is why it has failed, in its own words; `xid_source` the program that told of the kernel's messages, empty if none
-    may.
+    `vendor` is nvidia or amd, and decides the tool: nvidia-smi; amd-smi, or rocm-smi where that is older. `gpu_error`
+    is the tool's error message; `xid_source` is the program that printed the kernel's messages, empty if none may.
     """
     nvidia, others = node_facts.nvidia_devices(), node_facts.amd_devices()
     facts = {
@@ -77,7 +76,7 @@ def devices() -> dict:  # type: ignore[type-arg]
         messages = pool.submit(kernel_errors, time.time())
         said = pool.map(lambda argv: tool(argv, SMI_LIMIT_S), _QUERIES.values())
         facts.update(zip(_QUERIES, said))  # noqa: B905 - Python 3.8 has no `strict`
-    # What it says of the other GPUs counts, too, when one is lost and it fails.
+    # Its output about the other GPUs counts, too, when one is lost and it fails.
     facts["gpu"], facts["gpu_error"] = rows.result()
     if facts["gpus"] or facts["gpu"]:
         facts["vendor"] = "nvidia"
@@ -97,7 +96,7 @@ def kernel_errors(now: float) -> tuple:  # type: ignore[type-arg]
 
 
 def told_at(line: str, now: float) -> float:
-    """Return when the kernel has said a line, by the clock of `now`; `now` itself if the line does not say."""
+    """Return the time of a line of the kernel's log, by the clock of `now`; `now` itself if the line has none."""
     try:
         return time.mktime(time.strptime(line[:19], "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
@@ -142,7 +141,7 @@ def rdma() -> list:  # type: ignore[type-arg]
 
 
 def read(path: str) -> str:
-    """Return what a small file says; empty when it cannot be read."""
+    """Return the contents of a small file; empty when it cannot be read."""
     try:
         with open(path, errors="replace") as file:
             return file.read(1 << 16).strip()

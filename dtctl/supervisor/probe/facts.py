@@ -66,7 +66,7 @@ def _user() -> str:
 
 
 def look_up(names: list) -> dict:  # type: ignore[type-arg]
-    """Addresses by name; an empty list when unknown, None when nobody answered in time."""
+    """Return addresses by name; an empty list when unknown, None without an answer in time."""
     addresses = dict.fromkeys(names)
 
     def ask(name: str) -> None:
@@ -81,7 +81,7 @@ def look_up(names: list) -> dict:  # type: ignore[type-arg]
         thread = threading.Thread(target=ask, args=(name,), daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no more processes are allowed here, which is told of elsewhere
+        except RuntimeError:  # no more processes are allowed here, which is reported elsewhere
             break
         threads.append(thread)
     deadline = time.monotonic() + LOOK_UP_LIMIT_S
@@ -130,7 +130,7 @@ def local_addresses() -> list:  # type: ignore[type-arg]
 
 
 def neighbours(peers: list) -> dict:  # type: ignore[type-arg]
-    """Address -> hardware address that this machine sends to, of those peers for which somebody has fixed one."""
+    """Return address -> hardware address that this machine sends to, of the peers with a permanent entry."""
     fixed = node_facts.neighbours(flags=4)  # ATF_PERM of linux/if_arp.h
     return {address: card for address, card in fixed.items() if address in peers}
 

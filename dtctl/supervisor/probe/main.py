@@ -71,7 +71,7 @@ class ProbeRequests(NodeRequests):
         return {"time": time.time(), "gpus": len(node_facts.nvidia_devices()) or len(node_facts.amd_devices())}
 
     def tell_python(self, request: AskJobPython) -> dict:  # type: ignore[type-arg]
-        """Return what the job's Python says of itself, or why it does not start."""
+        """Return the job's Python's description of itself, or why it does not start."""
         env = {**os.environ, **request.env}
         return {"job": python.job_python(request.python, env, request.code, request.beside)}
 
@@ -114,7 +114,7 @@ class ProbeRequests(NodeRequests):
         return {}
 
     def start_python(self, request: StartPython) -> dict:  # type: ignore[type-arg]
-        """Start the job's Python beside this, `count` times; `each` has the answers of several."""
+        """Start the job's Python next to this, `count` times; `each` has the answers of several."""
         for worker in self._workers:
             worker.kill()
         env = {**os.environ, **request.env}

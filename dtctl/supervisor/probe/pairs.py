@@ -1,7 +1,7 @@
 """Connections between nodes: every node listens, every node calls all others. Stdlib only, Python 3.8.
 
-A call tells: is there a way, does the right node answer, from which address does it see us come, and do large packets
-arrive. Silence means that packets are dropped; a refusal, since somebody does listen, that they are rejected.
+A call shows whether there is a route, whether the right node answers, from which address it sees us come, and whether
+large packets arrive. Silence means that packets are dropped; a refusal that they are rejected, since the node listens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _IP_RECVERR = 11  # linux/in.h
 _TCP_INFO_BYTES_ACKED = 120  # struct tcp_info of linux/tcp.h
 PARALLEL = 24
 KNOCKS = ("spread", "meeting")
-"""Kinds of calls that only ask who answers: a rule for a part of the ports is found by many of them."""
+"""Kinds of calls that only check which node answers: many of them find a rule for a part of the ports."""
 TRIES = 4
 """Ports of a stretch that are tried until one is free."""
 MEASURE_TIMEOUT_S = quality.PHASE_LIMIT_S + 1.0
@@ -36,7 +36,7 @@ class Listeners:
     """Listening sockets and the threads that answer; gone with the process."""
 
     def __init__(self, name: str, token: str) -> None:
-        """Listen for calls that know `token`, and answer as `name`."""
+        """Listen for calls with `token`, and answer as `name`."""
         self._name = name
         self._token = token.encode()
         self.sockets: list = []  # type: ignore[type-arg]
@@ -55,7 +55,7 @@ class Listeners:
         self.sockets.append(ear)
         try:
             threading.Thread(target=self._accept, args=(ear,), daemon=True).start()
-        except RuntimeError:  # no more processes are allowed here, which is told of elsewhere
+        except RuntimeError:  # no more processes are allowed here, which is reported elsewhere
             return -errno.EAGAIN
         return int(ear.getsockname()[1])
 
@@ -135,7 +135,7 @@ def read_line(sock: socket.socket) -> str:
         if not byte:
             break
         line += byte
-        if time.monotonic() > limit:  # it says a byte now and then
+        if time.monotonic() > limit:  # it sends a byte now and then
             raise socket.timeout("timed out")
     return line.strip().decode(errors="replace")
 
@@ -181,7 +181,7 @@ def call_all(targets: list, token: str, timeout_s: float) -> list:  # type: igno
 def call(address: str, port: int, node: str, token: str, timeout_s: float, *, large: bool = True) -> dict:  # type: ignore[type-arg]
     """Return one call: `result` is ok, dropped, no-room, refused, unreachable, silent, stranger, large-lost or error.
 
-    `large` says whether packets of full size are sent, too.
+    With `large`, packets of full size are sent, too.
     """
     begun = time.monotonic()
     try:
@@ -195,7 +195,7 @@ def call(address: str, port: int, node: str, token: str, timeout_s: float, *, la
         try:
             sock.sendall(token.encode() + b"\n")
             name, _, seen = read_line(sock).partition(" ")
-            seen = seen[:60]  # longer than an address: the other side may say anything
+            seen = seen[:60]  # longer than an address: the other side may send anything
         except OSError as exc:
             return {"result": "silent", "said": str(exc), "took_ms": took}
         answer = {"took_ms": took, "seen": seen, "own": sock.getsockname()[0]}
@@ -235,7 +235,7 @@ def measure(address: str, port: int, token: str, seconds: float) -> dict:  # typ
 
 
 def _acknowledged(sock: socket.socket) -> int:
-    """Return the bytes that the other side has acknowledged, by the kernel's count; 0 where it does not tell."""
+    """Return the bytes that the other side has acknowledged, by the kernel's count; 0 where it has none."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) if hasattr(socket, "TCP_INFO") else b""
     except OSError:
@@ -248,9 +248,8 @@ def _acknowledged(sock: socket.socket) -> int:
 def has_no_room_for(address: str) -> bool:
     """Return whether the kernel drops packets to an address since its table of neighbours is full.
 
-    A TCP connection only sees silence then. A datagram whose errors are asked for fails at once with ENOBUFS
-    (net/ipv4/udp.c, `udp_send_skb`), which a full queue of the interface causes as well: but then the table has the
-    address.
+    A TCP connection only sees silence then. A datagram with IP_RECVERR set fails at once with ENOBUFS (net/ipv4/udp.c,
+    `udp_send_skb`). A full queue of the interface causes this error as well, but then the table has the address.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

@@ -14,14 +14,14 @@ WRITTEN = (
     "PYTHONPYCACHEPREFIX", "CUDA_CACHE_PATH", "NCCL_DEBUG_FILE", "TORCH_FR_DUMP_TEMP_FILE",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_TOPO_DUMP_FILE",
 )  # fmt: skip
-"""Besides all whose name ends in one of these:"""
+"""Variables that name places to write to, in addition to those with one of these endings:"""
 WRITTEN_ENDS = ("_CACHE", "_CACHE_DIR", "_CACHE_PATH", "_CACHE_HOME")
 _READ_ENDS = ("_FILE", "_CA_BUNDLE", "_CREDENTIALS")
 _READ_OF = (
     "NCCL_", "RCCL_", "TORCH", "GLOO_", "UCX_", "FI_", "CUDA_", "AWS_", "AZURE_", "GOOGLE_", "SSL_", "REQUESTS_",
     "CURL_", "HF_", "WANDB_", "MLFLOW_", "COMET_", "DEEPSPEED_", "OMPI_", "SLURM_", "PMIX_",
 )  # fmt: skip
-"""Libraries whose files a training reads; others (`TF_CLI_CONFIG_FILE`) are of tools that take no part in it."""
+"""Libraries whose files a training run reads; others (`TF_CLI_CONFIG_FILE`) belong to tools that take no part in it."""
 _PRELOADED = ("LD_PRELOAD", "LD_AUDIT")
 
 
@@ -91,7 +91,7 @@ def _by_rights(folder: str) -> str:
             return "%s: %s" % (folder, os.strerror(errno.EROFS))
     except OSError as exc:
         return "%s: %s" % (folder, exc.strerror)
-    # The kernel's own folders let nobody make a file in them, whatever their rights say.
+    # No process can create a file in the kernel's own folders, regardless of their permissions.
     if _device(folder) in (_device("/proc"), _device("/sys")):
         return "%s: it belongs to the kernel and cannot hold files" % folder
     return "" if os.access(folder, os.W_OK) else "%s: %s" % (folder, os.strerror(errno.EACCES))

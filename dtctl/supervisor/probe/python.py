@@ -80,7 +80,7 @@ print(json.dumps(said))
 
 
 def job_python(python: str, env: dict, folder: str, beside: list) -> dict:  # type: ignore[type-arg]
-    """Return what the job's Python says of itself: versions, and what hides modules of its own; torch is not loaded.
+    """Return the job's Python's versions, and the files that hide modules of its own; torch is not loaded.
 
     Args:
         python: program or path.
@@ -142,7 +142,7 @@ def _run(argv: list, env: dict) -> tuple:  # type: ignore[type-arg]
     if isinstance(said, dict) and done.returncode == 0:
         return said, ""
     words = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-    # The first line of an interpreter that cannot begin says most; of a traceback it is the last.
+    # The first line of an interpreter that cannot start is the most informative; of a traceback, the last one.
     fatal = [line for line in words if line.startswith(("Fatal Python error", "Error", "LookupError"))]
     told = (fatal or words[-1:] or ["nothing"])[0]
     return {}, "it ends with status %s: %s" % (done.returncode, told[:400])

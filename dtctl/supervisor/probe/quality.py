@@ -1,8 +1,8 @@
 """Quality of the way from one node to another: round trips, loss, bandwidth. Stdlib only, Python 3.8.
 
 The bandwidth is what arrives, counted by the receiver after a warm-up in which TCP finds its speed and a shaper's
-bucket runs empty. Loss is counted on UDP in small bursts, each of which is counted before the next: TCP loses packets
-on any full link, and a receiver that is late loses none of a burst that fits its buffer.
+bucket runs empty. Loss is counted on UDP in small bursts, each counted before the next: TCP loses packets on any full
+link, and a receiver that is late loses none of a burst that fits its buffer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ WARM_S = 0.15
 PHASE_LIMIT_S = 1.5
 """Seconds after which the round trips, and then the bursts, end with what there is: each loss of TCP costs 0.2 s."""
 SLICES = 5
-"""Slices of which the median counts: TCP halves its speed once when it finds the end of the queue, and machines
-hesitate."""
+"""Slices of the measurement; their median counts, since TCP halves its speed once when the queue is full, and machines
+pause."""
 STALL_S = 2.0
 """Silence in the middle of a stream after which nothing more will come: TCP has tried again three times by then."""
 ENOUGH_BYTES = 48 << 20
@@ -34,7 +34,7 @@ MORE_S = 1.0
 MANY = 4 * BURST
 CHUNK = 256 << 10
 LINE_BYTES = 64
-"""Bytes of what the other side says, which is not believed either: its lies are not to look like this node's."""
+"""Bytes of a line from the other side. It is not trusted: its false data must not look like this node's."""
 _TCP_INFO_RETRANS = 100  # struct tcp_info of linux/tcp.h: tcpi_total_retrans
 _TCP_INFO_DATA_OUT = 156  # tcpi_data_segs_out
 
@@ -61,7 +61,7 @@ def _number(said: str, most: float) -> float:
 
 
 def serve(call: socket.socket) -> None:
-    """The called side: answers `ping`, counts datagrams, swallows a stream and tells how fast it came."""
+    """Serve as the called side: answer `ping`, count datagrams, read a stream and report its speed."""
     call.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
         ear.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
@@ -145,7 +145,7 @@ def _drain(call: socket.socket) -> None:
 
 
 def measure(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-arg]
-    """Return the calling side.
+    """Measure as the calling side.
 
     Args:
         call: to the other node, which now serves.
@@ -154,7 +154,7 @@ def measure(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-a
     Returns:
         `rtt_ms` (the best and the median of several), `sent`, `lost` and `twice` datagrams (None when no UDP passes),
         `mbit_s` (payload, None when nothing arrived), `retransmitted` and `segments` of the stream, the bytes that it
-        has `carried`, and if it has not gone on, how it is `broken`: stalled or reset; or `error`.
+        has `carried`, and if it was interrupted, how it is `broken`: stalled or reset; or `error`.
     """
     try:
         udp_port = int(_number(_line(call), 65_535))
@@ -188,14 +188,14 @@ def _bursts(call: socket.socket, ear: tuple) -> dict:  # type: ignore[type-arg]
                 try:
                     mouth.sendto(DATAGRAM, ear)
                     gone += 1
-                except OSError:  # a filter on this side says so; one that drops some loses them like any other
+                except OSError:  # a filter on this side reports it; one that drops some loses them like any other
                     continue
             if not gone:
                 return {"sent": 0, "lost": None}
             sent += BURST
             call.sendall(b"count\n")
             arrived = int(_number(_line(call), MANY))
-            if not arrived:  # no UDP passes here, which is nobody's fault
+            if not arrived:  # no UDP passes here, which is no error
                 return {"sent": sent, "lost": None}
             lost += max(0, BURST - arrived)
             twice += max(0, arrived - BURST)
@@ -239,6 +239,6 @@ def _stream(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-a
         figures["mbit_s"] = _number(words[0], 1e9) or None
         figures["carried"] = int(_number(words[1], 1e15))
         figures["broken"] = words[2].strip("-")
-    # What still waits to be sent must not run beside the next measurement.
+    # Data that still waits to be sent must not run during the next measurement.
     call.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     return figures

@@ -13,7 +13,7 @@ EVERY_S = 0.02
 
 
 class Marks:
-    """The marks that this node has left; removed when it is told to, or ends."""
+    """Marks that this node has left; removed on request, or when it ends."""
 
     def __init__(self, token: str) -> None:
         """`token`: of this examination; part of every mark's name."""
@@ -44,7 +44,7 @@ class Marks:
             for index, (folder, node) in enumerate(wanted):
                 if delays[index] is None:
                     try:
-                        # Listing asks the server anew, where a look at one name may be answered from a cache.
+                        # Listing asks the server again; a look-up of one name may be answered from a cache.
                         there = os.path.basename(self._path(folder, node)) in os.listdir(os.path.expanduser(folder))
                     except OSError:
                         there = False
