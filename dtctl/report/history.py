@@ -158,10 +158,8 @@ def _description(event: Event, *, consequence: bool) -> tuple[str, str]:
             return "stop", f"all nodes are stopped: {event.reason}"
         case Healed() | NodeReplaced() | NodeLeftOut():
             return _change(event)
-        case TakenUp():
-            return "note", "a new launcher takes over the run"
-        case LauncherAway():
-            return "restart", f"the launcher did not run for {event.away_s:.0f} s; attempt {event.attempt} follows"
+        case TakenUp() | LauncherAway():
+            return _launcher_mark(event)
         case TimeIsUp():
             return "stop", "the job's time limit is reached (job.time_s)"
         case Note(text=told) | AlertChanged(told=told):
@@ -169,6 +167,13 @@ def _description(event: Event, *, consequence: bool) -> tuple[str, str]:
         case RunEnded():
             return "end", event.status
     return "", ""
+
+
+def _launcher_mark(event: TakenUp | LauncherAway) -> tuple[str, str]:
+    """Return kind and text of the mark of what has become of the launcher."""
+    if isinstance(event, TakenUp):
+        return "note", "a new launcher takes over the run"
+    return "restart", f"the launcher did not run for {event.away_s:.0f} s; attempt {event.attempt} follows"
 
 
 def _change(event: Healed | NodeReplaced | NodeLeftOut) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Final
 
@@ -46,6 +46,17 @@ TAKEN_S: Final = 60.0
 """Seconds to wait before an end counts as final while Slurm is silent, or after a requeue in the job's log."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """Judgement of how a job has ended."""
+
+    failure: Failure | None = None
+    stopped_by: int | None = None
+    """Signal that has ended it."""
+    asked_to_stop: bool = False
+    is_success: bool = False
+
+
 class Follower:
     """Follows one job; each `look` emits what is new since the last."""
 
@@ -57,7 +68,7 @@ class Follower:
         self.emit = emit
         self.slurm = JobState(ref.job, emit)
         self.mirror = Mirror(record, emit)
-        """Records of the launcher in the job, if there is one: then they takes precedence."""
+        """Records of the launcher in the job, if there is one: then they take precedence."""
         self.files = JobFiles(record.folder)
         self.history = JobHistory(record, ref, self.files, self.mirror, emit)
         self.is_cancelled = False
@@ -138,41 +149,11 @@ class Follower:
         Args:
             stopped_by: signal that has ended it, if it was one to the launcher.
         """
-        history, state, code = self.history, self.slurm.facts.state, self._exit_code()
-        failure, asked_to_stop, is_success = history.first_failure(), False, False
-        if (state in ("COMPLETED", "FORGOTTEN") and code == 0) or (
-            history.script_code == 0 and state not in TIME_IS_UP
-        ):
-            failure, stopped_by, is_success = None, None, True
-        elif state in TIME_IS_UP and self._has_succeeded:
-            text = f"Slurm reports {state}: the time limit was reached after all workers had ended with exit code 0"
-            self.emit(Note(node=self.site.name, text=text))
-            failure, stopped_by, is_success = None, None, True
-        elif self.slurm.never and stopped_by is None:
-            failure = replace(
-                self._without_a_word(state), exit_code=1, summary=f"it could never start: {self.slurm.never}"
-            )
-        elif stopped_by is not None or state == "CANCELLED":
-            if stopped_by is None and not self.is_asked_to_stop:
-                text = f"job {self.ref.job} was cancelled, by scancel or the site, and not by this launcher"
-                self.emit(Note(node=self.site.name, text=text))
-            stopped_by = stopped_by or signal.SIGTERM
-        elif code == names.REQUEUE_EXIT or state == "PREEMPTED":
-            asked_to_stop = True
-        elif state in TIME_IS_UP:  # workers that were ended by that have not failed
-            reason = history.taken_back or "its time limit was reached"
-            code = 128 + signal.SIGTERM
-            failure = replace(
-                self._without_a_word(state), exit_code=code, signal=signal.SIGTERM.value, node_reason=reason
-            )
-        elif failure is None:
-            failure = self._without_a_word(state)
-        elif state == "OUT_OF_MEMORY":
-            self.emit(Note(node=self.site.name, text=f"Slurm reports {explain_end(state)}"))
+        history, verdict = self.history, self._judge_end(stopped_by)
         left_behind = self.left_behind()
         outputs = count_outputs(self.site, self.ref, spec_of_run(self.record).job.outputs)
         duration_s = self._duration_s()
-        goodput = self._close_ledger(duration_s, succeeded=is_success)
+        goodput = self._close_ledger(duration_s, succeeded=verdict.is_success)
         told = self.mirror.progress
         for node in told.nodes or history.nodes:
             if told.nodes.get(node) not in ENDED_NODE:
@@ -181,9 +162,9 @@ class Follower:
             self.emit(Note(node=self.site.name, text=left_behind.describe()))
         return Result(
             run=self.record.run,
-            failure=failure,
-            stopped_by=stopped_by,
-            asked_to_stop=asked_to_stop,
+            failure=verdict.failure,
+            stopped_by=verdict.stopped_by,
+            asked_to_stop=verdict.asked_to_stop,
             attempts=max(0, history.number) + 1,
             launch_s=history.launch_s if history.launch_s is not None else told.launch_s,
             duration_s=duration_s,
@@ -194,6 +175,35 @@ class Follower:
             nodes=len(told.nodes or history.nodes),
             goodput=goodput,
         )
+
+    def _judge_end(self, stopped_by: int | None) -> _Verdict:
+        """Return who or what has ended the job, by Slurm's state of it and by its records."""
+        history, state, code = self.history, self.slurm.facts.state, self._exit_code()
+        failure = history.first_failure()
+        has_completed = state in ("COMPLETED", "FORGOTTEN") and code == 0
+        if has_completed or (history.script_code == 0 and state not in TIME_IS_UP):
+            return _Verdict(is_success=True)
+        if state in TIME_IS_UP and self._has_succeeded:
+            text = f"Slurm reports {state}: the time limit was reached after all workers had ended with exit code 0"
+            self.emit(Note(node=self.site.name, text=text))
+            return _Verdict(is_success=True)
+        if self.slurm.never and stopped_by is None:
+            summary = f"it could never start: {self.slurm.never}"
+            return _Verdict(failure=replace(self._without_a_word(state), exit_code=1, summary=summary))
+        if stopped_by is not None or state == "CANCELLED":
+            if stopped_by is None and not self.is_asked_to_stop:
+                text = f"job {self.ref.job} was cancelled, by scancel or the site, and not by this launcher"
+                self.emit(Note(node=self.site.name, text=text))
+            return _Verdict(failure=failure, stopped_by=stopped_by or signal.SIGTERM)
+        if code == names.REQUEUE_EXIT or state == "PREEMPTED":
+            return _Verdict(failure=failure, asked_to_stop=True)
+        if state in TIME_IS_UP:  # workers that were ended by that have not failed
+            reason = history.taken_back or "its time limit was reached"
+            ended = replace(self._without_a_word(state), exit_code=128 + signal.SIGTERM, node_reason=reason)
+            return _Verdict(failure=replace(ended, signal=signal.SIGTERM.value))
+        if failure is not None and state == "OUT_OF_MEMORY":
+            self.emit(Note(node=self.site.name, text=f"Slurm reports {explain_end(state)}"))
+        return _Verdict(failure=failure or self._without_a_word(state))
 
     @property
     def _has_succeeded(self) -> bool:

@@ -18,7 +18,7 @@ from dtctl.errors import ConnectError, DtctlError, Interrupted, LaunchError, Nod
 if TYPE_CHECKING:
     from dtctl.cli.common.run_display import LaunchView
     from dtctl.launch.control.launch_job import LaunchJob
-    from dtctl.launch.files.data import DataItem
+    from dtctl.launch.files.data import DataItem, DataPush
     from dtctl.launch.files.environment import EnvironmentPush
     from dtctl.launch.files.tree import Tree
     from dtctl.launch.records.events import Emit, Event, RunProgress
@@ -306,11 +306,7 @@ def real_launch(options: LaunchOptions) -> int:
 
     environment = _environment(spec)  # before the files are listed: its lock may be one of them
     code = CodePush(spec) if spec.pushes else None
-    data = None
-    if spec.job.data:
-        from dtctl.launch.files.data import DataPush
-
-        data = DataPush(spec)
+    data = _data_push(spec)
     cluster = cluster_of(spec, start=True)
     if environment is not None:
         cluster = with_environment(cluster, environment.locked.digest)
@@ -345,6 +341,15 @@ def real_launch(options: LaunchOptions) -> int:
         emit(Note(text=text))
     with measured(spec, record, emit):
         return _run(job, record, emit, view, progress, options)
+
+
+def _data_push(spec: Spec) -> DataPush | None:
+    """Return what brings the data of a job; None without any."""
+    if not spec.job.data:
+        return None
+    from dtctl.launch.files.data import DataPush
+
+    return DataPush(spec)
 
 
 def _environment(spec: Spec) -> EnvironmentPush | None:

@@ -83,12 +83,8 @@ def waits(event: JobQueued) -> str:
 def _line(event: Event) -> tuple[str, str]:
     """Colour and text of the line of an event; no text where it has none."""
     match event:
-        case JobSubmitted():
-            return "", f"job {event.job} of Slurm on {event.site}"
-        case JobQueued():
-            return "dim", f"  waits: {waits(event)}"
-        case NodesAllocated():
-            return "dim", f"  on {', '.join(event.nodes)}"
+        case JobSubmitted() | JobQueued() | NodesAllocated():
+            return _job_line(event)
         case WorkerExited() if event.exit_code:
             process = f"rank {event.rank}" if event.rank is not None and event.rank >= 0 else "agent"
             cause = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
@@ -117,6 +113,15 @@ def _line(event: Event) -> tuple[str, str]:
         case Healed() | NodeReplaced() | NodeLeftOut():
             return "yellow", _change(event)
     return "", ""
+
+
+def _job_line(event: JobSubmitted | JobQueued | NodesAllocated) -> tuple[str, str]:
+    """Return the colour and text of the line of a job of Slurm."""
+    if isinstance(event, JobSubmitted):
+        return "", f"job {event.job} of Slurm on {event.site}"
+    if isinstance(event, JobQueued):
+        return "dim", f"  waits: {waits(event)}"
+    return "dim", f"  on {', '.join(event.nodes)}"
 
 
 def _change(event: Healed | NodeReplaced | NodeLeftOut) -> str:

@@ -578,9 +578,9 @@ class RunProgress:
     """Node -> processes left there; None while they may run, and when the node could not be asked."""
     restarts: list[Restarting] = field(default_factory=list)
     heals: list[Healed] = field(default_factory=list)
+    """Workers that were replaced while the others stayed."""
     resume: Resumed | Confirmed | None = None
     """Newest resume, as far as it is known."""
-    """Workers that were replaced while the others stayed."""
     job: JobSubmitted | None = None
     waits: JobQueued | None = None
     """While the job waits."""
@@ -593,10 +593,7 @@ class RunProgress:
         self.last = event.time
         match event:
             case NodeChanged():
-                self.nodes[event.node] = event.state
-                self.all_nodes.add(event.node)
-                if event.left is not None:
-                    self.left[event.node] = event.left
+                self._note_node(event)
             case RunPlanned() | NodesAllocated():
                 self.nodes, self.waits = dict.fromkeys(event.nodes, "connecting"), None
                 self.all_nodes.update(event.nodes)
@@ -604,10 +601,8 @@ class RunProgress:
                 self.nodes[event.by] = self.nodes.pop(event.node, "ready")
             case NodeLeftOut():
                 self.nodes.pop(event.node, None)
-            case JobSubmitted():
-                self.status, self.job = "queued", event
-            case JobQueued():
-                self.status, self.nodes, self.waits = "queued", {}, event
+            case JobSubmitted() | JobQueued():
+                self._note_job(event)
             case AttemptStarting():
                 self.attempt = event.attempt
                 self.left = dict.fromkeys(self.nodes)
@@ -624,6 +619,19 @@ class RunProgress:
                 self.status, self.end = event.status, event
                 gone = ("lost", "failed")
                 self.nodes = {node: state if state in gone else "stopped" for node, state in self.nodes.items()}
+
+    def _note_node(self, event: NodeChanged) -> None:
+        self.nodes[event.node] = event.state
+        self.all_nodes.add(event.node)
+        if event.left is not None:
+            self.left[event.node] = event.left
+
+    def _note_job(self, event: JobSubmitted | JobQueued) -> None:
+        self.status = "queued"
+        if isinstance(event, JobSubmitted):
+            self.job = event
+        else:
+            self.nodes, self.waits = {}, event
 
     def _note(self, event: Healed | AlertChanged | Resumed | Confirmed) -> None:
         """Keep what changes no status."""
