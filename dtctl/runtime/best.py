@@ -35,7 +35,7 @@ class Best:
 
     @property
     def steps(self) -> list[int]:
-        """Return those whose snapshots are kept, the best first."""
+        """Return the steps whose snapshots are kept, the best first."""
         return [step for _, step in self._seen[: self._keep]]
 
     def take(self, step: int, scores: Mapping[str, float]) -> bool:

@@ -38,10 +38,10 @@ MOST_FAILED: Final = 3
 
 
 def folder() -> Path:
-    """Return where this node keeps them.
+    """Return the folder of this node's snapshots in memory.
 
     Raises:
-        PlanError: nobody would remove them, or the node has no file system in memory.
+        PlanError: no launcher would remove them, or the node has no file system in memory.
     """
     path = os.environ.get(names.MEMORY_DIR)
     if not path:
