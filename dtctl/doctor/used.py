@@ -1,6 +1,6 @@
 """Addresses that a launch of a spec will use on each node: interfaces, and the rendezvous.
 
-Pure, from what the nodes have said of themselves; the same rules as `dtctl.plan.build` and the supervisor's
+Pure, from the facts that the nodes have reported; the same rules as `dtctl.plan.build` and the supervisor's
 environment.
 """
 

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
-    """Meet the others, add up numbers that come out exact, and tell how many are wrong and how long it took."""
+    """Join the others, add up numbers with an exact sum, and report how many are wrong and how long it took."""
     rank, world = asked["rank"], asked["world"]
     limit = timedelta(seconds=asked["timeout_s"])
     store = dist.TCPStore(asked["address"], asked["port"], world, rank == 0, limit)

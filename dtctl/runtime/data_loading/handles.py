@@ -143,7 +143,7 @@ class OpenFile:
 def open_files() -> dict[int, OpenFile]:
     """Return the regular files that are open for reading, by their descriptors.
 
-    Output is to be shared: each process goes on behind what others have written.
+    Files open for output stay shared: each process appends to what others have written.
     """
     if multiprocessing.get_start_method() != "fork":
         return {}

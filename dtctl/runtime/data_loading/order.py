@@ -142,7 +142,7 @@ class Schedule:
                     yield place, number
 
     def requests(self, start: int, index: int) -> Iterator[tuple[Indices, Indices]]:
-        """Yield the indices and positions of what `keys` tells the places of."""
+        """Yield the indices and positions of the micro batches that `keys` yields."""
         ahead = copy.copy(self)  # it is far ahead of the loop, and needs a window of its own
         for place, number in self.keys(start, index):
             yield ahead(place)[number], ahead.positions(place)[number]

@@ -47,7 +47,7 @@ class Account:
     program: StatefulObjects
     model: nn.Module
     together: int
-    """Workers, of which each may have seen other samples; 0 for one alone."""
+    """Number of workers that may each have seen other samples; 0 for one alone."""
     extra: Mapping[str, Any]
     """The user's `extra_state`."""
     names: frozenset[str]

@@ -36,12 +36,12 @@ class NonFiniteGuard:
     """
 
     def __init__(self, policy: Policy, scale: LossScale | None, worker: Worker, spoilt: Spoilt = list) -> None:
-        """Begin to judge; collective over all workers if the run was started again.
+        """Prepare the checks; collective over all workers if the run was started again.
 
         Args:
             policy: what to do about a gradient that is not finite.
             scale: of an fp16 loss, which may be the reason and is then lowered.
-            worker: this worker; the first one tells about skipped steps.
+            worker: this worker; the first one reports skipped steps.
             spoilt: names of parameters whose gradients are not finite.
         """
         self.skipped = 0

@@ -32,7 +32,7 @@ LACKING: Final = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CU
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device has no memory left."""
+    """Return whether an error means that a device has no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in LACKING)
     )
@@ -81,7 +81,7 @@ class MemoryWatch:
             wanted: whether the training wants to recover at all.
         """
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
-        # Its passes exchange means of the batch: one that begins anew would meet the others in another layer.
+        # Its passes exchange means of the batch: a restarted pass would meet those of other workers in another layer.
         exchanges = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
         self.can_recover = wanted and (worker.backend is None or (self._ddp is not None and not exchanges))
         """True if a step can be repeated without starting the workers again."""
@@ -114,7 +114,7 @@ class MemoryWatch:
         except RuntimeError as exc:
             if not self.can_recover or not is_lack_of_memory(exc):
                 raise
-        if result is None:  # not in the handler, whose exception holds on to the activations
+        if result is None:  # not in the handler: its exception still holds the activations
             self._release()
             if self._ddp is not None:
                 self._take_part(stand_in)

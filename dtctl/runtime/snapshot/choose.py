@@ -1,7 +1,7 @@
 """The newest snapshot that all workers together can read and verify, whatever lies on which node.
 
 Nodes may share a folder or have one each, with all of a snapshot, a part, or nothing. Every file is read once, by a
-worker on whose node it lies; one that is damaged there is taken from another node that has it.
+worker on a node that has it; a file that is damaged there is taken from another node.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _look(folder: Place) -> dict[str, Any]:
 
 
 def _candidates(folder: Place, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[_Candidate]:
-    """Snapshots of one step, by what their commit records say; that which most nodes know of first."""
+    """Yield the snapshots of one step, grouped by their commit records; the one that most nodes have comes first."""
     groups: dict[tuple[str, str], dict[int, list[int] | None]] = {}
     for node, row in rows:
         if row["digest"] is not None:

@@ -1,6 +1,6 @@
 """Snapshots beside training: it stops for a copy; digests, writing and waiting for the disk happen in a thread.
 
-The thread holds the interpreter's lock for microseconds at a time: hashing, writing and fsync let go of it.
+The thread holds the interpreter's lock for microseconds at a time: hashing, writing and fsync release it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Saver:
         complain: Callable[[DtctlError], None] = complain,
         committed: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Nothing is written or allocated yet.
+        """Store the settings; nothing is written or allocated yet.
 
         Args:
             folder: of all snapshots of the run, or its URL; made if needed.
@@ -59,8 +59,8 @@ class Saver:
             when_busy: what a save does that comes while one is under way.
             max_failed: consecutive saves that may fail before `save` raises.
             in_memory: whether the folder lies in the memory of the nodes.
-            complain: told of each failure at once, from the writing thread; standard error unless another is given.
-            committed: told of each step whose snapshot is durable, from the writing thread.
+            complain: called with each failure at once, from the writing thread; prints to standard error by default.
+            committed: called with each step whose snapshot is durable, from the writing thread.
         """
         self._folder, self._when_busy, self._max_failed = place(folder), when_busy, max_failed
         self._keep, self._keep_every_s, self._in_memory = keep, keep_every_s, in_memory
@@ -73,12 +73,12 @@ class Saver:
         self.failed = 0
 
     def open(self) -> None:
-        """See that the folder can be written, and keep every other run from writing there until the end.
+        """Check that the folder can be written, and keep every other run from writing there until the end.
 
-        The first `save` does it if nobody has.
+        The first `save` calls it if it was not called.
 
         Raises:
-            SnapshotError: another run writes there, or nobody can.
+            SnapshotError: another run writes there, or the folder cannot be written.
         """
         if self._lease is None:
             lease = Lease(self._folder)
@@ -110,7 +110,7 @@ class Saver:
         Args:
             step: optimizer steps done.
             parts: name -> tensors and JSON's values in dicts and lists; one file each.
-            facts: JSON that the loop wants back.
+            facts: JSON for the loop, returned by a resume.
             best: steps whose snapshots are kept on top of the newest.
             needed: never skip it.
 

@@ -128,7 +128,7 @@ def file_name(file: StagedFile) -> str:
 
 
 def write_part(draft: Place, file: StagedFile, name: str) -> layout.SnapshotFile:
-    """Write and hash in one pass: a byte that the disk gets wrong is noticed by whoever reads it."""
+    """Write and hash in one pass: the reader detects a byte that the disk got wrong."""
     header = file.outline.header()
     data = file.data.numpy().data
     state = layout.hasher(name)

@@ -1,4 +1,4 @@
-"""Parameters that were frozen when the model was spread, and want gradients later: nobody would exchange them."""
+"""Parameters that were frozen when the model was spread, and need gradients later, which no strategy exchanges."""
 
 from __future__ import annotations
 

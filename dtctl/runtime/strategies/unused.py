@@ -127,7 +127,7 @@ class Turns:
         """Begin to keep the order.
 
         Args:
-            root: whose forward pass runs the units; not sharded yet, so that its end is seen before fully_shard's.
+            root: module that runs the units; not sharded yet, so that the end of its pass comes before fully_shard's.
             units: sharded already; the same on all workers.
         """
         self._units = list(units)
@@ -147,7 +147,7 @@ class Turns:
             unit.register_forward_pre_hook(partial(_plainly, self._entered), with_kwargs=True)
 
     def forget(self) -> None:
-        """A pass was interrupted, and workers that come anew do not know the order: all find it again."""
+        """Drop the order after an interrupted pass: new workers do not have it, so all find it again."""
         self._order, self._found, self._at = None, [], 0
         self._inside, self._thread, self._ends = False, None, []
 

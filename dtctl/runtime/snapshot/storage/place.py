@@ -33,7 +33,7 @@ FIRST_BYTES: Final = 1 << 20
 AHEAD: Final = 4
 """and how many of these at once, of each file."""
 PATIENCE_S: Final = 300.0
-"""Seconds that a store may take for one block. s3fs for one would wait for as long as TCP repeats what nobody takes."""
+"""Seconds that a store may take for one block. s3fs, for example, would wait as long as TCP retransmits."""
 IMPATIENCE_S: Final = 15.0
 """And how long after it once did not answer: the next thing is to clear away, which can wait."""
 KEY: Final = "train.snapshot.dir"
@@ -236,11 +236,11 @@ class Remote:
         return self._asked(verb, action)
 
     def _asked(self, verb: str, action: Callable[[Any], Any]) -> Any:
-        """Return what the store answers. Its libraries raise whatever they like; from here on there are two errors.
+        """Return the store's answer, and reduce the errors of its libraries to two.
 
         Raises:
-            FileNotFoundError: there is nothing of this name, and the store said so.
-            SnapshotError: anything else, of which nothing follows for the snapshot.
+            FileNotFoundError: the store reports that there is nothing of this name.
+            SnapshotError: any other error, which is no sign of a damaged snapshot.
         """
         try:
             return self._store.ask(action)
