@@ -156,7 +156,7 @@ def odd_ones(values: Mapping[str, Value]) -> tuple[tuple[str, ...], Value | None
 
 
 def cover(pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return few machines that cover all failing (caller, called) pairs; their firewall or cable is to be checked first.
+    """Return few machines that cover all failing (caller, called) pairs: check their firewall or cable first.
 
     Of a single pair it is the called one: a filter that drops packets is usually in front of their receiver.
     """

@@ -216,7 +216,7 @@ class Probes:
     """A probe on each node, there until they are closed."""
 
     def __init__(self, wanted: Sequence[NodeQuery], transport: Transport, *, progress: Progress) -> None:
-        """Prepare the links to the nodes; the first is the head node. `progress` is called with the current activity."""
+        """Prepare the links to the nodes, the head node first; `progress` is called with the current activity."""
         self._nodes = [_Node(query, transport) for query in wanted]
         self._progress = progress
 

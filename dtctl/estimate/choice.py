@@ -60,7 +60,7 @@ class StrategyVerdict:
     """Fits, or is the nearest to it."""
     fits: bool
     reason: str
-    """Reason in figures: a phrase that follows the name of the strategy, or says what is missing."""
+    """Reason in figures: a phrase that follows the name of the strategy, or names what is missing."""
     hint: str | None = None
 
 

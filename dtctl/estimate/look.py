@@ -40,10 +40,10 @@ def _words(parameters: Iterator[nn.Parameter] | Any) -> float:
 
 
 def forward(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any], *, samples: int) -> dict[str, Any]:
-    """Figures of one forward pass, beside those of `sizes`; whatever it raises is passed on.
+    """Return figures of one forward pass, in addition to those of `sizes`; errors of the pass are passed on.
 
     Args:
-        model: whose tensors have no memory, or little.
+        model: the model; its tensors have no memory, or little.
         blocks: its repeated blocks.
         run: calls the model once, and perhaps a loss with what it returns.
         samples: in the batch that `run` has.

@@ -1,7 +1,7 @@
-"""Ends of processes, as launchers, schedulers, shells and fault handlers tell them: who, by which signal or code.
+"""Ends of processes, as launchers, schedulers, shells and fault handlers report them: rank, signal or exit code.
 
-torchrun's table, srun, mpirun, DeepSpeed, Lightning, spawn, Ray, Kubernetes and shells say the same in many forms; here
-they become one: rank, node, exit code, signal, and whether the launcher calls it the first. Pure.
+torchrun's table, srun, mpirun, DeepSpeed, Lightning, spawn, Ray, Kubernetes and shells report the same in many forms.
+Here they become one: rank, node, exit code, signal, and whether the launcher reports it as the first. Pure.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Table:
 
 
 def exit_of(line: LogLine, table: Table) -> ReportedExit | None:
-    """Return the end of a process that this line tells, None where it tells none or a good one."""
+    """Return the end of a process that this line reports; None if it reports none or a successful one."""
     text = line.text
     if not any(word in text for word in _GATE):
         return None

@@ -73,7 +73,7 @@ def _moves(check: Check) -> list[ast.Call]:
 
 
 def _moved(check: Check, call: ast.Call) -> bool:
-    """Return whether what a call makes is put on a device, at once or later, or goes where nobody can tell."""
+    """Return whether the result of a call is put on a device, at once or later, or has an unknown destination."""
     module = check.module
     above: ast.AST = call
     while not isinstance(above, ast.stmt):
@@ -306,7 +306,7 @@ def no_device_chosen(check: Check) -> Iterator[Problem]:
 
 
 def _ids_of_ddp(check: Check) -> bool:
-    """Return whether DDP is told a GPU of the rank's own."""
+    """Return whether DDP is given a GPU for each rank (`device_ids`)."""
     return any(keyword(call, "device_ids") is not None for call in check.module.calls_of(names.DDP))
 
 

@@ -143,7 +143,7 @@ def unmapped(check: Check) -> Iterator[Problem]:
 
 
 def _data(check: Check, call: ast.Call) -> bool:
-    """Return whether what is loaded is data rather than the state of a training, as the names and the place say."""
+    """Return whether a call loads data rather than the state of a training, by the names and the place."""
     module = check.module
     owner = module.enclosing(call, (ast.ClassDef,))
     if isinstance(owner, ast.ClassDef) and re.search(
@@ -258,7 +258,7 @@ def _of_the_hub(module: SourceFile, call: ast.Call) -> bool:
 
 
 def default_of_setting(check: Check, node: ast.expr) -> object:
-    """Return what a setting of the command line is if nobody gives it: of argparse, or of a class of settings."""
+    """Return the default of a setting of the command line: of argparse, or of a class of settings."""
     if not isinstance(node, ast.Attribute):
         return None
     module = check.module
@@ -314,7 +314,7 @@ def _downloads(module: SourceFile) -> Iterator[tuple[ast.Call, str, bool]]:
 
 
 def _wanted(module: SourceFile, download: ast.expr) -> bool:
-    """Return whether `download=` says yes: True, or that the data are not there yet, which all ranks find at once."""
+    """Return whether `download=` is true: True, or a check that the data is missing, which all ranks do at once."""
     return any(
         constant(value) is True or (isinstance(value, ast.UnaryOp) and "exists(" in ast.unparse(value))
         for value in module.values(download)

@@ -182,7 +182,7 @@ def said_by_all(check: Check) -> Iterator[Problem]:
 
 
 def _by_all(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a line is printed by all ranks, and does not say by which."""
+    """Return whether all ranks print a line that does not name the rank."""
     if "rank" in ast.unparse(call).lower() or (for_some(module, call) is not None and not by_turns(module, call)):
         return False
     return module.enclosing(call, (ast.ExceptHandler,)) is None and not by_launcher(module, call)
