@@ -73,7 +73,7 @@ def forward(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any
     measured: dict[str, Any] = {"vocab": shape[-1] if logits else 0, "seq": shape[1] if logits else 1}
     # The loss of logits is counted by formula; any other is part of what was seen.
     measured |= {"kept_bytes": (inner if logits else tracker.bytes) / samples, "entering_bytes": entering / samples}
-    # An embedding whose weight is also the output's is multiplied with, not only looked up.
+    # An embedding that shares its weight with the output layer is multiplied with, not only looked up.
     tied = any(block.num_embeddings == (shape[-1] if shape else -1) for block in tables) and not any(
         isinstance(block, nn.Linear) and block.out_features == shape[-1] for block in model.modules()
     )

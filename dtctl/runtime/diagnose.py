@@ -58,9 +58,9 @@ def unused(model: nn.Module) -> list[str]:
 
 
 def gradients(model: nn.Module) -> list[str]:
-    """Parameters whose gradients differ between workers after a backward pass; collective.
+    """Return the parameters whose gradients differ between workers after a backward pass; collective.
 
-    Of sharded parameters every worker has another part; they are left out.
+    Sharded parameters are left out, since every worker has another part of them.
     """
     return _differing(
         "gradient",

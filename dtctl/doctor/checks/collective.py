@@ -1,4 +1,4 @@
-"""All-reduce with torch over all nodes, and search for the nodes that make it fail: by their reports, else by bisection.
+"""All-reduce with torch over all nodes, and search for the nodes that make it fail, by their reports or by bisection.
 
 It runs only if the nodes reach each other, and all have the same torch. One process of each node takes part, with its
 first GPU. If every GPU is to be tested, there is one process for each, and each node is tested by itself first.
@@ -68,7 +68,7 @@ class _Gang:
         self._progress = progress
         self.rounds = 0
         self.broken: set[str] = set()
-        """Nodes whose worker was killed or has ended; it is started again before the next round."""
+        """Nodes whose worker was killed or has ended; it is started again before its next round."""
 
     def start(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Load torch on these nodes; the answers."""
@@ -162,7 +162,7 @@ class _Gang:
 def merged(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reports of a node's workers as one: the stage that all have reached, and the worst of the rest.
 
-    The place of the worker among them shows which worker's message is kept.
+    A message that is kept begins with the place of its worker among them.
     """
     if "each" not in said:
         return dict(said)

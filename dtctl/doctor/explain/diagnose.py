@@ -89,7 +89,7 @@ def explain_all(paths: Sequence[Path]) -> Explanation:
 def _with_dumps(
     verdict: Verdict, found: list[Diagnosis], dumps: Sequence[Dump], layout: LogLayout
 ) -> tuple[Verdict, list[Diagnosis]]:
-    """Add the verdict of flight recorders: they show the late rank better than watchdogs, but not why a program ended."""
+    """Add the verdict of flight recorders; they show late ranks better than watchdogs, but not why a program ended."""
     verdict_ = judge_dumps(dumps)
     if verdict_ is None:
         return verdict, found

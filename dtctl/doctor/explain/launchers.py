@@ -18,7 +18,7 @@ SIGNALS = {
     "Quit": 3, "Trace/breakpoint trap": 5, "User defined signal 1": 10, "User defined signal 2": 12,
     "Broken pipe": 13, "Alarm clock": 14, "CPU time limit exceeded": 24, "Cputime limit exceeded": 24,
     "File size limit exceeded": 25, "Filesize limit exceeded": 25, "Bad system call": 31,
-    # As shells say them in other languages
+    # Messages of shells in other languages
     "已杀死": 9, "段错误": 11, "总线错误": 7, "已终止": 15, "已放弃": 6, "強制終了": 9, "죽었음": 9,
     "세그멘테이션 오류": 11, "Getötet": 9, "Speicherzugriffsfehler": 11, "Processus arrêté": 9,
     "Erreur de segmentation": 11, "Violación de segmento": 11, "Falha de segmentação": 11, "Ucciso": 9,

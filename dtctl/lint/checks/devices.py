@@ -306,7 +306,7 @@ def no_device_chosen(check: Check) -> Iterator[Problem]:
 
 
 def _ids_of_ddp(check: Check) -> bool:
-    """Return whether DDP is given a GPU for each rank (`device_ids`)."""
+    """Return whether a call of DDP has `device_ids`, the GPU of the rank."""
     return any(keyword(call, "device_ids") is not None for call in check.module.calls_of(names.DDP))
 
 

@@ -136,7 +136,7 @@ def _is_text_or_table(value: ast.expr) -> bool:
 
 
 def _own_line(check: Check, node: ast.AST, depth: int = _DEPTH) -> int | None:
-    """Return the line where a figure of this rank is computed that is not reduced over ranks; None for other figures."""
+    """Return the line that computes a figure of this rank only, without a reduction; None for other figures."""
     if isinstance(node, ast.Attribute) and node.attr in _METER:
         name = key(node.value)
         own = name is not None and _FIGURE.search(name.rpartition(".")[2]) and not _reduced_meter(check, node.value)

@@ -94,7 +94,7 @@ class LossRecord:
 
         Args:
             worker: this worker.
-            confirmed: the last step that has more than its loss recorded.
+            confirmed: the last step for which more than the loss is recorded.
             end: of the training; 0 if workers have other samples than then.
         """
         if not end:

@@ -97,7 +97,7 @@ class MemoryWatch:
     def attempt(
         self, passes: Callable[[], torch.Tensor], stand_in: Callable[[], object]
     ) -> tuple[torch.Tensor | None, list[int]]:
-        """Compute the gradients of a step. Returns what `passes` does, and the ranks that ran out of memory.
+        """Compute the gradients of a step; return the result of `passes`, and the ranks that ran out of memory.
 
         Args:
             passes: all passes of the step.

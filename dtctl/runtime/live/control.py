@@ -95,7 +95,7 @@ class Control:
         return cls(Path(folder), rank, world_size, epoch=int(environ.get(names.LIVE_EPOCH, "0")))
 
     def report(self, state: str, **facts: Any) -> None:
-        """Tell the supervisor, in less than a pipe takes in one piece, so that lines of several workers stay whole."""
+        """Send a state to the supervisor, in a line short enough that a pipe does not mix lines of several workers."""
         line = {"rank": self._rank, "pid": os.getpid(), "epoch": self._wanted, "state": state, **facts}
         os.write(self._reports, json.dumps(line).encode() + b"\n")
 

@@ -221,7 +221,7 @@ class DistributedSaver(Saver):
         error, result = None, None
         try:
             result = action()
-        except Exception as exc:  # noqa: BLE001  # whatever it is, the others wait to hear of it
+        except Exception as exc:  # noqa: BLE001  # any error, since the other workers wait for the result
             error = exc.message if isinstance(exc, DtctlError) else str(exc) or repr(exc)
         reports = gathered_json([error, result], self._worker, self._group)
         for rank, (reason, _) in enumerate(reports):

@@ -105,7 +105,7 @@ class Saver:
         best: Collection[int] = (),
         needed: bool = False,
     ) -> bool:
-        """Copy the state and have it written.
+        """Copy the state, and start to write it in the thread.
 
         Args:
             step: optimizer steps done.

@@ -167,7 +167,7 @@ def compare_split(
     split: Split,
     seen: Seen,
 ) -> Split:
-    """Compare each module that is to be split with itself in one piece, of one kind one; collective over the mesh.
+    """Compare each module that is to be split, one of each kind, with itself in one piece; collective over the mesh.
 
     Args:
         model: whole, the same on all workers of the mesh; stays as it is.

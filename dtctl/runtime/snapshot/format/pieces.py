@@ -130,7 +130,7 @@ class Division:
                 key = tuple(words)
                 ranks = holders.setdefault(key, [])
                 sizes[key] = size
-                # By the size that a worker with the tensor has sent, so that all workers get the same result.
+                # `first` as the worker with the tensor has sent it: others lack it, and all need the same result.
                 if not (first and ranks):
                     ranks.append(rank)
         loads = [0] * len(everyone)
