@@ -162,7 +162,7 @@ def launched_with(spec: Spec, one: NodeSpec) -> dict[str, str]:
 
 
 def names_of(spec: Spec, cluster: ResolvedCluster) -> list[str]:
-    """Host names that the nodes should know alike: the spec's, and the rendezvous address if it is one."""
+    """Return the host names that all nodes should resolve alike: the spec's, and the rendezvous address if a name."""
     meeting = spec.network.rendezvous_address
     return [*(spec_node.name for spec_node in cluster.nodes), "localhost", *([meeting] if meeting else [])]
 

@@ -106,7 +106,7 @@ class _Node:
                 peers=peers,
             )
         )  # fmt: skip
-        # Behind a jump host this machine does not know the address; the node knows the one that it was reached at.
+        # Behind a jump host this machine does not have the address; the node has the one that it was reached at.
         self.seen.address = self.seen.address or str(self.seen.facts["reached_at"])
         self.seen.data_address = self.seen.meeting = self.seen.address
 

@@ -96,7 +96,7 @@ def data_address(node: NodeReport, used: Sequence[UsedInterface]) -> str:
 
 
 def meeting_address(spec: Spec, head: NodeReport, caller: NodeReport) -> str:
-    """The numeric address at which a node will look for the rendezvous; empty for a name that it does not know."""
+    """Return the numeric address of the rendezvous on a node; empty for a name that it cannot resolve."""
     wanted = spec.network.rendezvous_address
     if wanted is None:
         return head.address

@@ -251,7 +251,7 @@ def _compared(module: SourceFile, test: ast.Compare, frame: CallFrame | None) ->
     if value == -1 and isinstance(op, ast.Eq | ast.NotEq):  # -1 means that the job is not distributed
         return None
     if not isinstance(value, int):
-        # Another number that only the run knows: the condition still chooses one rank.
+        # Another number, known only at run time: the condition still chooses one rank.
         return RankGuard(kind, isinstance(op, ast.Eq), test) if isinstance(op, ast.Eq | ast.NotEq) else None
     truths = {
         ast.Eq: value == 0,

@@ -239,7 +239,7 @@ def _seen(subject: Subject, config: TrainConfig, setting: choice.TrainingSetting
             figures |= look.forward(
                 model, parts.modules if parts else [model], lambda: subject.loss(model, samples), samples=count
             )
-    except Exception as exc:  # noqa: BLE001  # the user's code, in surroundings that it does not know
+    except Exception as exc:  # noqa: BLE001  # the user's code, in unusual surroundings
         figures["unseen"] = f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"
     return figures
 

@@ -13,11 +13,11 @@ class Best:
     """The best values so far of one score."""
 
     def __init__(self, config: BestConfig, *, keep: int = 1) -> None:
-        """Nothing has been evaluated.
+        """Prepare for the first evaluation.
 
         Args:
             config: which score, and what is good.
-            keep: how many of the best to know.
+            keep: how many of the best to record.
         """
         self._config, self._keep = config, keep
         self._sign = 1.0 if config.mode == "min" else -1.0

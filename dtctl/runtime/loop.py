@@ -674,7 +674,7 @@ class Trainer:
         if limit is None:
             return self._norm() if is_due or self.guard.always else None
         norm = self._norm()
-        if norm.device.type != "cpu" or not norm + 1e-6 <= limit:  # a GPU would have to be waited for to know
+        if norm.device.type != "cpu" or not norm + 1e-6 <= limit:  # on a GPU a check would have to wait
             self.strategy.clip(limit, norm)
         return norm
 

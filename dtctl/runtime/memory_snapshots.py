@@ -107,7 +107,7 @@ class MemorySnapshots:
         Args:
             step: optimizer steps done.
             parts: the state, as `TrainingState.collect` gives it in pieces.
-            facts: what the loop wants back, JSON.
+            facts: JSON for the loop, returned by a resume.
             began_s: when the training stopped for it, by `time.perf_counter`.
         """
         self.saver.wait()

@@ -13,7 +13,7 @@ from dtctl.train.config import TrainConfig
 
 
 def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that the configuration asks for, over all parameters that want a gradient.
+    """Return the configured optimizer, over all parameters that require a gradient.
 
     The default betas are those of most language models since Brown et al. 2020, appendix B. Matrices decay, vectors
     do not: decay on biases and norms costs accuracy (He et al. 2019, section 3.1).

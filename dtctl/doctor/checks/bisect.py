@@ -44,7 +44,7 @@ def bad_ones(members: Sequence[str], works: Works) -> list[str]:
         return failing
     bad = [member for member in failing if not works([others[0], member])]
     if len(bad) == 2 and len(others) > 1 and all(not works([others[1], member]) for member in bad):
-        return bad  # both fail with everybody
+        return bad  # both fail with all others
     if len(bad) == 2:  # the third is bad itself
         return [others[0]]
     return bad or failing

@@ -320,7 +320,7 @@ def _full_tables(failed: dict[str, list[_Call]]) -> Iterator[Finding]:
 
 
 def _never_begun(node: NodeReport, reports: Sequence[NodeReport]) -> Iterator[_Call]:
-    """Ways on which calls went well, and then no connection was made to measure them.
+    """Yield ways on which calls went well, but then no connection was made to measure them.
 
     A rule may know the caller's port, which is another one in each call, or begin to hold in between.
     """

@@ -36,12 +36,12 @@ MIN_FILE = GIB
 MIN_CPU_S = 24 * 3600
 TMP_FULL, TMP_LOW = 16 * MIB, 256 * MIB
 FEW_WORKERS_PER_CORE = 4
-"""More workers than this on each core wait for each other's Python, whatever the GPUs do."""
+"""Workers per core above which they wait for each other's Python, whatever the GPUs do."""
 LATE_LOGIN_S = 2.5
 
 
 def reach(reports: Sequence[NodeReport], neighbours: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Nodes that could not be asked, one finding for each reason, and logins that take long.
+    """Yield nodes that did not answer, one finding for each reason, and logins that take long.
 
     Args:
         reports: the nodes.

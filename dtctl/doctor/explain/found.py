@@ -80,7 +80,7 @@ class Found:
     """Ranks that have printed anything."""
     node_of: dict[int, str] = field(default_factory=dict)
     watching: list[LogLine] = field(default_factory=list)
-    """Lines in which a watchdog speaks."""
+    """Lines of a watchdog."""
     interfaces: Interfaces = field(default_factory=Interfaces)
     facts: Facts = field(default_factory=Facts)
     nodes: set[str] = field(default_factory=set)

@@ -36,7 +36,7 @@ MEANINGS = {
     25: "the limit of the size of a file was reached (ulimit -f)",
     31: "a system call that its container or sandbox does not allow (seccomp)",
 }
-"""Signal -> reason for which the system sends it, or who does."""
+"""Signal -> reason for which the system sends it, or its sender."""
 _NAMED = "|".join(SIGNALS)
 _FATAL = (2, 3, 4, 5, 6, 7, 8, 9, 11, 15, 24, 25, 31)
 """Signals that a shell's 128+N stands for."""
@@ -171,7 +171,7 @@ def exit_of(line: LogLine, table: Table) -> ReportedExit | None:
         return row
     if text.startswith("srun") and (srun := _SRUN.search(text)) is not None:
         return _srun(srun)
-    if "potential root causes" in text:  # Ray lists what it does not know
+    if "potential root causes" in text:  # Ray lists what it cannot determine
         return None
     for form in _FORMS:
         found = form.search(text)

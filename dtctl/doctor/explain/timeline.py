@@ -44,7 +44,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One cause with the lines that speak for it, the earliest first."""
+    """One cause with the lines that show it, the earliest first."""
 
     hits: list[Hit]
     place: int
@@ -66,7 +66,7 @@ class Candidate:
 
 
 def voice_of(hit: Hit) -> Voice:
-    """Return who has printed what was found."""
+    """Return the source of a finding: the kind of process that has printed it."""
     if hit.end is not None:
         return "launcher"
     if hit.raised is not None and not hit.bare:

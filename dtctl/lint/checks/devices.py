@@ -171,7 +171,7 @@ def _is_fixed(node: ast.expr, *, number: bool) -> bool:
 
 
 def _for_one_process(check: Check, node: ast.AST) -> bool:
-    """Return whether a condition around it asks whether the job is distributed at all."""
+    """Return whether a condition around it tests whether the job is distributed at all."""
     return any(
         isinstance(parent, ast.If | ast.IfExp)
         and child is not parent.test

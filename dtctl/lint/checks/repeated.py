@@ -20,7 +20,7 @@ _DISTRIBUTED = re.compile(
     r"^(?:[\w.]*(?:is_initialized\(\)|is_available\(\)|is_distributed\(\)|distributed|ddp|parallel|multi_?gpu|is_dist|sync_gradients)"
     r"|and|or|\s|[\w.]*(?:world_size|n(?:um)?_gpus?)(?:\(\))? > 1|[\w.]*rank != -1)+$"
 )
-"""A condition that only asks whether there are several ranks."""
+"""Condition that only tests whether there are several ranks."""
 _QUIET = re.compile(
     r"builtins?\.print\s*=|__builtin__|setup_for_distributed|rank_zero_print|def print\b|__builtins__\[|"
     r"sys\.stdout\s*=|suppress_print"

@@ -89,7 +89,7 @@ def _from(module: SourceFile, call: ast.Call) -> str:
 
 
 def _in_training(check: Check, call: ast.Call) -> bool:
-    """Return whether a write is part of a training: in a file that knows of ranks, or the save of a model."""
+    """Return whether a write is part of a training: in a file that uses ranks, or the save of a model."""
     return check.module.trains or (check.module.name(call.func) or "") == "torch.save"
 
 

@@ -97,7 +97,7 @@ def record(worker: Worker) -> Path | None:
     folder = os.environ.get(names.RUN_DIR)
     if not folder or worker.backend is None:
         return None
-    path = Path(folder) / FLIGHT / f"trace_rank_{worker.rank}.json"  # which `dtctl doctor --log` knows
+    path = Path(folder) / FLIGHT / f"trace_rank_{worker.rank}.json"  # which `dtctl doctor --log` recognizes
     try:
         dump = flight.dump()
         path.parent.mkdir(parents=True, exist_ok=True)

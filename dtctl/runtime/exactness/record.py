@@ -157,7 +157,7 @@ class StepRecorder:
 
         Args:
             step: steps done.
-            saver: who writes the snapshot.
+            saver: of the snapshot.
         """
         self._own()
         self._targets.append(_Target(step, saver))

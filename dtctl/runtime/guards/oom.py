@@ -1,9 +1,9 @@
-"""Memory that runs out on one worker: how all of them learn of it at the same step, and what they do then.
+"""Recovery when one worker runs out of memory: all workers detect it at the same step.
 
-The peers of such a worker wait for its gradients, so it must not stop short. It gives them gradients of NaN: the
-exchange comes to its end, and every worker sees by one number that this step is to be talked about. A step that went
-well costs one look at that number. On a GPU a look would wait for all that it has to do; there the processes ask each
-other, which costs less than a millisecond while the GPU is at work.
+The peers of such a worker wait for its gradients, so it must not stop short. It sends them gradients of NaN: the
+exchange completes, and one number shows every worker that this step needs an agreement. A good step costs one check of
+that number. On a GPU a check would wait for all queued work; there the processes exchange a flag, which costs less than
+a millisecond while the GPU is at work.
 
 That works where a forward pass exchanges nothing (DDP without SyncBatchNorm, and without collectives in the user's own
 modules). A sharded model has collectives in the middle of its passes, which cannot be unwound; there the worker fails,

@@ -152,4 +152,4 @@ def _remember(file: Path, step: int) -> None:
     try:
         file.write_text(str(step), encoding="ascii")
     except OSError:
-        return  # a full disk; the next attempt knows no more than this one
+        return  # a full disk; the next attempt has no more information than this one

@@ -214,7 +214,7 @@ class Control:
         # The sockets of the program's own groups are unknown; with such groups all workers are restarted anyway.
         all_since = self._is_joining or self.has_own_groups()
         sockets.shut_down(sockets.opened() - self._before if all_since else self._group)
-        # It is older than the group that is made with it, and who waits in it waits for a peer as well.
+        # It is older than the group that is made with it, and a wait in it is a wait for a peer as well.
         sockets.shut_down(self._store_sockets)
 
     def _watch(self, epoch: int) -> None:

@@ -82,7 +82,7 @@ def enter(trainer: Training) -> None:
         WorkerFailed: they do not wait for this one.
     """
     live = trainer.worker.live
-    assert live is not None  # noqa: S101  # for the type checker: who replaces another has a link
+    assert live is not None  # noqa: S101  # for the type checker: a replacement has a link
     randomness.begin(trainer.config.seed, trainer.place.stream)
     if not _meet(trainer, live):
         raise WorkerFailed("the others do not wait for the worker that is to take the place of a lost one")
@@ -182,7 +182,7 @@ def _meet(trainer: Training, live: Control) -> bool:
 
 
 def _join(trainer: Training, live: Control, meeting: Meeting, limit_s: float) -> bool:
-    """Make the group of an epoch, and be level with everyone in it; whether this worker repeats a part of a step.
+    """Make the group of an epoch, and bring all workers to one state; return whether this one repeats part of a step.
 
     Args:
         trainer: at the beginning of its step, without a group.

@@ -28,7 +28,7 @@ def opened() -> Sockets:
 
 
 def shut_down(sockets: Sockets) -> None:
-    """End the connections of those that are still there; who waits for them gets an error. They stay open."""
+    """Shut down the connections that are still there; waits for them end with an error. They stay open."""
     for number, link in sockets:
         if _link(number) != link:
             continue

@@ -102,7 +102,7 @@ def _heard(reports: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _look(folder: Place) -> dict[str, Any]:
-    """Return what lies on this node; errors are values here, so that the others hear of them instead of waiting."""
+    """Return what lies on this node; errors are values here, so that they reach the other workers, which wait."""
     answer: dict[str, Any] = {"error": None, "where": str(folder), "hint": None, "rows": []}
     try:
         for step, path in layout.listing(folder):
@@ -183,7 +183,7 @@ class _Reading:
         return self
 
     def _shared_out(self, names: Sequence[str], having: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Return who reads what: the worker that wrote it where that is possible, else the one with least to read."""
+        """Return the reader of each file: the worker that wrote it if possible, else the one with least to read."""
         loads = dict.fromkeys(range(self._worker.world_size), 0)
         shares = {}
         for name in sorted(names, key=lambda name: -self.manifest.files[name].size_bytes):

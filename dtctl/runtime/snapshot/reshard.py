@@ -97,7 +97,7 @@ class _Way:
     def bring(
         self, leaf: TreeEntry, boxes: list[Box | None], chosen: Chosen, data: dict[str, memoryview]
     ) -> torch.Tensor | None:
-        """This worker's stretch of a tensor; None if it wants none."""
+        """Return this worker's stretch of a tensor; None if it needs none."""
         rank, dtype = self._worker.rank, DTYPES[leaf.dtype]
         mine = boxes[rank]
         # A view of a map would keep the snapshot in the node's memory after it was removed.

@@ -129,7 +129,7 @@ class Saver:
         staged = self._staging.take(parts)
         # No daemon: should the process end with an error, what was begun is finished.
         rule = retention.RetentionRule(keep=self._keep, every_s=self._keep_every_s, best=frozenset(best))
-        now = json.loads(json.dumps({**facts, retention.FACT: rule.document()}))  # who gave them may change them
+        now = json.loads(json.dumps({**facts, retention.FACT: rule.document()}))  # the caller may change them
         self._notes.begin(step)
         self._thread = threading.Thread(target=self._write, args=(step, staged, now, rule), name="snapshot")
         self._thread.start()
@@ -229,7 +229,7 @@ class Notes:
                 self._write(step)
 
     def add(self, step: int, draft: Place) -> None:
-        """Write what there is to a draft that is about to get its name: who sees the snapshot sees that, too."""
+        """Write what there is to a draft that is about to get its name, so that it appears with the snapshot."""
         with self._lock:
             if isinstance(draft, Path) and step in self._texts:
                 _write_texts(draft, self._texts[step])

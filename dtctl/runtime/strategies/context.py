@@ -180,7 +180,7 @@ class _Gather(torch.autograd.Function):
 
 
 _current: list[Context] = []
-"""The one that attention asks; a process trains one model at a time, and the newest counts."""
+"""Context that attention uses; a process trains one model at a time, and the newest counts."""
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -211,12 +211,12 @@ def _unmasked(
 ) -> torch.Tensor:
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
-    if options.pop("enable_gqa", False):  # which the memory-efficient kernel does not know
+    if options.pop("enable_gqa", False):  # which the memory-efficient kernel does not support
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
     bias = CausalBias(CausalVariant.LOWER_RIGHT, query.shape[-2], key.shape[-2])
     held = list(_current)
-    _current.clear()  # it asks torch.nn.functional for attention again, which is to be torch's own then
+    _current.clear()  # it calls torch.nn.functional's attention again, which must be torch's own then
     try:
         output: torch.Tensor = CausalBias._dispatch(query, key, value, bias, dropout_p, **options)
     finally:

@@ -22,13 +22,13 @@ class Frozen:
         self._parameters = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
     def require(self, step: int) -> None:
-        """See that they still are.
+        """Check that they are still frozen.
 
         Args:
             step: steps done.
 
         Raises:
-            WorkerFailed: a parameter wants gradients now.
+            WorkerFailed: a parameter requires gradients now.
         """
         if not any(parameter.requires_grad for parameter in self._parameters):
             return

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 def interrupt(root: nn.Module) -> None:
     """Forget the pass that is under way: gradients, gathered parameters, what was on its way; local."""
-    if not hasattr(root, "reset_iter_state"):  # since torch 2.13; who needs it asks before
+    if not hasattr(root, "reset_iter_state"):  # since torch 2.13; callers check for it first
         return
     if cast(Any, root)._get_fsdp_state()._is_root is None:  # no pass has come as far as to fully_shard yet
         return

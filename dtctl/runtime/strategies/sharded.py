@@ -110,7 +110,7 @@ class Sharded:
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Give tensors of each mesh a group of their own, since fused optimizers do not mix them; collective."""
         separate_meshes(optimizer)
-        # The others, who are in the midst of a training, do not take part in a trial; see live.recovery.obstacle.
+        # The others are in the middle of a training, and do not take part in a trial; see live.recovery.obstacle.
         if not self._replaces:
             whole_steps.take_whole_steps(optimizer)
 

@@ -203,7 +203,7 @@ class Stream:
         key = ("gradient", index)
         if self._is_divided and key in self._whole:
             self._awaited.add(key)
-        if not self._is_divided or key in self._whole:  # what arrives at a stage wants a gradient, frozen or not
+        if not self._is_divided or key in self._whole:  # what arrives at a stage requires a gradient, frozen or not
             stream.register_hook(lambda gradient: self._note(key, gradient))  # type: ignore[no-untyped-call]
 
     def _note(self, key: tuple[str, int], value: torch.Tensor) -> None:

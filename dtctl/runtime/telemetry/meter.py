@@ -119,7 +119,7 @@ class StepTimes:
 
 
 def stragglers(own_s: torch.Tensor) -> dict[str, float]:
-    """Return who is slow, by the time per step that each worker was busy without waiting for others.
+    """Return the slowest rank, by the time per step that each worker was busy without waiting for others.
 
     Args:
         own_s: of each rank.
@@ -139,7 +139,7 @@ def stragglers(own_s: torch.Tensor) -> dict[str, float]:
 
 
 def fullest(peaks_gib: torch.Tensor) -> dict[str, float]:
-    """Return who needs most memory: stages of a pipeline, and shards that do not come out even, differ.
+    """Return the rank that needs most memory: stages of a pipeline, and uneven shards, differ.
 
     Args:
         peaks_gib: of each rank, the first figure of `memory`.

@@ -119,7 +119,7 @@ class MetricsWriter:
             **measured(samples / step_s),
             **extra,
         }
-        # JSON knows no NaN and no infinity; a diverged loss is null there, and spelt out on stdout.
+        # JSON has no NaN and no infinity; a diverged loss is null there, and spelt out on stdout.
         known = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in row.items()

@@ -204,7 +204,7 @@ class Progress:
 
 def _mapped(path: Path) -> mmap.mmap:
     """Return a new file, mapped into memory."""
-    path.unlink(missing_ok=True)  # not cut: who has mapped the old one would be ended by SIGBUS
+    path.unlink(missing_ok=True)  # not truncated: a process that has mapped the old one would be killed by SIGBUS
     with path.open("xb") as file:
         file.write(bytes(SIZE))
     with path.open("r+b") as file:

@@ -28,7 +28,7 @@ class Report:
     Attributes:
         clock: that steps are measured with.
         times: of this worker's steps.
-        progress: of this worker, for those who watch from outside.
+        progress: of this worker, for other processes.
     """
 
     def __init__(

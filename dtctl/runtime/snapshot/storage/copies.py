@@ -44,7 +44,7 @@ def plan(stores: Stores, files: Sequence[Sequence[str]], replicas: int) -> list[
     """Return all copies, in an order that is the same on all workers.
 
     Args:
-        stores: who writes where.
+        stores: folders of all workers.
         files: names by rank.
         replicas: how many copies of each; with fewer other stores, one in each of them.
     """

@@ -267,7 +267,7 @@ class Lease:
                     self._holder = replace(self._holder, count=self._holder.count + 1)
                     self._write()
             except (OSError, DtctlError):
-                continue  # a link that is down, or it was taken: who commits will see
+                continue  # a link that is down, or it was taken: the commit will detect it
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError, DtctlError):

@@ -288,7 +288,7 @@ class _Download:
         return count
 
     def _next_block(self) -> memoryview:
-        # Who wants only what stands at the beginning should not have asked for more.
+        # The first request is small, since a caller may need only the beginning.
         ahead, size = (AHEAD, FETCH_BYTES) if self._asked_for else (1, FIRST_BYTES)
         while len(self._coming) < ahead and self._asked_for < self._size_bytes:
             end = min(self._asked_for + size, self._size_bytes)
