@@ -1,4 +1,4 @@
-"""Asks all nodes at once what the checks need to know, and lets them call each other. Decides nothing.
+"""Collection of the facts that the checks need from all nodes at once, and of calls between them. Decides nothing.
 
 Each phase has a limit: a node that does not answer within it is reported, and the others are not kept waiting for it.
 """

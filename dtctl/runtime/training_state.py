@@ -75,7 +75,7 @@ class TrainingState:
             going_back: whether this process has trained on since.
 
         Returns:
-            What is not as it was, a phrase each, as far as this worker knows.
+            The differences to the former state that this worker has found, a phrase each.
         """
         state.register_late(self.model, parts["model"], facts.get("late", ()))
         state.load_model(self.model, parts["model"], absent_keys=self.strategy.absent_keys)

@@ -186,10 +186,10 @@ def _loss(tries: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _always_lossy(tries: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether packets were lost twice, if measured twice, and no try without a loss speaks against the others.
+    """Return whether packets were lost twice, if measured twice, and no try without a loss contradicts the others.
 
-    A try that lost nothing speaks against a rate only with enough packets: of 100, each eighth try loses none of 2%. On
-    a busy machine a try may have no more (`PHASE_LIMIT_S` of the probe).
+    A try without a loss contradicts a rate only with enough packets: with 100 packets and a rate of 2%, one try in
+    eight loses none. On a busy machine a try may have no more packets (`PHASE_LIMIT_S` of the probe).
     """
     counted = [one for one in tries if one.get("lost") is not None]
     for one in counted:

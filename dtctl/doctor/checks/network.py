@@ -322,7 +322,7 @@ def _full_tables(failed: dict[str, list[_Call]]) -> Iterator[Finding]:
 def _never_begun(node: NodeReport, reports: Sequence[NodeReport]) -> Iterator[_Call]:
     """Yield ways on which calls went well, but then no connection was made to measure them.
 
-    A rule may know the caller's port, which is another one in each call, or begin to hold in between.
+    A firewall rule may depend on the caller's port, which is another one in each call, or be added in between.
     """
     for other in reports:
         tries = node.measured.get(other.name, [])

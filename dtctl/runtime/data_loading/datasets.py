@@ -26,7 +26,7 @@ TOKEN_TYPES: Final = ("uint16", "uint32")
 
 
 class Samples(Protocol):
-    """A map-style data set, as torch knows it."""
+    """Map-style data set, as torch defines it."""
 
     def __len__(self) -> int:
         """Return the number of samples."""

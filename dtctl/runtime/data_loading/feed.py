@@ -1,7 +1,7 @@
 """Batches in time: read in the loop itself, ahead of it by a thread, or ahead of it by processes.
 
-Which batch comes when is settled before anything is read (see order.py), so where it is read changes neither a bit of
-it nor what a snapshot must know: the position of the loop is enough, whatever has been read ahead.
+The order of batches is fixed before anything is read (see order.py), so the place of reading changes neither a bit of
+them nor the contents of a snapshot: the position of the loop is enough, whatever has been read ahead.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Worker:
 
 
 def identify(environ: Mapping[str, str]) -> Worker:
-    """Return who this process is, by the variables that a launcher sets; without them a single worker.
+    """Return the worker of this process, by the variables that a launcher sets; without them a single worker.
 
     Raises:
         PlanError: the variables are incomplete, are no numbers, contradict each other, or name a GPU that is not there.

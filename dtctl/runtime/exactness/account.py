@@ -197,7 +197,7 @@ def take(subject: AccountSubject, worker: Worker, *, elastic: bool) -> Account:
 
 
 def differences(account: Account, parts: Mapping[str, Any], facts: Mapping[str, Any], rank: int) -> list[str]:
-    """Return why the program is not the one that a snapshot is of, as far as this worker knows."""
+    """Return the differences that this worker has found between the program and that of a snapshot, a phrase each."""
     recorded = parts.get("circumstances")
     if recorded is None:
         return ["the snapshot does not say what program it is of"]

@@ -78,7 +78,7 @@ class MemoryWatch:
             module: the model as the strategy wraps it.
             parameters: those that are trained.
             worker: this worker.
-            wanted: whether the training wants to recover at all.
+            wanted: whether the configuration enables recovery.
         """
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
         # Its passes exchange means of the batch: a restarted pass would meet those of other workers in another layer.

@@ -1,7 +1,7 @@
-"""The furthest state of all workers, given to those who have less: one message each, from memory to memory.
+"""Transfer of the furthest state of all workers to those that are behind: one message each, from memory to memory.
 
 A survivor can be a step ahead of another: its sum of gradients was complete when a peer was lost. It has taken its
-step, so the others take it over; nothing of it is taken back. Where the state is divided (hsdp, ep), each worker gets
+step, so the others take over its state; the step is not undone. If the state is divided (hsdp, ep), each worker gets
 its part from one with the same part in another replica.
 
 There a step ends with an exchange among all workers, which each enters with its gradients exchanged, clipped and

@@ -85,8 +85,8 @@ def add_loss(stream: torch.Tensor, losses: torch.Tensor, weights: torch.Tensor) 
 class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(node: Any, stream: torch.Tensor, _: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        # As an attribute: what is saved for the backward pass would be that of a pass made again (checkpointing), which
-        # does not know what it counts for.
+        # As an attribute: tensors saved for the backward pass would be those of a repeated pass (checkpointing), which
+        # does not have its weight.
         node.weights = weights
         return stream.view_as(stream)
 

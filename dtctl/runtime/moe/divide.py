@@ -1,4 +1,4 @@
-"""Experts divided over workers (mesh axis ep), in the two forms that recognize.py knows.
+"""Experts divided over workers (mesh axis ep), in the two forms that recognize.py finds.
 
 Router, combination and shared experts are left as they are, and on every worker. Each worker has an equal part of the
 experts; their code is called with that part for parameters, that many for `num_experts`, and the rows that all workers

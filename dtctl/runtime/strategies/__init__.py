@@ -153,7 +153,7 @@ def choose(
     mesh = device_mesh(degrees, worker.device.type)
     limit_groups(config.timeout_s)
     is_fsdp = degrees.fsdp > 1 and degrees.dp * degrees.fsdp == degrees.workers  # or hsdp
-    # Who comes to others that train is given its state by them, and they have tried it.
+    # A replacement gets its state from workers that train already, and they have tried it.
     if is_fsdp or worker.replaces:
         try:
             sharded = Sharded(model, config, worker, degrees, mesh)

@@ -113,11 +113,11 @@ def recording(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Call
 
 
 def kind_of(module: nn.Module) -> tuple[object, ...]:
-    """Return what two modules have in common that compute the same function of parameters and arguments.
+    """Return the kind of a module: it is the same for modules with the same function of parameters and arguments.
 
-    Code, shapes, plain attributes, other objects that both have, functions of all modules inside, and what their
-    buffers add up to. Of modules of one kind one has to be compared; a model's blocks are that, as a rule, unless they
-    know their number or have an object of their own.
+    It has code, shapes, plain attributes, shared other objects, functions of all modules inside, and the sums of their
+    buffers. Only one module of each kind has to be compared. A model's blocks are of one kind, as a rule, unless they
+    store their number or have an object of their own.
     """
     rows: list[object] = []
     for name, part in module.named_modules():

@@ -19,8 +19,8 @@ from dtctl.runtime.telemetry.hardware import peak_flops
 
 GIB: Final = float(1 << 30)
 AHEAD: Final = 8
-"""Steps that a process may have asked a GPU for and that are not done. Without a limit it asks for hundreds, where a
-step is few kernels, and then waits for all of them at once, which looks like a hang from outside."""
+"""Most steps that a process may have queued on a GPU. Without a limit it queues hundreds if a step has few kernels, and
+then waits for all of them at once, which looks like a hang from outside."""
 
 
 class HostClock:

@@ -1,9 +1,9 @@
-"""Place of snapshots: a folder, or a URL that fsspec knows (s3://, gs://, abfs:// ...); only this file knows fsspec.
+"""Place of snapshots: a folder, or a URL for fsspec (s3://, gs://, abfs:// ...); only this file uses fsspec.
 
-A `Remote` has as much of `pathlib.Path` as snapshots need, so that what reads them need not care. What it does not have
-is a rename and an fsync: a store takes an object when its upload is closed, whole. Nothing is cached here, and what a
-store does not answer is an error, never a file that is missing: a snapshot must not be passed over, or removed, for a
-link that is down.
+A `Remote` has as much of `pathlib.Path` as snapshots need, so that readers of snapshots need no special case. It has no
+rename and no fsync: a store takes an object when its upload is closed, whole. Nothing is cached here, and a store that
+does not answer is an error, never a missing file: a snapshot must not be passed over, or removed, because a link is
+down.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Remote:
     __slots__ = ("_path", "_store", "_url")
 
     def __init__(self, store: _Store, path: str, url: str) -> None:
-        """Nothing is asked for yet.
+        """Store the arguments; nothing is requested yet.
 
         Args:
             store: that has it.
-            path: as that knows it, without a slash at its end.
-            url: as people know it.
+            path: in the store, without a slash at its end.
+            url: in human-readable form.
         """
         self._store, self._path, self._url = store, path, url
 
@@ -312,7 +312,7 @@ class _Upload:
 
 
 Place: TypeAlias = Path | Remote
-"""A folder or file, wherever it lies."""
+"""Folder or file, on any kind of storage."""
 
 
 def is_url(text: str) -> bool:
