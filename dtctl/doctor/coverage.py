@@ -1,8 +1,8 @@
 """List of the needs of a launch that were not examined, with their nodes and the reasons. Pure.
 
 Each part of an examination that did not come about is a finding with status `skip`. `missing` is set where a launch
-needs what was not looked at; without it there was nothing to look at. That nodes can train is said only where nothing
-has failed and nothing is missing: it follows from these findings alone, whoever left something out.
+needs what was not examined; without it there was nothing to examine. The report states that nodes can train only if
+nothing has failed and nothing is missing: this follows from these findings alone, whatever the reason for a gap.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _of_the_cluster(
 
 
 def _of_nodes(well: Sequence[NodeReport]) -> dict[str, dict[str, str]]:
-    """Check -> node -> why nobody knows, of what each node says of itself."""
+    """Return check -> node -> reason of a gap, for the facts that each node reports about itself."""
     gaps: dict[str, dict[str, str]] = {}
 
     def note(check: str, node: NodeReport, why: str) -> None:
@@ -113,7 +113,7 @@ def _of_ways(
     measured: bool,
     failed: Collection[tuple[str, str]],
 ) -> Iterator[Finding]:
-    """Ways between nodes that nobody has gone, though both ends are well."""
+    """Yield the ways between nodes that were not tested, though both ends are well."""
     called: dict[str, set[Way]] = {"data": set(), "rendezvous": set()}
     for node in well:
         for answer in node.answers:

@@ -59,9 +59,9 @@ class Examination:
 
     @property
     def can_train(self) -> bool | None:
-        """Return whether these nodes can run a launch of the spec, as far as a doctor can tell.
+        """Return whether these nodes can run a launch of the spec, as far as the doctor examines it.
 
-        False: something has failed. None: nothing has, and something that a launch needs was not looked at.
+        False: something has failed. None: nothing has, but something that a launch needs was not examined.
         """
         if not self.ok:
             return False
@@ -69,7 +69,7 @@ class Examination:
 
     @property
     def not_examined(self) -> tuple[str, ...]:
-        """Return what nobody has looked at, one sentence each without a point; what no doctor looks at comes last."""
+        """Return what was not examined, one sentence each without a period; what the doctor never examines is last."""
         skipped = dict.fromkeys(finding.summary for finding in self.findings if finding.status == "skip")
         return (*skipped, "the job's own code and data")
 
@@ -83,7 +83,7 @@ def examine(
         spec: the checked spec.
         cluster: its nodes.
         skip: layers to leave out; without all of them (`--quick`), fewer ports per pair are tested too.
-        progress: told what is going on.
+        progress: called with the current activity.
         gpu: whether each GPU is measured, too.
 
     Raises:
@@ -139,7 +139,7 @@ def examine(
 
 
 def _can_add_up(reports: list[NodeReport], found: list[Finding], *, every_gpu: bool) -> bool:
-    """Return whether everything below holds: several nodes, or one whose GPUs add up, all well, all with torch."""
+    """Return whether an all-reduce is possible: several nodes, or one with several GPUs, all well, all with torch."""
     alone = len(reports) < 2 and not (every_gpu and all(one.error is None and one.facts["gpus"] > 1 for one in reports))
     if alone or any(one.status == "fail" for one in found):
         return False
@@ -162,7 +162,7 @@ def launched_with(spec: Spec, one: NodeSpec) -> dict[str, str]:
 
 
 def names_of(spec: Spec, cluster: ResolvedCluster) -> list[str]:
-    """Host names that the nodes should know alike: the spec's, and the rendezvous address if it is one."""
+    """Return the host names that all nodes should resolve alike: the spec's, and the rendezvous address if a name."""
     meeting = spec.network.rendezvous_address
     return [*(spec_node.name for spec_node in cluster.nodes), "localhost", *([meeting] if meeting else [])]
 
@@ -230,7 +230,7 @@ def _judge(
         if head_is_well:
             fixed = spec.network.rendezvous_port
             judged = list(network.pairs(well, rendezvous=candidates, fixed=isinstance(fixed, int), explained=explained))
-            # Where the address itself is wrong, its port says nothing.
+            # If the address itself is wrong, the result for its port has no meaning.
             findings += [one for one in judged if not (meeting and one.check == "rendezvous-port" and one.peers)]
         else:  # the head node is away; the others are tested all the same
             findings += network.pairs(well, rendezvous=(), fixed=False, explained=explained)

@@ -50,7 +50,7 @@ class Finding:
     """The (caller, called) pairs that it was seen on, where it is about pairs."""
     primary: bool = False
     follows: str = ""
-    """The check whose failure explains this one."""
+    """Check whose failure explains this one."""
     missing: bool = False
     """True, with status `skip`, if a launch needs what was not looked at; else there was nothing to look at."""
 
@@ -146,7 +146,7 @@ def _fold(finding: Finding, primary: Finding) -> Finding:
 
 
 def odd_ones(values: Mapping[str, Value]) -> tuple[tuple[str, ...], Value | None]:
-    """The nodes whose value is not that of the majority, and the majority's; all nodes and None without a majority."""
+    """Return the nodes that differ from the majority, and its value; without a majority, all nodes and None."""
     counted = Counter(values.values()).most_common()
     if len(counted) < 2:
         return (), counted[0][0] if counted else None
@@ -156,9 +156,9 @@ def odd_ones(values: Mapping[str, Value]) -> tuple[tuple[str, ...], Value | None
 
 
 def cover(pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Few machines of which every failing (caller, called) pair has one: whose firewall or cable to look at first.
+    """Return few machines that cover all failing (caller, called) pairs: check their firewall or cable first.
 
-    Of a single pair it is the called one: what drops packets usually stands before whom they are for.
+    Of a single pair it is the called one: a filter that drops packets is usually in front of their receiver.
     """
     left = list(dict.fromkeys(pairs))
     chosen: list[str] = []

@@ -35,7 +35,7 @@ class NodeReport:
     data_address: str = ""
     """At which its workers will be called; that of its address unless the spec names another interface."""
     meeting: str = ""
-    """At which it looks for the rendezvous; empty where it does not know the name."""
+    """Address of the rendezvous on this node; empty if it cannot resolve the name."""
     target: str = ""
     """The address that the spec gives, or its name."""
     slots: int = 1

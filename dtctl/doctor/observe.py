@@ -1,4 +1,4 @@
-"""Asks all nodes at once what the checks need to know, and lets them call each other. Decides nothing.
+"""Collection of the facts that the checks need from all nodes at once, and of calls between them. Decides nothing.
 
 Each phase has a limit: a node that does not answer within it is reported, and the others are not kept waiting for it.
 """
@@ -38,7 +38,7 @@ HELLO_LIMIT_S = 30.0
 """Seconds for the login shell and the start of Python, which takes long on a network file system or a busy node."""
 FACTS_LIMIT_S = 16.0
 GPU_FACTS_LIMIT_S = 35.0
-"""Seconds for what a node says of itself: a driver that is not kept awake may take half a minute to find eight GPUs."""
+"""Seconds for the facts that a node reports: a driver without persistence mode may need 30 s to find eight GPUs."""
 SHELL_LIMIT_S = 5.0
 SLOW_LOGIN_S = 3.0
 """A login that takes longer is timed once more."""
@@ -88,7 +88,7 @@ class _Node:
         self._link = open_program(
             self._connection, first, node=self.seen.name, python=wanted.python, workdir=wanted.workdir
         )
-        self._answer(first)  # it comes after the start of Python and says nothing about the clock
+        self._answer(first)  # it includes the start of Python, so it is no measure of the clock
         self.seen.login_s.append(time.monotonic() - begun)
         before = time.time()
         reply = self.ask(AskTime())
@@ -106,7 +106,7 @@ class _Node:
                 peers=peers,
             )
         )  # fmt: skip
-        # Behind a jump host this machine does not know the address; the node knows the one that it was reached at.
+        # Behind a jump host this machine does not have the address; the node has the one that it was reached at.
         self.seen.address = self.seen.address or str(self.seen.facts["reached_at"])
         self.seen.data_address = self.seen.meeting = self.seen.address
 
@@ -189,7 +189,7 @@ class _Node:
 def _all(
     nodes: Sequence[_Node], act: Callable[[_Node], None], *, limit_s: float, doing: str, also_bad: bool = False
 ) -> None:
-    """Do something on all nodes that are well; whoever does not finish in time has an error from now on."""
+    """Run an action on all nodes that are well; a node that does not finish in time has an error from now on."""
 
     def work(node: _Node) -> None:
         try:
@@ -216,7 +216,7 @@ class Probes:
     """A probe on each node, there until they are closed."""
 
     def __init__(self, wanted: Sequence[NodeQuery], transport: Transport, *, progress: Progress) -> None:
-        """`wanted`: the nodes, the first is the head node; `progress` is told what is going on."""
+        """Prepare the links to the nodes, the head node first; `progress` is called with the current activity."""
         self._nodes = [_Node(query, transport) for query in wanted]
         self._progress = progress
 
@@ -230,9 +230,9 @@ class Probes:
         locate: Locate = lambda _: None,
         spread: int = 0,
     ) -> list[NodeReport]:
-        """Everything that the checks need, of all nodes, in their order; the arguments are those of `observe`.
+        """Return the reports of all nodes for the checks, in the nodes' order; the arguments are those of `observe`.
 
-        `spread` is in how many stretches the ranges of ports are divided, of each of which a port is called.
+        `spread` is the number of parts that the ranges of ports are divided into; one port of each part is called.
         """
         token = secrets.token_hex(8)
         _greet(self._nodes, progress=self._progress)
@@ -247,12 +247,12 @@ class Probes:
         return [node.seen for node in self._nodes]
 
     def ask(self, messages: Mapping[str, Message], *, limit_s: float, doing: str) -> dict[str, dict[str, Any]]:
-        """Send some nodes a question each, at once; the answers of those that gave one.
+        """Send a request to some nodes each, at once; return the answers that came.
 
         Args:
-            messages: node -> question.
-            limit_s: whoever takes longer counts as lost from now on.
-            doing: what for, for people.
+            messages: node -> request.
+            limit_s: a node that takes longer counts as lost from now on.
+            doing: the purpose, for messages.
         """
         answers: dict[str, dict[str, Any]] = {}
 
@@ -282,7 +282,7 @@ def observe(
     locate: Locate,
     progress: Progress,
 ) -> list[NodeReport]:
-    """Everything that the checks need, of all nodes, in their order; nothing is measured.
+    """Return the reports of all nodes for the checks, in the nodes' order; no link is measured.
 
     Args:
         wanted: the nodes; the first is the head node.
@@ -290,8 +290,8 @@ def observe(
         rendezvous: candidates for the rendezvous port on the head node.
         data_ports: how many random ports each node listens on.
         names: host names that each node looks up, besides its own.
-        locate: told of the nodes before they call each other.
-        progress: told what is going on.
+        locate: called with the nodes before they call each other.
+        progress: called with the current activity.
     """
     with contextlib.closing(Probes(wanted, transport, progress=progress)) as probes:
         return probes.look(rendezvous=rendezvous, data_ports=data_ports, measure_s=0.0, names=names, locate=locate)
@@ -400,7 +400,7 @@ def _knock(nodes: Sequence[_Node], count: int, *, token: str, fixed: bool, progr
         node.seen.answers += reply["answers"]
 
     progress("testing ports from all over their ranges")
-    # Each node's share of calls, some at a time, each of which may run into its limit twice, and twice again.
+    # Each node's share of calls, some at a time; each call may run into its limit twice, and twice again.
     most = 2 * len(_part(range(count), 0, len(there))) * len(there)
     limit_s = 4 * CALL_TIMEOUT_S * (1 + most // 24) + ANSWER_LIMIT_S
     _all(there, call, limit_s=limit_s, doing="calling the other nodes")

@@ -65,7 +65,7 @@ def _figure(value: float | None) -> str:
 
 
 def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
-    """Header and rows of who can call whom; None when all pairs are well, or there are too many to look at."""
+    """Return header and rows of the calls between nodes; None if all pairs are well, or there are too many to show."""
     names = [seen.name for seen in done.seen]
     worst: dict[tuple[str, str], str] = {}
     for seen in done.seen:

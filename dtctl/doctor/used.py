@@ -1,6 +1,6 @@
 """Addresses that a launch of a spec will use on each node: interfaces, and the rendezvous.
 
-Pure, from what the nodes have said of themselves; the same rules as `dtctl.plan.build` and the supervisor's
+Pure, from the facts that the nodes have reported; the same rules as `dtctl.plan.build` and the supervisor's
 environment.
 """
 
@@ -96,7 +96,7 @@ def data_address(node: NodeReport, used: Sequence[UsedInterface]) -> str:
 
 
 def meeting_address(spec: Spec, head: NodeReport, caller: NodeReport) -> str:
-    """The numeric address at which a node will look for the rendezvous; empty for a name that it does not know."""
+    """Return the numeric address of the rendezvous on a node; empty for a name that it cannot resolve."""
     wanted = spec.network.rendezvous_address
     if wanted is None:
         return head.address

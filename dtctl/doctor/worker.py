@@ -1,9 +1,9 @@
-"""Program that a node's Python runs for the doctor: torch, and one collective after another, as asked in JSON lines.
+"""Program that a node's Python runs for the doctor: torch, and one collective after another, by requests in JSON lines.
 
 Sent as text, never imported by the control plane; the workers of `dtctl bench` use its sums and its clock. Each line of
-input asks for one round: rank, world, address, port, backend, timeout_s, and `gpu`, where each GPU of a node has a
-process of its own; or, with `what: gpus`, for figures of this node's GPUs. The answers name the stage that was reached;
-the last of a round has `final`.
+input requests one round: rank, world, address, port, backend, timeout_s, and `gpu`, if each GPU of a node has a process
+of its own; or, with `what: gpus`, figures of this node's GPUs. The answers name the stage that was reached; the last of
+a round has `final`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
-    """Meet the others, add up numbers that come out exact, and tell how many are wrong and how long it took."""
+    """Join the others, add up numbers with an exact sum, and report how many are wrong and how long it took."""
     rank, world = asked["rank"], asked["world"]
     limit = timedelta(seconds=asked["timeout_s"])
     store = dist.TCPStore(asked["address"], asked["port"], world, rank == 0, limit)
@@ -115,7 +115,7 @@ COPIED = 256 << 20
 
 
 def measure_gpus(say: Any, torch: Any) -> None:
-    """Each GPU by itself, then a sum over all of them, timed by the GPUs' own work."""
+    """Measure each GPU by itself, then a sum over all of them, timed on the GPUs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         say(stage="none", error=no_gpu(torch), final=True)

@@ -14,7 +14,7 @@ from dtctl.estimate.memory import GIB, RUNTIME, Layout, MemoryEstimate, Precisio
 from dtctl.estimate.model import Model
 
 SMALL: Final = 0.2
-"""A model whose states need no more of the memory is not looked at further: sharding could save no more than that."""
+"""Share of the memory up to which the states of a model need no further look: sharding could save no more."""
 UNSEEN: Final = 0.6
 """Share of what may be used that may be filled where activations are not known."""
 
@@ -60,7 +60,7 @@ class StrategyVerdict:
     """Fits, or is the nearest to it."""
     fits: bool
     reason: str
-    """Reason in figures: a phrase that follows the name of the strategy, or says what is missing."""
+    """Reason in figures: a phrase that follows the name of the strategy, or names what is missing."""
     hint: str | None = None
 
 

@@ -40,10 +40,10 @@ def _words(parameters: Iterator[nn.Parameter] | Any) -> float:
 
 
 def forward(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any], *, samples: int) -> dict[str, Any]:
-    """Figures of one forward pass, beside those of `sizes`; whatever it raises is passed on.
+    """Return figures of one forward pass, in addition to those of `sizes`; errors of the pass are passed on.
 
     Args:
-        model: whose tensors have no memory, or little.
+        model: the model; its tensors have no memory, or little.
         blocks: its repeated blocks.
         run: calls the model once, and perhaps a loss with what it returns.
         samples: in the batch that `run` has.
@@ -73,7 +73,7 @@ def forward(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any
     measured: dict[str, Any] = {"vocab": shape[-1] if logits else 0, "seq": shape[1] if logits else 1}
     # The loss of logits is counted by formula; any other is part of what was seen.
     measured |= {"kept_bytes": (inner if logits else tracker.bytes) / samples, "entering_bytes": entering / samples}
-    # An embedding whose weight is also the output's is multiplied with, not only looked up.
+    # An embedding that shares its weight with the output layer is multiplied with, not only looked up.
     tied = any(block.num_embeddings == (shape[-1] if shape else -1) for block in tables) and not any(
         isinstance(block, nn.Linear) and block.out_features == shape[-1] for block in model.modules()
     )

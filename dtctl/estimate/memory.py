@@ -32,8 +32,8 @@ COMPILED = 0.8
 QUARTER = 0.75
 """Part of the kept bytes that products in fp8 keep."""
 RESERVE = 0.1
-"""Share of a GPU's memory that is not planned for: what is advertised is not all there, and nine of ten published
-trainings need less than a tenth more than the formulas say (docs/guides/advise.md)."""
+"""Share of a GPU's memory that is held in reserve: less is usable than is advertised, and nine of ten published
+trainings need less than a tenth more than the formulas give (docs/guides/advise.md)."""
 BUDGET = 1 - RESERVE
 """Share of a GPU's memory that may be planned for."""
 
@@ -116,7 +116,7 @@ class Recipe:
     tp_overlap: bool = False
     """Exchange of tensor parallel workers overlaps with their products."""
     live_params: float = 0.0
-    """Parameters whose weights stay gathered besides, at most, where they are sharded."""
+    """Most further parameters whose weights stay gathered, if they are sharded."""
     reshard: bool = True
     """Sharded blocks are given up between forward and backward pass."""
     snapshots: int = 0
@@ -257,7 +257,7 @@ def memory(
 
 
 def _flying(layout: Layout) -> float:
-    """Micro batches whose activations the first stage holds, in units of all its blocks."""
+    """Return the number of micro batches whose activations the first stage holds, in units of all its blocks."""
     if layout.pp == 1:
         return 1.0
     # 1F1B: as many as there are stages; interleaved ones begin some more before the first backward pass.

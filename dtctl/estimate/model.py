@@ -18,7 +18,7 @@ class Model:
     """Parameters that a token is multiplied with: not embeddings that are looked up, nor experts that are not used."""
     layers: int
     block_params: float
-    """Parameters of the largest block; of their mean, where a config says that blocks differ."""
+    """Parameters of the largest block; the mean of all blocks if a config has different ones."""
     seq: int
     """Tokens of a sample; 1 for other models."""
     hidden: int
@@ -54,7 +54,7 @@ class Model:
     stacked_params: float = 0.0
     """Part of `params` in tensors of three and more dimensions, such as the experts of dtctl.runtime."""
     vector_params: float = 0.0
-    """Part of `params` in tensors of one dimension; 0 where nobody has counted these few."""
+    """Part of `params` in tensors of one dimension; 0 if these few were not counted."""
     ffn: int = 0
     """Inner width of a plain GPT, which can be built from these figures; 0 of other models."""
     assumed: str = ""
@@ -84,7 +84,7 @@ class Model:
 
 
 def from_inspection(data: Mapping[str, Any], *, name: str) -> Model:
-    """Return the model whose figures `dtctl.estimate.look` has found."""
+    """Return a model from the figures of `dtctl.estimate.look`."""
     layers = max(1, int(data["layers"]))
     seq = max(1, int(data["seq"]))
     kept_values = float(data["kept_bytes"]) / 2 / layers / seq  # measured in fp32

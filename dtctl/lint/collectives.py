@@ -84,10 +84,10 @@ def _of_mpi(module: SourceFile, call: ast.Call) -> bool:
 
 
 def forward_of(module: SourceFile, call: ast.Call, depth: int = 3) -> tuple[Kind, bool] | None:
-    """Return the wrapped model whose forward pass a call makes, itself or in a function of the project that gets it.
+    """Return the kind of wrapped model that a call runs forward, itself or in a function of the project that gets it.
 
     Returns:
-        (how it is wrapped, whether it surely is); None if it makes none.
+        (how it is wrapped, whether it surely is); None if the call runs none.
     """
     if isinstance(call.func, ast.Name | ast.Attribute):
         kinds = model_kinds(module, call.func) if function_of(module, call) is None else set()
@@ -152,7 +152,7 @@ def _if_wanted(module: SourceFile, call: ast.Call, function: ast.AST) -> bool:
 
 
 def _left_before(function: ast.AST) -> float:
-    """Return the line from which on a function goes on only if its caller wants it: after `if not wanted: return`."""
+    """Return the line from which on a function runs only if its arguments require it: after `if not wanted: return`."""
     if not isinstance(function, Function):
         return float("inf")
     parameters = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)} - {"self"}

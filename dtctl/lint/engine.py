@@ -88,10 +88,10 @@ def lint(
 def lint_text(
     path: Path, text: str, *, cluster: ClusterFacts, project: Project | None = None, kind: source.Kind | None = None
 ) -> list[Problem]:
-    """Problems of one file's text.
+    """Return the problems of one file's text.
 
     Args:
-        path: of the file; its suffix says what it is when kind does not.
+        path: of the file; its suffix decides the kind if `kind` is not given.
         text: its content.
         cluster: where the code will run.
         project: what other files are known already.
@@ -240,7 +240,7 @@ def _parsed_or_none(text: str) -> ast.Module | None:
 
 
 def _guarded(work: Callable[[], Iterable[Problem]], path: Path, name: str) -> list[Problem]:
-    """Return the findings of a rule; or that it failed, so that other rules and files go on."""
+    """Return the findings of a rule, or a problem if it failed, so that other rules and files continue."""
     try:
         return list(work())
     except RecursionError:

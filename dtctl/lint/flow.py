@@ -16,7 +16,7 @@ _MOST = 12
 
 @dataclass(frozen=True, slots=True)
 class CallFrame:
-    """A call on the way to a value: it says what the parameters of its function were given."""
+    """Call on the way to a value, which determines the parameters of its function."""
 
     function: ast.AST
     call: ast.Call
@@ -82,7 +82,7 @@ def method(module: SourceFile, owner: ast.ClassDef, name: str, depth: int = 4) -
 
 
 def argument(call: ast.Call, function: ast.AST, parameter: str, *, bound: bool) -> ast.expr | None:
-    """Return what a call gives a parameter; None for its default, and where it cannot be told.
+    """Return the argument that a call passes to a parameter; None for its default, and if it cannot be determined.
 
     Args:
         call: of the function.

@@ -54,7 +54,7 @@ class ClusterFacts:
     """Facts about the cluster on which the linted code will run."""
 
     nodes: int | None = None
-    """Number of nodes; None when no spec says it."""
+    """Number of nodes; None if no spec gives it."""
 
     @property
     def multi_node(self) -> bool:

@@ -17,7 +17,7 @@ _OPENING = re.compile(r"(?<![\w\"'])(?P<prefix>[bBuUfFrRtT]{0,2})(?P<quote>\"\"\
 
 
 def older(text: str) -> str | None:
-    """Return the same program for an older parser; None where nothing is to be changed, or it cannot be told how."""
+    """Return the same program for an older parser; None if nothing needs a change, or no change is known."""
     found = _PARAMETERS.sub(lambda match: match["head"], text)
     found = _TYPE_STATEMENT.sub(lambda match: f"{match['indent']}{match['name']}{match['rest']}", found)
     pieces: list[str] = []

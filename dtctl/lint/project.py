@@ -89,7 +89,7 @@ class Project:
         return cached
 
     def having(self, module: SourceFile, *words: str) -> tuple[SourceFile, ...]:
-        """Return a module and the local ones that it imports whose text has one of some words."""
+        """Return those of a module and its local imports whose text has one of some words."""
         fact = (module, words)
         cached = self._having.get(fact)
         if cached is None:
@@ -116,7 +116,7 @@ class Project:
         return any(source.calls.get(name) for source in self.having(module, name.rpartition(".")[2]))
 
     def methods(self, module: SourceFile, name: str) -> bool:
-        """Return whether anything whose last part is `name` is called in a module or in what it imports."""
+        """Return whether a module or its imports call anything whose last part is `name`."""
         if module.methods.get(name):
             return True
         return any(source.methods.get(name) for source in self.having(module, name))
@@ -130,7 +130,7 @@ class Project:
     def distributed(self, module: SourceFile) -> bool:
         """Return whether a module is part of a program that starts a process group or wraps a model.
 
-        It does so itself, calls a function of another file that does, or is imported by a file of which that is true.
+        It does so itself, calls a function of another file that does, or is imported by a file that does either.
         """
         cached = self._distributed.get(module)
         if cached is None:
@@ -268,7 +268,7 @@ class Project:
     def callers(self, module: SourceFile, function: Function) -> list[tuple[SourceFile, ast.Call]]:
         """Return the calls of a function, in its file and in those that import it.
 
-        For a method they are all calls of a method of that name whose object is not known to be another one.
+        For a method they are all calls of a method of that name, unless the object is known to be of another class.
         """
         cached = self._callers.get(function)
         if cached is None:
@@ -342,7 +342,7 @@ class Project:
         return frozenset(part for name, _ in self._imports(path) for part in name.split("."))
 
     def _imports(self, path: str) -> tuple[tuple[str, int], ...]:
-        """Dotted names that a file imports, and the number of leading dots, as its text says: it is not parsed."""
+        """Return the dotted names that a file imports, each with its leading dots, from its text without a parser."""
         if path not in self._names_of:
             found: dict[tuple[str, int], None] = {}
             for match in _IMPORT.finditer(self._source(path)):

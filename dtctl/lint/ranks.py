@@ -99,7 +99,7 @@ def _kind_by_name(node: ast.expr) -> RankKind | None:
 
 
 def _kind_of_origin(value: Value, node: ast.expr) -> RankKind | None:
-    """Return what a place that a value comes from says about it."""
+    """Return the kind of rank that a value is, by the place that it comes from."""
     origin, module = value.node, value.module
     if isinstance(origin, ast.Call):
         if (module.name(origin.func) or "") in names.STARTS:
@@ -173,7 +173,7 @@ def _of_variable(name: object) -> RankKind | None:
 
 
 def guard(module: SourceFile, test: ast.AST, frame: CallFrame | None = None, depth: int = 4) -> RankGuard | None:
-    """Return what a condition says about the rank; None when it does not depend on it."""
+    """Return the restriction of the rank by a condition; None if it does not depend on the rank."""
     fact = ("guard", test, frame)
     if fact not in module.facts:
         module.facts[fact] = None  # for a condition that is needed to find itself
@@ -248,10 +248,10 @@ def _compared(module: SourceFile, test: ast.Compare, frame: CallFrame | None) ->
     value = constant(right)
     if value is None and isinstance(right, ast.Constant):  # `rank is None` and the like
         return None
-    if value == -1 and isinstance(op, ast.Eq | ast.NotEq):  # -1 says that the job is not distributed
+    if value == -1 and isinstance(op, ast.Eq | ast.NotEq):  # -1 means that the job is not distributed
         return None
     if not isinstance(value, int):
-        # Another number that only the run knows: the condition still chooses one rank.
+        # Another number, known only at run time: the condition still chooses one rank.
         return RankGuard(kind, isinstance(op, ast.Eq), test) if isinstance(op, ast.Eq | ast.NotEq) else None
     truths = {
         ast.Eq: value == 0,

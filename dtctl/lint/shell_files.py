@@ -137,7 +137,7 @@ def _ports(path: str, line: int, code: str, read: Read) -> Iterator[Problem]:
 def _torchrun(read: Read, line: int, column: int) -> tuple[Edit, ...]:
     """Return the edits to torchrun; to its module, where another interpreter or a wrapper is named.
 
-    Only with --use_env: without it the script is told its local rank by an argument. Only in a simple command: what is
+    Only with --use_env: without it the script gets its local rank as an argument. Only in a simple command: what is
     quoted, or part of an array, is used elsewhere in ways that cannot be seen.
     """
     if not read.script.complete:

@@ -1,4 +1,4 @@
-"""A shell script as commands and words: as much of the grammar as tells what is run from what is only text."""
+"""Shell scripts as commands and words: as much of the grammar as distinguishes commands from mere text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Script:
 
     commands: list[Command] = field(default_factory=list)
     documents: list[tuple[int, int, Command]] = field(default_factory=list)
-    """Here-documents: from, to, and whose."""
+    """Here-documents: from, to, and the command that reads it."""
     complete: bool = True
     """True if all of it was understood; a quotation may not end."""
 

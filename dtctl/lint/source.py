@@ -99,7 +99,7 @@ def decoded(raw: bytes, *, python: bool) -> SourceText:
         return SourceText(body.decode(encoding), encoding, bom)
     except UnicodeDecodeError:
         raise
-    except (LookupError, UnicodeError) as exc:  # Python knows it, and does not read a program in it: rot13, hex, zlib
+    except (LookupError, UnicodeError) as exc:  # Python has it, but does not read programs in it: rot13, hex, zlib
         raise SyntaxError(f"{encoding} is no encoding that a program can have") from exc
 
 

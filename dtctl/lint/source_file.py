@@ -54,7 +54,7 @@ class Neighbours(Protocol):
         """Return the calls of a function, in its file and in those that import it."""
 
     def having(self, module: SourceFile, *words: str) -> tuple[SourceFile, ...]:
-        """Return a module and the local ones that it imports whose text has one of some words."""
+        """Return those of a module and its local imports whose text has one of some words."""
 
 
 class SourceFile:
@@ -401,7 +401,7 @@ class SourceFile:
         return above is function
 
     def below(self, node: ast.AST, name: str, *, method: bool = True) -> list[ast.Call]:
-        """Calls under a node whose name ends in `name` (method) or resolves to it."""
+        """Return the calls under a node with a name that ends in `name` (method) or resolves to it."""
         candidates = self.methods.get(name, []) if method else self.calls.get(name, [])
         return [call for call in candidates if self.within(call, node)]
 

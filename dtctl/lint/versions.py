@@ -21,11 +21,11 @@ _OLD = re.compile(
 
 
 def reason(text: str, error: SyntaxError) -> str | None:
-    """Return why a text is no Python of this version: it is of another one; None if that cannot be told.
+    """Return why a text is no Python of this version but of another one; None if that cannot be determined.
 
     Args:
         text: of the file.
-        error: what the parser says.
+        error: the parser's error.
     """
     line = _line(text, error.lineno)
     here = sys.version_info[:2]

@@ -49,7 +49,7 @@ def wraps(module: SourceFile) -> list[Wrap]:
 
 
 def wrapped(module: SourceFile, node: ast.expr, at: ast.AST) -> Wrap | None:
-    """Return the wrap that a name surely stands for at a place; None if it does not, or nobody can tell."""
+    """Return the wrap that a name surely stands for at a place; None if there is none, or it is uncertain."""
     name = key(node)
     if name is None:
         return None

@@ -1,6 +1,6 @@
 """The part that runs in the workers: training loop, data order, snapshots. Imports nothing of the control plane.
 
-Read `loop.py` first. Names are imported when they are first used: who reads a manifest should not wait for torch.
+Read `loop.py` first. Names are imported when they are first used: reading a manifest should not wait for torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`strategy: auto`: the simplest strategy whose memory fits, by the formulas of `dtctl advise`.
 
-Rank 0 decides for all, by the smallest memory that a worker has. What the forward pass keeps is seen in a copy of the
-process, where tensors have shapes and no memory, so neither random numbers nor the data set notice. A run that goes on
-from a snapshot with the same number of workers keeps its choice, and with it its bits.
+Rank 0 decides for all workers, by the smallest memory that a worker has. The tensors that the forward pass keeps are
+measured in a copy of the process, where tensors have shapes and no memory, so random numbers and the data set are not
+affected. A run that resumes from a snapshot with the same number of workers keeps its choice, and with it its bits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GLOO: Final = 0.05 * GIB
 NOTHING: Final = dict.fromkeys(
     ("params", "looked_up", "block_params", "kept_bytes", "layers", "seq", "hidden", "vocab"), 0
 )
-"""A model of which nothing is known."""
+"""Figures of an unknown model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def _before(folder: Place) -> dict[str, Any] | None:
             if manifest is not None:
                 return {"step": step, "chosen": manifest.facts.get("chosen")}
     except (DtctlError, OSError):
-        pass  # who resumes from it says what is wrong
+        pass  # the resume from this snapshot reports the error
     return None
 
 
@@ -239,7 +239,7 @@ def _seen(subject: Subject, config: TrainConfig, setting: choice.TrainingSetting
             figures |= look.forward(
                 model, parts.modules if parts else [model], lambda: subject.loss(model, samples), samples=count
             )
-    except Exception as exc:  # noqa: BLE001  # the user's code, in surroundings that it does not know
+    except Exception as exc:  # noqa: BLE001  # the user's code, in unusual surroundings
         figures["unseen"] = f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"
     return figures
 

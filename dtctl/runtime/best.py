@@ -13,11 +13,11 @@ class Best:
     """The best values so far of one score."""
 
     def __init__(self, config: BestConfig, *, keep: int = 1) -> None:
-        """Nothing has been evaluated.
+        """Prepare for the first evaluation.
 
         Args:
             config: which score, and what is good.
-            keep: how many of the best to know.
+            keep: how many of the best to record.
         """
         self._config, self._keep = config, keep
         self._sign = 1.0 if config.mode == "min" else -1.0
@@ -35,7 +35,7 @@ class Best:
 
     @property
     def steps(self) -> list[int]:
-        """Return those whose snapshots are kept, the best first."""
+        """Return the steps whose snapshots are kept, the best first."""
         return [step for _, step in self._seen[: self._keep]]
 
     def take(self, step: int, scores: Mapping[str, float]) -> bool:

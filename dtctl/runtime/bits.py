@@ -31,10 +31,10 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def sum_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the sum over whole tensors, or their parts that this worker has.
+    """Return the sum over whole tensors, or over the parts of them that this worker has.
 
     Args:
-        tensors: name -> a tensor on any device, or one of which this worker has a part (a DTensor).
+        tensors: name -> a tensor on any device, or a DTensor, which has this worker's part.
 
     Returns:
         A number below 2^64.

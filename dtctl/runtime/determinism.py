@@ -17,7 +17,7 @@ import torch
 from dtctl.train.config import TrainConfig
 
 VARIABLES: Final = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
-"""cuBLAS's own memory per stream, as NVIDIA's documentation wants it for the same bits; inductor measures nothing."""
+"""cuBLAS's memory per stream, as NVIDIA's documentation requires it for the same bits; inductor measures nothing."""
 
 
 def is_wanted(config: TrainConfig, device_type: str) -> bool:

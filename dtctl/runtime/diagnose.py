@@ -26,7 +26,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def placement(model: nn.Module, batch: object = None) -> list[str]:
-    """Return what lies on another device than most of the model, or is not there at all.
+    """Return tensors on another device than most of the model, and a model on the CPU next to GPUs, a phrase each.
 
     Args:
         model: any module.
@@ -49,7 +49,7 @@ def placement(model: nn.Module, batch: object = None) -> list[str]:
 
 
 def unused(model: nn.Module) -> list[str]:
-    """Parameters that want a gradient and have none after a backward pass: DDP would wait for them for ever."""
+    """Return parameters that require a gradient but have none after a backward pass: DDP would wait for them forever."""
     return [
         f"{name} was not used in the forward pass, or its result not in the loss"
         for name, parameter in model.named_parameters()
@@ -58,9 +58,9 @@ def unused(model: nn.Module) -> list[str]:
 
 
 def gradients(model: nn.Module) -> list[str]:
-    """Parameters whose gradients differ between workers after a backward pass; collective.
+    """Return the parameters whose gradients differ between workers after a backward pass; collective.
 
-    Of sharded parameters every worker has another part; they are left out.
+    Sharded parameters are left out, since every worker has another part of them.
     """
     return _differing(
         "gradient",

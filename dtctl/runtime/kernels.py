@@ -12,7 +12,7 @@ from dtctl.train.mesh import Degrees
 
 
 def choose(config: TrainConfig, device_type: str) -> None:
-    """Set torch's switches as `deterministic`, `tf32` and `cudnn_benchmark` say.
+    """Set torch's switches to `deterministic`, `tf32` and `cudnn_benchmark`.
 
     Args:
         config: of the training.
@@ -36,7 +36,7 @@ def choose(config: TrainConfig, device_type: str) -> None:
 
 
 def lay_out(model: nn.Module, config: TrainConfig, degrees: Degrees) -> None:
-    """Lay the weights of convolutions out as `channels_last` says; kernels then pass images on in that form.
+    """Lay out the weights of convolutions as `channels_last` sets; kernels then pass images on in that form.
 
     Args:
         model: changed in place.

@@ -209,7 +209,7 @@ class Trainer:
         self.loss_scale = LossScale() if config.precision == "fp16" else None
 
     def _take_parameters(self, rate: Callable[[int], float] | None) -> None:
-        """Take the parameters of the optimizer, none of which was trained yet; collective."""
+        """Take the parameters of the optimizer before the first training step; collective."""
         self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.strategy.prepare(self.optimizer)
         self.rate = optim.LearningRate(self.config, self.optimizer, self.steps, own=rate)
@@ -256,10 +256,10 @@ class Trainer:
             self._drop_gradients()
 
     def conclude(self, unused: Sequence[int] | None) -> None:
-        """Take the step that this worker was interrupted in when it was ready to, or none: begin it again.
+        """Take the interrupted step if this worker was ready for it and another worker has taken it; else discard it.
 
         Args:
-            unused: what others that have taken it know; None if nobody has.
+            unused: the unused parameters, from the workers that have taken the step; None if none has.
         """
         if self.ready is not None and unused is not None:
             self.ready(unused)
@@ -324,11 +324,11 @@ class Trainer:
         )  # fmt: skip
 
     def _write_together(self) -> None:
-        """Make what writes snapshots anew, if all workers write them; collective."""
+        """Make the snapshot saver again, if all workers write snapshots; collective."""
         with self.worker.making_groups():
             if self.saver.collective:
                 self.saver.rejoin()
-            else:  # of one that comes anew, which was alone so far
+            else:  # on a new worker, whose saver was alone so far
                 self.saver.close()
                 self.saver = self._saver()
         snapshot_saver.begin(self.saver, self.worker)
@@ -336,8 +336,8 @@ class Trainer:
     def run(self) -> Outcome:
         """Train until all steps are done or a signal asks to stop; there is a snapshot of the end in both cases.
 
-        After a stop, that snapshot is what counts: the model may have taken two more steps, by which the next attempt
-        sees whether it goes on with the same bits.
+        After a stop, that snapshot is what counts: the model may have taken two more steps. The next attempt repeats
+        them to check that it continues with the same bits.
 
         Raises:
             SnapshotError: a snapshot does not fit this model, or cannot be written.
@@ -544,10 +544,10 @@ class Trainer:
         return True
 
     def _conclude_resume(self, verdict: Verdict | None) -> None:
-        """Say what repeating steps has shown, once it is known, and go on or not.
+        """Report the result of the repeated steps, once it is known, and continue or stop.
 
         Raises:
-            SnapshotError: it was to be exact, and is not; on every worker.
+            SnapshotError: the resume had to be exact, and is not; on every worker.
         """
         if verdict is None:
             return
@@ -674,7 +674,7 @@ class Trainer:
         if limit is None:
             return self._norm() if is_due or self.guard.always else None
         norm = self._norm()
-        if norm.device.type != "cpu" or not norm + 1e-6 <= limit:  # a GPU would have to be waited for to know
+        if norm.device.type != "cpu" or not norm + 1e-6 <= limit:  # on a GPU a check would have to wait
             self.strategy.clip(limit, norm)
         return norm
 
@@ -816,7 +816,7 @@ class Trainer:
         return self.every_s is not None and time.monotonic() - self.saved_s >= self.every_s
 
     def _resume(self) -> None:
-        """Take the newest good snapshot, or begin; and say which on rank 0."""
+        """Load the newest good snapshot, or begin at step 0; report which on rank 0."""
         point = self._newest_snapshot()
         lineage = point.facts.get("lineage", "")
         self.recorder.losses.begin(self.folder, self.worker, before=lineage, step=point.step)
@@ -918,7 +918,7 @@ class Trainer:
         differing += account.differences(self.account, parts, found.facts, self.worker.rank)
         if self.worker.is_first:
             differing += circumstances.differences(found.facts["circumstances"], self.circumstances)
-        reports = gathered_json(differing, self.worker)  # else one worker might stop where the others go on
+        reports = gathered_json(differing, self.worker)  # else one worker might stop where the others continue
         return list(dict.fromkeys(phrase for phrases in reports for phrase in phrases))
 
     def _warm_up(self) -> dict[str, Any]:

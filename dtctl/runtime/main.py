@@ -51,7 +51,7 @@ def run(train: Callable[[TrainConfig, Worker], Outcome], *, defaults: Mapping[st
 
 
 def other_version() -> str:
-    """Return what to say where this node has another dtctl than the machine that launched the run; mostly nothing."""
+    """Return a message if this node has another dtctl version than the machine that launched the run; else ""."""
     launched_by = os.environ.get(names.VERSION, dtctl.__version__)
     if launched_by == dtctl.__version__:
         return ""

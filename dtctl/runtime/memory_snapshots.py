@@ -38,10 +38,10 @@ MOST_FAILED: Final = 3
 
 
 def folder() -> Path:
-    """Return where this node keeps them.
+    """Return the folder of this node's snapshots in memory.
 
     Raises:
-        PlanError: nobody would remove them, or the node has no file system in memory.
+        PlanError: no launcher would remove them, or the node has no file system in memory.
     """
     path = os.environ.get(names.MEMORY_DIR)
     if not path:
@@ -107,7 +107,7 @@ class MemorySnapshots:
         Args:
             step: optimizer steps done.
             parts: the state, as `TrainingState.collect` gives it in pieces.
-            facts: what the loop wants back, JSON.
+            facts: JSON for the loop, returned by a resume.
             began_s: when the training stopped for it, by `time.perf_counter`.
         """
         self.saver.wait()

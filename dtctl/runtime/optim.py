@@ -13,13 +13,13 @@ from dtctl.train.config import TrainConfig
 
 
 def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that the configuration asks for, over all parameters that want a gradient.
+    """Return the configured optimizer, over all parameters that require a gradient.
 
     The default betas are those of most language models since Brown et al. 2020, appendix B. Matrices decay, vectors
     do not: decay on biases and norms costs accuracy (He et al. 2019, section 3.1).
     """
     if config.optimizer == "muon":
-        from dtctl.runtime.muon import muon  # which nobody else needs
+        from dtctl.runtime.muon import muon  # no other optimizer needs it
 
         return muon(config, model)
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -45,8 +45,9 @@ def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
 def schedule(config: TrainConfig, steps: int) -> Callable[[int], float]:
     """Return the learning rate of each step, from 0 to `steps` - 1.
 
-    It rises linearly over `warmup_steps`, the last of which has `lr`, and then falls to `min_lr` at the last step;
-    under wsd by the root of the steps done, which Haegele et al. 2024 (arXiv 2405.18392) found better than a line.
+    It rises linearly over `warmup_steps` to `lr` in the last of them, and then falls to `min_lr` at the last step.
+    Under wsd it falls by the root of the steps done, which Haegele et al. 2024 (arXiv 2405.18392) found better than a
+    line.
     """
     warmup, peak, floor = config.warmup_steps, config.lr, config.min_lr
     span = max(1, steps - 1 - warmup)
@@ -80,7 +81,7 @@ class LearningRate:
 
     Attributes:
         own: the user's function of the step; None: the schedule that the configuration names.
-        factor: what all rates are multiplied by, since a run that goes on with other workers may scale them.
+        factor: factor of all rates, since a run that continues with another number of workers may scale them.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class LearningRate:
         self._schedule = schedule(config, steps)
 
     def stretch(self, steps: int) -> None:
-        """Follow a training whose length is now `steps`."""
+        """Set the length of the training to `steps`."""
         self._schedule = schedule(self._config, steps)
 
     def __call__(self, step: int) -> float:

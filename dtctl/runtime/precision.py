@@ -27,13 +27,13 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 class LossScale:
     """Dynamic loss scaling: small gradients of fp16 would be 0 without it.
 
-    The rule and its constants are those of `torch.amp.GradScaler`: halve after a step whose gradient is not finite,
-    which is skipped, and double after 2000 good ones. Other than there, one number judges a step: the norm of the
-    whole gradient. It is the same on all workers under every strategy, so they need not ask each other.
+    The rule and its constants are those of `torch.amp.GradScaler`: skip a step whose gradient is not finite, halve the
+    scale after it, and double the scale after 2000 good steps. Unlike there, one number decides about a step: the norm
+    of the whole gradient. It is the same on all workers under every strategy, so they need no communication.
 
     Attributes:
-        scale: what the loss is multiplied with; a power of two, so that scaling rounds nothing.
-        good_steps: since the scale was last changed.
+        scale: factor of the loss; a power of two, so that scaling rounds nothing.
+        good_steps: good steps since the scale was last changed.
     """
 
     def __init__(self, scale: float = FIRST_SCALE, *, growth_interval: int = GROWTH_INTERVAL) -> None:

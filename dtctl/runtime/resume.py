@@ -106,7 +106,7 @@ def _point(chosen: Chosen, *, is_in_memory: bool = False) -> ResumePoint:
 def marker(folder: Place, progress: Progress) -> Callable[[int], None]:
     """Return a function that notes committed snapshots: in the run's own folder on this node, and for the launcher.
 
-    The launcher tells the next attempt, in case this node and its folder are lost.
+    The launcher passes the step on to the next attempt, in case this node and its folder are lost.
     """
     run_dir = os.environ.get(names.RUN_DIR)
 
@@ -122,7 +122,7 @@ def marker(folder: Place, progress: Progress) -> Callable[[int], None]:
 
 
 def _committed(folder: Place, worker: Worker) -> int:
-    """Return the newest step of this run that anybody knows to be on disk; 0 for none. Collective over all workers."""
+    """Return the newest step of this run that a worker has recorded as committed, or 0; collective over all workers."""
     mine = int(os.environ.get(names.COMMITTED_STEP, "0"))
     with contextlib.suppress(OSError, ValueError, KeyError):
         kept = json.loads((Path(os.environ[names.RUN_DIR]) / MARKER).read_text())
@@ -176,10 +176,10 @@ def sizes(asked: Batch, used: Batch) -> dict[str, list[int]]:
 
 
 def batch(config: TrainConfig, asked: Batch, facts: Mapping[str, Any]) -> tuple[Batch, float]:
-    """Return the sizes of a batch to go on with, and what to multiply the learning rate with.
+    """Return the batch sizes to continue with, and the factor of the learning rate.
 
-    If the same is asked for as before: what memory allowed then. If only the number of workers is another: what
-    `on_resize` says. Else what is asked for.
+    If the configuration asks for the same sizes as before, return those that memory allowed then. If only the number of
+    workers has changed, follow `on_resize`. Else return the configured sizes.
 
     Raises:
         PlanError: the global batch cannot be kept with this number of workers.

@@ -38,7 +38,7 @@ def is_in_pieces(config: SnapshotConfig, *, sharded_state: bool) -> bool:
 def saver(
     config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Module, *, progress: Progress, sharded_state: bool
 ) -> Saver:
-    """Return what writes the snapshots of a training; collective over all workers.
+    """Return the saver of a training's snapshots; collective over all workers.
 
     Args:
         config: when and where.
@@ -49,13 +49,13 @@ def saver(
         sharded_state: whether workers have state that rank 0 lacks.
 
     Raises:
-        SnapshotError: at a URL that a worker cannot write or see, of which training should hear before its first step.
+        SnapshotError: a worker cannot write or see the URL; raised before the first step.
     """
     in_pieces = is_in_pieces(config, sharded_state=sharded_state)
     replicas = config.replicas
     if isinstance(folder, Remote):
         stores(folder, worker)
-        replicas = 0  # there is one store, and it keeps copies if anybody does
+        replicas = 0  # the store is shared, and keeps its own copies
     if worker.backend is None or not (in_pieces or replicas):
         return Saver(
             folder,
@@ -87,7 +87,7 @@ def begin(saver: Saver, worker: Worker) -> None:
     """Take the folder for this run; collective over all workers.
 
     Raises:
-        SnapshotError: on every worker, if another run writes there, or nobody can.
+        SnapshotError: another run writes there, or no worker can; raised on every worker.
     """
     error = None
     if saver.collective:

@@ -107,7 +107,7 @@ class Step:
     """Seconds that it waited for data."""
 
     def __post_init__(self) -> None:
-        """Look up whose turn it is."""
+        """Look up the micro-batches and samples of this step."""
         self.began = self.passes.mark()
         self.micro_batches = self.schedule(self.position)
         self.samples = self.schedule.samples(self.position)
@@ -215,5 +215,5 @@ class Step:
         return loss.detach()
 
     def spoil(self, model: nn.Module) -> None:
-        """A short pass whose gradients are NaN on all workers, in the place of one that failed."""
+        """Run a short pass whose gradients are NaN on all workers, in place of one that failed."""
         self.backward(model, self.stand_in(), math.nan, 2)

@@ -1,9 +1,10 @@
 """Stopping in good order: a signal to any worker ends all of them at the same step, with a snapshot.
 
-SIGTERM (launchers, Slurm at the time limit) and SIGUSR1 (Slurm's `--signal=USR1@60`) ask for it. Whoever starts the run
-again finds its snapshot, so the exit code says "again, please". Until the first step a worker does not listen, and a
-signal ends it like any program: there is nothing to save, the newest snapshot is the one that it began from, and what
-it does then (import, build the model, wait for others) may take longer than anybody waits. The launcher knows that.
+SIGTERM (launchers, Slurm at the time limit) and SIGUSR1 (Slurm's `--signal=USR1@60`) request it. The exit code means
+"start again", since the next attempt finds the snapshot. Until the first step a worker does not handle these signals,
+and a signal ends it like any program: there is nothing to save, and the newest snapshot is the one that it began from.
+Its work before the first step (import, build the model, wait for other workers) may take longer than any grace period.
+The launcher takes this into account.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class StopRequest:
         self._granted = False
 
     def granted(self) -> Outcome:
-        """Return all workers stop, this one too whether it was asked itself or not; how its training ends.
+        """Return the outcome of a training that stops on all workers, with or without a signal to this one.
 
-        From now on it has only to end, with the exit code that says so: a launcher that sees its peers end sends
-        SIGTERM to whoever is not through yet.
+        From now on it ignores signals and only has to end with the exit code for a stop: a launcher that sees its peers
+        end sends SIGTERM to the workers that are still running.
         """
         if not self._granted and threading.current_thread() is threading.main_thread():
             # The interpreter puts handlers back when it ends, but for what is ignored; by then no program is started.

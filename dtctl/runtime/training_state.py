@@ -37,7 +37,7 @@ class TrainingState:
     seed: int
     """Seed of the training."""
     stream: int
-    """The rank whose random numbers this worker draws."""
+    """Rank whose random numbers this worker draws."""
     elastic: bool
     """True if the program may keep nothing that depends on what its worker has seen."""
 
@@ -75,7 +75,7 @@ class TrainingState:
             going_back: whether this process has trained on since.
 
         Returns:
-            What is not as it was, a phrase each, as far as this worker knows.
+            The differences to the former state that this worker has found, a phrase each.
         """
         state.register_late(self.model, parts["model"], facts.get("late", ()))
         state.load_model(self.model, parts["model"], absent_keys=self.strategy.absent_keys)
@@ -167,7 +167,7 @@ class TrainingState:
 
 
 def _require_alike(reports: list[list[dict[str, int] | None]], strategy: str) -> None:
-    """See that what the optimizer counts for its groups is the same on all workers, of which each may have a part.
+    """Check that the counters of the optimizer's groups are the same on all workers, even if each has only a part.
 
     Raises:
         WorkerFailed: on every worker, if it is not.

@@ -97,10 +97,10 @@ def derive(
 
 
 def _in_pipeline(config: TrainConfig, stages: int) -> int | None:
-    """Micro batches of a step in a pipeline; None if the two other sizes say it.
+    """Return the number of micro batches of a step in a pipeline; None if the two other sizes determine it.
 
     Raises:
-        PlanError: the two words for it contradict each other.
+        PlanError: the two settings for it contradict each other.
     """
     micro_batches, accumulate = config.pipeline.micro_batches, config.accumulate
     if micro_batches and accumulate and micro_batches != accumulate:

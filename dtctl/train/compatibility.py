@@ -66,7 +66,7 @@ def require(config: TrainConfig, degrees: Degrees, *, accumulate: int | None) ->
 
 
 def not_elastic(reason: str) -> PlanError:
-    """Return the error that says why a training cannot have the same bits on any number of workers."""
+    """Return the error with the reason why a training cannot have the same bits on any number of workers."""
     return PlanError(
         f"exact: elastic is not possible: {reason}",
         where="train.exact",

@@ -129,7 +129,7 @@ class Coordinate:
 
     @property
     def stream(self) -> int:
-        """The rank whose random numbers this worker draws: those who split a matrix must drop the same entries."""
+        """Return the rank whose random numbers this worker draws: workers that split a matrix drop the same entries."""
         return self.rank - self.tp
 
     @property

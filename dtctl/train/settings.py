@@ -98,7 +98,7 @@ def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
         cls: the dataclass.
         values: field name -> value, as JSON gives it.
         at: path of the mapping, for messages: `train.model`.
-        where: who gave the values, for messages.
+        where: source of the values, for messages.
 
     Raises:
         SpecError: a key is unknown, a value has the wrong type or is out of range, or the class refuses the whole

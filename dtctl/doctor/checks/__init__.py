@@ -1,5 +1,5 @@
 """The checks of a cluster, a module per layer: `RAN` in each names its checks, and `examine.py` calls them in order.
 
 Most only judge what the probes have reported and are pure; `shared_folders` and `collective` ask the probes for more.
-What can be said before a job of Slurm has nodes is in `dtctl.slurm.partition_checks`, which a submission asks, too.
+Checks that are possible before a Slurm job has nodes are in `dtctl.slurm.partition_checks`; a submission runs them too.
 """

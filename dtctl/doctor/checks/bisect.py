@@ -12,9 +12,9 @@ Works = Callable[[Sequence[str]], bool]
 
 
 def smallest_failing(members: Sequence[str], works: Works) -> list[str]:
-    """Return a part of `members`, which do not work together, that fails and of which every smaller part works.
+    """Return a minimal failing part of `members`, which do not work together: every smaller part of it works.
 
-    Halves are left out first, then quarters, and so on: of one bad member among N about 2 log2 N groups are tried.
+    Halves are left out first, then quarters, and so on: for one bad member among N, about 2 log2 N groups are tried.
     """
     left = list(members)
     size = len(left) // 2
@@ -44,7 +44,7 @@ def bad_ones(members: Sequence[str], works: Works) -> list[str]:
         return failing
     bad = [member for member in failing if not works([others[0], member])]
     if len(bad) == 2 and len(others) > 1 and all(not works([others[1], member]) for member in bad):
-        return bad  # both fail with everybody
+        return bad  # both fail with all others
     if len(bad) == 2:  # the third is bad itself
         return [others[0]]
     return bad or failing

@@ -1,7 +1,7 @@
-"""Lets torch of all nodes add up numbers together, and finds whom it fails with: by what each says, else by bisection.
+"""All-reduce with torch over all nodes, and search for the nodes that make it fail, by their reports or by bisection.
 
-Made only where everything below holds: the nodes reach each other, and all have the same torch. One process of each
-node takes part, with its first GPU; or, where every GPU is asked about, one process for each, the nodes apart first.
+It runs only if the nodes reach each other, and all have the same torch. One process of each node takes part, with its
+first GPU. If every GPU is to be tested, there is one process for each, and each node is tested by itself first.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Gang:
         self._progress = progress
         self.rounds = 0
         self.broken: set[str] = set()
-        """Nodes whose worker was killed or has ended; they are started again before their next round."""
+        """Nodes whose worker was killed or has ended; it is started again before its next round."""
 
     def start(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Load torch on these nodes; the answers."""
@@ -112,7 +112,7 @@ class _Gang:
         }
 
     def without(self, names: Iterable[str]) -> None:
-        """Have the workers started anew, without these variables."""
+        """Restart the workers in the next round, without these variables."""
         self._unset = list(names)
         self.broken |= {*self._seen}
 
@@ -121,7 +121,7 @@ class _Gang:
         return list(said["uses"]) if "uses" in said else self._hidden(name)
 
     def round(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return one all_reduce over these nodes; what each says."""
+        """Run one all_reduce over these nodes; return the report of each."""
         again = [name for name in names if name in self.broken]
         if again:
             self.start(again)
@@ -130,7 +130,7 @@ class _Gang:
         return self._together([names])
 
     def apart(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return an all_reduce over the workers of each of these nodes, all at once; what each says."""
+        """Run an all_reduce over the workers of each of these nodes, all at once; return the report of each."""
         self._progress(f"adding up numbers with torch ({self._backend}) on each of {len(names)} nodes")
         return self._together([[name] for name in names])
 
@@ -162,7 +162,7 @@ class _Gang:
 def merged(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reports of a node's workers as one: the stage that all have reached, and the worst of the rest.
 
-    Whose words are kept is told by its place among them.
+    A message that is kept begins with the place of its worker among them.
     """
     if "each" not in said:
         return dict(said)
@@ -188,7 +188,7 @@ def well(answers: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def culprits(answers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    """The nodes to blame, as far as their answers tell: wrong where others are right, silent, or behind; else none."""
+    """Return the nodes that caused the failure: wrong where others are right, silent, or behind; else none."""
     few = len(answers) / 2
     wrong = tuple(name for name, one in answers.items() if one.get("wrong"))
     silent = tuple(name for name, one in answers.items() if one.get("silent"))
@@ -217,8 +217,8 @@ def add_up(
         reports: the nodes that are well, the head node first.
         python: node -> Python of the job there.
         env: node -> variables of the job there.
-        progress: told what is going on.
-        every_gpu: whether all GPUs take part, those of each node by themselves first, and not one of each node.
+        progress: called with the current activity.
+        every_gpu: whether all GPUs take part, first those of each node by themselves; else one of each node does.
     """
     done = AllReduceResult()
     names = [node.name for node in reports]
@@ -263,10 +263,10 @@ def _figures(backend: str, answers: Mapping[str, Mapping[str, Any]], workers: in
 
 
 def apart_failed(answers: Mapping[str, Mapping[str, Any]], counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Nodes whose GPUs do not add up numbers by themselves, a process for each. Pure.
+    """Yield a finding for nodes where an all_reduce over their own GPUs fails, with a process for each. Pure.
 
     Args:
-        answers: node -> what its workers said, merged.
+        answers: node -> reports of its workers, merged.
         counts: node -> its workers.
     """
     bad = {name: one for name, one in answers.items() if not well({name: one})}
@@ -307,7 +307,7 @@ def _same(wheel: str, loaded: str) -> bool:
 
 def _no_torch(failed: Mapping[str, Mapping[str, Any]], variables: Mapping[str, Mapping[str, str]]) -> Finding:
     told = {name: _said(one) for name, one in failed.items()}
-    # A message that names a variable which is set there, its value, or a file in its folders, says what is to go.
+    # A message that names a variable set there, its value, or a file in its folders, shows which variable to remove.
     named = dict.fromkeys(
         key for name, text in told.items() for key, value in variables[name].items() if _is_about(text, key, value)
     )

@@ -31,7 +31,7 @@ COPIES = 0.6
 SUMS = 0.5
 """Share of the rate of the links that a sum of 256 MiB over all GPUs reaches; 60% to 80% is usual."""
 LIKE_OTHERS = 0.9
-"""A GPU below this share of the median of its kind is slow, whatever the data sheet says."""
+"""Share of the median of its kind below which a GPU is slow, regardless of the data sheet."""
 LEAST_LINK_GB_S = 100.0
 """Links below this are PCIe, over which a sum depends on how the board was built."""
 
@@ -60,14 +60,14 @@ def measure(
     env: Mapping[str, Mapping[str, str]],
     progress: Progress,
 ) -> dict[str, dict[str, Any]]:
-    """Let torch measure the GPUs of all nodes that have some; node -> what its worker says.
+    """Measure the GPUs of all nodes that have some, with torch; return node -> report of its worker.
 
     Args:
         probes: the links to the nodes.
         reports: the nodes.
         python: node -> Python of the job there.
         env: node -> variables of the job there.
-        progress: told what is going on.
+        progress: called with the current activity.
     """
     names = [report.name for report in reports if report.error is None and report.facts["gpus"]]
     if not names:

@@ -1,7 +1,7 @@
 """GPUs, their links, and network cards: broken, busy, or not like those of the other nodes. Pure.
 
-Reads what nvidia-smi, amd-smi, dmesg, AMD's driver and /sys/class/infiniband say; a tool that is not there says
-nothing, and nothing is concluded from that.
+Reads the output of nvidia-smi, amd-smi, dmesg, AMD's driver and /sys/class/infiniband; nothing is concluded from a tool
+that is not installed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ XID = {
     **dict.fromkeys(range(144, 151), "NVLink error"),
     154: "it must be reset, or the node restarted",
 }
-"""Numbers that say something about the hardware. Source: https://docs.nvidia.com/deploy/xid-errors/"""
+"""Numbers of errors of the hardware. Source: https://docs.nvidia.com/deploy/xid-errors/"""
 DEADLY_XID = (48, 64, 74, 79, 95, 119, 120, 140, 154)
 SLOWED = {
     0x08: "the hardware slows it down",
@@ -44,7 +44,7 @@ SLOWED = {
     0x80: "the power supply holds it back",
     0x20: "the driver slows it down because of heat",
 }
-"""Bits of clocks_event_reasons.active that say that something is wrong; idle, and the power cap under load, do not."""
+"""Bits of clocks_event_reasons.active that are faults; idle, and the power cap under load, are not."""
 HELD = {
     "low": "its driver is told to keep the lowest clocks",
     "manual": "its clocks are set by hand",
@@ -112,7 +112,7 @@ def _counts(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator
 
 
 def _tools(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """GPUs whose device files are there, and whose driver does not answer, or does not know of them."""
+    """Yield GPUs whose device files exist, but whose driver does not answer or does not list them."""
     yield from per_node(
         "gpus",
         {n.name: n.facts["gpu_error"] for n in reports if n.facts["gpus"] and n.facts["gpu_error"]},
@@ -213,7 +213,7 @@ def _links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Yield what the driver says of how each GPU is set up and how it fares."""
+    """Yield findings about the settings and the state of each GPU, from its driver."""
     states = {n.name: state_rows(n.facts["state"]) for n in reports}
     few = {
         node: ", ".join(f"GPU {row['index']} at {row['limit']} of {row['usual']} W" for row in rows if is_capped(row))
@@ -308,7 +308,7 @@ def _network(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _speed(node: NodeReport, reports: Sequence[NodeReport]) -> int:
-    """Mbit/s that the interface towards the other nodes says it has; 0 when it does not say."""
+    """Return the speed in Mbit/s that the interface towards the other nodes reports; 0 if it reports none."""
     speeds = {interface["name"]: int(interface.get("mbit_s", 0)) for interface in node.facts["interfaces"]}
     ways = [node.facts["ways"].get(other.address, "") for other in reports if other is not node]
     return next((speeds[way] for way in ways if way in speeds), 0)
@@ -322,7 +322,7 @@ def gpu_rows(said: str) -> list[dict[str, str]]:
 
 
 def busy_gpus(said: str) -> list[str]:
-    """GPUs of which more than a tenth is in use."""
+    """Return the GPUs that have more than a tenth of their memory in use."""
     return [
         f"GPU {row['index']} {row['used']} of {row['total']} MiB"
         for row in gpu_rows(said)
@@ -367,7 +367,7 @@ def is_capped(row: Mapping[str, str]) -> bool:
 
 
 def slowed_by(reasons: str) -> list[str]:
-    """Return what the bit mask of nvidia-smi, or the level of AMD's driver, says against a GPU's clocks."""
+    """Return the causes of low clocks in the bit mask of nvidia-smi, or in the level of AMD's driver."""
     if reasons in HELD:
         return [HELD[reasons]]
     try:
@@ -394,7 +394,7 @@ def fabric_errors(said: str) -> list[str]:
 
 
 def xid_errors(said: str) -> list[tuple[str, int]]:
-    """(GPU, number) of the kernel's messages that tell of hardware, each once."""
+    """Return (GPU, number) of the kernel's messages about hardware errors, each once."""
     lines = [line for line in said.splitlines() if "Xid" in line and "to 0x0 (None)" not in line]  # 154 that is over
     errors = [(match["gpu"], int(match["number"])) for line in lines for match in _XID.finditer(line)]
     return [one for one in dict.fromkeys(errors) if one[1] in XID]
@@ -413,7 +413,7 @@ def nvlinks(said: str) -> dict[str, int]:
 
 
 def missing_links(gpus: str, said: str) -> list[str]:
-    """GPUs with fewer active links than boards of their kind have; none where nvidia-smi says nothing of links."""
+    """Return GPUs with fewer active links than boards of their kind have; none if nvidia-smi reports no links."""
     from dtctl.doctor.checks.known_gpus import normal
 
     active = nvlinks(said)

@@ -12,7 +12,7 @@ from typing import Any
 def _known() -> dict[str, dict[str, Any]]:
     import yaml
 
-    # Facts about GPUs have one home, whoever uses them.
+    # Facts about GPUs are in one file for all their users.
     text = resources.files("dtctl.advise").joinpath("hardware.yaml").read_text(encoding="utf-8")
     gpus: dict[str, dict[str, Any]] = yaml.safe_load(text)["gpus"]
     return gpus

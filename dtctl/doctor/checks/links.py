@@ -1,9 +1,9 @@
 """Links that are slower, later or lossier than those of the other nodes. Pure.
 
-A node's best way is the measure of it: one slow node spoils a way of each of the others, and of three nodes most ways.
-What looks bad is measured again while the rest is quiet, and only what is bad every time is told. Beside each
-repetition both ends measure the way to themselves, which has no cable in it: what is slow there is slow for their load.
-Of these the median counts: one that met another program's moment of work would excuse a cable that is always slow.
+A node is judged by its best way: one slow node slows a way of each of the others, and most ways of three nodes.
+A bad way is measured again while the rest is quiet, and only a way that is bad every time is reported. With each
+repetition both ends measure the way to themselves, which has no cable in it: if it is slow, the reason is their load.
+The median of these counts: a single one that met a moment of load would excuse a cable that is always slow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RAN = ("stream", "packet-loss", "duplicate-packets", "bandwidth", "latency")
 DOUBT = 0.6
 SLOW = 0.4
 VERY_SLOW = 0.1
-"""Parts of the other nodes' bandwidth: below the first a way is measured again; then told; then called a failure."""
+"""Parts of the other nodes' bandwidth: below the first a way is measured again; then reported; then a failure."""
 MIN_MBIT_S = 100.0
 """Slow whatever the others have: no training over several nodes is worth its time on less."""
 LOSS = 0.004
@@ -67,7 +67,7 @@ def doubtful(reports: Sequence[NodeReport]) -> list[Way]:
 
 
 def links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Yield what the measurements of all ways have told."""
+    """Yield findings from the measurements of all ways."""
     tries_of = _said(reports)
     if not tries_of:
         return
@@ -87,7 +87,7 @@ def links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     }
     late = {way: tries for way, tries in tries_of.items() if _late(tries, trips[way])}
     twice = {way: tries for way, tries in tries_of.items() if _twice(tries) >= TWICE}
-    # TCP over a link that loses packets may be silent for long, and goes on all the same.
+    # TCP over a link that loses packets may be silent for long, and continue all the same.
     ends_early = {
         way: tries
         for way, tries in tries_of.items()
@@ -122,10 +122,10 @@ def links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _only_confirmed(bad: dict[Way, Any], tries_of: Mapping[Way, Sequence[Mapping[str, Any]]]) -> None:
-    """Drop what was seen once, unless the same pair was bad twice, or ways to two others of the same machine were.
+    """Drop a way that was bad once, unless the same pair was bad twice, or ways to two others of the same machine were.
 
-    Which machine that is, all bad ways say: those that were measured again are few. A single pair accuses no machine:
-    beside it, whatever another program delayed for a moment would be taken for a part of the same fault.
+    The machine follows from all bad ways, since few are measured again. A single pair does not identify a machine: with
+    it, a way that another program delayed for a moment would be taken for a part of the same fault.
     """
     pairs = {frozenset(way) for way in bad if len(tries_of[way]) > 1}
     machines = {name for name in cover([*bad]) if sum(name in pair for pair in pairs) > 1}
@@ -186,10 +186,10 @@ def _loss(tries: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _always_lossy(tries: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether packets were lost twice, if measured twice, and no try without a loss speaks against the others.
+    """Return whether packets were lost twice, if measured twice, and no try without a loss contradicts the others.
 
-    A try that lost nothing speaks against a rate only with enough packets: of 100, each eighth try loses none of 2%. On
-    a busy machine a try may have no more (`PHASE_LIMIT_S` of the probe).
+    A try without a loss contradicts a rate only with enough packets: with 100 packets and a rate of 2%, one try in
+    eight loses none. On a busy machine a try may have no more packets (`PHASE_LIMIT_S` of the probe).
     """
     counted = [one for one in tries if one.get("lost") is not None]
     for one in counted:

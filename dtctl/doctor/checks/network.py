@@ -136,9 +136,9 @@ def _same_names(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Addresses that several nodes have, and interfaces whose packets have different sizes.
+    """Yield addresses that several nodes have, and interfaces with packets of different sizes.
 
-    An address that is on every node and that no traffic uses (docker0) is no trouble.
+    An address that is on every node and that no traffic uses (docker0) is no problem.
     """
     used = {node.address for node in reports}
     owners: dict[str, list[str]] = {}
@@ -245,13 +245,13 @@ def _mtu(node: NodeReport, reports: Sequence[NodeReport]) -> int:
 def pairs(
     reports: Sequence[NodeReport], *, rendezvous: Sequence[int], fixed: bool, explained: Collection[str] = ()
 ) -> Iterator[Finding]:
-    """Yield what the calls between all ordered pairs of nodes have told.
+    """Yield findings from the calls between all ordered pairs of nodes.
 
     Args:
         reports: the nodes that took part, the head node first.
         rendezvous: the rendezvous port, or candidates for it.
         fixed: whether the spec demands that port.
-        explained: nodes that are not reached for another reason, which is told already.
+        explained: nodes that are not reached for another reason, which is reported already.
     """
     head = reports[0]
     port = head.ports.get("rendezvous", 1)
@@ -262,11 +262,11 @@ def pairs(
     alive = {node.name for node in reports} - {*explained}
     for node in reports:
         for answer in node.answers:
-            # A node that has gone in the meantime answers nobody, which is told already.
+            # A node that was lost in the meantime does not answer, which is reported already.
             if answer["result"] not in (*_WORDS, NO_ROOM) or answer["node"] not in alive or answer["kind"] == REACHED:
                 continue
             if answer["node"] == node.name:
-                if answer["result"] != "stranger":  # its address is another's, too, which is told already
+                if answer["result"] != "stranger":  # its address is another's, too, which is reported already
                     alone.setdefault(node.name, answer)
                 continue
             kind = "rendezvous" if answer["kind"] in ("rendezvous", MEETING) else "data"
@@ -320,9 +320,9 @@ def _full_tables(failed: dict[str, list[_Call]]) -> Iterator[Finding]:
 
 
 def _never_begun(node: NodeReport, reports: Sequence[NodeReport]) -> Iterator[_Call]:
-    """Ways on which calls went well, and then no connection was made to measure them.
+    """Yield ways on which calls went well, but then no connection was made to measure them.
 
-    A rule may know the caller's port, which is another one in each call, or begin to hold in between.
+    A firewall rule may depend on the caller's port, which is another one in each call, or be added in between.
     """
     for other in reports:
         tries = node.measured.get(other.name, [])
@@ -370,7 +370,7 @@ def _blocked(kind: str, failed: Sequence[_Call], reports: Sequence[NodeReport], 
     by_result: dict[str, list[tuple[str, str]]] = {}
     for caller, called, answer in failed:
         by_result.setdefault(str(answer["result"]), []).append((caller, called))
-    # A refusal says more than silence: a filter that knows no connections drops the answers to the way out as well.
+    # A refusal shows more than silence: a filter without state also drops the answers to outgoing connections.
     told = "; ".join(f"{_WORDS[word]}: {_ways(by_result[word])}" for word in reversed(_WORDS) if word in by_result)
     typed = [text for _, text in routed] or _opened(ways, nodes, reports, range_)
     return Finding(

@@ -36,12 +36,12 @@ MIN_FILE = GIB
 MIN_CPU_S = 24 * 3600
 TMP_FULL, TMP_LOW = 16 * MIB, 256 * MIB
 FEW_WORKERS_PER_CORE = 4
-"""More workers than this on each core wait for each other's Python, whatever the GPUs do."""
+"""Workers per core above which they wait for each other's Python, whatever the GPUs do."""
 LATE_LOGIN_S = 2.5
 
 
 def reach(reports: Sequence[NodeReport], neighbours: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Nodes that could not be asked, one finding for each reason, and logins that take long.
+    """Yield nodes that did not answer, one finding for each reason, and logins that take long.
 
     Args:
         reports: the nodes.
@@ -84,7 +84,7 @@ def reach(reports: Sequence[NodeReport], neighbours: Mapping[str, str] | None = 
 
 
 def _slow_python(reports: Sequence[NodeReport], usual: float) -> Iterator[Finding]:
-    """Nodes whose shell is quick and whose Python is not, each time."""
+    """Yield nodes with a fast shell and a slow Python in every attempt."""
     late = {
         node.name: min(node.python_s)
         for node in reports
@@ -102,7 +102,7 @@ def _slow_python(reports: Sequence[NodeReport], usual: float) -> Iterator[Findin
 
 
 def _twins(reports: Sequence[NodeReport], neighbours: Mapping[str, str]) -> Finding | None:
-    """Nodes of which one does not answer, and that have one hardware address as this machine sees them."""
+    """Return a finding if a node that does not answer has the hardware address of another one, as seen from here."""
     lost = [node for node in reports if isinstance(node.error, ConnectError)]
     cards = {node.name: neighbours.get(node.target) for node in reports}
     for node in lost:
@@ -132,7 +132,7 @@ def _fix_of(check: str, node: NodeReport) -> str:
 
 
 def _login_fix(error: DtctlError) -> str:
-    """Return what to try where the server says no; it tells nobody why but its own log."""
+    """Return what to try if the server refuses the login; only the server's own log has the reason."""
     return (
         f"{error.hint or 'try another key'}; the server's log has the reason (sudo journalctl -u ssh -n 20): a key "
         f"that is "
@@ -320,7 +320,7 @@ def _allowed(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _memory(node: NodeReport) -> int:
-    """Return the bytes that the workers may have; -1 if the kernel does not say."""
+    """Return the bytes that the workers may have; -1 if the kernel does not report them."""
     known = [value for value in (node.facts["memory_limit"], node.facts["memory_free"]) if value >= 0]
     return min(known) if known else -1
 
@@ -334,7 +334,7 @@ def _cores(node: NodeReport) -> float:
 def storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
     """Yield whether each node has room and the right to write, and the files that the job needs."""
     disks = {n.name: n.facts["disk"] for n in reports}
-    # Of some file systems nobody knows how many inodes there are: 0.
+    # Some file systems do not report their number of inodes: 0.
     none_left = {
         n: d for n, d in disks.items() if d["inodes"] and d["free_inodes"] < MIN_INODES and d["free"] >= MIN_DISK
     }
@@ -439,11 +439,11 @@ def _tmp(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def python(reports: Sequence[NodeReport], confirmed: Mapping[str, Collection[str]]) -> Iterator[Finding]:
-    """Yield whether the job's Python starts with the job's variables, and finds its own modules.
+    """Yield findings on whether the job's Python starts with the job's variables, and finds its own modules.
 
     Args:
         reports: the nodes.
-        confirmed: node -> hidden modules of which torch is known to need one.
+        confirmed: node -> hidden modules; torch is known to need one of them.
     """
     dead = {n.name: n.facts["job"] for n in reports if n.facts["job"].get("error")}
     by_cause: dict[tuple[str, ...], dict[str, str]] = {}
@@ -501,7 +501,7 @@ def alike(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     torch = {
         n: f"{said['torch']} (CUDA {said['cuda']})" if said["torch"] else "none"
         for n, said in job.items()
-        if said["torch"] != "unknown"  # its loading tells
+        if said["torch"] != "unknown"  # a later import shows the version
     }
     fix = "pip install torch==VERSION, the same on every node"
     for finding in differ("torch", torch, fix, what="torch"):

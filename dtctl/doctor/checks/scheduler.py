@@ -12,7 +12,7 @@ RAN = ("time-left", "tasks", "requeue")
 SHORT_S = 900.0
 NO_TIME_S = 60.0
 LIMIT_S = 5.0
-"""A controller that is busy answers late; nobody waits for it longer than this."""
+"""Seconds to wait for the answer of a controller, which is late if it is busy."""
 
 
 def scheduler(
@@ -25,11 +25,11 @@ def scheduler(
     now: float,
     fixed_port: int | None,
 ) -> Iterator[Finding]:
-    """Findings inside a Slurm job; none outside.
+    """Yield findings inside a Slurm job; none outside.
 
     Args:
         environ: of this process.
-        job: what Slurm says of the job, by its own names; empty if it does not answer.
+        job: Slurm's facts about the job, by its own names; empty if it does not answer.
         node: the head node, which findings are about.
         nodes: how many the spec has.
         kind: `job.kind`.

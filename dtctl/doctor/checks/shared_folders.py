@@ -14,7 +14,7 @@ RAN = ("shared", "visibility")
 LIMIT_S = 12.0
 LATE_S = 1.0
 Sights = dict[tuple[str, str, str], float | None]
-"""(folder, who looks, whose mark) -> seconds until it was seen; None when it never was"""
+"""(folder, node that looks, node that wrote the mark) -> seconds until the mark was seen; None if it never was"""
 
 
 def look(probes: Probes, reports: Sequence[NodeReport], folders: Sequence[str]) -> Sights:

@@ -68,7 +68,7 @@ def why_not(node: NodeReport, one: UsedInterface, reports: Sequence[NodeReport],
         return f"{one.name} has the address {one.address} on {', '.join(twins)}, too"
     if one.address == node.address:
         return ""
-    if one.address != node.data_address:  # NCCL's, which nobody has called
+    if one.address != node.data_address:  # NCCL's, which no node has called
         return ""
     calls = [call for other in reports if other is not node for call in other.answers if call["node"] == node.name]
     there = [call["result"] == "ok" for call in calls if call["kind"].startswith("data")]

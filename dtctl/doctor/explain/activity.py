@@ -47,7 +47,7 @@ _NOT_OWN = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """The last line of the program's own, and what it says that the program did."""
+    """Last line that the program itself printed, and the activity that it shows."""
 
     line: str
     doing: str = ""

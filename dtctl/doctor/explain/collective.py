@@ -1,9 +1,9 @@
 """Rank that kept the others waiting in a collective, from the output of the watchdogs of all ranks. Pure.
 
-Every rank counts its collectives. One table of all that was said about them (rank, process group, number, operation,
-sizes) tells who differs: if the counts of the ranks that gave up differ, the one with the lowest is late; if one has
-not given up at all, it is the one that they waited for; if they gave up on different operations of the same number,
-the program calls them in different order. Nobody is accused by the logs of a few ranks for not being in them.
+Every rank counts its collectives. One table of all reports about them (rank, process group, number, operation, sizes)
+shows which ranks differ. If the counts of the ranks that gave up differ, the one with the lowest is late. If one has
+not given up at all, the others waited for it. If they gave up on different operations of the same number, the program
+calls them in different order. If only a few ranks have logs, a rank is not blamed for its absence from them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Call:
 
 @dataclass(slots=True)
 class CollectiveTable:
-    """All that the watchdogs have said."""
+    """All reports of the watchdogs."""
 
     calls: dict[int, Call]
     enqueued: dict[str, dict[int, int]]
@@ -73,7 +73,7 @@ class CollectiveTable:
 
     @property
     def told(self) -> str:
-        """Return what was waited for, when all say the same; empty otherwise."""
+        """Return the collective that timed out, if all reports agree; empty otherwise."""
         said = {(call.number, call.said) for call in self.calls.values()}
         if len(said) != 1:
             return ""
@@ -107,13 +107,13 @@ def rank_in(line: LogLine) -> int | None:
 
 
 def world_in(text: str) -> int:
-    """Return the number of ranks that a line tells, 0 without."""
+    """Return the number of ranks that a line names, or 0."""
     found = _WORLD.search(text)
     return int(found["world"] or found["clients"]) if found else 0
 
 
 def table_of(lines: Iterable[LogLine]) -> CollectiveTable:
-    """Return what the lines in which watchdogs speak say."""
+    """Return the table of the reports in the lines of watchdogs."""
     table = CollectiveTable(calls={}, enqueued={})
     for line in lines:
         if found := _LAGGING.search(line.text):
@@ -132,12 +132,12 @@ def table_of(lines: Iterable[LogLine]) -> CollectiveTable:
 
 
 def judge(table: CollectiveTable, ranks: set[int], world: int = 0) -> CollectiveVerdict | None:
-    """Return who is to blame for a collective that timed out; None when the texts do not tell.
+    """Return the ranks that caused the timeout of a collective; None if the logs do not show it.
 
     Args:
-        table: what the watchdogs of all ranks said.
+        table: the reports of the watchdogs of all ranks.
         ranks: all ranks of the job that have printed anything, or that its plan has.
-        world: how many ranks there should be; 0 when the logs do not tell.
+        world: how many ranks there should be; 0 if the logs do not show it.
     """
     if table.lagging:
         return CollectiveVerdict(kind="behind", ranks=table.lagging, said="torch itself calls it the one that lags")
@@ -184,7 +184,7 @@ def _behind(table: CollectiveTable) -> CollectiveVerdict | None:
 
 
 def _silent(table: CollectiveTable, ranks: set[int], world: int) -> CollectiveVerdict | None:
-    if world and len(ranks) < world:  # the logs of some ranks are not here: absence says nothing
+    if world and len(ranks) < world:  # the logs of some ranks are not here: absence means nothing
         return None
     spoken = set(table.calls).union(*table.enqueued.values())
     silent = sorted(ranks - spoken)

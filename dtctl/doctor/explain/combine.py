@@ -1,4 +1,4 @@
-"""Rules that combine what an error says with other facts of the same logs. Pure."""
+"""Rules that combine the message of an error with other facts of the same logs. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SAID_BEFORE = 40
 
 
 def combine(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
-    """Return a cause with what other facts say about it."""
+    """Return a diagnosis with other facts about it added."""
     if found.id in _BY_VERSIONS and all_.facts.conflict:
         return _by_versions(found, all_)
     for ids, rule in _RULES:
@@ -61,7 +61,7 @@ def _by_versions(found: Diagnosis, all_: Found) -> Diagnosis:
 
 
 def _in_a_cache(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
-    """Tell a file of a compiler's cache from one of the user's: nobody has to put it there."""
+    """Distinguish a missing file of a compiler's cache from one of the user's, which the user has to provide."""
     del all_
     texts = [hit.raised.text if hit.raised is not None else hit.line.text for hit in candidate.hits]
     path = next((named["path"] for text in texts if (named := _CACHE.search(text)) is not None), "")
@@ -164,7 +164,7 @@ def _said_before(found: Diagnosis, first: Hit, all_: Found) -> Diagnosis:
 
 
 def _why_no_container(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
-    """Add the line that tells why a container cannot be started; most tell only that."""
+    """Add the line with the reason why a container cannot be started; most lines only report the failure."""
     del all_
     why = next((hit.line.text for hit in candidate.hits if _REASON.search(hit.line.text)), "")
     return replace(found, cause=f"{found.cause}: {why.strip()[:240]}") if why else found

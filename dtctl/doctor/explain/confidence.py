@@ -1,8 +1,8 @@
 """Confidence of a diagnosis: the one rule that all causes pass through. Pure.
 
-High: a text that has one meaning, or two facts of different sources of which neither was printed because of the other,
-where the process has died of it and nothing in the logs speaks against it. Low: a consequence, or what rests on the
-class of an exception, a signal or a library's report alone. Ambiguous: a text with several causes. Medium: the rest.
+High: a text that has one meaning, or two facts of independent sources, if the process died from it and nothing in the
+logs contradicts it. Low: a consequence, or a diagnosis from the class of an exception, a signal or a library's report
+alone. Ambiguous: a text with several causes. Medium: the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEAR = 400
 _BY_SIGNAL = frozenset(
     ("killed", "segfault", "crashed", "signalled", "bus-error", "aborted", "cancelled", "agent-signalled")
 )
-"""Kinds that tell how a process or a job was ended, and not why."""
+"""Kinds that show how a process or a job was ended, and not why."""
 _BY_CLASS = frozenset(
     ("bad-data", "bad-sample", "bad-configuration", "compile-failed", "download-failed", "gpu-error", "network-error")
 )
@@ -40,10 +40,10 @@ def rate(
 
     Args:
         candidate: the cause with its lines.
-        found: all that the logs say.
+        found: all findings from the logs.
         rivals: the other definite causes.
-        earliest: whether it certainly comes before all of the rivals, or a launcher says so.
-        combined: what facts that were combined allow at most; None where the lines of the cause are all there is.
+        earliest: whether it certainly comes before all of the rivals, or a launcher reports it as the first.
+        combined: the most that combined facts allow; None if there are only the lines of the cause.
     """
     most = _limit(candidate) if combined is None else combined
     if most != "high":
@@ -90,14 +90,14 @@ def _rests_on_class(hits: Sequence[Hit]) -> bool:
 
 
 def _is_of_class(hit: Hit) -> bool:
-    """Return whether the kind of an exception tells only its class; an argument that nobody takes has many reasons."""
+    """Return whether the kind of an exception shows only its class; an unexpected argument has many reasons."""
     if hit.raised is not None and hit.signature.id == "version-conflict":
         return hit.raised.short not in ("ImportError", "ModuleNotFoundError")
     return hit.signature.id in _BY_CLASS
 
 
 def _has_two_sources(hits: Sequence[Hit]) -> bool:
-    """Return whether the kernel says the same as the process does; a launcher only repeats what a process did."""
+    """Return whether both the kernel and the process report the error; a launcher only repeats what a process did."""
     voices = {voice_of(hit) for hit in hits if not hit.survived}
     return "kernel" in voices and bool(voices & {"program", "library", "traceback"})
 
@@ -116,7 +116,7 @@ def _is_fatal(hits: Sequence[Hit], found: Found) -> bool:
 
 
 def _is_last_word(last: Hit, found: Found) -> bool:
-    """Return whether the program says nothing more."""
+    """Return whether the program prints nothing more after a line."""
     ended = last.line.number + LAST_LINES >= found.length.get(last.line.file, 0)
     return ended and not any(hit.order > last.order and hit.raised is not None for hit in found.hits)
 

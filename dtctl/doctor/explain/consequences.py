@@ -28,7 +28,7 @@ def without_errors_that_are_here(group: Sequence[Hit], found: Found) -> list[Hit
     left: list[Hit] = []
     for hit in group:
         run = run_of(hit.line.file)
-        if (run, None) in here:  # an error that does not say whose it is
+        if (run, None) in here:  # an error without a rank
             continue
         ranks = tuple(sorted({*hit.ranks, *(() if hit.rank is None else (hit.rank,))}))
         missing = tuple(rank for rank in ranks if (run, rank) not in here)
@@ -50,7 +50,7 @@ def _error_of_a_worker(hit: Hit) -> bool:
 
 
 def in_one_run(one: Hit, other: Hit) -> bool:
-    """Return whether two findings may be of the same run of dtctl: their paths do not tell them apart."""
+    """Return whether two findings may be of the same run of dtctl: their paths do not name two runs."""
     runs = {run_of(hit.line.file) for hit in (one, other)} - {None}
     return len(runs) < 2
 

@@ -70,14 +70,14 @@ def content(file: Path) -> Content:
 
 
 def _streamed(file: Path) -> tuple[bytes, str]:
-    """Return what a pipe or a device gives at once: one without a writer, or without an end, keeps nobody waiting."""
+    """Return the data that a pipe or a device has at once, without waiting for a missing writer or end."""
     fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     data, deadline = bytearray(), time.monotonic() + PATIENCE_S
     try:
         while len(data) < HEAD_BYTES and (left_s := deadline - time.monotonic()) > 0:
             try:
                 piece = os.read(fd, CHUNK)
-            except BlockingIOError:  # somebody has it open, and has not written yet
+            except BlockingIOError:  # a writer has it open, and has not written yet
                 select.select([fd], [], [], left_s)
                 continue
             if not piece:

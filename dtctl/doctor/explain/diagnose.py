@@ -89,7 +89,7 @@ def explain_all(paths: Sequence[Path]) -> Explanation:
 def _with_dumps(
     verdict: Verdict, found: list[Diagnosis], dumps: Sequence[Dump], layout: LogLayout
 ) -> tuple[Verdict, list[Diagnosis]]:
-    """Add what flight recorders say: they know who was late better than watchdogs do, and not why a program ended."""
+    """Add the verdict of flight recorders; they show late ranks better than watchdogs, but not why a program ended."""
     verdict_ = judge_dumps(dumps)
     if verdict_ is None:
         return verdict, found
@@ -147,7 +147,7 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
 
 
 def _explains(candidates: list[Candidate], found: Found) -> bool:
-    """Return whether the best candidate says more than that something ended, or was survived."""
+    """Return whether the best candidate explains more than that a process ended, or that an error was survived."""
     best = candidates[0]
     if best.place in (NOTE, SURVIVED, WARNED, REFUTED):
         ended = any(one.place in (EFFECT, AFTERWARDS) and not one.survived for one in candidates)
@@ -157,7 +157,7 @@ def _explains(candidates: list[Candidate], found: Found) -> bool:
 
 
 def _name_nodes(found: Found, host_names: HostNames) -> None:
-    """Call nodes as the spec does in all that is told of them."""
+    """Replace the names of nodes in all findings by those of the spec."""
     if not host_names.nodes:
         return
     for hit in (*found.hits, *found.complaints):
@@ -174,7 +174,7 @@ def _name_nodes(found: Found, host_names: HostNames) -> None:
 
 
 def _with_exit(first: Diagnosis, group: list[Hit], found: Found) -> Diagnosis:
-    """Add the rank and the node that a launcher names, where the error itself does not tell whose it is."""
+    """Add the rank and the node that a launcher names, if the error itself names none."""
     if first.ranks or group[0].signature.blames != "self" or group[0].signature.role != "cause":
         return first
     ends = [
@@ -191,7 +191,7 @@ def _with_exit(first: Diagnosis, group: list[Hit], found: Found) -> Diagnosis:
 
 
 def _told_of(found: Found) -> tuple[str, ...]:
-    """Return the few nodes on which anything is said to have ended, where the error itself names none."""
+    """Return the nodes on which a process is reported to have ended, if they are few; the error itself names none."""
     ends = [hit for hit in found.hits if hit.end is not None and not hit.survived]
     nodes = {hit.node for hit in ends if hit.node is not None}
     nodes = nodes or {hit.node for hit in (*found.hits, *found.complaints) if hit.node is not None and not hit.survived}
@@ -199,9 +199,9 @@ def _told_of(found: Found) -> tuple[str, ...]:
 
 
 def _named_first(candidates: list[Candidate], diagnoses: list[Diagnosis]) -> tuple[list[Candidate], list[Diagnosis]]:
-    """Put what the first yields to before it, although the program only warned of it.
+    """Move a candidate that explains the first before it, although the program only warned of it.
 
-    Of a store that nobody reached since its name means nothing, for example, the name is the cause.
+    If a store was not reached since its name cannot be resolved, for example, the name is the cause.
     """
     first = candidates[0].signature
     heads = {hit.groups.get("head") for hit in candidates[0].hits}
@@ -217,7 +217,7 @@ def _named_first(candidates: list[Candidate], diagnoses: list[Diagnosis]) -> tup
 
 
 def _settle_ranks(hits: list[Hit]) -> None:
-    """Keep the best of the ways in which launchers tell ranks.
+    """Keep the most reliable of the ranks that launchers report.
 
     torchrun's table comes before local ranks, and both before Slurm's tasks, which are nodes under torchrun.
     """
@@ -235,7 +235,7 @@ def _settle_ranks(hits: list[Hit]) -> None:
 
 
 def _merged(groups: dict[tuple[str, str], list[Hit]]) -> list[list[Hit]]:
-    """Return one group for each id, but for exceptions, of which several may be told apart."""
+    """Return one group for each id, but several for different exceptions of one id."""
     found: dict[object, list[Hit]] = {}
     for (id_, cause), hits in groups.items():
         generic = hits[0].raised is not None and hits[0].weight < 3
@@ -244,7 +244,7 @@ def _merged(groups: dict[tuple[str, str], list[Hit]]) -> list[list[Hit]]:
 
 
 def _failed(found: Found, candidates: list[Candidate]) -> bool:
-    """Return whether anything says that the job failed, and is not only a warning, or a complaint that was survived."""
+    """Return whether a line shows that the job failed, and is not only a warning, or an error that was survived."""
     if any(_insists(one.hits, found) for one in candidates):
         return True
     telling = (DEFINITE, LIKELY, OPEN, VAGUE, EFFECT, AFTERWARDS)
@@ -268,7 +268,7 @@ def _complaints(found: Found) -> list[Hit]:
 
 
 def _follows(one: Candidate, cause: Candidate) -> bool:
-    """Return whether a candidate is a consequence of the cause: its text says so, and it does not stand before it."""
+    """Return whether a candidate is a consequence of the cause: by its kind, and if it is not printed before it."""
     follows = one.place in (EFFECT, OPEN, AFTERWARDS) and not any(hit.survived for hit in cause.hits)
     return follows and in_one_run(cause.first, one.first) and not is_before(one.first, cause.first)
 
@@ -289,7 +289,7 @@ def _diagnosis(candidate: Candidate, found: Found, layout: LogLayout) -> Diagnos
     ranks: set[int] = set()
     nodes: set[str] = set()
     counted = group
-    if any(hit.root for hit in group):  # the launcher itself says whose was the first
+    if any(hit.root for hit in group):  # the launcher itself names the rank of the first
         counted = [hit for hit in group if hit.root]
     if signature.blames == "self":
         for hit in counted:

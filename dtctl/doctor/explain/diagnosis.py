@@ -34,9 +34,9 @@ class Diagnosis:
     source: str
     evidence: tuple[Evidence, ...]
     survived: bool = False
-    """True if training went on after it."""
+    """True if training continued after it."""
     again: str = ""
-    """Settings and outputs with which the same failure says more; empty where the cause is known."""
+    """Settings and outputs with which the same failure leaves more information; empty if the cause is known."""
     follows: bool = False
     """True if it is a consequence of the primary cause, going by its text or its time."""
 

@@ -96,7 +96,7 @@ def read_dump(path: Path) -> Dump | None:
 
 
 def _unpickled(raw: bytes) -> Any:
-    """Return what a pickle of plain data has. It asks for no more memory than its own length explains."""
+    """Return the content of a pickle of plain data. It allocates no more memory than its own length explains."""
     for op, argument, _ in pickletools.genops(raw):
         if op.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(raw):
             raise pickle.UnpicklingError("it numbers more than it has")
@@ -157,7 +157,7 @@ def _where(frames: Iterable[Mapping[str, Any]]) -> str:
 
 
 def judge_dumps(dumps: Iterable[Dump]) -> CollectiveVerdict | None:
-    """Return the rank to blame; None with fewer than two dumps, or if all ranks have entered the same collectives."""
+    """Return the rank that is late; None with fewer than two dumps, or if all ranks entered the same collectives."""
     by_rank = {dump.rank: dump for dump in dumps}
     if len(by_rank) < 2:
         return None

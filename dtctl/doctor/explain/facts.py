@@ -48,7 +48,7 @@ class Facts:
     """Libraries in native stacks, the innermost first."""
 
     wanted_interface: str = ""
-    """Interfaces that NCCL was told to use, where no process has found one of them."""
+    """Interfaces that NCCL was set to use, if no process has found any of them."""
     found_interface: bool = False
 
     def note(self, line: LogLine) -> None:

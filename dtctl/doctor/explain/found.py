@@ -40,15 +40,15 @@ class Hit:
     order: int = 0
     """Place among all finds."""
     ranks: tuple[int, ...] = ()
-    """More ranks of which it tells."""
+    """Further ranks that it names."""
     root: bool = False
     """True if a launcher calls this the first failure of its node."""
     bare: bool = False
     """True if an exception stands there without its traceback."""
     warned: bool = False
-    """True if the line says of itself that it is no failure."""
+    """True if the line is marked as no failure, such as a warning."""
     late: bool = False
-    """True if it stands behind a line that says that the training ended well."""
+    """True if it comes after a line that reports the successful end of the training."""
     survived: bool = False
     """True if the same rank has trained on afterwards, or ended well, or the program was started again."""
     restarted: bool = False
@@ -73,21 +73,21 @@ class Hit:
 
 @dataclass(slots=True)
 class Found:
-    """All that the logs say."""
+    """All findings from the logs."""
 
     hits: list[Hit] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
     """Ranks that have printed anything."""
     node_of: dict[int, str] = field(default_factory=dict)
     watching: list[LogLine] = field(default_factory=list)
-    """Lines in which a watchdog speaks."""
+    """Lines of a watchdog."""
     interfaces: Interfaces = field(default_factory=Interfaces)
     facts: Facts = field(default_factory=Facts)
     nodes: set[str] = field(default_factory=set)
     """Nodes that have printed anything."""
     world: int = 0
     complaints: list[Hit] = field(default_factory=list)
-    """Lines that complain in words that nobody here knows, and nothing shows to be survived."""
+    """Lines with an unknown error message, without a sign that it was survived."""
     length: dict[str, int] = field(default_factory=dict)
     """Lines of each file."""
     last_said: Activity | None = None

@@ -16,8 +16,8 @@ from dtctl.doctor.explain.signatures import Signature
 from dtctl.doctor.explain.tracebacks import TracebackReader
 
 UNLABELLED = 5
-"""Lines of progress after a traceback whose rank is not said, until it counts as survived: ranks die one after
-another, and a line of another rank may come in between."""
+"""Lines of progress after a traceback without a rank, until it counts as survived: ranks die one after another, and a
+line of another rank may come in between."""
 CALM = 8
 """Ordinary lines after one that only looks like an error, until it counts as survived."""
 LONG_CALM = 40
@@ -25,13 +25,13 @@ LONG_CALM = 40
 STICKY = frozenset(["device-assert", "illegal-access", "launch-failure"])
 """Faults from which a process does not recover: its CUDA context is lost."""
 BY_A_SHELL = frozenset(["command-missing", "conda-missing"])
-"""Faults after which a script goes on."""
+"""Faults after which a script continues."""
 _WANTS_THE_ENVIRONMENT = frozenset(
     ["missing-module", "import-failed", "missing-library", "undefined-symbol", "version-conflict", *BY_A_SHELL]
 )
 """Faults that may follow from a missing command which was to prepare the job's environment."""
 SCRIPT_GOES_ON = 20
-"""Ordinary lines after a command that a shell did not find, until the script has gone on without it."""
+"""Ordinary lines after a command that a shell did not find, until the script counts as continued without it."""
 ATTENTION = 400
 """Lines after a finding that are all looked at."""
 OFTEN = 64
@@ -58,10 +58,10 @@ _WARNING = re.compile(
     r"\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b|"
     r"\baccepting this\b|\bharmless\b|\bcan be ignored\b|\bnot (?:fatal|an error)\b"
 )
-"""A line that says of itself that it is no failure."""
+"""Mark of a line that is no failure, such as a warning."""
 _JSON_TEXTS = ("message", "msg", "log", "text", "event", "error", "exc_info", "exception", "stack")
 _NEWS = re.compile(r"\b(?:INFO|DEBUG)\b|\b[Rr]etry|\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b")
-"""A line that only tells what goes on."""
+"""Mark of a line that only reports progress."""
 _COMPLAINS = re.compile(r"rror|ERROR|CRITICAL|FATAL|xception")
 _SAYS_SO = re.compile(
     r"NCCL WARN|\b[Ee]rror|\bERROR\b|\bFATAL\b|\b[Ff]atal\b|\bCRITICAL\b|Exception\b|\[E |\[[EF]\d{3,4} |"
@@ -90,17 +90,17 @@ _WEAK_WORDS = (
     "Check failed",
     "Assertion",
 )
-"""A line that complains, in words that nobody here knows."""
+"""Words of a line with an unknown error message."""
 _LEVEL = re.compile(
     r"ERROR|CRITICAL|FATAL|FAILED|[Ff]atal|rror: |^Error|panic|borting|giving up|Assertion|Check failed"
 )
-"""Complaints that say more than that something could not be done."""
+"""Error messages that report more than that something could not be done."""
 _BY_A_SCRIPT = re.compile(
     r"^(?:all )?done[.!]?$|\bexit(?:ed)? (?:with )?(?:code|status)|\bExitCode=|\bState: ", re.IGNORECASE
 )
 """Last lines of a shell or a launcher, which may come after the failure of a process."""
 STILL_ENDING = 60
-"""Lines behind such a line within which what ends a job still ends the same one: a script may go on with another."""
+"""Lines after such a line within which the end of a job is that of the same one: a script may start another."""
 STEPS_OF_ANOTHER = 5
 """Lines of progress behind the end of a training that only another one can have printed."""
 _CONTENT_MATTERS = re.compile(
@@ -139,9 +139,9 @@ class _File:
     open: list[tuple[Hit, int]] = field(default_factory=list)
     """Hits that nothing shows to be survived, and how many lines of progress would show it."""
     complaining: bool = False
-    """True if lines that complain in unknown words are among them."""
+    """True if lines with unknown error messages are among them."""
     ended: bool = False
-    """True if a line says that the training ended well."""
+    """True if a line reports the successful end of the training."""
     ended_at: int = 0
     """The last such line."""
     after_end: int = 0
@@ -187,7 +187,7 @@ class _Scan:
         self.found.last_said = activity.before(lines, len(lines)) or self.found.last_said
 
     def _line(self, line: LogLine, index: int, state: _File, *, known_form: bool) -> bool:
-        """Look at a line; whether the next one of the same form may say more."""
+        """Process a line; return whether the next one of the same form may add information."""
         if line.time is not None:
             apart = state.time is not None and abs(line.time - state.time) > 1e6  # another year, or no time at all
             state.time = line.time if state.time is None or apart else max(line.time, state.time)
@@ -285,7 +285,7 @@ class _Scan:
             sticky = "NCCL WARN" in line.raw or hit.signature.id in STICKY
             hit.warned = hit.warned and not sticky and hit.signature.role != "symptom"
             if not _SAYS_SO.search(line.raw) and not signatures.SPOKEN_BY_TOOLS.search(known[0].source):
-                hit.weight = 0  # words in a line that calls itself no error: an exception that was raised says more
+                hit.weight = 0  # the line has no mark of an error: an exception that was raised counts more
             return [hit]
         if (
             any(word in text for word in _WEAK_WORDS)
@@ -297,7 +297,7 @@ class _Scan:
         return []
 
     def finish(self) -> Found:
-        """Say what the exceptions mean, whose they are, and leave out what is only a part of another."""
+        """Classify the exceptions, assign them to ranks, and leave out those that are only a part of another."""
         chained = {
             id(one)
             for hit in self.raised
@@ -412,7 +412,7 @@ def _needed(hit: Hit) -> int:
 
 
 def _complaint_of_nccl(text: str) -> bool:
-    """Return whether NCCL warns in words that nobody here knows, and not only of what it goes on without."""
+    """Return whether a line is an unknown warning of NCCL, and not only about something that it continues without."""
     return "NCCL WARN" in text and not _GOES_ON_WITHOUT.search(text)
 
 
@@ -435,7 +435,7 @@ def _ran_without(missed: Hit, other: Hit) -> bool:
 
 
 def _said(hit: Hit) -> bool:
-    """Return whether the words stand in a line that calls itself no error, since the program goes on after it."""
+    """Return whether the words stand in a line without a mark of an error, since the program continues after it."""
     return hit.weight == 0 and hit.raised is None and hit.signature.role == "cause"
 
 

@@ -1,4 +1,4 @@
-"""The network interfaces that NCCL and gloo say they use, and to which of them a failing address belongs. Pure."""
+"""Network interfaces that NCCL and gloo report to use, and the one that a failing address belongs to. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Interfaces:
     """variable -> value"""
 
     def note(self, text: str) -> None:
-        """Take what a line says of interfaces."""
+        """Record the interfaces that a line names."""
         if any(word in text for word in _ANNOUNCES):
             for found in _USED.finditer(text):
                 self.address_of.setdefault(found["name"], set()).add(found["address"])

@@ -1,7 +1,7 @@
 """Meaning of an exception without a signature, by its class, its error number and the place that raised it. Pure.
 
-Whoever raised it decides what there is to correct: an exception of the user's own file is one of the program; one that
-comes out of a library, a file, the network, a download or an import says something about those first.
+The code that raised it decides what there is to correct: an exception of the user's own file is an error of the
+program; one from a library, a file, the network, a download or an import points to those first.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Explained:
     signature: Signature
     groups: Mapping[str, str]
     raised: Raised
-    """The one of its chain that says most."""
+    """Most specific exception of its chain."""
     weight: int
     """Strength: 3 a known text, 2 a kind, 1 an exception of the program, 0 of a library, -1 a consequence."""
 
@@ -260,7 +260,7 @@ def explain(last: Raised) -> Explained:
         and chosen.raised.short in _PROBING
         and of_weight[-1].raised is last
     ):
-        # An attempt that was expected to fail; what the program said in the end is what it meant.
+        # An attempt that was expected to fail: the program's last exception is the one that it raised on purpose.
         return of_weight[-1]
     return chosen
 
@@ -327,7 +327,7 @@ def _groups(raised: Raised, later: Raised | None) -> dict[str, str]:
     where = "the line that its traceback names"
     if users:
         where = users[-1].where
-    elif frames:  # nobody is to correct dtctl's own files
+    elif frames:  # the user is not to correct dtctl's own files
         where = "the line of the program that calls dtctl" if library_of(frames[-1]) == OWN else frames[-1].where
     return {
         "text": text.rstrip(": "),
@@ -348,7 +348,7 @@ def _blamed_library(raised: Raised) -> str:
 
 
 def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the form of questions
-    """Return the id of the kind of an exception that no signature knows, and how much it says."""
+    """Return the id of the kind of an exception without a signature, and its weight."""
     name, text = raised.short, raised.text
     root = raised.name.partition(".")[0] if "." in raised.name else ""
     libraries = [library_of(frame) for frame in raised.frames]

@@ -1,7 +1,7 @@
-"""Ends of processes, as launchers, schedulers, shells and fault handlers tell them: who, by which signal or code.
+"""Ends of processes, as launchers, schedulers, shells and fault handlers report them: rank, signal or exit code.
 
-torchrun's table, srun, mpirun, DeepSpeed, Lightning, spawn, Ray, Kubernetes and shells say the same in many forms; here
-they become one: rank, node, exit code, signal, and whether the launcher calls it the first. Pure.
+torchrun's table, srun, mpirun, DeepSpeed, Lightning, spawn, Ray, Kubernetes and shells report the same in many forms.
+Here they become one: rank, node, exit code, signal, and whether the launcher reports it as the first. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIGNALS = {
     "Quit": 3, "Trace/breakpoint trap": 5, "User defined signal 1": 10, "User defined signal 2": 12,
     "Broken pipe": 13, "Alarm clock": 14, "CPU time limit exceeded": 24, "Cputime limit exceeded": 24,
     "File size limit exceeded": 25, "Filesize limit exceeded": 25, "Bad system call": 31,
-    # As shells say them in other languages
+    # Messages of shells in other languages
     "已杀死": 9, "段错误": 11, "总线错误": 7, "已终止": 15, "已放弃": 6, "強制終了": 9, "죽었음": 9,
     "세그멘테이션 오류": 11, "Getötet": 9, "Speicherzugriffsfehler": 11, "Processus arrêté": 9,
     "Erreur de segmentation": 11, "Violación de segmento": 11, "Falha de segmentação": 11, "Ucciso": 9,
@@ -36,7 +36,7 @@ MEANINGS = {
     25: "the limit of the size of a file was reached (ulimit -f)",
     31: "a system call that its container or sandbox does not allow (seccomp)",
 }
-"""Signal -> reason for which the system sends it, or who does."""
+"""Signal -> reason for which the system sends it, or its sender."""
 _NAMED = "|".join(SIGNALS)
 _FATAL = (2, 3, 4, 5, 6, 7, 8, 9, 11, 15, 24, 25, 31)
 """Signals that a shell's 128+N stands for."""
@@ -163,7 +163,7 @@ class Table:
 
 
 def exit_of(line: LogLine, table: Table) -> ReportedExit | None:
-    """Return the end of a process that this line tells, None where it tells none or a good one."""
+    """Return the end of a process that this line reports; None if it reports none or a successful one."""
     text = line.text
     if not any(word in text for word in _GATE):
         return None
@@ -171,7 +171,7 @@ def exit_of(line: LogLine, table: Table) -> ReportedExit | None:
         return row
     if text.startswith("srun") and (srun := _SRUN.search(text)) is not None:
         return _srun(srun)
-    if "potential root causes" in text:  # Ray lists what it does not know
+    if "potential root causes" in text:  # Ray lists what it cannot determine
         return None
     for form in _FORMS:
         found = form.search(text)

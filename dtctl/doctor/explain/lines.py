@@ -1,4 +1,4 @@
-"""Lines of logs without what launchers put before them, and what those prefixes say: rank, node, time. Pure."""
+"""Lines of logs without the prefixes of launchers, and the facts in those prefixes: rank, node, time. Pure."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ PROGRESS = re.compile(
     r"['\"]?\s*[=: ]\s*[-+]?\.?\d|\d(?:it/s|s/it)\b",
     re.IGNORECASE,
 )
-"""Lines that a run prints while it goes on."""
+"""Lines that a run prints while it makes progress."""
 _PATH_RANK = re.compile(r"(?:^|[._/-])rank[-_.]?(\d+)(?=[._/-]|$)")
 _TORCHRUN_PATH = re.compile(r"attempt_\d+/(\d+)/std(?:out|err)\.log$")
 _DTCTL_PATH = re.compile(r"(?:(?P<run>.*)/)?logs/(?P<node>[^/]+)/(?:rank-\d+|agent)\.log$")
@@ -117,14 +117,14 @@ class LogLine:
 
 
 def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | None) -> LogLine:
-    """Return a line and what its prefixes say.
+    """Return a line and the facts in its prefixes.
 
     Args:
         raw: as it stands in the file, without its line end.
         file: where.
         number: which line, from 1.
-        rank: whose file it is, if the file is one rank's.
-        node: whose file it is, if the file is one node's.
+        rank: the rank of the file, if the file is one rank's.
+        node: the node of the file, if the file is one node's.
     """
     text = shown(raw)
     time: float | None = None
@@ -197,6 +197,6 @@ def owner_of(path: Path) -> tuple[int | None, str | None]:
 
 
 def run_of(file: str) -> str | None:
-    """Return the folder of the run of dtctl that a log file belongs to, going by its path; None where it tells none."""
+    """Return the folder of the run of dtctl that a log file belongs to, by its path; None if it contains none."""
     found = _DTCTL_PATH.search(file)
     return found["run"] if found else None

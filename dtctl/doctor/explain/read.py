@@ -24,7 +24,7 @@ SUFFIXES = (".log", ".out", ".err", ".txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """A file that says less than it should, or a folder without any."""
+    """File that could not be read completely, or a folder without files."""
 
     file: str
     why: str
@@ -106,7 +106,7 @@ def _plan_of(path: Path) -> Path | None:
 
 
 def _agreed(tables: Sequence[dict[_Key, str]]) -> dict[_Key, str]:
-    """Return what several tables say and none of them contradicts."""
+    """Return the entries of several tables that none of them contradicts."""
     said: dict[_Key, set[str]] = {}
     for table in tables:
         for key, value in table.items():

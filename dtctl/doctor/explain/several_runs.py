@@ -1,4 +1,4 @@
-"""Several runs of a program in one file, one behind the other: what the last one says is to be explained. Pure."""
+"""Several runs of a program in one file, one after the other: only the last one is to be explained. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Starts:
     """The last line of progress."""
 
     def follow(self, form: str, number: int) -> bool:
-        """Take in a line of a file, without its digits; whether the file may begin anew with it."""
+        """Process a line of a file, without its digits; return whether a new run may begin with it."""
         if len(self.opening) < OPENING:
             if self.opening or form.strip():
                 self.opening += (form,)
@@ -44,7 +44,7 @@ class Starts:
         return True
 
     def follow_up(self, form: str) -> None:
-        """Take in the line behind one with which the file may begin anew."""
+        """Process the line after one with which a new run may begin."""
         if form == self.opening[1] and not _PRINTED_BY_ALL.search(form):
             self.begun_again[-1] = (self.begun_again[-1][0], True)
 
@@ -71,7 +71,7 @@ def mark_earlier_runs(found: Found, file: str, starts: Starts, *, lines: int) ->
 
 
 def _says_more(start: int, hits: Sequence[Hit], starts: Starts, lines: int) -> bool:
-    """Return whether a run says anything behind its first lines."""
+    """Return whether a run prints anything of interest after its first lines."""
     long = lines - start > 3 * OPENING
     return long or starts.went_on > start or any(hit.line.number > start for hit in hits)
 
@@ -82,7 +82,7 @@ def _of_a_parent(hit: Hit) -> bool:
 
 
 def _of_several_processes(hit: Hit) -> bool:
-    """Return whether something is said of one process among others: a rank that ended, or a peer that was lost."""
+    """Return whether a finding is about one process among others: a rank that ended, or a peer that was lost."""
     lost = hit.raised is not None and hit.signature.role in ("effect", "symptom") and not _of_a_parent(hit)
     return (hit.end is not None and bool(hit.end.ranks)) or (lost and hit.signature.id != "interrupted")
 

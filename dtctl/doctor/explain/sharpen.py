@@ -1,4 +1,4 @@
-"""More about a primary cause than one line tells: by the other ranks, by addresses, by what was going on. Pure."""
+"""More about a primary cause than one line shows: from other ranks, addresses, and the last activity. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WAITING = (
     "peer-late",
     "tasks-missing",
 )
-"""Diagnoses of somebody who was waited for: what the program did before is a part of the cause."""
+"""Diagnoses of a process that others waited for: what the program did before is a part of the cause."""
 _CONNECTING = (
     "no-route",
     "connect-timeout",
@@ -91,7 +91,7 @@ XIDS = {
 
 
 def sharpen(found: Diagnosis, candidate: Candidate, all_: Found) -> tuple[Diagnosis, Confidence | None]:
-    """Return a primary cause with what all facts together say, and the confidence that they allow; None for its own."""
+    """Return a primary cause refined by all facts, and the confidence that they allow; None for its own."""
     before, group = found.confidence, candidate.hits
     if found.id in _OF_COLLECTIVES:
         found = _collective(found, all_)
@@ -175,7 +175,7 @@ def _peer(found: Diagnosis, group: list[Hit]) -> Diagnosis:
 
 
 def _apart(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
-    """Return name all of the ranks of which a text says what they called."""
+    """Add all ranks whose call is named in a text."""
     texts = [hit.raised.text if hit.raised else hit.line.text for hit in group]
     told = {int(rank) for text in texts for rank in re.findall(r"\b[Rr]ank (\d+) is running", text)}
     ranks = tuple(sorted({*found.ranks, *told}))
@@ -190,7 +190,7 @@ def _tasks(found: Diagnosis, group: list[Hit]) -> Diagnosis:
 
 
 def _doing(found: Diagnosis, group: list[Hit]) -> Diagnosis:
-    """Return what the program did before somebody waited is a part of the cause."""
+    """Add the last activity of the program before the wait to the cause."""
     doing = next((hit.before for hit in group if hit.before is not None and hit.before.doing), None)
     said = next((hit.before for hit in group if hit.before is not None), None)
     if doing is not None:
@@ -219,7 +219,7 @@ def _without_a_word(found: Diagnosis, all_: Found) -> Diagnosis:
 
 
 def _store(found: Diagnosis, group: list[Hit]) -> Diagnosis:
-    """Tell refused from silent, where the attempts before the last say it."""
+    """Distinguish a refused connection from silence, if the attempts before the last show it."""
     texts = " ".join(hit.line.text for hit in group)
     number = next((number for number in _STORE_ERRORS if f"errno: {number} " in texts), None)
     if number is None:

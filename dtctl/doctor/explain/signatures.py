@@ -20,12 +20,12 @@ Blames = Literal["self", "group", "all"]
 SPOKEN_BY_TOOLS = re.compile(
     r"slurm|open-mpi|man\.openbsd|gnu\.org/software/bash|kubernetes|DeepSpeed/issues/4907|horovod/issues/467|man2/execve|container-toolkit|conda\.io"
 )
-"""Sources of the signatures of schedulers, shells and SSH: they need not say that what they say is an error."""
+"""Sources of the signatures of schedulers, shells and SSH: their messages need no mark of an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """One cause and the texts that it is known by; the head of signatures.yaml says what the fields mean."""
+    """One cause and the texts that identify it; the head of signatures.yaml documents the fields."""
 
     id: str
     patterns: tuple[re.Pattern[str], ...]
@@ -63,7 +63,7 @@ def kinds() -> dict[str, Signature]:
 
 
 def kind(id_: str) -> Signature:
-    """Return one of them; an exception without its traceback is one of the program's as far as anybody can tell."""
+    """Return a kind by its id; an exception without its traceback counts as one of the program's."""
     return replace(kinds()[id_], id="exception") if id_ == "not-in-traceback" else kinds()[id_]
 
 
@@ -123,9 +123,9 @@ def _index() -> _Index:
 
 
 def _needed(parsed: Iterable[Any]) -> list[tuple[str, bool]] | None:
-    """Words of which a text needs one at least to fit a pattern, each with whether it stands there as a whole word.
+    """Return words such that every match of a pattern has at least one; each with whether it is a whole word there.
 
-    None where the pattern tells none.
+    None if the pattern has no such words.
     """
     runs: list[str] = [""]
     choices: list[list[tuple[str, bool]]] = []
@@ -165,7 +165,7 @@ def _words(run: str) -> Iterator[tuple[str, bool]]:
 
 
 def find_best(text: str) -> tuple[Signature, dict[str, str]] | None:
-    """Return the signature that says most about a text, and its named groups: a cause before a consequence."""
+    """Return the most specific signature for a text, and its named groups: a cause before a consequence."""
     text = _OTHER_DEVICES.sub(r"CUDA\1", text[:LONGEST])
     index, lower = _index(), text.lower()
     candidates = list(index.always)

@@ -32,7 +32,7 @@ PEER_LOST = frozenset(
     ("peer-closed", "peer-closed-store", "remote-error", "connect-refused", "nccl-id-missing", "watchdog-follow-up",
      "derived", "worker-failed", "torchrun-no-traceback", "worker-exit", "worker-lost", "ib-flushed", "traceback-cut")
 )  # fmt: skip
-"""Kinds of errors by which a process says that another one has failed."""
+"""Kinds of errors by which a process reports that another one has failed."""
 _OF_AN_END = re.compile(
     r"(?i)exit ?code|child process|(?:container|process) (?:has )?(?:failed|exited|died)|launch error"
 )
@@ -44,7 +44,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One cause with the lines that speak for it, the earliest first."""
+    """One cause with the lines that show it, the earliest first."""
 
     hits: list[Hit]
     place: int
@@ -56,17 +56,17 @@ class Candidate:
 
     @property
     def signature(self) -> Signature:
-        """Return what all of the lines say."""
+        """Return the signature of all of the lines."""
         return self.hits[0].signature
 
     @property
     def survived(self) -> bool:
-        """Return whether training went on after all of it."""
+        """Return whether training continued after all of it."""
         return all(hit.survived for hit in self.hits)
 
 
 def voice_of(hit: Hit) -> Voice:
-    """Return who has printed what was found."""
+    """Return the source of a finding: the kind of process that has printed it."""
     if hit.end is not None:
         return "launcher"
     if hit.raised is not None and not hit.bare:
@@ -84,7 +84,7 @@ def when(hit: Hit, many: bool) -> tuple[float, int]:
 
 
 def is_before(one: Hit, other: Hit) -> bool | None:
-    """Return whether one line was printed before another; None where neither a file nor clocks tell."""
+    """Return whether one line was printed before another; None if neither a file nor clocks show it."""
     if one.line.file == other.line.file:
         return one.order < other.order
     if one.time is None or other.time is None:
@@ -98,9 +98,9 @@ def rank_candidates(
     """Return the candidates, the best one first.
 
     Args:
-        groups: lines that say the same, the earliest first.
-        found: all that the logs say.
-        roots: ranks whose end a launcher calls the first.
+        groups: lines with the same meaning, the earliest first.
+        found: all findings from the logs.
+        roots: ranks that a launcher reports as the first to end.
         many: True if the lines are of several files.
     """
     known = {hit.signature.id for hit in found.hits if not hit.survived}
@@ -109,7 +109,7 @@ def rank_candidates(
 
     def key(one: Candidate) -> tuple[int, bool, tuple[float, int]]:
         not_root = bool(roots) and not any(hit.rank in roots or roots & set(hit.ranks) for hit in one.hits)
-        told_to = one.signature.id == "stopped"  # what another failure led to, even if it is told first
+        told_to = one.signature.id == "stopped"  # a consequence of another failure, even if it is printed first
         place = LIKELY if one.place == OPEN else one.place
         return (place, told_to or not_root, when(one.first, many))
 

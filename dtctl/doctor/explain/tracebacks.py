@@ -17,7 +17,7 @@ HEADER = "Traceback (most recent call last)"
 LONGEST_GAP = 120
 """Lines of others that may come between a frame and the exception that it belongs to."""
 LONGEST_REPORT = 600
-"""Lines of what a logger says when it could not log."""
+"""Most lines of a logger's report of an error of its own."""
 MAX_DETAIL = 16
 """Lines of a message that are kept, beyond its first."""
 _FRAME = re.compile(r'^[\s>|+^]*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?\s*$')
@@ -160,7 +160,7 @@ class Raised:
     bare: bool = False
     """True if it stands there without a traceback."""
     ignored: bool = False
-    """True if Python itself, or a logger, says that nothing came of it."""
+    """True if Python itself, or a logger, reports it as without effect."""
     rank: int | None = None
     """The process that it comes from, where a parent passes it on."""
     node: str | None = None
@@ -211,7 +211,7 @@ class TracebackReader:
     """Finds the exceptions in the lines of one process, or of several that write into one stream."""
 
     opened: int = 0
-    """Tracebacks that have begun, and whose exception has not come yet."""
+    """Number of tracebacks that have begun, and whose exception is not printed yet."""
     frames: list[TracebackFrame] = field(default_factory=list)
     gap: int = 0
     """Lines since the last one that belongs to a traceback."""
@@ -220,7 +220,7 @@ class TracebackReader:
     link: Link = ""
     last: Raised | None = None
     saying: Raised | None = None
-    """The exception whose message may go on."""
+    """Exception whose message may continue."""
     ignored: int = 0
     """Lines within which a traceback is one that Python ignores."""
     rank: int | None = None
@@ -277,7 +277,7 @@ class TracebackReader:
         return False, None
 
     def cut_off(self) -> Raised | None:
-        """Return the traceback whose exception never came, None without one."""
+        """Return the traceback whose exception was never printed, or None."""
         if len(self.frames) == 1 and "/lib/python" in self.frames[0].path:  # a scrap of one
             return None
         launcher = self.frames and any(

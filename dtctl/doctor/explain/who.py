@@ -23,7 +23,7 @@ RANK = re.compile(
     r"\[rank (?P<in>\d{1,5})\]|\(rank (?P<par>\d{1,5})\)|\b" + _SUBJECT.format(name="doing") + _FATE +
     r"|worker rank (?P<w>\d{1,5})\b|\bon rank (?P<on>\d{1,5})\b"
 )  # fmt: skip
-"""A rank that a line says something happened to."""
+"""Rank that a line reports an event of."""
 _PROCESS = re.compile(r"(?i)\bproc(?:ess)?" + _NUMBER.format(name="process") + r"(?!got signal\b)" + _FATE)
 """A number that may be a rank as well as the number that the system has given to a process; torch's `Process 182 got
 signal: 15` is the latter."""
@@ -35,13 +35,13 @@ NODE = re.compile(
     r"\[proxy:\d+(?::\d+)?@(?P<proxy>[\w.-]+)\]|\bon (?P<remote>[\w.-]*[\w-]), is localhost: False|"
     r"RUNNING AT (?P<mpich>[\w.-]+)|^\[(?P<said>" + _HOST + r")\] [Rr]ank \d"
 )
-"""A node that a line says something happened on."""
+"""Node that a line reports an event on."""
 _LAUNCHER = re.compile(r"\[mpiexec@(?P<node>[\w.-]+)\]")
 """Hosts of launchers: the node of their lines that name no other."""
 
 
 def rank_named(text: str) -> int | None:
-    """Return the rank that a line says something about; None where it names none.
+    """Return the rank that a line is about; None if it names none.
 
     >>> rank_named("ERROR:composer.cli.launcher:Rank 2 crashed with exit code -7.")
     2
@@ -53,7 +53,7 @@ def rank_named(text: str) -> int | None:
 
 
 def process_named(text: str) -> int | None:
-    """Return the number of a process that a line says something about, which is a rank only if the job has that rank.
+    """Return the number of the process that a line is about, which is a rank only if the job has that rank.
 
     >>> process_named("Process 3 exited with code 1")
     3
@@ -63,7 +63,7 @@ def process_named(text: str) -> int | None:
 
 
 def node_named(text: str) -> str | None:
-    """Return the node that a line says something about; None where it names none.
+    """Return the node that a line is about; None if it names none.
 
     >>> node_named("srun: error: Task launch for 36.0 failed on node cn131: Job credential expired")
     'cn131'

@@ -114,7 +114,7 @@ def _targets(comprehension: ast.AST) -> list[ast.AST]:
 
 
 def _asked(module: SourceFile, node: ast.AST, name: str) -> bool:
-    """Return whether a condition around a node asks for what it uses, or for a flag that may stand for the rank."""
+    """Return whether a condition around a node tests what it uses, or a flag that may stand for the rank."""
     for parent, child in module.chain(node):
         if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
             text = ast.unparse(parent.test)

@@ -265,7 +265,7 @@ _ZEROES = re.compile(r"zero_grad|\.grad\s*=\s*None|grad\w*\.(?:zero_|fill_|detac
 
 
 def _zeroes(module: SourceFile, function: ast.AST) -> bool:
-    """Return whether a function, one that it calls, or one of its class zeroes gradients, as its words say."""
+    """Return whether a function, one that it calls, or one of its class zeroes gradients, by the words in its code."""
     owner = module.enclosing(function, (ast.ClassDef,))
     if _ZEROES.search(ast.unparse(owner or function)):
         return True
@@ -370,7 +370,7 @@ def _changes(part: ast.AST, names: set[str], attributes: set[str], owners: set[s
         names: names.
         attributes: names of attributes, of whatever object.
         owners: names of objects that a method of theirs, or a function that gets them, may change.
-        model: whose call is known to change none.
+        model: name of the model; its call is known to change none.
     """
     if isinstance(part, _DEFINES):
         return True

@@ -114,7 +114,7 @@ def same_order(check: Check) -> Iterator[Problem]:
 
 
 def _given_away(check: Check, sampler: ast.Call) -> bool:
-    """Return whether a sampler is an argument of a function that cannot be read, which may tell it the epoch."""
+    """Return whether a sampler is an argument of a function that cannot be read, which may set its epoch."""
     module = check.module
     statement = module.statement(sampler)
     name = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
@@ -132,7 +132,7 @@ def _given_away(check: Check, sampler: ast.Call) -> bool:
 
 
 def _shuffles(check: Check, call: ast.Call) -> bool:
-    """Return whether a sampler shuffles what is trained on, as far as can be told."""
+    """Return whether a sampler shuffles training data, as far as the code shows it."""
     arguments = _args(call, "dataset", "num_replicas", "rank", "shuffle")
     statement = check.module.statement(call)
     target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
@@ -158,7 +158,7 @@ def _repeats(check: Check, importers: tuple[SourceFile, ...]) -> bool:
 
 
 def _same_order_elsewhere(check: Check, where: str) -> Iterator[Problem]:
-    """Samplers that a function of another file makes for this one, which has the epochs: `where` says in which line."""
+    """Yield samplers that a function of another file makes for this one, which has the epochs, in line `where`."""
     module = check.module
     if check.project.methods(module, "set_epoch"):
         return

@@ -73,7 +73,7 @@ def _moves(check: Check) -> list[ast.Call]:
 
 
 def _moved(check: Check, call: ast.Call) -> bool:
-    """Return whether what a call makes is put on a device, at once or later, or goes where nobody can tell."""
+    """Return whether the result of a call is put on a device, at once or later, or has an unknown destination."""
     module = check.module
     above: ast.AST = call
     while not isinstance(above, ast.stmt):
@@ -171,7 +171,7 @@ def _is_fixed(node: ast.expr, *, number: bool) -> bool:
 
 
 def _for_one_process(check: Check, node: ast.AST) -> bool:
-    """Return whether a condition around it asks whether the job is distributed at all."""
+    """Return whether a condition around it tests whether the job is distributed at all."""
     return any(
         isinstance(parent, ast.If | ast.IfExp)
         and child is not parent.test
@@ -306,7 +306,7 @@ def no_device_chosen(check: Check) -> Iterator[Problem]:
 
 
 def _ids_of_ddp(check: Check) -> bool:
-    """Return whether DDP is told a GPU of the rank's own."""
+    """Return whether a call of DDP has `device_ids`, the GPU of the rank."""
     return any(keyword(call, "device_ids") is not None for call in check.module.calls_of(names.DDP))
 
 

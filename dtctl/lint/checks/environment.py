@@ -284,7 +284,7 @@ def _compared(check: Check, node: ast.expr, name: object) -> Iterator[Problem]:
 
 
 def _optional(check: Check, node: ast.AST) -> bool:
-    """Return whether a condition around it asks whether a launcher has set it, or stands for one process."""
+    """Return whether a condition around it tests whether a launcher has set it, or stands for one process."""
     return any(
         isinstance(parent, ast.If)
         and any(

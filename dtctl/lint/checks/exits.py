@@ -101,7 +101,7 @@ def _meets(check: Check, node: ast.If) -> bool:
 
 
 def _left_loop(check: Check) -> Iterator[tuple[ast.stmt, Problem]]:
-    """`break` and `continue` that the rank decides on, in a loop whose backward pass all ranks have to make."""
+    """Yield each `break` and `continue` that depends on the rank, in a loop whose backward pass needs all ranks."""
     module = check.module
     leaving: list[ast.stmt] = [
         *module.nodes_of(ast.Break), *module.nodes_of(ast.Continue), *module.nodes_of(ast.Return),
@@ -137,7 +137,7 @@ def _left_loop(check: Check) -> Iterator[tuple[ast.stmt, Problem]]:
 
 
 def _ends_without_error(module: SourceFile) -> list[ast.Call]:
-    """Calls that end the process, and say that nothing went wrong: no launcher ends the others then."""
+    """Return the calls that end the process with exit code 0: no launcher ends the others then."""
     calls = [*module.methods.get("exit", ()), *module.methods.get("quit", ()), *module.methods.get("_exit", ())]
     return [
         call
@@ -354,7 +354,7 @@ def swallowed(check: Check) -> Iterator[Problem]:
 
 
 def _goes_on_alone(check: Check, handler: ast.ExceptHandler) -> bool:
-    """Return whether a handler hides that this rank could not join, and the program goes on."""
+    """Return whether a handler hides that this rank could not join, and the program continues."""
     module = check.module
     around = module.parents[handler]
     joins = isinstance(around, ast.Try) and any(

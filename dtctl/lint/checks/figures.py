@@ -66,7 +66,7 @@ def own_figure(check: Check) -> Iterator[Problem]:
             if shown is None:
                 continue
             condition = condition or next(guards(*shown), None)
-        # Where nothing else says that there are several ranks, a condition on the rank does.
+        # If nothing else shows that there are several ranks, a condition on the rank does.
         if (condition is None and not known) or (condition is not None and not condition.at_zero):
             continue
         figure = next(_figures(check, call), None)
@@ -136,7 +136,7 @@ def _is_text_or_table(value: ast.expr) -> bool:
 
 
 def _own_line(check: Check, node: ast.AST, depth: int = _DEPTH) -> int | None:
-    """The line in which a figure comes about that this rank has computed and nobody has reduced; None for others."""
+    """Return the line that computes a figure of this rank only, without a reduction; None for other figures."""
     if isinstance(node, ast.Attribute) and node.attr in _METER:
         name = key(node.value)
         own = name is not None and _FIGURE.search(name.rpartition(".")[2]) and not _reduced_meter(check, node.value)
@@ -237,7 +237,7 @@ def _own(module: SourceFile, value: ast.expr) -> bool:
 
 
 def _reduces(module: SourceFile, value: ast.expr) -> bool:
-    """Return whether an expression reduces, as its words or those of the function that it calls say."""
+    """Return whether an expression reduces, by its words or those of the function that it calls."""
     if _REDUCES.search(ast.unparse(value)):
         return True
     target = function_of(module, value) if isinstance(value, ast.Call) else None
@@ -245,7 +245,7 @@ def _reduces(module: SourceFile, value: ast.expr) -> bool:
 
 
 def _reduced_meter(check: Check, meter: ast.expr) -> bool:
-    """Return whether a meter reduces over ranks itself, or is told what has been reduced."""
+    """Return whether a meter reduces over ranks itself, or gets reduced values."""
     module, name = check.module, key(meter)
     for value in origins(module, meter):
         made = callee(value.module, value.node) if isinstance(value.node, ast.Call) else None

@@ -17,7 +17,7 @@ from dtctl.lint.source_file import constant, keyword, position
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Legacy:
-    """One name; legacy.yaml says what the fields mean."""
+    """Legacy name and its replacement; legacy.yaml documents the fields."""
 
     instead: str
     since: str = ""
@@ -177,7 +177,7 @@ def _calls_changed(check: Check, name: str, entry: Legacy) -> list[Edit] | None:
 
 
 def _call_changed(check: Check, call: ast.Call, entry: Legacy) -> list[Edit] | None:
-    """The edits that put an argument in front of the others of a call, and name those whose place has changed."""
+    """Return the edits that put an argument first in a call, and add names to those whose place has changed."""
     func, lines = call.func, check.module.lines
     if func.end_lineno is None or func.end_col_offset is None:
         return None

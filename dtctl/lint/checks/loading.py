@@ -143,7 +143,7 @@ def unmapped(check: Check) -> Iterator[Problem]:
 
 
 def _data(check: Check, call: ast.Call) -> bool:
-    """Return whether what is loaded is data rather than the state of a training, as the names and the place say."""
+    """Return whether a call loads data rather than the state of a training, by the names and the place."""
     module = check.module
     owner = module.enclosing(call, (ast.ClassDef,))
     if isinstance(owner, ast.ClassDef) and re.search(
@@ -175,7 +175,7 @@ def downloaded_by_all(check: Check) -> Iterator[Problem]:
                 severity="info" if weights else None,
             )
     yield from _from_the_hub(check)
-    # In a function of a file that knows nothing of ranks: reported where the training calls it.
+    # In a function of a file that does not use ranks: reported where the training calls it.
     for name in sorted(module.methods) if module.trains else ():
         if not re.search(r"data|load|build|get|make|create|prepare|train|test|set", name, re.IGNORECASE):
             continue
@@ -221,7 +221,7 @@ _FIRST = re.compile(r"main_process_first|local_main_process_first|rank_zero_firs
 
 
 def _hub_name(check: Check, call: ast.Call) -> str | None:
-    """The name that a call asks the hub for; None for a path, for what is not known, and for files that are there."""
+    """Return the name that a call requests from the hub; None for a path, an unknown name, and existing files."""
     if not _of_the_hub(check.module, call):
         return None
     given = {argument.arg for argument in call.keywords}
@@ -250,7 +250,7 @@ _HUB_PACKAGES = (
 
 
 def _of_the_hub(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a call is one of a library that asks the hub: of a class of it, or of its own function."""
+    """Return whether a call is one of a library that uses the hub: of a class of it, or of its own function."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
     return any(
         (value.module.name(value.node) or "").partition(".")[0] in _HUB_PACKAGES for value in origins(module, owner)
@@ -258,7 +258,7 @@ def _of_the_hub(module: SourceFile, call: ast.Call) -> bool:
 
 
 def default_of_setting(check: Check, node: ast.expr) -> object:
-    """Return what a setting of the command line is if nobody gives it: of argparse, or of a class of settings."""
+    """Return the default of a setting of the command line: of argparse, or of a class of settings."""
     if not isinstance(node, ast.Attribute):
         return None
     module = check.module
@@ -314,7 +314,7 @@ def _downloads(module: SourceFile) -> Iterator[tuple[ast.Call, str, bool]]:
 
 
 def _wanted(module: SourceFile, download: ast.expr) -> bool:
-    """Return whether `download=` says yes: True, or that the data are not there yet, which all ranks find at once."""
+    """Return whether `download=` is true: True, or a check that the data is missing, which all ranks do at once."""
     return any(
         constant(value) is True or (isinstance(value, ast.UnaryOp) and "exists(" in ast.unparse(value))
         for value in module.values(download)

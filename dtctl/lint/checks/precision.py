@@ -59,7 +59,7 @@ def _backward(check: Check) -> bool:
 
 
 def _is_half(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether an autocast surely computes in float16: it says so, or is CUDA's default."""
+    """Return whether an autocast surely computes in float16: by its argument, or as CUDA's default."""
     given = {argument.arg for argument in call.keywords}
     if None in given:
         return False
@@ -80,7 +80,7 @@ def _is_half(module: SourceFile, call: ast.Call) -> bool:
 
 
 def _around_training(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a backward pass follows in the function, and nothing says that no gradients are wanted."""
+    """Return whether a backward pass follows in the function, and nothing disables gradients."""
     function = module.scope(call)
     quiet = any(
         isinstance(parent, ast.With) and any("no_grad" in ast.unparse(item.context_expr) or "inference_mode" in

@@ -20,7 +20,7 @@ _DISTRIBUTED = re.compile(
     r"^(?:[\w.]*(?:is_initialized\(\)|is_available\(\)|is_distributed\(\)|distributed|ddp|parallel|multi_?gpu|is_dist|sync_gradients)"
     r"|and|or|\s|[\w.]*(?:world_size|n(?:um)?_gpus?)(?:\(\))? > 1|[\w.]*rank != -1)+$"
 )
-"""A condition that only asks whether there are several ranks."""
+"""Condition that only tests whether there are several ranks."""
 _QUIET = re.compile(
     r"builtins?\.print\s*=|__builtin__|setup_for_distributed|rank_zero_print|def print\b|__builtins__\[|"
     r"sys\.stdout\s*=|suppress_print"
@@ -182,7 +182,7 @@ def said_by_all(check: Check) -> Iterator[Problem]:
 
 
 def _by_all(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a line is printed by all ranks, and does not say by which."""
+    """Return whether all ranks print a line that does not name the rank."""
     if "rank" in ast.unparse(call).lower() or (for_some(module, call) is not None and not by_turns(module, call)):
         return False
     return module.enclosing(call, (ast.ExceptHandler,)) is None and not by_launcher(module, call)

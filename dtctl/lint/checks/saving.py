@@ -56,7 +56,7 @@ def every_rank_writes(check: Check) -> Iterator[Problem]:
         if for_some(module, call) is not None or by_launcher(module, call) or not _fixed_path(check, path):
             continue
         if keyword(call, "is_main_process") is not None:
-            continue  # save_pretrained() is told who it is
+            continue  # save_pretrained() gets the information
         if not _in_training(check, call) or for_one_process(module, call):
             continue
         yield check.problem("DT014", call, f"every rank writes `{ast.unparse(path)}`{_from(module, call)}")
@@ -89,7 +89,7 @@ def _from(module: SourceFile, call: ast.Call) -> str:
 
 
 def _in_training(check: Check, call: ast.Call) -> bool:
-    """Return whether a write is part of a training: in a file that knows of ranks, or the save of a model."""
+    """Return whether a write is part of a training: in a file that uses ranks, or the save of a model."""
     return check.module.trains or (check.module.name(call.func) or "") == "torch.save"
 
 
@@ -131,7 +131,7 @@ def _is_open(module: SourceFile, node: ast.expr) -> bool:
 
 
 def _through_helpers(check: Check) -> Iterator[Problem]:
-    """Calls of a function of the project that writes to its parameter, or to a fixed path, whoever calls it."""
+    """Yield calls of a function of the project that writes to its parameter, or to a fixed path, on every rank."""
     module = check.module
     for name in sorted(module.methods):
         if not _HELPER.search(name):
@@ -306,7 +306,7 @@ def _weights_only(state: ast.expr) -> bool:
 
 
 def _goes_on(check: Check) -> bool:
-    """Return whether a program loads its own checkpoint to go on, and saves no state of an optimizer anywhere."""
+    """Return whether a program loads its own checkpoint to resume, and saves no state of an optimizer anywhere."""
     module = check.module
     if not module.calls_of("torch.load") or not _RESUMES.search(module.text):
         return False

@@ -67,7 +67,7 @@ def reentrant_by_default(check: Check) -> Iterator[Problem]:
 
 
 def _all_silent(check: Check) -> bool:
-    """Return whether no call of a file says which variant it wants: one that does knows of it."""
+    """Return whether no call of a file sets the variant: a file with one that does takes it into account."""
     calls = check.module.calls_of(*_CHECKPOINTS)
     return not any(argument.arg in (None, "use_reentrant") for call in calls for argument in call.keywords)
 

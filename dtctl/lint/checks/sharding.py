@@ -138,7 +138,7 @@ def _is_sampler(module: SourceFile, call: ast.Call) -> bool:
 
 
 def _held_out(check: Check, call: ast.Call) -> bool:
-    """Return whether what a sampler or loader is about is not trained on, as its names say."""
+    """Return whether the data of a sampler or loader is not trained on, by its names."""
     module = check.module
     statement = module.statement(call)
     target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else ""

@@ -152,7 +152,7 @@ def _steps(module: SourceFile) -> list[ast.AST]:
 
 
 _STEP = re.compile(r"(?:^|_)(?:train|training|run|optimi[sz]ation)_(?:step|batch|iteration|iter)$")
-"""Names of functions that are one step, whoever calls them."""
+"""Names of functions that are one step, regardless of the caller."""
 _EVERY_STEP = re.compile(
     r"^(?:not )?(?:torch\.cuda\.is_available\(\)|(?:self\.)?(?:use_)?(?:cuda|gpu)"
     r"|(?:self\.)?device(?:\.type|_type)? == .cuda.)$"

@@ -122,7 +122,7 @@ def attribute(check: Check) -> Iterator[Problem]:
 
 
 def _asked_for(check: Check, node: ast.Attribute) -> bool:
-    """Return whether a condition around it asks what the model is: hasattr, isinstance."""
+    """Return whether a condition around it tests what the model is: hasattr, isinstance."""
     return any(
         isinstance(parent, ast.If | ast.IfExp)
         and ("hasattr" in (text := ast.unparse(parent.test)) or "isinstance" in text)

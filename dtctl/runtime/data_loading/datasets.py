@@ -26,7 +26,7 @@ TOKEN_TYPES: Final = ("uint16", "uint32")
 
 
 class Samples(Protocol):
-    """A map-style data set, as torch knows it."""
+    """Map-style data set, as torch defines it."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -42,8 +42,8 @@ class Batches(Protocol):
     What it makes should depend on the indices and on random numbers alone: before each call, Python's, NumPy's and
     torch's generators, and those that the data set keeps, are seeded by the position of the batch. A thread cannot have
     that (`data_workers: thread`), since it shares these generators with the loop: `batch` must draw nothing there.
-    A class that draws no random numbers in any case may say so with an attribute `deterministic = True`, beside
-    `batch`, and saves some 15 us a batch.
+    A class that never draws random numbers may have an attribute `deterministic = True` next to `batch`, which saves
+    some 15 us a batch.
     """
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ def _each(batch: Any, action: Callable[[Any], Any]) -> Any:
 
 
 def _with_entries(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return a mapping like that one with other values under its keys, whose other attributes stay."""
+    """Return a copy of a mapping with other values under its keys and the same other attributes."""
     if not isinstance(batch, MutableMapping):
         return values
     copied = copy.copy(batch)

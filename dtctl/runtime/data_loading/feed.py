@@ -1,7 +1,7 @@
 """Batches in time: read in the loop itself, ahead of it by a thread, or ahead of it by processes.
 
-Which batch comes when is settled before anything is read (see order.py), so where it is read changes neither a bit of
-it nor what a snapshot must know: the position of the loop is enough, whatever has been read ahead.
+The order of batches is fixed before anything is read (see order.py), so the place of reading changes neither a bit of
+them nor the contents of a snapshot: the position of the loop is enough, whatever has been read ahead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IGNORED: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 class Feed:
     """Gives the loop its batches.
 
-    Reading begins with the first batch that is asked for, and begins anew when the loop asks for another than the next.
+    Reading begins with the first batch that the loop requests, and restarts when it requests another than the next.
     """
 
     def __init__(self, reader: Reader, config: TrainConfig, device: torch.device) -> None:
@@ -159,7 +159,7 @@ class Feed:
         ended = wait([process.sentinel for process in self._processes], timeout=1.0)
         for process in self._processes:
             if process.sentinel in ended:
-                process.join(1.0)  # it lets go of its end of the pipe a little before its exit code is there
+                process.join(1.0)  # it closes its end of the pipe a little before its exit code is there
 
     def close(self) -> None:
         """Throw away what was read ahead, and end what reads."""

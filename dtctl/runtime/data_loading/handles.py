@@ -1,9 +1,9 @@
 """Open files and connections of a data set, in processes that are forked to read it.
 
-Forked processes share the position in an open file: what one of them reads moves it for all. So each opens again every
-regular file that it has inherited, at the position that the file had. What cannot be opened again is refused before
-training if the data set brings it along: sockets, and databases whose library keeps locks of its process. If the data
-set has opened it since, as it does when a first sample is read, each process goes back to what stood there before.
+Forked processes share the position in an open file: a read in one of them moves it for all. So each reopens every
+regular file that it has inherited, at the position that the file had. A handle that cannot be reopened is refused
+before training if the data set already has it: sockets, and databases whose library keeps locks of its process. If the
+data set has opened it since, as with a first sample, each process restores the value that was there before.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class OpenFile:
 def open_files() -> dict[int, OpenFile]:
     """Return the regular files that are open for reading, by their descriptors.
 
-    Output is to be shared: each process goes on behind what others have written.
+    Files open for output stay shared: each process appends to what others have written.
     """
     if multiprocessing.get_start_method() != "fork":
         return {}

@@ -93,7 +93,7 @@ class Schedule:
             end: position at which the training ends; the last step takes what is left before it.
         """
         self.stand_in: Indices = order(np.zeros(2, dtype=np.int64))
-        """Samples for a worker whose last micro batch is empty: one, twice, since BatchNorm refuses a single one."""
+        """Samples for a worker with an empty last micro batch: one twice, since BatchNorm refuses a single one."""
         self._order = order
         self._accumulate = batch.accumulate
         self._total = batch.total
@@ -142,7 +142,7 @@ class Schedule:
                     yield place, number
 
     def requests(self, start: int, index: int) -> Iterator[tuple[Indices, Indices]]:
-        """Yield the indices and positions of what `keys` tells the places of."""
+        """Yield the indices and positions of the micro batches that `keys` yields."""
         ahead = copy.copy(self)  # it is far ahead of the loop, and needs a window of its own
         for place, number in self.keys(start, index):
             yield ahead(place)[number], ahead.positions(place)[number]

@@ -37,7 +37,7 @@ class DatasetExamination:
     digests: dict[str, str] = field(default_factory=dict)
     """Index (of a stream: position) -> digest of the sample."""
     irreproducible: str | None = None
-    """Reason why what is read depends on more than its position; None if nothing says so."""
+    """Reason why a sample depends on more than its position; None if there is no sign of it."""
     unseen: str | None = None
     """Part that was not looked at."""
 
@@ -63,8 +63,8 @@ class Reader:
     def __call__(self, indices: Indices, positions: Indices) -> Any:
         """Return the batch of the samples at `indices`, which stand at `positions` in the stream; on the CPU.
 
-        The loop's stream of torch's random numbers goes on as if nothing had been drawn; those of Python and NumPy go
-        on from the position (`settle`).
+        The loop's stream of torch's random numbers continues as if nothing had been drawn; those of Python and NumPy
+        continue from the position (`settle`).
         """
         if self.at_once is not None:
             return self.at_once(indices)
@@ -288,10 +288,10 @@ class Cursor:
         """Open a shard.
 
         Args:
-            stream: of which it is.
+            stream: the stream that the shard belongs to.
             shard: its number.
-            seed: is told of each place before what stands there is read or passed over, since both may draw random
-                numbers; and of -1 - epoch before the shard is opened.
+            seed: called with each place before the sample there is read or skipped, since both may draw random
+                numbers; and with -1 - epoch before the shard is opened.
         """
         self.place = 0
         self._stream, self._shard, self._epoch, self._taken = stream, shard, 0, 0

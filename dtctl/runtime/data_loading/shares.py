@@ -21,8 +21,8 @@ def shares_of_all(config: TrainConfig, worker: Worker) -> list[int]:
     """Return how many micro batches each rank takes in a pass; empty if the configuration has no shares. Collective.
 
     Raises:
-        PlanError: on every worker, if the name of one is that of several shares, or a share is that of nobody. After a
-            restart, whose nodes may be others, that is a line of output instead.
+        PlanError: a worker's name matches several shares, or a share matches no worker; raised on every worker. After a
+            restart, which may have other nodes, the latter is a line of output instead.
     """
     if not config.shares:
         return []
@@ -43,7 +43,7 @@ def shares_of_all(config: TrainConfig, worker: Worker) -> list[int]:
 
 
 def of_replicas(shares: Sequence[int], degrees: Degrees) -> tuple[int, ...]:
-    """Return the shares of the parts of a batch, of which some workers take one together.
+    """Return the share of each part of a batch; several workers may take one part together.
 
     Raises:
         PlanError: workers of one part have different shares.

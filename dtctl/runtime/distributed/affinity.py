@@ -13,7 +13,7 @@ PCI: Final = Path("/sys/bus/pci/devices")
 
 
 def near(device: torch.device) -> frozenset[int]:
-    """Return the cores of the processor that a GPU is attached to; empty where the system does not say."""
+    """Return the cores of the processor that a GPU is attached to; empty where the system does not report them."""
     properties = torch.cuda.get_device_properties(device)
     numbers = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
     if None in numbers:  # an older torch

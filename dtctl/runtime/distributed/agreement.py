@@ -1,7 +1,7 @@
 """Decisions that all workers must take at the same step, found without waiting for each other.
 
-A worker posts its wishes as one small all-reduce and goes on; it reads the answer a step later, when it has long
-arrived. Since everyone posts and reads at the same steps, everyone sees the same answer at the same step.
+A worker posts its wishes as one small all-reduce and continues; it reads the result a step later, when it has long
+arrived. Since all workers post and read at the same steps, all see the same result at the same step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process groups of a mesh; which there are is said in dtctl/train/mesh.py."""
+"""Process groups of a mesh; dtctl/train/mesh.py defines them."""
 
 from __future__ import annotations
 

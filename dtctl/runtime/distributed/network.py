@@ -1,7 +1,8 @@
-"""Variables that make workers find each other, and leave a record if they do not; set before the process group.
+"""Environment variables that make workers find each other, and leave a record if they do not.
 
-As few as possible, each with its reason, and none that somebody has set already: `dtctl launch` has chosen the
-interfaces by then. How long a collective waits is an argument of the process group (`train.timeout_s`), not a variable.
+They are set before the process group is made: as few as possible, each with its reason, and none that is already set.
+`dtctl launch` has chosen the interfaces by then. The timeout of a collective is an argument of the process group
+(`train.timeout_s`), not a variable.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DEVICES: Final = Path("/sys/class/infiniband")
 
 
 def apply(worker: Worker, environ: MutableMapping[str, str]) -> None:
-    """Set what is missing; rank 0 says what and why, of which names of interfaces may differ on other nodes."""
+    """Set the missing variables; rank 0 prints which and why. Names of interfaces may differ on other nodes."""
     network = look(environ) if worker.world_size > worker.local_world_size else NetworkProfile(interface="")
     chosen = wanted(worker, network, environ)
     environ.update({setting.name: setting.value for setting in chosen})
@@ -96,7 +97,7 @@ def record(worker: Worker) -> Path | None:
     folder = os.environ.get(names.RUN_DIR)
     if not folder or worker.backend is None:
         return None
-    path = Path(folder) / FLIGHT / f"trace_rank_{worker.rank}.json"  # which `dtctl doctor --log` knows
+    path = Path(folder) / FLIGHT / f"trace_rank_{worker.rank}.json"  # which `dtctl doctor --log` recognizes
     try:
         dump = flight.dump()
         path.parent.mkdir(parents=True, exist_ok=True)

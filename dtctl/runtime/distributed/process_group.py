@@ -37,10 +37,10 @@ def start(
 ) -> Iterator[Worker]:
     """Become a worker: device, seeds, process group; and leave the group at the end, also after an error.
 
-    Variables that workers need to find each other are set if nobody has, each with its reason; see network.py.
+    Variables that workers need to find each other are set if they are not set yet; see network.py.
 
-    Everything random is seeded alike on all workers, so that they build the same model; the Trainer gives each worker a
-    seed of its own once that is done.
+    All random generators have the same seed on all workers, so that they build the same model; the Trainer gives each
+    worker a seed of its own once that is done.
 
     Args:
         seed: of Python's, NumPy's and torch's generators.
@@ -49,7 +49,7 @@ def start(
         bind_cores: whether this process stays on the cores near its GPU.
 
     Raises:
-        PlanError: the environment does not say who this worker is.
+        PlanError: the environment does not identify this worker.
     """
     faulthandler.enable()
     if deterministic:  # before CUDA starts
@@ -142,10 +142,10 @@ def leave(*, within_s: float | None = None) -> None:
 def _let_gloo_finish() -> None:
     """Give gloo's threads the interpreter's lock for a moment.
 
-    They let go of a tensor only after the main thread was told of the result, and need the lock for it; if the
+    They release a tensor only after the main thread has received the result, and need the lock for it; if the
     interpreter is ending by then, the process aborts. Seen with torch 2.13 at 8 of 25 ends of 3 workers on 2 cores, and
-    at none of 95 with this. Short naps rather than a long one: each ends only after threads that waited longer had
-    their turn.
+    at none of 95 with this. Short sleeps rather than a long one: each ends only after threads that waited longer had
+    the lock.
     """
     for _ in range(10):
         time.sleep(0.005)

@@ -17,10 +17,10 @@ from dtctl.errors import WorkerFailed
 
 
 def apart(work: Callable[[], dict[str, Any]], *, limit_s: float) -> dict[str, Any]:
-    """Return what `work` returns, JSON, in a forked process; it says nothing, and has no GPU and one thread.
+    """Return the result of `work`, JSON, from a forked process without output and GPU, and with one thread.
 
     Raises:
-        WorkerFailed: it raised, died, or took too long; the message says which.
+        WorkerFailed: it raised, died, or took too long; the message states which.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
-"""One training process: which rank it is, on which device, and the process group that it belongs to.
+"""One training process: its rank, its device, and the process group that it belongs to.
 
 The same script runs as `python train.py` (one worker, no process group), under torchrun, and under dtctl with kind
-direct: all three say who a worker is with the same variables.
+direct: all three identify a worker with the same variables.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Worker:
         return self.live is not None and self.live.newcomer
 
     def making_groups(self) -> AbstractContextManager[None]:
-        """Return the context in which process groups are made beside that of all workers.
+        """Return the context for making process groups in addition to that of all workers.
 
-        If a peer is lost, whoever waits in one of these is freed, too.
+        If a peer is lost, waits in these groups end, too.
         """
         return nullcontext() if self.live is None else self.live.making_groups()
 
@@ -62,10 +62,10 @@ class Worker:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every worker is here.
+        """Wait until every worker has arrived.
 
-        On CPUs: NCCL's barrier is a sum on the GPU, whose watchdog ends the process when a peer is late, without a word
-        that could be caught.
+        The exchange is on CPUs: NCCL's barrier is a sum on the GPU, and its watchdog ends the process when a peer is
+        late, without an exception that could be caught.
         """
         self.sum(torch.zeros(1))
 
@@ -86,7 +86,7 @@ class Worker:
 
 
 def identify(environ: Mapping[str, str]) -> Worker:
-    """Return who this process is, by the variables that a launcher sets; without them a single worker.
+    """Return the worker of this process, by the variables that a launcher sets; without them a single worker.
 
     Raises:
         PlanError: the variables are incomplete, are no numbers, contradict each other, or name a GPU that is not there.

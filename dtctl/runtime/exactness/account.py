@@ -47,7 +47,7 @@ class Account:
     program: StatefulObjects
     model: nn.Module
     together: int
-    """Workers, of which each may have seen other samples; 0 for one alone."""
+    """Number of workers that may each have seen other samples; 0 for one alone."""
     extra: Mapping[str, Any]
     """The user's `extra_state`."""
     names: frozenset[str]
@@ -197,7 +197,7 @@ def take(subject: AccountSubject, worker: Worker, *, elastic: bool) -> Account:
 
 
 def differences(account: Account, parts: Mapping[str, Any], facts: Mapping[str, Any], rank: int) -> list[str]:
-    """Return why the program is not the one that a snapshot is of, as far as this worker knows."""
+    """Return the differences that this worker has found between the program and that of a snapshot, a phrase each."""
     recorded = parts.get("circumstances")
     if recorded is None:
         return ["the snapshot does not say what program it is of"]

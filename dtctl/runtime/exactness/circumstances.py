@@ -1,8 +1,8 @@
-"""Facts that explain why a resume may not repeat: a snapshot keeps them, and a resume says which are others.
+"""Facts that explain why a resume may not repeat: a snapshot keeps them, and a resume reports which have changed.
 
-They decide nothing: whether steps repeat is seen by repeating them (record.py). Settings and sizes are in the manifest,
-where people read them. The rest is a list, name -> value as text, in a part of its own: classes, versions, the switches
-of torch, digests of the user's modules and of some samples. What is compared is what it had before the first step.
+They decide nothing: record.py repeats steps to check whether they repeat. Settings and sizes are in the manifest, in
+human-readable form. The rest is a list, name -> value as text, in a part of its own: classes, versions, the switches
+of torch, digests of the user's modules and of some samples. The comparison uses the values before the first step.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _setting(read: Callable[[], Any]) -> Any:
 
 
 def list_versions() -> dict[str, str]:
-    """Return the versions of installed packages that are loaded, as these say themselves."""
+    """Return the versions of installed packages that are loaded, from their `__version__`."""
     loaded = {name: vars(module).get("__version__") for name, module in list(sys.modules.items()) if "." not in name}
     return {name: version for name, version in loaded.items() if isinstance(version, str) and not is_own_code(name)}
 
@@ -162,7 +162,7 @@ def checksum(facts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def is_alike(then: Any, now: Mapping[str, Any]) -> bool:
-    """Return whether two checksums tell of the same; of samples, as far as both were read."""
+    """Return whether two checksums are of the same data; of samples, as far as both were read."""
     if not isinstance(then, Mapping):
         return False
     samples = then["samples"]

@@ -43,19 +43,19 @@ class LossRecord:
         self.then: dict[int, bytes] = {}
         """The losses of an earlier process of the steps after the snapshot, by step; without gaps."""
         self.differs: int | None = None
-        """The first step of those whose loss is another one now."""
+        """First step whose loss is different now."""
         self.until = 0
         """The step after which workers compare notes; 0 if they have nothing to compare."""
         self.lineage = ""
         """A name for the course that this training takes, the same on all workers; another one after each resume."""
         self._origin = b"", 0
-        """Lineage and step of the snapshot that this training goes on from, with the same samples on each worker."""
+        """Lineage and step of the snapshot that this training resumes from, with the same samples on each worker."""
         self._path: Path | None = None
         self._file = -1
         self._pending: list[tuple[int, torch.Tensor]] = []
 
     def begin(self, folder: Place, worker: Worker, *, before: str = "", step: int = 0) -> None:
-        """Read what an earlier process has left of the same training, and begin anew; collective over all workers.
+        """Read the losses that an earlier process of this training has left, and reset; collective over all workers.
 
         Args:
             folder: of the snapshots, for a training without a supervisor. At a URL nothing is kept there.
@@ -90,11 +90,11 @@ class LossRecord:
                 os.pwrite(self._file, _HEADER.pack(self.lineage.encode(), *origin), 0)
 
     def expect(self, worker: Worker, confirmed: int, end: int) -> None:
-        """Compare the losses of steps of which nothing else is known; collective over all workers.
+        """Compare the losses of steps for which there is no other record; collective over all workers.
 
         Args:
             worker: this worker.
-            confirmed: the last step of which more is known.
+            confirmed: the last step for which more than the loss is recorded.
             end: of the training; 0 if workers have other samples than then.
         """
         if not end:
@@ -105,12 +105,12 @@ class LossRecord:
             self.forget()
 
     def judge(self, step: int, differing: Sequence[int | None], said: Verdict | None) -> Verdict | None:
-        """Return what the losses add to what is said of a resume, once that is known.
+        """Return the verdict on a resume with the result of the losses added, once that is known; else None.
 
         Args:
             step: steps done.
             differing: `differs` of all workers.
-            said: what the first steps have shown.
+            said: the verdict of the first steps.
         """
         found = [number for number in differing if number is not None]
         if said is None or not self.until or (step < self.until and not found):

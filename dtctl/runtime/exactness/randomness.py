@@ -110,8 +110,8 @@ def begin(seed: int, rank: int, *, step: int = 0) -> None:
 class StepStream:
     """Random stream of torch's generators in the steps of a run; it does not depend on earlier draws.
 
-    So that whoever takes the place of a lost worker, or repeats a step, draws what it would have drawn. Python's and
-    NumPy's generators are seeded by what is read (data_loading/reading.py).
+    A worker that replaces a lost one, or repeats a step, thus draws the same numbers again. Python's and NumPy's
+    generators are seeded by the position of the batch (data_loading/reading.py).
     """
 
     __slots__ = ("_base", "_on_gpu", "_seed")
@@ -121,7 +121,7 @@ class StepStream:
 
         Args:
             seed: of the training.
-            rank: whose stream it is.
+            rank: of the worker.
             device: of the worker.
         """
         self._base = int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0])

@@ -103,7 +103,7 @@ class _Expected:
     known: tuple[str, ...]
     repeated: int = 0
     doubted: Verdict | None = None
-    """Verdict if the step is again what it was when this was said."""
+    """Verdict to return if the step gives the same values again."""
 
 
 class StepRecorder:
@@ -135,12 +135,12 @@ class StepRecorder:
 
     @property
     def is_pending(self) -> bool:
-        """Return whether steps are being repeated whose verdict is not known yet."""
+        """Return whether steps are being repeated and their verdict is still open."""
         return self._expected is not None
 
     @property
     def is_recording(self) -> bool:
-        """Return whether there is a snapshot whose next steps are not all recorded."""
+        """Return whether the recording of the steps after a snapshot is incomplete."""
         return bool(self._targets)
 
     def is_wanted(self, number: int) -> bool:
@@ -157,7 +157,7 @@ class StepRecorder:
 
         Args:
             step: steps done.
-            saver: who writes the snapshot.
+            saver: of the snapshot.
         """
         self._own()
         self._targets.append(_Target(step, saver))
@@ -175,7 +175,7 @@ class StepRecorder:
             losses: whether each worker has the same samples as then.
 
         Returns:
-            What can be said at once, if no step is to be repeated that was recorded.
+            The verdict at once, if no recorded step is to be repeated; else None.
         """
         self._own()
         following = {row.step: row for row in rows if step < row.step <= end}
@@ -201,13 +201,13 @@ class StepRecorder:
         self._expected = _Expected(verdict.step, {self._row.step: self._row}, True, verdict.why, doubted=verdict)
 
     def forget(self, why: str) -> Verdict | None:
-        """Record and compare nothing of what is under way.
+        """Stop recording and comparing the steps under way.
 
         Args:
-            why: what has happened to it.
+            why: the reason.
 
         Returns:
-            What can be said of a resume whose steps were being compared.
+            The verdict on a resume whose steps were being compared.
         """
         expected = self._expected
         self._owned, self._expected = None, None
@@ -222,9 +222,9 @@ class StepRecorder:
         return Verdict(verdict="not-confirmed", step=expected.step, steps=0, why=(why,))
 
     def _own(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of which this worker's piece counts: each piece of all workers' once.
+        """Return the parameters whose pieces are counted on this worker; each piece is counted on one worker.
 
-        Collective at first.
+        Collective in the first call.
         """
         if self._owned is None:
             names = name_parameters(self._model, self._optimizer)
@@ -255,13 +255,13 @@ class StepRecorder:
         return spent_s
 
     def exchange(self, step: int) -> Verdict | None:
-        """Bring together what a step came to, record it, and compare it; collective.
+        """Gather the results of a step from all workers, record and compare them; collective.
 
         Args:
-            step: steps done, the newest of which is wanted.
+            step: number of the newest step done.
 
         Returns:
-            What repeating steps has shown, once it is known.
+            The verdict of the repeated steps, once it is known.
         """
         taken = [
             held[1] if held is not None and held[0] == step else None

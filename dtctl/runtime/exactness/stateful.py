@@ -1,9 +1,9 @@
-"""Objects of a program that say what is to be kept of them: snapshots take them along beside model and optimizer.
+"""Objects of a program that have a state of their own, which snapshots keep next to model and optimizer.
 
-torch's convention decides: what has `state_dict` and `load_state_dict`, and generators of random numbers. They are
-found where the program itself has them: as attributes, in containers and closures, as global variables that its own
-functions name. What a program keeps in other ways is not looked for. Whether that matters is seen by the steps that a
-resume repeats (record.py), and `extra_state` takes what has to come along.
+They are recognized by torch's convention: objects with `state_dict` and `load_state_dict`, and generators of random
+numbers. They are found as attributes, in containers and closures, and as global variables that the program's own
+functions name. State in other places is not found. The steps that a resume repeats show whether that matters
+(record.py), and `extra_state` takes such state.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class StatefulObjects:
     """Stateful objects that are reachable from some roots, with their states when this was made."""
 
     def __init__(self, roots: Mapping[str, Any], *, model: nn.Module, apart: Iterable[object] = ()) -> None:
-        """Look at everything.
+        """Find the objects with state.
 
         Args:
-            roots: name -> object, such as `{"model": model, "loss": loss}`; a root's own state is somebody else's.
+            roots: name -> object, such as `{"model": model, "loss": loss}`; a root's own state is left out.
             model: its state is in snapshots anyway.
-            apart: objects that somebody else takes care of.
+            apart: objects whose state is saved elsewhere.
         """
         self._roots, self._model = dict(roots), model
         self._apart = [*apart, *model.parameters(), *model.buffers()]
@@ -91,7 +91,7 @@ class StatefulObjects:
         self._marks = {path: _mark(value, self._held) for path, value in self._find()}
 
     def _find(self) -> Iterator[tuple[str, Any]]:
-        """Yield each object once, with its path; not those whose tensors another one, or the model, has already."""
+        """Yield each object once, with its path, except those whose tensors the model or another object has already."""
         known = {id(value) for value in self._roots.values()} | {id(module) for module in self._model.modules()}
         covered = {
             tensor.data_ptr() for tensor in map(_local, self._model.state_dict().values()) if _has_address(tensor)
@@ -163,7 +163,7 @@ def name_some(paths: Iterable[str], count: int = 4) -> str:
 def _list_tensors(value: Any) -> list[torch.Tensor]:
     try:
         return [leaf for leaf in map(_local, tree_leaves(value.state_dict())) if _has_address(leaf)]
-    except Exception:  # noqa: BLE001  # the user's code, at a time when nobody calls it
+    except Exception:  # noqa: BLE001  # the user's code, at a time when the program does not call it
         return []
 
 
@@ -177,18 +177,18 @@ def _has_address(value: object) -> bool:
 
 
 def _mark(value: Any, held: list[object] | None = None) -> Any:
-    """Equal as long as a state is what it was; nothing is copied, and of tensors nothing is read.
+    """Return a mark that stays equal as long as a state is unchanged; tensors are neither copied nor read.
 
     Args:
         value: a generator, or an object with a `state_dict`.
-        held: is given the tensors, by whose addresses the mark goes.
+        held: list that gets the tensors; the mark consists of their addresses.
     """
     if is_generator(value):
         state = take_state(value)
         return state["torch"].numpy().tobytes() if "torch" in state else repr(state)
     try:
         leaves = tree_leaves(value.state_dict())
-    except Exception as exc:  # noqa: BLE001  # the user's code, at a time when nobody calls it
+    except Exception as exc:  # noqa: BLE001  # the user's code, at a time when the program does not call it
         return type(exc).__qualname__
     if held is not None:
         held += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -38,7 +38,7 @@ class Verdict:
     has_losses: bool = True
     """True if losses were compared: each worker had the samples that it had then."""
     losses_to: int = 0
-    """The last step whose losses were compared as well, which are of more steps; 0 if they were not."""
+    """Last step whose losses were compared as well, which reach further than the rest; 0 if they were not."""
     repeats: bool | None = None
     """True if the step that differs came out the same when it was computed once more here. None: it was not."""
 

@@ -44,7 +44,7 @@ def require_equal(facts: Mapping[str, int], worker: Worker) -> None:
 
 
 def settings(config: TrainConfig) -> dict[str, int]:
-    """Return what two workers have been told alike; compared first, since they exchange nothing alike without it."""
+    """Return a checksum of the settings that must agree on all workers; compared first: later exchanges need them."""
     exchanges = (config.strategy, config.ddp, config.fsdp, config.tp, config.pipeline, config.blocks, config.precision)
     sizes = (
         config.micro_batch, tuple(config.shares.items()), config.global_batch, config.accumulate, config.clip_norm,

@@ -1,10 +1,10 @@
-"""Gradients that are not finite: no step is taken with them, and what happens then is the user's choice.
+"""Gradients that are not finite: no step is taken with them, and the user chooses what happens then.
 
-The norm of the whole gradient is one number and the same on all workers, so every one of them comes to the same
-conclusion without asking. To skip or to go back means to look at it in every step, for which a GPU has to be waited
-for. To stop does not: a gradient that is not finite spoils all later ones, so it is enough to look when metrics are
-logged, when the norm is wanted anyway, and before a snapshot is written, which so never holds what was spoilt. In which
-step it began is found out then (origin.py).
+The norm of the whole gradient is one number and the same on all workers, so all of them decide alike without
+communication. To skip or to go back needs a check in every step, which has to wait for the GPU. To stop does not: a
+gradient that is not finite makes all later ones invalid, so it is enough to check when metrics are logged, when the
+norm is needed anyway, and before a snapshot is written, which thus never holds invalid values. The step in which it
+began is determined then (origin.py).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class NonFiniteGuard:
     """
 
     def __init__(self, policy: Policy, scale: LossScale | None, worker: Worker, spoilt: Spoilt = list) -> None:
-        """Begin to judge; collective over all workers if the run was started again.
+        """Prepare the checks; collective over all workers if the run was started again.
 
         Args:
             policy: what to do about a gradient that is not finite.
             scale: of an fp16 loss, which may be the reason and is then lowered.
-            worker: this worker; the first one tells about skipped steps.
+            worker: this worker; the first one reports skipped steps.
             spoilt: names of parameters whose gradients are not finite.
         """
         self.skipped = 0

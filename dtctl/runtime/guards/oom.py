@@ -1,9 +1,9 @@
-"""Memory that runs out on one worker: how all of them learn of it at the same step, and what they do then.
+"""Recovery when one worker runs out of memory: all workers detect it at the same step.
 
-The peers of such a worker wait for its gradients, so it must not stop short. It gives them gradients of NaN: the
-exchange comes to its end, and every worker sees by one number that this step is to be talked about. A step that went
-well costs one look at that number. On a GPU a look would wait for all that it has to do; there the processes ask each
-other, which costs less than a millisecond while the GPU is at work.
+The peers of such a worker wait for its gradients, so it must not stop short. It sends them gradients of NaN: the
+exchange completes, and one number shows every worker that this step needs an agreement. A good step costs one check of
+that number. On a GPU a check would wait for all queued work; there the processes exchange a flag, which costs less than
+a millisecond while the GPU is at work.
 
 That works where a forward pass exchanges nothing (DDP without SyncBatchNorm, and without collectives in the user's own
 modules). A sharded model has collectives in the middle of its passes, which cannot be unwound; there the worker fails,
@@ -32,7 +32,7 @@ LACKING: Final = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CU
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device has no memory left."""
+    """Return whether an error means that a device has no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in LACKING)
     )
@@ -78,10 +78,10 @@ class MemoryWatch:
             module: the model as the strategy wraps it.
             parameters: those that are trained.
             worker: this worker.
-            wanted: whether the training wants to recover at all.
+            wanted: whether the configuration enables recovery.
         """
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
-        # Its passes exchange means of the batch: one that begins anew would meet the others in another layer.
+        # Its passes exchange means of the batch: a restarted pass would meet those of other workers in another layer.
         exchanges = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
         self.can_recover = wanted and (worker.backend is None or (self._ddp is not None and not exchanges))
         """True if a step can be repeated without starting the workers again."""
@@ -97,7 +97,7 @@ class MemoryWatch:
     def attempt(
         self, passes: Callable[[], torch.Tensor], stand_in: Callable[[], object]
     ) -> tuple[torch.Tensor | None, list[int]]:
-        """Compute the gradients of a step. Returns what `passes` does, and the ranks that ran out of memory.
+        """Compute the gradients of a step; return the result of `passes`, and the ranks that ran out of memory.
 
         Args:
             passes: all passes of the step.
@@ -114,7 +114,7 @@ class MemoryWatch:
         except RuntimeError as exc:
             if not self.can_recover or not is_lack_of_memory(exc):
                 raise
-        if result is None:  # not in the handler, whose exception holds on to the activations
+        if result is None:  # not in the handler: its exception still holds the activations
             self._release()
             if self._ddp is not None:
                 self._take_part(stand_in)

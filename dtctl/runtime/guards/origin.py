@@ -1,9 +1,9 @@
 """Origin of a gradient that is not finite: the step, the workers, the parameters.
 
-A look at every step would have a GPU waited for in every step, so steps only leave what they have anyway: the loss,
-and the norm if it is wanted for clipping, as tensors that nobody reads until something is found. That tells the step,
-and the workers if it was a loss of theirs; after the exchange all have the same gradients, which tell no worker.
-What it does not tell the next attempt does: it looks at every step up to the one where this one was found.
+A check in every step would wait for the GPU in every step. So steps only keep the values that they have anyway: the
+loss, and the norm if clipping needs it, as tensors that are not read until such a gradient is found. They show the
+step, and the workers if their loss was not finite; after the exchange all workers have the same gradients, which show
+no worker. The next attempt finds the rest: it checks every step up to the one where this one was found.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Trail:
 
 
 def spoilt(model: nn.Module, groups: Sequence[Mapping[str, Iterable[torch.Tensor]]]) -> list[str]:
-    """Names of the parameters whose gradients are not finite here, with their group if the optimizer has several."""
+    """Return the names of parameters with gradients that are not finite here, with their group if there are several."""
     of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
     names = []
     for name, parameter in model.named_parameters():
@@ -120,7 +120,7 @@ def spoilt(model: nn.Module, groups: Sequence[Mapping[str, Iterable[torch.Tensor
 
 
 def _first(entries: Iterable[tuple[int, torch.Tensor]]) -> int:
-    """Return the first step of those whose number is not finite; 0 if there is none."""
+    """Return the first step whose number is not finite; 0 if there is none."""
     entries = list(entries)
     if not entries:
         return 0
@@ -152,4 +152,4 @@ def _remember(file: Path, step: int) -> None:
     try:
         file.write_text(str(step), encoding="ascii")
     except OSError:
-        return  # a full disk; the next attempt knows no more than this one
+        return  # a full disk; the next attempt has no more information than this one

@@ -32,8 +32,8 @@ class OtherOptimizers:
 
         Args:
             own: the Trainer's.
-            model: whose parameters the strategy takes care of, whichever optimizer has them.
-            loss: the loss function, in which names of what others train are looked for.
+            model: the model; the strategy takes care of its parameters, whichever optimizer has them.
+            loss: the loss function; it is searched for the names of parameters that other optimizers train.
         """
         self._own, self._model, self._loss = own, model, loss
         self._seen: dict[int, torch.optim.Optimizer] = {}

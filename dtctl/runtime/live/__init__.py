@@ -1,1 +1,1 @@
-"""Healing: a lost worker is replaced while the others stay. docs/recovery.md describes who decides what."""
+"""Healing: a lost worker is replaced while the others stay. docs/recovery.md describes how decisions are divided."""

@@ -36,8 +36,9 @@ from dtctl.runtime.live import sockets, stuck
 REPORTS: Final = "reports"
 """The pipe to the supervisor, which repeats the name."""
 UNANNOUNCED_S: Final = 300.0
-"""Seconds that a worker whose collective has failed waits for a healing; the launcher, which is told, begins one when
-it knows who is lost, or after `cluster.link_timeout_s` without a loss, or ends the attempt."""
+"""Seconds that a worker waits for a healing after its collective has failed. The worker reports the failure. The
+launcher begins a healing when it has found the lost worker, or after `cluster.link_timeout_s` without a loss, or ends
+the attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Control:
         return cls(Path(folder), rank, world_size, epoch=int(environ.get(names.LIVE_EPOCH, "0")))
 
     def report(self, state: str, **facts: Any) -> None:
-        """Tell the supervisor, in less than a pipe takes in one piece, so that lines of several workers stay whole."""
+        """Send a state to the supervisor, in a line short enough that a pipe does not mix lines of several workers."""
         line = {"rank": self._rank, "pid": os.getpid(), "epoch": self._wanted, "state": state, **facts}
         os.write(self._reports, json.dumps(line).encode() + b"\n")
 
@@ -116,9 +117,9 @@ class Control:
 
     @contextmanager
     def making_groups(self) -> Iterator[None]:
-        """The context in which further process groups are made, such as those of a mesh: they are freed with the first.
+        """Return the context for making further process groups, such as those of a mesh; they end with the first one.
 
-        Which of the sockets that are opened inside are theirs nobody knows, so all count as theirs.
+        The sockets of these groups cannot be told from others that are opened inside, so all count as theirs.
         """
         count = _count_groups()
         with self._changed:
@@ -138,14 +139,14 @@ class Control:
         return _count_groups() > 1 + self._more
 
     def meet(self, step: int, obstacle: Callable[[], str]) -> Meeting | None:
-        """Wait until all workers are ready for another group, and say that this one is.
+        """Report that this worker is ready for another group, and wait until all workers are.
 
         Args:
             step: steps that this worker has completed; -1 for none.
-            obstacle: why this worker cannot be healed; empty if it can. Asked once a healing is announced.
+            obstacle: returns why this worker cannot be healed, or "" if it can. Called once a healing is announced.
 
         Returns:
-            Where they meet; None if there is to be no healing.
+            The meeting of the workers; None if there is to be no healing.
         """
         told, self._answered = self.joined, self._wanted
         if not self.is_wanted:
@@ -167,7 +168,7 @@ class Control:
         return None
 
     def refuse(self, why: str) -> None:
-        """Say that this worker cannot be healed."""
+        """Report that this worker cannot be healed."""
         self.report("unable", why=why)
 
     def store_of(self, meeting: Meeting) -> TCPStore | None:
@@ -210,14 +211,14 @@ class Control:
         if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
             # By NCCL's documentation, and not run here: it frees kernels that wait, which closing sockets does not.
             dist.distributed_c10d._abort_process_group()
-        # Which sockets the program's own groups have opened nobody knows; with such groups all are restarted anyway.
+        # The sockets of the program's own groups are unknown; with such groups all workers are restarted anyway.
         all_since = self._is_joining or self.has_own_groups()
         sockets.shut_down(sockets.opened() - self._before if all_since else self._group)
-        # It is older than the group that is made with it, and who waits in it waits for a peer as well.
+        # It is older than the group that is made with it, and a wait in it is a wait for a peer as well.
         sockets.shut_down(self._store_sockets)
 
     def _watch(self, epoch: int) -> None:
-        """Give way to another process if the main thread waits for what nobody can end."""
+        """End this process, for a replacement, if the main thread is in a wait that cannot end."""
         if stuck.is_stuck(lambda: self._answered < epoch == self._wanted):
             say("gloo does not end a send whose connection is gone; this worker gives way to another one")
             os.kill(os.getpid(), signal.SIGKILL)

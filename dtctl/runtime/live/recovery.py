@@ -1,8 +1,9 @@
-"""A lost worker is replaced while the others stay: what a worker of a training does about it.
+"""Replacement of a lost worker while the others stay: the part of the workers.
 
 A survivor goes back to the beginning of its step, leaves the group, and waits. The replacement builds all that a worker
-has, alone, and waits, too. In the new group the furthest state goes to whoever has less, and training goes on. What
-cannot be put right to the last bit is not healed: the worker says why, and the launcher starts all of them again.
+has, alone, and waits, too. In the new group the workers that are behind receive the furthest state, and training
+continues. A failure that cannot be repaired to the last bit is not healed: the worker reports why, and the launcher
+restarts all workers.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ LOST: Final = (
 )  # fmt: skip
 """Parts of torch's errors for a collective whose peer is gone."""
 JOIN_S: Final = 10.0
-"""Seconds for which a worker tries to reach the others, all of which are ready by then; one that is lost just then is
-not noticed sooner by those that wait for its first word. Twice as long when that was too short: a machine may be
-busy."""
+"""Seconds for which a worker tries to reach the others, which are all ready by then. Workers that wait for the first
+message of one that is lost at this time do not notice the loss sooner. The time doubles when it was too short, since a
+machine may be busy."""
 BUFFER_BYTES: Final = 64 << 20
 """Most that is looked at to see whether buffers change in training."""
 
@@ -81,7 +82,7 @@ def enter(trainer: Training) -> None:
         WorkerFailed: they do not wait for this one.
     """
     live = trainer.worker.live
-    assert live is not None  # noqa: S101  # for the type checker: who replaces another has a link
+    assert live is not None  # noqa: S101  # for the type checker: a replacement has a link
     randomness.begin(trainer.config.seed, trainer.place.stream)
     if not _meet(trainer, live):
         raise WorkerFailed("the others do not wait for the worker that is to take the place of a lost one")
@@ -126,7 +127,7 @@ def require_repeated(before: Step, now: Step, worker: Worker) -> None:
     if (before.number, before.position, before.batch) != (now.number, now.position, now.batch):
         return
     if worker.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        return  # kernels may add up in another order, which says nothing of the program
+        return  # kernels may add up in another order, which is no sign of a fault of the program
     pairs = zip(before.losses, now.losses, strict=False)
     if all(sum_tensors({"loss": one}) == sum_tensors({"loss": other}) for one, other in pairs):
         return
@@ -170,7 +171,7 @@ def _meet(trainer: Training, live: Control) -> bool:
             if not (live.is_wanted or is_lost_peer(exc)):
                 raise
             forget_frames(exc)
-            if not live.is_wanted:  # nobody is known to be lost
+            if not live.is_wanted:  # no loss of a worker is known
                 live.report("failed")
                 limit_s *= 2
         else:
@@ -181,7 +182,7 @@ def _meet(trainer: Training, live: Control) -> bool:
 
 
 def _join(trainer: Training, live: Control, meeting: Meeting, limit_s: float) -> bool:
-    """Make the group of an epoch, and be level with everyone in it; whether this worker repeats a part of a step.
+    """Make the group of an epoch, and bring all workers to one state; return whether this one repeats part of a step.
 
     Args:
         trainer: at the beginning of its step, without a group.
@@ -226,10 +227,10 @@ def _join(trainer: Training, live: Control, meeting: Meeting, limit_s: float) ->
 
 
 def leave() -> None:
-    """Leave the group whose connections are gone, or that could not be made."""
+    """Leave the group after its connections are gone, or after it could not be made."""
     if not dist.is_initialized():
-        # torch counts groups to name them, and one that failed has counted (2.13): workers of which only some have come
-        # that far would look for each other under different names, in all attempts to come.
+        # torch counts groups to name them, and one that failed has counted (2.13). If only some workers have come that
+        # far, they would look for each other under different names, in all later attempts.
         dist.distributed_c10d._world.group_count = 0
         return
     if "nccl" in str(dist.get_backend_config()):
@@ -300,7 +301,7 @@ def buffers_checksum(trainer: Training) -> int | None:
 
 
 def _is_untouched(trainer: Training) -> bool:
-    """Return whether nobody has drawn from Python's and NumPy's generators since training began."""
+    """Return whether no number was drawn from Python's and NumPy's generators since training began."""
     device = trainer.worker.device
     now = randomness.capture(device)
     randomness.begin(trainer.config.seed, trainer.place.stream)
@@ -327,10 +328,10 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def forget_frames(error: BaseException) -> str:
-    """Let go of what the functions held that an error has left: passes, and through them the wrapped model.
+    """Release the local variables in the frames of an error: passes, and through them the wrapped model.
 
-    A frame that is cleared still has its function, and a function inside of another one what it took from there, such
-    as the module whose forward pass has failed.
+    A cleared frame still has its function, and a nested function still has its closure, such as the module whose
+    forward pass has failed.
 
     Returns:
         The error with its traceback, as text.

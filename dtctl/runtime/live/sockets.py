@@ -1,4 +1,4 @@
-"""The sockets of a process group, found from outside: gloo does not name them, and aborting it wakes nobody.
+"""Sockets of a process group, found from outside: gloo does not name them, and aborting it ends no wait.
 
 A collective that waits for a peer which is gone, or which has left, ends when its own sockets are shut down, at once
 and whatever the other end does (seen with torch 2.13: gloo's `abort` returns and the collective waits on).
@@ -28,7 +28,7 @@ def opened() -> Sockets:
 
 
 def shut_down(sockets: Sockets) -> None:
-    """End the connections of those that are still there; who waits for them gets an error. They stay open."""
+    """Shut down the connections that are still there; waits for them end with an error. They stay open."""
     for number, link in sockets:
         if _link(number) != link:
             continue

@@ -1,9 +1,9 @@
-"""Waits in gloo that nothing ends: for a send whose connection has failed when a part of it was written.
+"""Detection of waits in gloo that nothing ends: for a send whose connection failed when a part of it was written.
 
-gloo tells all who wait for the other sends and receives of a connection that it has failed, and forgets that one, so
-that its wait ends with the time-out of the group (`Pair::signalException` in gloo's transport/tcp/pair.cc; seen with
-torch 2.13, for peers that were killed and for sockets that were shut down). Such a wait is known by the system call
-that its thread is in: new ones cannot begin, since gloo refuses them on a connection that has failed.
+When a connection fails, gloo ends the waits for its other sends and receives, but not for that one. This wait ends only
+with the time-out of the group (`Pair::signalException` in gloo's transport/tcp/pair.cc; seen with torch 2.13, for peers
+that were killed and for sockets that were shut down). The system call of the waiting thread identifies such a wait: new
+ones cannot begin, since gloo refuses them on a connection that has failed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The furthest state of all workers, given to those who have less: one message each, from memory to memory.
+"""Transfer of the furthest state of all workers to those that are behind: one message each, from memory to memory.
 
 A survivor can be a step ahead of another: its sum of gradients was complete when a peer was lost. It has taken its
-step, so the others take it over; nothing of it is taken back. Where the state is divided (hsdp, ep), each worker gets
+step, so the others take over its state; the step is not undone. If the state is divided (hsdp, ep), each worker gets
 its part from one with the same part in another replica.
 
 There a step ends with an exchange among all workers, which each enters with its gradients exchanged, clipped and
-judged. So a worker that is lost in a step finds the others in one of two cases:
+judged. So when a worker is lost in a step, there are two cases:
 
-- Nobody has come through that exchange, and so nobody has changed its state: all begin the step again.
-- Somebody has, and has taken the step. Then all survivors had entered it. Those that have not come through have kept
-  their gradients, and take the step with what the exchange has told the others.
+- No worker has completed that exchange, and so none has changed its state: all begin the step again.
+- At least one has, and has taken the step. Then all survivors had entered the exchange. Those that have not completed
+  it have kept their gradients, and take the step with the result that the others have received.
 
 Either way all survivors have the same step, and its whole state if each part has one of them.
 """
@@ -67,14 +67,14 @@ class Plan:
 
 
 def decide(everyone: Sequence[Standing], parts: int) -> Plan:
-    """Return the rule: a step that somebody has taken is taken by all.
+    """Return the plan of the transfer: a step that one worker has taken is taken by all.
 
     Args:
         everyone: by rank. Ranks count through the parts of a replica first.
         parts: of the state.
 
     Raises:
-        IncompleteState: nobody is left who has some part of it.
+        IncompleteState: no worker is left that has some part of the state.
     """
     step = max(each.step for each in everyone)
     ahead = [rank for rank, each in enumerate(everyone) if each.step == step]
@@ -87,22 +87,22 @@ def decide(everyone: Sequence[Standing], parts: int) -> Plan:
 
 
 def bring_level(trainer: Training, *, is_newcomer: bool) -> bool:
-    """Give every worker the furthest state; collective over all workers, of which one at least has a state.
+    """Give every worker the furthest state; collective over all workers, at least one of which has a state.
 
-    Nothing of this worker's state is changed before all of the other is here.
+    This worker's state does not change before all of the new state has arrived.
 
     Returns:
         Whether this worker had begun a step that it does again.
 
     Raises:
-        IncompleteState: nobody is left who has some part of it.
+        IncompleteState: no worker is left that has some part of the state.
     """
     worker, parts = trainer.worker, trainer.place.degrees.shards
     mine = Standing(trainer.step, is_ready=trainer.ready is not None, owes=trainer.is_owed)
     everyone = [Standing(**each) for each in gathered_json(asdict(Standing() if is_newcomer else mine), worker)]
     plan = decide(everyone, parts)
-    # What is due after a step is due on all: an exchange in it was complete for nobody, or for some.
-    # The end is due until all are through: the last snapshot may have been under way on a worker that was lost.
+    # What is due after a step is due on all workers: an exchange in it was complete on none or only some of them.
+    # The end is due until all have completed it: the last snapshot may have been under way on a worker that was lost.
     owed = any(everyone[rank].owes for rank in plan.ahead) or plan.step == trainer.steps
     facts = spread_json(_facts(trainer) if worker.rank == plan.ahead[0] else None, worker, plan.ahead[0])
     if worker.rank in plan.catching_up:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: layers whose tokens each go through a few of many feed-forward networks.
+"""Mixtures of experts: layers that send each token through a few of many feed-forward networks.
 
 layer.py      an own plain layer: router, experts, shared experts, capacity, balance
 accounting.py what a pass counts for: weights of auxiliary losses, and how many tokens experts were sent

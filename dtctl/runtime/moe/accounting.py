@@ -1,8 +1,8 @@
-"""Weight of the forward pass under way, which a layer deep in a model cannot know by itself.
+"""Weight of the current forward pass, for layers deep in a model that have no other access to it.
 
-A step weighs its micro batches, some of which are stand-ins that do not count at all, and scales losses for fp16. The
-loss function does this to what it returns; a loss that a layer adds to the gradient (a balance loss) has to be treated
-alike, and so have numbers of tokens.
+A step weighs its micro batches and scales losses for fp16; micro batches that are stand-ins have weight 0. The loss
+function applies this to its result. A loss that a layer adds to the gradient (a balance loss) needs the same treatment,
+and so do numbers of tokens.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def add_loss(stream: torch.Tensor, losses: torch.Tensor, weights: torch.Tensor) 
 class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(node: Any, stream: torch.Tensor, _: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        # As an attribute: what is saved for the backward pass would be that of a pass made again (checkpointing), which
-        # does not know what it counts for.
+        # As an attribute: tensors saved for the backward pass would be those of a repeated pass (checkpointing), which
+        # does not have its weight.
         node.weights = weights
         return stream.view_as(stream)
 

@@ -20,7 +20,7 @@ Counts = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Balance:
-    """The use of the experts of a model, whose layers may be on several workers."""
+    """Use of the experts of a model whose layers may be on several workers."""
 
     def __init__(self, layers: list[tuple[str, int]], model: nn.Module, worker: Worker, place: Coordinate) -> None:
         """Begin to count.
@@ -50,7 +50,7 @@ class Balance:
             logged: whether metrics are wanted.
 
         Returns:
-            Of each layer; empty if nobody needs it.
+            Counts of each layer; empty if they are not needed.
         """
         if not (logged or (taken and self._every_step)):
             self.load.clear()
@@ -63,7 +63,7 @@ class Balance:
 
     def move(self, counts: Counts) -> None:
         """Move the biases by what `counts` has returned; with the optimizer's step, and local as that is."""
-        for layer, (chosen, _) in zip(self._own, counts, strict=False):  # there are none if nobody needs them
+        for layer, (chosen, _) in zip(self._own, counts, strict=False):  # empty if they are not needed
             if isinstance(layer, MoE) and layer.bias is not None:
                 step = layer.bias_rate * (chosen.mean() - chosen).sign()
                 layer.bias.add_(step.to(layer.bias.device, layer.bias.dtype))
@@ -76,7 +76,7 @@ class Balance:
 
 
 def use(counts: Counts) -> dict[str, float]:
-    """Return how evenly experts were used; empty if no layer tells.
+    """Return how evenly experts were used; empty if no layer counts it.
 
     Returns:
         `expert_load`: the largest share of a layer's choices that one of its experts got, in multiples of the mean;
@@ -102,9 +102,9 @@ def _has_bias(layer: nn.Module | None) -> bool:
 
 
 def counted(model: nn.Module) -> list[tuple[str, int]]:
-    """Return names and numbers of experts of the layers of a whole model that tell what their experts are sent.
+    """Return names and numbers of experts of the layers of a whole model that count the tokens of their experts.
 
-    Those of others do so where they are divided.
+    Layers of other libraries count them where they are divided.
     """
     layers = {name: part for name, part in model.named_modules() if isinstance(part, MoE)}
     own = {layer.experts for layer in layers.values()}

@@ -34,7 +34,7 @@ def by_expert(
         compute: what experts make of rows.
 
     Returns:
-        [tokens, width]; zeros for a token all of whose choices were dropped.
+        [tokens, width]; zeros for a token if all its choices were dropped.
     """
     flat = chosen.reshape(-1)
     counts = torch.bincount(flat, minlength=experts + 1)[:experts]

@@ -1,4 +1,4 @@
-"""Experts divided over workers (mesh axis ep), in the two forms that recognize.py knows.
+"""Experts divided over workers (mesh axis ep), in the two forms that recognize.py finds.
 
 Router, combination and shared experts are left as they are, and on every worker. Each worker has an equal part of the
 experts; their code is called with that part for parameters, that many for `num_experts`, and the rows that all workers
@@ -122,7 +122,7 @@ def _replace_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Divided:
-    """The forward pass of a module of experts of which this worker has a part."""
+    """Forward pass of a module of experts when this worker has a part of them."""
 
     def __init__(self, module: nn.Module, form: int, mesh: DeviceMesh, alike: dist.ProcessGroup | None) -> None:
         self.form, self.mesh, self.group, self.alike = form, mesh, mesh.get_group(), alike
@@ -163,7 +163,7 @@ class _Divided:
     ) -> torch.Tensor:
         count = len(rows)
         if not count:
-            # One that nobody looks at, so that the result has the number format of the other workers' (autocast), that
+            # A row that is not used, so that the result has the number format of the other workers' (autocast), that
             # they find this one in the backward pass, and that parameters have a gradient of zero, as in one process.
             rows, counts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), counts.clone()
             counts[0] = 1

@@ -1,4 +1,4 @@
-"""A plain mixture of experts: a router, experts of which each token uses a few, and experts that all tokens use.
+"""Plain mixture of experts: a router, experts that each serve some tokens, and experts that all tokens use.
 
     MoE(width=512, hidden=1024, experts=16, top_k=2, shared=1, bias_rate=1e-3)
 
@@ -79,7 +79,7 @@ class Shared(nn.Module):
 
 
 class MoE(nn.Module):
-    """A feed-forward network of which each token uses a part; takes the place of a block's own.
+    """Feed-forward network that uses a part of its experts for each token; takes the place of a block's own.
 
     Attributes:
         sequence: how tokens of a sample are divided over workers; set by the runtime.
@@ -113,8 +113,8 @@ class MoE(nn.Module):
             shared: how many more all tokens use, as one network of that many times `hidden`.
             scores: how the router's logits become weights.
             normalize: whether the weights of a token's choices are made to add up to 1.
-            route_scale: what these weights are multiplied by. `top_k` where an expert is `1 / top_k` of the dense
-                network whose place this takes: that one adds up its parts, and weights that add up to 1 make a mean.
+            route_scale: factor of these weights. Use `top_k` where an expert is `1 / top_k` of the dense network that
+                this layer replaces: the dense network adds up its parts, and weights that add up to 1 make a mean.
             capacity: how many choices an expert takes of one sample, in multiples of what it would get if all got the
                 same; further ones are dropped, later tokens first. None: all are taken.
             balance_loss: coefficient of a loss that is 1 where the experts are used evenly, and more elsewhere; added
@@ -177,7 +177,7 @@ class MoE(nn.Module):
             return nn.functional.linear(stream.to(wide), self.router.weight.to(wide))
 
     def _tokens(self, part: torch.Tensor) -> int:
-        """Tokens of a whole sample, of which this worker may have a part, [samples, tokens, ...]."""
+        """Return the number of tokens of a whole sample; `part` is this worker's, [samples, tokens, ...]."""
         return part.shape[1] * (self.sequence.workers if self.sequence is not None else 1)
 
     def _kept(self, chosen: torch.Tensor) -> torch.Tensor:

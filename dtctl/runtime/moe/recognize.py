@@ -1,4 +1,4 @@
-"""Recognition of the modules of a model that are experts, whoever wrote them.
+"""Recognition of the modules of a model that are experts, from any library.
 
 A module holds experts if it has an attribute `num_experts`, parameters that all have that many entries in their first
 dim, one of them a matrix for each expert (a router has a vector for each), and a forward pass of one of two forms:

@@ -40,7 +40,7 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:  # who verifies snapshots should not wait for torch
+def __getattr__(name: str) -> Any:  # verifying snapshots should not wait for torch
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"dtctl.runtime.{_HOME[name]}"), name)

@@ -1,6 +1,6 @@
 """`python -m dtctl.runtime.snapshot VERB PLACE`: one JSON object on standard output, exit code 10 on damage.
 
-`dtctl snapshot` runs it where the snapshots lie, and says the same to people.
+`dtctl snapshot` runs it on the machine of the snapshots, and prints the result in human-readable form.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts put together from the files of several workers, each of which has pieces of tensors. Imports no torch.
+"""Assembly of parts from the files of several workers, which each have pieces of tensors. Imports no torch.
 
 A tensor of C-contiguous numbers is divided into boxes; a worker's file has some of them. What is no tensor is the same
 in every file, or is added up: dicts by keys, and an optimizer's groups by parameters.
@@ -16,7 +16,7 @@ from dtctl.runtime.snapshot.format import headers
 
 
 class Misfit(SnapshotError):
-    """The files of a snapshot are what their digests say, and do not fit together."""
+    """The files of a snapshot match their digests, but do not fit together."""
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -1,7 +1,7 @@
 """The newest snapshot that all workers together can read and verify, whatever lies on which node.
 
 Nodes may share a folder or have one each, with all of a snapshot, a part, or nothing. Every file is read once, by a
-worker on whose node it lies; one that is damaged there is taken from another node that has it.
+worker on a node that has it; a file that is damaged there is taken from another node.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _heard(reports: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _look(folder: Place) -> dict[str, Any]:
-    """Return what lies on this node; errors are values here, so that the others hear of them instead of waiting."""
+    """Return what lies on this node; errors are values here, so that they reach the other workers, which wait."""
     answer: dict[str, Any] = {"error": None, "where": str(folder), "hint": None, "rows": []}
     try:
         for step, path in layout.listing(folder):
@@ -131,7 +131,7 @@ def _look(folder: Place) -> dict[str, Any]:
 
 
 def _candidates(folder: Place, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[_Candidate]:
-    """Snapshots of one step, by what their commit records say; that which most nodes know of first."""
+    """Yield the snapshots of one step, grouped by their commit records; the one that most nodes have comes first."""
     groups: dict[tuple[str, str], dict[int, list[int] | None]] = {}
     for node, row in rows:
         if row["digest"] is not None:
@@ -183,7 +183,7 @@ class _Reading:
         return self
 
     def _shared_out(self, names: Sequence[str], having: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Return who reads what: the worker that wrote it where that is possible, else the one with least to read."""
+        """Return the reader of each file: the worker that wrote it if possible, else the one with least to read."""
         loads = dict.fromkeys(range(self._worker.world_size), 0)
         shares = {}
         for name in sorted(names, key=lambda name: -self.manifest.files[name].size_bytes):

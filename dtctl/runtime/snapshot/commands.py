@@ -90,7 +90,7 @@ def pieces(place: Place) -> Answer:
 
 
 def send(place: Place, *, step: int, names: Iterable[str], out: BinaryIO) -> Answer:
-    """Write some files of a snapshot one after another, for whoever has the others and knows how long each is.
+    """Write some files of a snapshot one after another, for a receiver that has the others and the sizes of all.
 
     Args:
         place: folder of snapshots.
@@ -195,14 +195,14 @@ def prune(
     keep_best: bool = True,
     dry_run: bool = False,
 ) -> Answer:
-    """Remove what is no longer kept, and bad ones, unless no good one would be left to vouch for it.
+    """Remove snapshots that need not be kept, and bad ones; remove nothing if no good snapshot would be left.
 
     Args:
         place: folder of snapshots.
-        keep: how many good ones stay. None: as the run that made them was told, else one.
+        keep: how many good ones stay. None: the setting of the run that made them, else one.
         every_s: of older ones, those that are this many seconds apart stay as well. None: as for `keep`.
-        keep_best: whether the best ones stay, where the run knows of any.
-        dry_run: only say what would go.
+        keep_best: whether the best ones stay, where the run has recorded any.
+        dry_run: only report what would be removed.
     """
     verdicts = [read.verify(path) for path in snapshots(place)]
     good = [verdict for verdict in verdicts if verdict.manifest is not None]
@@ -236,7 +236,7 @@ def _rule(
 
 
 def remove(place: Place, steps: Collection[int]) -> Answer:
-    """Remove the snapshots of some steps: whoever asks knows what other nodes have."""
+    """Remove the snapshots of some steps; the caller has checked the copies on other nodes."""
     return _removed([path for path in snapshots(place) if layout.step_of(path) in steps])
 
 

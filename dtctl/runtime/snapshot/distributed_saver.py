@@ -1,9 +1,9 @@
 """Snapshots that all workers write together: each its pieces, and one manifest over all of them.
 
-Nobody gathers anything. In a thread beside training every worker writes and syncs its files and tells the others their
-digests; when all are durable, one worker of each folder writes the manifest and the commit record, and renames. Older
-snapshots go when every folder has the new one. Nodes with folders of their own may keep copies for each other
-(copies.py).
+No worker gathers the state. In a thread beside training every worker writes and syncs its files and sends their digests
+to the others; when all are durable, one worker of each folder writes the manifest and the commit record, and renames.
+Older snapshots are removed when every folder has the new one. Nodes with folders of their own may keep copies for each
+other (copies.py).
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class DistributedSaver(Saver):
             keep_every_s: of older ones, those that are so many seconds apart are kept as well.
             in_pieces: whether each worker writes its pieces; else all that it is given, which is nothing on most.
             replicas: how many other nodes keep a copy of what a node writes, where each has a folder of its own.
-            firsts: of what several workers have, that which is taken from the first, since theirs may differ.
+            firsts: of the state that several workers have, the keys that are taken from the first, since it may differ.
             when_busy: what a save does that comes while one is under way.
             max_failed: consecutive saves that may fail before `save` raises.
             in_memory: as for `Saver`.
-            complain: told of each failure on the first worker, from the writing thread.
+            complain: called with each failure on the first worker, from the writing thread.
             committed: as for `Saver`, on every worker.
         """
         first = worker.is_first
@@ -201,7 +201,7 @@ class DistributedSaver(Saver):
             if leads:
                 retention.prune(self._folder, newest=target, rule=rule)
 
-        # Together: nobody begins the next draft while drafts are cleared away.
+        # Together: no worker begins the next draft while drafts are cleared away.
         self._attempt(step, pruned)
         return target if leads and has_some else None
 
@@ -213,15 +213,15 @@ class DistributedSaver(Saver):
         write.publish(draft, target)
 
     def _attempt(self, step: int, action: Callable[[], Any]) -> list[Any]:
-        """Do something on every worker, and return what everyone has to say of it.
+        """Run an action on every worker, and return the results of all.
 
         Raises:
-            SnapshotError: it failed on some worker; on all.
+            SnapshotError: it failed on some worker; raised on all.
         """
         error, result = None, None
         try:
             result = action()
-        except Exception as exc:  # noqa: BLE001  # whatever it is, the others wait to hear of it
+        except Exception as exc:  # noqa: BLE001  # any error, since the other workers wait for the result
             error = exc.message if isinstance(exc, DtctlError) else str(exc) or repr(exc)
         reports = gathered_json([error, result], self._worker, self._group)
         for rank, (reason, _) in enumerate(reports):

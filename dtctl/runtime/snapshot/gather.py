@@ -45,7 +45,7 @@ def gathered(entries: Mapping[str, Any], worker: Worker) -> Tree | None:
                         dist.recv(raw(tensor), src=rank)
                 mine[name] = filled(header["skeleton"], tensors)
         return mine
-    # None stands for a DTensor of which another worker of its mesh has the whole.
+    # None stands for a DTensor that another worker of its mesh has as a whole.
     ready = {name: entry for name, entry in mine.items() if entry is not None}
     send(json.dumps(list(ready)).encode(), 0)
     for name in json.loads(receive(0)):

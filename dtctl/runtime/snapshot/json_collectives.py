@@ -46,7 +46,7 @@ def spread_json(value: Any, worker: Worker, source: int) -> Any:
 
 
 def send(text: bytes, rank: int) -> None:
-    """Give bytes, at least one, to one worker, who calls `receive`."""
+    """Send bytes, at least one, to one worker, which calls `receive`."""
     dist.send(torch.tensor([len(text)]), dst=rank)
     dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), dst=rank)
 

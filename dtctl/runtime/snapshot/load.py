@@ -1,8 +1,8 @@
-"""Loading snapshots that are right into new tensors, or straight into tensors that are there.
+"""Loading of intact snapshots into new tensors, or straight into existing tensors.
 
-Into tensors that are there each byte is read once, and hashed while it is in the cache. What they held is gone before
-the snapshot was found right; where it is not, older ones are read over it, and if none is, there is nothing to go on
-with, and that is an error.
+Into existing tensors each byte is read once, and hashed while it is in the cache. Their former values are overwritten
+before the snapshot is verified. If it is damaged, older ones are read over it; if none is intact, the state is lost,
+and that is an error.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _faults(
         except assembly.Misfit as exc:
             return f"{name}: {exc.message}"
         except SnapshotError:
-            raise  # says nothing about the snapshot
+            raise  # not a fault of the snapshot
         except OSError as exc:
             return f"{name} cannot be read: {exc.strerror}"
         except Exception:  # noqa: BLE001  # whatever a header of garbage leads to

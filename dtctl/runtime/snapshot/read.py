@@ -17,7 +17,7 @@ Contents = MutableMapping[str, memoryview]
 """File name -> its bytes."""
 READERS: Final = 4
 RETRIES: Final = 5
-"""Looks at a folder of which somebody removes snapshots at the same time."""
+"""Attempts to list a folder while another process removes snapshots from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class SnapshotVerdict:
 
 
 def record(path: Place) -> SnapshotVerdict:
-    """Return whether manifest and commit record of a snapshot are right; says nothing about its files.
+    """Return whether manifest and commit record of a snapshot are right; its files are not checked.
 
     Raises:
         SnapshotError: as `verify`.
@@ -79,8 +79,8 @@ def verify(path: Place, contents: Contents | None = None) -> SnapshotVerdict:
         contents: takes the bytes that were read, of files whose digest is right.
 
     Raises:
-        SnapshotError: it is of a later format, or its hash needs a package that is missing; both say nothing about the
-            snapshot, so older ones are no way out.
+        SnapshotError: it is of a later format, or its hash needs a package that is missing. Neither means damage, so
+            older snapshots are no way out.
     """
     found = record(path)
     manifest, step = found.manifest, found.step
@@ -125,7 +125,7 @@ def faults(
         names: of files.
         contents: takes the bytes of those that are right.
     """
-    # Reading and hashing let go of the interpreter's lock, so files are read side by side.
+    # Reading and hashing release the interpreter's lock, so files are read in parallel.
     with ThreadPoolExecutor(max_workers=READERS) as pool:
         phrases = pool.map(lambda name: _fault(path / name, manifest.files[name], manifest.hash, contents), names)
         return {name: phrase for name, phrase in zip(names, phrases, strict=True) if phrase}

@@ -29,7 +29,7 @@ def deliver(chosen: Chosen, wanted: Wanted, worker: Worker) -> dict[str, Any]:
     """Return the parts of a snapshot as this worker needs them; collective over all workers.
 
     Args:
-        chosen: a snapshot, by `choose`; its contents are let go of.
+        chosen: a snapshot, by `choose`; its contents are released.
         wanted: what this worker needs.
         worker: this worker.
 
@@ -69,7 +69,7 @@ def _box(like: torch.Tensor | bool, leaf: TreeEntry) -> int | list[list[int]]:
     if isinstance(like, bool):
         return int(like)
     if tuple(like.shape) != leaf.shape or not hasattr(like, "device_mesh"):
-        return 1  # who loads it will say so
+        return 1  # loading reports the error
     offset, shape = box_of(like)
     return [list(offset), list(shape)]
 
@@ -81,14 +81,14 @@ def _unfolded(box: int | list[list[int]], leaf: TreeEntry) -> Box | None:
 
 
 def _told(mine: list[Any], worker: Worker) -> list[list[Any]]:
-    """Everyone's wishes; those who want everything say so in a word."""
+    """Return the boxes that each worker needs; a worker that needs everything sends one number instead."""
     plain = mine[0] if mine and all(box == mine[0] for box in mine) and isinstance(mine[0], int) else None
     told = gathered_json(plain if plain is not None else mine, worker)
     return [[row] * len(mine) if isinstance(row, int) else row for row in told]
 
 
 class _Way:
-    """The exchange, in an order that is the same on all workers: so nobody waits for somebody who waits."""
+    """Exchange of data in the same order on all workers, so that there is no deadlock."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -97,7 +97,7 @@ class _Way:
     def bring(
         self, leaf: TreeEntry, boxes: list[Box | None], chosen: Chosen, data: dict[str, memoryview]
     ) -> torch.Tensor | None:
-        """This worker's stretch of a tensor; None if it wants none."""
+        """Return this worker's stretch of a tensor; None if it needs none."""
         rank, dtype = self._worker.rank, DTYPES[leaf.dtype]
         mine = boxes[rank]
         # A view of a map would keep the snapshot in the node's memory after it was removed.

@@ -1,6 +1,6 @@
 """Snapshots beside training: it stops for a copy; digests, writing and waiting for the disk happen in a thread.
 
-The thread holds the interpreter's lock for microseconds at a time: hashing, writing and fsync let go of it.
+The thread holds the interpreter's lock for microseconds at a time: hashing, writing and fsync release it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Saver:
         complain: Callable[[DtctlError], None] = complain,
         committed: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Nothing is written or allocated yet.
+        """Store the settings; nothing is written or allocated yet.
 
         Args:
             folder: of all snapshots of the run, or its URL; made if needed.
@@ -59,8 +59,8 @@ class Saver:
             when_busy: what a save does that comes while one is under way.
             max_failed: consecutive saves that may fail before `save` raises.
             in_memory: whether the folder lies in the memory of the nodes.
-            complain: told of each failure at once, from the writing thread; standard error unless another is given.
-            committed: told of each step whose snapshot is durable, from the writing thread.
+            complain: called with each failure at once, from the writing thread; prints to standard error by default.
+            committed: called with each step whose snapshot is durable, from the writing thread.
         """
         self._folder, self._when_busy, self._max_failed = place(folder), when_busy, max_failed
         self._keep, self._keep_every_s, self._in_memory = keep, keep_every_s, in_memory
@@ -73,12 +73,12 @@ class Saver:
         self.failed = 0
 
     def open(self) -> None:
-        """See that the folder can be written, and keep every other run from writing there until the end.
+        """Check that the folder can be written, and keep every other run from writing there until the end.
 
-        The first `save` does it if nobody has.
+        The first `save` calls it if it was not called.
 
         Raises:
-            SnapshotError: another run writes there, or nobody can.
+            SnapshotError: another run writes there, or the folder cannot be written.
         """
         if self._lease is None:
             lease = Lease(self._folder)
@@ -105,12 +105,12 @@ class Saver:
         best: Collection[int] = (),
         needed: bool = False,
     ) -> bool:
-        """Copy the state and have it written.
+        """Copy the state, and start to write it in the thread.
 
         Args:
             step: optimizer steps done.
             parts: name -> tensors and JSON's values in dicts and lists; one file each.
-            facts: JSON that the loop wants back.
+            facts: JSON for the loop, returned by a resume.
             best: steps whose snapshots are kept on top of the newest.
             needed: never skip it.
 
@@ -129,7 +129,7 @@ class Saver:
         staged = self._staging.take(parts)
         # No daemon: should the process end with an error, what was begun is finished.
         rule = retention.RetentionRule(keep=self._keep, every_s=self._keep_every_s, best=frozenset(best))
-        now = json.loads(json.dumps({**facts, retention.FACT: rule.document()}))  # who gave them may change them
+        now = json.loads(json.dumps({**facts, retention.FACT: rule.document()}))  # the caller may change them
         self._notes.begin(step)
         self._thread = threading.Thread(target=self._write, args=(step, staged, now, rule), name="snapshot")
         self._thread.start()
@@ -229,7 +229,7 @@ class Notes:
                 self._write(step)
 
     def add(self, step: int, draft: Place) -> None:
-        """Write what there is to a draft that is about to get its name: who sees the snapshot sees that, too."""
+        """Write what there is to a draft that is about to get its name, so that it appears with the snapshot."""
         with self._lock:
             if isinstance(draft, Path) and step in self._texts:
                 _write_texts(draft, self._texts[step])

@@ -79,10 +79,10 @@ def optimizer_tree(
     """Return all of an optimizer's state, with parameters by name.
 
     Args:
-        model: whose parameters the optimizer has.
+        model: the model that the optimizer trains.
         optimizer: any; what its own `state_dict` adds is taken along.
-        configured: what its groups were when it was made, by `configured`: so that a resume can tell what training has
-            changed from what was told otherwise.
+        configured: its groups when it was made, by `configured`; a resume uses them to distinguish changes by the
+            training from changes of the configuration.
 
     Returns:
         `{"class": ..., "state": {name: {...}}, "groups": [{"params": [name, ...], ...}], ...}`; tensors are not copied.
@@ -99,7 +99,7 @@ def optimizer_tree(
     state: dict[str, Any] = {}
     other: list[Any] = []
     on_cpu: dict[str, dict[str, bool]] = {}
-    held: Mapping[Any, Any] = optimizer.state  # torch says parameters only; optimizers of others keep more there
+    held: Mapping[Any, Any] = optimizer.state  # torch documents parameters only; other optimizers keep more there
     for key, values in held.items():
         if not isinstance(key, torch.Tensor):
             other.append([encode(key, "optimizer.state (a key)"), encode(values, f"optimizer.state.{key}")])
@@ -149,15 +149,15 @@ def load_optimizer(
     Tensors keep their number format (torch's own `load_state_dict` gives them that of the parameter).
 
     Args:
-        model: whose parameters the optimizer has.
-        optimizer: over all of them, or a part; just made.
+        model: the model that the optimizer trains.
+        optimizer: over all of its parameters, or a part; just made.
         tree: whole.
         whole: whether the optimizer should have all parameters of the tree; else it may have a part of them.
-        configured: what its groups were when it was made. A value that was told otherwise than then stays as it is
-            told now; None: every value becomes that of the tree.
+        configured: its groups when it was made. A value whose configuration has changed since the snapshot keeps its
+            new configuration. None: every value becomes that of the tree.
 
     Returns:
-        What was told otherwise, a phrase each.
+        The changes of the configuration, a phrase each.
 
     Raises:
         SnapshotError: the optimizer has other parameters, or is of another class.

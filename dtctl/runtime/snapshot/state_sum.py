@@ -23,7 +23,7 @@ from dtctl.runtime.snapshot.storage.staging import Staged
 FACT: Final = "state_sum"
 """Key of the sum in a manifest."""
 PARTS: Final = ("model", "optimizer", "ema")
-"""Parts whose tensors count; the rest is of each worker, or no tensors."""
+"""Parts whose tensors count; the other parts belong to each worker, or have no tensors."""
 
 
 def sum_staged(staged: Staged) -> int:

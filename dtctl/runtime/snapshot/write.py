@@ -34,7 +34,7 @@ def save(
         folder: of all snapshots of the run; made if needed.
         step: optimizer steps done.
         parts: name -> tensors and JSON's values in dicts and lists; one file each.
-        facts: JSON that the loop wants back.
+        facts: JSON for the loop, returned by a resume.
         keep: how many snapshots to keep, this one included.
 
     Returns:
@@ -93,7 +93,7 @@ def target_and_draft(folder: Place, step: int, *, token: str, name: str | None =
     Args:
         folder: of all snapshots.
         step: optimizer steps done.
-        token: of who writes it.
+        token: of the writer.
         name: by `layout.attempt_name`, where several write to a URL.
     """
     if isinstance(folder, Remote):  # until it has a commit record, it is no snapshot
@@ -128,7 +128,7 @@ def file_name(file: StagedFile) -> str:
 
 
 def write_part(draft: Place, file: StagedFile, name: str) -> layout.SnapshotFile:
-    """Write and hash in one pass: a byte that the disk gets wrong is noticed by whoever reads it."""
+    """Write and hash in one pass: the reader detects a byte that the disk got wrong."""
     header = file.outline.header()
     data = file.data.numpy().data
     state = layout.hasher(name)

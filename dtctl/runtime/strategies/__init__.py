@@ -6,7 +6,7 @@ ddp.py       replicas; gradients averaged during the backward pass
 accumulation.py   the passes of a step, where they simply follow each other
 deferred_init.py   models that are too large for one worker
 zero1.py     ddp with an optimizer whose state is divided
-regroup.py   a sharded model whose process groups are made anew
+regroup.py   a sharded model in new process groups
 sharded.py   fsdp, hsdp, tp (tensor.py), cp (context.py), ep (../moe/divide.py) and their products
 unused.py    what some workers leave out of a step
 pipeline.py  blocks on other workers (stages.py cuts), and products with all of them
@@ -82,23 +82,23 @@ class Strategy(Protocol):
         """Forget what was carried over from the last gradients, on all workers: no step is taken with them."""
 
     def gradients(self, step: Step) -> torch.Tensor:
-        """Return all passes of a step, whose gradients are none before.
+        """Run all passes of a step; there are no gradients before.
 
         Returns:
             This worker's share of the mean loss of the global batch: its mean over all workers is that loss. A scalar.
         """
 
     def finish(self) -> None:
-        """Bring the gradients to what they are in one process, after `gradients` went well on all workers.
+        """Make the gradients equal to those of one process, after `gradients` has succeeded on all workers.
 
-        One that no worker has may be zero, until `present` tells.
+        A gradient that no worker has may be zero, until `present` is called.
         """
 
     def norm(self) -> torch.Tensor:
         """Return the true length of the gradient, the same on all workers."""
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
-        """Scale the gradient, whose length is `norm`, down to `max_norm` if it is longer."""
+        """Scale the gradient, of length `norm`, down to `max_norm` if it is longer."""
 
 
 @runtime_checkable
@@ -140,7 +140,7 @@ def choose(
         return Zero1(model, config.ddp, worker)
     if degrees.dp == degrees.workers:
         return Ddp(model, config.ddp, worker)
-    # Their parts of torch take half a second to import, which nobody else should wait for.
+    # Their parts of torch take half a second to import, which the other strategies avoid.
     from dtctl.runtime.strategies.comparison import Seen, recording
     from dtctl.runtime.strategies.pipeline import Pipeline
     from dtctl.runtime.strategies.sharded import Sharded, begin_alike, compared_modules
@@ -153,7 +153,7 @@ def choose(
     mesh = device_mesh(degrees, worker.device.type)
     limit_groups(config.timeout_s)
     is_fsdp = degrees.fsdp > 1 and degrees.dp * degrees.fsdp == degrees.workers  # or hsdp
-    # Who comes to others that train is given its state by them, and they have tried it.
+    # A replacement gets its state from workers that train already, and they have tried it.
     if is_fsdp or worker.replaces:
         try:
             sharded = Sharded(model, config, worker, degrees, mesh)
@@ -186,7 +186,7 @@ def choose(
                 gradients = trial.take_gradients(model, in_one_piece)
         except DtctlError:
             raise
-        except Exception as exc:  # whatever the model's code says to tensors that are divided
+        except Exception as exc:  # whatever the model's code raises for tensors that are divided
             raise explained(exc) or PlanError(
                 f"spread as {degrees}, the model cannot be computed: {str(exc).strip().partition(chr(10))[0]}",
                 where="train.tp.plan" if degrees.tp > 1 else "train.strategy",

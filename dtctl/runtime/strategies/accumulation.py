@@ -23,8 +23,8 @@ def accumulate(
     Args:
         step: the step.
         model: what the loss function is called with.
-        local: the context of a pass whose gradients are not the last of their step: they are not exchanged yet.
-        beside: called after each forward pass; scalars that its backward pass goes back from beside the loss.
+        local: the context of every pass but the last of a step: its gradients are not exchanged yet.
+        beside: called after each forward pass; returns scalars that its backward pass starts from next to the loss.
 
     Returns:
         This worker's share of the mean loss of the global batch, not yet added up over workers.

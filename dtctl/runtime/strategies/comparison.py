@@ -1,6 +1,6 @@
-"""Outputs and gradients of divided modules, compared with those of the modules in one piece before training.
+"""Outputs and gradients of divided modules, compared with those of the undivided modules before training.
 
-The loss of a first batch says little about a model: with a residual branch that begins at zero it is the same whatever
+The loss of a first batch shows little about a model: with a residual branch that begins at zero it is the same whatever
 the branch computes. So each module is compared by itself: a copy of it with random weights computes the inputs that the
 module has had in one forward pass, in one piece and divided. In fp64 rounding is far below any other difference. A
 module that rounds to fewer bits inside, or takes no fp64, is compared by what its own format leaves.
@@ -113,11 +113,11 @@ def recording(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Call
 
 
 def kind_of(module: nn.Module) -> tuple[object, ...]:
-    """Return what two modules have in common that compute the same function of parameters and arguments.
+    """Return the kind of a module: it is the same for modules with the same function of parameters and arguments.
 
-    Code, shapes, plain attributes, other objects that both have, functions of all modules inside, and what their
-    buffers add up to. Of modules of one kind one has to be compared; a model's blocks are that, as a rule, unless they
-    know their number or have an object of their own.
+    It has code, shapes, plain attributes, shared other objects, functions of all modules inside, and the sums of their
+    buffers. Only one module of each kind has to be compared. A model's blocks are of one kind, as a rule, unless they
+    store their number or have an object of their own.
     """
     rows: list[object] = []
     for name, part in module.named_modules():
@@ -291,7 +291,7 @@ class Comparison:
 
         Args:
             source: the module inside, whose outputs are cut into parts along the last dim.
-            target: the one whose inputs are.
+            target: the module that has these parts as inputs.
             degree: number of parts.
         """
         module, seen = copy(self._module, self._dtype), dict[str, torch.Tensor]()
@@ -338,7 +338,7 @@ class Comparison:
             found = compute(module, self._call, self._dtype, self._context, are_near)
         except (DtctlError, torch.OutOfMemoryError):
             raise
-        except Exception as exc:  # noqa: BLE001  # whatever the module's code says to tensors that are divided
+        except Exception as exc:  # noqa: BLE001  # whatever the module's code raises for divided tensors
             text = str(exc).strip().partition("\n")[0]
             return Difference(float("inf"), f"{type(exc).__name__}: {text}", error=exc)
         if far:

@@ -10,7 +10,7 @@ function are left as they are. A block must take the stream, [samples, tokens, w
 it, and mix tokens in `torch.nn.functional.scaled_dot_product_attention` only. Further tensors that are handed to a
 block lose the tokens of other workers, if they have one dim of the sequence's length; a mask, which has two, does not.
 
-torch's own context_parallel (2.13) knows the attention kernels of GPUs only, and wants to be told of every buffer.
+torch's own context_parallel (2.13) supports the attention kernels of GPUs only, and needs a list of all buffers.
 
 Gradients: the way back into the blocks is widened by the number of workers, so that averaging over them, as is done
 with replicas, adds up what each has computed for its tokens, and leaves alone what all have computed alike.
@@ -145,7 +145,7 @@ class Context:
 
 
 class _Join(torch.autograd.Function):
-    """Parts of the stream to the whole one. Every worker goes on with all of it, alike."""
+    """Operation that joins the parts of the stream. Every worker continues with all of it, in the same way."""
 
     @staticmethod
     def forward(node: Any, part: torch.Tensor, context: Context) -> torch.Tensor:
@@ -180,7 +180,7 @@ class _Gather(torch.autograd.Function):
 
 
 _current: list[Context] = []
-"""The one that attention asks; a process trains one model at a time, and the newest counts."""
+"""Context that attention uses; a process trains one model at a time, and the newest counts."""
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -195,9 +195,9 @@ def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 def lower_right(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0, **options: Any
 ) -> torch.Tensor:
-    """Causal attention whose queries are the last tokens of those that keys and values are of.
+    """Compute causal attention, where the queries are the last of the tokens of keys and values.
 
-    On GPUs it is said without a mask: one of 128k tokens takes gigabytes per layer, and flash attention takes none.
+    On GPUs it takes no mask: one of 128k tokens needs gigabytes per layer, and flash attention accepts none.
     """
     rows, end = query.shape[-2], key.shape[-2]
     if query.device.type == "cpu":
@@ -211,12 +211,12 @@ def _unmasked(
 ) -> torch.Tensor:
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
-    if options.pop("enable_gqa", False):  # which the memory-efficient kernel does not know
+    if options.pop("enable_gqa", False):  # which the memory-efficient kernel does not support
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
     bias = CausalBias(CausalVariant.LOWER_RIGHT, query.shape[-2], key.shape[-2])
     held = list(_current)
-    _current.clear()  # it asks torch.nn.functional for attention again, which is to be torch's own then
+    _current.clear()  # it calls torch.nn.functional's attention again, which must be torch's own then
     try:
         output: torch.Tensor = CausalBias._dispatch(query, key, value, bias, dropout_p, **options)
     finally:

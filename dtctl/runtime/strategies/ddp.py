@@ -129,9 +129,9 @@ class Ddp:
         self._first_must_exchange = False
 
     def finish(self) -> None:
-        """See that gradients were exchanged, which DDP does not do while it waits for one that never comes.
+        """Check that gradients were exchanged, which DDP does not do while it waits for one that never comes.
 
-        It tells at the next forward pass, after a step with this worker's own gradients, and perhaps a snapshot.
+        DDP reports it at the next forward pass, after a step with this worker's own gradients, and perhaps a snapshot.
 
         Raises:
             PlanError: a parameter had no gradient; in the first step on every worker.

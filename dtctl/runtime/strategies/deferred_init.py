@@ -67,7 +67,7 @@ def bring(part: nn.Module, model: nn.Module, worker: Worker) -> None:
 
     Args:
         part: a block, or the model itself for what is left.
-        model: whose modules may share parameters with the part.
+        model: the model; its modules may share parameters with the part.
         worker: this worker. All of them bring the same parts in the same order, but for one that takes the place of a
             lost one, and is given its shards.
     """

@@ -29,7 +29,7 @@ def require_for(config: TrainConfig, model: nn.Module) -> None:
     """Refuse what would not have the same bits; `dtctl.train.compatibility` has refused what does not need the model.
 
     Raises:
-        PlanError: the sizes of a batch or the model do not go with `exact: elastic`; says why.
+        PlanError: the sizes of a batch or the model do not go with `exact: elastic`, with the reason.
     """
     if config.global_batch is None or config.micro_batch is None:
         raise not_elastic("the shards follow from train.global_batch and train.micro_batch, which must both be set")
@@ -42,10 +42,10 @@ class Shards:
     """The gradient of one step, shard by shard."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[torch.Tensor], worker: Worker, seed: int) -> None:
-        """Nothing is allocated yet.
+        """Store the arguments; nothing is allocated yet.
 
         Args:
-            model: whose buffers must stay as they are.
+            model: the model; its buffers must stay as they are.
             parameters: those that are trained; the same on all workers.
             worker: this worker.
             seed: of the training.

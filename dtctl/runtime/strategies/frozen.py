@@ -1,4 +1,4 @@
-"""Parameters that were frozen when the model was spread, and want gradients later: nobody would exchange them."""
+"""Parameters that were frozen when the model was spread, and need gradients later, which no strategy exchanges."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Frozen:
         self._parameters = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
     def require(self, step: int) -> None:
-        """See that they still are.
+        """Check that they are still frozen.
 
         Args:
             step: steps done.
 
         Raises:
-            WorkerFailed: a parameter wants gradients now.
+            WorkerFailed: a parameter requires gradients now.
         """
         if not any(parameter.requires_grad for parameter in self._parameters):
             return

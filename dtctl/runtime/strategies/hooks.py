@@ -48,7 +48,7 @@ def install(ddp: DistributedDataParallel, config: DdpConfig, worker: Worker) -> 
         ddp.register_comm_hook(None, lambda _, bucket: default_hooks.bf16_compress_hook(None, bucket))  # type: ignore[arg-type]
     elif config.comm_hook == "powersgd":
         size = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
-        # Its exchanges follow each other in callbacks, whose order gloo does not keep between buckets: it aborts.
+        # Its exchanges follow each other in callbacks. gloo does not keep their order between buckets, and aborts.
         if worker.device.type == "cpu" and size > min(config.bucket_mb * MIB, FIRST_BUCKET):
             raise PlanError(
                 "PowerSGD with several buckets aborts with gloo, and this model needs more than one",

@@ -1,7 +1,8 @@
 """Pipeline parallel: every worker has some blocks, and micro batches follow each other through them.
 
-stages.py says what a model must be like, and cuts it; torch's schedules order the passes. The loss function is called
-as ever, `loss(model, batch)`, on every stage, and must call the model once. Accumulation gives the micro batches.
+stages.py defines the requirements on a model, and cuts it; torch's schedules order the passes. The loss function is
+called as usual, `loss(model, batch)`, on every stage, and must call the model once. Accumulation gives the micro
+batches.
 
 Replicas (dp) average their gradients after the last pass, which is right with every schedule; DDP is not (torch 2.13).
 """
@@ -128,7 +129,7 @@ class Pipeline:
         return {}
 
     def release(self) -> None:
-        """Not yet: a sharded state has nobody to be taken from."""
+        """Do nothing yet: there is no other worker to take a sharded state from."""
 
     def discard(self) -> None:
         """Nothing is carried over."""
@@ -149,7 +150,7 @@ class Pipeline:
         return total
 
     def finish(self) -> None:
-        """Add up over stages what is on all of them, and average over replicas what fully_shard does not."""
+        """Add up the gradients that are on all stages, and average over replicas those that fully_shard does not."""
         gradients.add_up(self._outside, self._mesh["pp"].get_group())
         if self._degrees.data > 1:
             replicated = self._outside if self._degrees.shards > 1 else [*self._outside, *self._own]

@@ -1,8 +1,8 @@
-"""A sharded model in new process groups: the shards stay where they are, and nothing is wrapped anew.
+"""Move of a sharded model to new process groups: the shards stay where they are, and nothing is wrapped again.
 
 fully_shard (torch 2.13) keeps its groups in the mesh and in what it notes of the mesh for each group of parameters, and
-resets what an interrupted pass has left. DTensors have no groups of their own: they ask their mesh, which is often one
-that was made from another (a slice, two of them together) and has names of the groups of that.
+resets what an interrupted pass has left. DTensors have no groups of their own: they use those of their mesh, which is
+often made from another mesh (a slice, two of them together) and has the names of that mesh's groups.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 def interrupt(root: nn.Module) -> None:
     """Forget the pass that is under way: gradients, gathered parameters, what was on its way; local."""
-    if not hasattr(root, "reset_iter_state"):  # since torch 2.13; who needs it asks before
+    if not hasattr(root, "reset_iter_state"):  # since torch 2.13; callers check for it first
         return
     if cast(Any, root)._get_fsdp_state()._is_root is None:  # no pass has come as far as to fully_shard yet
         return
@@ -52,7 +52,7 @@ def replace(meshes: Iterable[tuple[DeviceMesh, DeviceMesh]]) -> None:
             names |= zip(flat._dim_group_names, new._flatten_mapping[axis]._dim_group_names, strict=True)
         renamed[id(held)] = names
         held._pg_registry = new._pg_registry
-    # Who has them nobody knows: parameters, fully_shard, states of the optimizer, what DTensor remembers of operations.
+    # Their holders are not listed: parameters, fully_shard, states of the optimizer, DTensor's cache of operations.
     for each in gc.get_objects():
         if type(each) is DeviceMesh and id(each._get_root_mesh()) in renamed:
             names = renamed[id(each._get_root_mesh())]

@@ -110,7 +110,7 @@ class Sharded:
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Give tensors of each mesh a group of their own, since fused optimizers do not mix them; collective."""
         separate_meshes(optimizer)
-        # The others, who are in the midst of a training, do not take part in a trial; see live.recovery.obstacle.
+        # The others are in the middle of a training, and do not take part in a trial; see live.recovery.obstacle.
         if not self._replaces:
             whole_steps.take_whole_steps(optimizer)
 
@@ -191,7 +191,7 @@ def begin_alike(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SpreadExperts:
-    """The modules of a model that hold experts, of which each worker has a part."""
+    """Modules of a model that hold experts; each worker has a part of the experts."""
 
     modules: Sequence[nn.Module]
     mesh: DeviceMesh
@@ -309,7 +309,7 @@ def shard_blocks(
         PlanError: as `shard`.
     """
     options = config.fsdp
-    # Two axes mean replicas of shards; with one replica, one axis is the cheaper way to say it.
+    # Two axes mean replicas of shards; with one replica, one axis is the cheaper equivalent.
     over = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
     policy, offload = precision(options), offloading(options, worker)
     apart: set[nn.Parameter] = set()
@@ -441,7 +441,7 @@ def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def separate_meshes(optimizer: torch.optim.Optimizer) -> None:
-    """Split parameter groups such that each has tensors of one mesh only, and let go of what DTensors cannot do."""
+    """Split parameter groups such that each has tensors of one mesh only, and disable what DTensors cannot do."""
     split = []
     for group in optimizer.param_groups:
         if isinstance(optimizer, torch.optim.SGD) and any(isinstance(value, DTensor) for value in group["params"]):

@@ -205,7 +205,7 @@ class Stage(nn.Module):
         self.task = task
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        """Return all whose gradients come up in this stage: zero-bubble schedules compute those of no others."""
+        """Return all parameters with gradients in this stage: zero-bubble schedules compute no other gradients."""
         everything: list[Any] = [*super().parameters(recurse), *self.outside]
         return (parameter for parameter in everything if parameter.requires_grad)
 

@@ -3,7 +3,7 @@
 The first matrix of a pair is split by columns and the second by rows, so that what lies between (attention heads, the
 hidden layer) is divided and needs no exchange; one sum over the workers follows the second.
 
-A plan says which module is split how, by patterns of names as in the shell (`blocks.*.wide`; a `*` spans dots too):
+A plan defines how each module is split, by patterns of names as in the shell (`blocks.*.wide`; a `*` spans dots too):
 
     colwise         a Linear whose output is divided; the code after it sees its part of the last dim
     colwise-3       a Linear whose output is three things side by side, such as queries, keys and values; the code after
@@ -68,7 +68,7 @@ class Split:
     """The way in which a model is split."""
 
     styles: Mapping[str, str]
-    """The style of each module that is split, by its name."""
+    """Style of each module that is split, by its name."""
     added_up: Collection[str] = ()
     """Names of parameters that are not split, and whose gradients are added up over the workers."""
 
@@ -167,7 +167,7 @@ def compare_split(
     split: Split,
     seen: Seen,
 ) -> Split:
-    """Compare each module that is to be split with itself in one piece, of one kind one; collective over the mesh.
+    """Compare each module that is to be split, one of each kind, with itself in one piece; collective over the mesh.
 
     Args:
         model: whole, the same on all workers of the mesh; stays as it is.
@@ -276,8 +276,8 @@ def _attempts(
 ) -> list[dict[str, str]]:
     """Return the styles with parts of fused matrices that shapes suggest, if these can be divided, and as they are.
 
-    First stands what the code between two matrices takes, as far as one pair tells: torch plans each attempt anew,
-    which takes a tenth of a second.
+    The first entry is what the code between two matrices accepts, as far as one pair shows: torch plans each attempt
+    again, which takes a tenth of a second.
     """
     fused = dict(entries)
     following, second, pair = None, "", None
@@ -345,7 +345,7 @@ def styles(model: nn.Module, found: Blocks | None, plan: Mapping[str, str]) -> d
     """Return the style of each module that is split, by its name; the last pattern that matches counts.
 
     Raises:
-        PlanError: a style or a module is unknown; or there is no plan, and the names of the model's blocks say nothing.
+        PlanError: a style or a module is unknown; or there is no plan, and the names of the model's blocks are unknown.
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
     if not plan:
@@ -471,7 +471,7 @@ def _style(style: str, config: TpConfig) -> ParallelStyle:
 def _along_the_sequence(found: Blocks | None) -> list[tuple[str, ParallelStyle]]:
     """Return the styles that divide the stream through the blocks along dim 1, and make it whole behind them.
 
-    It stays a DTensor in between, so that code which asks for its length is told that of the whole sequence.
+    It stays a DTensor in between, so that code which reads its length gets that of the whole sequence.
     """
     if found is None:
         raise PlanError("sequence parallelism needs a model with a list of blocks", where="train.tp.sequence_parallel")

@@ -95,7 +95,7 @@ def require_results_alone(probe: Probe, model: nn.Module, found: Blocks | None) 
     Raises:
         PlanError: the loss function reads the weights of a block.
     """
-    if found is None or model._compiled_call_impl is not None:  # whose forward pass cannot be told apart
+    if found is None or model._compiled_call_impl is not None:  # no separate blocks
         return
     held, forward = model.__dict__.get("forward"), model.forward
 
@@ -182,14 +182,14 @@ class Stream:
             if self._is_idle or not isinstance(stream, torch.Tensor) or not stream.is_floating_point():
                 return stream
             generator = torch.Generator(stream.device).manual_seed(index)
-            # Not like the stream, whose layout in memory may differ, and with it which number goes where.
+            # Not `randn_like`: the stream's layout in memory may differ, and with it the place of each number.
             noise = torch.randn(stream.shape, generator=generator, dtype=stream.dtype, device=stream.device)
             stirred = stream + noise * _size(stream.detach()).clamp(min=1e-3)
             if index + 1 == len(self._modules):
                 self._note_both(index + 1, stirred)
             if stream.requires_grad:
-                # Behind an output layer of zeros no gradient would show anything: there the noise is all there is. Not
-                # on the sum, whose gradient is what the next block gives back.
+                # Behind an output layer of zeros the gradients are zero: there the noise is the whole gradient. The
+                # hook is not on the sum, whose gradient is what the next block returns.
                 stream.register_hook(lambda gradient: gradient + noise * (_size(gradient) or 1.0))  # type: ignore[no-untyped-call]
             return stirred
 
@@ -203,7 +203,7 @@ class Stream:
         key = ("gradient", index)
         if self._is_divided and key in self._whole:
             self._awaited.add(key)
-        if not self._is_divided or key in self._whole:  # what arrives at a stage wants a gradient, frozen or not
+        if not self._is_divided or key in self._whole:  # what arrives at a stage requires a gradient, frozen or not
             stream.register_hook(lambda gradient: self._note(key, gradient))  # type: ignore[no-untyped-call]
 
     def _note(self, key: tuple[str, int], value: torch.Tensor) -> None:

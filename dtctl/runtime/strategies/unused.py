@@ -2,16 +2,17 @@
 
 fully_shard exchanges, block by block, the parameters that have a gradient on this worker. Workers with different ones
 would add up gradients of different parameters, and workers that skip different blocks would put blocks together from
-pieces of others: without a word, if sizes are alike (torch 2.13). So
+pieces of others: without an error, if sizes are alike (torch 2.13). So
 
-- a parameter without a gradient takes part in the exchange with zeros. Where none of the workers has one, it is taken
-  away again: an optimizer leaves alone what has no gradient, and moves what has a gradient of zero (weight decay).
-- every worker gathers the same blocks in the same order. In the first pass workers ask each other before each block,
-  which finds the order; from then on each takes part in what it skips by itself, and they ask at the end of a pass.
+- a parameter without a gradient takes part in the exchange with zeros. If no worker has a gradient of it, the zeros are
+  removed again: an optimizer skips a parameter without a gradient, but weight decay moves one with a gradient of zero.
+- every worker gathers the same blocks in the same order. In the first pass workers exchange a message before each
+  block, which determines the order; from then on each takes part in the blocks that it skips without messages, and the
+  workers exchange one at the end of a pass.
 
-What is skipped has its place in the backward pass too. A scalar is threaded through all blocks in their order, beside
-the stream; autograd goes backward through what was made last first, and so passes a skipped block just when the others
-pass it.
+A skipped block has its place in the backward pass too. A scalar is threaded through all blocks in their order, beside
+the stream; autograd goes backward through the newest operations first, and so passes a skipped block just when the
+others pass it.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Turns:
         """Begin to keep the order.
 
         Args:
-            root: whose forward pass runs the units; not sharded yet, so that its end is seen before fully_shard's.
+            root: module that runs the units; not sharded yet, so that the end of its pass comes before fully_shard's.
             units: sharded already; the same on all workers.
         """
         self._units = list(units)
@@ -147,7 +148,7 @@ class Turns:
             unit.register_forward_pre_hook(partial(_plainly, self._entered), with_kwargs=True)
 
     def forget(self) -> None:
-        """A pass was interrupted, and workers that come anew do not know the order: all find it again."""
+        """Drop the order after an interrupted pass: new workers do not have it, so all find it again."""
         self._order, self._found, self._at = None, [], 0
         self._inside, self._thread, self._ends = False, None, []
 

@@ -1,9 +1,10 @@
-"""Optimizers that look at a whole matrix (Muon, Adafactor), on parameters that are divided over workers.
+"""Optimizers that need a whole matrix (Muon, Adafactor), on parameters that are divided over workers.
 
-Whether an optimizer does is tried out, on a small parameter that is divided beside the same in one piece. If the two
-differ, each matrix is put together for its step: gathered on one worker, the matrices being shared out so that all
-compute at once, and given back in parts. Between steps parameters and state are divided as ever, so snapshots and
-recovery see no difference. State of another shape than its parameter, such as Adafactor's rows and columns, is on all.
+A trial shows whether an optimizer does: a step on a small parameter that is divided, and on the same in one piece. If
+the two differ, each matrix is put together for its step. It is gathered on one worker and given back in parts; the
+matrices are shared out so that all workers compute at once. Between steps parameters and state are divided as usual, so
+there is no difference for snapshots and recovery. State of another shape than its parameter, such as Adafactor's rows
+and columns, is on all workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The last collectives of this worker, as torch's flight recorders have them, for whoever asks why a run stands still.
+"""Last collectives of this worker, as torch's flight recorders have them, to explain why a run makes no progress.
 
 torch has two: NCCL's own, in builds for GPUs, and one for the others, which on GPUs has only the small exchanges of the
 control flow over gloo.
@@ -16,7 +16,7 @@ MAX_BYTES: Final = 1 << 17
 
 
 def dump() -> bytes:
-    """JSON in the form of torch's dumps, with `gloo` beside NCCL's where there are both; empty if torch cannot say."""
+    """Return JSON in the form of torch's dumps, with `gloo` next to NCCL's if both exist; empty if torch has none."""
     from torch._C import _distributed_c10d as c10d
 
     traces = [_taken(getattr(c10d, name, None)) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]

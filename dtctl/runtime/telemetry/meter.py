@@ -19,8 +19,8 @@ from dtctl.runtime.telemetry.hardware import peak_flops
 
 GIB: Final = float(1 << 30)
 AHEAD: Final = 8
-"""Steps that a process may have asked a GPU for and that are not done. Without a limit it asks for hundreds, where a
-step is few kernels, and then waits for all of them at once, which looks like a hang from outside."""
+"""Most steps that a process may have queued on a GPU. Without a limit it queues hundreds if a step has few kernels, and
+then waits for all of them at once, which looks like a hang from outside."""
 
 
 class HostClock:
@@ -39,10 +39,10 @@ class HostClock:
 
 
 class GpuClock:
-    """The time of a GPU's stream: a mark is put into the queue, and passed when all before it is done.
+    """Clock of a GPU's stream: a mark is put into the queue, and passed when all before it is done.
 
-    The process itself only asks for kernels. How long that takes says nothing of them, and where the queue is full, it
-    waits for those of earlier steps, and through them for other workers.
+    The process itself only queues kernels. The time of queueing is not that of the kernels, and where the queue is
+    full, the process waits for those of earlier steps, and through them for other workers.
     """
 
     def mark(self) -> torch.cuda.Event:
@@ -100,7 +100,7 @@ class StepTimes:
         self._last = self._last + seconds if isinstance(self._last, float) else self._clock.mark()
 
     def take(self) -> tuple[dict[str, float], float, float]:
-        """Return the spread of the times since the last call; begins anew.
+        """Return the spread of the times since the last call, and reset it.
 
         Returns:
             `step_p50_s`, `step_p95_s` and `step_max_s`; this worker's own time per step, in seconds; and the share of
@@ -119,7 +119,7 @@ class StepTimes:
 
 
 def stragglers(own_s: torch.Tensor) -> dict[str, float]:
-    """Return who is slow, by the time per step that each worker was busy without waiting for others.
+    """Return the slowest rank, by the time per step that each worker was busy without waiting for others.
 
     Args:
         own_s: of each rank.
@@ -139,7 +139,7 @@ def stragglers(own_s: torch.Tensor) -> dict[str, float]:
 
 
 def fullest(peaks_gib: torch.Tensor) -> dict[str, float]:
-    """Return who needs most memory: stages of a pipeline, and shards that do not come out even, differ.
+    """Return the rank that needs most memory: stages of a pipeline, and uneven shards, differ.
 
     Args:
         peaks_gib: of each rank, the first figure of `memory`.
@@ -164,7 +164,7 @@ def memory(device: torch.device) -> dict[str, float]:
     else:
         figures = {"rss_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
         status = Path("/proc/self/statm")
-        if status.exists():  # Linux alone tells what a process has now
+        if status.exists():  # only Linux reports the current memory of a process
             figures["rss_gib"] = int(status.read_text().split()[1]) * resource.getpagesize() / GIB
     return {name: round(value, 4) for name, value in figures.items()}
 

@@ -15,7 +15,7 @@ from dtctl.runtime.console import say
 from dtctl.runtime.telemetry.sinks import MetricsSink
 
 WORTH_SAYING = 0.1
-"""Share of the time waited for data from which the line of a step says so."""
+"""Share of the time waited for data from which the line of a step shows it."""
 NOTICED_S = 0.005
 """And how long that is per step, at least: on a busy machine a step of a millisecond waits for anything."""
 
@@ -119,7 +119,7 @@ class MetricsWriter:
             **measured(samples / step_s),
             **extra,
         }
-        # JSON knows no NaN and no infinity; a diverged loss is null there, and spelt out on stdout.
+        # JSON has no NaN and no infinity; a diverged loss is null there, and spelt out on stdout.
         known = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in row.items()

@@ -1,10 +1,11 @@
 """Progress of this worker for other processes: numbers in a mapped file, which the node's supervisor reads.
 
-Noting costs half a microsecond and no system call, and nothing of this process has to run for it to be read. Under no
-supervisor the numbers go to a piece of memory that nobody reads. When a run makes no progress, the supervisor asks
-where it stands: a signal makes faulthandler write the stack of the main thread, which needs no lock of the interpreter,
-and a byte in a pipe wakes a thread that writes those of the others and torch's record of the last collectives. A signal
-handler cannot read the others: the frames of a thread that runs change meanwhile, and the process may end with SIGSEGV.
+An update costs half a microsecond and no system call, and the supervisor can read it while this process is blocked.
+Without a supervisor the numbers go to memory that no other process reads. When a run makes no progress, the supervisor
+requests its stacks: a signal makes faulthandler write the stack of the main thread, which needs no lock of the
+interpreter, and a byte in a pipe wakes a thread that writes the other stacks and torch's record of the last
+collectives. A signal handler cannot read the others: the frames of a thread that runs change meanwhile, and the process
+may end with SIGSEGV.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _OFFSET: Final = {name: 8 + 8 * index for index, name in enumerate(FIELDS)}
 _HOT: Final = struct.Struct("@4Q")  # phase, step, place, noted_ns
 _ONE: Final = struct.Struct("@Q")
 FIRST_STEPS: Final = 2
-"""Steps of an attempt whose time says nothing about the others: compilation, warm-up, caches."""
+"""Steps of an attempt with times that are not typical of the others: compilation, warm-up, caches."""
 
 
 class WorkerPhase(IntEnum):
@@ -114,7 +115,7 @@ class Progress:
         self._set("begun_ns", self._began_ns)
 
     def tell_resume(self, **told: Mapping[str, Any] | None) -> None:
-        """Tell what was found out about a resume.
+        """Report the facts of a resume.
 
         Args:
             told: `resumed`, before steps are repeated, and `confirmed`, after that; JSON.
@@ -133,7 +134,7 @@ class Progress:
         return self._slowest_ns / 1e9
 
     def committed(self, step: int) -> None:
-        """A snapshot of this step is there; told by the worker that has committed it, from any thread."""
+        """Report a snapshot of this step; called on the worker that has committed it, from any thread."""
         self._set("committed", step)
 
     def forward(self) -> None:
@@ -203,7 +204,7 @@ class Progress:
 
 def _mapped(path: Path) -> mmap.mmap:
     """Return a new file, mapped into memory."""
-    path.unlink(missing_ok=True)  # not cut: who has mapped the old one would be ended by SIGBUS
+    path.unlink(missing_ok=True)  # not truncated: a process that has mapped the old one would be killed by SIGBUS
     with path.open("xb") as file:
         file.write(bytes(SIZE))
     with path.open("r+b") as file:
@@ -211,7 +212,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def _listen(folder: Path, rank: int, *, collectives: bool) -> int:
-    """Be ready to say where this worker stands; the signal that asks for its stacks."""
+    """Prepare for requests of this worker's stacks; return the number of the signal that requests them."""
     number = signal.SIGRTMIN + 6
     if threading.current_thread() is threading.main_thread():
         signal.signal(number, signal.SIG_IGN)  # which faulthandler puts back when the interpreter ends

@@ -28,7 +28,7 @@ class Report:
     Attributes:
         clock: that steps are measured with.
         times: of this worker's steps.
-        progress: of this worker, for those who watch from outside.
+        progress: of this worker, for other processes.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Report:
             self._metrics.pause(seconds)
 
     def rewind(self, step: int, *, kept: int | None = None) -> None:
-        """Take back the lines after `kept`, or the step that training goes on from."""
+        """Remove the lines after `kept`, or after the step that training continues from."""
         self.times.take()
         self.progress.begin(step, until=self._steps)
         if self._metrics is not None:

@@ -57,7 +57,7 @@ class WandB:
 
 
 class MlFlow:
-    """A run in an MLflow experiment, found again by the run's id; MLFLOW_TRACKING_URI says where."""
+    """Run in an MLflow experiment, found again by the run's id; MLFLOW_TRACKING_URI sets the server."""
 
     def __init__(self, experiment: str, settings: Mapping[str, Any]) -> None:
         self._mlflow = _load("mlflow", package="mlflow-skinny", what="MLflow")

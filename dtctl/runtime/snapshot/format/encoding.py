@@ -90,7 +90,7 @@ def _encoded_rarely(value: Any, path: str) -> Any:
 
 
 def with_devices(tree: Any) -> Any:
-    """An encoded tree in which tensors say what else they are: on an accelerator, with a gradient, transposed."""
+    """Return an encoded tree with further facts of its tensors: on an accelerator, with a gradient, transposed."""
     if isinstance(tree, torch.Tensor):
         facts: dict[str, Any] = {"requires_grad": True} if tree.requires_grad and tree.is_leaf else {}
         if not tree.is_contiguous() and _is_permuted(tree):
@@ -158,7 +158,7 @@ Generator = torch.Generator | random.Random | np.random.Generator | np.random.Ra
 
 
 def is_generator(value: object) -> bool:
-    """Return whether it is a generator of random numbers whose state can be kept."""
+    """Return whether a value is a generator of random numbers whose state can be kept."""
     return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
 
 

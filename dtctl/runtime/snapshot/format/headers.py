@@ -102,14 +102,14 @@ def is_tensor(tree: Any) -> bool:
 
 
 class Malformed(ValueError):
-    """A file is what its digest says, and yet not what a snapshot is made of."""
+    """A file matches its digest, but is not a valid file of a snapshot."""
 
 
 def parse(file: memoryview) -> Header:
-    """Return the header of a file, of which there is at least the beginning.
+    """Return the header of a file; at least the beginning of the file must be given.
 
     Raises:
-        Malformed: it is none, or says something of its tensors that cannot be.
+        Malformed: there is no header, or it has an impossible entry for a tensor.
     """
     length = int.from_bytes(file[:8], "little")
     if len(file) < 8 or not 0 < length <= len(file) - 8:
@@ -126,7 +126,7 @@ def parse(file: memoryview) -> Header:
 
 
 def check_data(header: Header, size_bytes: int) -> None:
-    """Compare what a header says with the size of its file.
+    """Compare a header with the size of its file.
 
     Raises:
         Malformed: a tensor would end behind the file, or two share bytes.

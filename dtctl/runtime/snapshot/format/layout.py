@@ -50,7 +50,7 @@ class SnapshotFile:
     digest: str
     """Hexadecimal, by the manifest's hash."""
     part: str | None = None
-    """Part of which it has pieces. None: it has a whole part, and its name."""
+    """Part that the file has pieces of. None: it has a whole part, and its name."""
 
     def document(self) -> dict[str, Any]:
         """Return the record as JSON."""
@@ -86,10 +86,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, text: bytes, *, where: str) -> Manifest:
-        """Return the manifest in a text whose digest was found right.
+        """Return the manifest from a text with a verified digest.
 
         Raises:
-            Malformed: it is none.
+            Malformed: the text is no manifest.
             SnapshotError: the format is of a later version.
         """
         try:
@@ -230,7 +230,7 @@ def file_digest(path: Place, name: str, contents: memoryview | None = None) -> s
     Args:
         path: the file.
         name: of the hash.
-        contents: as large as the file, whose bytes it has afterwards. None: they are not wanted.
+        contents: buffer of the size of the file, filled with its bytes. None: only the digest is needed.
 
     Raises:
         OSError: the file cannot be read.
@@ -250,7 +250,7 @@ def file_digest(path: Place, name: str, contents: memoryview | None = None) -> s
 def map_file(path: Path) -> memoryview:
     """Return the bytes of a file in memory (tmpfs) without a copy; changes to them stay with this process.
 
-    They are right as long as nobody writes to the file, which snapshots never do: a file gets its name when it is
+    They are right as long as no process writes to the file, and snapshots never change: a file gets its name when it is
     complete, and one that is removed stays until the last map of it is gone.
 
     Raises:

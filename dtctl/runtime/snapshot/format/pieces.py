@@ -59,9 +59,9 @@ def box_of(tensor: torch.Tensor) -> assembly.Box:
 
 
 def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """This worker's part of a whole tensor, if `tensor` is sharded, as a DTensor like it; else the whole tensor.
+    """Return this worker's part of a whole tensor, as a DTensor like `tensor`, if that is sharded; else the whole.
 
-    A tensor of another shape is left whole: who loads it will say so. One that is sharded already is left as it is.
+    A tensor of another shape is left whole: loading reports it. One that is sharded already is left as it is.
     """
     if hasattr(whole, "device_mesh") or not hasattr(tensor, "device_mesh") or tensor.shape != whole.shape:
         return whole
@@ -85,9 +85,9 @@ def sharded_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def find_buffers(model: nn.Module) -> Callable[[Key], bool]:
-    """Return what tells buffers of a model from other state: running means are of each worker's own samples.
+    """Return a predicate for the buffers of a model, such as running means of each worker's own samples.
 
-    Of these the first worker's count, for a snapshot as for its sum.
+    The first worker's buffers count, for a snapshot and for its sum.
     """
     trained = {name for name, _ in model.named_parameters()}
     return lambda key: key[0] == "model" and key[1] not in trained
@@ -130,7 +130,7 @@ class Division:
                 key = tuple(words)
                 ranks = holders.setdefault(key, [])
                 sizes[key] = size
-                # By what a worker says that has it: others do not know, and all must come to the same result.
+                # `first` as the worker with the tensor has sent it: others lack it, and all need the same result.
                 if not (first and ranks):
                     ranks.append(rank)
         loads = [0] * len(everyone)

@@ -1,8 +1,8 @@
 """Copies of a node's files on other nodes, sent from memory while they are still there.
 
-The copy of what a node wrote lies in the folder of the next one (the next two, ...), under the same name and manifest:
-whoever has files enough can resume, and the loss of any one node loses nothing. Where racks are known, the next one is
-in another rack.
+The copy of a node's files lies in the folder of the next node (the next two, ...), under the same name and manifest:
+any nodes with enough files can resume, and the loss of any one node loses nothing. Where racks are known, the next node
+is in another rack.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def plan(stores: Stores, files: Sequence[Sequence[str]], replicas: int) -> list[
     """Return all copies, in an order that is the same on all workers.
 
     Args:
-        stores: who writes where.
+        stores: folders of all workers.
         files: names by rank.
         replicas: how many copies of each; with fewer other stores, one in each of them.
     """
     count = len(stores.ranks)
-    # Rack by rack, and so far on that nobody stays in its own: each then has one copy to keep, in a rack or without.
+    # Rack by rack, with a shift that takes each copy out of its own rack; each node then has one copy to keep.
     order = sorted(range(count), key=lambda number: stores.racks[number])
     largest = max(Counter(stores.racks).values())
     nearest = largest if 2 * largest <= count else 1
@@ -74,11 +74,11 @@ def exchange(
 ) -> None:
     """Send this worker's files to others, and write those that come from others.
 
-    A thread sends while this one receives, both in the order of `copies`: the first of those that are not through can
-    always go on, so that nobody waits for ever.
+    A thread sends while this one receives, both in the order of `copies`: the first unfinished transfer can always
+    continue, so that there is no deadlock.
 
     Raises:
-        SnapshotError: a copy could not be written or did not arrive whole. The others are through all the same.
+        SnapshotError: a copy could not be written or did not arrive whole. The other copies are complete all the same.
     """
     files = {write.file_name(file): file for file in staged.files}
     failed: list[BaseException] = []

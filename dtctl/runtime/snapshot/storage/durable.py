@@ -1,4 +1,4 @@
-"""Writes of files whose contents and names outlast a power failure."""
+"""Writes of files with contents and names that survive a power failure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ByteSink(Protocol):
 
 @contextmanager
 def written(path: Place) -> Iterator[ByteSink]:
-    """A new file whose bytes last when the block has ended without an error.
+    """Open a new file; its bytes are durable when the block has ended without an error.
 
     Raises:
         OSError: the disk is full, or cannot be written.
@@ -43,10 +43,10 @@ def written(path: Place) -> Iterator[ByteSink]:
 
 
 def begin_writing(out: ByteSink, begin: int, end: int) -> None:
-    """Have the kernel begin to bring a stretch of a file to the disk, so that `written` has less to wait for.
+    """Make the kernel begin to write a stretch of a file to the disk, so that `written` has less to wait for.
 
-    Linux writes what is dirty when it is told that it will not be read soon, and keeps it in memory until it is clean
-    (mm/fadvise.c). Other systems, and stores, do as they do.
+    On the advice that pages will not be read soon, Linux writes those that are dirty, and keeps them in memory until
+    they are clean (mm/fadvise.c). On other systems and in stores there is no such effect.
     """
     if isinstance(out, io.FileIO) and hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
@@ -54,10 +54,10 @@ def begin_writing(out: ByteSink, begin: int, end: int) -> None:
 
 
 def make_folder(path: Place) -> None:
-    """A folder, with those above it, whose names last.
+    """Make a folder and those above it, with durable names.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     if not isinstance(path, Remote):  # a store has no folders
         folders.make_durable(str(path))

@@ -1,14 +1,14 @@
-"""One run writes into a folder of snapshots at a time: a lease says which, and is found stale when its holder is gone.
+"""Lease of a folder of snapshots: one run writes there at a time, and a lease is stale when its holder is gone.
 
-Whoever wants to write leaves a file of its own in the folder, sees who else has left one, and waits until it is clear
-who was first. Of two that come at the same time, each sees the other, and the one with the larger token withdraws. That
+A writer puts a file of its own into the folder, lists the files of other writers, and waits until the first writer is
+determined. If two come at the same time, each finds the other's file, and the one with the larger token withdraws. That
 needs no lock of the file system and no clock that machines share, so it works on network file systems and in object
-stores alike, as long as what was written is listed from then on.
+stores alike, as long as a listing contains every file that was written before.
 
-A holder renews its lease while it lives. Where it is a process of this machine, the kernel says whether it lives; of
-another machine it is gone when its lease was not renewed for `STALE_S` by this machine's clock. A later attempt of the
-same run takes over at once, and so does a worker that replaces a lost one: the launcher has ended who was there before.
-Who has lost a lease learns of it before it commits.
+A holder renews its lease while it runs. If it is a process of this machine, the kernel shows whether it still runs. A
+holder on another machine is gone when its lease was not renewed for `STALE_S` by this machine's clock. A later attempt
+of the same run takes over at once, and so does a worker that replaces a lost one: the launcher has ended the former
+holder. A process that has lost its lease detects it before it commits.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Holder:
     boot: str
     """Boot id of the machine; a new one after each boot."""
     space: str
-    """Process number space (a container has its own): in another, the number of a process says nothing."""
+    """Process number space (a container has its own); the number of a process is valid only inside of it."""
     pid: int
     started: str
     """Time when the process was, by its kernel; numbers are used again."""
     held: bool = False
-    """True if nobody else was there; else it is still being found out."""
+    """True once no other writer was found; False while the first writer is being determined."""
     epoch: int = 0
     """Epoch of the process group that it was started for, if it replaces a lost worker."""
     count: int = 0
@@ -65,11 +65,11 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Return whether it is a process of this machine, which the kernel can tell of."""
+        """Return whether it is a process of this machine, whose kernel can be queried."""
         return (self.boot, self.space) == _here()
 
     def is_gone(self) -> bool | None:
-        """Return whether its process has ended; None if that cannot be told from here."""
+        """Return whether its process has ended; None if this machine cannot determine it."""
         return _started(self.pid) != self.started if self.is_here else None
 
     def describe(self) -> str:
@@ -120,10 +120,10 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Become the only one who writes there, and stay it until `release`.
+        """Become the only writer of the folder, until `release`.
 
         Raises:
-            SnapshotError: somebody else is, or the folder cannot be written.
+            SnapshotError: another writer holds it, or the folder cannot be written.
         """
         try:
             durable.make_folder(self._folder)
@@ -145,10 +145,10 @@ class Lease:
         self._thread.start()
 
     def require(self) -> None:
-        """See that it is still held; one that was removed, with its folder perhaps, is put back if nobody else came.
+        """Check that the lease is still held; write it again if it was removed and there is no other writer.
 
         Raises:
-            SnapshotError: somebody has taken it.
+            SnapshotError: another writer has taken it.
         """
         if self._thread is None or self._path.exists():
             return
@@ -252,7 +252,7 @@ class Lease:
             with self._path.upload() as out:
                 out.write(text)
             return
-        # Not synced: after a loss of power there is no process that it could tell of.
+        # Not synced: after a loss of power the process is gone, too.
         draft = self._path.with_suffix(layout.DRAFT_SUFFIX)
         draft.write_bytes(text)
         draft.replace(self._path)
@@ -267,7 +267,7 @@ class Lease:
                     self._holder = replace(self._holder, count=self._holder.count + 1)
                     self._write()
             except (OSError, DtctlError):
-                continue  # a link that is down, or it was taken: who commits will see
+                continue  # a link that is down, or it was taken: the commit will detect it
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError, DtctlError):

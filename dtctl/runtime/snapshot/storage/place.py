@@ -1,9 +1,9 @@
-"""Place of snapshots: a folder, or a URL that fsspec knows (s3://, gs://, abfs:// ...); only this file knows fsspec.
+"""Place of snapshots: a folder, or a URL for fsspec (s3://, gs://, abfs:// ...); only this file uses fsspec.
 
-A `Remote` has as much of `pathlib.Path` as snapshots need, so that what reads them need not care. What it does not have
-is a rename and an fsync: a store takes an object when its upload is closed, whole. Nothing is cached here, and what a
-store does not answer is an error, never a file that is missing: a snapshot must not be passed over, or removed, for a
-link that is down.
+A `Remote` has as much of `pathlib.Path` as snapshots need, so that readers of snapshots need no special case. It has no
+rename and no fsync: a store takes an object when its upload is closed, whole. Nothing is cached here, and a store that
+does not answer is an error, never a missing file: a snapshot must not be passed over, or removed, because a link is
+down.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST_BYTES: Final = 1 << 20
 AHEAD: Final = 4
 """and how many of these at once, of each file."""
 PATIENCE_S: Final = 300.0
-"""Seconds that a store may take for one block. s3fs for one would wait for as long as TCP repeats what nobody takes."""
+"""Seconds that a store may take for one block. s3fs, for example, would wait as long as TCP retransmits."""
 IMPATIENCE_S: Final = 15.0
 """And how long after it once did not answer: the next thing is to clear away, which can wait."""
 KEY: Final = "train.snapshot.dir"
@@ -80,12 +80,12 @@ class Remote:
     __slots__ = ("_path", "_store", "_url")
 
     def __init__(self, store: _Store, path: str, url: str) -> None:
-        """Nothing is asked for yet.
+        """Store the arguments; nothing is requested yet.
 
         Args:
             store: that has it.
-            path: as that knows it, without a slash at its end.
-            url: as people know it.
+            path: in the store, without a slash at its end.
+            url: in human-readable form.
         """
         self._store, self._path, self._url = store, path, url
 
@@ -236,11 +236,11 @@ class Remote:
         return self._asked(verb, action)
 
     def _asked(self, verb: str, action: Callable[[Any], Any]) -> Any:
-        """Return what the store answers. Its libraries raise whatever they like; from here on there are two errors.
+        """Return the store's answer, and reduce the errors of its libraries to two.
 
         Raises:
-            FileNotFoundError: there is nothing of this name, and the store said so.
-            SnapshotError: anything else, of which nothing follows for the snapshot.
+            FileNotFoundError: the store reports that there is nothing of this name.
+            SnapshotError: any other error, which is no sign of a damaged snapshot.
         """
         try:
             return self._store.ask(action)
@@ -288,7 +288,7 @@ class _Download:
         return count
 
     def _next_block(self) -> memoryview:
-        # Who wants only what stands at the beginning should not have asked for more.
+        # The first request is small, since a caller may need only the beginning.
         ahead, size = (AHEAD, FETCH_BYTES) if self._asked_for else (1, FIRST_BYTES)
         while len(self._coming) < ahead and self._asked_for < self._size_bytes:
             end = min(self._asked_for + size, self._size_bytes)
@@ -312,7 +312,7 @@ class _Upload:
 
 
 Place: TypeAlias = Path | Remote
-"""A folder or file, wherever it lies."""
+"""Folder or file, on any kind of storage."""
 
 
 def is_url(text: str) -> bool:

@@ -55,7 +55,7 @@ def page_locked(size_bytes: int) -> torch.Tensor:
 
 
 def _require_room(size_bytes: int, node_bytes: int) -> None:
-    """See that a copy of the state can be in the node's memory at all; the kernel would end the process without a word.
+    """Check that a copy of the state fits into the node's memory; else the kernel would kill the process silently.
 
     Raises:
         SnapshotError: it cannot.
@@ -101,7 +101,7 @@ class Staging:
             torch._foreach_copy_(self._views, sources, non_blocking=device is not None)
         arrived = None
         if device is not None:
-            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who writes sleeps until then
+            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the writer sleeps until then
             arrived.record(torch.cuda.current_stream(device))
         files = (
             StagedFile(name, outline, self._buffer[begin : begin + outline.size_bytes])

@@ -18,7 +18,7 @@ from dtctl.runtime.snapshot.storage.place import Place, Remote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stores:
-    """The folders of snapshots that all have the same path, and who sees which."""
+    """Folders of snapshots that all have the same path, and the workers that see each."""
 
     ranks: tuple[tuple[int, ...], ...]
     """Ranks of each store, in the order of their first ranks."""
@@ -38,7 +38,7 @@ class Stores:
 
 
 def stores(folder: Place, worker: Worker, *, in_memory: bool = False) -> Stores:
-    """Find out who shares a folder: one worker of each node leaves a sign there, and all look for them. Collective.
+    """Find the workers that share a folder: one of each node leaves a sign there, and all look for it. Collective.
 
     Raises:
         SnapshotError: a worker cannot write there; on every worker.
@@ -64,7 +64,7 @@ def stores(folder: Place, worker: Worker, *, in_memory: bool = False) -> Stores:
             error = str(exc)
     places = gathered_json([error, visible_ranks[:1]], worker)
     if worker.local_rank == 0 and error is None:
-        with contextlib.suppress(DtctlError):  # who prunes takes it away
+        with contextlib.suppress(DtctlError):  # pruning removes it
             _sign(folder, token, worker.rank).unlink(missing_ok=True)
     blind = "it does not see what rank 0 wrote" if at_url else "its node does not see what it wrote"
     groups: dict[int, list[int]] = {}
