@@ -7,7 +7,8 @@ nothing has failed and nothing is missing: this follows from these findings alon
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from dtctl.doctor.checks import collective, hardware, links, network, used
 from dtctl.doctor.findings import Finding
@@ -76,33 +77,49 @@ def _of_the_cluster(
 def _of_nodes(well: Sequence[NodeReport]) -> dict[str, dict[str, str]]:
     """Return check -> node -> reason of a gap, for the facts that each node reports about itself."""
     gaps: dict[str, dict[str, str]] = {}
-
-    def note(check: str, node: NodeReport, why: str) -> None:
-        gaps.setdefault(check, {})[node.name] = why
-
     for node in well:
-        facts = node.facts
-        if not facts["job"].get("python") and not facts["job"].get("error"):
-            note("python-environment", node, "the job's Python was not looked at")
-        elif facts["job"].get("torch") == "unknown":
-            note("torch", node, "which torch the job has could not be determined")
-        lost = [name for name, addresses in facts["looked_up"].items() if addresses is None]
+        for check, is_gap, why in _GAPS:
+            if is_gap(node.facts):
+                gaps.setdefault(check, {})[node.name] = why
+        lost = [name for name, addresses in node.facts["looked_up"].items() if addresses is None]
         if lost:
-            note("names", node, f"nobody answered in time what the addresses of {', '.join(lost[:3])} are")
-        if not facts["disk"]["total"]:
-            note("disk", node, "how full the disk of the workdir is could not be determined")
-        if not facts["shm"]["total"]:
-            note("shm", node, "how large /dev/shm is could not be determined")
-        if facts["memory_limit"] < 0 and facts["memory_free"] < 0:
-            note("memory", node, "how much memory is left could not be determined")
-        if not facts["addresses"]:
-            note("duplicate-address", node, "its addresses could not be determined")
-        if facts["gpus"] and not facts["xid_source"]:
-            note("gpu-xid", node, "the kernel's messages may not be read: GPU errors were not looked for")
-        if facts["gpus"] and not facts["gpu"] and not facts["gpu_error"]:
-            for name in ("gpu-ecc", "gpu-busy"):
-                note(name, node, "the GPU tool reports nothing about them")
+            why = f"nobody answered in time what the addresses of {', '.join(lost[:3])} are"
+            gaps.setdefault("names", {})[node.name] = why
     return gaps
+
+
+def _has_no_python(facts: Mapping[str, Any]) -> bool:
+    return not facts["job"].get("python") and not facts["job"].get("error")
+
+
+def _has_silent_gpu_tool(facts: Mapping[str, Any]) -> bool:
+    return bool(facts["gpus"]) and not facts["gpu"] and not facts["gpu_error"]
+
+
+_GAPS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], bool], str]]] = (
+    ("python-environment", _has_no_python, "the job's Python was not looked at"),
+    (
+        "torch",
+        lambda facts: not _has_no_python(facts) and facts["job"].get("torch") == "unknown",
+        "which torch the job has could not be determined",
+    ),
+    ("disk", lambda facts: not facts["disk"]["total"], "how full the disk of the workdir is could not be determined"),
+    ("shm", lambda facts: not facts["shm"]["total"], "how large /dev/shm is could not be determined"),
+    (
+        "memory",
+        lambda facts: facts["memory_limit"] < 0 and facts["memory_free"] < 0,
+        "how much memory is left could not be determined",
+    ),
+    ("duplicate-address", lambda facts: not facts["addresses"], "its addresses could not be determined"),
+    (
+        "gpu-xid",
+        lambda facts: bool(facts["gpus"]) and not facts["xid_source"],
+        "the kernel's messages may not be read: GPU errors were not looked for",
+    ),
+    ("gpu-ecc", _has_silent_gpu_tool, "the GPU tool reports nothing about them"),
+    ("gpu-busy", _has_silent_gpu_tool, "the GPU tool reports nothing about them"),
+)
+"""Checks that need a fact, whether a node's facts lack it, and the reason to report."""
 
 
 def _of_ways(

@@ -63,12 +63,9 @@ def _string_end(text: str, at: int, quote: str, *, formatted: bool) -> tuple[int
     while at < len(text):
         letter = text[at]
         if not depth:
-            if letter == "\\":
-                at += 2
-                continue
             if text.startswith(quote, at):
                 return at + len(quote), nested
-            if formatted and text[at : at + 2] in ("{{", "}}"):
+            if letter == "\\" or (formatted and text[at : at + 2] in ("{{", "}}")):
                 at += 2
                 continue
             if letter == "\n" and len(quote) == 1:

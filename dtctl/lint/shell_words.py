@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _RESERVED = frozenset("if then elif else fi do done while until for case esac in { } ! time function".split())
 _SAYS = frozenset(["echo", "printf", ":", "logger"])
 _RUNS = frozenset(["bash", "sh", "dash", "ksh", "zsh", "sbatch", "srun", "ssh"])
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+_BLANK = re.compile(r"(?:\\\n|[ \t\r])+")
 _HEREDOC = re.compile(r"<<(?P<tabs>-?)[ \t]*(?P<delimiter>'[^'\n]+'|\"[^\"\n]+\"|\\?[\w.-]+)")
 
 
@@ -57,18 +59,12 @@ def scanned(text: str) -> Script:
     waiting: list[tuple[str, bool, Command]] = []
     while at < len(text):
         char = text[at]
-        if text.startswith("\\\n", at):
-            at += 2
-        elif char in " \t\r":
-            at += 1
+        if blank := _BLANK.match(text, at):
+            at = blank.end()
         elif char == "#":
             at = _line_end(text, at)
         elif char == "\n":
-            command, at = _ended(script, command), at + 1
-            for delimiter, tabs, owner in waiting:
-                begin = at
-                at = _document_end(text, at, delimiter, tabs=tabs)
-                script.documents.append((begin, at, owner))
+            command, at = _ended(script, command), _skip_documents(text, at + 1, waiting, script)
             waiting = []
         elif text.startswith("<<<", at):
             at += 3
@@ -91,6 +87,14 @@ def scanned(text: str) -> Script:
             script.complete = False
     _ended(script, command)
     return script
+
+
+def _skip_documents(text: str, at: int, waiting: Sequence[tuple[str, bool, Command]], script: Script) -> int:
+    """Take the here-documents that begin here into a script; return where the last one ends."""
+    for delimiter, tabs, owner in waiting:
+        begin, at = at, _document_end(text, at, delimiter, tabs=tabs)
+        script.documents.append((begin, at, owner))
+    return at
 
 
 def said_only(text: str, script: Script) -> str:

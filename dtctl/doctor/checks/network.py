@@ -257,23 +257,7 @@ def pairs(
     port = head.ports.get("rendezvous", 1)
     if port < 0:
         yield _taken(head, rendezvous[0], -port, fixed=fixed)
-    failed: dict[str, list[_Call]] = {"data": [], "rendezvous": [], "later": []}
-    alone: dict[str, Mapping[str, Any]] = {}
-    alive = {node.name for node in reports} - {*explained}
-    for node in reports:
-        for answer in node.answers:
-            # A node that was lost in the meantime does not answer, which is reported already.
-            if answer["result"] not in (*_WORDS, NO_ROOM) or answer["node"] not in alive or answer["kind"] == REACHED:
-                continue
-            if answer["node"] == node.name:
-                if answer["result"] != "stranger":  # its address is another's, too, which is reported already
-                    alone.setdefault(node.name, answer)
-                continue
-            kind = "rendezvous" if answer["kind"] in ("rendezvous", MEETING) else "data"
-            if answer["kind"] == MEETING and answer["node"] != head.name:
-                kind = "later"
-            failed[kind].append((node.name, answer["node"], answer))
-        failed["data"] += [one for one in _never_begun(node, reports) if one[1] in alive]
+    failed, alone = _failed_calls(reports, {node.name for node in reports} - {*explained})
     yield from _full_tables(failed)
     # Where the data ports fail too, the rendezvous port is only one more of them.
     also = {(caller, called) for caller, called, _ in failed["data"]}
@@ -292,6 +276,30 @@ def pairs(
 
 
 _Call = tuple[str, str, Mapping[str, Any]]
+
+
+def _failed_calls(
+    reports: Sequence[NodeReport], alive: Collection[str]
+) -> tuple[dict[str, list[_Call]], dict[str, Mapping[str, Any]]]:
+    """Return the calls of other nodes that have failed, by the kind of port, and those of nodes to themselves."""
+    head = reports[0].name
+    failed: dict[str, list[_Call]] = {"data": [], "rendezvous": [], "later": []}
+    alone: dict[str, Mapping[str, Any]] = {}
+    for node in reports:
+        for answer in node.answers:
+            # A node that was lost in the meantime does not answer, which is reported already.
+            if answer["result"] not in (*_WORDS, NO_ROOM) or answer["node"] not in alive or answer["kind"] == REACHED:
+                continue
+            if answer["node"] == node.name:
+                if answer["result"] != "stranger":  # its address is another's, too, which is reported already
+                    alone.setdefault(node.name, answer)
+                continue
+            kind = "rendezvous" if answer["kind"] in ("rendezvous", MEETING) else "data"
+            if answer["kind"] == MEETING and answer["node"] != head:
+                kind = "later"
+            failed[kind].append((node.name, answer["node"], answer))
+        failed["data"] += [one for one in _never_begun(node, reports) if one[1] in alive]
+    return failed, alone
 
 
 def _full_tables(failed: dict[str, list[_Call]]) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dtctl.doctor.explain import activity, collective, kinds, launchers, signatures, who
@@ -304,21 +304,9 @@ class _Scan:
             if hit.raised is not None and not hit.raised.passed_on
             for one in hit.raised.chain()
         }
-        kept: list[Hit] = []
-        for hit in self.found.hits:
-            if hit.raised is not None:
-                if hit.raised.passed_on and id(hit.raised) in chained:
-                    continue
-                if hit.raised.ignored or any(one.ignored for one in hit.raised.chain()):
-                    continue
-                _explain(hit)
-            if hit.rank is None and hit.line.pid is not None and hit.node is not None:
-                hit.rank = self.rank_of.get((hit.node, hit.line.pid))
-            if hit.late and hit.end is not None and hit.end.signal in (6, 11):
-                hit.signature = signatures.by_id("aborted-at-exit")
-            elif hit.late and (hit.signature.ends or hit.signature.role == "effect" or _is_at_exit(hit)):
-                hit.survived = True  # what was left is being cleared away
-            kept.append(hit)
+        kept = [hit for hit in self.found.hits if not _is_part_of_another(hit, chained)]
+        for hit in kept:
+            self._classify(hit)
         for hit in kept:
             if hit.rank is None and not hit.ranks:
                 hit.rank = self._rank_of_process(hit.line)
@@ -333,11 +321,30 @@ class _Scan:
                 self.found.node_of.setdefault(hit.rank, hit.node)
         return self.found
 
+    def _classify(self, hit: Hit) -> None:
+        if hit.raised is not None:
+            _explain(hit)
+        if hit.rank is None and hit.line.pid is not None and hit.node is not None:
+            hit.rank = self.rank_of.get((hit.node, hit.line.pid))
+        if hit.late and hit.end is not None and hit.end.signal in (6, 11):
+            hit.signature = signatures.by_id("aborted-at-exit")
+        elif hit.late and (hit.signature.ends or hit.signature.role == "effect" or _is_at_exit(hit)):
+            hit.survived = True  # what was left is being cleared away
+
     def _rank_of_process(self, line: LogLine) -> int | None:
         """Return the rank that a line calls a process by, if it is one: most numbers of processes are the system's."""
         number = who.process_named(line.raw)
         there = number is not None and (number in self.found.ranks or number < self.found.world)
         return number if there and str(number) != line.pid else None
+
+
+def _is_part_of_another(hit: Hit, chained: Collection[int]) -> bool:
+    """Return whether a hit is an exception that another one contains (`chained`, by id), or that Python ignored."""
+    if hit.raised is None:
+        return False
+    if hit.raised.passed_on and id(hit.raised) in chained:
+        return True
+    return hit.raised.ignored or any(one.ignored for one in hit.raised.chain())
 
 
 def _unfolded(lines: Sequence[str]) -> Sequence[str]:

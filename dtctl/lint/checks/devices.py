@@ -245,13 +245,7 @@ def _device_numbers(check: Check) -> Iterator[ast.expr]:
     for call in module.calls_of("torch.cuda.set_device", "torch.cuda.device", "torch.accelerator.set_device_index"):
         yield from call.args[:1]
     for call in module.calls_of("torch.device", "torch.set_default_device"):
-        if len(call.args) == 2 and constant(call.args[0]) == "cuda":
-            yield call.args[1]
-        elif call.args:
-            for branch in _branches(call.args[0]):
-                yield from _formatted(branch)
-                if isinstance(branch, ast.Name | ast.Attribute):
-                    yield branch
+        yield from _number_of_device(call)
     for call in module.calls_of(names.DDP):
         given = keyword(call, "device_ids")
         for value in origins(module, given) if given is not None else ():
@@ -262,6 +256,17 @@ def _device_numbers(check: Check) -> Iterator[ast.expr]:
             if isinstance(call.args[0], ast.Name | ast.Attribute):
                 yield call.args[0]
             yield from _formatted(call.args[0])
+
+
+def _number_of_device(call: ast.Call) -> Iterator[ast.expr]:
+    """Yield the number in torch.device("cuda", number), and what may be the number where that is the only argument."""
+    if len(call.args) == 2 and constant(call.args[0]) == "cuda":
+        yield call.args[1]
+    elif call.args:
+        for branch in _branches(call.args[0]):
+            yield from _formatted(branch)
+            if isinstance(branch, ast.Name | ast.Attribute):
+                yield branch
 
 
 def _branches(node: ast.expr) -> tuple[ast.expr, ...]:

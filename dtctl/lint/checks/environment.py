@@ -35,16 +35,22 @@ def _settings(check: Check) -> Iterator[tuple[ast.AST, str, ast.expr | None]]:
                     yield node, name, node.value
     for call in module.methods.get("update", ()):
         if isinstance(call.func, ast.Attribute) and _is_environ(check, call.func.value):
-            for mapping in (argument for argument in call.args if isinstance(argument, ast.Dict)):
-                for variable, value in zip(mapping.keys, mapping.values, strict=True):
-                    if isinstance(name := constant(variable), str):
-                        yield value, name, value
-            for argument in call.keywords:
-                if argument.arg is not None:
-                    yield argument.value, argument.arg, argument.value
+            yield from ((value, name, value) for name, value in _updated(call))
     for call in module.calls_of("os.putenv"):
         if len(call.args) == 2 and isinstance(name := constant(call.args[0]), str):
             yield call, name, call.args[1]
+
+
+def _updated(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the keys and values of `mapping.update({key: value}, key=value)`."""
+    for mapping in call.args:
+        if isinstance(mapping, ast.Dict):
+            for variable, value in zip(mapping.keys, mapping.values, strict=True):
+                if isinstance(name := constant(variable), str):
+                    yield name, value
+    for argument in call.keywords:
+        if argument.arg is not None:
+            yield argument.arg, argument.value
 
 
 def _is_environ(check: Check, node: ast.expr) -> bool:

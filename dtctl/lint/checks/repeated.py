@@ -264,15 +264,26 @@ def folder_made_by_all(check: Check) -> Iterator[Problem]:
             )
             if constant(exist) is True or ignore is not None or not call.args or mentions_rank(module, call.args[0]):
                 continue
-            if for_some(module, call) is not None or module.enclosing(call, (ast.Try,)) is not None:
-                continue
-            if by_launcher(module, call):
+            if not _is_run_by_all(module, call):
                 continue
             verb = "removes" if name == "shutil.rmtree" else "makes"
             yield check.problem(
                 "DT055", call, f"every rank {verb} `{ast.unparse(call.args[0])}`: all but the first fail",
                 fix="on one rank, followed by a barrier" if verb == "removes" else None,
             )  # fmt: skip
+    yield from _paths_made_by_all(check)
+
+
+def _is_run_by_all(module: SourceFile, call: ast.Call) -> bool:
+    """Return whether all ranks make a call, and an error of it ends them."""
+    if for_some(module, call) is not None or module.enclosing(call, (ast.Try,)) is not None:
+        return False
+    return not by_launcher(module, call)
+
+
+def _paths_made_by_all(check: Check) -> Iterator[Problem]:
+    """Yield calls of `Path.mkdir` by all ranks."""
+    module = check.module
     for call in module.methods.get("mkdir", ()):
         if not isinstance(call.func, ast.Attribute) or call.args[2:] or module.name(call.func) == "os.mkdir":
             continue
@@ -286,9 +297,7 @@ def folder_made_by_all(check: Check) -> Iterator[Problem]:
             continue
         if any(argument.arg is None for argument in call.keywords) or next(guards(module, call), None) is not None:
             continue
-        if for_some(module, call) is not None or module.enclosing(call, (ast.Try,)) is not None:
-            continue
-        if mentions_rank(module, call.func.value) or by_launcher(module, call):
+        if mentions_rank(module, call.func.value) or not _is_run_by_all(module, call):
             continue
         yield check.problem("DT055", call, f"every rank makes `{ast.unparse(call.func.value)}`: all but the first fail")
 

@@ -249,26 +249,35 @@ def obstacle(trainer: Training) -> str:
     assert live is not None  # noqa: S101  # for the type checker
     if live.newcomer:
         return ""
-    degrees = trainer.place.degrees
+    return _obstacle_in_settings(trainer) or _obstacle_in_state(trainer)
+
+
+def _obstacle_in_settings(trainer: Training) -> str:
+    degrees, config = trainer.place.degrees, trainer.config
     is_divided = degrees.shards > 1
-    if not degrees.has_replicas or trainer.elastic or trainer.config.strategy == "zero1":
+    if not degrees.has_replicas or trainer.elastic or config.strategy == "zero1":
         return "there are no replicas of each part of the state that could be put into new process groups"
     if is_divided and not hasattr(trainer.model, "reset_iter_state"):  # since 2.13
         return f"torch {torch.__version__} cannot take back an interrupted pass of a sharded model"
+    if config.snapshot.memory is not None:
+        return "all workers write the snapshots in memory together"
+    if config.shares:
+        return "which share a worker takes is agreed on when all start"
+    if config.snapshot.replicas or (trainer.saver.collective and not is_divided):
+        return "all workers write the snapshots together"
+    if config.ddp.comm_hook == "powersgd":
+        return "PowerSGD carries over what it left out, on each worker its own"
+    return ""
+
+
+def _obstacle_in_state(trainer: Training) -> str:
+    live = trainer.worker.live
     if trainer.is_torn or takes_whole_steps(trainer.optimizer):
         return "it was about to go back to a snapshot, or its optimizer exchanges something in its step"
-    if trainer.config.snapshot.memory is not None:
-        return "all workers write the snapshots in memory together"
-    if trainer.config.shares:
-        return "which share a worker takes is agreed on when all start"
-    if live.has_own_groups():
+    if live is not None and live.has_own_groups():
         return "the program has process groups of its own, which cannot be made anew for it"
     if trainer.extra_state or trainer.hooks:
         return "the program has `extra_state` or hooks, which may be another on each worker"
-    if trainer.config.snapshot.replicas or (trainer.saver.collective and not is_divided):
-        return "all workers write the snapshots together"
-    if trainer.config.ddp.comm_hook == "powersgd":
-        return "PowerSGD carries over what it left out, on each worker its own"
     if trainer.constants is None or buffers_checksum(trainer) != trainer.constants:
         return "the model's buffers change in training, and those of the lost worker are lost"
     changed, lost = trainer.account.program.changed()

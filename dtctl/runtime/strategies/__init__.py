@@ -109,6 +109,14 @@ class Lasting(Protocol):
         """Go on after `release` in new process groups with the state of this worker; collective."""
 
 
+def _warn_of_wide_tensors(degrees: Degrees, worker: Worker) -> None:
+    if degrees.tp > worker.local_world_size and worker.is_first:
+        say(
+            f"tp {degrees.tp} reaches over nodes of {worker.local_world_size} workers, and every layer waits for the "
+            "network; keep tp within a node, and divide further with fsdp or pp"
+        )
+
+
 def choose(
     config: TrainConfig, worker: Worker, degrees: Degrees, batch: Batch, model: nn.Module, probe: Probe
 ) -> Strategy:
@@ -145,11 +153,7 @@ def choose(
     from dtctl.runtime.strategies.pipeline import Pipeline
     from dtctl.runtime.strategies.sharded import Sharded, begin_alike, compared_modules
 
-    if degrees.tp > worker.local_world_size and worker.is_first:
-        say(
-            f"tp {degrees.tp} reaches over nodes of {worker.local_world_size} workers, and every layer waits for the "
-            "network; keep tp within a node, and divide further with fsdp or pp"
-        )
+    _warn_of_wide_tensors(degrees, worker)
     mesh = device_mesh(degrees, worker.device.type)
     limit_groups(config.timeout_s)
     is_fsdp = degrees.fsdp > 1 and degrees.dp * degrees.fsdp == degrees.workers  # or hsdp
