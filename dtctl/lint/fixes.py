@@ -27,7 +27,7 @@ class Fixed:
 def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Problem]]:
     """Return a text with the edits of some problems applied, and the problems that this fixes.
 
-    A problem whose edits lie in the way of an earlier one's is left for the next run. Edits that several problems share
+    A problem whose edits overlap those of an earlier one is left for the next run. Edits that several problems share
     are made once. New lines end as the first line of the text does.
     """
     starts, at, newline = [0], 0, "\n"

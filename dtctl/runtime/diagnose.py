@@ -49,7 +49,7 @@ def placement(model: nn.Module, batch: object = None) -> list[str]:
 
 
 def unused(model: nn.Module) -> list[str]:
-    """Return parameters that require a gradient but have none after a backward pass: DDP would wait for them forever."""
+    """Return parameters that require a gradient and have none after a backward pass: DDP would wait forever."""
     return [
         f"{name} was not used in the forward pass, or its result not in the loss"
         for name, parameter in model.named_parameters()

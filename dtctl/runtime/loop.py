@@ -129,9 +129,9 @@ class Trainer:
                 snapshots, what it counts in `param_groups` too.
             rate: the learning rate of each step, from 0; groups keep their ratio to `lr`. None: the schedule that the
                 configuration names.
-            extra_state: what else belongs to the state of the training, by name: objects with `state_dict` and
+            extra_state: further objects with a state of the training, by name: objects with `state_dict` and
                 `load_state_dict` (a module, an optimizer, a scheduler), or random generators of torch, NumPy or
-                Python. Every snapshot has it, of each worker its own where they differ, and a resume puts it back.
+                Python. Every snapshot has it, for each worker its own if they differ, and a resume restores it.
             hooks: called on every worker after steps, evaluations and snapshots; see `Hook`.
             tensorboard: folder for TensorBoard's event files, if `train.tensorboard` names none. None: none is
                 written.

@@ -71,7 +71,7 @@ class Passes:
     mark: Callable[[], Any]
     """Clock of `StepTimes`."""
     poison: Callable[[torch.Tensor], torch.Tensor]
-    """Makes a loss whose gradient is NaN on all workers."""
+    """Function that makes the gradient of a loss NaN on all workers."""
     load: Load | None = None
     """Counts what experts are sent."""
 

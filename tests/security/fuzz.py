@@ -12,6 +12,7 @@ import argparse
 import collections
 import contextlib
 import faulthandler
+import functools
 import io
 import json
 import os
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,26 @@ def limited() -> Iterator[None]:
             signal.setitimer(timer, 0)
 
 
+def read_one(read: Callable[[], object], guard: Guard) -> tuple[str, str]:
+    """Read one input; its outcome, and what is to be said of it."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            with limited():
+                guard.on = True
+                read()
+        except DtctlError as exc:
+            return "error", "its error is a bug in dtctl" if "bug" in f"{exc} {exc.hint}" else ""
+        except Hung:
+            return "hang", traceback.format_exc()[-3000:]
+        except MemoryError:
+            return "memory", traceback.format_exc()[-3000:]
+        except Exception:
+            return "bug", traceback.format_exc()[-3000:]
+        finally:
+            guard.on = False
+    return "answer", ""
+
+
 def fuzz(
     count: int,
     *,
@@ -126,25 +147,8 @@ def fuzz(
             continue
         place = folder / "input"
         place.mkdir(mode=0o700)
-        trouble = ""
         guard.seen.clear()
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            try:
-                with limited():
-                    guard.on = True
-                    readers[name](place, random.Random(f"{seed}-{number}"))
-                outcome = "answer"
-            except DtctlError as exc:
-                outcome = "error"
-                trouble = "its error is a bug in dtctl" if "bug" in f"{exc} {exc.hint}" else ""
-            except Hung:
-                outcome, trouble = "hang", traceback.format_exc()[-3000:]
-            except MemoryError:
-                outcome, trouble = "memory", traceback.format_exc()[-3000:]
-            except Exception:
-                outcome, trouble = "bug", traceback.format_exc()[-3000:]
-            finally:
-                guard.on = False
+        outcome, trouble = read_one(functools.partial(readers[name], place, random.Random(f"{seed}-{number}")), guard)
         if guard.seen:
             outcome, trouble = "escape", "; ".join(guard.seen[:3])
         if memory() - kept_bytes > MEMORY_BYTES:

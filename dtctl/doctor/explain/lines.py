@@ -70,7 +70,7 @@ _LETTERS = (
     r"(?:Rank|RANK|rank)[ =]?(?P<rank>\d+)(?:: | \| )" + _STARTS,
 )
 _PARENTHESES = (
-    r"\([\w.-]+, rank=\d+, pid=\d+, ip=(?P<node>[\w.:-]+)\) ?",  # SkyPilot, whose ranks are of nodes
+    r"\([\w.-]+, rank=\d+, pid=\d+, ip=(?P<node>[\w.:-]+)\) ?",  # SkyPilot: ranks of nodes
     r"\((?:[\w.<>:/ -]+ )?(?:(?:rank|TP)=?(?P<rank>\d+) )?pid=(?P<pid>\d+)(?:, ip=(?P<node>[\w.:-]+))?\) "
     r"(?:\[repeated \d+x[^\]]*\] )?",
 )  # Ray, vLLM

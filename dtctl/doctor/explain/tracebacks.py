@@ -266,7 +266,7 @@ class TracebackReader:
                 return found is None, found
         elif self.saying is not None and self._goes_on(text, line):
             return False, None
-        if text[:1] in "│╭╰┃┏┗" and len(text) > 1:  # a box of rich, whose beginning was cut off
+        if text[:1] in "│╭╰┃┏┗" and len(text) > 1:  # a box of rich without its beginning
             return True, None
         if (remote := _REMOTE.search(text)) is not None:
             self.opened, self.adjacent, self.gap, self.frames, self.node = 1, True, 0, [], remote["node"]

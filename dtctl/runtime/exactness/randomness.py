@@ -129,7 +129,7 @@ class StepStream:
 
     def begin(self, step: int) -> None:
         """The step after so many begins; a microsecond."""
-        mixed = (self._base + step * _STRIDE) & _WORD  # as in SplitMix64, of which one round will do: few bits are used
+        mixed = (self._base + step * _STRIDE) & _WORD  # as in SplitMix64; one round is enough, since few bits are used
         mixed = ((mixed ^ (mixed >> 30)) * _FACTOR & _WORD) >> 32
         self._seed(mixed)
         if self._on_gpu:

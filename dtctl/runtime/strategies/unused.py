@@ -38,7 +38,7 @@ class Present:
     """Parameters that have a gradient on any worker."""
 
     def __init__(self, model: nn.Module, roots: Sequence[nn.Module], names: Sequence[str]) -> None:
-        """Begin to watch what is in the roots.
+        """Begin to observe the blocks in the roots.
 
         Args:
             model: as this worker has it; sharded already.

@@ -1,4 +1,4 @@
-# ruff: noqa: E501 - a fault is a line or two, as they are typed
+# ruff: noqa: E501, C901 - a fault is a line or two, as they are typed
 """Limits, memory, disks and files of a node."""
 
 from __future__ import annotations
