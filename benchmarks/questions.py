@@ -68,17 +68,17 @@ class Answer:
 LAUNCH_FILES = ("dtctl/launch", "dtctl/supervisor", "dtctl/transport", "dtctl/plan", "dtctl/cli/launch.py")
 
 
-def newest(name: str, part: str = "") -> dict[str, Any]:
-    """The newest kept result of a benchmark that has the part.
+def newest(name: str, part: str = "", *programs: str) -> dict[str, Any]:
+    """Return the newest kept result of a benchmark that has a part, and in it the figures of some programs.
 
-    Parts may be measured apart, where a machine is shared.
+    Parts may be measured apart, where a machine is shared, and a program may not be installed.
 
     Raises:
         LookupError: There is none.
     """
     for path in sorted(RESULTS.glob(f"{name}-????????-????.json"), reverse=True):
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not part or part in kept:
+        if not part or (part in kept and all("median_s" in kept[part].get(program, {}) for program in programs)):
             return kept | {"file": f"benchmarks/results/{path.name}"}
     raise LookupError(f"no result of {name} has {part or 'anything'}")
 
@@ -188,7 +188,7 @@ def start() -> Answer:
 
 def launchers() -> Answer:
     """Launch latency beside programs that launch jobs."""
-    kept = newest("launch", "true on 8 nodes")
+    kept = newest("launch", "true on 8 nodes", "deepspeed", "torchrunx")
     rows = kept["true on 8 nodes"]
     return Answer(
         "launchers",
