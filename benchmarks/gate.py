@@ -48,7 +48,7 @@ BAR = 1.03
 MAX_PAIRS = 25
 MIN_PAIRS = 6
 """The fewest with which the range of all ratios is a 95% interval of their median."""
-BUDGET_S = 780.0
+BUDGET_S = 720.0
 """Seconds for all measurements; checkouts, virtual hosts and last pairs take up to two minutes more."""
 HOSTS = 16
 STEPS = {"tiny": 1500, "small": 260}
