@@ -52,7 +52,7 @@ check: $(BIN)/.ready  ## Style, types, layers, documentation.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 soak: $(BIN)/.ready  ## Kill trainings at random for an hour; each must end with the bits of one left alone.
 	$(BIN)/python -m tests.fault.stopping --count 50
@@ -65,8 +65,10 @@ soak: $(BIN)/.ready  ## Kill trainings at random for an hour; each must end with
 	$(BIN)/python -m tests.fault.memory --count 20 --mesh fsdp=4
 	$(BIN)/python -m tests.fault.memory --count 20 --mesh dp=2,tp=2
 	$(BIN)/python -m tests.fault.memory --count 20 --mesh pp=2 --shape 2x1
+	DTCTL_SOAK=1 $(BIN)/python -m pytest tests/integration/test_repeated.py tests/unit/runtime/test_session_workers.py -q -m slow
 	$(BIN)/python -m tests.fault.zoo
 	$(BIN)/python -m tests.fault.programs
+	$(BIN)/python -m tests.fault.programs --draws 300
 
 fuzz: $(BIN)/.ready  ## Read 100,000 odd inputs of each sort that comes from elsewhere; most of an hour.
 	$(BIN)/python -m tests.security.fuzz --count 100000
@@ -77,7 +79,8 @@ bench: $(BIN)/.ready  ## Launch latency and push beside other launchers; takes s
 gate: $(BIN)/.ready  ## What became slower since BASE (default: where the branch started), pair by pair; 15 minutes, idle machine.
 	$(BIN)/python benchmarks/gate.py $(BASE)
 
-dist-check: $(BIN)/.ready  ## What a release needs: figures on the front page that are not older than the code that they measure.
+dist-check: $(BIN)/.ready  ## What a release needs: packages that install and run elsewhere, and figures of today on the front page.
+	$(BIN)/python .ci/dist_check.py
 	$(BIN)/python benchmarks/ages.py --check
 
 gpu: $(BIN)/.ready  ## What only a GPU can show, in 16 checks; 8 to 11 minutes on an H100, results in benchmarks/results.

@@ -25,7 +25,7 @@ done
 "${uv[@]}" pip install --quiet --python "$venv/bin/python" --resolution lowest-direct --editable .
 "${uv[@]}" pip freeze --quiet --exclude-editable --python "$venv/bin/python" > "$venv/lowest.txt"
 "${uv[@]}" pip install --quiet --python "$venv/bin/python" --constraint "$venv/lowest.txt" \
-  pytest pytest-xdist pytest-timeout hypothesis pyte jsonschema cryptography aiosmtpd
+  pytest pytest-xdist pytest-timeout hypothesis pyte jsonschema cryptography uv
 echo "$("$venv/bin/python" -V), $(grep -E '^(typer|click|pydantic|jinja2|paramiko|pyyaml|rich)==' "$venv/lowest.txt" | tr '\n' ' ')"
 # Tests that need torch or numpy say so by importorskip or by the mark `torch`; those of the repository itself need the
 # tools for development.

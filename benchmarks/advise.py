@@ -29,12 +29,12 @@ from machine import HERE, keep
 from published import Case as Published
 from published import cases as published
 
-from dtctl.advise.advice import advise, described
-from dtctl.advise.model import transformer
-from dtctl.advise.search import SIMPLER, Task, choice
+from dtctl.advise.advice import choose_best_layouts, describe_layout
+from dtctl.advise.model import build_decoder_model
+from dtctl.advise.search import SIMPLER, PlanningTask, evaluate_layout
 from dtctl.errors import UsageError
-from dtctl.estimate.memory import CONTEXT, EXCHANGE, GIB, TORCHTITAN, Layout, memory
-from dtctl.estimate.model import Model
+from dtctl.estimate.memory import CONTEXT, EXCHANGE, GIB, TORCHTITAN, ParallelLayout, estimate_layout_memory
+from dtctl.estimate.model import ModelProfile
 
 PEERS = HERE / ".venv-peers" / "bin" / "python"
 LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq": 8192}
@@ -53,28 +53,28 @@ class Case:
 
     name: str
     shape: dict[str, int]
-    layout: Layout
+    layout: ParallelLayout
     gib: float
 
 
 SELECTIVE = {"micro_batch": 2, "recompute": "selective"}
 CASES = (
-    Case(name="8B, fsdp 8", shape=LLAMA_8B, layout=Layout(fsdp=8, **SELECTIVE), gib=82.4),
-    Case(name="8B, fsdp 128", shape=LLAMA_8B, layout=Layout(fsdp=128, **SELECTIVE), gib=67.0),
+    Case(name="8B, fsdp 8", shape=LLAMA_8B, layout=ParallelLayout(fsdp=8, **SELECTIVE), gib=82.4),
+    Case(name="8B, fsdp 128", shape=LLAMA_8B, layout=ParallelLayout(fsdp=128, **SELECTIVE), gib=67.0),
     Case(
-        name="8B, fsdp 8, 32k tokens", shape={**LLAMA_8B, "seq": 32768}, layout=Layout(fsdp=8, recompute="full"),
-        gib=83.9,
+        name="8B, fsdp 8, 32k tokens", shape={**LLAMA_8B, "seq": 32768},
+        layout=ParallelLayout(fsdp=8, recompute="full"), gib=83.9,
     ),
     Case(
-        name="70B, fsdp 32 x tp 8", shape=LLAMA_70B, layout=Layout(fsdp=32, tp=8, micro_batch=16, recompute="full"),
-        gib=71.9,
+        name="70B, fsdp 32 x tp 8", shape=LLAMA_70B,
+        layout=ParallelLayout(fsdp=32, tp=8, micro_batch=16, recompute="full"), gib=71.9,
     ),
 )  # fmt: skip
 
 
-def ours(case: Case, model: Model) -> float:
+def ours(case: Case, model: ModelProfile) -> float:
     """GiB, without the context and NCCL's buffers, which torch does not reserve."""
-    return (memory(model, case.layout, TORCHTITAN).total - CONTEXT - EXCHANGE) / GIB
+    return (estimate_layout_memory(model, case.layout, TORCHTITAN).total - CONTEXT - EXCHANGE) / GIB
 
 
 def eleuther(case: Case, path: Path) -> float | None:
@@ -96,7 +96,7 @@ def eleuther(case: Case, path: Path) -> float | None:
     return float(found[1]) if found else None
 
 
-def deepspeed(case: Case, model: Model, python: Path) -> float | None:
+def deepspeed(case: Case, model: ModelProfile, python: Path) -> float | None:
     """GiB of states alone, with the largest layer gathered; tensor parallelism divides the parameters."""
     if not python.exists():
         return None
@@ -120,21 +120,22 @@ def compared(case: Published) -> dict[str, Any]:
     if "tokens_per_s_per_gpu" in entry:
         row["speed"] = figures(entry["tokens_per_s_per_gpu"], case.tokens())
     layout = case.layout
-    task = Task(
+    task = PlanningTask(
         model=case.model, hardware=case.hardware, recipe=case.recipe, precision=layout.precision,
         beyond=layout.ep > 1 or layout.cp > 1 < layout.pp,
         global_batch=layout.micro_batch * layout.accumulate * layout.data,
         compiled=entry.get("compiled", False), fp8=entry.get("fp8", False),
     )  # fmt: skip
     try:
-        best = advise(task).best
+        best = choose_best_layouts(task).best
     except UsageError:  # a pipeline with fewer micro batches than stages, which dtctl never advises
         return row
-    theirs = choice(task, layout)
+    theirs = evaluate_layout(task, layout)
     same = all(getattr(best.layout, axis) == getattr(layout, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp"))
     ratio = best.speed.tokens_per_s_per_gpu / theirs.speed.tokens_per_s_per_gpu
     row["mesh"] = {
-        "published": described(theirs.layout), "recommended": described(best.layout), "fits": best.fits, "same": same,
+        "published": describe_layout(theirs.layout), "recommended": describe_layout(best.layout),
+        "fits": best.fits, "same": same,
         "speed_ratio": round(ratio, 4), "right": best.fits and (same or ratio >= 1 - SIMPLER),
     }  # fmt: skip
     return row
@@ -205,7 +206,7 @@ def main() -> None:
     found = halves(("learn", "held") if given.half == "both" else (given.half,), given.round)
     rows = []
     for case in CASES:
-        model = transformer(**case.shape, gated=True)
+        model = build_decoder_model(**case.shape, gated=True)
         said = {
             "dtctl": ours(case, model),
             "eleuther": eleuther(case, given.eleuther) if given.eleuther else None,

@@ -69,7 +69,10 @@ def _load_dcp(like: State, folder: Path) -> State:
 def programs() -> dict[str, Program]:
     """Name -> how it saves and loads."""
     found: dict[str, Program] = {
-        "dtctl": (lambda state, folder: write.save(folder, 1, {"model": state}, facts={}, keep=1), _load_ours),
+        "dtctl": (
+            lambda state, folder: write.save_snapshot_parts(folder, 1, {"model": state}, facts={}, keep=1),
+            _load_ours,
+        ),
         "dtctl, sharded": (_save_sharded, _load_ours),
         "torch.load": (
             lambda state, folder: torch.save(state, folder / "state.pt"),

@@ -35,7 +35,7 @@ import machine
 
 from dtctl.doctor.checks import links, network
 from dtctl.doctor.examine import DATA_PORTS, MEASURE_S
-from dtctl.doctor.observe import NodeQuery, Probes
+from dtctl.doctor.node_probes import NodeProbes, NodeQuery
 from dtctl.launch.cluster import cluster_of
 from dtctl.sandbox import control
 from dtctl.spec.load import parse_spec
@@ -55,7 +55,7 @@ class SimulatedStream:
 
     def __init__(self, index: int, count: int) -> None:
         self._index, self._count = index, count
-        self._parser = frames.Parser()
+        self._parser = frames.FrameParser()
         self._answers: queue.Queue[bytes] = queue.Queue()
         self._opening = True
 
@@ -64,7 +64,7 @@ class SimulatedStream:
             self._opening = False
             return
         for _, _, payload in self._parser.feed(data):
-            message = frames.decode(payload)
+            message = frames.decode_message(payload)
             if message["op"] == "quit":
                 self._answers.put(b"")
                 continue
@@ -86,7 +86,12 @@ class SimulatedStream:
         if op == "listen":
             return {"ports": [port or 40_000 + i for i, port in enumerate(message["ports"])]}, 0.0
         if op == "call":
-            seen = {"result": "ok", "took_ms": 0.2, "seen": address(self._index), "own": address(self._index)}
+            seen = {
+                "result": "ok",
+                "took_ms": 0.2,
+                "seen": address(self._index),
+                "own": address(self._index),
+            }
             answers = [{"node": node, "port": port, "kind": kind, **seen} for node, _, port, kind in message["targets"]]
             return {"answers": answers}, CALL_S * (1 + len(answers) // pairs.PARALLEL)
         took = quality.WARM_S + message["seconds"] + (quality.PINGS + quality.BURSTS) * LINK_S + 0.025
@@ -153,9 +158,13 @@ def simulated(count: int) -> dict[str, float]:
     found = {}
     for name, measure_s, ports in (("quick", 0.0, 1), ("full", MEASURE_S, DATA_PORTS)):
         begun, cpu = time.monotonic(), time.process_time()
-        probes = Probes(wanted, Simulation(count), progress=lambda _: None)  # type: ignore[arg-type]
+        probes = NodeProbes(wanted, Simulation(count), progress=lambda _: None)  # type: ignore[arg-type]
         seen = probes.look(rendezvous=(29500,), data_ports=ports, measure_s=measure_s)
-        bad = [*network.addresses(seen), *network.pairs(seen, rendezvous=(29500,), fixed=True), *links.links(seen)]
+        bad = [
+            *network.check_node_addresses(seen),
+            *network.check_node_pairs(seen, rendezvous=(29500,), fixed=True),
+            *links.check_links(seen),
+        ]
         assert not bad, bad[0]
         assert all(node.error is None for node in seen)
         probes.close()
@@ -177,11 +186,11 @@ def hosts(count: int, act: Callable[[int, Path], dict[str, Any]]) -> dict[str, A
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         os.environ["DTCTL_SANDBOX_DIR"] = folder
         os.environ["DTCTL_SANDBOX"] = "bench"
-        control.up("bench", nodes=count)
+        control.start_sandbox("bench", nodes=count)
         try:
             return act(count, Path(folder))
         finally:
-            control.down("bench")
+            control.remove_sandbox("bench")
 
 
 def write_spec(count: int, folder: Path) -> str:

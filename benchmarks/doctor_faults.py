@@ -241,7 +241,7 @@ class Table:
         assert item is not None
         name = title(item)
         spec = json.loads((item.funcargs["project"].folder / "dtctl.yaml").read_text())  # type: ignore[attr-defined]
-        sandbox = control.find("main")
+        sandbox = control.find_running_sandbox("main")
         assert sandbox is not None
         hosts = Hosts(sandbox, spec)
         found = [one for one in said["findings"] if one["status"] in ("fail", "warn")]

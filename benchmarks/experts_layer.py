@@ -123,7 +123,7 @@ def programs(shape: Shape, source: Path | None, mesh: DeviceMesh | None) -> dict
     if mesh is None:
         layers["written by hand"] = ByHand(ours)
     else:
-        divide.divide(ours, mesh)
+        divide.divide_experts(ours, mesh)
     return layers
 
 

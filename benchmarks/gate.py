@@ -141,21 +141,21 @@ class Stage:
         """A sandbox of 16 hosts, made by this checkout; both sides reach them by SSH."""
         from dtctl.sandbox import control
 
-        return control.up("gate", nodes=HOSTS)
+        return control.start_sandbox("gate", nodes=HOSTS)
 
     @cached_property
     def cluster(self) -> Any:
         """A sandbox of one host with Slurm, made by this checkout; both sides submit to it."""
         from dtctl.sandbox import control
 
-        return control.up("gate-slurm", nodes=1, with_slurm=True)
+        return control.start_sandbox("gate-slurm", nodes=1, with_slurm=True)
 
     def close(self) -> None:
         """Take the hosts down."""
         for sandbox in [self.__dict__[name] for name in ("hosts", "cluster") if name in self.__dict__]:
             from dtctl.sandbox import control
 
-            control.down(sandbox.name)
+            control.remove_sandbox(sandbox.name)
 
     def write_spec(self, folder: Path, nodes: int) -> Path:
         """Write a spec that runs `true` on some of the hosts.
@@ -265,7 +265,7 @@ def measure_job(stage: Stage, side: Side, folder: Path) -> Figures:
         "job: {script: train.py, kind: direct, args: [dtctl, tiny, '1'], "
         f"env: {{PYTHONPATH: {side.tree}, OMP_NUM_THREADS: '1'}}}}\n"
     )
-    begun_s, env = time.time(), slurm.environment(stage.cluster)
+    begun_s, env = time.time(), slurm.build_slurm_environment(stage.cluster)
     done = side.run("-m", "dtctl", "launch", "--json", cwd=folder, env=env)
     events = [json.loads(line) for line in done.stdout.splitlines()]
     submitted_s = next(event["time"] for event in events if event["event"] == "submitted")
@@ -280,7 +280,7 @@ def find_obstacle_to_slurm() -> str:
     from dtctl.sandbox import slurm
 
     try:
-        slurm.check_requirements()
+        slurm.check_slurm_requirements()
     except SandboxError as exc:
         return str(exc)
     return ""

@@ -94,7 +94,7 @@ class Bench:
         # As an installed package is; an editable one would be compiled at every start where nothing may be written.
         subprocess.run([sys.executable, "-m", "compileall", "-q", str(HERE.parent / "dtctl")], check=True)
         self.folder = folder
-        self.sandbox = control.up("bench", nodes=nodes)
+        self.sandbox = control.start_sandbox("bench", nodes=nodes)
         self.hosts = [node.address for node in self.sandbox.nodes]
         self.identity, self.user = str(self.sandbox.identity_file), self.sandbox.user
         self.config = folder / "ssh_config"
@@ -114,7 +114,7 @@ class Bench:
         """Take the sandbox down."""
         from dtctl.sandbox import control
 
-        control.down("bench")
+        control.remove_sandbox("bench")
 
     def program(self, name: str, nodes: int) -> list[str] | None:
         """The argv of a launcher that runs `true` on the first `nodes` hosts; None when it is not installed."""

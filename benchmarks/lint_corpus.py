@@ -25,22 +25,22 @@ from typing import Any
 
 from machine import keep
 
-from dtctl.lint.engine import lint
+from dtctl.lint.engine import lint_paths
 from dtctl.lint.model import ClusterFacts, Problem
 
 RULES = {
     "hardcoded-addr": "DT035",
     "hardcoded-port": "DT035 DT042",
-    "hardcoded-world": "DT035 DT037 DT019",
+    "hardcoded-world": "DT035 DT037",
     "download-all-ranks": "DT040",
-    "obsolete": "DT025 DT029 DT050 DT051",
+    "obsolete": "DT025 DT029 DT050",
     "rank-as-device": "DT016",
     "seed-same": "DT008",
     "find-unused": "DT010",
     "load-no-map-location": "DT052 DT007",
     "log-all-ranks": "DT054 DT018 DT014",
     "no-destroy": "DT030",
-    "metric-not-reduced": "DT018 DT020 DT019 DT053 DT054",
+    "metric-not-reduced": "DT018 DT020 DT053 DT054",
     "no-set-epoch": "DT004",
     "eval-padding": "DT056",
     "val-not-sharded": "DT057 DT003",
@@ -57,7 +57,7 @@ RULES = {
     "no-zero-grad": "DT078",
     "early-exit": "DT013 DT033 DT045",
     "no-no-sync": "DT009",
-    "device-wrong": "DT007 DT017 DT016 DT006",
+    "device-wrong": "DT007 DT017 DT016",
     "no-set-device": "DT017",
     "rank-dep-schedule": "DT060",
     "rank-dep-collective": "DT011 DT012 DT013 DT045 DT036",
@@ -71,14 +71,12 @@ RULES = {
     "clip": "DT031 DT061",
     "bypass-ddp": "DT059",
     "split-random": "DT058",
-    "fsdp-clip": "DT061 DT074",
+    "fsdp-clip": "DT061",
     "fsdp-wrap": "DT075 DT048",
     "fsdp-save": "DT012",
     "module-prefix": "DT022",
     "write-all-ranks": "DT014",
     "hardcoded-gpus": "DT035",
-    "accum-tail": "DT064",
-    "wasted-model": "DT065",
     "spawn-wrong": "DT066",
     "nondeterministic": "DT008",
     "clip-scaled": "DT031",
@@ -90,15 +88,13 @@ RULES = {
     "no-barrier-after-prep": "DT067",
     "policy": "DT048",
     "hook-step": "DT047",
-    "timeout": "DT073",
-    "uneven-steps": "DT076 DT013 DT045",
+    "uneven-steps": "DT013 DT045",
     "result-discarded": "DT044",
 }
 """Kind of mistake -> the rules for it. A kind that is not here has no rule."""
 SOME = {
     "crash": "DT000 DT021 DT025 DT026 DT027 DT044 DT048 DT067 DT070",
-    "waste": "DT072",
-    "partial-data": "DT071 DT076",
+    "partial-data": "DT071",
 }
 """Kinds of which rules find some: those that they find have a rule, the others have none."""
 
@@ -126,7 +122,7 @@ def linted(code: Path, source: str, into: Path) -> list[Problem]:
     target = into / place
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(code, target)
-    return lint([target], cluster=ClusterFacts())
+    return lint_paths([target], cluster=ClusterFacts())
 
 
 def covers(problem: Problem, mistake: dict[str, Any]) -> bool:

@@ -16,20 +16,34 @@ from pathlib import Path
 from typing import Any
 
 from dtctl.advise.config import from_config
-from dtctl.advise.hardware import Hardware, gpu
-from dtctl.advise.model import transformer
-from dtctl.advise.speed import speed
-from dtctl.estimate.frameworks import FRAMEWORKS, held
-from dtctl.estimate.memory import GIB, Layout, Recipe, memory
-from dtctl.estimate.model import Model
+from dtctl.advise.hardware import Hardware, find_gpu_by_name
+from dtctl.advise.model import build_decoder_model
+from dtctl.advise.speed import estimate_step_speed
+from dtctl.estimate.frameworks import FRAMEWORKS, apply_recipe_precision
+from dtctl.estimate.memory import GIB, FrameworkMemory, ParallelLayout, estimate_layout_memory
+from dtctl.estimate.model import ModelProfile
 
 FILE = Path(__file__).parent / "data" / "advise_published.json"
 GUIDE = Path(__file__).parent.parent / "docs" / "guides" / "experts.md"
 BEGIN, END = "<!-- mixtures: benchmarks/published.py -->", "<!-- end of mixtures -->"
 NETWORK = 400.0
 """GB/s of a node where the training has one node only, or the source is silent."""
-# Frameworks that dtctl has no word for -> the one that holds a model in the same way.
-NEAR = {"litgpt": "pure", "torchtune": "pure"}
+# Everything in half precision: `bf16-true` of LitGPT, torchtune's `dtype: bf16`.
+_BF16 = replace(
+    FRAMEWORKS["runtime"], autocast=False, weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, whole_gradients=False,
+    kept_products=0.5, free=True, split_experts=True, shards_copied=True,
+)  # fmt: skip
+# Ways to hold a model that `dtctl advise` has no word for; their trainings are scored with these.
+RECIPES = {
+    **FRAMEWORKS,
+    "litgpt": _BF16,
+    "torchtune": _BF16,
+    "pure": _BF16,
+    # doc/en/train_performance.md of InternEvo: 30 to 33 bytes for each parameter, buffers of its flat copies included.
+    "internevo": replace(
+        FRAMEWORKS["megatron"], gradient_bytes=6, step_bytes=12, loss_parallel=False, sequence_parallel=False
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +51,10 @@ class Case:
     """An entry, ready to be computed."""
 
     entry: dict[str, Any]
-    model: Model
-    layout: Layout
+    model: ModelProfile
+    layout: ParallelLayout
     hardware: Hardware
-    recipe: Recipe
+    recipe: FrameworkMemory
 
     @property
     def name(self) -> str:
@@ -50,7 +64,7 @@ class Case:
     def memory_gib(self) -> float:
         """What is computed for what the source counts."""
         options = {key: self.entry.get(key, False) for key in ("compiled", "fp8")}
-        found = memory(self.model, self.layout, self.recipe, **options)
+        found = estimate_layout_memory(self.model, self.layout, self.recipe, **options)
         outside = self.recipe.context + (self.recipe.exchange if self.layout.workers > 1 else 0.0)
         counted = {"allocated": found.tensors, "reserved": found.total - outside, "device": found.total}
         return counted[self.entry["counts"]] / GIB
@@ -58,7 +72,7 @@ class Case:
     def tokens(self) -> float:
         """Tokens per second and GPU."""
         options = {key: self.entry.get(key, False) for key in ("compiled", "fp8")}
-        return speed(self.model, self.layout, self.hardware, self.recipe, **options).tokens_per_s_per_gpu
+        return estimate_step_speed(self.model, self.layout, self.hardware, self.recipe, **options).tokens_per_s_per_gpu
 
 
 def cases(half: str, turn: int = 0) -> list[Case]:
@@ -72,12 +86,12 @@ def _case(entry: dict[str, Any]) -> Case:
     if "model_type" in numbers:
         model = from_config(numbers, source=entry["name"], seq=numbers.pop("seq"), name=entry["name"])
     else:
-        model = transformer(**numbers)
+        model = build_decoder_model(**numbers)
     recompute = entry["recompute"]
     if recompute == "half":  # every other block
         model = replace(model, block_kept=(model.block_kept + model.block_input) / 2)
     framework = entry["framework"]
-    recipe = held(FRAMEWORKS[NEAR.get(framework, framework)], entry["precision"])
+    recipe = apply_recipe_precision(RECIPES[framework], entry["precision"])
     changes: dict[str, Any] = {
         key: entry[key] for key in ("reshard", "loss_parallel", "loss_copies", "cache") if key in entry
     }
@@ -101,7 +115,7 @@ def _case(entry: dict[str, Any]) -> Case:
     return Case(
         entry=entry,
         model=model,
-        layout=Layout(
+        layout=ParallelLayout(
             **entry["mesh"],
             ep=entry.get("ep", 1),
             zero=zero if zero < 3 else 0,
@@ -113,7 +127,7 @@ def _case(entry: dict[str, Any]) -> Case:
             precision=entry["precision"],
         ),
         hardware=Hardware(
-            gpu=gpu(entry["gpu"]),
+            gpu=find_gpu_by_name(entry["gpu"]),
             gpus=entry["gpus"],
             per_node=entry["per_node"],
             network=entry["network"] or NETWORK,

@@ -156,7 +156,13 @@ def step() -> Answer:
         "times a step of DDP.",
         "python benchmarks/loop.py",
         tuple(kept["file"] for kept in (tiny, small, start, pair, elastic)),
-        ("dtctl/runtime/loop.py", "dtctl/runtime/step.py", "dtctl/runtime/data_loading", "dtctl/runtime/strategies"),
+        (
+            "dtctl/runtime/loop.py",
+            "dtctl/runtime/engine.py",
+            "dtctl/runtime/step.py",
+            "dtctl/runtime/data_loading",
+            "dtctl/runtime/strategies",
+        ),
     )
 
 
@@ -362,7 +368,7 @@ def faults() -> Answer:
         "healthy nodes of a loaded machine.",
         tuple(charts),
         "Faults drawn from a grammar of layers, places, directions and times, injected into virtual hosts; each collection split in two before "
-        "anything ran, one half learned from, the other scored once. `docs/guides/doctor.md` has all figures.",
+        "anything ran, one half learned from, the other scored once. `docs/accuracy-doctor.md` has all figures.",
         "python benchmarks/doctor_faults.py --grammar",
         (first["file"], second["file"]),
         ("dtctl/doctor/checks", "dtctl/supervisor/probe", "dtctl/doctor/examine.py", "dtctl/doctor/rounds.py"),

@@ -57,7 +57,7 @@ def die_if(step: int, *, doomed: bool) -> None:
 def dtctl(dropout: float, doomed: bool) -> nn.Module:
     """The Trainer; it resumes on its own."""
     from dtctl.runtime import TensorData, TrainConfig, Trainer, build
-    from dtctl.runtime.distributed.worker import identify
+    from dtctl.runtime.distributed.worker import resolve_worker_from_env
     from dtctl.runtime.exactness.randomness import seed_all
 
     seed_all(0)
@@ -77,7 +77,7 @@ def dtctl(dropout: float, doomed: bool) -> nn.Module:
         return nn.functional.mse_loss(module(batch[0]), batch[1])
 
     config = build(TrainConfig, settings, at="train", where="benchmark")
-    trainer = Trainer(config, identify({}), model, loss, TensorData(*points))
+    trainer = Trainer(config, resolve_worker_from_env({}), model, loss, TensorData(*points))
     trainer.run()
     return model
 

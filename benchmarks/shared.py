@@ -61,23 +61,23 @@ class Bench:
 
         self.folder = folder
         self.env = {**os.environ, "DTCTL_SANDBOX": "shared", "NO_COLOR": "1"}
-        self.sandbox = control.up("shared", nodes=3)
+        self.sandbox = control.start_sandbox("shared", nodes=3)
         shutil.copy(ROOT / "tests" / "integration" / "checkpoint_layouts.py", folder / "train.py")
 
     def close(self) -> None:
         """Take the hosts down."""
         from dtctl.sandbox import control
 
-        control.down("shared")
+        control.remove_sandbox("shared")
 
     def heal(self) -> None:
         """Switch all hosts on."""
         from dtctl.sandbox import control, faults
 
-        current = control.find("shared")
+        current = control.find_running_sandbox("shared")
         assert current is not None
-        faults.heal(current, current.nodes)
-        self.sandbox = control.find("shared") or current
+        faults.remove_host_faults(current, current.nodes)
+        self.sandbox = control.find_running_sandbox("shared") or current
 
     def printed(self, run: str) -> str:
         """Return what all workers of a run have printed."""
@@ -115,7 +115,7 @@ class Bench:
         time.sleep(chance.uniform(8, 25))
         lost = chance.randrange(2)
         on_all = min(max(self.steps_on(node, run), default=0) for node in (1 - lost, 2))
-        faults.kill(self.sandbox, self.sandbox.nodes[lost])
+        faults.power_off_host(self.sandbox, self.sandbox.nodes[lost])
         killed = time.monotonic()
         text = process.communicate(timeout=600)[0]
         saved = self.last_saved(run)
@@ -152,7 +152,7 @@ class Bench:
         from dtctl.sandbox import faults
 
         for node in self.sandbox.nodes[:2]:
-            faults.limit(self.sandbox, node, rate=f"{RATE_MBIT}mbit")
+            faults.limit_bandwidth(self.sandbox, node, rate=f"{RATE_MBIT}mbit")
         name = f"copy-{share}-{os.getpid()}"
         write = (
             "import os, pathlib, time\n"
@@ -166,9 +166,9 @@ class Bench:
             f"    raise SystemExit({0 if share == 'beside' else 1})\n"
             f"time.sleep({60 if share == 'beside' else 1} if attempt == '0' else 0)\n"
         )
-        (self.folder / "copy.py").write_text(write)
+        (self.folder / "copies.py").write_text(write)
         spec = json.loads(spec_of(["node1", "node2"], [], []))
-        spec["job"]["script"] = "copy.py"
+        spec["job"]["script"] = "copies.py"
         (self.folder / "dtctl.yaml").write_text(json.dumps(spec))
         done = subprocess.run(
             [*DTCTL, "launch", "--name", name], cwd=self.folder, env=self.env, capture_output=True, text=True,

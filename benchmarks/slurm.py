@@ -45,11 +45,11 @@ def main() -> None:
     os.environ["DTCTL_SANDBOX_DIR"] = str(base / "sandboxes")
     project = base / "project"
     project.mkdir()
-    sandbox = control.up(f"bench-{secrets.token_hex(3)}", nodes=2, with_slurm=True)
+    sandbox = control.start_sandbox(f"bench-{secrets.token_hex(3)}", nodes=2, with_slurm=True)
     dtctl = [sys.executable, "-m", "dtctl", "sbatch"]
     found: dict[str, list[float]] = {"sbatch": [], "sbatch --test-only": [], "dtctl sbatch --submit": [], "render": []}
     try:
-        env = {**os.environ, **slurm.environment(sandbox)}
+        env = {**os.environ, **slurm.build_slurm_environment(sandbox)}
         (project / "train.py").write_text("")
         (project / "dtctl.yaml").write_text(SPEC.format(nodes=2, slots=1))
         (project / "many.yaml").write_text(SPEC.format(nodes=NODES, slots=8))
@@ -63,7 +63,7 @@ def main() -> None:
             found["render"].append(took([*dtctl, "many.yaml"], cwd=project, env=env))
             subprocess.run(["scancel", "--user=root"], env=env, check=True)
     finally:
-        control.down(sandbox.name)
+        control.remove_sandbox(sandbox.name)
         shutil.rmtree(base)
     medians = {name: round(statistics.median(times), 4) for name, times in found.items()}
     for name, seconds in medians.items():

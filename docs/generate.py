@@ -1,4 +1,4 @@
-"""Reference pages made from the code at build time, so that they cannot say anything else than the code does.
+"""Generate the reference pages from the code at build time, so that they cannot differ from it.
 
 A hook of mkdocs: https://www.mkdocs.org/user-guide/configuration/#hooks
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import posixpath
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,9 +74,9 @@ def commands() -> str:
             if not below.hidden:
                 yield from paths(below, (*path, name))
 
-    parts = ["# Commands\n\n`-h` works everywhere. What stands here is what it prints.\n"]
+    parts = ["# Commands\n\nThis is what `dtctl COMMAND --help` (or `-h`) prints.\n"]
     for path in paths(get_command(app), ()):
-        shown = runner.invoke(app, [*path, "--help"], prog_name="dtctl", terminal_width=100)
+        shown = runner.invoke(app, [*path, "--help"], prog_name="dtctl", terminal_width=80)
         parts.append(f"## {' '.join(('dtctl', *path))}\n\n```text\n{shown.output.strip()}\n```\n")
     return "\n".join(parts)
 
@@ -90,11 +91,14 @@ def spec() -> str:
         "Keys of `dtctl.yaml`. `dtctl validate` checks a file, `dtctl validate --schema` prints this as JSON Schema "
         "for your editor, and every key can be set on the command line: `dtctl launch --set train.lr=1e-3`.\n",
     ]
-    sections = [("", schema), *schema["$defs"].items()]
-    for name, section in sections:
-        if not name:
-            continue
-        parts.append(f"## {name}\n\n{_cell(section.get('description', ''))}\n")
+    for path, name in _section_paths(schema, schema, ()):
+        section = schema["$defs"][name]
+        meaning = _cell(section["description"])
+        purpose = re.split(r"[;:.] |\.$", meaning)[0]
+        title = f"{'.'.join(path)}: {purpose[0].lower()}{purpose[1:]}"
+        parts.append(f"{'#' * (len(path) + 1)} {title} {{ #{name.lower()} }}\n")
+        if meaning != f"{purpose}.":
+            parts.append(f"{meaning}\n")
         parts.append("| key | type | default | meaning |\n|---|---|---|---|")
         parts += [
             f"| `{key}` | {_type(value)} | {_default(value)} | {_cell(value.get('description', ''))} |"
@@ -104,10 +108,18 @@ def spec() -> str:
     return "\n".join(parts)
 
 
+def _section_paths(schema: dict[str, Any], section: dict[str, Any], path: tuple[str, ...]) -> Iterator[Any]:
+    """Yield the keys that lead to each section of a spec, and its name in the schema; outer sections first."""
+    for key, value in section["properties"].items():
+        for name in re.findall(r"#/\$defs/(\w+)", json.dumps(value)):
+            yield (*path, key), name
+            yield from _section_paths(schema, schema["$defs"][name], (*path, key))
+
+
 def _type(value: dict[str, Any]) -> str:
     if "$ref" in value:
         name = value["$ref"].rsplit("/", 1)[-1]
-        return f"[{name}](#{name.lower()})"
+        return f"[mapping](#{name.lower()})"
     if "enum" in value:
         return ", ".join(f"`{choice}`" for choice in value["enum"])
     if "anyOf" in value:
@@ -124,11 +136,14 @@ def _default(value: dict[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+    """Text for a cell of a table; in code, a `|` does not end the cell, and a backslash before it would be shown."""
+    parts = text.split("`")
+    parts[::2] = [part.replace("|", "\\|") for part in parts[::2]]
+    return " ".join("`".join(parts).split())
 
 
 def errors() -> str:
-    """The tree of errors, and what each ends a command with."""
+    """The tree of errors, with the exit code of each."""
     from dtctl import errors as module
 
     tree = inspect.getdoc(module) or ""
@@ -142,53 +157,69 @@ def errors() -> str:
 
 def variables() -> str:
     """Every variable of NCCL, torch and gloo that dtctl knows."""
-    from dtctl.nccl.catalogue import catalogue
+    from dtctl.nccl.catalogue import load_variable_catalogue
 
     parts = [
-        "# Variables of NCCL, torch and gloo\n\n`dtctl nccl explain NAME` says the same, `dtctl nccl env` which ones "
-        "your nodes need, and `dtctl doctor` finds those that differ, are misspelt, dead or dangerous.\n",
+        "# Variables of NCCL, torch and gloo\n\n`dtctl nccl explain NAME` prints a row of this table, and "
+        "`dtctl nccl env` the variables that your nodes need. `dtctl doctor` finds those that differ, are misspelt, "
+        "dead or dangerous.\n",
         "| variable | meaning | default | since | danger, or what to use instead |\n|---|---|---|---|---|",
     ]
     parts += [
-        f"| `{one.name}` | {_cell(one.meaning)} | {_cell(one.default)} | {one.since} | "
+        f"| `{one.name}` | {_cell(one.meaning)} | {_cell(one.default.replace('*', '&#42;'))} | {one.since} | "
         f"{_cell(one.danger or one.instead)} |"
-        for one in catalogue().values()
+        for one in load_variable_catalogue().values()
     ]
     return "\n".join(parts) + "\n"
 
 
 def signatures() -> str:
     """Every text of a failed job that dtctl knows."""
-    from dtctl.doctor.explain.signatures import kinds
-    from dtctl.doctor.explain.signatures import signatures as known
+    from dtctl.doctor.explain.signatures import load_exception_kinds
+    from dtctl.doctor.explain.signatures import load_signatures as known
 
     parts = [
-        "# What failed jobs print\n\n`dtctl doctor --log PATH...` looks for these and tells cause from consequence.\n"
+        "# What failed jobs print\n\n`dtctl doctor --log PATH...` looks for these texts, and distinguishes causes from "
+        "consequences. Each heading begins with the id that `--json` has.\n"
     ]
     for one in known():
-        rerun = f" This text alone cannot tell the cause; run {_cell(one.ambiguous)}." if one.ambiguous else ""
+        rerun = (
+            f" This text has several causes; to find out which, run {_cell(one.ambiguous)}." if one.ambiguous else ""
+        )
         parts.append(
-            f"## {one.id}\n\n```text\n{one.example.strip()}\n```\n\n{_cell(one.cause)}.{rerun}\n\n"
-            f"**Fix:** {_cell(one.fix)}. [Source]({one.source})\n"
+            f"{_cause_heading(one)}```text\n{one.example.strip()}\n```\n\n**Cause:** {_filled(one.cause)}.{rerun}\n\n"
+            f"**Fix:** {_filled(one.fix)}. [Source]({one.source})\n"
         )
     parts.append(
-        "# Exceptions that no text is known of\n\nThey are told by their class, their error number, and the file that "
-        "raised them.\n"
+        "# Exceptions without a known text\n\nThe doctor recognizes these by their class, their error number, and the "
+        "file that raised them.\n"
     )
     parts += [
-        f"## {one.id}\n\n{_cell(one.cause)}.\n\n**Fix:** {_cell(one.fix)}.\n"
-        for one in kinds().values()
+        f"{_cause_heading(one)}**Cause:** {_filled(one.cause)}.\n\n**Fix:** {_filled(one.fix)}.\n"
+        for one in load_exception_kinds().values()
         if one.id not in {other.id for other in known()}
     ]
     return "\n".join(parts)
 
 
+def _cause_heading(known: Any) -> str:
+    """Heading of a known failure: its id, which alone is the anchor, and its cause."""
+    cause = re.split(r"; |: ", re.sub(r" \([^)]*\)", "", _filled(known.cause)))[0]
+    return f"## {known.id}: {cause} {{ #{known.id} }}\n\n"
+
+
+def _filled(text: str) -> str:
+    """Text for a cell, with `NAME` for what dtctl fills in from a log; attr_list would take `{name}` for attributes."""
+    return re.sub(r"\{(\w+)\}", lambda name: name[1].upper(), _cell(text))
+
+
 def rules() -> str:
     """Every rule of the linter."""
-    from dtctl.lint.rules import rules as known
+    from dtctl.lint.rules import load_lint_rules as known
 
     parts = [
-        "# Rules of the linter\n\n`dtctl lint --explain DT011` says the same. [How to use it](../guides/lint.md).\n"
+        "# Rules of the linter\n\n`dtctl lint --explain DT011` prints the same text. "
+        "[How to use the linter](../guides/lint.md).\n"
     ]
     for one in known().values():
         exempt = f"Does not apply: {_cell(one.exempt)}.\n\n" if one.exempt else ""
@@ -219,15 +250,15 @@ def benchmarks(config: MkDocsConfig) -> Iterator[File]:
             yield File.generated(config, f"benchmarks/{answer.slug}.md", content=text)
             rows.append(f"| [{answer.question}]({answer.slug}.md) | {_cell(answer.answer)} |")
         head = (
-            "# Benchmarks\n\nEvery page is made from kept results in `benchmarks/results/`. All programs of a table "
-            "ran in turn on one otherwise idle machine; figures are medians. What was missed stands on each page.\n\n"
+            "# Benchmarks\n\nEvery page is generated from results in `benchmarks/results/`. All programs of a table "
+            "ran in turn on one otherwise idle machine; figures are medians. Each page names its missed targets.\n\n"
             "| question | answer |\n|---|---|\n"
         )
         yield File.generated(config, "benchmarks/index.md", content=head + "\n".join(rows) + "\n" + gpu_checks())
 
 
 def gpu_checks() -> str:
-    """The table of `make gpu`, if a result of it is kept."""
+    """The newest result of `make gpu`, as a table."""
     kept = max((ROOT / "benchmarks" / "results").glob("gpu-*.json"), default=None)
     if kept is None:
         return "\n## On a GPU\n\nNo result of `make gpu` is kept.\n"
@@ -238,7 +269,7 @@ def gpu_checks() -> str:
 
 @contextmanager
 def _benchmarks_folder() -> Iterator[None]:
-    """Modules of benchmarks/ can be imported, as its programs do."""
+    """Make the modules of benchmarks/ importable, as its programs do."""
     folders = [str(ROOT / "benchmarks"), str(ROOT)]
     sys.path[:0] = folders
     try:
@@ -253,7 +284,7 @@ LAYERS = ("all", "reach", "node", "network", "links", "settings", "torch")
 
 
 def doctor_faults() -> str:
-    """What the doctor, torchrun, and ping with nc say of each injected fault."""
+    """Reports of the doctor, of torchrun, and of ping with nc about each injected fault."""
     path = max((ROOT / "benchmarks" / "results").glob(f"{FAULTS}-*.json"))
     kept = json.loads(path.read_text(encoding="utf-8"))
     rows = {name: row for name, row in kept["faults"].items() if row["doctor"]["status"] != "ok"}
@@ -263,16 +294,15 @@ def doctor_faults() -> str:
     asked = sum(row["torchrun"]["says"] != "not asked" for row in rows.values())
     blind = sum(row["ping and nc"]["says"] == "all is well" for row in rows.values())
     parts = [
-        "# What the doctor says of a fault, and what others say\n",
-        f"{len(rows)} faults injected into three virtual hosts by the doctor's tests (`tests/fault/test_doctor*.py`), "
-        f"{kept['date']}, torch {kept['versions']['torch']}, {kept['versions']['cores']} cores, other work beside. "
+        "# Faults, and what the doctor, torchrun and ping report\n",
+        f"The doctor's tests (`tests/fault/test_doctor*.py`) injected {len(rows)} faults into three virtual hosts "
+        f"({kept['date']}, torch {kept['versions']['torch']}, {kept['versions']['cores']} cores, other programs ran). "
         f"`dtctl doctor` named the right check, the right nodes, one primary cause and a fix for {right} of them. "
-        f"torchrun, started by hand on each host for three all_reduce with gloo and a time-out of 6 s, ran well with "
-        f"{silent} of the {asked} it was asked of (many hurt only larger jobs, or NCCL), "
-        f"and had said nothing when it was ended after "
-        f"22 s with {hung}; pinging node1 and calling its port with `nc -z` from the others found nothing wrong in "
-        f"{blind}. Seconds include SSH. "
-        "`python benchmarks/doctor_faults.py` regenerates the table.\n",
+        f"torchrun, started by hand on each host for three all_reduce with gloo and a time-out of 6 s, was tried with "
+        f"{asked} of them: it succeeded with {silent} (many affect only larger jobs, or NCCL), and with {hung} it had "
+        f"printed nothing when it was stopped after 22 s. With {blind} of the faults, pinging node1 and calling its "
+        "port with `nc -z` from the others found nothing wrong. Seconds include SSH. "
+        "`python benchmarks/doctor_faults.py` generates the table again.\n",
         "| fault | `dtctl doctor`: primary | nodes | right | s | torchrun alone | s | ping and nc |",
         "|---|---|---|---|--:|---|--:|---|",
     ]
@@ -280,7 +310,7 @@ def doctor_faults() -> str:
         said, others = row["doctor"], row["torchrun"]
         primary = f"**{said['check']}** ({said['status']}): {said['summary']}" if said["check"] else said["summary"]
         if said.get("also"):
-            primary += f"; beside it {'; '.join(said['also'])}"
+            primary += f"; also {'; '.join(said['also'])}"
         cells = [name, primary, ", ".join(said["nodes"]), "yes" if said["right"] else "no", f"{said['took_s']:.1f}"]
         cells += [
             _together(others["says"]),
@@ -292,6 +322,6 @@ def doctor_faults() -> str:
 
 
 def _together(says: str) -> str:
-    """What nodes say, once where all say the same."""
+    """The reports of the nodes, as one if all are the same."""
     told = [text.partition(": ")[2] for text in says.split("; node")]
     return f"on all nodes: {told[0]}" if len(told) > 1 and len(set(told)) == 1 else says

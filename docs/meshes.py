@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import matplotlib as mpl
 
-from dtctl.train.mesh import Coordinate, Degrees, resolve
+from dtctl.train.mesh import Coordinate, Degrees, resolve_degrees
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +57,7 @@ def mesh(colours: dict[str, Any]) -> Any:
     """Sixteen workers on two nodes, coloured by the groups of each axis."""
     from matplotlib import pyplot as plt
 
-    degrees = resolve(MESH, workers=NODES * PER_NODE, per_node=PER_NODE)
+    degrees = resolve_degrees(MESH, workers=NODES * PER_NODE, per_node=PER_NODE)
     figure, panels = plt.subplots(len(AXES), 1, figsize=(7.2, 5.0))
     for axes, (axis, title) in zip(panels, AXES.items(), strict=True):
         groups = sorted({_group(degrees, rank, axis) for rank in range(degrees.workers)})
@@ -86,7 +86,7 @@ def strategies(colours: dict[str, Any]) -> Any:
 
     figure, panels = plt.subplots(len(STRATEGIES), PARTS, figsize=(7.2, 7.4))
     for row, (name, strategy) in zip(panels, STRATEGIES.items(), strict=True):
-        degrees = resolve(strategy, workers=PARTS, per_node=PARTS // NODES)
+        degrees = resolve_degrees(strategy, workers=PARTS, per_node=PARTS // NODES)
         for rank, axes in enumerate(row):
             at = Coordinate(degrees=degrees, rank=rank)
             for line, what in enumerate(HELD):

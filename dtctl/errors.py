@@ -25,7 +25,7 @@ An error is a fact (the message), a place (`where`) and what to do next (`hint`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 
@@ -33,9 +33,9 @@ class DtctlError(Exception):
     """Base of all errors that dtctl reports to its user.
 
     Attributes:
-        message: what was found, one sentence.
-        where: the place it was found at: `file:line`, a node, a path; None when the message names it.
-        hint: what the user can do next; None when there is nothing to add.
+        message: the fact, in one sentence.
+        where: place of the fact: `file:line`, a node, a path; None if the message names the place.
+        hint: the user's next step; None if there is nothing to add.
     """
 
     exit_code: ClassVar[int] = 1
@@ -57,7 +57,7 @@ class SpecError(DtctlError):
     """The spec cannot be read, or has keys or values that are not allowed.
 
     Attributes:
-        key: path of the key, such as `cluster.nodes[1].slots`; None when the file as a whole is at fault.
+        key: path of the key, such as `cluster.nodes[1].slots`; None if the error concerns the whole file.
     """
 
     exit_code = 3
@@ -82,7 +82,7 @@ class RenderError(DtctlError):
 
 
 class TransportError(DtctlError):
-    """A node, or the way to it, does not do its part.
+    """A node, or the connection to it, does not do its part.
 
     Attributes:
         node: name of the node in the spec.
@@ -104,10 +104,10 @@ class AuthError(TransportError):
 
 
 class HostKeyError(TransportError):
-    """The node's host key is unknown or is not the one on record.
+    """The node's host key is unknown or differs from the recorded one.
 
     Attributes:
-        fingerprint: of the key that the node showed, `SHA256:...` as OpenSSH prints it.
+        fingerprint: fingerprint of the node's key, `SHA256:...` as OpenSSH prints it.
     """
 
     def __init__(
@@ -145,13 +145,21 @@ class NodeFailures(TransportError):
 
     @property
     def summary(self) -> str:
-        """Return one line with the first node's own error."""
+        """Return one line with the error of the first node."""
         node, failure = next(iter(self.failures.items()))
         return f"{self.message}: {node}: {failure.message}"
 
+    @property
+    def nodes_by_reason(self) -> dict[tuple[str, str | None], list[str]]:
+        """Return for each pair of message and hint the nodes that have it, in the order of the spec."""
+        alike: dict[tuple[str, str | None], list[str]] = {}
+        for node, failure in self.failures.items():
+            alike.setdefault((failure.message, failure.hint), []).append(node)
+        return alike
+
 
 class LaunchError(DtctlError):
-    """The job could not be started, or the run that was asked for does not exist."""
+    """The job could not be started, or the requested run does not exist."""
 
     exit_code = 7
 
@@ -182,9 +190,25 @@ class Interrupted(DtctlError):
     """The command was stopped by a signal.
 
     Attributes:
-        signal: its number; the exit code is 128 + signal, as a shell reports it.
+        signal: number of the signal; the exit code is 128 + signal, as in a shell.
     """
 
     def __init__(self, message: str, *, signal: int, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(message, where=where, hint=hint)
         self.signal = signal
+
+
+def suggest_name(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the hint for a name that does not exist: a known name with similar spelling, or else `otherwise`."""
+    import difflib  # most commands need no hint
+
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {matches[0]}?" if matches else otherwise
+
+
+def suggest_node(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the hint for a node that does not exist; a node that differs only in its number is not suggested."""
+    import re
+
+    word = re.sub(r"\d+", "0", name)
+    return suggest_name(name, (each for each in known if re.sub(r"\d+", "0", each) != word), otherwise)

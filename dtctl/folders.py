@@ -1,6 +1,7 @@
-"""Files in folders that others may have a hand in: opened without following links, removed only where they are ours.
+"""Files in folders that others may write to: links are not followed, and only dtctl's own files are removed.
 
-Used on the control machine, in the workers and, sent along with the supervisor, on nodes. Stdlib only, Python 3.8.
+Used on the control machine, in the workers and, as part of the supervisor's program, on nodes. Needs only the standard
+library of Python 3.8.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import zlib
 MARKER = ".dtctl"
 """Name of the file that marks a folder as made by dtctl. Nothing is removed below a folder without it."""
 NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""Flags of every open: no link is followed, and a pipe without a writer does not block."""
+"""Flags for opening files: links are not followed, and a pipe without a writer does not block."""
 
 
-class Foreign(OSError):
-    """A folder or file that is not for this user alone; `fix` is the shell command that mends it."""
+class NotPrivateError(OSError):
+    """Error: a folder or file is not private to this user; `fix` is the shell command that corrects this."""
 
     def __init__(self, text: str, path: str, fix: str) -> None:
-        """Say what is wrong with `path`."""
+        """Store the problem with `path`, and the command that corrects it."""
         super().__init__(1, text, path)
         self.fix = fix
 
@@ -27,20 +28,20 @@ class Foreign(OSError):
         return "%s: %s; fix it with `%s`" % (self.filename, self.strerror, self.fix)
 
 
-class NotRegular(OSError):
+class NotRegularFileError(OSError):
     """Error: the path is a folder, a device, a pipe or a socket."""
 
 
 def check_private(path: str) -> None:
-    """Refuse a folder that others own or may write to; one that does not exist yet is accepted.
+    """Refuse a folder that other users own or may write to; a folder that does not exist yet is accepted.
 
-    A user who may write to a folder may replace each file in it. Folders above it are left to their owners, except for
-    those in which any user may rename entries (mode o+w without the sticky bit).
+    A user who may write to a folder may replace each file in it. The owners of parent folders are trusted, but parents
+    in which any user may rename entries (mode o+w without the sticky bit) are refused.
 
     Raises:
-        Foreign: the folder is not this user's, or others may write to it.
+        NotPrivateError: another user owns the folder or may write to it.
     """
-    # An absolute one that is no option: also as part of a shell command it means the same.
+    # An absolute path never begins with `-`, so it also works as an argument of the suggested shell command.
     path = os.path.realpath(path)
     try:
         info = os.stat(path)
@@ -49,7 +50,7 @@ def check_private(path: str) -> None:
     if info is not None:
         _check_owner(path, info)
         if info.st_mode & 0o002 or (info.st_mode & 0o020 and not _own_group(info.st_gid)):
-            raise Foreign("others may write to it", path, "chmod go-w %s" % _quoted(path))
+            raise NotPrivateError("others may write to it", path, "chmod go-w %s" % _quote_path(path))
     above = os.path.dirname(path)
     while True:
         try:
@@ -57,18 +58,18 @@ def check_private(path: str) -> None:
         except OSError:
             mode = 0
         if mode & 0o002 and not mode & stat.S_ISVTX:
-            raise Foreign("anybody may replace what is in it", above, "chmod o-w %s" % _quoted(above))
+            raise NotPrivateError("anybody may replace what is in it", above, "chmod o-w %s" % _quote_path(above))
         if above == os.path.dirname(above):
             return
         above = os.path.dirname(above)
 
 
 def make_private(path: str) -> None:
-    """Make a folder, with those above it, unless it exists; in both cases it is this user's alone afterwards.
+    """Make a folder and its parents unless they exist; afterwards the folder is private to this user.
 
     Raises:
-        Foreign: as `check_private`.
-        OSError: it cannot be made.
+        NotPrivateError: see `check_private`.
+        OSError: the folder cannot be made.
     """
     check_private(path)
     os.makedirs(path, mode=0o700, exist_ok=True)
@@ -77,13 +78,13 @@ def make_private(path: str) -> None:
 
 def _check_owner(path: str, info: os.stat_result) -> None:
     uid = os.geteuid()
-    if info.st_uid not in (uid, 0):  # root may do anything anyway
-        fix = "sudo chown -R %d %s" % (uid, _quoted(path))
-        raise Foreign("it belongs to user %d, not to %d" % (info.st_uid, uid), path, fix)
+    if info.st_uid not in (uid, 0):  # root can access everything in any case
+        fix = "sudo chown -R %d %s" % (uid, _quote_path(path))
+        raise NotPrivateError("it belongs to user %d, not to %d" % (info.st_uid, uid), path, fix)
 
 
 def _own_group(gid: int) -> bool:
-    """Return whether a group is that of one user alone, with the user's name, as many systems make it (umask 002)."""
+    """Return whether a group has the user's name and is theirs alone, the default of many systems (umask 002)."""
     import grp
     import pwd
 
@@ -94,7 +95,7 @@ def _own_group(gid: int) -> bool:
     return group.gr_name == name and set(group.gr_mem) <= {name}
 
 
-def _quoted(path: str) -> str:
+def _quote_path(path: str) -> str:
     return path if all(c.isalnum() or c in "/._-+@" for c in path) else "'" + path.replace("'", "'\\''") + "'"
 
 
@@ -102,20 +103,20 @@ def _quoted(path: str) -> str:
 
 
 def open_folder(path: str, parent: int | None = None) -> int:
-    """Return a descriptor of a folder that is no link.
+    """Return a descriptor of a folder, without following a link.
 
     Raises:
-        OSError: it is a link, or no folder.
+        OSError: the path is a link, or no folder.
     """
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | NO_LINK, dir_fd=parent)
 
 
 def create_in(folder: int, name: str, mode: int = 0o600) -> int:
-    """Return a descriptor of a new file in an open folder; nothing is overwritten, and no link followed.
+    """Return a descriptor of a new file in an open folder; an existing file or link is an error.
 
     Raises:
         ValueError: the name is not that of a file in this folder.
-        OSError: there is something of this name, or it cannot be made.
+        OSError: the name exists already, or the file cannot be made.
     """
     if not is_name(name):
         raise ValueError("%r is not the name of a file" % (name,))
@@ -123,7 +124,7 @@ def create_in(folder: int, name: str, mode: int = 0o600) -> int:
 
 
 def is_name(name: object) -> bool:
-    """Return whether this is the name of one file: no path, no control characters, not too long for file systems."""
+    """Return whether this is the name of one file: no path, no control characters, and not too long."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")
@@ -134,11 +135,11 @@ def is_name(name: object) -> bool:
 
 
 def open_regular(path: str, *, follow: bool = True) -> int:
-    """Return a descriptor of a regular file. A pipe or a device is refused before anything is read from it.
+    """Return a descriptor of a regular file; a pipe or a device is refused before a byte is read.
 
     Raises:
-        NotRegular: it is something else.
-        OSError: it cannot be opened.
+        NotRegularFileError: the path is no regular file.
+        OSError: the file cannot be opened.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     fd = os.open(path, flags)
@@ -147,15 +148,15 @@ def open_regular(path: str, *, follow: bool = True) -> int:
         return fd
     os.close(fd)
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a pipe"}
-    raise NotRegular(22, "it is %s, not a regular file" % kinds.get(stat.S_IFMT(mode), "something else"), path)
+    raise NotRegularFileError(22, "it is %s, not a regular file" % kinds.get(stat.S_IFMT(mode), "something else"), path)
 
 
 def read_regular(path: str, limit_bytes: int) -> bytes:
-    """Return all of a regular file.
+    """Return the content of a regular file.
 
     Raises:
-        NotRegular: it is something else.
-        OSError: it cannot be read, or is larger than the limit (EFBIG).
+        NotRegularFileError: the path is no regular file.
+        OSError: the file cannot be read, or is larger than the limit (EFBIG).
     """
     with open(open_regular(path), "rb") as file:
         data = file.read(limit_bytes + 1)
@@ -164,8 +165,8 @@ def read_regular(path: str, limit_bytes: int) -> bytes:
     return data
 
 
-def sync_folder(path: str) -> None:
-    """Make names that were given in a folder outlast a power failure; where the file system cannot, nothing happens."""
+def sync_folder_entries(path: str) -> None:
+    """Sync a folder, so that new names in it survive a power failure; an error of the file system is ignored."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -179,10 +180,10 @@ def sync_folder(path: str) -> None:
 
 
 def make_durable(path: str, mode: int = 0o777) -> None:
-    """Make a folder, with those above it, so that their names outlast a power failure; it may be there already.
+    """Make a folder and its parents unless they exist, so that their names survive a power failure.
 
     Raises:
-        OSError: it cannot be made, or is something else.
+        OSError: the folder cannot be made, or the path is something else.
     """
     above = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(above):
@@ -193,18 +194,18 @@ def make_durable(path: str, mode: int = 0o777) -> None:
         if not os.path.isdir(path):
             raise
         return
-    sync_folder(above)
+    sync_folder_entries(above)
 
 
 # -- removing -----------------------------------------------------------------------------------------------------
 
 
-def mark(path: str, ours) -> bool:  # type: ignore[no-untyped-def]  # Callable would have to come from typing
-    """Return whether a folder is marked as ours. One in which everything has a name of ours is, from now on.
+def mark_own_folder(path: str, ours) -> bool:  # type: ignore[no-untyped-def]  # Callable would have to come from typing
+    """Return whether a folder has dtctl's mark; a folder in which all names are dtctl's gets the mark now.
 
     Args:
         path: the folder.
-        ours: function of a name; whether dtctl gives such names there.
+        ours: function that returns whether dtctl gives a file in this folder such a name.
     """
     marker = os.path.join(path, MARKER)
     try:
@@ -217,17 +218,17 @@ def mark(path: str, ours) -> bool:  # type: ignore[no-untyped-def]  # Callable w
     try:
         os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     except FileExistsError:
-        pass  # another process marks it now
+        pass  # another process has just written the mark
     return True
 
 
-def remove_tree(path: str) -> list[str]:
-    """Remove a folder, or a file, with all that is below it, but nothing that lies elsewhere.
+def remove_folder_tree(path: str) -> list[str]:
+    """Remove a file, or a folder with everything below it, but nothing that lies elsewhere.
 
-    Links are removed and never followed, and what is mounted below it stays.
+    Links are removed and never followed, and mounted file systems below the folder stay.
 
     Returns:
-        What is left, the innermost first; empty when all of it is gone.
+        Paths that are left, the innermost first; empty if everything was removed.
     """
     above, name = os.path.split(os.path.abspath(path))
     try:
@@ -238,20 +239,20 @@ def remove_tree(path: str) -> list[str]:
         return [path]
     try:
         unremoved: list[str] = []
-        _remove(parent, name, path, mount_of(parent), unremoved)
+        _remove_entry(parent, name, path, mount_of(parent), unremoved)
         return unremoved
     finally:
         os.close(parent)
 
 
-def _remove(parent: int, name: str, path: str, mount: object, unremoved: list[str]) -> None:
+def _remove_entry(parent: int, name: str, path: str, mount: object, unremoved: list[str]) -> None:
     try:
         if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=parent)
             return
         folder = open_folder(name, parent)
     except FileNotFoundError:
-        return  # another process removes the same
+        return  # another process removes the same path
     except OSError:
         unremoved.append(path)
         return
@@ -260,7 +261,7 @@ def _remove(parent: int, name: str, path: str, mount: object, unremoved: list[st
             unremoved.append(path)
             return
         for entry in os.listdir(folder):
-            _remove(folder, entry, os.path.join(path, entry), mount, unremoved)
+            _remove_entry(folder, entry, os.path.join(path, entry), mount, unremoved)
     except (OSError, RecursionError):
         unremoved.append(path)
         return
@@ -275,7 +276,7 @@ def _remove(parent: int, name: str, path: str, mount: object, unremoved: list[st
 
 
 def mount_of(fd: int) -> object:
-    """Return the identity of a mount; it differs also where two show the same file system (bind mounts)."""
+    """Return the identifier of a mount; bind mounts of one file system have different ones."""
     try:
         with open("/proc/self/fdinfo/%d" % fd) as file:
             for line in file:
@@ -287,6 +288,6 @@ def mount_of(fd: int) -> object:
 
 
 def memory_folder(run_dir: str) -> str:
-    """Return where a run may keep snapshots in memory on this node, from its start to its end."""
+    """Return the folder on this node in which a run may keep snapshots in memory while it runs."""
     digest = zlib.crc32(os.fsencode(run_dir))
     return "/dev/shm/dtctl-%d-%s-%08x" % (os.getuid(), os.path.basename(run_dir), digest)  # noqa: S108 - made private

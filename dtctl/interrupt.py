@@ -1,11 +1,11 @@
-"""Ctrl-C before a command has begun. Imports next to nothing: until then Python prints a traceback."""
+"""Handling of Ctrl-C before a command begins; it imports little, since Python prints a traceback until then."""
 
 import _signal  # type: ignore[import-not-found]  # `signal` loads enum, which takes longer than all before it
 import os
 
 
-def leave(number: int, _frame: object) -> None:
-    """End the process at once: nothing was begun yet, or the user does not want to wait for an orderly end."""
+def exit_immediately(number: int, _frame: object) -> None:
+    """End the process at once: either nothing was begun, or the user does not wait for an orderly end."""
     try:
         os.write(2, b"stopped\n")
     finally:
@@ -13,6 +13,6 @@ def leave(number: int, _frame: object) -> None:
 
 
 def leave_when_interrupted() -> None:
-    """Let Ctrl-C do so, unless the parent process has set it to be ignored."""
+    """End the process at Ctrl-C, unless the parent process has set the signal to be ignored."""
     if _signal.getsignal(_signal.SIGINT) != _signal.SIG_IGN:
-        _signal.signal(_signal.SIGINT, leave)
+        _signal.signal(_signal.SIGINT, exit_immediately)

@@ -1,29 +1,29 @@
-"""Names that two parts of dtctl must agree on: environment variables, files and folders.
+"""Names on which two parts of dtctl must agree: environment variables, files and folders.
 
-The control plane sets the variables and the runtime reads them; both take the spelling from here. The supervisor is
-sent to nodes without this module and so repeats the few that it needs; `tests/unit/test_names.py` holds the two equal.
+The control machine sets the variables and the runtime reads them; both use this module. The supervisor runs on nodes
+without this module and has a copy of the few names that it needs; `tests/unit/test_names.py` compares the two.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# Variables that every worker gets. The torch ones are spelt as torchrun spells them (torch/distributed/run.py,
-# "Environment Variables"), so that one script runs under either.
+# Variables of every worker. Those of torch have the names of torchrun (torch/distributed/run.py, "Environment
+# Variables"), so that one script runs with either launcher.
 RANK: Final = "RANK"
 LOCAL_RANK: Final = "LOCAL_RANK"
 WORLD_SIZE: Final = "WORLD_SIZE"
 LOCAL_WORLD_SIZE: Final = "LOCAL_WORLD_SIZE"
 GROUP_RANK: Final = "GROUP_RANK"
 NODE_RANK: Final = "NODE_RANK"
-"""The same number; Lightning and others read it by this name."""
+"""Second name of a node's number, which Lightning and other frameworks read."""
 MASTER_ADDR: Final = "MASTER_ADDR"
 MASTER_PORT: Final = "MASTER_PORT"
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
-"""File in which a worker leaves its exception, for its launcher."""
+"""File into which a worker writes its exception, for its launcher."""
 
 RUN_ID: Final = "DTCTL_RUN_ID"
-"""The run a process belongs to. Also the mark by which a run's processes are found again on a node."""
+"""Run that a process belongs to. By this variable a run's processes are found on a node."""
 NODE: Final = "DTCTL_NODE"
 """Name of the node in the spec."""
 NODES: Final = "DTCTL_NNODES"
@@ -31,61 +31,63 @@ NODES: Final = "DTCTL_NNODES"
 NODE_INDEX: Final = "DTCTL_NODE_RANK"
 """Position of this node in the spec, from 0."""
 SLOTS: Final = "DTCTL_SLOTS"
-"""Workers on this node."""
+"""Number of workers on this node."""
 ATTEMPT: Final = "DTCTL_ATTEMPT"
-"""Number of times that the gang has been started before in this run: 0 at first, 1 after the first restart."""
+"""Number of earlier starts of all workers in this run: 0 at first, 1 after the first restart."""
 RUN_DIR: Final = "DTCTL_RUN_DIR"
-"""The run's folder on this node; workers may write into it."""
+"""Folder of the run on this node; workers may write into it."""
 SNAPSHOT_DIR: Final = "DTCTL_SNAPSHOT_DIR"
-"""Folder of the runtime's snapshots unless the spec names one."""
+"""Folder of the runtime's snapshots, unless the spec names another one."""
 MEMORY_DIR: Final = "DTCTL_MEMORY_DIR"
-"""Folder of the snapshots in the node's memory; removed by the supervisor."""
+"""Folder of the snapshots in the node's memory; the supervisor removes it."""
 RACK: Final = "DTCTL_RACK"
 """The node's rack, if the spec names it."""
 TRAIN_CONFIG: Final = "DTCTL_TRAIN_CONFIG"
-"""The spec's `train:` section as one JSON object; read by `dtctl.train.config`."""
+"""Section `train` of the spec as one JSON object, which `dtctl.train.config` reads."""
 DEEPSPEED_CONFIG: Final = "DTCTL_DEEPSPEED_CONFIG"
-"""DeepSpeed's configuration made of `train:`, as JSON, for programs that do not take it as an argument."""
+"""DeepSpeed's configuration as JSON, made from `train`, for programs that do not take it as an argument."""
 METRICS: Final = "DTCTL_METRICS"
-"""Path of metrics.jsonl, appended to by rank 0."""
+"""Path of metrics.jsonl, to which rank 0 appends."""
 PROGRESS: Final = "DTCTL_PROGRESS"
-"""Folder in which each worker notes how far it is, one file a rank; the supervisor reads them."""
+"""Folder in which each worker writes its progress, one file per rank; the supervisor reads the files."""
 GRACE_S: Final = "DTCTL_GRACE_S"
-"""Seconds that a worker has after it was asked to end (`job.grace_s`)."""
+"""Seconds between SIGTERM and SIGKILL for a worker (`job.grace_s`)."""
 LIVE: Final = "DTCTL_LIVE"
-"""Folder of the pipes between the supervisor and workers if lost workers are replaced; unset if they are not."""
+"""Folder of the pipes between the supervisor and the workers if lost workers are replaced; otherwise unset."""
 LIVE_EPOCH: Final = "DTCTL_LIVE_EPOCH"
-"""Set for a worker that takes the place of a lost one: how often workers of this attempt were replaced by then."""
+"""Number of replacements in this attempt so far; set only for a worker that replaces a lost one."""
 COMMITTED_STEP: Final = "DTCTL_COMMITTED_STEP"
 """Step of the newest snapshot that earlier attempts of this run have reported as committed."""
 UMASK: Final = "DTCTL_UMASK"
-"""The login's umask, in octal digits; dtctl's own files on a node are for their user alone."""
+"""The login's umask in octal digits; dtctl's own files on a node are private to their user."""
 VERSION: Final = "DTCTL_VERSION"
-"""Version of the dtctl that launched the run; the node's own may be another."""
+"""Version of the dtctl that launched the run; the node may have another version installed."""
+INDEX_CREDENTIALS: Final = "DTCTL_INDEX_CREDENTIALS"
+"""Variables of uv with users and passwords of package indexes, as JSON, for the launcher in a Slurm job."""
 BACKGROUND: Final = "DTCTL_BACKGROUND"
-"""Name of the run, in the launcher of `dtctl launch --detach` that stays behind."""
+"""Name of the run, set for the background launcher that `dtctl launch --detach` leaves."""
 
-# The control machine, below the folder of the spec.
+# Files on the control machine, below the folder of the spec.
 STATE_DIR: Final = ".dtctl"
 RUNS_DIR: Final = "runs"
 PLAN_FILE: Final = "plan.json"
 RUN_SPEC_FILE: Final = "spec.yaml"
-"""The spec of a run as it was at launch, `--set` included."""
+"""Copy of a run's spec at its launch, with the values of `--set`."""
 BATCH_FILE: Final = "job.sbatch"
-"""Batch file that Slurm gets."""
+"""Batch file that is submitted to Slurm."""
 EVENTS_FILE: Final = "events.jsonl"
 LEDGER_FILE: Final = "ledger.json"
 METRICS_FILE: Final = "metrics.jsonl"
 LOGS_DIR: Final = "logs"
 OUTPUTS_DIR: Final = "outputs"
-"""Below it a folder per node with what `dtctl fetch` has brought."""
+"""Folder that contains one folder per node with the files that `dtctl fetch` has copied."""
 HANGS_DIR: Final = "hangs"
-"""Below it attempt-N/NODE/rank-R.txt: where the workers of an attempt stood when it made no progress."""
+"""Folder with attempt-N/NODE/rank-R.txt: stacks of an attempt's workers at the time of a hang."""
 
 SPEC_FILE: Final = "dtctl.yaml"
-"""The spec that commands read when none is named."""
+"""Spec that commands read if the user names none."""
 DEFAULT_WORKDIR: Final = "~/.dtctl/node"
-"""Folder on a node that holds everything dtctl writes there, unless `cluster.workdir` names another."""
+"""Folder on a node for all of dtctl's files there, unless `cluster.workdir` names another one."""
 
 REQUEUE_EXIT: Final = 75
 """Exit code of a worker that was stopped and can continue from its snapshot (EX_TEMPFAIL of BSD's sysexits.h)."""

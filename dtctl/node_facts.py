@@ -26,7 +26,7 @@ AVOIDED_PORTS = (29400, 29500)
 PORT_CANDIDATES = 16
 
 
-def port_candidates(seed: str) -> list[int]:
+def compute_port_candidates(seed: str) -> list[int]:
     """Ports to try, in order of preference; the same for the same seed."""
     import hashlib
 
@@ -60,7 +60,7 @@ def has_socket_at(port: int) -> bool:
     """Return whether a TCP socket of this machine listens at a port, or a connection to it stands or has just ended."""
     end = ":%04X" % port
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in read(path).splitlines()[1:]:
+        for line in read_system_file(path).splitlines()[1:]:
             if any(address.endswith(end) for address in line.split()[1:3]):
                 return True
     return False
@@ -85,7 +85,7 @@ def interface_of(address: str) -> str:
     """Return the name of the interface with this primary address; empty when there is none."""
     if ":" in address:
         packed = socket.inet_pton(socket.AF_INET6, address.split("%", 1)[0]).hex()
-        rows = [row.split() for row in read("/proc/net/if_inet6").splitlines()]
+        rows = [row.split() for row in read_system_file("/proc/net/if_inet6").splitlines()]
         return next((row[5] for row in rows if row[0] == packed), "")
     names = [str(name) for _, name in socket.if_nameindex()] if address else []
     return next((name for name in names if ipv4_of(name) == address), "")
@@ -111,17 +111,17 @@ def interface_towards(peer: str) -> str:
     return interface_of(address_towards(peer))
 
 
-def neighbours(flags: int = 0) -> dict:  # type: ignore[type-arg]
+def read_arp_neighbours(flags: int = 0) -> dict:  # type: ignore[type-arg]
     """IPv4 address -> hardware address of machines that this one has sent to; with `flags`, of rows that have them."""
     addresses = {}
-    for line in read("/proc/net/arp").splitlines()[1:]:
+    for line in read_system_file("/proc/net/arp").splitlines()[1:]:
         row = line.split()
         if len(row) > 3 and int(row[2], 16) & flags == flags and row[3].strip("0:"):
             addresses[row[0]] = row[3]
     return addresses
 
 
-def read(path: str) -> str:
+def read_system_file(path: str) -> str:
     """Return the text of a small file of the kernel's; empty when it is not there."""
     try:
         with open(path) as file:
@@ -142,8 +142,12 @@ def roce_address(port: str) -> str:
     except OSError:
         return ""
     # An unused entry cannot be read; an IPv4 address has the form of an IPv6 one.
-    ready = [number for number in numbers if read(os.path.join(kinds, number)).strip() == "RoCE v2"]
-    return "yes" if any(":ffff:" in read(os.path.join(port, "gids", number))[:30] for number in ready) else "no"
+    ready = [number for number in numbers if read_system_file(os.path.join(kinds, number)).strip() == "RoCE v2"]
+    return (
+        "yes"
+        if any(":ffff:" in read_system_file(os.path.join(port, "gids", number))[:30] for number in ready)
+        else "no"
+    )
 
 
 def nvidia_devices() -> list:  # type: ignore[type-arg]
@@ -151,32 +155,34 @@ def nvidia_devices() -> list:  # type: ignore[type-arg]
 
     In a job of Slurm all of a node's are there, and the control group lets a process open its own.
     """
-    devices = [name for name in _listed("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
-    return [name for name in sorted(devices, key=lambda name: int(name[6:])) if _opens(os.path.join("/dev", name))]
+    devices = [name for name in _list_folder("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+    return [
+        name for name in sorted(devices, key=lambda name: int(name[6:])) if _can_open_device(os.path.join("/dev", name))
+    ]
 
 
 def amd_devices() -> list:  # type: ignore[type-arg]
     """Device files of AMD's GPUs that this process may open; both the driver's own and theirs are needed."""
-    if not _opens("/dev/kfd"):
+    if not _can_open_device("/dev/kfd"):
         return []
     return [
         name
-        for name in sorted(_listed("/dev/dri"))
+        for name in sorted(_list_folder("/dev/dri"))
         if name.startswith("renderD")
-        and read("/sys/class/drm/%s/device/vendor" % name).strip() == "0x1002"
-        and _opens("/dev/dri/" + name)
+        and read_system_file("/sys/class/drm/%s/device/vendor" % name).strip() == "0x1002"
+        and _can_open_device("/dev/dri/" + name)
     ]
 
 
-def verbs(device: str) -> str:
+def check_rdma_access(device: str) -> str:
     """Return whether this process may open an RDMA device: yes, no, or empty if unknown.
 
     In a container the kernel's list has devices without files in the container; NCCL cannot use them.
     """
-    found = _listed("/sys/class/infiniband/%s/device/infiniband_verbs" % device)
+    found = _list_folder("/sys/class/infiniband/%s/device/infiniband_verbs" % device)
     if not found:
         return ""
-    return "yes" if any(_opens("/dev/infiniband/" + name) for name in found) else "no"
+    return "yes" if any(_can_open_device("/dev/infiniband/" + name) for name in found) else "no"
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
@@ -188,7 +194,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     count = len(nvidia_devices())
     if count:
         gpus = "/proc/driver/nvidia/capabilities"
-        parts = [name for gpu in _listed(gpus) for name in _listed(os.path.join(gpus, gpu, "mig"))]
+        parts = [name for gpu in _list_folder(gpus) for name in _list_folder(os.path.join(gpus, gpu, "mig"))]
         if any(name.startswith("gi") for name in parts):
             count = 1
     else:
@@ -220,7 +226,7 @@ def bound_cores() -> int:
     """Cores that this process is bound to. Two processors of one core count once, as they do for torch."""
     processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     topology = "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list"
-    return len({read(topology % processor).strip() or processor for processor in processors})
+    return len({read_system_file(topology % processor).strip() or processor for processor in processors})
 
 
 def cpu_quota() -> float:
@@ -231,10 +237,10 @@ def cpu_quota() -> float:
 
 def _quota_of(folder: str) -> float:
     """Return the limit of one control group."""
-    words = read(os.path.join(folder, "cpu.max")).split()
+    words = read_system_file(os.path.join(folder, "cpu.max")).split()
     if len(words) != 2:
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        words = [read(os.path.join(folder, name)).strip() for name in names]
+        words = [read_system_file(os.path.join(folder, name)).strip() for name in names]
     quota, period = words
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else -1
 
@@ -242,7 +248,7 @@ def _quota_of(folder: str) -> float:
 def control_groups(controller: str) -> list:  # type: ignore[type-arg]
     """Folders of the control groups that hold this process, innermost first, of both versions."""
     folders = []
-    for line in read("/proc/self/cgroup").splitlines():
+    for line in read_system_file("/proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         if number == "0" and not names:
@@ -258,14 +264,14 @@ def control_groups(controller: str) -> list:  # type: ignore[type-arg]
     return folders
 
 
-def _listed(folder: str) -> list:  # type: ignore[type-arg]
+def _list_folder(folder: str) -> list:  # type: ignore[type-arg]
     try:
         return os.listdir(folder)
     except OSError:
         return []
 
 
-def _opens(path: str) -> bool:
+def _can_open_device(path: str) -> bool:
     """Return whether this process may use a device; a broken one counts as usable, so that it is reported."""
     try:  # without waiting for a driver that is asleep; the control group decides before that
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
@@ -276,10 +282,10 @@ def _opens(path: str) -> bool:
 
 def boot_id() -> str:
     """Return the id of this boot of the machine; empty where the system has none."""
-    return read("/proc/sys/kernel/random/boot_id").strip()
+    return read_system_file("/proc/sys/kernel/random/boot_id").strip()
 
 
-def process(pid: int | str) -> tuple[str, int, int] | None:
+def read_process_stat(pid: int | str) -> tuple[str, int, int] | None:
     """Return state letter, parent id, and start in clock ticks since boot of a process; None when there is none.
 
     The state is the kernel's: R runs, S sleeps, D waits for a disk, T is stopped, Z has ended and was not waited for.
@@ -296,15 +302,15 @@ def process(pid: int | str) -> tuple[str, int, int] | None:
     return "R" if state == "Z" and threads > 1 else state, int(fields[1]), int(fields[19])
 
 
-def state(pid: int) -> str:
+def read_process_state(pid: int) -> str:
     """Return the kernel's letter for what a process does; empty when there is none."""
-    fields = process(pid)
+    fields = read_process_stat(pid)
     return "" if fields is None else fields[0]
 
 
 def start_ticks(pid: int) -> int:
     """Return the start of a process in clock ticks since boot; 0 after its end, -1 where it is not known."""
-    fields = process(pid)
+    fields = read_process_stat(pid)
     if fields is None:
         return 0 if os.path.exists("/proc/self/stat") else -1
     return 0 if fields[0] in "ZX" else fields[2]
@@ -325,7 +331,7 @@ def launch_time() -> float:
     return time.time() - (time.monotonic() - process_start())
 
 
-def prctl(option: int, value: int) -> bool:
+def set_process_attribute(option: int, value: int) -> bool:
     """Change an attribute of this process (prctl(2), which Python has no function for); whether the kernel did so."""
     import ctypes
 

@@ -1,7 +1,7 @@
 """Syntax trees of programs by other authors.
 
-Python's parser refuses a program that is nested too deeply with an error that is no SyntaxError, or ends the process
-(3.10, which counts no levels). Here every program that cannot be read is a SyntaxError.
+For a program that is nested too deeply, Python's parser raises an error that is no SyntaxError, or ends the process
+(3.10, which does not count levels). Here every program that cannot be parsed is a SyntaxError.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 _DEEP = 60_000
-"""Frames allowed for a program that is nested deeper than usual: an elif chain of thousands is one."""
+"""Limit of frames for a deeply nested program, such as an elif chain with thousands of branches."""
 _STACK = 512 << 20
-"""Bytes of stack for it; only what is used is taken."""
+"""Bytes of stack for such a program; only the part that is used takes memory."""
 _SHORT = 100_000
-"""Characters that cannot be nested deeper than an ordinary stack allows."""
+"""Number of characters below which a program cannot be too deep for an ordinary stack."""
 
 
-class NestedTooDeeply(SyntaxError):
-    """A program has more levels than Python's parser or its stack takes."""
+class NestingTooDeepError(SyntaxError):
+    """Error: a program has more levels than Python's parser or its stack allows."""
 
 
 def parse_python(text: str) -> ast.Module:
     """Return the syntax tree of a program.
 
     Raises:
-        SyntaxError: the program is nested too deeply (NestedTooDeeply), or is not one of this version of Python.
+        SyntaxError: the program is nested too deeply (NestingTooDeepError), or this version of Python cannot parse it.
     """
     if sys.version_info < (3, 11) and len(text) > _SHORT:
-        return run_on_large_stack(lambda: _parse(text))
+        return run_on_large_stack(lambda: _parse_source_text(text))
     try:
-        return _parse(text)
+        return _parse_source_text(text)
     except RecursionError:
-        return run_on_large_stack(lambda: _parse(text))
+        return run_on_large_stack(lambda: _parse_source_text(text))
 
 
-def _parse(text: str) -> ast.Module:
+def _parse_source_text(text: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             return ast.parse(text)
         except MemoryError:
-            raise NestedTooDeeply("is nested deeper than Python's parser allows") from None
-        except ValueError as exc:  # null bytes, surrogates
+            raise NestingTooDeepError("is nested deeper than Python's parser allows") from None
+        except ValueError as exc:  # the text has null bytes or surrogates
             raise SyntaxError(str(exc)) from exc
 
 
 def run_on_large_stack(work: Callable[[], Result]) -> Result:
-    """Return the result of a function that needs more stack than usual: it runs in a thread that has it.
+    """Return the result of a function that needs a large stack; it runs in a thread with such a stack.
 
     Raises:
-        NestedTooDeeply: even that stack is too small, or there is no memory for it.
+        NestingTooDeepError: even the large stack is too small, or there is no memory for it.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -74,12 +74,12 @@ def run_on_large_stack(work: Callable[[], Result]) -> Result:
         thread.start()
         thread.join()
     except RuntimeError as exc:
-        raise NestedTooDeeply("is nested too deeply for the memory of this machine") from exc
+        raise NestingTooDeepError("is nested too deeply for the memory of this machine") from exc
     finally:
         sys.setrecursionlimit(before)
         threading.stack_size(stack)
     if not errors:
         return results[0]
     if isinstance(errors[0], RecursionError | MemoryError):
-        raise NestedTooDeeply("is nested too deeply to be analyzed") from None
+        raise NestingTooDeepError("is nested too deeply to be analyzed") from None
     raise errors[0]

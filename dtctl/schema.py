@@ -6,16 +6,17 @@
 
     Point.parse({"x": 3})
 
-A value of the wrong form is refused, unknown keys are dropped, and every size is limited. Used on the control machine
-and, sent along with the supervisor, on nodes: stdlib only, Python 3.8. The classes are no dataclasses, because their
-import and thirty classes would delay the start of every node (benchmarks/launch.py).
+A value of the wrong form is refused, unknown keys are dropped, and every size is limited. The module is used on the
+control machine and, as part of the supervisor's program, on nodes; it needs only the standard library of Python 3.8.
+The classes are no dataclasses, because that import and thirty classes would delay the start of every node
+(benchmarks/launch.py).
 """
 
 from __future__ import annotations
 
 import math
 
-TYPE_CHECKING = False  # typing is slow to import on a node
+TYPE_CHECKING = False  # importing typing is slow on a node
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any, Callable, ClassVar, Self, TypeAlias, TypeVar, dataclass_transform
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
     U = TypeVar("U")
     Check: TypeAlias = Callable[[Any], T]
-    """Returns the value, perhaps shortened, or raises InvalidMessage."""
+    """Function that returns the value, which may be shortened, or raises InvalidMessage."""
 else:
     Check = None
 
@@ -32,11 +33,11 @@ else:
 
 
 PROSE = 4000
-"""Characters of a human-readable text; the rest is left out."""
+"""Largest number of characters of a human-readable text; the rest is dropped."""
 DEPTH = 32
-"""Nesting that the free part of a snapshot's manifest may have."""
+"""Largest nesting of JSON without a fixed schema, as in a snapshot's manifest."""
 MANY = 200_000
-"""Rows of a list, where the limit of bytes is not the closer one."""
+"""Largest number of rows of a list, for lists that the limit of bytes hardly restricts."""
 
 
 class InvalidMessage(ValueError):
@@ -46,15 +47,15 @@ class InvalidMessage(ValueError):
 # -- kinds of values ----------------------------------------------------------------------------------------------
 
 
-def prose(value: object) -> str:
+def check_prose(value: object) -> str:
     """Return a human-readable text, cut to `PROSE` characters."""
     if not isinstance(value, str):
         raise InvalidMessage("not a string")
     return value if len(value) <= PROSE else f"{value[:PROSE]} ..."
 
 
-def text(limit: int) -> Check[str]:
-    """Return a text that is used whole, or not at all."""
+def make_text_check(limit: int) -> Check[str]:
+    """Return the check of a text of at most `limit` characters; a longer text is refused, not cut."""
 
     def check(value: object) -> str:
         if not isinstance(value, str) or len(value) > limit:
@@ -64,8 +65,8 @@ def text(limit: int) -> Check[str]:
     return check
 
 
-def integer(low: int, high: int = 1 << 63) -> Check[int]:
-    """Return an integer of a range, both ends included."""
+def make_integer_check(low: int, high: int = 1 << 63) -> Check[int]:
+    """Return the check of an integer in a range that includes both ends."""
 
     def check(value: object) -> int:
         if type(value) is not int or not low <= value <= high:
@@ -75,8 +76,8 @@ def integer(low: int, high: int = 1 << 63) -> Check[int]:
     return check
 
 
-def number(value: object) -> float:
-    """Return a number that a clock or a plot can have."""
+def check_number(value: object) -> float:
+    """Return a finite number."""
     if type(value) is int and abs(value) < 1 << 63:
         return value
     if type(value) is not float or not math.isfinite(value):
@@ -84,22 +85,22 @@ def number(value: object) -> float:
     return value
 
 
-def moment(value: object) -> float:
-    """Return seconds since the epoch that a clock can show."""
-    if not 0 <= number(value) < 1 << 36:
+def check_moment(value: object) -> float:
+    """Return a time in seconds since the epoch."""
+    if not 0 <= check_number(value) < 1 << 36:
         raise InvalidMessage("not a time")
-    return number(value)
+    return check_number(value)
 
 
-def flag(value: object) -> bool:
-    """True or false."""
+def check_flag(value: object) -> bool:
+    """Return true or false; any other value is refused."""
     if not isinstance(value, bool):
         raise InvalidMessage("not a boolean")
     return value
 
 
 def any_json(value: object) -> Any:
-    """Any JSON that is not too deep to be looked through."""
+    """Return any JSON value with a nesting of at most `DEPTH` levels."""
     todo = [(value, 0)]
     while todo:
         item, depth = todo.pop()
@@ -112,8 +113,8 @@ def any_json(value: object) -> Any:
     return value
 
 
-def file_name(value: object) -> str:
-    """Return the name of one file, which is no path."""
+def check_file_name(value: object) -> str:
+    """Return the name of one file, without folders."""
     from dtctl import folders
 
     if not folders.is_name(value):
@@ -121,16 +122,16 @@ def file_name(value: object) -> str:
     return str(value)
 
 
-def path(value: object) -> str:
-    """Return a path to show and to send back to its own node; nothing is opened by it here."""
+def check_path(value: object) -> str:
+    """Return a path that is only displayed or sent back to its own node, and never opened on this machine."""
     if not isinstance(value, str) or not 0 < len(value) <= 4096 or not value.isprintable():
         raise InvalidMessage("not a path")
     return value
 
 
-def address(value: object) -> str:
-    """Return a numeric address, or nothing."""
-    import ipaddress  # slow, and not needed on a node
+def check_address(value: object) -> str:
+    """Return a numeric address, or an empty text."""
+    import ipaddress  # the import is slow, and unused on a node
 
     try:
         return str(ipaddress.ip_address(value)) if value else ""  # type: ignore[arg-type]
@@ -138,13 +139,13 @@ def address(value: object) -> str:
         raise InvalidMessage("not a numeric address") from None
 
 
-def nullable(check: Check[T]) -> Check[T | None]:
-    """Return the value, or null."""
+def make_nullable_check(check: Check[T]) -> Check[T | None]:
+    """Return a check that accepts null in addition to the values of `check`."""
     return lambda value: None if value is None else check(value)
 
 
 def list_of(check: Check[T], limit: int = MANY) -> Check[list[T]]:
-    """Return a list of such values."""
+    """Return the check of a list with at most `limit` items that pass `check`."""
 
     def check_all(value: object) -> list[T]:
         if not isinstance(value, list) or len(value) > limit:
@@ -155,7 +156,7 @@ def list_of(check: Check[T], limit: int = MANY) -> Check[list[T]]:
 
 
 def valid_items(check: Check[T], limit: int) -> Check[list[T]]:
-    """Check a list as `list_of` does, without its wrong items: user programs write parts of a node's report."""
+    """Return the check of a list without its wrong items: user programs write parts of a node's report."""
 
     def check_some(value: object) -> list[T]:
         valid = []
@@ -169,8 +170,8 @@ def valid_items(check: Check[T], limit: int) -> Check[list[T]]:
     return check_some
 
 
-def pair(first: Check[T], second: Check[U]) -> Check[tuple[T, U]]:
-    """Return a list of two."""
+def make_two_item_check(first: Check[T], second: Check[U]) -> Check[tuple[T, U]]:
+    """Return the check of a list with two items."""
 
     def check_both(value: object) -> tuple[T, U]:
         if not isinstance(value, list) or len(value) != 2:
@@ -181,7 +182,7 @@ def pair(first: Check[T], second: Check[U]) -> Check[tuple[T, U]]:
 
 
 def mapping_of(check_name: Check[str], check: Check[T], limit: int = MANY) -> Check[dict[str, T]]:
-    """Return an object with names that are not known before."""
+    """Return the check of an object whose names are not known in advance."""
 
     def check_all(value: object) -> dict[str, T]:
         if not isinstance(value, dict) or len(value) > limit:
@@ -191,8 +192,8 @@ def mapping_of(check_name: Check[str], check: Check[T], limit: int = MANY) -> Ch
     return check_all
 
 
-def form(optional: Mapping[str, Check[Any]] | None = None, **needed: Check[Any]) -> Check[dict[str, Any]]:
-    """Return an object with these keys, as a dictionary; others are dropped."""
+def make_object_check(optional: Mapping[str, Check[Any]] | None = None, **needed: Check[Any]) -> Check[dict[str, Any]]:
+    """Return the check of an object with these keys, as a dictionary; other keys are dropped."""
 
     def check(value: object) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -214,7 +215,7 @@ def form(optional: Mapping[str, Check[Any]] | None = None, **needed: Check[Any])
 # -- objects ------------------------------------------------------------------------------------------------------
 
 
-class _Value:
+class _RecordKey:
     def __init__(self, check: Check[Any], default: object) -> None:
         self.check = check
         self.default = default
@@ -223,30 +224,33 @@ class _Value:
 _NEEDED = object()
 
 
-def value(check: Check[T], *, default: T = _NEEDED) -> T:  # type: ignore[assignment]
-    """Return a key of a Record: what it may hold, and what it is when it is missing."""
-    return _Value(check, default)  # type: ignore[return-value]
+def define_record_key(check: Check[T], *, default: T = _NEEDED) -> T:  # type: ignore[assignment]
+    """Return a key of a Record, with the check of its value and its default."""
+    return _RecordKey(check, default)  # type: ignore[return-value]
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(value,))
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(define_record_key,))
 class Record:
-    """A JSON object with known keys: an attribute each, declared with `value`. Constructed with keywords."""
+    """A JSON object with known keys; each key is an attribute that is declared with `define_record_key`.
 
-    _values: ClassVar[Mapping[str, _Value]] = {}
+    The constructor takes keywords.
+    """
+
+    _values: ClassVar[Mapping[str, _RecordKey]] = {}
     _form: ClassVar[Check[dict[str, Any]]]
 
     def __init_subclass__(cls) -> None:
-        """Collect the keys, those of the parents first."""
-        own = {name: item for name, item in vars(cls).items() if isinstance(item, _Value)}
+        """Collect the keys of the class, those of its parents first."""
+        own = {name: item for name, item in vars(cls).items() if isinstance(item, _RecordKey)}
         cls._values = {**cls._values, **own}
         needed = {name: item.check for name, item in cls._values.items() if item.default is _NEEDED}
         optional = {name: item.check for name, item in cls._values.items() if name not in needed}
-        cls._form = staticmethod(form(optional, **needed))
+        cls._form = staticmethod(make_object_check(optional, **needed))
         for name in own:
             delattr(cls, name)
 
     def __init__(self, **values: object) -> None:
-        """Take the values as they are: this process has made them."""
+        """Store the values without checks, since this process has made them."""
         for name, each in self._values.items():
             item = values.pop(name, each.default)
             if item is _NEEDED:
@@ -257,15 +261,15 @@ class Record:
 
     @classmethod
     def parse(cls, document: object) -> Self:
-        """Return the object that this JSON is.
+        """Return the object for a JSON value.
 
         Raises:
-            InvalidMessage: it is none: a key is missing, or a value has another form.
+            InvalidMessage: a key is missing, or a value has another form.
         """
         return cls(**cls._form(document))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object for json.dumps, without what is as it is when it is missing."""
+        """Return the object for json.dumps, without keys that have their default."""
         defaults = {name: each.default for name, each in self._values.items()}
         return {name: item for name, item in vars(self).items() if name not in defaults or item != defaults[name]}
 

@@ -1,4 +1,4 @@
-"""Quoting for a POSIX shell: the only place in dtctl that turns values into shell text."""
+"""Quoting for a POSIX shell: the only module of dtctl that turns values into shell text."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from itertools import pairwise
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
-class Late(str):
-    """Text with `$NAME` in it that the shell fills in where the script runs, ready to stand in double quotes."""
+class ShellExpansion(str):
+    """Text with `$NAME` that the shell expands where the script runs, ready to stand in double quotes."""
 
     __slots__ = ()
 
 
-def quote(text: str) -> str:
+def quote_word(text: str) -> str:
     """Return one shell word that means exactly `text`.
 
     Raises:
-        ValueError: `text` holds a NUL character, which no program can be given as an argument.
+        ValueError: `text` has a NUL character, which cannot be part of an argument.
     """
-    if isinstance(text, Late):
+    if isinstance(text, ShellExpansion):
         return f'"{text}"'
     if "\0" in text:
         raise ValueError("a NUL character cannot be passed to a program")
@@ -35,10 +35,10 @@ _SPECIAL = re.compile(r'[\\"$`]')
 
 
 def expand_home(text: str) -> str:
-    r"""Return a user's text with the home folder of the place where the script runs for `~` and `$HOME`.
+    r"""Return a user's text as a shell word in which `~` and `$HOME` become the home folder where the script runs.
 
-    `~` counts at the beginning, and after the `=` of an option, where `/` or nothing follows. What is in single quotes
-    stays as it is; `\~` and `\$HOME` stand for these very characters.
+    `~` counts at the beginning, and after the `=` of an option, if `/` or nothing follows. Text in single quotes is
+    unchanged; `\~` and `\$HOME` stand for these very characters.
     """
     pieces: list[tuple[str, bool]] = []
     at = 0
@@ -51,26 +51,28 @@ def expand_home(text: str) -> str:
     pieces.append((text[at:], False))
     if not any(is_home for _, is_home in pieces):
         return "".join(piece for piece, _ in pieces)
-    return Late("".join("${HOME}" if is_home else _SPECIAL.sub(r"\\\g<0>", piece) for piece, is_home in pieces))
+    return ShellExpansion(
+        "".join("${HOME}" if is_home else _SPECIAL.sub(r"\\\g<0>", piece) for piece, is_home in pieces)
+    )
 
 
-def program(path: str) -> str:
-    """One shell word that names a program: as `quote`, but that `~/` at its beginning is the home folder there."""
-    return f"~/{quote(path[2:])}" if path.startswith("~/") else quote(path)
+def quote_program(path: str) -> str:
+    """Return the shell word for a program like `quote_word`; `~/` at the beginning is the home folder on the node."""
+    return f"~/{quote_word(path[2:])}" if path.startswith("~/") else quote_word(path)
 
 
-def words(argv: Iterable[str]) -> list[str]:
-    """Return each word of a command as shell text; the first one names a program."""
-    return [quote(word) if at else program(word) for at, word in enumerate(argv)]
+def quote_words(argv: Iterable[str]) -> list[str]:
+    """Return each word of a command as shell text; the first word is the name of a program."""
+    return [quote_word(word) if at else quote_program(word) for at, word in enumerate(argv)]
 
 
-def join(argv: Iterable[str]) -> str:
+def join_command(argv: Iterable[str]) -> str:
     """Return a shell command that runs `argv`, word for word."""
-    return " ".join(words(argv))
+    return " ".join(quote_words(argv))
 
 
-def split(text: str) -> list[str]:
-    """Return the words of a command line as a POSIX shell would split them, without expansion.
+def split_command(text: str) -> list[str]:
+    """Split a command line into words like a POSIX shell, without expansion.
 
     Raises:
         ValueError: a quotation mark is not closed.
@@ -85,9 +87,9 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=\S*(?=\s)")
 
 
 def shell_syntax(line: str) -> str:
-    """The first part of a line that only a shell would act upon: `&&`, `>`, `$HOME`, `*`; empty if there is none.
+    """Return the first part of a line that only a shell would interpret: `&&`, `>`, `$HOME`, `*`; empty without one.
 
-    What is quoted, or follows a backslash, is as plain to a shell as it is without one.
+    Quoted text and characters after a backslash do not count, since a shell does not interpret them either.
     """
     line = line.strip()
     if assignment := _ASSIGNMENT.match(line):
@@ -114,7 +116,7 @@ OPERATORS = frozenset({"&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1", "&>", 
 
 
 def operator_among(argv: Sequence[str]) -> str:
-    """The first word of a command that is an operator of a shell and not the value of an option; empty without one.
+    """Return the first word that is an operator of a shell and not the value of an option; empty without one.
 
     `cut -d '|'` has none, nor has `find ... -exec ... ;`.
     """

@@ -66,7 +66,7 @@ def kill_a_worker(records: Path, finished: threading.Event) -> None:
     """Wait until training is under way, then end the worker on node2 as the kernel's OOM killer would."""
     from dtctl.sandbox import control
 
-    sandbox = control.find(SANDBOX)
+    sandbox = control.find_running_sandbox(SANDBOX)
     if sandbox is None:
         return
     while not finished.wait(0.1):

@@ -36,17 +36,17 @@ def sandbox_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         yield {**os.environ, "DTCTL_SANDBOX": "main", "NO_COLOR": "1"}
     finally:
         for folder in list(base.iterdir()):
-            control.down(folder.name)
+            control.remove_sandbox(folder.name)
         base.rmdir()
         del os.environ["DTCTL_SANDBOX_DIR"]
 
 
 @pytest.fixture(scope="session")
 def session_sandbox(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
-    if control.find("main") is not None:  # a launch in a test before has started it
-        control.down("main")
-    yield control.up("main", nodes=3)
-    control.down("main")
+    if control.find_running_sandbox("main") is not None:  # a launch in a test before has started it
+        control.remove_sandbox("main")
+    yield control.start_sandbox("main", nodes=3)
+    control.remove_sandbox("main")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -62,15 +62,17 @@ def sandbox(session_sandbox: Sandbox, request: pytest.FixtureRequest) -> Iterato
 
     What a test leaves that has failed already is killed: it may not end by itself, and its end would prove nothing.
     """
-    found = control.find(session_sandbox.name)  # not the one of the start: a host that was healed has another init
+    found = control.find_running_sandbox(
+        session_sandbox.name
+    )  # not the one of the start: a host that was healed has another init
     assert found is not None
     yield found
-    current = control.find(session_sandbox.name)
+    current = control.find_running_sandbox(session_sandbox.name)
     assert current is not None
-    if faults.recorded(current) or any(not control.host_processes(node) for node in current.nodes):
-        faults.heal(current, current.nodes)
-        faults.record(current, [])
-        current = control.find("main")
+    if faults.read_recorded_faults(current) or any(not control.host_processes(node) for node in current.nodes):
+        faults.remove_host_faults(current, current.nodes)
+        faults.write_recorded_faults(current, [])
+        current = control.find_running_sandbox("main")
         assert current is not None
     left: dict[str, dict[int, str]] = {}
 

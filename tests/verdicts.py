@@ -30,4 +30,4 @@ def read_verdict(text: str) -> str:
 
 def is_unrecorded(verdict: str) -> bool:
     """Whether nothing speaks against a resume, and nothing was recorded that could confirm it."""
-    return verdict.startswith("not confirmed: step ") and "known to differ" not in verdict
+    return bool(re.match(r"not confirmed: step \d+ was not recorded", verdict)) and "known to differ" not in verdict

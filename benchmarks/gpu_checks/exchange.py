@@ -38,7 +38,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.loop import Trainer
 from dtctl.runtime.strategies import gradients, sharded, unused
 from dtctl.runtime.strategies.ddp import Ddp
-from dtctl.runtime.strategies.sharded import Sharded
+from dtctl.runtime.strategies.sharded import FullySharded
 from dtctl.runtime.telemetry import flight
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees
@@ -46,25 +46,25 @@ from dtctl.train.mesh import Degrees
 STEPS = 5
 
 
-class ShardedAlone(Sharded):
+class ShardedAlone(FullySharded):
     """Sharded over a mesh of one worker, which the Trainer spares itself."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMesh) -> None:
         super().__init__(model, config, worker, Degrees(), mesh)  # which shards nothing
-        self._turns = sharded.shard(model, config, worker, mesh, in_turns=True)
-        self.present = unused.Present(model, [model], [name for name, _ in model.named_parameters()])
+        self._turns = sharded.shard_model(model, config, worker, mesh, in_turns=True)
+        self.present = unused.UsedParameters(model, [model], [name for name, _ in model.named_parameters()])
         sharded.keep_buffers_alike(model, mesh)
-        self._wanted = gradients.wanted(model)
+        self._wanted = gradients.list_trained_parameters(model)
 
 
-def fsdp(config: TrainConfig, worker: Worker, model: nn.Module) -> Sharded:
+def fsdp(config: TrainConfig, worker: Worker, model: nn.Module) -> FullySharded:
     """A strategy for `ground.train`: shards over a group of one."""
     return ShardedAlone(
         model, config, worker, device_mesh.init_device_mesh(worker.device.type, (1,), mesh_dim_names=("fsdp",))
     )
 
 
-def hsdp(config: TrainConfig, worker: Worker, model: nn.Module) -> Sharded:
+def hsdp(config: TrainConfig, worker: Worker, model: nn.Module) -> FullySharded:
     """Replicas of shards, one of each."""
     mesh = device_mesh.init_device_mesh(worker.device.type, (1, 1), mesh_dim_names=("dp", "fsdp"))
     return ShardedAlone(model, config, worker, mesh)
@@ -127,11 +127,11 @@ def groups(on: Ground) -> Iterator[Point]:
             yield near(f"{name} beside a single worker", losses, beside, limit)
         yield from _formats(on, worker)
         yield from _only_gpu(on, worker, settings, alone)
-        record = flight.dump()
+        record = flight.dump_flight_recorder()
         said = f"{len(record)} bytes, nccl {b'nccl' in record}"
         yield judged("flight record", "has entries" + (" of NCCL" if on.gpu else ""), said, ok=_entries(record, on) > 0)
         begun = time.monotonic()
-        process_group.leave(within_s=process_group.TEAR_DOWN_S)
+        process_group.leave_process_group(within_s=process_group.TEAR_DOWN_S)
         took_s = time.monotonic() - begun
         yield judged("leaving as after a failure", "under 5 s", f"{took_s:.2f} s", ok=took_s < 5)
         # `start` takes leave of a group again, and finds none; its barrier needs one.
@@ -186,7 +186,7 @@ def _only_gpu(on: Ground, worker: Worker, settings: dict[str, Any], alone: list[
     plain, _, _ = train(on, worker, "norm", settings, model=model, make=ddp)
     synced, trainer, _ = train(on, worker, "sync-norm", with_sync, model=model, make=ddp)
     yield near("SyncBatchNorm beside BatchNorm", synced, plain, 1e-4)
-    refused = not trainer.memory.can_recover
+    refused = not trainer.training.engine.memory.can_recover
     yield judged("recovery from lack of memory with SyncBatchNorm", "not promised", refused, ok=refused)
 
 
@@ -237,7 +237,7 @@ def lack_of_memory(on: Ground) -> Iterator[Point]:
             seen: list[int] = []
 
             def note(trainer: Trainer, seen: list[int] = seen) -> None:
-                trainer.optimizer.register_step_post_hook(lambda *_: seen.append(trainer.batch.micro))
+                trainer.optimizer.register_step_post_hook(lambda *_: seen.append(trainer.training.position.batch.micro))
 
             losses, trainer, _ = train(
                 on, worker, f"short-{place}", settings, loss=Short(on, place, size.micro_batch // 2), before=note
@@ -309,4 +309,4 @@ def one_is_short(on: Ground) -> dict[str, Any]:
     with on_one_gpu(on, timeout_s=60) as worker:
         short = Short(on, "forward" if worker.rank == 1 else "never", size.micro_batch // 2)
         _, trainer, _ = train(on, worker, "short", {"steps": 3, "strategy": "ddp"}, loss=short)
-        return {"micro": trainer.batch.micro}
+        return {"micro": trainer.training.position.batch.micro}

@@ -24,10 +24,9 @@ from torch import nn
 
 from benchmarks.gpu_loops import GPT, Size, loss, tokens_of
 from dtctl import names
-from dtctl.runtime import Outcome, TensorData, Trainer, load, start
-from dtctl.runtime import loop as runtime_loop
+from dtctl.runtime import Outcome, TensorData, Trainer, engine, load, start
 from dtctl.runtime.distributed import process_group
-from dtctl.runtime.distributed.worker import Worker, identify
+from dtctl.runtime.distributed.worker import Worker, resolve_worker_from_env
 from dtctl.runtime.strategies import Strategy
 from dtctl.train.config import TrainConfig
 
@@ -124,13 +123,13 @@ def free_port() -> int:
 @contextmanager
 def _as_worker(change: Callable[[Worker], Worker], environ: Mapping[str, str]) -> Iterator[None]:
     """Let `start` find another worker than the variables alone say."""
-    before, kept = process_group.identify, dict(os.environ)
+    before, kept = process_group.resolve_worker_from_env, dict(os.environ)
     os.environ.update(environ)
-    process_group.identify = lambda variables: change(identify(variables))
+    process_group.resolve_worker_from_env = lambda variables: change(resolve_worker_from_env(variables))
     try:
         yield
     finally:
-        process_group.identify = before
+        process_group.resolve_worker_from_env = before
         os.environ.clear()
         os.environ.update(kept)
 
@@ -245,13 +244,13 @@ def train(
         },
         argv=[], environ={},
     )  # fmt: skip
-    chosen = runtime_loop.choose
+    chosen = engine.build_strategy
     if make is not None:
-        runtime_loop.choose = lambda config, worker, _degrees, _batch, model, _probe: make(config, worker, model)
+        engine.build_strategy = lambda config, worker, _degrees, _batch, model, _probe: make(config, worker, model)
     try:
         trainer = Trainer(config, worker, model() if model else model_of(size), loss, TensorData(*tokens_of(size)))
     finally:
-        runtime_loop.choose = chosen
+        engine.build_strategy = chosen
     before(trainer)
     outcome = trainer.run()
     lines = metrics.read_text().splitlines() if metrics.exists() else []

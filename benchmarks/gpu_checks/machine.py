@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu_checks.ground import ROOT, Ground, Point, judged, shown, skipped
 from dtctl import node_facts
 from dtctl.doctor.checks import hardware
-from dtctl.doctor.checks.known_gpus import normal
+from dtctl.doctor.checks.known_gpus import find_gpu_datasheet
 from dtctl.doctor.node_report import NodeReport
 from dtctl.runtime.distributed import affinity
 from dtctl.runtime.telemetry.hardware import peak_flops
@@ -30,8 +30,8 @@ PRELOADED = (
 IDENTIFY = (
     "import json, os\n"
     "from dtctl.errors import PlanError\n"
-    "from dtctl.runtime.distributed.worker import identify\n"
-    "try:\n    print(identify(os.environ).device)\n"
+    "from dtctl.runtime.distributed.worker import resolve_worker_from_env\n"
+    "try:\n    print(resolve_worker_from_env(os.environ).device)\n"
     "except PlanError as exc:\n    print('PlanError')\n"
 )
 
@@ -43,7 +43,7 @@ def tools(on: Ground) -> Iterator[Point]:
     count = torch.cuda.device_count()
     counted = node_facts.count_gpus(os.environ)
     yield judged("GPUs that dtctl counts", f"{count}, as torch does", counted, ok=counted == count)
-    facts = devices.devices()
+    facts = devices.gather_device_facts()
     if not on.gpu:
         silent = not facts["gpu"] and not facts["gpu_error"]
         yield judged("without a GPU no tool is asked", "nothing", facts["gpu_error"] or "nothing", ok=silent)
@@ -58,16 +58,16 @@ def tools(on: Ground) -> Iterator[Point]:
     read = all(word.isdigit() or word in ("[N/A]", "[Not Supported]", "") for word in figures)
     yield judged("figures of the rows", "digits or N/A", " ".join(figures), ok=read)
     yield shown("remapped rows", facts["remapped"].replace("\n", "; ") or "none told")
-    yield shown("topology", hardware.topology(facts["topology"]) or "none told")
+    yield shown("topology", hardware.parse_gpu_topology(facts["topology"]) or "none told")
     yield shown("fabric", facts["fabric"].replace("\n", "; ") or "none told")
     yield shown("kernel messages are read by", facts["xid_source"] or "nobody: not permitted")
     report = NodeReport(name="this node", address="", facts={**facts, "interfaces": [], "ways": {}})
-    found = [one for one in hardware.hardware([report], {}) if one.status == "fail"]
+    found = [one for one in hardware.check_hardware([report], {}) if one.status == "fail"]
     said = "; ".join(f"{one.check}: {one.summary} {' '.join(one.evidence)}" for one in found)
     yield judged("failures that the doctor finds in this", "none", said or "none", ok=not found)
     name = torch.cuda.get_device_name(on.device)
     yield judged("its peak is known", "yes", f"{name}: {peak_flops(name, 'bf16')}", ok=bool(peak_flops(name, "bf16")))
-    known = normal(name) or {"memory": 0.0}
+    known = find_gpu_datasheet(name) or {"memory": 0.0}
     off = abs(total / known["memory"] - 1) if known["memory"] else 1.0
     yield judged("memory, GiB", f"within 3% of {known['memory']:g}, as advise has it", f"{total:.1f}", ok=off < 0.03)
 
@@ -99,8 +99,8 @@ def identities(on: Ground) -> Iterator[Point]:
         found = process.communicate()[0].strip()
         expected = cases[name][1] if on.gpu else "cpu"
         yield judged(name, expected, found, ok=found == expected)
-    near = affinity.near(on.device) if on.gpu else affinity.parsed("0-1")
-    before, kept = os.sched_getaffinity(0), affinity.bind(near)
+    near = affinity.find_cores_near_gpu(on.device) if on.gpu else affinity.parse_core_list("0-1")
+    before, kept = os.sched_getaffinity(0), affinity.bind_process_to_cores(near)
     os.sched_setaffinity(0, before)
     figure = f"{len(near)} cores near it, {len(kept)} of {len(before)} kept"
     if on.gpu and not near:

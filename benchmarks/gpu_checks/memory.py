@@ -16,11 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu_checks.ground import Ground, Point, judged, shown, skipped, together
 from dtctl.advise import track
-from dtctl.advise.model import transformer
+from dtctl.advise.model import build_decoder_model
 from dtctl.advise.trial import Decoder, loss_of
-from dtctl.estimate.memory import Layout, memory
+from dtctl.estimate.memory import ParallelLayout, estimate_layout_memory
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
-from dtctl.runtime.optim import optimizer as optimizer_of
+from dtctl.runtime.optim import build_optimizer as optimizer_of
 from dtctl.runtime.precision import autocast
 from dtctl.runtime.snapshot.load import newest
 from dtctl.runtime.strategies import blocks, sharded
@@ -81,14 +81,15 @@ def saved(on: Ground) -> dict[str, Any]:
     marks: list[tuple[Any, Any]] = []
     with start() as worker:
         trainer = Trainer(load(settings, argv=[], environ={}), worker, lambda: Wide(count, width), _fit, data)
-        save, update, clock = trainer.save, trainer._update, trainer.report.clock
+        engine, clock = trainer.training.engine, trainer.training.report.clock
+        save, update = trainer.save, engine.update_parameters
         before = _process("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
 
         def timed(*, needed: bool = True) -> None:
             if TAKEN < trainer.step < STEPS:  # the newest is to be found as it was written
                 return
-            trainer.saver.wait()
+            trainer.training.snapshots.saver.wait()
             if trainer.step == TAKEN:
                 kept.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
             on.sync()
@@ -96,21 +97,21 @@ def saved(on: Ground) -> dict[str, Any]:
             save(needed=needed)
             marks.append((begun, clock.mark()))
 
-        def look() -> None:
+        def look(step: int) -> None:
             if trainer.step == STEPS - 1:
                 found["beside"] = trainer.step - TAKEN
-                trainer.saver.wait()
+                trainer.training.snapshots.saver.wait()
                 found["host_gib"] = (_process("VmHWM") - before) / GIB
                 loaded = newest(str(folder))
                 state = loaded.parts["model"] if loaded is not None and loaded.step == TAKEN else {}
                 found["equal"] = {*state} == {*kept} and all(
                     torch.equal(state[name], kept[name].cpu()) for name in kept
                 )
-            update()
+            update(step)
 
-        trainer.save, trainer._update = timed, look  # type: ignore[method-assign]
+        trainer.save, engine.update_parameters = timed, look  # type: ignore[method-assign]
         trainer.run()
-        found["first_s"], found["stall_s"] = (clock.between(*pair) for pair in marks[:2])
+        found["first_s"], found["stall_s"] = (clock.measure_seconds(*pair) for pair in marks[:2])
     return found
 
 
@@ -171,11 +172,11 @@ def _tracked() -> Iterator[Point]:
         smallest.setdefault(mesh.get("fsdp", 1), (name, micro_batch))
     for workers, (name, micro_batch) in smallest.items():
         shape = SHAPES[name]
-        layout = Layout(fsdp=workers, micro_batch=micro_batch, precision="fp32")
-        predicted = memory(transformer(**shape, tied=True), layout).tensors
+        layout = ParallelLayout(fsdp=workers, micro_batch=micro_batch, precision="fp32")
+        predicted = estimate_layout_memory(build_decoder_model(**shape, tied=True), layout).tensors
         built = {key: value for key, value in shape.items() if key != "seq"} | {"tied": True}
         settings = {"micro_batch": micro_batch, "strategy": "fsdp" if workers > 1 else "auto"}
-        tracked = track.peak(
+        tracked = track.track_peak_memory(
             {"workers": workers, "module": None, "seq": shape["seq"], "shape": built, "train": settings}
         )
         off = predicted / tracked - 1
@@ -195,8 +196,8 @@ def peak(on: Ground, *, number: int) -> dict[str, Any]:
     name, precision, mesh, micro_batch = MESHES[number]
     shape = SHAPES[name] if on.gpu else TINY
     seq = shape["seq"]
-    layout = Layout(**mesh, micro_batch=micro_batch, precision=precision)  # type: ignore[arg-type]
-    need = memory(transformer(**shape, tied=True), layout)
+    layout = ParallelLayout(**mesh, micro_batch=micro_batch, precision=precision)  # type: ignore[arg-type]
+    need = estimate_layout_memory(build_decoder_model(**shape, tied=True), layout)
     config = load({"precision": precision, "micro_batch": micro_batch, "steps": 3}, argv=[], environ={})
     if layout.workers > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.workers)
@@ -223,12 +224,12 @@ def peak(on: Ground, *, number: int) -> dict[str, Any]:
     return {"predicted": need.tensors, "measured": measured}
 
 
-def _spread(on: Ground, model: nn.Module, config: Any, worker: Worker, layout: Layout) -> nn.Module:
+def _spread(on: Ground, model: nn.Module, config: Any, worker: Worker, layout: ParallelLayout) -> nn.Module:
     if layout.fsdp > 1:
         sizes = {axis: size for axis, size in {"dp": layout.dp, "fsdp": layout.fsdp}.items() if size > 1}
         mesh = device_mesh.init_device_mesh(on.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        found = blocks.find(model, config.blocks)
-        sharded.hush()
+        found = blocks.find_repeated_blocks(model, config.blocks)
+        sharded.silence_torch_warnings()
         sharded.shard_blocks(model, found.modules if found else [], config, worker, mesh)
         return model
     if layout.dp > 1:

@@ -30,9 +30,9 @@ from benchmarks.gpu_checks.ground import (
 )
 from benchmarks.gpu_loops import Size, loss, tokens_of
 from dtctl.runtime import Outcome, Trainer, start
-from dtctl.runtime.data_loading.order import Order, Schedule
+from dtctl.runtime.data_loading.order import SampleOrder, WorkerSampler
 from dtctl.runtime.strategies.context import lower_right
-from dtctl.train.batch import Batch
+from dtctl.train.batch import BatchSizes
 
 
 def courses(on: Ground) -> Iterator[Point]:
@@ -50,8 +50,8 @@ def courses(on: Ground) -> Iterator[Point]:
         skips: list[int] = []
 
         def note(trainer: Trainer) -> None:
-            discard = trainer.strategy.discard
-            trainer.strategy.discard = lambda: (skips.append(trainer.step), discard())[1]  # type: ignore[method-assign]
+            discard = trainer.training.engine.strategy.discard
+            trainer.training.engine.strategy.discard = lambda: (skips.append(trainer.step), discard())[1]  # type: ignore[method-assign]
 
         _, trainer, _ = train(on, worker, "fp16", settings, size=size, before=note, loss=steep)
         model, skipped_steps = _scaled_by_torch(on, trainer, size)
@@ -72,8 +72,10 @@ def _scaled_by_torch(on: Ground, trainer: Trainer, size: Size) -> tuple[nn.Modul
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
     scaler = torch.amp.GradScaler(on.device.type)
     inputs, targets = tokens_of(size)
-    sizes = Batch(micro=size.micro_batch, accumulate=1, world_size=1)
-    schedule = Schedule(Order(len(inputs), trainer.config.seed), sizes, rank=0, end=size.steps * sizes.total)
+    sizes = BatchSizes(micro=size.micro_batch, accumulate=1, world_size=1)
+    schedule = WorkerSampler(
+        SampleOrder(len(inputs), trainer.training.settings.config.seed), sizes, rank=0, end=size.steps * sizes.total
+    )
     missed = []
     for step in range(size.steps):
         chosen = torch.from_numpy(schedule(step * sizes.total)[0])
@@ -153,7 +155,7 @@ def _stopping(step: int) -> Callable[[Trainer], None]:
     """Asks a training to stop while a step is on its way, as Slurm would."""
 
     def before(trainer: Trainer) -> None:
-        done = trainer.report.step
+        done = trainer.training.report.step
 
         def after(number: int) -> None:
             done(number)
@@ -161,7 +163,7 @@ def _stopping(step: int) -> Callable[[Trainer], None]:
                 signal.raise_signal(signal.SIGTERM)
 
         # Not by a hook of the optimizer, which is part of the program that a resume compares.
-        trainer.report.step = after  # type: ignore[method-assign]
+        trainer.training.report.step = after  # type: ignore[method-assign]
 
     return before
 

@@ -40,17 +40,17 @@ class OnDevice:
     """Which storages are said to be on the device, or page-locked."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, StorageWeakRef] = {}
+        self._drop_overflow_choices: dict[int, StorageWeakRef] = {}
 
     def add(self, tensor: torch.Tensor) -> None:
         """Say so of a tensor's storage from now on."""
         storage = _storage(tensor)
         if storage is not None:  # a weak reference keeps its address from being used again
-            self._kept.setdefault(storage._cdata, StorageWeakRef(storage))
+            self._drop_overflow_choices.setdefault(storage._cdata, StorageWeakRef(storage))
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         storage = _storage(tensor)
-        return storage is not None and storage._cdata in self._kept
+        return storage is not None and storage._cdata in self._drop_overflow_choices
 
 
 def _storage(tensor: torch.Tensor) -> Any:
@@ -216,22 +216,22 @@ def _replaced() -> Iterator[tuple[Any, str, Any]]:
     from dtctl.runtime.strategies import ddp
     from dtctl.runtime.telemetry import meter
 
-    yield meter, "clock", lambda _: meter.HostClock()
-    yield meter, "memory", lambda _: {}
-    yield meter.Use, "__init__", lambda self, *_: setattr(self, "_share", None)
+    yield meter, "build_step_clock", lambda _: meter.HostClock()
+    yield meter, "measure_worker_memory", lambda _: {}
+    yield meter.ModelFlopsUtilization, "__init__", lambda self, *_: setattr(self, "_share", None)
     yield torch.cuda, "set_device", lambda _: None
     yield torch.cuda, "get_device_name", lambda _=None: "stand-in"
     yield torch.cuda, "get_device_properties", lambda _=None: SimpleNamespace(total_memory=1 << 34, name="stand-in")
     yield torch.cuda.nccl, "version", lambda: (0, 0, 0)
     yield torch.cuda, "get_rng_state", lambda _=None: torch.get_rng_state()
     yield torch.cuda, "set_rng_state", lambda *_: None
-    wrapped = ddp.ReadableModel
+    wrapped = ddp.TransparentDDP
 
     class OnHost(wrapped):  # type: ignore[misc,valid-type]
         def __init__(self, module: Any, *, device_ids: Any = None, **options: Any) -> None:  # noqa: ARG002
             super().__init__(module, **options)
 
-    yield ddp, "ReadableModel", OnHost
+    yield ddp, "TransparentDDP", OnHost
     made = device_mesh.init_device_mesh
     yield device_mesh, "init_device_mesh", lambda _, *shape, **names: made("cpu", *shape, **names)
 

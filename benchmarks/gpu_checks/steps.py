@@ -85,13 +85,13 @@ def _waits(on: Ground, worker: Any, name: str, make: Any) -> str:
 
 
 def _hear(trainer: Trainer, after: Callable[[int], None]) -> None:
-    step = trainer.report.step
+    step = trainer.training.report.step
 
     def done(number: int) -> None:
         step(number)
         after(number)
 
-    trainer.report.step = done  # type: ignore[method-assign]
+    trainer.training.report.step = done  # type: ignore[method-assign]
 
 
 Pair = collections.namedtuple("Pair", ["inputs", "targets"])  # noqa: PYI024 - as users write them
@@ -114,7 +114,7 @@ def batches(on: Ground) -> Iterator[Point]:
     device = on.device if on.gpu else torch.device("meta")  # which shows what is moved
     ones = torch.ones(4, 2)
     for batch in ((ones, ones), {"inputs": ones}, Pair(ones, ones), Encoding(inputs=ones), Sample(ones, "a"), [ones]):
-        locked = datasets.pinned(batch) if on.gpu else batch
+        locked = datasets.pin_batch_tensors(batch) if on.gpu else batch
         moved = datasets.to_device(locked, device)
         tensors = _tensors(moved)
         there = bool(tensors) and all(tensor.device.type == device.type for tensor in tensors)

@@ -1,1 +1,1 @@
-"""Memory and throughput of a training before it runs, for every way to spread it over GPUs."""
+"""Memory and throughput of a training before it runs, for every way to divide it over GPUs."""

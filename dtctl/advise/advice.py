@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dtctl.advise.search import Choice, Task, choice, choices, families, ranked
+from dtctl.advise.search import (
+    EvaluatedLayout,
+    PlanningTask,
+    choose_best_per_family,
+    evaluate_layout,
+    list_runnable_choices,
+    rank_choices,
+)
 from dtctl.errors import UsageError
-from dtctl.estimate.memory import GIB, RESERVE, Layout
-from dtctl.estimate.model import Model
+from dtctl.estimate.memory import GIB, RESERVE, ParallelLayout
+from dtctl.estimate.model import ModelProfile
 
 ABSURD: Final = 0.03
 """Share of a GPU's peak below which a training is not worth starting; published ones reach 0.2 to 0.6."""
@@ -18,35 +25,35 @@ ABSURD: Final = 0.03
 class Advice:
     """Recommendation with its alternatives."""
 
-    best: Choice
-    """Fits, or is the nearest to it when nothing does."""
-    alternatives: tuple[Choice, ...]
-    """The best of each other kind, the runner-up first, and those that do not fit last."""
+    best: EvaluatedLayout
+    """Choice that fits, or the nearest one when none fits."""
+    alternatives: tuple[EvaluatedLayout, ...]
+    """Best choice of each other kind, the runner-up first, and those that do not fit last."""
     reasons: tuple[str, ...]
     evaluated: int
     """Number of layouts that were evaluated."""
-    written: Choice | None = None
+    written: EvaluatedLayout | None = None
     """Choice that the spec describes now."""
 
 
-def advise(task: Task) -> Advice:
+def choose_best_layouts(task: PlanningTask) -> Advice:
     """Return the best way to train.
 
     Raises:
-        UsageError: no way exists, as with a batch that no number of workers divides.
+        UsageError: no layout is possible, for example with a batch that no number of workers divides.
     """
-    choices_found = choices(task)
+    choices_found = list_runnable_choices(task)
     if not choices_found and task.mesh is not None:
-        raise UsageError(_refused(task), where="--mesh")
+        raise UsageError(_describe_impossible_mesh(task), where="--mesh")
     if not choices_found:
         raise UsageError(
             f"a batch of {task.global_batch} cannot be divided over {task.hardware.gpus} GPUs",
             hint="a multiple of the number of GPUs always can",
         )
-    order = families(ranked(choices_found))
+    order = choose_best_per_family(rank_choices(choices_found))
     best, alternatives = order[0], tuple(order[1:])
-    written = choice(task, task.written) if task.written is not None else None
-    reasons = _reasons(task, best, alternatives)
+    written = evaluate_layout(task, task.written) if task.written is not None else None
+    reasons = _list_choice_reasons(task, best, alternatives)
     if written is not None:
         reasons.append(_as_written(written, best))
     return Advice(
@@ -54,7 +61,7 @@ def advise(task: Task) -> Advice:
     )
 
 
-def _refused(task: Task) -> str:
+def _describe_impossible_mesh(task: PlanningTask) -> str:
     """Return why no layout of a mesh that was asked for can run."""
     return (
         f"no batch suits {task.mesh}: a global batch of {task.global_batch or 'any size'} must be micro batches times "
@@ -62,29 +69,31 @@ def _refused(task: Task) -> str:
     )
 
 
-def _as_written(written: Choice, best: Choice) -> str:
-    """Return what the spec's own layout costs."""
-    need = f"the spec's own {described(written.layout)} needs {written.memory.total / GIB:.1f} GiB"
+def _as_written(written: EvaluatedLayout, best: EvaluatedLayout) -> str:
+    """Return a sentence with the memory and the speed of the spec's own layout."""
+    need = f"the spec's own {describe_layout(written.layout)} needs {written.memory.total / GIB:.1f} GiB"
     if not written.fits:
-        return f"{need}, {written.short / GIB:.1f} too many"
+        return f"{need}, {written.missing_bytes / GIB:.1f} too many"
     ratio = written.speed.tokens_per_s_per_gpu / best.speed.tokens_per_s_per_gpu - 1
     return f"{need}, and is {abs(ratio):.0%} {'slower' if ratio < 0 else 'faster'}"
 
 
-def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list[str]:
-    """Return why this one: figures, not names."""
+def _list_choice_reasons(
+    task: PlanningTask, best: EvaluatedLayout, alternatives: tuple[EvaluatedLayout, ...]
+) -> list[str]:
+    """Return the reasons for a choice: figures, not names."""
     reasons = []
     memory, speed, layout = best.memory, best.speed, best.layout
     budget_gib = best.budget / GIB
     if not best.fits:
         reasons.append(
             f"nothing fits: the nearest needs {memory.total / GIB:.1f} GiB of the usable {budget_gib:.1f}, "
-            f"{best.short / GIB:.1f} too many"
+            f"{best.missing_bytes / GIB:.1f} too many"
         )
-        reasons.append(_what_helps(task, best))
+        reasons.append(_describe_memory_shortage(task, best))
         return reasons
     if best.peak_share < ABSURD:
-        reasons.append(_absurd(task, best))
+        reasons.append(_describe_slow_training(task, best))
     reasons.append(
         f"needs {memory.total / GIB:.1f} GiB of the {budget_gib:.1f} that can be used on each GPU; {RESERVE:.0%} are "
         "kept for what the formulas do not see"
@@ -95,7 +104,7 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
             f"{memory.host / GIB:.0f} GiB for each GPU ({_in_host(task, layout)}) lie in the host's memory, of "
             f"{best.host_budget / GIB:.0f} that can be used{given}"
         )
-    reasons.append(_batch(task, layout))
+    reasons.append(_describe_step_batch(task, layout))
     simple = next((choice for choice in alternatives if choice.strategy == "ddp"), None)
     if simple is not None and best.strategy != "ddp":
         if simple.fits:
@@ -103,7 +112,7 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
             reasons.append(f"{gain:.0%} faster than plain ddp, which fits too")
         else:
             reasons.append(
-                f"plain ddp is short by {simple.short / GIB:.1f} GiB: its states alone are "
+                f"plain ddp is short by {simple.missing_bytes / GIB:.1f} GiB: its states alone are "
                 f"{simple.memory.states / GIB:.1f} GiB"
             )
     if speed.exchange_s > 0:
@@ -120,14 +129,16 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
     if second is not None and second.fits:
         less = 1 - second.speed.tokens_per_s_per_gpu / speed.tokens_per_s_per_gpu
         comparison = f"{less:.0%} slower" if less > 0.005 else "as fast, and has more to set up"
-        reasons.append(f"the runner-up is {described(second.layout)}: {comparison}")
+        reasons.append(f"the runner-up is {describe_layout(second.layout)}: {comparison}")
     elif second is not None:
-        reasons.append(f"nothing else fits; {described(second.layout)} is short by {second.short / GIB:.1f} GiB")
+        reasons.append(
+            f"nothing else fits; {describe_layout(second.layout)} is short by {second.missing_bytes / GIB:.1f} GiB"
+        )
     return reasons
 
 
-def _absurd(task: Task, best: Choice) -> str:
-    """Says that nobody should train like this, and why it is so slow."""
+def _describe_slow_training(task: PlanningTask, best: EvaluatedLayout) -> str:
+    """Return a sentence that advises against such a slow training, and names the reason."""
     speed, layout = best.speed, best.layout
     parts = {
         "exchange between GPUs (a faster network, fewer nodes, a larger batch)": speed.exposed_s,
@@ -142,7 +153,7 @@ def _absurd(task: Task, best: Choice) -> str:
     )
 
 
-def _batch(task: Task, layout: Layout) -> str:
+def _describe_step_batch(task: PlanningTask, layout: ParallelLayout) -> str:
     """Return the samples of a step, and which layouts they exclude."""
     samples = layout.micro_batch * layout.accumulate * layout.data
     arithmetic = f"micro batch {layout.micro_batch} x {layout.accumulate} accumulated x {layout.data} replicas"
@@ -157,8 +168,8 @@ def _batch(task: Task, layout: Layout) -> str:
     return f"{samples} samples per step ({arithmetic})"
 
 
-def _what_helps(task: Task, best: Choice) -> str:
-    """Return what would make it fit."""
+def _describe_memory_shortage(task: PlanningTask, best: EvaluatedLayout) -> str:
+    """Return the changes that would make it fit."""
     memory = best.memory
     if memory.total <= best.budget:
         return (
@@ -175,13 +186,13 @@ def _what_helps(task: Task, best: Choice) -> str:
     return f"most of it are {largest}: {parts[largest] / GIB:.1f} GiB on {task.hardware.gpu.name}"
 
 
-def _in_host(task: Task, layout: Layout) -> str:
-    """Return what lies in the host's memory."""
+def _in_host(task: PlanningTask, layout: ParallelLayout) -> str:
+    """Return a phrase with the memory that the host needs."""
     kept = [("offloaded states", layout.offload), ("snapshots", task.recipe_of(layout).snapshots)]
     return " and ".join(name for name, is_there in kept if is_there)
 
 
-def described(layout: Layout) -> str:
+def describe_layout(layout: ParallelLayout) -> str:
     """`fsdp 8 x tp 2, full recomputation, micro batch 4`."""
     axes = " x ".join(f"{name} {degree}" for name, degree in layout.mesh.items() if degree > 1)
     axes = axes.replace("dp", "zero1", 1) if layout.zero else axes
@@ -196,7 +207,7 @@ def described(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def as_json(shown: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
+def build_choice_json(shown: EvaluatedLayout, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the object of `--json`."""
     layout, memory = shown.layout, shown.memory
     parts = ("total", "states", "activations", "logits", "temporary", "overhead")
@@ -214,7 +225,7 @@ def as_json(shown: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
         "memory_gib": {name: round(getattr(memory, name) / GIB, 3) for name in parts},
         "host_gib": round(memory.host / GIB, 3),
         "fits": shown.fits,
-        "short_gib": round(shown.short / GIB, 3),
+        "short_gib": round(shown.missing_bytes / GIB, 3),
         "tokens_per_s_per_gpu": round(shown.speed.tokens_per_s_per_gpu, 1),
         "step_s": round(shown.speed.step_s, 4),
         "peak_share": round(shown.peak_share, 4),
@@ -223,8 +234,8 @@ def as_json(shown: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
     }
 
 
-def model_json(model: Model) -> dict[str, Any]:
-    """Return what the figures were computed with, for `--json`."""
+def model_json(model: ModelProfile) -> dict[str, Any]:
+    """Return the model and the settings of the computation, for `--json`."""
     return {
         "name": model.name,
         "params": model.params,
@@ -240,8 +251,8 @@ def model_json(model: Model) -> dict[str, Any]:
     }
 
 
-def settings(task: Task, chosen: Choice) -> dict[str, Any]:
-    """Return the keys of a spec's `train:` section that say this.
+def build_train_settings(task: PlanningTask, chosen: EvaluatedLayout) -> dict[str, Any]:
+    """Return the keys of a spec's `train:` section for a layout.
 
     Raises:
         UsageError: the runtime has no such axis.
@@ -254,7 +265,7 @@ def settings(task: Task, chosen: Choice) -> dict[str, Any]:
     values: dict[str, Any] = {"strategy": chosen.strategy}
     if chosen.strategy in ("mesh", "hsdp"):
         values["strategy"] = {name: degree for name, degree in layout.mesh.items() if degree > 1}
-    # What the spec says of formats is the user's; advice was computed with it.
+    # The spec's formats are the user's choice, and the advice was computed with them.
     if "precision" not in task.settled:
         values["precision"] = layout.precision
     values["micro_batch"] = layout.micro_batch

@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from dtctl import folders
-from dtctl.advise.shape import Latent, Shape, model_of
+from dtctl.advise.shape import LatentAttention, TransformerShape, model_of
 from dtctl.errors import UsageError
-from dtctl.estimate.model import Model
+from dtctl.estimate.model import ModelProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamilyDefaults:
     """Defaults of a `model_type` for keys that its config.json leaves out."""
 
     gated: bool = False
-    """The feed-forward network has a gate."""
+    """True if the feed-forward network has a gate."""
     tied: bool = False
-    """The output shares its weight with the embedding, unless the config says otherwise."""
+    """True if the output shares its weight with the embedding, where the config has no key for that."""
     wide: bool = False
-    """The inner width is 4 times the width, unless the config says otherwise."""
+    """True if the inner width is 4 times the width, where the config has no key for it."""
     kv_heads: int = 0
     """0: as many as heads."""
     heads: int = 0
@@ -36,30 +36,30 @@ class Family:
     vocab: int = 0
     norms: int = 2
     positions: int = 0
-    """Tables of learned positions."""
+    """Number of tables of learned positions."""
     pair: bool = False
-    """An encoder and a decoder."""
+    """True if the model has an encoder and a decoder."""
 
 
-_GATED = Family(gated=True)
-_GPT = Family(tied=True, wide=True, positions=1, vocab=50257)
-_BERT = Family(tied=True, positions=1)
-_GEMMA = Family(gated=True, tied=True, head_dim=256, vocab=256000)
-_GEMMA3 = Family(gated=True, tied=True, heads=8, kv_heads=4, head_dim=256, vocab=262208, norms=4)
+_GATED = ModelFamilyDefaults(gated=True)
+_GPT = ModelFamilyDefaults(tied=True, wide=True, positions=1, vocab=50257)
+_BERT = ModelFamilyDefaults(tied=True, positions=1)
+_GEMMA = ModelFamilyDefaults(gated=True, tied=True, head_dim=256, vocab=256000)
+_GEMMA3 = ModelFamilyDefaults(gated=True, tied=True, heads=8, kv_heads=4, head_dim=256, vocab=262208, norms=4)
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, ModelFamilyDefaults] = {
     "llama": _GATED,
-    "mistral": Family(gated=True, kv_heads=8),
-    "mixtral": Family(gated=True, kv_heads=8),
+    "mistral": ModelFamilyDefaults(gated=True, kv_heads=8),
+    "mixtral": ModelFamilyDefaults(gated=True, kv_heads=8),
     "qwen2": _GATED,
     "qwen2_moe": _GATED,
-    "qwen3": Family(gated=True, head_dim=128),
+    "qwen3": ModelFamilyDefaults(gated=True, head_dim=128),
     "qwen3_moe": _GATED,
     "gemma": _GEMMA,
-    "gemma2": Family(gated=True, tied=True, heads=8, kv_heads=4, head_dim=256, vocab=256000, norms=4),
+    "gemma2": ModelFamilyDefaults(gated=True, tied=True, heads=8, kv_heads=4, head_dim=256, vocab=256000, norms=4),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
-    "phi": Family(),
+    "phi": ModelFamilyDefaults(),
     "phi3": _GATED,
     "deepseek_v2": _GATED,
     "deepseek_v3": _GATED,
@@ -67,18 +67,18 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": _GATED,
     "gpt2": _GPT,
     "gpt_neo": _GPT,
-    "gptj": Family(wide=True),
-    "gpt_neox": Family(),
-    "falcon": Family(wide=True),  # the files that are published hold an output of its own
-    "opt": Family(tied=True, positions=1),
-    "bloom": Family(tied=True, wide=True),
+    "gptj": ModelFamilyDefaults(wide=True),
+    "gpt_neox": ModelFamilyDefaults(),
+    "falcon": ModelFamilyDefaults(wide=True),  # the files that are published hold an output of its own
+    "opt": ModelFamilyDefaults(tied=True, positions=1),
+    "bloom": ModelFamilyDefaults(tied=True, wide=True),
     "bert": _BERT,
     "roberta": _BERT,
     "distilbert": _BERT,
-    "t5": Family(tied=True, pair=True, head_dim=64),
-    "mt5": Family(gated=True, pair=True, head_dim=64),
-    "bart": Family(tied=True, pair=True, positions=2),
-    "mbart": Family(tied=True, pair=True, positions=2),
+    "t5": ModelFamilyDefaults(tied=True, pair=True, head_dim=64),
+    "mt5": ModelFamilyDefaults(gated=True, pair=True, head_dim=64),
+    "bart": ModelFamilyDefaults(tied=True, pair=True, positions=2),
+    "mbart": ModelFamilyDefaults(tied=True, pair=True, positions=2),
 }
 
 _KEYS = {
@@ -99,45 +99,45 @@ _KEYS = {
 _NEEDED = ("layers", "hidden")
 MOST_BLOCKS = 100_000
 MAX_BYTES = 16 << 20
-"""Bytes of a config.json."""
+"""Most bytes of a config.json."""
 LONGEST = 8192
-"""Tokens of a sample, when a config only says how many a model could take."""
+"""Tokens of a sample, if a config has only the maximum of the model."""
 
 
-def read_config(path: Path, *, seq: int | None) -> Model:
+def read_config(path: Path, *, seq: int | None) -> ModelProfile:
     """Return the model of a config.json.
 
     Raises:
-        UsageError: the file cannot be read, says too little, or is of a model that the formulas do not know.
+        UsageError: the file cannot be read, lacks necessary keys, or is of a model that the formulas do not know.
     """
     try:
         data = json.loads(folders.read_regular(str(path), MAX_BYTES).decode("utf-8-sig"))
     except OSError as exc:
         raise UsageError(f"{path} cannot be read: {exc.strerror}") from exc
     except (ValueError, RecursionError) as exc:
-        raise UsageError(f"{path} is not JSON: {exc}", hint="a config.json in Hugging Face's format") from exc
+        raise UsageError(f"{path} is not JSON: {exc}", hint="give a config.json in Hugging Face's format") from exc
     if not isinstance(data, dict):
-        raise UsageError(f"{path} does not hold a JSON object", hint="a config.json in Hugging Face's format")
+        raise UsageError(f"{path} does not hold a JSON object", hint="give a config.json in Hugging Face's format")
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     return from_config(data, source=str(path), seq=seq, name=name or path.stem)
 
 
-def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: str = "") -> Model:
-    """Return the model that a config describes. Without a `model_type` it is taken for a GPT.
+def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: str = "") -> ModelProfile:
+    """Return the model that a config describes. A config without a `model_type` counts as a GPT.
 
     Raises:
-        UsageError: what is needed is missing, or is no number, or the formulas do not know such a model.
+        UsageError: a necessary key is missing or is not a number, or there are no formulas for such a model.
     """
     outer = data
     inner = data.get("text_config")
     data = inner if isinstance(inner, Mapping) else data
     kind = str(data.get("model_type") or outer.get("model_type") or "")
-    family = _family(kind, data, source)
-    values = {key: value for key in _KEYS if (value := _integer(data, _KEYS[key], source)) is not None}
+    family = _find_model_family(kind, data, source)
+    values = {key: value for key in _KEYS if (value := _read_first_integer(data, _KEYS[key], source)) is not None}
     of_template = not kind and data.get("embed") is not None and data.get("hidden") is not None
     if of_template:  # as in `dtctl init --template moe`, whose `hidden` is the inner width of dtctl.runtime.MoE
         values["ffn"] = values["hidden"]
-        values["hidden"] = _integer(data, ("embed",), source) or 0
+        values["hidden"] = _read_first_integer(data, ("embed",), source) or 0
     missing = [key for key in _NEEDED if key not in values]
     if missing:
         raise UsageError(
@@ -146,13 +146,13 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
         )  # fmt: skip
     doubts = [f"{part}: only the text part is counted"
               for part in ("vision_config", "audio_config") if outer.get(part)]  # fmt: skip
-    doubts += _fill(values, family, family_known=bool(kind))
+    doubts += _fill_missing_values(values, family, family_known=bool(kind))
     gated = family.gated or of_template or str(data.get("feed_forward_proj", "")).startswith("gated")
     tied = outer.get("tie_word_embeddings", data.get("tie_word_embeddings", family.tied))
     if family.pair:
         doubts.append("an encoder and a decoder: as many tokens go into the one as into the other")
     decoder = values.get("decoder", values["layers"]) if family.pair else 0
-    shape = Shape(
+    shape = TransformerShape(
         name=name or kind or source,
         layers=values["layers"] + decoder,
         hidden=values["hidden"],
@@ -165,18 +165,18 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
         gated=gated,
         tied=family.tied if tied is None else bool(tied),
         cross=decoder,
-        latent=_latent(data, source),
+        latent=_read_latent_attention(data, source),
         norms=family.norms,
         positions=family.positions * values.get("seq", 0),
-        embed=_embed(data, values, source),
+        embed=_read_embedding_width(data, values, source),
     )
     return model_of(_with_experts(shape, data, values, source), doubts=tuple(doubts))
 
 
-def _family(kind: str, data: Mapping[str, Any], source: str) -> Family:
+def _find_model_family(kind: str, data: Mapping[str, Any], source: str) -> ModelFamilyDefaults:
     if not kind:
         gated = "silu" in str(data.get("hidden_act", ""))
-        return Family(gated=gated, tied=not gated, wide=True, vocab=50257)
+        return ModelFamilyDefaults(gated=gated, tied=not gated, wide=True, vocab=50257)
     if kind not in FAMILIES:
         raise UsageError(
             f"the formulas do not know the model_type {kind}", where=source,
@@ -186,7 +186,7 @@ def _family(kind: str, data: Mapping[str, Any], source: str) -> Family:
     return FAMILIES[kind]
 
 
-def _integer(data: Mapping[str, Any], names: tuple[str, ...], source: str) -> int | None:
+def _read_first_integer(data: Mapping[str, Any], names: tuple[str, ...], source: str) -> int | None:
     """Return the first of the names that has a value: a whole number."""
     for name in names:
         value = data.get(name)
@@ -200,8 +200,8 @@ def _integer(data: Mapping[str, Any], names: tuple[str, ...], source: str) -> in
     return None
 
 
-def _fill(values: dict[str, int], family: Family, *, family_known: bool) -> list[str]:
-    """Put in what the config does not say; what is a guess is told, where the family should have said it."""
+def _fill_missing_values(values: dict[str, int], family: ModelFamilyDefaults, *, family_known: bool) -> list[str]:
+    """Fill in the keys that the config lacks; return a note for each guess that the family's defaults do not cover."""
     guesses = {
         "heads": family.heads or max(1, values["hidden"] // 128),
         "ffn": 4 * values["hidden"],
@@ -216,7 +216,7 @@ def _fill(values: dict[str, int], family: Family, *, family_known: bool) -> list
     return notes
 
 
-def _kv_heads(data: Mapping[str, Any], values: Mapping[str, int], family: Family, kind: str) -> int:
+def _kv_heads(data: Mapping[str, Any], values: Mapping[str, int], family: ModelFamilyDefaults, kind: str) -> int:
     if kind == "falcon":  # num_kv_heads counts in the new architecture only
         if data.get("new_decoder_architecture"):
             return int(data.get("num_kv_heads") or values["heads"])
@@ -224,36 +224,38 @@ def _kv_heads(data: Mapping[str, Any], values: Mapping[str, int], family: Family
     return values.get("kv_heads") or (family.kv_heads if family.kv_heads <= values["heads"] else 0) or values["heads"]
 
 
-def _latent(data: Mapping[str, Any], source: str) -> Latent | None:
-    rank = _integer(data, ("kv_lora_rank",), source)
+def _read_latent_attention(data: Mapping[str, Any], source: str) -> LatentAttention | None:
+    rank = _read_first_integer(data, ("kv_lora_rank",), source)
     if not rank:
         return None
-    value = _integer(data, ("v_head_dim",), source) or 128
-    return Latent(
-        query_rank=_integer(data, ("q_lora_rank",), source) or 0,
+    value = _read_first_integer(data, ("v_head_dim",), source) or 128
+    return LatentAttention(
+        query_rank=_read_first_integer(data, ("q_lora_rank",), source) or 0,
         rank=rank,
-        rope=_integer(data, ("qk_rope_head_dim",), source) or 64,
-        nope=_integer(data, ("qk_nope_head_dim",), source) or value,
+        rope=_read_first_integer(data, ("qk_rope_head_dim",), source) or 64,
+        nope=_read_first_integer(data, ("qk_nope_head_dim",), source) or value,
         value=value,
     )
 
 
-def _embed(data: Mapping[str, Any], values: Mapping[str, int], source: str) -> int:
+def _read_embedding_width(data: Mapping[str, Any], values: Mapping[str, int], source: str) -> int:
     """Width of the embeddings where it is not the model's (OPT 350M)."""
-    width = _integer(data, ("word_embed_proj_dim",), source) or values["hidden"]
+    width = _read_first_integer(data, ("word_embed_proj_dim",), source) or values["hidden"]
     return 0 if width == values["hidden"] else width
 
 
-def _with_experts(shape: Shape, data: Mapping[str, Any], values: Mapping[str, int], source: str) -> Shape:
+def _with_experts(
+    shape: TransformerShape, data: Mapping[str, Any], values: Mapping[str, int], source: str
+) -> TransformerShape:
     """Return the shape with its experts, and with the number of blocks that have none."""
     experts = values.get("experts", 1)
     if experts <= 1:
         return shape
     inner = values.get("expert_ffn") or shape.ffn
-    shared = _integer(data, ("shared_expert_intermediate_size",), source)
-    first = _integer(data, ("first_k_dense_replace",), source) or 0
-    interval = _integer(data, ("moe_layer_freq",), source) or 1
-    step = _integer(data, ("decoder_sparse_step",), source) or 1
+    shared = _read_first_integer(data, ("shared_expert_intermediate_size",), source)
+    first = _read_first_integer(data, ("first_k_dense_replace",), source) or 0
+    interval = _read_first_integer(data, ("moe_layer_freq",), source) or 1
+    step = _read_first_integer(data, ("decoder_sparse_step",), source) or 1
     only = data.get("mlp_only_layers")
     without = {number for number in only if isinstance(number, int)} if isinstance(only, list) else set()
     dense = [number for number in range(min(shape.layers, MOST_BLOCKS))
@@ -263,6 +265,6 @@ def _with_experts(shape: Shape, data: Mapping[str, Any], values: Mapping[str, in
         experts=experts,
         experts_used=values.get("experts_used", min(2, experts)),
         expert_ffn=inner,
-        shared_ffn=shared or (_integer(data, ("n_shared_experts",), source) or 0) * inner,
+        shared_ffn=shared or (_read_first_integer(data, ("n_shared_experts",), source) or 0) * inner,
         dense=len(dense),
     )

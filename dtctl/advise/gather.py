@@ -17,28 +17,28 @@ from dtctl import children
 from dtctl.advise import hardware
 from dtctl.advise.config import from_config, read_config
 from dtctl.advise.hardware import Gpu, Hardware
-from dtctl.advise.model import transformer
-from dtctl.advise.search import Task
-from dtctl.advise.sizes import count, gibibytes
-from dtctl.advise.usual import usual
+from dtctl.advise.model import build_decoder_model
+from dtctl.advise.published_models import build_usual_model
+from dtctl.advise.search import PlanningTask
+from dtctl.advise.sizes import parse_count, parse_gibibytes
 from dtctl.errors import PlanError, UsageError
-from dtctl.estimate.frameworks import FRAMEWORKS, held
+from dtctl.estimate.frameworks import FRAMEWORKS, apply_recipe_precision
 from dtctl.estimate.memory import (
     OPTIMIZERS,
     RUNTIME,
-    Layout,
+    FrameworkMemory,
     MemoryEstimate,
+    ParallelLayout,
     Precision,
-    Recipe,
-    memory,
+    estimate_layout_memory,
     of_mesh,
 )
-from dtctl.estimate.model import Model, from_inspection
+from dtctl.estimate.model import ModelProfile, from_inspection
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import resolve_nodes
-from dtctl.train.batch import DEFAULT_MICRO_BATCH, derive
+from dtctl.train.batch import DEFAULT_MICRO_BATCH, derive_batch_sizes
 from dtctl.train.config import MemorySnapshotConfig
-from dtctl.train.mesh import Degrees, resolve
+from dtctl.train.mesh import Degrees, resolve_degrees
 
 INSPECT_S = 120.0
 """Seconds that building a model on the meta device may take."""
@@ -85,7 +85,7 @@ class AdviseOptions:
     offload: bool | None = None
 
 
-def task(options: AdviseOptions, spec: Spec | None) -> Task:
+def build_advise_task(options: AdviseOptions, spec: Spec | None) -> PlanningTask:
     """Return the task that options and spec describe; options win.
 
     Raises:
@@ -112,18 +112,18 @@ def task(options: AdviseOptions, spec: Spec | None) -> Task:
             option = "gpus-per-node" if name == "per_node" else name.replace("_", "-")
             raise UsageError(f"--{option} must be at least 1, and is {value}")
     written = spec.settings if spec is not None else {}
-    hardware = _hardware(options, spec)
-    precision = _precision(options, written, hardware.gpu)
+    hardware = _resolve_hardware(options, spec)
+    precision = _choose_precision(options, written, hardware.gpu)
     compiled = options.compiled or bool(written.get("compile"))
     usual_ones = spec is None and options.framework is None
-    name = "fsdp" if usual_ones else _framework(options, spec)
-    model, mesh = _model(options, spec), _mesh(options, hardware)
-    layout = _written(written, hardware)
-    if mesh is not None and (reason := _undivided(model, of_mesh(mesh), FRAMEWORKS[name])):
+    name = "fsdp" if usual_ones else _choose_framework(options, spec)
+    model, mesh = _resolve_advised_model(options, spec), _parse_mesh_option(options, hardware)
+    layout = _build_spec_layout(written, hardware)
+    if mesh is not None and (reason := _describe_undividable_experts(model, of_mesh(mesh), FRAMEWORKS[name])):
         raise UsageError(reason, where="--mesh", hint=_OF_EXPERTS)
-    if layout is not None and (reason := _undivided(model, layout, FRAMEWORKS[name])):
+    if layout is not None and (reason := _describe_undividable_experts(model, layout, FRAMEWORKS[name])):
         model, layout = replace(model, doubts=(*model.doubts, f"the spec's strategy is not priced: {reason}")), None
-    return Task(
+    return PlanningTask(
         model=model,
         hardware=hardware,
         global_batch=options.batch or written.get("global_batch"),
@@ -131,44 +131,50 @@ def task(options: AdviseOptions, spec: Spec | None) -> Task:
         compiled=compiled,
         fp8=options.fp8,
         beyond=options.beyond,
-        recipe=_recipe(options, written, precision, name),
+        recipe=_build_framework_recipe(options, written, precision, name),
         # The kernels are no reason for an axis: they are the same for all meshes.
-        parallel=replace(_recipe(options, written, precision, "megatron"), fused=False) if usual_ones else None,
+        parallel=replace(_build_framework_recipe(options, written, precision, "megatron"), fused=False)
+        if usual_ones
+        else None,
         mesh=mesh,
-        pinned=_pinned(options),
+        pinned=_collect_pinned_fields(options),
         written=layout,
         settled=frozenset(written),
     )
 
 
-def _precision(options: AdviseOptions, written: Mapping[str, Any], gpu: Gpu) -> Precision:
-    """Return what was asked for, or what the spec says, or half precision of the kind that the GPU has."""
+def _choose_precision(options: AdviseOptions, written: Mapping[str, Any], gpu: Gpu) -> Precision:
+    """Return the precision of the options, or of the spec, or half precision of the kind that the GPU has."""
     precision: Precision | None = options.precision or written.get("precision")
     if precision == "bf16" and not gpu.bf16:
         where = "--precision" if options.precision else "train.precision"
         raise UsageError(f"{gpu.name} does not compute in bf16", where=where, hint="use fp16, or fp32")
     if options.fp8 and not gpu.fp8:
-        raise UsageError(f"{gpu.name} does not compute in fp8", where="--fp8", hint="GPUs since Ada and Hopper do")
+        raise UsageError(
+            f"{gpu.name} does not compute in fp8", where="--fp8", hint="use a GPU since Ada or Hopper, or bf16"
+        )
     return precision or ("bf16" if gpu.bf16 else "fp16")
 
 
-def _framework(options: AdviseOptions, spec: Spec | None) -> str:
-    """Return what trains: as the options say, or the spec's kind of job, else dtctl.runtime."""
+def _choose_framework(options: AdviseOptions, spec: Spec | None) -> str:
+    """Return the framework of the options, or of the spec's kind of job, else dtctl.runtime."""
     kind = (spec.job.kind or "") if spec is not None else ""
     return options.framework or (kind if kind in FRAMEWORKS else "runtime")
 
 
-def _recipe(options: AdviseOptions, written: Mapping[str, Any], precision: Precision, name: str) -> Recipe:
+def _build_framework_recipe(
+    options: AdviseOptions, written: Mapping[str, Any], precision: Precision, name: str
+) -> FrameworkMemory:
     """Return how a framework holds the model, with the optimizer that the spec or the options name."""
     if name not in FRAMEWORKS:
         raise UsageError(
-            f"framework {name} is not known", where="--framework", hint=f"there are {', '.join(FRAMEWORKS)}"
+            f"framework {name} is not known", where="--framework", hint=f"choose one of {', '.join(FRAMEWORKS)}"
         )
-    recipe = held(FRAMEWORKS[name], precision)
+    recipe = apply_recipe_precision(FRAMEWORKS[name], precision)
     optimizer = options.optimizer or written.get("optimizer") or "adamw"
     if optimizer not in OPTIMIZERS:
         raise UsageError(
-            f"optimizer {optimizer} is not known", where="--optimizer", hint=f"there are {', '.join(OPTIMIZERS)}"
+            f"optimizer {optimizer} is not known", where="--optimizer", hint=f"choose one of {', '.join(OPTIMIZERS)}"
         )
     has_momentum = bool(written.get("momentum", 0.9))
     if options.states == "bf16":
@@ -191,7 +197,7 @@ def _recipe(options: AdviseOptions, written: Mapping[str, Any], precision: Preci
     )
 
 
-def _mesh(options: AdviseOptions, hardware: Hardware) -> Degrees | None:
+def _parse_mesh_option(options: AdviseOptions, hardware: Hardware) -> Degrees | None:
     """Return the mesh that was asked for: `fsdp`, or `dp=2,fsdp=8,tp=4`."""
     if options.mesh is None:
         return None
@@ -202,7 +208,7 @@ def _mesh(options: AdviseOptions, hardware: Hardware) -> Degrees | None:
     if pairs and rest:
         raise UsageError(f"{rest} is not an axis with its degree", where="--mesh", hint="as in fsdp=8,tp=4")
     try:
-        return resolve(strategy, workers=hardware.gpus, per_node=min(hardware.per_node, hardware.gpus))
+        return resolve_degrees(strategy, workers=hardware.gpus, per_node=min(hardware.per_node, hardware.gpus))
     except PlanError as exc:
         raise UsageError(exc.message, where="--mesh", hint=exc.hint) from None
 
@@ -210,8 +216,8 @@ def _mesh(options: AdviseOptions, hardware: Hardware) -> Degrees | None:
 _OF_EXPERTS: Final = "--config or --experts says how many there are; ep x tp (in Megatron-LM ep) has to divide them"
 
 
-def _undivided(model: Model, layout: Layout, recipe: Recipe) -> str | None:
-    """Return why ep cannot divide the model's experts; None if it can, or there is no ep."""
+def _describe_undividable_experts(model: ModelProfile, layout: ParallelLayout, recipe: FrameworkMemory) -> str | None:
+    """Return the reason why ep cannot divide the model's experts; None if it can, or if there is no ep."""
     if layout.ep == 1:
         return None
     parts = layout.ep if recipe.split_experts else layout.ep * layout.tp
@@ -220,33 +226,37 @@ def _undivided(model: Model, layout: Layout, recipe: Recipe) -> str | None:
     return f"{model.experts} experts cannot be divided into {parts} parts" if model.experts % parts else None
 
 
-def estimate(spec: Spec) -> tuple[Layout, MemoryEstimate] | None:
+def estimate_spec_memory(spec: Spec) -> tuple[ParallelLayout, MemoryEstimate] | None:
     """Return the memory of a GPU for the run that a spec describes; None where it leaves model or strategy open.
 
     Raises:
-        UsageError: what the spec says of the model does not fit together.
+        UsageError: the spec's figures of the model do not fit together.
     """
     written = spec.settings
     nodes = resolve_nodes(spec)
     counts = [node.slots for node in nodes if isinstance(node.slots, int)]
     if not written.get("model") or len(counts) < len(nodes) or len(set(counts)) != 1:
         return None
-    anywhere = Hardware(gpu=hardware.gpu("H100"), gpus=sum(counts), per_node=counts[0], network=1.0)
-    layout = _written(written, anywhere)
+    anywhere = Hardware(gpu=hardware.find_gpu_by_name("H100"), gpus=sum(counts), per_node=counts[0], network=1.0)
+    layout = _build_spec_layout(written, anywhere)
     if layout is None:
         return None
-    recipe = _recipe(AdviseOptions(), written, layout.precision, _framework(AdviseOptions(), spec))
-    return layout, memory(_model(AdviseOptions(), spec), layout, recipe, compiled=bool(written.get("compile")))
+    recipe = _build_framework_recipe(
+        AdviseOptions(), written, layout.precision, _choose_framework(AdviseOptions(), spec)
+    )
+    return layout, estimate_layout_memory(
+        _resolve_advised_model(AdviseOptions(), spec), layout, recipe, compiled=bool(written.get("compile"))
+    )
 
 
-def _written(written: Mapping[str, Any], hardware: Hardware) -> Layout | None:
-    """Return what the spec describes now; None if it leaves the strategy open, or its mesh is one of other workers."""
+def _build_spec_layout(written: Mapping[str, Any], hardware: Hardware) -> ParallelLayout | None:
+    """Return the layout of the spec; None if it has no strategy, or a mesh for another number of workers."""
     strategy = written.get("strategy")
     if strategy in (None, "auto"):
         return None
     try:
-        degrees = resolve(strategy, workers=hardware.gpus, per_node=min(hardware.per_node, hardware.gpus))
-        micro, _, accumulate = derive(
+        degrees = resolve_degrees(strategy, workers=hardware.gpus, per_node=min(hardware.per_node, hardware.gpus))
+        micro, _, accumulate = derive_batch_sizes(
             written.get("micro_batch"), written.get("global_batch"), written.get("accumulate"), workers=degrees.data
         )
     except PlanError:
@@ -263,8 +273,8 @@ def _written(written: Mapping[str, Any], hardware: Hardware) -> Layout | None:
     )
 
 
-def _pinned(options: AdviseOptions) -> dict[str, Any]:
-    """Fields of `Layout` that were asked for."""
+def _collect_pinned_fields(options: AdviseOptions) -> dict[str, Any]:
+    """Fields of `ParallelLayout` that were asked for."""
     values = {
         "zero": options.zero,
         "micro_batch": options.micro_batch,
@@ -277,7 +287,7 @@ def _pinned(options: AdviseOptions) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _hardware(options: AdviseOptions, spec: Spec | None) -> Hardware:
+def _resolve_hardware(options: AdviseOptions, spec: Spec | None) -> Hardware:
     nodes = resolve_nodes(spec) if spec is not None else ()
     slots = [node.slots for node in nodes]
     counts = [slot_count for slot_count in slots if isinstance(slot_count, int)]
@@ -289,32 +299,32 @@ def _hardware(options: AdviseOptions, spec: Spec | None) -> Hardware:
         per_node = per_node or 8  # `auto` is known on the nodes only
         gpus = sum(slot_count if isinstance(slot_count, int) else per_node for slot_count in slots)
     else:
-        raise UsageError("how many GPUs are there?", hint="--gpus 16 --gpus-per-node 8, or a spec")
+        raise UsageError("the number of GPUs is missing", hint="add --gpus 16 --gpus-per-node 8, or name a spec")
     if gpus > MOST_GPUS:
         raise UsageError(f"{gpus} GPUs are more than the {MOST_GPUS} that can be searched")
     if gpus % per_node:
         raise UsageError(f"{gpus} GPUs cannot be divided into nodes of {per_node}")
-    size = gibibytes(options.gpu_memory) if options.gpu_memory else None
-    gpu = hardware.gpu(options.gpu or "H100", size)
+    size = parse_gibibytes(options.gpu_memory) if options.gpu_memory else None
+    gpu = hardware.find_gpu_by_name(options.gpu or "H100", size)
     default = "ndr-8" if per_node >= 8 else "ethernet-100"
     return Hardware(
         gpu=gpu,
         gpus=gpus,
         per_node=per_node,
-        network=hardware.network(options.network or default),
-        host_memory=gibibytes(options.host_memory) if options.host_memory else None,
+        network=hardware.parse_network_bandwidth(options.network or default),
+        host_memory=parse_gibibytes(options.host_memory) if options.host_memory else None,
     )
 
 
-def _model(options: AdviseOptions, spec: Spec | None) -> Model:
+def _resolve_advised_model(options: AdviseOptions, spec: Spec | None) -> ModelProfile:
     if options.config is not None:
         return read_config(options.config, seq=options.seq)
     if options.module is not None:
         python = spec.cluster.python if spec is not None and spec.cluster.transport in ("local", "sandbox") else None
-        inspection = inspected(options.module, seq=options.seq or 1024, python=python or sys.executable)
+        inspection = inspect_model_factory(options.module, seq=options.seq or 1024, python=python or sys.executable)
         return from_inspection(inspection, name=options.module)
     if options.layers is not None and options.hidden is not None:
-        return transformer(
+        return build_decoder_model(
             layers=options.layers,
             hidden=options.hidden,
             heads=options.heads,
@@ -325,7 +335,7 @@ def _model(options: AdviseOptions, spec: Spec | None) -> Model:
             gated=options.gated,
             experts=options.experts or 1,
             experts_used=min(2, options.experts or 1),
-            params=count(options.params) if options.params else None,
+            params=parse_count(options.params) if options.params else None,
             name=options.params or "model",
         )
     if options.params is not None:
@@ -335,8 +345,8 @@ def _model(options: AdviseOptions, spec: Spec | None) -> Model:
                 where="--experts",
                 hint="give --layers, --hidden and --ffn (of an expert) too, or --config with a config.json",
             )
-        return usual(
-            count(options.params), seq=options.seq or 2048, name=options.params, layers=options.layers,
+        return build_usual_model(
+            parse_count(options.params), seq=options.seq or 2048, name=options.params, layers=options.layers,
             hidden=options.hidden, heads=options.heads, kv_heads=options.kv_heads, ffn=options.ffn,
             vocab=options.vocab,
         )  # fmt: skip
@@ -348,15 +358,15 @@ def _model(options: AdviseOptions, spec: Spec | None) -> Model:
     )  # fmt: skip
 
 
-def inspected(name: str, *, seq: int, python: str) -> dict[str, Any]:
-    """Return what `dtctl.advise.inspect` says about a model, in a process of the job's Python.
+def inspect_model_factory(name: str, *, seq: int, python: str) -> dict[str, Any]:
+    """Return the output of `dtctl.advise.inspect` for a model, in a process of the job's Python.
 
     Raises:
-        UsageError: the model cannot be built, with what torch says about it.
+        UsageError: the model cannot be built; the message has torch's error.
     """
     root = str(Path(dtctl.__file__).resolve().parent.parent)
     path = os.pathsep.join(entry for entry in (root, os.environ.get("PYTHONPATH")) if entry)
-    argv = children.module(python, "dtctl.advise.inspect", name, str(seq), last="")
+    argv = children.build_module_argv(python, "dtctl.advise.inspect", name, str(seq), last="")
     try:
         completed = subprocess.run(
             argv, capture_output=True, text=True, timeout=INSPECT_S, check=False, env={**os.environ, "PYTHONPATH": path}

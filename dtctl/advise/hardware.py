@@ -12,7 +12,7 @@ from dtctl.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU; hardware.yaml says the units."""
+    """A kind of GPU; hardware.yaml has the units."""
 
     name: str
     memory: float
@@ -44,16 +44,16 @@ class Hardware:
     network: float
     """GB/s in one direction for each node."""
     host_memory: float | None = None
-    """GiB of a node. None: twice what its GPUs have, as such nodes usually do."""
+    """Memory of a node in GiB. None: twice that of its GPUs, as such nodes usually have."""
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """Number of nodes with these GPUs."""
         return -(-self.gpus // self.per_node)
 
     @property
     def network_per_gpu(self) -> float:
-        """GB/s of the network that each GPU of a node has when all of them use it."""
+        """GB/s of the network for each GPU of a node when all of them use it."""
         return self.network / min(self.per_node, self.gpus)
 
     @property
@@ -65,7 +65,7 @@ class Hardware:
 
 
 @functools.cache
-def _read() -> dict[str, dict[str, dict[str, Any]]]:
+def _read_hardware_file() -> dict[str, dict[str, dict[str, Any]]]:
     import yaml
 
     text = resources.files("dtctl.advise").joinpath("hardware.yaml").read_text(encoding="utf-8")
@@ -74,32 +74,33 @@ def _read() -> dict[str, dict[str, dict[str, Any]]]:
     return entries
 
 
-def gpus() -> dict[str, Gpu]:
+def read_gpu_table() -> dict[str, Gpu]:
     """Return all known GPUs by name."""
-    return {name: Gpu(name=name, **entry) for name, entry in _read()["gpus"].items()}
+    return {name: Gpu(name=name, **entry) for name, entry in _read_hardware_file()["gpus"].items()}
 
 
-def networks() -> dict[str, float]:
+def read_network_table() -> dict[str, float]:
     """Return all known networks: name -> GB/s of a node."""
-    return {name: float(entry["node"]) for name, entry in _read()["networks"].items()}
+    return {name: float(entry["node"]) for name, entry in _read_hardware_file()["networks"].items()}
 
 
-def gpu(name: str, memory_gib: float | None = None) -> Gpu:
+def find_gpu_by_name(name: str, memory_gib: float | None = None) -> Gpu:
     """Return a GPU by name, with another memory if that is given.
 
     Raises:
         UsageError: it is not known.
     """
-    by_name = {model_name.casefold(): value for model_name, value in gpus().items()}
+    by_name = {model_name.casefold(): value for model_name, value in read_gpu_table().items()}
     match = by_name.get(name.casefold().replace(" ", "-"))
     if match is None:
         raise UsageError(
-            f"GPU {name} is not known", hint=f"there are {', '.join(gpus())}; take the nearest, with --gpu-memory"
+            f"GPU {name} is not known",
+            hint=f"there are {', '.join(read_gpu_table())}; take the nearest, with --gpu-memory",
         )
     return replace(match, memory=memory_gib) if memory_gib is not None else match
 
 
-def network(text: str) -> float:
+def parse_network_bandwidth(text: str) -> float:
     """GB/s of a node's network, from a name or a number.
 
     Raises:
@@ -108,11 +109,11 @@ def network(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        if text not in networks():
+        if text not in read_network_table():
             raise UsageError(
-                f"network {text} is not known", hint=f"there are {', '.join(networks())}; or GB/s of a node"
+                f"network {text} is not known", hint=f"there are {', '.join(read_network_table())}; or GB/s of a node"
             ) from None
-        return networks()[text]
+        return read_network_table()[text]
     if not 0 < value < float("inf"):
         raise UsageError(f"a network has more than 0 GB/s, and not {text}")
     return value

@@ -1,8 +1,8 @@
-"""Figures of a model of one's own: `python -m dtctl.advise.inspect MODULE:FACTORY [SEQ]`, under the job's Python.
+"""Figures of the user's own model: `python -m dtctl.advise.inspect MODULE:FACTORY [SEQ]`, under the job's Python.
 
 Builds the model on torch's meta device, where it needs no memory, runs its forward pass on tokens [1, SEQ], and prints
 one JSON object: what it has and what it would keep for the backward pass. The factory returns a model, or a model and
-the tuple of its inputs. An object with `error` says why it could not be done.
+the tuple of its inputs. An object with `error` has the reason why it could not be done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtctl.estimate import look
+from dtctl.estimate import model_shapes
 
 
 def load(name: str) -> Callable[[], Any]:
@@ -54,8 +54,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(best) if best is not None else [model]
 
 
-def figures(built: Any, seq: int) -> dict[str, Any]:
-    """Return all figures of a model that is on the meta device.
+def collect_model_figures(built: Any, seq: int) -> dict[str, Any]:
+    """Return all figures of a model on the meta device.
 
     Raises:
         ValueError: it is no model, or its forward pass cannot be run.
@@ -67,17 +67,17 @@ def figures(built: Any, seq: int) -> dict[str, Any]:
         inputs = (torch.zeros(1, seq, dtype=torch.int64, device="meta"),)
     block_list = blocks(model)
     try:
-        measured = look.forward(model, block_list, lambda: model(*inputs), samples=1)
+        measured = model_shapes.measure_forward_pass(model, block_list, lambda: model(*inputs), samples=1)
     except Exception as exc:
         raise ValueError(
             f"the forward pass cannot be run on the meta device: {type(exc).__name__}: {exc}; a factory that returns "
-            "(model, inputs) says what it takes"
+            "(model, inputs) can give it other inputs"
         ) from exc
-    return look.sizes(model, block_list) | measured | {"seq": seq if measured["vocab"] else 1}
+    return model_shapes.collect_static_figures(model, block_list) | measured | {"seq": seq if measured["vocab"] else 1}
 
 
 def main(argv: list[str]) -> int:
-    """Print the figures, or why there are none."""
+    """Print the figures, or the reason why there are none."""
     try:
         factory = load(argv[0])
         try:
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
                 built = factory()
         except Exception as exc:
             raise ValueError(f"the model cannot be built on the meta device: {type(exc).__name__}: {exc}") from exc
-        result = figures(built, int(argv[1]) if len(argv) > 1 else 1024)
+        result = collect_model_figures(built, int(argv[1]) if len(argv) > 1 else 1024)
     except ValueError as exc:
         print(json.dumps({"error": str(exc)}))  # noqa: T201 - this is the answer
         return 1

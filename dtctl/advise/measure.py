@@ -1,6 +1,6 @@
 """Predicted and measured memory: starts the workers of `trial` on this machine and compares.
 
-A third figure comes from torch's own tracker (`track`), which needs neither workers nor room.
+A third figure comes from torch's own tracker (`run_memory_tracker`), which needs neither workers nor memory.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import dtctl
 from dtctl import children
 from dtctl.errors import UsageError, WorkerFailed
-from dtctl.estimate.memory import Layout, memory
-from dtctl.estimate.model import Model
+from dtctl.estimate.memory import ParallelLayout, estimate_layout_memory
+from dtctl.estimate.model import ModelProfile
 
 STEPS = 3
-"""The optimizer's state is there after the first."""
+"""Number of steps; the optimizer creates its state in the first one."""
 LIMIT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One strategy on some workers."""
+class MemoryMeasurement:
+    """Memory of one strategy on some workers, measured and estimated."""
 
     strategy: str
     workers: int
@@ -39,19 +39,19 @@ class Measured:
     tracked: float | None = None
     """Bytes of tensors as torch's tracker counts them; None where it cannot follow."""
     untracked: str | None = None
-    """Reason why it cannot."""
+    """Reason why the tracker cannot follow the model."""
 
     @property
-    def off(self) -> float:
+    def relative_error(self) -> float:
         """Predicted over measured, less 1."""
         return self.predicted / self.measured - 1
 
 
-def measure(
-    model: Model, *, strategy: str, workers: int, micro_batch: int = 1, module: str | None = None,
+def measure_training_memory(
+    model: ModelProfile, *, strategy: str, workers: int, micro_batch: int = 1, module: str | None = None,
     python: str = sys.executable,
-) -> Measured:  # fmt: skip
-    """Train a few steps in fp32 and see what it takes.
+) -> MemoryMeasurement:  # fmt: skip
+    """Train a few steps in fp32 and measure their memory.
 
     Args:
         model: its figures; without `module` a GPT of this shape is made.
@@ -62,7 +62,7 @@ def measure(
         python: the job's.
 
     Raises:
-        UsageError: there is no model to build, or no room for it here.
+        UsageError: there is no model to build, or not enough memory for it here.
         WorkerFailed: a worker failed or took too long.
     """
     if module is None and not model.ffn:
@@ -70,7 +70,7 @@ def measure(
             "only a plain GPT can be built from numbers", hint="--model module:factory measures a model of your own"
         )
     dp, fsdp = (workers, 1) if strategy == "ddp" else (1, workers)
-    need = memory(model, Layout(dp=dp, fsdp=fsdp, micro_batch=micro_batch, precision="fp32"))
+    need = estimate_layout_memory(model, ParallelLayout(dp=dp, fsdp=fsdp, micro_batch=micro_batch, precision="fp32"))
     shape = {
         "layers": model.layers,
         "hidden": model.hidden,
@@ -82,7 +82,7 @@ def measure(
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.7
     if need.tensors * workers > memory_bytes:
         raise UsageError(
-            f"{workers} workers need {need.tensors * workers / 2**30:.1f} GiB, and this machine has no room for that",
+            f"{workers} workers need {need.tensors * workers / 2**30:.1f} GiB, and this machine has less memory",
             hint="measure a model with fewer blocks: memory grows with their number",
         )
     # What libraries take is found out with a model of next to nothing, and is not the model's.
@@ -92,18 +92,18 @@ def measure(
         {"module": of, "shape": form, "vocab": form["vocab"], "seq": seq, "train": trained}
         for of, form, seq in ((None, least, 8), (module, shape, model.seq))
     ]
-    peaks = _peaks(trainings, workers, python)
+    peaks = _measure_peak_bytes(trainings, workers, python)
     settings = {"module": module, "shape": shape, "seq": model.seq, "train": trained}
-    tracked, untracked = track({**settings, "workers": workers}, python)
-    return Measured(
+    tracked, untracked = run_memory_tracker({**settings, "workers": workers}, python)
+    return MemoryMeasurement(
         strategy=strategy, workers=workers, predicted=need.tensors, measured=peaks[1] - peaks[0], tracked=tracked,
         untracked=untracked,
     )  # fmt: skip
 
 
-def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | None]:
-    """Return bytes by torch's tracker, or why there are none; its tools are not part of what torch promises to keep."""
-    argv = children.module(python, "dtctl.advise.track", json.dumps(settings), last=str(Path.cwd()))
+def run_memory_tracker(settings: dict[str, Any], python: str) -> tuple[float | None, str | None]:
+    """Return bytes by torch's tracker, or the reason why there are none; torch may change these tools at any time."""
+    argv = children.build_module_argv(python, "dtctl.advise.track", json.dumps(settings), last=str(Path.cwd()))
     try:
         completed = subprocess.run(
             argv,
@@ -111,7 +111,7 @@ def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | No
             text=True,
             timeout=LIMIT_S,
             check=False,
-            env={**os.environ, "PYTHONPATH": _path()},
+            env={**os.environ, "PYTHONPATH": _build_python_path()},
         )
         result = json.loads((completed.stdout.strip().splitlines() or [""])[-1])
     except subprocess.TimeoutExpired:
@@ -121,33 +121,33 @@ def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | No
     return (float(result["peak"]), None) if "peak" in result else (None, str(result["error"]))
 
 
-def _peaks(trainings: list[dict[str, Any]], workers: int, python: str) -> list[float]:
+def _measure_peak_bytes(trainings: list[dict[str, Any]], workers: int, python: str) -> list[float]:
     """Return the bytes of the fullest worker of each."""
     with tempfile.TemporaryDirectory(prefix="dtctl-measure-") as folder:
-        _run({"trainings": trainings, "workers": workers, "out": folder}, python, Path(folder))
+        _run_trial_process({"trainings": trainings, "workers": workers, "out": folder}, python, Path(folder))
         return [
             float(max(json.loads(path.read_text())["peak"] for path in Path(folder).glob(f"{number}-*.json")))
             for number in range(len(trainings))
         ]
 
 
-def _path() -> str:
-    """Return where a worker finds dtctl."""
+def _build_python_path() -> str:
+    """Return the PYTHONPATH with which a worker can import dtctl."""
     root = str(Path(dtctl.__file__).resolve().parent.parent)
     return os.pathsep.join(entry for entry in (root, os.environ.get("PYTHONPATH")) if entry)
 
 
-def _run(settings: dict[str, Any], python: str, folder: Path) -> None:
+def _run_trial_process(settings: dict[str, Any], python: str, folder: Path) -> None:
     """Start `trial` and wait for its end.
 
     Raises:
         WorkerFailed: one of its workers failed, or they take too long.
     """
     environ = {
-        **os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536",
+        **os.environ, "PYTHONPATH": _build_python_path(), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_ARENA_MAX": "1",
     }  # fmt: skip
-    argv = children.module(python, "dtctl.advise.trial", json.dumps(settings), last=str(Path.cwd()))
+    argv = children.build_module_argv(python, "dtctl.advise.trial", json.dumps(settings), last=str(Path.cwd()))
     # A session of its own, whose processes are ended together.
     process = subprocess.Popen(
         argv, cwd=folder, env=environ, text=True, start_new_session=True,
@@ -157,7 +157,7 @@ def _run(settings: dict[str, Any], python: str, folder: Path) -> None:
         told, complaint = process.communicate(timeout=LIMIT_S * len(settings["trainings"]))
     except subprocess.TimeoutExpired as exc:
         raise WorkerFailed(
-            f"the measurement takes more than {LIMIT_S:.0f} s", hint="a smaller --batch or --seq"
+            f"the measurement takes more than {LIMIT_S:.0f} s", hint="use a smaller --batch or --seq"
         ) from exc
     finally:
         if process.poll() is None:

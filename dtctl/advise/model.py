@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dtctl.advise.shape import Shape, model_of
-from dtctl.estimate.model import Model
+from dtctl.advise.shape import TransformerShape, model_of
+from dtctl.estimate.model import ModelProfile
 
 
-def transformer(
+def build_decoder_model(
     *,
     layers: int,
     hidden: int,
@@ -22,14 +22,14 @@ def transformer(
     experts_used: int = 1,
     params: float | None = None,
     name: str = "model",
-) -> Model:
-    """Return a decoder (GPT, Llama) from its numbers; `dtctl.advise.shape` says what is counted.
+) -> ModelProfile:
+    """Return a decoder (GPT, Llama) from its numbers; `dtctl.advise.shape` describes what is counted.
 
     Raises:
         UsageError: a number is not above 0, or they do not fit together.
     """
     heads = heads or max(1, hidden // 128)
-    shape = Shape(
+    shape = TransformerShape(
         name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads or heads, vocab=vocab, seq=seq,
         head_dim=head_dim or hidden / heads, ffn=ffn or 4 * hidden, gated=gated, tied=tied, experts=experts,
         experts_used=experts_used,

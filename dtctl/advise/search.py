@@ -8,27 +8,37 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtctl.advise.hardware import Hardware
-from dtctl.advise.speed import Speed, speed
-from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Layout, MemoryEstimate, Precision, Recipe, memory, of_mesh
-from dtctl.estimate.model import Model
+from dtctl.advise.speed import SpeedEstimate, estimate_step_speed
+from dtctl.estimate.memory import (
+    BUDGET,
+    GIB,
+    RUNTIME,
+    FrameworkMemory,
+    MemoryEstimate,
+    ParallelLayout,
+    Precision,
+    estimate_layout_memory,
+    of_mesh,
+)
+from dtctl.estimate.model import ModelProfile
 from dtctl.train.mesh import Degrees
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 BETWEEN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Micro batches that are tried where the batch is given, which powers of two might not divide."""
+"""Micro batches to try for a given batch, which powers of two might not divide."""
 INTERLEAVED = (2, 3, 4, 5, 6, 8, 10)
 """Stages of a worker that are tried in interleaved pipelines."""
 SIMPLER = 0.02
-"""A choice that is this much faster is worth an axis more, recomputation or offloading."""
+"""Gain in speed from which on one more axis, recomputation or offloading is worth it."""
 
 ROOM = 0.9
-"""Share of the budget that a larger micro batch may fill when it gains nothing that is computed."""
+"""Share of the budget that a larger micro batch may fill if the computed speed does not increase."""
 
 LONG = 8192
 """Tokens of a sample from which on context parallelism is tried; shorter ones only where there are too few samples."""
 
 HOST_BUDGET = 0.8
-"""Share of a node's memory that may be planned for: the system, the data and its readers are there, too."""
+"""Share of a node's memory that may be planned for; the system, the data and the data loaders need the rest."""
 
 COPIES = 0.2
 """Share of the budget up to which every worker may hold a copy of all states; above it, sharding that is as fast is
@@ -36,10 +46,10 @@ the better choice, since it leaves room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class PlanningTask:
     """Model, data and hardware of a run to plan."""
 
-    model: Model
+    model: ModelProfile
     hardware: Hardware
     global_batch: int | None = None
     """Samples of a step; None leaves it open: a micro batch of each worker, and 4 for each stage of a pipeline."""
@@ -48,51 +58,51 @@ class Task:
     fp8: bool = False
     beyond: bool = False
     """True if layouts are tried that dtctl.runtime does not have: ep over copies (dp), and cp in a pipeline."""
-    recipe: Recipe = RUNTIME
-    parallel: Recipe | None = None
+    recipe: FrameworkMemory = RUNTIME
+    parallel: FrameworkMemory | None = None
     """Recipe of layouts with tp or pp; None: that of the others."""
     mesh: Degrees | None = None
-    """The only mesh to look at. None: all."""
+    """Only mesh to evaluate. None: all."""
     pinned: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `Layout` that have one value only."""
-    written: Layout | None = None
+    """Fields of `ParallelLayout` that have one value only."""
+    written: ParallelLayout | None = None
     """Layout that the spec describes now."""
     settled: frozenset[str] = frozenset()
     """Keys of `train:` that the spec sets."""
 
-    def recipe_of(self, layout: Layout) -> Recipe:
-        """Return how this layout is held."""
+    def recipe_of(self, layout: ParallelLayout) -> FrameworkMemory:
+        """Return the recipe of a layout."""
         chosen = self.parallel if self.parallel is not None and layout.tp * layout.pp > 1 else self.recipe
-        return chosen.at(layout)
+        return chosen.adapt_to_layout(layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One layout, with its cost."""
+class EvaluatedLayout:
+    """A layout, with its memory and its speed."""
 
-    layout: Layout
+    layout: ParallelLayout
     memory: MemoryEstimate
-    speed: Speed
+    speed: SpeedEstimate
     budget: float
     """Bytes of a GPU that may be planned for."""
     host_budget: float
     """Bytes of a node's memory that its workers may have, for each of them."""
     peak_share: float
-    """Share of the GPU's peak that the model's own arithmetic is of."""
+    """Arithmetic of the model as a share of the GPU's peak."""
 
     @property
     def fits(self) -> bool:
-        """Return whether the fullest GPU has room for it, and its node for what is offloaded."""
+        """Return whether the layout fits into the fullest GPU, and its offloaded part into the node's memory."""
         return self.memory.total <= self.budget and self.memory.host <= self.host_budget
 
     @property
-    def short(self) -> float:
+    def missing_bytes(self) -> float:
         """Bytes that are missing on the GPU, or else on the host; 0 when it fits."""
         return max(0.0, self.memory.total - self.budget) or max(0.0, self.memory.host - self.host_budget)
 
     @property
     def strategy(self) -> str:
-        """Return its name in a spec; `mesh` when only degrees say it."""
+        """Return its name in a spec; `mesh` if a spec has only its degrees."""
         layout = self.layout
         axes = [name for name, degree in layout.mesh.items() if degree > 1]
         if not axes:
@@ -104,7 +114,7 @@ class Choice:
 
     @property
     def axes(self) -> int:
-        """The complexity of a choice: axes, recomputation, offloading."""
+        """Return the complexity of a choice: axes, recomputation, offloading."""
         layout = self.layout
         degrees = sum(int(degree > 1) for degree in layout.mesh.values())
         extras = (layout.recompute != "none") + 2 * layout.offload + (layout.fsdp > 1) + (layout.zero > 0)
@@ -113,20 +123,20 @@ class Choice:
         return degrees + extras + 3 * crowded
 
 
-def choices(task: Task) -> list[Choice]:
-    """Return every way that can run, whether it fits or not; micro batches only up to the first that does not fit."""
-    return [option for base in _bases(task) for option in _until_full(task, base)]
+def list_runnable_choices(task: PlanningTask) -> list[EvaluatedLayout]:
+    """Return all layouts that can run, also those that do not fit; micro batches up to the first that does not fit."""
+    return [option for base in _generate_base_layouts(task) for option in _until_full(task, base)]
 
 
-def choice(task: Task, layout: Layout) -> Choice:
+def evaluate_layout(task: PlanningTask, layout: ParallelLayout) -> EvaluatedLayout:
     """Return one layout with its cost."""
     hardware, model, recipe = task.hardware, task.model, task.recipe_of(layout)
-    cost = speed(model, layout, hardware, recipe, compiled=task.compiled, fp8=task.fp8)
+    cost = estimate_step_speed(model, layout, hardware, recipe, compiled=task.compiled, fp8=task.fp8)
     peak = (hardware.gpu.half if layout.precision != "fp32" else hardware.gpu.single) * 1e12
     arithmetic = 6 * model.active_params + 6 * model.layers * model.hidden * model.seq
-    return Choice(
+    return EvaluatedLayout(
         layout=layout,
-        memory=memory(model, layout, recipe, compiled=task.compiled, fp8=task.fp8),
+        memory=estimate_layout_memory(model, layout, recipe, compiled=task.compiled, fp8=task.fp8),
         speed=cost,
         budget=hardware.gpu.memory * GIB * BUDGET,
         host_budget=hardware.host_per_gpu * GIB * HOST_BUDGET,
@@ -134,35 +144,35 @@ def choice(task: Task, layout: Layout) -> Choice:
     )
 
 
-def _until_full(task: Task, base: Layout) -> Iterator[Choice]:
-    for layout in _batches(task, base):
-        option = choice(task, layout)
+def _until_full(task: PlanningTask, base: ParallelLayout) -> Iterator[EvaluatedLayout]:
+    for layout in _generate_batch_layouts(task, base):
+        option = evaluate_layout(task, layout)
         yield option
         if option.memory.total > option.budget:
             return
 
 
-def _bases(task: Task) -> Iterator[Layout]:
-    """Meshes with what can be chosen on each, without the batch."""
-    for mesh in _meshes(task):
+def _generate_base_layouts(task: PlanningTask) -> Iterator[ParallelLayout]:
+    """Yield meshes with all settings that are independent of the batch."""
+    for mesh in _generate_mesh_layouts(task):
         for recompute in ("none", "selective", "full"):
             for offload in (False, True) if mesh.fsdp > 1 and mesh.pp == 1 else (False,):
                 base = replace(mesh, recompute=recompute, offload=offload, precision=task.precision)
                 base = replace(base, **task.pinned)
                 if base.recompute == recompute and base.offload == offload:
-                    yield from _schedules(task, base)
+                    yield from _generate_schedule_layouts(task, base)
 
 
-def _schedules(task: Task, base: Layout) -> Iterator[Layout]:
-    """1F1B, and as many stages for each worker of a pipeline as divide its blocks."""
+def _generate_schedule_layouts(task: PlanningTask, base: ParallelLayout) -> Iterator[ParallelLayout]:
+    """Yield a layout with one stage per worker (1F1B), and with each number of stages that divides the blocks."""
     yield base
     if base.pp > 1 and "chunks" not in task.pinned and task.model.layers % base.pp == 0:
         blocks = task.model.layers // base.pp
         yield from (replace(base, chunks=chunks) for chunks in INTERLEAVED if blocks % chunks == 0)
 
 
-def _batches(task: Task, base: Layout) -> Iterator[Layout]:
-    """The same mesh with all micro batches that divide the batch; a pipeline has as many of them as stages, or more."""
+def _generate_batch_layouts(task: PlanningTask, base: ParallelLayout) -> Iterator[ParallelLayout]:
+    """Yield a mesh with all micro batches that divide the batch; a pipeline has at least as many as stages."""
     sizes = MICRO_BATCHES if task.global_batch is None else BETWEEN
     for micro in (task.pinned["micro_batch"],) if "micro_batch" in task.pinned else sizes:
         accumulate = task.pinned.get("accumulate")
@@ -178,31 +188,33 @@ def _batches(task: Task, base: Layout) -> Iterator[Layout]:
             yield replace(base, micro_batch=micro, accumulate=accumulate)
 
 
-def _meshes(task: Task) -> Iterator[Layout]:
+def _generate_mesh_layouts(task: PlanningTask) -> Iterator[ParallelLayout]:
     """Yield all products of degrees that give the number of GPUs and suit the model, or the one that was asked for."""
     model, hardware = task.model, task.hardware
     if task.mesh is not None:
         yield of_mesh(task.mesh)
         return
-    for tp in _divisors(min(hardware.gpus, hardware.per_node)):
+    for tp in _list_divisors(min(hardware.gpus, hardware.per_node)):
         if hardware.gpus % tp or model.heads % tp or model.kv_heads % tp:
             continue
-        for pp in _divisors(hardware.gpus // tp):
+        for pp in _list_divisors(hardware.gpus // tp):
             if pp > model.layers:
                 continue
-            for cp in _divisors(hardware.gpus // tp // pp) if task.beyond or _sequences(task, pp) else (1,):
+            for cp in (
+                _list_divisors(hardware.gpus // tp // pp) if task.beyond or _can_divide_sequences(task, pp) else (1,)
+            ):
                 if model.seq % (2 * cp) and cp > 1:
                     continue
                 rest = hardware.gpus // tp // pp // cp
-                for fsdp in _divisors(rest):
-                    layout = Layout(dp=rest // fsdp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
-                    yield from _parted(task, layout)
+                for fsdp in _list_divisors(rest):
+                    layout = ParallelLayout(dp=rest // fsdp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
+                    yield from _generate_expert_layouts(task, layout)
                     if layout.dp > 1 and layout.shards == 1 and (layout.workers == layout.dp or task.recipe.free):
-                        yield from _parted(task, replace(layout, zero=1))
+                        yield from _generate_expert_layouts(task, replace(layout, zero=1))
 
 
-def _parted(task: Task, layout: Layout) -> Iterator[Layout]:
-    """Yield a layout, and the same with its experts parted: over a node, over all that hold the same, one on each GPU.
+def _generate_expert_layouts(task: PlanningTask, layout: ParallelLayout) -> Iterator[ParallelLayout]:
+    """Yield a layout, and the same with its experts divided: in a node, over all replicas, and one on each GPU.
 
     dtctl.runtime has ep within fsdp, and divides whole experts over ep x tp. Others have it within dp, too.
     """
@@ -221,48 +233,50 @@ def _parted(task: Task, layout: Layout) -> Iterator[Layout]:
     )
 
 
-def _sequences(task: Task, pp: int) -> bool:
+def _can_divide_sequences(task: PlanningTask, pp: int) -> bool:
     """Return whether dividing sequences pays off and is possible: not in pipelines or compiled blocks."""
     few = task.global_batch is not None and task.global_batch < task.hardware.gpus
     possible = task.recipe.free or (pp == 1 and not task.compiled)
     return possible and (task.model.seq >= LONG or few) and task.model.seq > 1
 
 
-def _divisors(number: int) -> list[int]:
+def _list_divisors(number: int) -> list[int]:
     low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*low, *(number // divisor for divisor in low)})
 
 
-def ranked(options: list[Choice]) -> list[Choice]:
-    """The best first: what fits before what does not; then fast, or of those about as fast the simplest; then near.
+def rank_choices(options: list[EvaluatedLayout]) -> list[EvaluatedLayout]:
+    """Return the choices that fit, the recommended one first and then by speed, and the others by missing memory.
 
-    Of equals the one with the larger micro batch, which GPUs do better with than the formulas know, as long as memory
-    is left for their error.
+    Of equal choices the one with the larger micro batch comes first, since GPUs gain more from it than the formulas
+    compute, as long as memory is left for their error.
     """
     fitting = [choice for choice in options if choice.fits]
-    rest = sorted((choice for choice in options if not choice.fits), key=lambda choice: (choice.short, choice.axes))
+    rest = sorted(
+        (choice for choice in options if not choice.fits), key=lambda choice: (choice.missing_bytes, choice.axes)
+    )
     if not fitting:
         return rest
-    fitting.sort(key=lambda choice: (-_pace(choice), choice.axes, *_roomy(choice)))
+    fitting.sort(key=lambda choice: (-_round_token_rate(choice), choice.axes, *_build_headroom_key(choice)))
     fastest = fitting[0].speed.tokens_per_s_per_gpu
     contenders = [choice for choice in fitting if choice.speed.tokens_per_s_per_gpu >= fastest * (1 - SIMPLER)]
-    best = min(contenders, key=lambda choice: (choice.axes, -_pace(choice), *_roomy(choice)))
+    best = min(contenders, key=lambda choice: (choice.axes, -_round_token_rate(choice), *_build_headroom_key(choice)))
     return [best, *(choice for choice in fitting if choice is not best), *rest]
 
 
-def _pace(choice: Choice) -> float:
-    """Tokens per second to four digits: what differs less is the same."""
+def _round_token_rate(choice: EvaluatedLayout) -> float:
+    """Return tokens per second to four digits, so that smaller differences do not count."""
     return float(f"{choice.speed.tokens_per_s_per_gpu:.4g}")
 
 
-def _roomy(choice: Choice) -> tuple[bool, int, float]:
-    """Orders what is equally fast."""
+def _build_headroom_key(choice: EvaluatedLayout) -> tuple[bool, int, float]:
+    """Return the key that orders equally fast choices."""
     return (choice.memory.total > ROOM * choice.budget, -choice.layout.micro_batch, choice.memory.total)
 
 
-def families(options: list[Choice]) -> list[Choice]:
+def choose_best_per_family(options: list[EvaluatedLayout]) -> list[EvaluatedLayout]:
     """Return the best choice of each strategy and mesh shape, the best first."""
-    first_by_family: dict[tuple[object, ...], Choice] = {}
+    first_by_family: dict[tuple[object, ...], EvaluatedLayout] = {}
     for choice in options:
         layout = choice.layout
         shape = tuple(degree > 1 for degree in layout.mesh.values())

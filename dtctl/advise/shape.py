@@ -1,4 +1,4 @@
-"""A transformer in the numbers that its parameters and its memory follow from. Pure.
+"""Transformer in the numbers that determine its parameters and its memory. Pure.
 
 Kept for the backward pass, in elements of the width h and the inner width f: input and output of the norms, q, k, v,
 the output of attention twice, and 2 f or, with a gate, 4 f. With f = 4 h that is the 34 h bytes of Korthikanti et al.
@@ -12,32 +12,32 @@ from dataclasses import dataclass
 
 from dtctl.advise.sizes import short_count
 from dtctl.errors import UsageError
-from dtctl.estimate.model import Model
+from dtctl.estimate.model import ModelProfile
 
 UPCAST = 13.0
-"""Bytes for each unit of width: fitted to what eager blocks are published to need more than compiled ones."""
+"""Bytes for each unit of width, fitted to published differences between eager and compiled blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Latent:
+class LatentAttention:
     """Attention over compressed keys and values (MLA of DeepSeek, https://arxiv.org/abs/2405.04434)."""
 
     query_rank: int
     """0: queries are not compressed."""
     rank: int
     rope: int
-    """Width of a head's part that has a position."""
+    """Width of the part of a head with rotary positions."""
     nope: int
     value: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class TransformerShape:
     """A transformer as its config describes it."""
 
     name: str
     layers: int
-    """All blocks: of an encoder and of a decoder together."""
+    """Number of all blocks, of an encoder and of a decoder together."""
     hidden: int
     heads: int
     kv_heads: int
@@ -58,23 +58,23 @@ class Shape:
     """Blocks without experts, of a model that has some."""
     cross: int = 0
     """Blocks that attend to an encoder's output, too."""
-    latent: Latent | None = None
+    latent: LatentAttention | None = None
     norms: int = 2
-    """Norms of a block."""
+    """Number of norms of a block."""
     positions: int = 0
-    """Learned embeddings of positions."""
+    """Number of learned embeddings of positions."""
     embed: int = 0
     """Width of the embeddings where it is not `hidden`."""
 
     @property
-    def plain(self) -> bool:
-        """Return whether a plain GPT has these numbers: nothing but attention of full width and two matrices."""
+    def is_plain_gpt(self) -> bool:
+        """Return whether these are the numbers of a plain GPT: only attention of full width and two matrices."""
         wide = self.head_dim * self.heads == self.hidden and self.kv_heads == self.heads
         return wide and self.experts == 1 and not (self.gated or self.cross or self.latent or self.embed)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _BlockPart:
     """Part of a block: parameters, and elements kept for each token, including the results of products."""
 
     params: float
@@ -82,7 +82,7 @@ class _Part:
     products: float
 
 
-def check(shape: Shape) -> None:
+def require_valid_shape(shape: TransformerShape) -> None:
     """Refuse impossible numbers.
 
     Raises:
@@ -100,18 +100,22 @@ def check(shape: Shape) -> None:
         raise UsageError(f"{shape.experts_used} experts of {shape.experts} cannot be used")
 
 
-def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ...] = ()) -> Model:
-    """Return the model of a shape; of `params`, counted elsewhere, blocks get what embeddings leave.
+def model_of(shape: TransformerShape, *, params: float | None = None, doubts: tuple[str, ...] = ()) -> ModelProfile:
+    """Return the model of a shape; with `params` given, blocks get the parameters that are not in embeddings.
 
     Raises:
-        UsageError: as `check`, or `params` are fewer than the embeddings.
+        UsageError: as `require_valid_shape`, or `params` are fewer than the embeddings.
     """
-    check(shape)
-    attention, dense, sparse = _attention(shape), _mlp(shape, shape.ffn), _experts(shape)
+    require_valid_shape(shape)
+    attention, dense, sparse = (
+        _compute_attention_part(shape),
+        _compute_mlp_part(shape, shape.ffn),
+        _compute_experts_part(shape),
+    )
     many = shape.layers - shape.dense if shape.experts > 1 else 0
     few = shape.layers - many
     width = shape.embed or shape.hidden
-    routed = _mlp(shape, float((shape.expert_ffn or shape.ffn) * shape.experts_used))
+    routed = _compute_mlp_part(shape, float((shape.expert_ffn or shape.ffn) * shape.experts_used))
     looked_up = float(shape.vocab * width)
     root = looked_up * (1 if shape.tied else 2) + shape.positions * shape.hidden
     root += 2.0 * shape.embed * shape.hidden
@@ -125,12 +129,12 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
         if params < root:
             raise UsageError(f"{params:g} parameters are fewer than the {root:g} of the embeddings alone")
         block, total = (params - root) / shape.layers, params
-    expert = _mlp(shape, shape.expert_ffn or shape.ffn).params
+    expert = _compute_mlp_part(shape, shape.expert_ffn or shape.ffn).params
     idle = expert * (shape.experts - shape.experts_used) * many
     activations = (2 * shape.norms) * shape.hidden + attention.saved + crossed * (attention.saved + 2 * shape.hidden)
     products = attention.products * (1 + crossed)
     active = max(total - (0 if shape.tied else looked_up) - idle, 1.0)
-    return Model(
+    return ModelProfile(
         name=shape.name,
         params=total,
         active_params=active,
@@ -144,7 +148,7 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
         block_input=2.0 * shape.hidden,
         block_kept=2.0 * (activations + (few * dense.saved + many * sparse.saved) / shape.layers),
         block_products=2.0 * (products + (few * dense.products + many * sparse.products) / shape.layers),
-        block_upcast=_upcast(shape),
+        block_upcast=_compute_upcast_bytes(shape),
         expert_params=expert * shape.experts * many,
         table_params=looked_up + shape.positions * shape.hidden,
         stacked_params=expert * shape.experts * many,
@@ -153,14 +157,14 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
         expert_width=(shape.expert_ffn or shape.ffn) if many else 0,
         expert_kept=2.0 * many * routed.saved / shape.layers,
         expert_products=2.0 * many * (routed.products - shape.hidden) / shape.layers,
-        ffn=shape.ffn if shape.plain and params is None else 0,
-        assumed=_description(shape, total, active),
+        ffn=shape.ffn if shape.is_plain_gpt and params is None else 0,
+        assumed=_describe_model_shape(shape, total, active),
         doubts=doubts,
     )
 
 
-def _upcast(shape: Shape) -> float:
-    """Bytes of a token that RMSNorms and rotary embeddings keep beyond what a LayerNorm does, in steps of their own.
+def _compute_upcast_bytes(shape: TransformerShape) -> float:
+    """Return the bytes per token that RMSNorms and rotary embeddings keep in addition to those of a LayerNorm.
 
     The norm's input and quotient are in fp32, and so are queries and keys. Models with a gate have both.
     """
@@ -169,38 +173,41 @@ def _upcast(shape: Shape) -> float:
     return UPCAST * shape.hidden
 
 
-def _attention(shape: Shape) -> _Part:
+def _compute_attention_part(shape: TransformerShape) -> _BlockPart:
     hidden, heads, latent = shape.hidden, shape.heads, shape.latent
     if latent is None:
         width = shape.head_dim * heads
         share = shape.kv_heads / heads
         created = width * (1 + 2 * share)
-        return _Part(hidden * width * (2 + 2 * share), created + 2 * width, created + width + hidden)
+        return _BlockPart(hidden * width * (2 + 2 * share), created + 2 * width, created + width + hidden)
     query, value = heads * (latent.nope + latent.rope), heads * latent.value
     query_params = hidden * latent.query_rank + latent.query_rank * query if latent.query_rank else hidden * query
     latent_params = hidden * (latent.rank + latent.rope) + latent.rank * heads * (latent.nope + latent.value)
     created = 2 * query + value + latent.query_rank + latent.rank
-    return _Part(query_params + latent_params + value * hidden, created + 2 * value, created + value + hidden)
+    return _BlockPart(query_params + latent_params + value * hidden, created + 2 * value, created + value + hidden)
 
 
-def _mlp(shape: Shape, inner: float) -> _Part:
-    return _Part(
+def _compute_mlp_part(shape: TransformerShape, inner: float) -> _BlockPart:
+    return _BlockPart(
         (3 if shape.gated else 2) * shape.hidden * inner,
         (4 if shape.gated else 2) * inner,
         (2 if shape.gated else 1) * inner + shape.hidden,
     )
 
 
-def _experts(shape: Shape) -> _Part:
-    """Return all experts of a block: parameters of all, work of those that a token uses, and the router."""
+def _compute_experts_part(shape: TransformerShape) -> _BlockPart:
+    """Return the experts of a block: parameters of all, computation of those that a token uses, and the router."""
     expert_width = shape.expert_ffn or shape.ffn
-    work = _mlp(shape, expert_width * shape.experts_used + shape.shared_ffn)
-    params = _mlp(shape, float(expert_width * shape.experts + shape.shared_ffn)).params + shape.hidden * shape.experts
-    return _Part(params, work.saved, work.products)
+    work = _compute_mlp_part(shape, expert_width * shape.experts_used + shape.shared_ffn)
+    params = (
+        _compute_mlp_part(shape, float(expert_width * shape.experts + shape.shared_ffn)).params
+        + shape.hidden * shape.experts
+    )
+    return _BlockPart(params, work.saved, work.products)
 
 
-def _description(shape: Shape, params: float, active_params: float) -> str:
-    """Return the line that says what was computed with."""
+def _describe_model_shape(shape: TransformerShape, params: float, active_params: float) -> str:
+    """Return a line with the figures that were computed with."""
     blocks = f"{shape.layers} blocks"
     if shape.cross:
         blocks += f" ({shape.layers - shape.cross} of the encoder, {shape.cross} of the decoder)"

@@ -12,22 +12,22 @@ _SIZE = {"": 2**30, "gib": 2**30, "gb": 1e9, "mib": 2**20, "mb": 1e6, "tib": 2**
 LARGEST = 1e20
 
 
-def count(text: str) -> float:
+def parse_count(text: str) -> float:
     """Return a number of things: `7B`, `125M`, `7e9`.
 
     Raises:
         UsageError: it is none, or not above 0.
     """
-    return _number(text, _COUNT, "a number such as 7B, 125M or 7e9")
+    return _parse_number_with_unit(text, _COUNT, "a number such as 7B, 125M or 7e9")
 
 
-def gibibytes(text: str) -> float:
+def parse_gibibytes(text: str) -> float:
     """Return a size in GiB: `80`, `80GiB`, `80GB`.
 
     Raises:
         UsageError: it is none, or not above 0.
     """
-    return _number(text, _SIZE, "a size such as 80GiB") / 2**30
+    return _parse_number_with_unit(text, _SIZE, "a size such as 80GiB") / 2**30
 
 
 def short_count(number: float) -> str:
@@ -38,7 +38,7 @@ def short_count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _number(text: str, units: dict[str, float], expected: str) -> float:
+def _parse_number_with_unit(text: str, units: dict[str, float], expected: str) -> float:
     match = re.fullmatch(r"\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = units.get(match[2].lower()) if match else None
     try:

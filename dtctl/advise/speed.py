@@ -11,45 +11,45 @@ import math
 from dataclasses import dataclass
 
 from dtctl.advise.hardware import Hardware
-from dtctl.estimate.memory import RUNTIME, Layout, Recipe
-from dtctl.estimate.model import Model
+from dtctl.estimate.memory import RUNTIME, FrameworkMemory, ParallelLayout
+from dtctl.estimate.model import ModelProfile
 
 SMALL = 320
-"""Width of a matrix at which products reach half of what they reach with wide ones."""
+"""Width of a matrix at which products reach half of their speed with wide matrices."""
 EXPERTS = 0.5
-"""Width that an expert's products have in effect, by their own: each expert has few tokens at a time."""
+"""Factor between the width of an expert's products and their effective width, as each expert has few tokens."""
 ROUTING = 6e-3
-"""Seconds that a block of experts takes at least, forward and backward: routing waits for the processor."""
+"""Least seconds of a block of experts, forward and backward, since routing waits for the processor."""
 SENT = 0.5
-"""Share of the exchange between experts that nothing hides."""
+"""Share of the exchange between experts that does not overlap with computation."""
 PASSES = 7.8
 """Number of times that the activations of a block go to or from memory in a step, in eager mode."""
 FUSED = 4
-"""The same, compiled or with fused kernels."""
+"""Number of times as in `PASSES`, compiled or with fused kernels."""
 FP8 = 1.7
 """Speed of products in fp8 over that in 16 bits."""
 FIRST = 0.56
-"""Speed of FlashAttention's first version, by that of the second (https://arxiv.org/abs/2307.08691)."""
+"""Speed of FlashAttention's first version relative to the second (https://arxiv.org/abs/2307.08691)."""
 FEW = 200
-"""Tokens of a GPU and pass with which products reach half of what they reach with many."""
+"""Tokens per GPU and pass at which products reach half of their speed with many tokens."""
 ODD = 0.71
 """Part of their speed that products keep where a matrix's width is no multiple of 64: kernels compute whole tiles."""
 SQUARE = 39
 """Bytes to or from memory for each score of an attention that keeps them all."""
 WIRE = 0.9
-"""Share of a link's bandwidth that a collective gets."""
+"""Share of a link's bandwidth that a collective reaches."""
 LATENCY = 20e-6
-"""Seconds that a collective takes to begin."""
+"""Seconds until a collective begins to send."""
 HOP = 5e-6
-"""Seconds that it takes longer for each member."""
+"""Further seconds of a collective for each member."""
 RING = 0.09
 """Factor by which attention takes longer each time context parallelism halves its pieces."""
 TP_WAIT = 75e-6
-"""Seconds that each exchange of tensor parallel workers takes at least, between two products that wait for it."""
+"""Least seconds of an exchange of tensor parallel workers between two products that wait for it."""
 TP_HIDDEN = 0.59
 """Share of tensor parallel exchange that overlaps with products, where the framework does that."""
 UNEVEN = 0.53
-"""Share of the output's time by which the last stage of a pipeline holds up the others."""
+"""Share of the output's time by which the last stage of a pipeline delays the others."""
 STRAGGLER = 0.0096
 """Factor by which a step takes longer each time the number of nodes doubles: all wait for the slowest."""
 LAUNCH = 0.0004
@@ -57,15 +57,15 @@ LAUNCH = 0.0004
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """One step."""
+class SpeedEstimate:
+    """Time of a step, and of its parts."""
 
     step_s: float
     compute_s: float
     exchange_s: float
-    """All exchange of gradients and weights, hidden or not."""
+    """Seconds of the exchange of gradients and weights, also where it overlaps with computation."""
     exposed_s: float
-    """Seconds of exchange, what computation does not hide, tensor parallelism's included."""
+    """Seconds of exchange that does not overlap with computation, that of tensor parallelism included."""
     bubble_s: float
     """Seconds in which a pipeline waits."""
     update_s: float
@@ -73,34 +73,34 @@ class Speed:
     tokens_per_s_per_gpu: float
 
 
-def speed(
-    model: Model,
-    layout: Layout,
+def estimate_step_speed(
+    model: ModelProfile,
+    layout: ParallelLayout,
     hardware: Hardware,
-    recipe: Recipe = RUNTIME,
+    recipe: FrameworkMemory = RUNTIME,
     *,
     compiled: bool = False,
     fp8: bool = False,
-) -> Speed:
+) -> SpeedEstimate:
     """Time of a step and its parts."""
-    recipe = recipe.at(layout)
-    block, output = _block(model, layout, hardware, recipe, compiled=compiled, fp8=fp8)
+    recipe = recipe.adapt_to_layout(layout)
+    block, output = _compute_block_seconds(model, layout, hardware, recipe, compiled=compiled, fp8=fp8)
     blocks = -(-model.layers // layout.pp)
     even = (model.layers * block + output) / layout.pp
     # The slowest stage sets the pace: the last one has the output beside its blocks.
     stage = max(even, blocks * block + UNEVEN * output) if layout.pp > 1 else even
     compute = stage * layout.accumulate
     bubble = even * (layout.pp - 1) / layout.chunks
-    inside = _inside(model, layout, hardware, recipe) * layout.accumulate
-    each, last = _exchange(model, layout, hardware, recipe)
+    inside = _compute_model_parallel_seconds(model, layout, hardware, recipe) * layout.accumulate
+    each, last = _compute_data_parallel_seconds(model, layout, hardware, recipe)
     exposed = layout.accumulate * max(0.0, each - recipe.overlap * (stage + inside / layout.accumulate))
     exposed += max(0.0, last - recipe.overlap * stage * 2 / 3)
-    update = _update(model, layout, hardware, recipe)
+    update = _compute_optimizer_seconds(model, layout, hardware, recipe)
     spread = 1 + STRAGGLER * math.log2(max(1, hardware.nodes))
     pace = recipe.stage_pace if layout.pp > 1 else 1.0
     step = ((compute + bubble + inside) * pace + exposed) * spread + update
     samples = layout.micro_batch * layout.accumulate
-    return Speed(
+    return SpeedEstimate(
         step_s=step,
         compute_s=compute,
         exchange_s=each * layout.accumulate + last + inside,
@@ -111,8 +111,14 @@ def speed(
     )
 
 
-def _block(
-    model: Model, layout: Layout, hardware: Hardware, recipe: Recipe, *, compiled: bool, fp8: bool
+def _compute_block_seconds(
+    model: ModelProfile,
+    layout: ParallelLayout,
+    hardware: Hardware,
+    recipe: FrameworkMemory,
+    *,
+    compiled: bool,
+    fp8: bool,
 ) -> tuple[float, float]:
     """Return the seconds of a block, forward and backward, and of the output, for a micro batch on a GPU."""
     gpu, half = hardware.gpu, layout.precision != "fp32"
@@ -163,8 +169,10 @@ def _block(
     return total, output
 
 
-def _exchange(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) -> tuple[float, float]:
-    """Seconds in which weights and gradients are exchanged over dp and fsdp: in each micro batch, and in the last."""
+def _compute_data_parallel_seconds(
+    model: ModelProfile, layout: ParallelLayout, hardware: Hardware, recipe: FrameworkMemory
+) -> tuple[float, float]:
+    """Return the seconds of exchange over dp and fsdp: in each micro batch, and in the last."""
     experts = model.expert_params / (recipe.expert_split(layout) * layout.pp)
     replica = (model.params - model.expert_params) / (layout.tp * layout.pp) + experts
     blocks = -(-model.layers // layout.pp)
@@ -174,11 +182,13 @@ def _exchange(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) 
     if shards > 1:
         half = layout.precision != "fp32"
         weight = 2 if half and not recipe.autocast else 4
-        bandwidth, wait = _link(hardware, shards, layout.tp)
+        bandwidth, wait = _compute_ring_bandwidth(hardware, shards, layout.tp)
         moved = (replica - experts) * (shards - 1) / shards / bandwidth
         # Experts are gathered from the workers that have the same ones, which lie ep apart.
         same = max(1, shards // layout.ep)
-        moved += experts / layout.ep * (same - 1) / same / _link(hardware, same, layout.tp * layout.ep)[0]
+        moved += (
+            experts / layout.ep * (same - 1) / same / _compute_ring_bandwidth(hardware, same, layout.tp * layout.ep)[0]
+        )
         wait *= blocks * recipe.collectives
         gathers = 1 if not recipe.reshard else 2
         reduce = recipe.gradient_bytes * moved + wait
@@ -191,7 +201,7 @@ def _exchange(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) 
             else:
                 each += reduce
     if layout.dp > 1:
-        bandwidth, wait = _link(hardware, layout.dp, inner * layout.fsdp)
+        bandwidth, wait = _compute_ring_bandwidth(hardware, layout.dp, inner * layout.fsdp)
         # All-reduce, or reduce-scatter of gradients and all-gather of the weights that were updated.
         gathered = recipe.weight_bytes if layout.zero else recipe.gradient_bytes
         moved = (layout.dp - 1) / layout.dp * replica / shards / bandwidth
@@ -203,8 +213,8 @@ def _exchange(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) 
     return each, last
 
 
-def _link(hardware: Hardware, members: int, stride: int) -> tuple[float, float]:
-    """Bytes in a second that each GPU of a ring gets, whose members lie `stride` GPUs apart; seconds to begin."""
+def _compute_ring_bandwidth(hardware: Hardware, members: int, stride: int) -> tuple[float, float]:
+    """Return bytes per second for each GPU of a ring with members `stride` GPUs apart, and seconds to begin."""
     wait = LATENCY + HOP * members
     if members * stride <= hardware.per_node:
         return hardware.gpu.link * WIRE * 1e9, wait
@@ -214,8 +224,10 @@ def _link(hardware: Hardware, members: int, stride: int) -> tuple[float, float]:
     return min(hardware.gpu.link, across) * WIRE * 1e9, wait
 
 
-def _inside(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) -> float:
-    """Return seconds of a micro batch in which parts of matrices and of sequences are put together, and stages talk."""
+def _compute_model_parallel_seconds(
+    model: ModelProfile, layout: ParallelLayout, hardware: Hardware, recipe: FrameworkMemory
+) -> float:
+    """Return the seconds per micro batch for exchange of tensor and context parallelism and between stages."""
     tokens = layout.micro_batch * model.seq / layout.cp
     blocks = -(-model.layers // layout.pp)
     seconds = 0.0
@@ -249,7 +261,9 @@ def _inside(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) ->
     return seconds
 
 
-def _update(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) -> float:
+def _compute_optimizer_seconds(
+    model: ModelProfile, layout: ParallelLayout, hardware: Hardware, recipe: FrameworkMemory
+) -> float:
     """Return the seconds of the optimizer's step: states go through memory once, on the GPU or on the host."""
     params = (model.params - model.expert_params) / layout.tp + model.expert_params / recipe.expert_split(layout)
     params /= layout.shards * layout.pp

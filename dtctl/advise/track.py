@@ -1,9 +1,11 @@
 """Memory of a training by torch's own tracker: `python -m dtctl.advise.track SETTINGS`, under the job's Python.
 
-Two steps with tensors that have shapes and no memory, in one process that stands for the first of several workers, so
-it needs neither room nor GPUs. Prints one JSON object: the peak in bytes, or as `error` why torch cannot follow. Its
-tracker sees what goes through torch's dispatcher. DDP's reducer does not, so ddp is the model without it: its buckets
-are the gradients themselves.
+Two steps with tensors that have shapes and no memory, in one process that simulates the first of several workers, so
+it needs neither memory nor GPUs. Prints one JSON object: the peak in bytes, or in `error` the reason why torch cannot
+follow.
+
+The tracker sees what goes through torch's dispatcher. DDP's reducer does not, so ddp is the model without it: its
+buckets are the gradients themselves.
 """
 
 from __future__ import annotations
@@ -25,33 +27,33 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dtctl.advise.trial import build_model, loss_of
 from dtctl.runtime import Worker, load
 from dtctl.runtime.distributed.device_mesh import device_mesh
-from dtctl.runtime.optim import optimizer
+from dtctl.runtime.optim import build_optimizer
 from dtctl.runtime.strategies import blocks, sharded
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees
 
 STEPS = 2
-"""The optimizer's state is there after the first."""
+"""Number of steps; the optimizer creates its state in the first one."""
 
 
-def peak(settings: dict[str, Any]) -> int:
-    """Return bytes at the peak of the first worker; whatever torch raises where it cannot follow is passed on."""
+def track_peak_memory(settings: dict[str, Any]) -> int:
+    """Return bytes at the peak of the first worker; errors of torch where it cannot follow are passed on."""
     workers, config = settings["workers"], load(settings["train"], argv=[], environ={})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
     try:
         mesh = device_mesh(Degrees(fsdp=workers), "cpu")  # of real numbers
         with FakeTensorMode():
-            return _trained(settings, config, mesh)
+            return _train_with_tracker(settings, config, mesh)
     finally:
         dist.destroy_process_group()
 
 
-def _trained(settings: dict[str, Any], config: TrainConfig, mesh: DeviceMesh) -> int:
+def _train_with_tracker(settings: dict[str, Any], config: TrainConfig, mesh: DeviceMesh) -> int:
     model = build_model(settings)
     sharding = config.strategy == "fsdp" and mesh.size() > 1
     if sharding:
-        _shard(model, config, mesh)
-    trained = optimizer(config, model)
+        _shard_tracked_model(model, config, mesh)
+    trained = build_optimizer(config, model)
     shards = _onto_shards(trained)
     shape = (settings["train"]["micro_batch"], settings["seq"])
     batch = (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
@@ -78,22 +80,22 @@ def _trained(settings: dict[str, Any], config: TrainConfig, mesh: DeviceMesh) ->
     return int(max(of["Total"] for of in kinds.values()))
 
 
-def _shard(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None:
+def _shard_tracked_model(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None:
     """Shard a model as the runtime does."""
-    sharded.hush()
+    sharded.silence_torch_warnings()
     workers, cpu = mesh.size(), torch.device("cpu")
     first = Worker(
         rank=0, local_rank=0, world_size=workers, local_world_size=workers, node_rank=0, device=cpu, backend="fake"
     )
-    block_list = blocks.find(model, config.blocks)
+    block_list = blocks.find_repeated_blocks(model, config.blocks)
     sharded.shard_blocks(model, block_list.modules if block_list else [], config, first, mesh)
 
 
 def _onto_shards(trained: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Any]]:
     """Let an optimizer step on each worker's own part, and return the parts with their parameters.
 
-    Else DTensor looks up how it is to be done with tensors of whole parameters, which the tracker takes for real (torch
-    2.13), for the mode that makes them up is the one that everything is made up by.
+    Otherwise DTensor tries the operation on fake tensors of whole parameters, which the tracker counts as real ones
+    (torch 2.13), since both use the same mode for fake tensors.
     """
     replaced: list[tuple[torch.Tensor, Any]] = []
     for group in trained.param_groups:
@@ -107,9 +109,9 @@ def _onto_shards(trained: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Any
 
 
 def main(settings: dict[str, Any]) -> int:
-    """Print the peak, or why there is none."""
+    """Print the peak, or the reason why there is none."""
     try:
-        result: dict[str, Any] = {"peak": peak(settings)}
+        result: dict[str, Any] = {"peak": track_peak_memory(settings)}
     except Exception as exc:
         result = {"error": f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"}
     print(json.dumps(result))  # noqa: T201 - this is the answer

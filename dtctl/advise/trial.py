@@ -1,4 +1,4 @@
-"""A few steps of real trainings, to see what memory they need, under the job's Python.
+"""A few steps of real trainings, to measure their memory, under the job's Python.
 
 Reads settings as JSON from the first argument: `workers`, `out` (a folder) and `trainings`, which run one after the
 other. This process imports torch once and forks the workers of each, which train with dtctl.runtime on random tokens
@@ -25,7 +25,7 @@ from dtctl.runtime import Outcome, TensorData, TrainConfig, Trainer, Worker, run
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each added to the stream after a norm."""
+    """Block with attention and a feed-forward network, each with a norm before it and a residual connection."""
 
     def __init__(self, hidden: int, heads: int, ffn: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A GPT of the shape that was asked about."""
+    """GPT of the requested shape."""
 
     def __init__(self, layers: int, hidden: int, heads: int, ffn: int, vocab: int, *, tied: bool) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class Decoder(nn.Module):
         return logits
 
 
-def _process(name: str) -> int:
+def _read_process_memory(name: str) -> int:
     """Return a figure of this process in bytes: VmRSS, VmHWM (its peak)."""
     text = Path("/proc/self/status").read_text(encoding="ascii")
     return int(next(line.split()[1] for line in text.splitlines() if line.startswith(name))) * 1024
 
 
 def build_model(settings: dict[str, Any]) -> nn.Module:
-    """Return the model that is asked about."""
+    """Return the requested model."""
     built = load_factory(settings["module"])() if settings["module"] else Decoder(**settings["shape"])
     model: nn.Module = built[0] if isinstance(built, tuple) else built
     return model
@@ -89,7 +89,7 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
 
 
 def train_and_note(settings: dict[str, Any], out: Path) -> int:
-    """Be one worker of a training, and write the peak; the exit code."""
+    """Run one worker of a training, write the peak of its memory, and return the exit code."""
     seq = settings["seq"]
 
     def train(config: TrainConfig, worker: Worker) -> Outcome:
@@ -100,7 +100,7 @@ def train_and_note(settings: dict[str, Any], out: Path) -> int:
         # What the first use of the libraries takes is not the model's.
         warm = nn.Linear(8, 8)
         warm(torch.ones(1, 8)).sum().backward()
-        before = 0 if on_gpu else _process("VmRSS")
+        before = 0 if on_gpu else _read_process_memory("VmRSS")
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(worker.device)
         model = build_model(settings)
@@ -108,7 +108,9 @@ def train_and_note(settings: dict[str, Any], out: Path) -> int:
 
         def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             # Looked at before each step: the snapshot of the end takes memory of its own.
-            peaks.append(torch.cuda.max_memory_allocated(worker.device) if on_gpu else _process("VmHWM") - before)
+            peaks.append(
+                torch.cuda.max_memory_allocated(worker.device) if on_gpu else _read_process_memory("VmHWM") - before
+            )
             return loss_of(model, batch)
 
         outcome = Trainer(config, worker, model, loss, TensorData(tokens[:, :-1], tokens[:, 1:])).run()
@@ -119,9 +121,9 @@ def train_and_note(settings: dict[str, Any], out: Path) -> int:
 
 
 def main(settings: dict[str, Any]) -> int:
-    """Run the trainings; the exit code of the first worker that failed, whose peers are ended."""
+    """Run the trainings; return the exit code of the first worker that failed, after its peers were ended."""
     for number, training in enumerate(settings["trainings"]):
-        running = _fork(training, settings["workers"], Path(settings["out"]), number)
+        running = _fork_training_workers(training, settings["workers"], Path(settings["out"]), number)
         while running:
             pid, status = os.waitpid(-1, 0)
             rank = running.pop(pid)
@@ -133,8 +135,8 @@ def main(settings: dict[str, Any]) -> int:
     return 0
 
 
-def _fork(training: dict[str, Any], workers: int, out: Path, number: int) -> dict[int, int]:
-    """Start the workers of a training; process -> rank."""
+def _fork_training_workers(training: dict[str, Any], workers: int, out: Path, number: int) -> dict[int, int]:
+    """Start the workers of a training; return process -> rank."""
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]

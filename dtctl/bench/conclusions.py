@@ -7,17 +7,17 @@ from statistics import median
 from typing import Any
 
 from dtctl.doctor.checks.links import SLOW
-from dtctl.doctor.findings import cover
+from dtctl.doctor.findings import choose_covering_nodes
 from dtctl.doctor.rounds import Way
 
 EFFICIENT = 0.7
-"""Part of a single worker's speed below which training on several counts as held up."""
+"""Share of a single worker's speed below which training on several workers counts as slow."""
 
 
-def conclusions(
+def build_conclusions(
     pairs: Mapping[str, Any], training: Sequence[Mapping[str, Any]], owners: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Sentences about the figures, each with the `nodes` it names and what to do (`fix`, empty where all is well).
+    """Return sentences about the figures, each with the `nodes` it names and the `fix`, empty where nothing is wrong.
 
     Args:
         pairs: `gb_s` from rank (row) to rank (column), empty where it was not measured.
@@ -34,7 +34,7 @@ def conclusions(
         usual = median(best.values())
         slow = {way: rate for way, rate in rates.items() if rate < SLOW * usual}
         if slow:
-            nodes = cover(list(slow))
+            nodes = choose_covering_nodes(list(slow))
             (caller, called), rate = min(slow.items(), key=lambda item: item[1])
             summary = f"{', '.join(nodes)}: slow between nodes, down to {rate:.3f} GB/s from {caller} to {called}; "
             fix = "`dtctl doctor` measures the links without torch: it says whether it is the network or the node"
@@ -59,7 +59,7 @@ def conclusions(
 
 
 def _between_nodes(gb_s: Sequence[Sequence[float | None]], owners: Sequence[str]) -> dict[Way, float]:
-    """Return the best rate of each way between two nodes: of several workers one may have waited for its core."""
+    """Return the best rate of each direction between two nodes; one of several workers may have waited for its core."""
     rates: dict[Way, float] = {}
     for sender, row in enumerate(gb_s):
         for receiver, rate in enumerate(row):

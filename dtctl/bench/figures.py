@@ -12,7 +12,7 @@ from typing import Any
 from dtctl.errors import UsageError
 
 
-def _parts(ranks: int) -> float:
+def _compute_peer_share(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
@@ -20,12 +20,12 @@ BUS_FACTOR: Mapping[str, Callable[[int], float]] = {
     "p2p": lambda _: 1.0,
     "reduce": lambda _: 1.0,
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    "scatter": _parts,
-    "gather": _parts,
+    "scatter": _compute_peer_share,
+    "gather": _compute_peer_share,
     "broadcast": lambda _: 1.0,
-    "all_gather": _parts,
-    "reduce_scatter": _parts,
-    "all_to_all": _parts,
+    "all_gather": _compute_peer_share,
+    "reduce_scatter": _compute_peer_share,
+    "all_to_all": _compute_peer_share,
 }
 """operation -> what its algorithm bandwidth is multiplied with, given the number of ranks"""
 OPS = tuple(BUS_FACTOR)
@@ -33,11 +33,11 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 DEFAULT_SIZES = "4K:16M"
 STEP = 4
 WORD = 4
-"""Bytes of a float32, which is what is sent."""
+"""Bytes of a float32, the type of all buffers."""
 
 
 def ops_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the operations of these names, all without any; `all-reduce` and `allreduce` mean `all_reduce`.
+    """Return the operations of these names, or all if none is given; `all-reduce` and `allreduce` mean `all_reduce`.
 
     Raises:
         UsageError: there is no such operation.
@@ -47,7 +47,7 @@ def ops_of(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         plain = name.lower().replace("-", "").replace("_", "")
         if plain not in by_name:
-            raise UsageError(f"there is no operation {name!r}", where="--op", hint=f"one of {', '.join(OPS)}")
+            raise UsageError(f"there is no operation {name!r}", where="--op", hint=f"choose one of {', '.join(OPS)}")
         selected.append(by_name[plain])
     return tuple(dict.fromkeys(selected)) or OPS
 
@@ -65,7 +65,7 @@ def size_of(text: str) -> int:
     return int(number) * _UNITS[unit]
 
 
-def sizes_of(text: str) -> tuple[int, ...]:
+def parse_size_range(text: str) -> tuple[int, ...]:
     """Return the sizes in bytes of `A:B`, each four times the one before and the last one B; or of one size.
 
     Raises:
@@ -82,22 +82,22 @@ def sizes_of(text: str) -> tuple[int, ...]:
 
 
 def size_text(size: int) -> str:
-    """`16 MiB`; bytes where it is no whole number of anything."""
+    """Return `16 MiB`; the size in bytes if it is not a whole number of a larger unit."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size % factor == 0:
             return f"{size // factor} {unit}"
     return f"{size} B"
 
 
-def result(op: str, size: int, seconds: float, *, ranks: int, wrong: int) -> dict[str, Any]:
-    """One row: `op`, `size` (bytes), `time_us`, `algbw_gb_s`, `busbw_gb_s` (1e9 bytes a second), `wrong` elements.
+def build_result_row(op: str, size: int, seconds: float, *, ranks: int, wrong: int) -> dict[str, Any]:
+    """Return a row: `op`, `size` (bytes), `time_us`, `algbw_gb_s`, `busbw_gb_s` (1e9 bytes a second), `wrong` elements.
 
     Args:
         op: the operation.
         size: bytes, as the head of this file defines it.
         seconds: how long one operation takes.
         ranks: workers that take part; 2 for p2p.
-        wrong: elements that were not what they should have been, on all ranks together.
+        wrong: number of wrong elements on all ranks.
     """
     algorithm = size / seconds / 1e9 if seconds > 0 else 0.0
     return {

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dtctl.bench.figures import result, training_row
-from dtctl.launch.assemble import CodePush, job_of
+from dtctl.bench.figures import build_result_row, training_row
 from dtctl.launch.cluster import cluster_of
 from dtctl.launch.control.controller import Result
-from dtctl.launch.control.run import launch
+from dtctl.launch.control.run import run_launch_job
+from dtctl.launch.job_builder import CodePush, build_launch_job
 from dtctl.launch.records.events import Event, OutputLine
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.record import RunInfo, new_run_id
@@ -31,7 +31,7 @@ TRAINING = {"width": 512, "depth": 4, "batch": 256, "steps": 7}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class BenchmarkRequest:
     """Measurements that the user asked for."""
 
     ops: tuple[str, ...]
@@ -39,26 +39,26 @@ class Asked:
     backend: str = "auto"
     repeats: int = 20
     seconds: float = 1.0
-    """About how long one operation of one size may take, all repeats together."""
+    """Seconds for one operation of one size, all repeats together, approximately."""
     training: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
-class Figures:
-    """Measurements so far."""
+class BenchmarkResults:
+    """Measurements of a benchmark so far."""
 
     backend: str = ""
     world: int = 0
     torch: str = ""
     results: list[dict[str, Any]] = field(default_factory=list)
-    """Rows as `figures.result` makes them."""
+    """Rows as `figures.build_result_row` makes them."""
     pairs: dict[str, Any] = field(default_factory=dict)
     """Rates of the largest size: `size`, and `gb_s` from rank (row) to rank (column), None on the diagonal."""
     training: list[dict[str, Any]] = field(default_factory=list)
     finished: bool = False
 
-    def take(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Add one of the worker's lines; the rows that it makes."""
+    def add_worker_line(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Add one of the worker's lines; return its rows."""
         if "backend" in message:
             self.backend, self.world, self.torch = message["backend"], message["world"], message["torch"]
         elif "training" in message:
@@ -67,34 +67,36 @@ class Figures:
         elif "finished" in message:
             self.finished = True
         elif message["op"] == "p2p":
-            return [self._pairs(message)]
+            return [self._record_pair_rates(message)]
         else:
-            row = result(message["op"], message["size"], message["seconds"], ranks=self.world, wrong=message["wrong"])
+            row = build_result_row(
+                message["op"], message["size"], message["seconds"], ranks=self.world, wrong=message["wrong"]
+            )
             self.results.append(row)
             return [row]
         return []
 
-    def _pairs(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _record_pair_rates(self, message: Mapping[str, Any]) -> dict[str, Any]:
         size = message["size"]
         rows: list[list[float | None]] = [[size / s / 1e9 if s > 0 else None for s in row] for row in message["matrix"]]
         self.pairs = {"size": size, "gb_s": [[r if r is None else round(r, 5) for r in row] for row in rows]}
         typical = median(s for row in message["matrix"] for s in row if s > 0)
-        row = result("p2p", size, typical, ranks=2, wrong=message["wrong"])
+        row = build_result_row("p2p", size, typical, ranks=2, wrong=message["wrong"])
         self.results.append(row)
         return row
 
     @property
     def wrong(self) -> int:
-        """Elements that were wrong, and training steps after which the workers differed."""
+        """Number of wrong elements, and of training steps after which the workers differed."""
         return sum(int(row["wrong"]) for row in self.results) + sum(not row["ok"] for row in self.training)
 
 
-def spec_for(spec: Spec, folder: Path, request: Asked) -> Spec:
+def spec_for(spec: Spec, folder: Path, request: BenchmarkRequest) -> Spec:
     """Return the user's spec with the benchmark as its job: same nodes, network, variables and set-up lines.
 
     Args:
         spec: the user's.
-        folder: that is brought to the nodes.
+        folder: folder that is sent to the nodes.
         request: what to measure.
     """
     argument = {
@@ -126,7 +128,7 @@ def spec_for(spec: Spec, folder: Path, request: Asked) -> Spec:
 
 
 def write_code(folder: Path) -> None:
-    """Write down all that the workers need; dtctl need not be installed on the nodes."""
+    """Write the files that the workers need; dtctl need not be installed on the nodes."""
     for name in CODE:
         package, _, leaf = name.rpartition(".")
         text = resources.files(package).joinpath(f"{leaf}.py").read_text(encoding="utf-8")
@@ -135,17 +137,17 @@ def write_code(folder: Path) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def measure(
-    spec: Spec, request: Asked, folder: Path, *, on_row: Callable[[dict[str, Any]], None], signals: list[int]
-) -> tuple[Figures, Result, tuple[str, ...]]:
-    """Run the benchmark; the figures, how the job ended, and the node of each rank.
+def run_benchmark(
+    spec: Spec, request: BenchmarkRequest, folder: Path, *, on_row: Callable[[dict[str, Any]], None], signals: list[int]
+) -> tuple[BenchmarkResults, Result, tuple[str, ...]]:
+    """Run the benchmark; return the figures, the result of the job, and the node of each rank.
 
     Args:
         spec: the user's.
         request: what to measure.
         folder: an empty folder of this machine, for the job's files and logs.
-        on_row: told each row of the table when it is known.
-        signals: as `launch` takes them.
+        on_row: function that gets each row of the table when it is known.
+        signals: as `run_launch_job` takes them.
 
     Raises:
         DtctlError: a node could not be made ready.
@@ -156,22 +158,22 @@ def measure(
     job_spec = spec_for(spec, code, request)
     run = new_run_id("bench", now=time.time())
     pushed = CodePush(job_spec.model_copy(update={"base_dir": folder}))  # what it keeps for the next push goes there
-    job = job_of(job_spec, cluster, run=run, keep=False, code=pushed)
+    job = build_launch_job(job_spec, cluster, run=run, keep=False, code=pushed)
     record = RunWriter.create(
         folder, RunInfo(run=run, token=job.token, pid=0, started=time.time(), spec="", command=[], detached=False)
     )
-    figures = Figures()
+    figures = BenchmarkResults()
 
     def emit(event: Event) -> None:
         if isinstance(event, OutputLine) and (at := event.text.find(MARK)) >= 0:
-            for row in figures.take(json.loads(event.text[at + len(MARK) :])):
+            for row in figures.add_worker_line(json.loads(event.text[at + len(MARK) :])):
                 on_row(row)
 
     with record.launcher_lock():
-        ended = launch(job, record, emit=emit, signals=signals, ledger=Ledger(time.monotonic))
-    return figures, ended, _owners(record.plan())
+        ended = run_launch_job(job, record, emit=emit, signals=signals, ledger=Ledger(time.monotonic))
+    return figures, ended, _list_rank_nodes(record.plan())
 
 
-def _owners(plan: Mapping[str, Any]) -> tuple[str, ...]:
+def _list_rank_nodes(plan: Mapping[str, Any]) -> tuple[str, ...]:
     nodes: Sequence[Mapping[str, Any]] = plan.get("nodes", ())
     return tuple(str(node["name"]) for node in nodes for _ in range(int(node["slots"])))

@@ -14,7 +14,7 @@ WIDTH, HEIGHT, LEFT, TOP, BOTTOM, LEGEND = 640, 360, 64, 40, 48, 150
 CELL = 44
 
 
-def draw(figures: Mapping[str, Any]) -> str:
+def render_bench_svg(figures: Mapping[str, Any]) -> str:
     """Return an SVG of what `dtctl bench --json` prints."""
     rows: Sequence[Mapping[str, Any]] = figures["results"]
     pairs: Mapping[str, Any] = figures.get("pairs") or {}
@@ -28,19 +28,19 @@ def draw(figures: Mapping[str, Any]) -> str:
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="22" font-size="15">bus bandwidth, {escape(title)}</text>',
-        *_lines(rows),
-        *(_map(pairs, WIDTH + LEGEND) if count else ()),
+        *_render_bandwidth_lines(rows),
+        *(_render_pair_map(pairs, WIDTH + LEGEND) if count else ()),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _render_bandwidth_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [row for row in rows if row["busbw_gb_s"] > 0]
     if not rows:
         return []
-    x_low, x_high = _span([row["size"] for row in rows])
-    y_low, y_high = _span([row["busbw_gb_s"] for row in rows])
+    x_low, x_high = _compute_log_range([row["size"] for row in rows])
+    y_low, y_high = _compute_log_range([row["busbw_gb_s"] for row in rows])
     right, base = WIDTH - 10, HEIGHT - BOTTOM
 
     def at(size: float, rate: float) -> tuple[float, float]:
@@ -67,7 +67,7 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return parts
 
 
-def _span(numbers: Sequence[float]) -> tuple[float, float]:
+def _compute_log_range(numbers: Sequence[float]) -> tuple[float, float]:
     low, high = math.log10(min(numbers)), math.log10(max(numbers))
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
@@ -76,7 +76,7 @@ def _is_round(size: int) -> bool:
     return size & (size - 1) == 0
 
 
-def _map(pairs: Mapping[str, Any], indent: int) -> list[str]:
+def _render_pair_map(pairs: Mapping[str, Any], indent: int) -> list[str]:
     table: Sequence[Sequence[float | None]] = pairs["gb_s"]
     top = max((rate for row in table for rate in row if rate is not None), default=1.0) or 1.0
     parts = [f'<text x="{indent}" y="22" font-size="15">GB/s from (row) to, {size_text(pairs["size"])}</text>']

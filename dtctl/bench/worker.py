@@ -22,11 +22,11 @@ from dtctl.doctor.worker import add_numbers, make_numbers, time_calls
 MARK = "DTCTL-BENCH "
 WORD = 4
 P2P_REPEATS = 5
-"""Both sides have to call equally often, so that the number is fixed beforehand."""
+"""Repeats of a pair; both sides have to call equally often, so the number is fixed."""
 
 
-def report(**facts: Any) -> None:
-    """Tell the control machine something; rank 0 only."""
+def send_bench_message(**facts: Any) -> None:
+    """Send facts to the control machine, as a line of output; rank 0 only."""
     if dist.get_rank() == 0:
         sys.stdout.write(MARK + json.dumps(facts) + "\n")
         sys.stdout.flush()
@@ -35,8 +35,8 @@ def report(**facts: Any) -> None:
 values, summed = functools.partial(make_numbers, torch), functools.partial(add_numbers, torch)
 
 
-class Operation:
-    """One collective on buffers of one size: how to call it, and how many elements are wrong afterwards."""
+class CollectiveOperation:
+    """A collective on buffers of one size: how to call it, and how many elements are wrong afterwards."""
 
     def __init__(self, op: str, size: int, device: torch.device) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -46,13 +46,13 @@ class Operation:
         self.size = WORD * (self.count if same_size else self.part * world)
         prepare: dict[str, Callable[[int, int, torch.device], tuple[Callable[[], Any], Callable[[], int]]]] = {
             "all_reduce": self._all_reduce,
-            "reduce": self._reduce,
-            "broadcast": self._broadcast,
+            "reduce": self._build_reduce_call,
+            "broadcast": self._build_broadcast_call,
             "all_gather": self._all_gather,
             "reduce_scatter": self._reduce_scatter,
             "all_to_all": self._all_to_all,
-            "gather": self._gather,
-            "scatter": self._scatter,
+            "gather": self._build_gather_call,
+            "scatter": self._build_scatter_call,
         }
         self.call, self.wrong = prepare[op](rank, world, device)
 
@@ -63,27 +63,31 @@ class Operation:
         def check() -> int:
             data.copy_(mine)
             dist.all_reduce(data)
-            return _differ(data, summed(world, self.count, device))
+            return _count_differing_elements(data, summed(world, self.count, device))
 
         return lambda: dist.all_reduce(data), check
 
-    def _reduce(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+    def _build_reduce_call(
+        self, rank: int, world: int, device: torch.device
+    ) -> tuple[Callable[[], Any], Callable[[], int]]:
         mine = values(rank, self.count, device)
         data = mine.clone()
 
         def check() -> int:
             data.copy_(mine)
             dist.reduce(data, 0)
-            return _differ(data, summed(world, self.count, device)) if rank == 0 else 0
+            return _count_differing_elements(data, summed(world, self.count, device)) if rank == 0 else 0
 
         return lambda: dist.reduce(data, 0), check
 
-    def _broadcast(self, rank: int, _: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+    def _build_broadcast_call(
+        self, rank: int, _: int, device: torch.device
+    ) -> tuple[Callable[[], Any], Callable[[], int]]:
         data = values(rank, self.count, device)
 
         def check() -> int:
             dist.broadcast(data, 0)
-            return _differ(data, values(0, self.count, device))
+            return _count_differing_elements(data, values(0, self.count, device))
 
         return lambda: dist.broadcast(data, 0), check
 
@@ -93,7 +97,9 @@ class Operation:
 
         def check() -> int:
             dist.all_gather(received, mine)
-            return sum(_differ(part, values(other, self.part, device)) for other, part in enumerate(received))
+            return sum(
+                _count_differing_elements(part, values(other, self.part, device)) for other, part in enumerate(received)
+            )
 
         return lambda: dist.all_gather(received, mine), check
 
@@ -105,7 +111,7 @@ class Operation:
 
         def check() -> int:
             dist.reduce_scatter_tensor(received, mine)
-            return _differ(received, summed(world, self.part, device, shift=rank * self.part))
+            return _count_differing_elements(received, summed(world, self.part, device, shift=rank * self.part))
 
         return lambda: dist.reduce_scatter_tensor(received, mine), check
 
@@ -116,37 +122,44 @@ class Operation:
         def check() -> int:
             dist.all_to_all_single(received, mine)
             expected = [values(other, self.part, device, shift=rank * self.part) for other in range(world)]
-            return _differ(received, torch.cat(expected))
+            return _count_differing_elements(received, torch.cat(expected))
 
         return lambda: dist.all_to_all_single(received, mine), check
 
-    def _gather(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+    def _build_gather_call(
+        self, rank: int, world: int, device: torch.device
+    ) -> tuple[Callable[[], Any], Callable[[], int]]:
         mine = values(rank, self.part, device)
         received = [torch.zeros(self.part, device=device) for _ in range(world)] if rank == 0 else None
 
         def check() -> int:
             dist.gather(mine, received, 0)
-            return sum(_differ(part, values(other, self.part, device)) for other, part in enumerate(received or []))
+            return sum(
+                _count_differing_elements(part, values(other, self.part, device))
+                for other, part in enumerate(received or [])
+            )
 
         return lambda: dist.gather(mine, received, 0), check
 
-    def _scatter(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+    def _build_scatter_call(
+        self, rank: int, world: int, device: torch.device
+    ) -> tuple[Callable[[], Any], Callable[[], int]]:
         parts = [values(other, self.part, device) for other in range(world)] if rank == 0 else None
         received = torch.zeros(self.part, device=device)
 
         def check() -> int:
             dist.scatter(received, parts, 0)
-            return _differ(received, values(rank, self.part, device))
+            return _count_differing_elements(received, values(rank, self.part, device))
 
         return lambda: dist.scatter(received, parts, 0), check
 
 
-def _differ(actual: torch.Tensor, expected: torch.Tensor) -> int:
+def _count_differing_elements(actual: torch.Tensor, expected: torch.Tensor) -> int:
     return int((actual != expected).sum())
 
 
 def over_ranks(number: float, device: torch.device, reduction: Any = dist.ReduceOp.SUM) -> float:
-    """Return one number made of every rank's."""
+    """Return one number that is reduced over all ranks."""
     tensor = torch.tensor([number], dtype=torch.float64, device=device)
     dist.all_reduce(tensor, reduction)
     return float(tensor)
@@ -174,19 +187,19 @@ def time_together(
 
 
 def gpus_of(device: torch.device) -> list[torch.device]:
-    """Return what has to be waited for."""
+    """Return the GPUs to wait for."""
     return [device] if device.type == "cuda" else []
 
 
-def collectives(request: dict[str, Any], device: torch.device) -> None:
-    """Every operation but p2p, over all sizes."""
+def measure_collectives(request: dict[str, Any], device: torch.device) -> None:
+    """Measure every operation but p2p, over all sizes."""
     for op in request["ops"]:
         for size in request["sizes"] if op != "p2p" else ():
-            operation = Operation(op, size, device)
+            operation = CollectiveOperation(op, size, device)
             wrong = int(over_ranks(operation.wrong(), device))
             limits = {name: request[name] for name in ("repeats", "warm_up", "seconds")}
             seconds = time_together(operation.call, device, **limits)
-            report(op=op, size=operation.size, seconds=seconds, wrong=wrong)
+            send_bench_message(op=op, size=operation.size, seconds=seconds, wrong=wrong)
 
 
 def point_to_point(request: dict[str, Any], device: torch.device) -> None:
@@ -211,7 +224,7 @@ def point_to_point(request: dict[str, Any], device: torch.device) -> None:
                 took[sender, receiver] = seconds if rank == sender else 0.0
             dist.barrier()
         dist.all_reduce(took, dist.ReduceOp.MAX)
-        report(op="p2p", size=count * WORD, matrix=took.tolist(), wrong=int(over_ranks(wrong, device)))
+        send_bench_message(op="p2p", size=count * WORD, matrix=took.tolist(), wrong=int(over_ranks(wrong, device)))
 
 
 def _measure_direction(sender: int, receiver: int, count: int, repeats: int, device: torch.device) -> tuple[float, int]:
@@ -229,33 +242,33 @@ def _measure_direction(sender: int, receiver: int, count: int, repeats: int, dev
             dist.send(token, sender)
 
     trip(data)
-    wrong = 0 if mine else _differ(data, values(sender, count, device))
-    round_trip_s = _median(lambda: trip(data), repeats, device)
-    empty = _median(lambda: trip(token), repeats, device)
+    wrong = 0 if mine else _count_differing_elements(data, values(sender, count, device))
+    round_trip_s = _measure_median_seconds(lambda: trip(data), repeats, device)
+    empty = _measure_median_seconds(lambda: trip(token), repeats, device)
     return max(round_trip_s - empty / 2, 1e-9), wrong
 
 
-def _median(call: Callable[[], None], repeats: int, device: torch.device) -> float:
+def _measure_median_seconds(call: Callable[[], None], repeats: int, device: torch.device) -> float:
     took = [time_calls(torch, gpus_of(device), call, 1, warm_up=0) for _ in range(repeats)]
     return sorted(took)[len(took) // 2]
 
 
-def training(request: dict[str, Any], device: torch.device) -> None:
+def measure_training_scaling(request: dict[str, Any], device: torch.device) -> None:
     """A training step of the same work per worker on 1, 2, 4, ... and all workers."""
     world, rank = dist.get_world_size(), dist.get_rank()
     counts = sorted({*(2**i for i in range(world.bit_length()) if 2**i <= world), world})
     for workers in counts:
         group = dist.new_group(list(range(workers)))
         if rank < workers:
-            step_s, identical = _steps(request, device, group)
+            step_s, identical = _measure_training_step(request, device, group)
         else:
             step_s, identical = 0.0, True
         slowest = over_ranks(step_s, device, dist.ReduceOp.MAX)
         different = over_ranks(0.0 if identical else 1.0, device)
-        report(training=workers, step_s=slowest, ok=different == 0)
+        send_bench_message(training=workers, step_s=slowest, ok=different == 0)
 
 
-def _steps(request: dict[str, Any], device: torch.device, group: Any) -> tuple[float, bool]:
+def _measure_training_step(request: dict[str, Any], device: torch.device, group: Any) -> tuple[float, bool]:
     """Return the seconds of one step (median), and whether all workers have the same weights afterwards."""
     torch.manual_seed(0)
     width, depth, batch = request["training"]["width"], request["training"]["depth"], request["training"]["batch"]
@@ -285,7 +298,7 @@ def _steps(request: dict[str, Any], device: torch.device, group: Any) -> tuple[f
 
 
 def main() -> None:
-    """Run what the argument asks for."""
+    """Run the measurements that the argument requests."""
     request = json.loads(sys.argv[1])
     backend = request["backend"]
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -297,13 +310,13 @@ def main() -> None:
         dist.init_process_group(backend, device_id=device)
     else:
         dist.init_process_group(backend)
-    report(backend=backend, world=dist.get_world_size(), torch=str(torch.__version__))
-    collectives(request, device)
+    send_bench_message(backend=backend, world=dist.get_world_size(), torch=str(torch.__version__))
+    measure_collectives(request, device)
     if "p2p" in request["ops"] and dist.get_world_size() > 1:
         point_to_point(request, device)
     if request["training"]:
-        training(request, device)
-    report(finished=True)
+        measure_training_scaling(request, device)
+    send_bench_message(finished=True)
     dist.destroy_process_group()
 
 

@@ -1,1 +1,1 @@
-"""The command line: one file a command; only `output.py` prints, only `main.py` exits."""
+"""The command line: one file for each command; only `output.py` prints, and only `main.py` exits."""

@@ -13,7 +13,7 @@ from dtctl.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     from dtctl.advise.advice import Advice
-    from dtctl.advise.search import Task
+    from dtctl.advise.search import PlanningTask
     from dtctl.spec.model import Spec
 
 
@@ -62,11 +62,11 @@ def advise(
     Searched are data, sharded (fsdp), tensor, pipeline, context (cp) and expert parallelism (ep), recomputation,
     offloading and the micro batch; --mesh and the options after it price what you name.
     """
-    from dtctl.advise.gather import AdviseOptions, task
+    from dtctl.advise.gather import AdviseOptions, build_advise_task
 
-    path = _path(spec, write=write)
-    loaded = _loaded(path, required=spec is not None or write)
-    request = task(
+    path = _resolve_spec_path(spec, write=write)
+    loaded = _load_optional_spec(path, required=spec is not None or write)
+    request = build_advise_task(
         AdviseOptions(
             config=config, module=model, params=params, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
             ffn=ffn, gated=gated, vocab=vocab, experts=experts, seq=seq, batch=batch, gpus=gpus, per_node=per_node,
@@ -79,14 +79,14 @@ def advise(
         loaded,
     )  # fmt: skip
     if measure:
-        return _measure(request, model, json_lines=json_)
-    origin = _origin(path, request, gpus=gpus, per_node=per_node) if loaded is not None else ""
+        return _measure_strategies(request, model, json_lines=json_)
+    origin = _describe_spec_hardware(path, request, gpus=gpus, per_node=per_node) if loaded is not None else ""
     if gpu is None:
         origin += f"{'; ' if origin else ''}no GPU is named, so {request.hardware.gpu.name} is assumed (--gpu)"
-    return _recommend(request, path, origin=origin, write=write, plot=plot, json_lines=json_)
+    return _search_and_recommend(request, path, origin=origin, write=write, plot=plot, json_lines=json_)
 
 
-def _origin(path: Path, task: Task, *, gpus: int | None, per_node: int | None) -> str:
+def _describe_spec_hardware(path: Path, task: PlanningTask, *, gpus: int | None, per_node: int | None) -> str:
     """Return the figures of the machines that come from the spec, and the options that override them."""
     parts = []
     if per_node is None:
@@ -98,50 +98,52 @@ def _origin(path: Path, task: Task, *, gpus: int | None, per_node: int | None) -
     return f"from {path}: {', '.join(parts)}" if parts else ""
 
 
-def _recommend(task: Task, path: Path, *, origin: str, write: bool, plot: Path | None, json_lines: bool) -> int:
-    """Search, show, and write into the spec if requested; return the exit code."""
-    from dtctl.advise.advice import advise as advised
-    from dtctl.advise.advice import as_json, model_json
+def _search_and_recommend(
+    task: PlanningTask, path: Path, *, origin: str, write: bool, plot: Path | None, json_lines: bool
+) -> int:
+    """Search for layouts, print the result, and write it into the spec if requested; return the exit code."""
+    from dtctl.advise.advice import build_choice_json, model_json
+    from dtctl.advise.advice import choose_best_layouts as advised
 
     advice = advised(task)
     if json_lines:
         output.emit_json(
             {
                 "model": model_json(task.model),
-                "recommendation": as_json(advice.best, advice.reasons),
-                "alternatives": [as_json(choice) for choice in advice.alternatives],
-                "written": as_json(advice.written) if advice.written is not None else None,
+                "recommendation": build_choice_json(advice.best, advice.reasons),
+                "alternatives": [build_choice_json(choice) for choice in advice.alternatives],
+                "written": build_choice_json(advice.written) if advice.written is not None else None,
                 "tried": advice.evaluated,
                 "basis": view.COMPUTED,
             }
         )
     else:
-        view.show(task, advice, origin=origin)
+        view.print_recommendation(task, advice, origin=origin)
     for doubt in task.model.doubts:
-        output.err(f"warning: {doubt}", "yellow")
+        output.print_stderr(f"warning: {doubt}", "yellow")
     if plot is not None:
         view.write_page(plot, task, advice)
     if write and advice.best.fits:
-        _write(path, task, advice)
+        _write_recommendation(path, task, advice)
     return 0 if advice.best.fits else PlanError.exit_code
 
 
-def _measure(task: Task, module: str | None, *, json_lines: bool) -> int:
-    """Train a few steps with ddp and fsdp on 1, 2 and 4 workers, as far as there are GPUs, and show both figures."""
-    from dtctl.advise.measure import measure
+def _measure_strategies(task: PlanningTask, module: str | None, *, json_lines: bool) -> int:
+    """Train a few steps with ddp and fsdp on 1, 2 and 4 workers, up to the number of GPUs; print both figures."""
+    from dtctl.advise.measure import measure_training_memory
 
     rows = []
     for strategy in ("ddp", "fsdp"):
         for workers in (count for count in (1, 2, 4) if count <= task.hardware.gpus):
-            output.err(f"{strategy} on {workers} ...", "dim")
-            rows.append(measure(task.model, strategy=strategy, workers=workers, module=module))
+            output.print_stderr(f"{strategy} on {workers} ...", "dim")
+            rows.append(measure_training_memory(task.model, strategy=strategy, workers=workers, module=module))
     if json_lines:
         output.emit_json(
             {
                 "measured": [
                     {"strategy": trial.strategy, "workers": trial.workers,
                      "predicted_mib": round(trial.predicted / 2**20, 1),
-                     "measured_mib": round(trial.measured / 2**20, 1), "off": round(trial.off, 4),
+                     "measured_mib": round(trial.measured / 2**20, 1), "off": round(trial.relative_error, 4),
                      "tracked_mib": None if trial.tracked is None else round(trial.tracked / 2**20, 1),
                      "untracked": trial.untracked}
                     for trial in rows
@@ -153,14 +155,14 @@ def _measure(task: Task, module: str | None, *, json_lines: bool) -> int:
     return 0
 
 
-def _path(spec: Path | None, *, write: bool) -> Path:
+def _resolve_spec_path(spec: Path | None, *, write: bool) -> Path:
     path = spec or Path(names.SPEC_FILE)
     if write and str(path) == "-":
         raise UsageError("a spec read from standard input cannot be written back", hint="name the spec's file")
     return path / names.SPEC_FILE if path.is_dir() else path
 
 
-def _loaded(path: Path, *, required: bool) -> Spec | None:
+def _load_optional_spec(path: Path, *, required: bool) -> Spec | None:
     if not required and not path.is_file():
         return None
     from dtctl.spec.load import load_spec
@@ -168,10 +170,10 @@ def _loaded(path: Path, *, required: bool) -> Spec | None:
     return load_spec(path)
 
 
-def _write(path: Path, task: Task, advice: Advice) -> None:
-    from dtctl.advise.advice import settings
-    from dtctl.advise.write import as_yaml, write
+def _write_recommendation(path: Path, task: PlanningTask, advice: Advice) -> None:
+    from dtctl.advise.advice import build_train_settings
+    from dtctl.advise.spec_editor import as_yaml, write_spec_settings
 
-    changed = settings(task, advice.best)
-    write(path, changed)
-    output.err(f"{path}: train: {', '.join(f'{key}: {as_yaml(value)}' for key, value in changed.items())}")
+    changed = build_train_settings(task, advice.best)
+    write_spec_settings(path, changed)
+    output.print_stderr(f"{path}: train: {', '.join(f'{key}: {as_yaml(value)}' for key, value in changed.items())}")

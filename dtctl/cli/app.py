@@ -1,4 +1,4 @@
-"""The commands and where they live. A command's file is imported when that command is asked for."""
+"""The commands and their modules. The module of a command is imported when that command is used."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "snapshot": "List, verify, export and prune snapshots.",
     },
 }
-"""The help: commands in groups, and what each is for. A command is the function of its name in dtctl/cli/NAME.py."""
+"""Commands of the help in groups, with one sentence each. A command is the function of its name in
+dtctl/cli/NAME.py."""
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "init": ("dtctl init my-gpt --launcher sandbox", "dtctl init my-job --template script --launcher ssh"),
     "launch": (
@@ -80,74 +81,74 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "clean": ("dtctl clean --older 30d", "dtctl clean --larger 1G --yes"),
     "advise": ("dtctl advise --params 7B --gpus 16 --gpu A100 --batch 64", "dtctl advise --write"),
 }
-"""Examples below the help of a command."""
+"""Examples that stand below the help of a command."""
 GROUPS = ("sandbox", "snapshot", "nccl")
-"""Commands with commands of their own: `app` in dtctl/cli/NAME.py."""
+"""Commands with subcommands: `app` in dtctl/cli/NAME.py."""
 COMMANDS = tuple(name for section in SECTIONS.values() for name in section if name not in GROUPS)
-"""The others, in the order of the help."""
+"""Commands without subcommands, in the order of the help."""
 HIDDEN = ("take-up",)
-"""Commands like `COMMANDS` that dtctl itself calls."""
+"""Commands that only dtctl itself calls; they have the form of `COMMANDS`."""
 
 
 class _Commands(TyperGroup):
-    """All commands, each imported when it is needed; help with the commands in groups."""
+    """Group of all commands, which imports a command when it is used, and prints the help in sections."""
 
     def __init__(self, **options: Any) -> None:
-        """Know the names of all commands; none is there yet."""
+        """Register the names of all commands without importing any."""
         super().__init__(**options)
         self.commands = dict.fromkeys((*COMMANDS, *HIDDEN, *GROUPS))  # type: ignore[assignment]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return a command, imported if need be; None if there is none of that name."""
+        """Return a command, after its import if necessary; None if no command has this name."""
         if cmd_name in self.commands and self.commands[cmd_name] is None:
             self.commands[cmd_name] = _load_command(cmd_name)
         return self.commands.get(cmd_name)
 
     def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Write each group with what its commands are for."""
+        """Write the sections of the help, with one sentence for each command."""
         for title, helps in SECTIONS.items():
             with formatter.section(title):
                 formatter.write_dl(list(helps.items()))
 
 
 def _load_command(name: str) -> Any:
-    """Import the file of a command and return what typer makes of it."""
+    """Import the file of a command, and return the command that typer makes of it."""
     python_name = name.replace("-", "_")
     module = import_module(f"dtctl.cli.{python_name}")
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.callback()(_root)  # with one command alone, typer would make no group
+    app.callback()(_parse_root_options)  # typer makes no group of a single command without a callback
     if name in GROUPS:
         app.add_typer(module.app, name=name)
     else:
         function = getattr(module, python_name, None) or getattr(module, f"{python_name}_")
-        app.command(name, hidden=name in HIDDEN, epilog=_examples(name))(function)
+        app.command(name, hidden=name in HIDDEN, epilog=_format_command_examples(name))(function)
     return get_group(app).commands[name]
 
 
-def _examples(name: str) -> str | None:
-    """Return the end of a command's help; the mark keeps its lines as they are."""
+def _format_command_examples(name: str) -> str | None:
+    """Return the examples at the end of a command's help; a mark keeps their lines as they are."""
     lines = EXAMPLES.get(name)
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines) if lines else None
 
 
-def _version(show: bool) -> None:
+def _print_version(show: bool) -> None:
     if show:
         typer.echo(f"dtctl {dtctl.__version__}")
         raise typer.Exit
 
 
-def _root(
+def _parse_root_options(
     version: bool = typer.Option(
-        False, "--version", "-V", callback=_version, is_eager=True, help="Print the version and exit."
+        False, "--version", "-V", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
     pass
 
 
 def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the arguments before the first `--` of `dtctl launch` or `exec`, and those after it (None without one).
+    """Return the arguments of `dtctl launch` or `exec` before the first `--` and after it; None without `--`.
 
-    A parser cannot distinguish `launch -- train.py` from `launch train.py` afterwards: it drops the dashes.
+    The parser drops the dashes, and `launch -- train.py` could not be distinguished from `launch train.py` afterwards.
     """
     if arguments[:1] in (["launch"], ["exec"]) and "--" in arguments:
         at = arguments.index("--")
@@ -155,8 +156,20 @@ def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
     return arguments, None
 
 
+def find_command(arguments: list[str]) -> tuple[list[str], Any]:
+    """Return the words of a command line that name its command, and that command as an object of the library."""
+    command: Any = get_group(make_app())
+    words: list[str] = []
+    for word in arguments:
+        if word not in getattr(command, "commands", ()):
+            break
+        command = command.get_command(None, word)
+        words.append(word)
+    return words, command
+
+
 def make_app() -> typer.Typer:
-    """Return the command line, without importing any command yet."""
+    """Return the command line; no command is imported yet."""
     app = typer.Typer(
         name="dtctl",
         cls=_Commands,
@@ -167,5 +180,5 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_root)
+    app.callback()(_parse_root_options)
     return app

@@ -1,4 +1,4 @@
-"""`dtctl bench`: how fast the nodes communicate through torch, and whether the results are correct."""
+"""`dtctl bench`: measure the communication of the nodes through torch, and check its results."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import typer
 from dtctl import names
 from dtctl.bench.figures import DEFAULT_SIZES, OPS
 from dtctl.cli import output
-from dtctl.cli.common.agreement import Yes, agreed
+from dtctl.cli.common.agreement import Yes, require_spec_agreement
+from dtctl.printable import format_count
 
 if TYPE_CHECKING:
-    from dtctl.bench.job import Asked, Figures
+    from dtctl.bench.job import BenchmarkRequest, BenchmarkResults
     from dtctl.spec.model import Spec
 
 HEADER = ["OPERATION", "SIZE", "TIME us", "ALGBW GB/s", "BUSBW GB/s", "WRONG"]
@@ -50,51 +51,53 @@ def bench(
 
     Time is that of the slowest worker; the bandwidths are those of nccl-tests.
     """
-    from dtctl.bench.figures import ops_of, sizes_of
-    from dtctl.bench.job import Asked
+    from dtctl.bench.figures import ops_of, parse_size_range
+    from dtctl.bench.job import BenchmarkRequest
     from dtctl.spec.load import load_spec
 
-    request = Asked(ops=ops_of(op or ()), sizes=sizes_of(sizes), backend=backend, repeats=repeats, training=training)
+    request = BenchmarkRequest(
+        ops=ops_of(op or ()), sizes=parse_size_range(sizes), backend=backend, repeats=repeats, training=training
+    )
     checked = load_spec(spec or Path(names.SPEC_FILE), tuple(set_ or ()))
-    agreed(checked, yes=yes)
+    require_spec_agreement(checked, yes=yes)
     return measure_and_show(checked, request, plot=plot, json_lines=json_)
 
 
-def measure_and_show(spec: Spec, request: Asked, *, plot: Path | None, json_lines: bool) -> int:
-    """Run the benchmark and print what came of it; the exit code."""
-    from dtctl.bench.job import measure
-    from dtctl.bench.picture import draw
+def measure_and_show(spec: Spec, request: BenchmarkRequest, *, plot: Path | None, json_lines: bool) -> int:
+    """Run the benchmark and print its figures; return the exit code."""
+    from dtctl.bench.job import run_benchmark
+    from dtctl.bench.picture import render_bench_svg
     from dtctl.cli.common.doctor_view import show_cause
-    from dtctl.cli.common.followed_run import caught_signals, show_end
+    from dtctl.cli.common.followed_run import caught_signals, print_run_end
     from dtctl.errors import WorkerFailed
 
     if not json_lines:
-        output.out(_line(HEADER), "bold")
-    # If a run fails, the logs in the folder have torch's messages about missing figures.
+        output.print_stdout(_format_result_line(HEADER), "bold")
+    # If a run fails, the logs in this folder have torch's messages, which explain missing figures.
     with tempfile.TemporaryDirectory(prefix="dtctl-bench-") as name, caught_signals() as signals:
         on_row = _show_nothing if json_lines else _show_row
-        figures, ended, owners = measure(spec, request, Path(name), on_row=on_row, signals=signals)
+        figures, ended, owners = run_benchmark(spec, request, Path(name), on_row=on_row, signals=signals)
         if ended.exit_code or not figures.finished:
-            show_end(ended)
+            print_run_end(ended)
             show_cause(Path(name))
             return ended.exit_code or WorkerFailed.exit_code
-    facts = as_json(figures, owners)
+    facts = build_bench_json(figures, owners)
     if plot is not None:
-        plot.write_text(draw(facts), encoding="utf-8")
-        output.err(f"wrote {plot}")
+        plot.write_text(render_bench_svg(facts), encoding="utf-8")
+        output.print_stderr(f"wrote {plot}")
     if json_lines:
         output.emit_json(facts)
     else:
-        show_rest(figures, owners)
+        print_pairs_and_training(figures, owners)
     if figures.wrong:
-        output.err(f"{figures.wrong} results are wrong: the data received is not the data sent", "red", "bold")
+        output.print_stderr(f"{figures.wrong} results are wrong: the data received is not the data sent", "red", "bold")
         return WorkerFailed.exit_code
     return 0
 
 
-def as_json(figures: Figures, owners: tuple[str, ...]) -> dict[str, Any]:
-    """`backend`, `torch`, `world_size`, `ranks` (node of each), `results`, `pairs`, `training`, `conclusions`, `ok`."""
-    from dtctl.bench.conclusions import conclusions
+def build_bench_json(figures: BenchmarkResults, owners: tuple[str, ...]) -> dict[str, Any]:
+    """Return the figures as a JSON object; its key `ranks` has the node of each rank."""
+    from dtctl.bench.conclusions import build_conclusions
 
     return {
         "ok": figures.wrong == 0,
@@ -105,11 +108,11 @@ def as_json(figures: Figures, owners: tuple[str, ...]) -> dict[str, Any]:
         "results": figures.results,
         "pairs": figures.pairs,
         "training": figures.training,
-        "conclusions": conclusions(figures.pairs, figures.training, owners),
+        "conclusions": build_conclusions(figures.pairs, figures.training, owners),
     }
 
 
-def _line(cells: list[str]) -> str:
+def _format_result_line(cells: list[str]) -> str:
     numbers = (cell.rjust(width) for cell, width in zip(cells[1:], WIDTHS[1:], strict=True))
     return "  ".join([cells[0].ljust(WIDTHS[0]), *numbers])
 
@@ -123,30 +126,30 @@ def _show_row(row: dict[str, Any]) -> None:
 
     rates = [f"{row['algbw_gb_s']:.3f}", f"{row['busbw_gb_s']:.3f}"]
     cells = [row["op"], size_text(row["size"]), f"{row['time_us']:.1f}", *rates, str(row["wrong"])]
-    output.out(_line(cells), *(("red",) if row["wrong"] else ()))
+    output.print_stdout(_format_result_line(cells), *(("red",) if row["wrong"] else ()))
 
 
-def show_rest(figures: Figures, owners: tuple[str, ...]) -> None:
-    """The map of the pairs, the training steps, and what both mean."""
-    from dtctl.bench.conclusions import conclusions
+def print_pairs_and_training(figures: BenchmarkResults, owners: tuple[str, ...]) -> None:
+    """Print the bandwidths of the pairs, the training steps, and the conclusions from both."""
+    from dtctl.bench.conclusions import build_conclusions
     from dtctl.bench.figures import size_text
 
     if figures.pairs:
-        output.out(f"\nGB/s from (row) to (column), messages of {size_text(figures.pairs['size'])}", "bold")
+        output.print_stdout(f"\nGB/s from (row) to (column), messages of {size_text(figures.pairs['size'])}", "bold")
         labels = [f"{rank} {owners[rank]}" if rank < len(owners) else str(rank) for rank in range(figures.world)]
         rows = [
             [label, *("" if rate is None else f"{rate:.3f}" for rate in rates)]
             for label, rates in zip(labels, figures.pairs["gb_s"], strict=True)
         ]
-        output.table(rows, header=["FROM \\ TO", *(str(rank) for rank in range(figures.world))])
+        output.print_table(rows, header=["FROM \\ TO", *(str(rank) for rank in range(figures.world))])
     if figures.training:
-        output.out("\ntraining step, the same work for each worker", "bold")
+        output.print_stdout("\ntraining step, the same work for each worker", "bold")
         rows = [
             [str(row["workers"]), f"{row['step_s'] * 1e3:.2f}", f"{row['efficiency']:.0%}"] for row in figures.training
         ]
-        output.table(rows, header=["WORKERS", "STEP ms", "EFFICIENCY"])
-    for sentence in conclusions(figures.pairs, figures.training, owners):
-        output.out(f"\n{sentence['summary']}", *(("yellow",) if sentence["fix"] else ()))
+        output.print_table(rows, header=["WORKERS", "STEP ms", "EFFICIENCY"])
+    for sentence in build_conclusions(figures.pairs, figures.training, owners):
+        output.print_stdout(f"\n{sentence['summary']}", *(("yellow",) if sentence["fix"] else ()))
         if sentence["fix"]:
-            output.out(f"  {sentence['fix']}")
-    output.out(f"\n{figures.backend}, torch {figures.torch}, {figures.world} workers", "dim")
+            output.print_stdout(f"  {sentence['fix']}")
+    output.print_stdout(f"\n{figures.backend}, torch {figures.torch}, {format_count(figures.world, 'worker')}", "dim")

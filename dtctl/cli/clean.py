@@ -1,9 +1,10 @@
-"""`dtctl clean`: remove old runs, code, data and sandboxes, after showing them."""
+"""`dtctl clean`: list old runs, code, data, wheels and sandboxes, and remove them."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from dtctl.cli import output
 from dtctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from dtctl.launch.clean import CleanRule, Item, NodeStores
+    from dtctl.launch.clean import CleanRule, NodeStores, RemovableItem
 
 SPANS = {"": 86400, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604_800}
 SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -32,13 +33,18 @@ def clean(
 ) -> int:
     """Remove old runs of this folder, old runs, code and data on the nodes, and sandboxes that are down.
 
-    Shows them first. What runs, and what such a run continues from, stays.
+    Wheels that this machine has downloaded for nodes go when no launch has used them for that long.
+    Shows them first, those that other folders have launched on the nodes apart. What runs, and what such a run
+    continues from, stays.
     """
     from dtctl.launch.clean import HERE, CleanRule, items_here, needed_runs, remove_here, runs_elsewhere
+    from dtctl.launch.records.record import list_run_records
 
-    rule = CleanRule(older_s=_number(older, SPANS, "--older"), larger_bytes=int(_number(larger, SIZES, "--larger")))
+    rule = CleanRule(
+        older_s=_parse_quantity(older, SPANS, "--older"), larger_bytes=int(_parse_quantity(larger, SIZES, "--larger"))
+    )
     here = Path.cwd()
-    stores = _stores(spec)
+    stores = _build_node_stores(spec)
     on_nodes, errors = stores.items() if stores is not None else ([], {})
     every = [*items_here(here), *on_nodes]
     items = [item for item in every if rule.covers(item)]
@@ -49,12 +55,14 @@ def clean(
     items = [item for item in items if item.kind != "run" or item.name not in needed | elsewhere]
     if elsewhere:
         count = f"{len(elsewhere)} run{'s stay' if len(elsewhere) > 1 else ' stays'}"
-        output.err(f"{count}: with files on nodes that the spec does not name, or that do not answer")
+        output.print_stderr(f"{count}: with files on nodes that the spec does not name, or that do not answer")
+    launched = {record.run for record in list_run_records(here)}
+    foreign = [item for item in items if item.kind == "run" and item.node != HERE and item.name not in launched]
     if not json_ and items:
-        _show(items)
+        _print_item_table([item for item in items if item not in foreign], foreign)
     elif not json_:
-        output.err(_nothing([item for item in every if item.name not in far], rule, older, larger))
-    agreed = bool(items) and (yes or (not json_ and _asked()))
+        output.print_stderr(_explain_no_removal([item for item in every if item.name not in far], rule, older, larger))
+    agreed = bool(items) and (yes or (not json_ and _confirm_removal()))
     left: list[str] = []
     if agreed:
         left += remove_here(here, [item for item in items if item.node == HERE])
@@ -65,19 +73,21 @@ def clean(
             else:
                 errors[node] = answer
     if json_:
-        output.emit_json({"items": [_row(item) for item in items], "removed": agreed, "left": left})
+        output.emit_json(
+            {"items": [_build_item_json(item, foreign) for item in items], "removed": agreed, "left": left}
+        )
     elif items:
-        total = output.size(sum(item.bytes for item in items))
-        output.err(f"removed {total}" if agreed else f"nothing was removed; `--yes` removes {total}")
+        total = output.format_size(sum(item.bytes for item in items))
+        output.print_stderr(f"removed {total}" if agreed else f"nothing was removed; `--yes` removes {total}")
     for text in left:
-        output.err(f"not removed: {text}", "red")
+        output.print_stderr(f"not removed: {text}", "red")
     for error in errors.values():
-        output.error(error)
+        output.print_error_with_hint(error)
     return 6 if errors else 7 if left else 0
 
 
-def _stores(spec: Path | None) -> NodeStores | None:
-    """Return the nodes of the spec, if there is a spec and its nodes keep anything."""
+def _build_node_stores(spec: Path | None) -> NodeStores | None:
+    """Return the stores on the nodes of the spec; None without a spec, or if its nodes keep nothing."""
     from dtctl.launch.clean import NodeStores
     from dtctl.launch.cluster import cluster_of
     from dtctl.spec.load import load_spec
@@ -86,12 +96,14 @@ def _stores(spec: Path | None) -> NodeStores | None:
         return None
     loaded = load_spec(spec or Path(names.SPEC_FILE), ())
     if loaded.cluster.transport == "slurm":
-        return None
+        from dtctl.slurm.submit import locate_stores
+
+        return NodeStores(locate_stores(loaded)) if loaded.job.environment is not None else None
     cluster = cluster_of(loaded, start=False)
     return NodeStores(cluster) if cluster.targets else None
 
 
-def _number(text: str, units: dict[str, int], option: str) -> float:
+def _parse_quantity(text: str, units: dict[str, int], option: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]?)(?:i?B)?", text.strip())
     if not match or match[2] not in units:
         known = ", ".join(unit for unit in units if unit)
@@ -99,39 +111,63 @@ def _number(text: str, units: dict[str, int], option: str) -> float:
     return float(match[1]) * units[match[2]]
 
 
-def _row(item: Item) -> dict[str, object]:
+def _build_item_json(item: RemovableItem, foreign: Sequence[RemovableItem]) -> dict[str, object]:
     return {
         "node": item.node or None, "kind": item.kind, "name": item.name, "bytes": item.bytes,
         "age_s": round(item.age_s), "has": list(item.has),
+        "of_other_folder": item in foreign,
     }  # fmt: skip
 
 
-def _nothing(every: list[Item], rule: CleanRule, older: str, larger: str) -> str:
-    """Return why nothing is removed."""
+def _explain_no_removal(every: list[RemovableItem], rule: CleanRule, older: str, larger: str) -> str:
+    """Return the reason why nothing is removed."""
     rest = [item for item in every if not rule.covers(item)]
     if not rest:
         return "there is nothing to remove"
     limits = f"{older} old" + (f" and {larger} large" if rule.larger_bytes else "")
     shown = "--older 0d" + (" --larger 0" if rule.larger_bytes else "")
-    total = output.size(sum(item.bytes for item in rest))
+    total = output.format_size(sum(item.bytes for item in rest))
     return f"nothing that may go is at least {limits}; `dtctl clean {shown}` shows the rest ({total})"
 
 
-def _show(items: list[Item]) -> None:
+def _print_item_table(items: Sequence[RemovableItem], foreign: Sequence[RemovableItem]) -> None:
+    """Print what can be removed, with a separate table for runs on the nodes that other folders have launched."""
+    if items:
+        _print_items(items)
+    if items and foreign:
+        output.print_stdout("")
+    if foreign:
+        output.print_stdout(
+            "runs on these nodes that other folders have launched, or that have no record here:", "yellow"
+        )
+        _print_items(foreign)
+
+
+def _print_items(items: Sequence[RemovableItem]) -> None:
     rows = [
-        [item.node or "here", item.kind, item.name, _age(item.age_s), output.size(item.bytes), ", ".join(item.has)]
+        [
+            item.node or "here",
+            item.kind,
+            item.name,
+            _format_item_age(item.age_s),
+            output.format_size(item.bytes),
+            ", ".join(item.has),
+        ]
         for item in items
     ]
-    output.table(rows, header=["WHERE", "KIND", "NAME", "AGE", "SIZE", "HAS"])
+    output.print_table(rows, header=["WHERE", "KIND", "NAME", "AGE", "SIZE", "HAS"])
 
 
-def _age(seconds: float) -> str:
-    return f"{seconds / 86400:.0f} d" if seconds >= 86400 else f"{seconds / 3600:.1f} h"
+def _format_item_age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 60:.0f} min"
 
 
-def _asked() -> bool:
+def _confirm_removal() -> bool:
     """Return whether the user at the terminal agrees."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
-    output.err("remove all of this? [y/N] ")
+    output.print_stderr("remove all of this? [y/N] ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

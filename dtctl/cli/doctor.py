@@ -1,4 +1,4 @@
-"""`dtctl doctor`: can this cluster train, and why did this job fail?"""
+"""`dtctl doctor`: check if a cluster can train, and explain why a job failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.common.agreement import Yes, agreed
+from dtctl.cli.common.agreement import Yes, require_spec_agreement
 from dtctl.errors import UsageError
 
 Log = Annotated[
@@ -58,9 +58,9 @@ def doctor(
 
 
 def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, json_lines: bool) -> int:
-    """Examine a cluster and print what was found; the exit code."""
+    """Examine a cluster and print the findings; return the exit code."""
     from dtctl.cli.common import doctor_view
-    from dtctl.doctor.examine import COSTLY, examine
+    from dtctl.doctor.examine import COSTLY, examine_spec_nodes
     from dtctl.doctor.tables import links_of
     from dtctl.errors import DoctorFailed, Interrupted
     from dtctl.launch.cluster import cluster_of
@@ -69,7 +69,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
     for layer in set(skip) - {*COSTLY}:
         raise UsageError(f"there is no layer {layer!r} to skip", where="--skip", hint=" or ".join(COSTLY))
     spec = load_spec(path, ())
-    agreed(spec, yes=yes)
+    require_spec_agreement(spec, yes=yes)
     if spec.cluster.transport == "slurm":
         if "SLURM_JOB_ID" not in os.environ:
             from dtctl.cli.common.doctor_slurm import examine_offer
@@ -82,12 +82,12 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
         cluster = cluster_of(spec, start=True)
     begun = time.monotonic()
     try:
-        examination = examine(
+        examination = examine_spec_nodes(
             spec,
             cluster,
             skip=[layer for layer in COSTLY if layer in skip],
             gpu=gpu,
-            progress=lambda text: output.err(f"{text} ...", "dim"),
+            progress=lambda text: output.print_stderr(f"{text} ...", "dim"),
         )
     except KeyboardInterrupt:
         raise Interrupted(
@@ -120,12 +120,12 @@ def explain_logs(paths: Sequence[Path], *, json_lines: bool) -> int:
     """Print the findings in the logs; return the exit code."""
     from dtctl.cli.common import doctor_view
     from dtctl.doctor.explain.diagnose import explain_all
-    from dtctl.doctor.explain.lines import shown
+    from dtctl.doctor.explain.lines import render_terminal_line
     from dtctl.errors import DoctorFailed
 
     explained = explain_all(paths)
     for path in explained.unread:
-        output.err(f"warning: {shown(path.file)}: {path.why}", "yellow")
+        output.print_stderr(f"warning: {render_terminal_line(path.file)}: {path.why}", "yellow")
     if json_lines:
         output.emit_json(
             {

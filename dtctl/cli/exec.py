@@ -1,4 +1,4 @@
-"""`dtctl exec`: a command, or a shell, inside a run on one of its nodes."""
+"""`dtctl exec`: run a command or a shell inside a run on one of its nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def exec_(
 
     `dtctl exec RUN NODE -- CMD`; without a command, a shell. Ranks and the values of secrets are not there.
     """
-    from dtctl.launch.inside import run_command
+    from dtctl.launch.exec_in_run import run_command
     from dtctl.launch.records.record import find_run
 
     record = find_run(Path.cwd(), run)
@@ -38,7 +38,7 @@ def exec_(
         raise UsageError("there is no command", hint=f"dtctl exec {run} {node} -- nvidia-smi")
     size = shutil.get_terminal_size()
     window = (size.columns, size.lines) if interactive else None
-    entered = _of_job if record.info().slurm else _of_node
+    entered = _prepare_job_command if record.info().slurm else _prepare_node_command
     connection, text = entered(record, node, ctx.obj or ["bash", "-i"], window)
     stdin_fd = sys.stdin.fileno() if interactive or not sys.stdin.isatty() else None
     try:
@@ -61,14 +61,16 @@ def exec_(
     return status
 
 
-def _of_node(record: RunRecord, node: str, argv: list[str], window: tuple[int, int] | None) -> tuple[Connection, str]:
-    """Return the way to a node of a run, and what to run there."""
-    from dtctl.cli.fetch import sources
-    from dtctl.launch.assemble import cluster_of_run
-    from dtctl.launch.inside import command_text
+def _prepare_node_command(
+    record: RunRecord, node: str, argv: list[str], window: tuple[int, int] | None
+) -> tuple[Connection, str]:
+    """Return a connection to a node of a run, and the command to run there."""
+    from dtctl.cli.fetch import list_fetch_sources
+    from dtctl.launch.cluster import cluster_of_run
+    from dtctl.launch.exec_in_run import build_inside_command
 
-    (place,) = sources(record, node)
-    text = command_text(
+    (place,) = list_fetch_sources(record, node, where="NODE")
+    text = build_inside_command(
         argv,
         run_dir=place.run_dir,
         attempt=int(record.whole_plan()["attempt"]),
@@ -77,24 +79,26 @@ def _of_node(record: RunRecord, node: str, argv: list[str], window: tuple[int, i
     return cluster_of_run(record).make_transport().connect(place.target), text
 
 
-def _of_job(record: RunRecord, node: str, argv: list[str], window: tuple[int, int] | None) -> tuple[Connection, str]:
-    """Return the way to the machine of Slurm's commands, and what to run there."""
-    from dtctl.launch.assemble import spec_of_run
-    from dtctl.slurm.follow import reference
-    from dtctl.slurm.inside import check_node, command_text
+def _prepare_job_command(
+    record: RunRecord, node: str, argv: list[str], window: tuple[int, int] | None
+) -> tuple[Connection, str]:
+    """Return a connection to the machine with Slurm's commands, and the command to run there."""
+    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.slurm.exec_in_job import build_job_command, check_node
+    from dtctl.slurm.job_watcher import read_job_reference
     from dtctl.slurm.site import site_of
 
-    spec, ref = spec_of_run(record), reference(record)
+    spec, ref = spec_of_run(record), read_job_reference(record)
     with closing(site_of(spec)) as site:
         check_node(record, site, ref, node)
         secrets = spec.job.secrets
-        text = command_text(argv, site=site, ref=ref, run=record.run, node=node, secrets=secrets, window=window)
+        text = build_job_command(argv, site=site, ref=ref, run=record.run, node=node, secrets=secrets, window=window)
         return site.transport.connect(site.target), text
 
 
 @contextmanager
 def _raw_terminal(interactive: bool) -> Iterator[None]:
-    """Every key goes to the node, Ctrl-C too."""
+    """Pass every key to the node during the context, including Ctrl-C."""
     if not interactive:
         yield
         return

@@ -9,6 +9,7 @@ import typer
 
 from dtctl import shell
 from dtctl.cli import output
+from dtctl.printable import format_count
 
 
 def init(
@@ -27,13 +28,15 @@ def init(
     from dtctl.render import project
 
     if list_:
-        output.table([[item.name, item.description] for item in project.templates()], header=["TEMPLATE", "WHAT IT IS"])
+        output.print_table(
+            [[item.name, item.description] for item in project.templates()], header=["TEMPLATE", "WHAT IT IS"]
+        )
         return
     if folder is None:
         raise UsageError("the new project needs a folder", hint="dtctl init my-project")
-    files = project.create(folder, template=template, launcher=launcher, force=force)
-    output.err(f"created {folder} from template {template}: {len(files)} files")
+    files = project.create_project(folder, template=template, launcher=launcher, force=force)
+    output.print_stderr(f"created {folder} from template {template}: {format_count(len(files), 'file')}")
     for path in files:
-        output.err(f"  {path}", "dim")
+        output.print_stderr(f"  {path}", "dim")
     place = str(folder) if not str(folder).startswith("-") else f"./{folder}"
-    output.out(f"next: cd {shell.quote(place)} && dtctl launch")
+    output.print_stdout(f"next: cd {shell.quote_word(place)} && dtctl launch")

@@ -1,4 +1,4 @@
-"""`dtctl lint`: mistakes in distributed training code, found by reading it."""
+"""`dtctl lint`: find mistakes in distributed training code without running it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from dtctl.lint.model import ClusterFacts, Problem
 
 
-class Format(str, Enum):
-    """Output formats."""
+class OutputFormat(str, Enum):
+    """Formats of the list of problems."""
 
     text = "text"
     json = "json"
@@ -27,8 +27,8 @@ class Format(str, Enum):
     github = "github"
 
 
-class Level(str, Enum):
-    """Severities."""
+class SeverityLevel(str, Enum):
+    """Severities of problems, the lowest first."""
 
     info = "info"
     warning = "warning"
@@ -39,10 +39,12 @@ def lint(
     paths: Annotated[
         list[Path] | None, typer.Argument(help="Files and folders: Python, shell, sbatch; - is stdin.")
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.text,
+    format_: Annotated[OutputFormat, typer.Option("--format", help="Output format.")] = OutputFormat.text,
     fix: Annotated[bool, typer.Option("--fix", help="Fix what needs no decision.")] = False,
     select: Annotated[str, typer.Option("--select", metavar="RULES", help="Only these rules: DT004,DT011.")] = "",
-    severity: Annotated[Level, typer.Option("--severity", help="Hide problems below this severity.")] = Level.info,
+    severity: Annotated[
+        SeverityLevel, typer.Option("--severity", help="Hide problems below this severity.")
+    ] = SeverityLevel.info,
     spec: Annotated[
         Path | None,
         typer.Option("--spec", help="The spec; some rules apply to several nodes only. Default: ./dtctl.yaml."),
@@ -55,69 +57,69 @@ def lint(
     `# dtctl: ignore[DT004]` on a line suppresses one.
     """
     if list_:
-        return _list(format_)
+        return _print_rule_list(format_)
     if explain is not None:
-        return _explain(explain)
+        return _print_rule_explanation(explain)
     if not paths:
         raise UsageError("there is nothing to read", hint="`dtctl lint train.py`, or `dtctl lint .` for a whole folder")
-    from dtctl.lint.engine import lint as linted
+    from dtctl.lint.engine import lint_paths as linted
     from dtctl.lint.model import LEVELS
-    from dtctl.lint.source import collect
+    from dtctl.lint.source import collect_source_files
 
-    only = _rules(select)
-    cluster = _cluster(spec)
-    files, unread = collect(paths)
+    only = _parse_rule_selection(select)
+    cluster = _read_cluster_facts(spec)
+    files, unread = collect_source_files(paths)
     problems = linted(files, cluster=cluster, only=only)
     if fix:
-        _mend(problems)
+        _fix_problems(problems)
         problems = linted(files, cluster=cluster, only=only)
     visible = [problem for problem in problems if LEVELS.index(problem.severity) >= LEVELS.index(severity.value)]
-    _show(visible, format_, read=len(files))
+    _print_problems(visible, format_, read=len(files))
     for path, reason in unread:
-        output.err(f"not read: {path} ({reason})")
+        output.print_stderr(f"not read: {path} ({reason})")
     return DoctorFailed.exit_code if any(problem.severity != "info" for problem in problems) else 0
 
 
-def _rules(text: str) -> frozenset[str]:
+def _parse_rule_selection(text: str) -> frozenset[str]:
     """Return the rules that `--select` names."""
-    from dtctl.lint.rules import rules
+    from dtctl.lint.rules import load_lint_rules
 
     only = frozenset(rule.strip().upper() for rule in text.split(",") if rule.strip())
-    unknown = sorted(only - set(rules()) - {"DT000"})
+    unknown = sorted(only - set(load_lint_rules()) - {"DT000"})
     if unknown:
         raise UsageError(f"there is no rule {unknown[0]}", hint="`dtctl lint --list` names all")
     return only
 
 
-def _list(format_: Format) -> int:
-    """Return all rules, one a line; `--format json` for programs."""
-    from dtctl.lint.rules import rules
+def _print_rule_list(format_: OutputFormat) -> int:
+    """Print all rules, one per line, or as JSON for programs; return the exit code."""
+    from dtctl.lint.rules import load_lint_rules
 
-    if format_ is Format.json:
+    if format_ is OutputFormat.json:
         fields = ("id", "name", "severity", "fixable", "source")
-        output.emit_json([{name: getattr(rule, name) for name in fields} for rule in rules().values()])
+        output.emit_json([{name: getattr(rule, name) for name in fields} for rule in load_lint_rules().values()])
         return 0
-    for rule in rules().values():
-        output.out(f"{rule.id}  {rule.severity:<8} {rule.name}{' (--fix)' if rule.fixable else ''}")
+    for rule in load_lint_rules().values():
+        output.print_stdout(f"{rule.id}  {rule.severity:<8} {rule.name}{' (--fix)' if rule.fixable else ''}")
     return 0
 
 
-def _explain(name: str) -> int:
+def _print_rule_explanation(name: str) -> int:
     from dtctl.lint.formats import explained
-    from dtctl.lint.rules import SYNTAX, explained_syntax, rules
+    from dtctl.lint.rules import SYNTAX, explained_syntax, load_lint_rules
 
     if name.upper() == SYNTAX:
-        output.out(explained_syntax())
+        output.print_stdout(explained_syntax())
         return 0
-    rule = rules().get(name.upper())
+    rule = load_lint_rules().get(name.upper())
     if rule is None:
         raise UsageError(f"there is no rule {name}", hint="`dtctl lint --list` names all")
-    output.out(explained(rule))
+    output.print_stdout(explained(rule))
     return 0
 
 
-def _cluster(path: Path | None) -> ClusterFacts:
-    """Return the spec's facts about the cluster; empty without a spec. A spec that was not requested may be wrong."""
+def _read_cluster_facts(path: Path | None) -> ClusterFacts:
+    """Return the spec's facts about the cluster; empty without a spec, or if a spec that no option names is wrong."""
     from dtctl.lint.model import ClusterFacts
 
     default = Path(names.SPEC_FILE)
@@ -131,43 +133,43 @@ def _cluster(path: Path | None) -> ClusterFacts:
     except DtctlError as exc:
         if path is not None:
             raise
-        output.err(f"note: {default} is ignored: {exc.message}")
+        output.print_stderr(f"note: {default} is ignored: {exc.message}")
         return ClusterFacts()
 
 
-def _mend(problems: Sequence[Problem]) -> None:
-    from dtctl.lint.fixes import apply
+def _fix_problems(problems: Sequence[Problem]) -> None:
+    from dtctl.lint.fixes import apply_fixes
     from dtctl.lint.source import STDIN
 
     files: dict[Path, str] = {}
     for item in problems:
         if item.edits and Path(item.path) != STDIN:
-            files.setdefault(Path(item.path).resolve(), item.path)  # a link and its target once
+            files.setdefault(Path(item.path).resolve(), item.path)  # a link and its target count as one file
     for path in files.values():
-        result = apply(Path(path), [item for item in problems if item.path == path])
+        result = apply_fixes(Path(path), [item for item in problems if item.path == path])
         for problem in result.mended:
-            output.err(f"fixed {problem.path}:{problem.line}: {problem.rule} {problem.message}")
+            output.print_stderr(f"fixed {problem.path}:{problem.line}: {problem.rule} {problem.message}")
         if result.refused:
-            output.err(f"not fixed: {path}: {result.refused}")
+            output.print_stderr(f"not fixed: {path}: {result.refused}")
 
 
-def _show(problems: Sequence[Problem], format_: Format, *, read: int) -> None:
+def _print_problems(problems: Sequence[Problem], format_: OutputFormat, *, read: int) -> None:
     import dtctl
     from dtctl.lint import formats
 
-    if format_ is Format.json:
-        output.emit_json(formats.as_json(problems))
-    elif format_ is Format.sarif:
-        output.out(formats.dumped(formats.sarif(problems, dtctl.__version__)))
-    elif format_ is Format.github:
+    if format_ is OutputFormat.json:
+        output.emit_json(formats.build_json_problems(problems))
+    elif format_ is OutputFormat.sarif:
+        output.print_stdout(formats.format_json_value(formats.build_sarif_log(problems, dtctl.__version__)))
+    elif format_ is OutputFormat.github:
         for problem in problems:
-            output.out(formats.github(problem))
+            output.print_stdout(formats.format_github_command(problem))
     else:
         styles = {"error": "red", "warning": "yellow", "info": "dim"}
         for problem in problems:
             head, rest = formats.text_lines(problem)
-            output.out(head, styles[problem.severity])
-            output.out(rest)
+            output.print_stdout(head, styles[problem.severity])
+            output.print_stdout(rest)
         counts = Counter(item.severity for item in problems)
         fixable = sum(bool(item.edits) for item in problems)
         plural = {"error": "errors", "warning": "warnings"}
@@ -176,7 +178,7 @@ def _show(problems: Sequence[Problem], format_: Format, *, read: int) -> None:
             for name in ("error", "warning", "info")
             if (count := counts[name])
         )
-        output.err(
+        output.print_stderr(
             (summary or ("nothing found" if read else "there was no file to read"))
             + (f"; {fixable} can be fixed with --fix" if fixable else "")
         )

@@ -16,7 +16,7 @@ from dtctl.cli.common.run_argument import name_run
 from dtctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from dtctl.cli.common.log_reader import LogLine
+    from dtctl.cli.common.log_reader import RankLogLine
     from dtctl.launch.records.record import RunRecord
 
 POLL_S = 0.1
@@ -39,39 +39,39 @@ def logs(
     ] = None,
 ) -> int:
     """Print the output of the workers, each line with its node and rank."""
-    from dtctl.cli.common.elsewhere_view import find_elsewhere, show_logs
     from dtctl.cli.common.log_reader import LogFilter, LogReader
+    from dtctl.cli.common.remote_runs_view import find_elsewhere, show_logs
     from dtctl.launch.records.record import find_run
     from dtctl.launch.records.state import state_of
 
     run = name_run(run)
     elsewhere = find_elsewhere(run)
     if elsewhere is not None:
-        return show_logs(*elsewhere, follow=follow, node=node, rank=rank, pattern=_pattern(grep))
+        return show_logs(*elsewhere, follow=follow, node=node, rank=rank, pattern=_compile_grep_pattern(grep))
     record = find_run(Path.cwd(), run)
     if record.info().slurm and not follow:
-        _bring(record)
-    _check(record, node, rank, attempt)
+        _update_job_logs(record)
+    _check_log_filters(record, node, rank, attempt)
     chosen = LogFilter(
-        node=node, rank=rank, tail=tail, attempt=attempt, pattern=_pattern(grep),
-        changed_since=time.time() - _seconds(since) if since is not None else None,
+        node=node, rank=rank, tail=tail, attempt=attempt, pattern=_compile_grep_pattern(grep),
+        changed_since=time.time() - _parse_age_seconds(since) if since is not None else None,
     )  # fmt: skip
     if follow:
         from dtctl.cli.take_up import take_up_if_alone
 
         take_up_if_alone(record)
     reader = LogReader(record, chosen)
-    shown = _print(reader.read_new())
+    shown = _print_log_lines(reader.read_new())
     while follow:
-        over = state_of(record).over  # looked at before reading, so that nothing printed last is missed
-        shown += _print(reader.read_new())
+        over = state_of(record).over  # read before the logs, so that no line at the end is missed
+        shown += _print_log_lines(reader.read_new())
         if over:
             break
         time.sleep(POLL_S)
-    shown += _print(reader.read_rest())
+    shown += _print_log_lines(reader.read_rest())
     if not shown:
         yet = "" if state_of(record).over else " yet"
-        output.err(
+        output.print_stderr(
             f"no line of run {record.run} is among those asked for{yet}"
             if reader.has_output
             else f"run {record.run} has printed nothing{yet}"
@@ -79,34 +79,34 @@ def logs(
     return 0
 
 
-def _print(lines: Iterable[LogLine]) -> int:
-    """Print lines as they are read; return how many there were."""
+def _print_log_lines(lines: Iterable[RankLogLine]) -> int:
+    """Print lines as they are read; return their number."""
     shown = 0
     for line in lines:
-        output.out(f"{line.origin} {line.text}")
+        output.print_worker_line(*line)
         shown += 1
     return shown
 
 
-def _bring(record: RunRecord) -> None:
-    """Copy the output of a job of Slurm without a follower since the last copy."""
-    from dtctl.cli.common.slurm_runs import refresh
+def _update_job_logs(record: RunRecord) -> None:
+    """Copy the new output of a Slurm job that has no follower."""
+    from dtctl.cli.common.slurm_runs import update_job_record
     from dtctl.errors import LaunchError, TransportError
 
     try:
-        refresh(record)
+        update_job_record(record)
     except (LaunchError, TransportError) as exc:
-        output.err(f"what the job has printed since is not here: {exc}", "yellow")
+        output.print_stderr(f"what the job has printed since is not here: {exc}", "yellow")
 
 
-def _check(record: RunRecord, node: str | None, rank: int | None, attempt: int | None) -> None:
+def _check_log_filters(record: RunRecord, node: str | None, rank: int | None, attempt: int | None) -> None:
     from dtctl.errors import LaunchError
     from dtctl.launch.records.logs import attempts_of
+    from dtctl.launch.records.record import build_node_error
     from dtctl.launch.records.state import state_of
 
     if node is not None and node not in state_of(record).nodes:
-        names = ", ".join(state_of(record).nodes)
-        raise LaunchError(f"run {record.run} has no node {node}", where="--node", hint=f"its nodes are {names}")
+        raise build_node_error(record.run, node, state_of(record).nodes, where="--node")
     size = record.plan().get("world_size")
     if rank is not None and size is not None and not 0 <= rank < int(size):
         raise LaunchError(f"run {record.run} has no rank {rank}", where="--rank", hint=f"its ranks are 0 to {size - 1}")
@@ -116,14 +116,14 @@ def _check(record: RunRecord, node: str | None, rank: int | None, attempt: int |
         raise LaunchError(f"run {record.run} has no attempt {attempt}", where="--attempt", hint=hint)
 
 
-def _pattern(grep: str | None) -> re.Pattern[str] | None:
+def _compile_grep_pattern(grep: str | None) -> re.Pattern[str] | None:
     try:
         return None if grep is None else re.compile(grep)
     except re.error as exc:
         raise UsageError(f"{grep!r} is not a regular expression: {exc}", where="--grep") from None
 
 
-def _seconds(age: str) -> float:
+def _parse_age_seconds(age: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", age.strip())
     if not match:
         raise UsageError(f"{age!r} is not a duration", where="--since", hint="write 90s, 10m, 2h or 1d")

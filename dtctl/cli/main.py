@@ -1,4 +1,4 @@
-"""The entry point of the command line: runs a command and turns errors into exit codes. Nothing else ends dtctl."""
+"""Entry point of the command line: it runs a command and turns errors into exit codes. Nothing else ends dtctl."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from dtctl.interrupt import leave, leave_when_interrupted
+from dtctl.interrupt import exit_immediately, leave_when_interrupted
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _INTERRUPTED = {"watch": "stopped watching; the run continues", "logs": "stopped following; the run is not touched"}
-"""Command -> what Ctrl-C has ended, where that is not what the command is about."""
+"""Command -> message about what Ctrl-C has ended, for commands that only display a run."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     leave_when_interrupted()
     import gc
 
-    # Loading modules makes tens of thousands of objects that all stay; looking for garbage among them takes 10 ms.
+    # Imports make tens of thousands of objects that are never freed; collecting garbage among them takes 10 ms.
     gc.set_threshold(200_000)
     arguments = sys.argv[1:] if argv is None else argv
     _open_closed()
@@ -31,26 +31,29 @@ def main(argv: list[str] | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code == 130 or code == 143:
-        # Threads of dropped connections may still wait for a time-out; the user who pressed Ctrl-C should not.
+        # Threads of dropped connections may still wait for a time-out; a user who pressed Ctrl-C should not wait for
+        # them.
         os._exit(code)
+    # At its end, Python collects garbage among all objects several times; the end of the process frees them at once.
+    gc.freeze()
     sys.exit(code)
 
 
-def _interrupt(number: int, _frame: object) -> None:
-    """Let the command end in order; at a second signal, end at once."""
-    signal.signal(number, leave)
+def _handle_interrupt(number: int, _frame: object) -> None:
+    """Let the command end in order; at a second signal, end the process at once."""
+    signal.signal(number, exit_immediately)
     raise KeyboardInterrupt
 
 
 def _open_closed() -> None:
-    """Give standard output and error something to write to where the caller has closed them (`>&-`)."""
+    """Open the null device as standard output and error if the caller has closed them (`>&-`)."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process lives
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command; its exit code."""
+    """Run one command; return its exit code."""
     import typer
 
     from dtctl.cli import output
@@ -60,42 +63,62 @@ def run(arguments: list[str]) -> int:
     before, rest = split_rest(arguments)
     app = make_app()
     try:
-        if signal.getsignal(signal.SIGINT) is leave:
-            signal.signal(signal.SIGINT, _interrupt)
+        if signal.getsignal(signal.SIGINT) is exit_immediately:
+            signal.signal(signal.SIGINT, _handle_interrupt)
         result = app(before, standalone_mode=False, prog_name="dtctl", obj=rest)
     except Interrupted as exc:
-        output.error(exc)
+        output.print_error_with_hint(exc)
         return 128 + exc.signal
     except DtctlError as exc:
-        output.error(exc)
+        output.print_error_with_hint(exc)
         return _exit_code(exc)
     except (KeyboardInterrupt, typer.Abort):
-        output.err(_INTERRUPTED.get(before[0] if before else "", "stopped"))
+        output.print_stderr(_INTERRUPTED.get(before[0] if before else "", "stopped"))
         return 130
     except Exception as exc:
-        # A usage error of the command line library, whichever version of it typer brings along.
+        # A usage error of the command line library, independent of the version that typer depends on.
         show, code = getattr(exc, "show", None), getattr(exc, "exit_code", None)
         if callable(show) and isinstance(code, int):
             show(file=sys.stderr)
-            if before[:1] == ["launch"] and rest is None and len(before) > 1:
-                words = " ".join(before[1:])
-                output.hint(f"what is meant for the script follows two dashes: `dtctl launch -- {words}`")
+            if hint := _suggest_usage(exc, before, has_rest=rest is not None):
+                output.print_hint(hint)
             return code
-        if isinstance(exc, OSError) and exc.errno == errno.ENAMETOOLONG:  # an argument; the spec's paths are checked
+        # The path is an argument of the command line; paths of the spec are checked elsewhere.
+        if isinstance(exc, OSError) and exc.errno == errno.ENAMETOOLONG:
             name = os.fsdecode(exc.filename or "")
-            output.error(UsageError(f"a path of {len(name):,} characters is too long", where=f"{name[:60]}..."))
+            output.print_error_with_hint(
+                UsageError(f"a path of {len(name):,} characters is too long", where=f"{name[:60]}...")
+            )
             return UsageError.exit_code
         import traceback
 
         traceback.print_exc()
-        output.error(DtctlError(f"{type(exc).__name__}: {exc}", hint="this is a bug in dtctl; please report it"))
+        output.print_error_with_hint(
+            DtctlError(f"{type(exc).__name__}: {exc}", hint="this is a bug in dtctl; please report it")
+        )
         return DtctlError.exit_code
     if result in (0, None) and output.is_cut() and before[:1] != ["launch"]:
-        return LaunchError.exit_code  # a job is worth more than what was to be shown of it; all else is only shown
-    if result == 130 and signal.getsignal(signal.SIGINT) is leave:
-        # The command line library has made an exit code of Ctrl-C, without a word.
-        output.err(_INTERRUPTED.get(before[0] if before else "", "stopped"))
+        # Lost output must not change the result of a launch; all other commands exist for their output.
+        return LaunchError.exit_code
+    if result == 130 and signal.getsignal(signal.SIGINT) is exit_immediately:
+        # The command line library has turned Ctrl-C into an exit code without a message.
+        output.print_stderr(_INTERRUPTED.get(before[0] if before else "", "stopped"))
     return result if isinstance(result, int) else 0
+
+
+def _suggest_usage(exc: Exception, before: list[str], *, has_rest: bool) -> str:
+    """Return the correct command for a usage error of the command line library; empty if it is not known."""
+    from dtctl.cli.app import find_command
+
+    wanted = getattr(exc, "option_name", None)  # an option that lacks its value
+    words, command = find_command(before)
+    for option in command.params if wanted is not None else ():
+        if wanted in option.opts and not option.is_flag:
+            value = option.metavar or option.name.upper()
+            return f"`{' '.join(['dtctl', *words])} {wanted} {value}`: {option.help or ''}".rstrip(": ")
+    if before[:1] == ["launch"] and not has_rest and len(before) > 1:
+        return f"what is meant for the script follows two dashes: `dtctl launch -- {' '.join(before[1:])}`"
+    return ""
 
 
 def _exit_code(exc: DtctlError) -> int:
@@ -103,7 +126,7 @@ def _exit_code(exc: DtctlError) -> int:
 
     if isinstance(
         exc, NodeFailures
-    ):  # of several nodes the most severe: an error of the plan before one of a single node
+    ):  # among several nodes the most severe error counts: one of the plan before one of a single node
         return min(failure.exit_code for failure in exc.failures.values())
     return exc.exit_code
 

@@ -1,4 +1,4 @@
-"""`dtctl nccl`: what variables mean, and which ones a cluster needs."""
+"""`dtctl nccl`: explain variables, and show which ones a cluster needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.common.agreement import Yes, agreed
+from dtctl.cli.common.agreement import Yes, require_spec_agreement
 
 if TYPE_CHECKING:
     from dtctl.nccl.catalogue import NcclVariable
@@ -30,13 +30,13 @@ def explain(
     ],
     json_: Json = False,
 ) -> None:
-    """Say what variables of NCCL, RCCL, torch, gloo, launchers and CUDA mean, their defaults, and what is dangerous."""
+    """Explain the variables of NCCL, RCCL, torch, gloo, launchers and CUDA, their defaults, and what is dangerous."""
     from dataclasses import asdict
 
     from dtctl.errors import UsageError
-    from dtctl.nccl.catalogue import catalogue, closest_name
+    from dtctl.nccl.catalogue import closest_name, load_variable_catalogue
 
-    variables = catalogue()
+    variables = load_variable_catalogue()
     settings_asked = [word.partition("=")[::2] for name in names_ for word in name.split(",") if word.strip()]
     settings = [(name.strip().upper(), value) for name, value in settings_asked]
     known = [(variables[name], value) for name, value in settings if name in variables]
@@ -45,7 +45,7 @@ def explain(
         output.emit_json({"variables": [asdict(variable) for variable, _ in known], "unknown": unknown})
     else:
         for variable, value in known:
-            _explain(variable, value)
+            _print_variable_help(variable, value)
     if unknown:
         near = [suggestion for name in unknown if (suggestion := closest_name(name))]
         raise UsageError(
@@ -53,21 +53,21 @@ def explain(
         )
 
 
-def _explain(variable: NcclVariable, value: str) -> None:
-    from dtctl.lint.variables import judge
+def _print_variable_help(variable: NcclVariable, value: str) -> None:
+    from dtctl.lint.variables import check_variable_setting
 
-    output.out(variable.name, "bold")
-    output.out(f"  {variable.meaning}")
+    output.print_stdout(variable.name, "bold")
+    output.print_stdout(f"  {variable.meaning}")
     rows = {"default": variable.default, "since": variable.since, "values": ", ".join(variable.values)}
     rows |= {"danger": variable.danger, "use instead": variable.instead}
     rows["with RCCL"] = variable.rccl
     rows["on nodes"] = "may differ" if variable.differ else ""
     for label, text in rows.items():
         if text:
-            output.out(f"  {label}: {text}")
-    if value and (judged := judge(variable.name, value)):
+            output.print_stdout(f"  {label}: {text}")
+    if value and (judged := check_variable_setting(variable.name, value)):
         _, message, fix = judged
-        output.out(f"  about {value}: {message.removeprefix(f'{variable.name}={value}: ')}; {fix}", "yellow")
+        output.print_stdout(f"  about {value}: {message.removeprefix(f'{variable.name}={value}: ')}; {fix}", "yellow")
 
 
 @app.command("env")
@@ -83,27 +83,27 @@ def env(
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, ())
-    agreed(checked, yes=yes)
+    require_spec_agreement(checked, yes=yes)
     rows = node_settings(checked, cluster_of(checked, start=True))
     if json_:
         output.emit_json({"nodes": rows})
         return
     for row in rows:
-        _show(row)
+        _print_node_variables(row)
     for profile in dict.fromkeys(row["profile"] for row in rows):
         if profile in NOTES:
-            output.out(f"note for {profile}: {NOTES[profile]}")
+            output.print_stdout(f"note for {profile}: {NOTES[profile]}")
 
 
-def _show(row: dict[str, Any]) -> None:
-    output.out(f"{row['node']}: profile {row['profile']}", "bold")
+def _print_node_variables(row: dict[str, Any]) -> None:
+    output.print_stdout(f"{row['node']}: profile {row['profile']}", "bold")
     for setting in row["set"]:
-        output.out(f"  {setting['name']}={setting['value']}  # {setting['reason']}")
+        output.print_stdout(f"  {setting['name']}={setting['value']}  # {setting['reason']}")
     if not row["set"]:
-        output.out("  no variable is needed")
+        output.print_stdout("  no variable is needed")
     if row["unusable"]:
-        output.out(f"  cannot be used: {row['unusable']}", "red")
+        output.print_stdout(f"  cannot be used: {row['unusable']}", "red")
     if row["unreached"]:
-        output.out(f"  cannot reach {', '.join(row['unreached'])} over it; dtctl doctor says why", "red")
+        output.print_stdout(f"  cannot reach {', '.join(row['unreached'])} over it; dtctl doctor says why", "red")
     for setting in row["now"]:
-        output.out(f"  now: {setting['name']}={setting['value']} (from {setting['origin']})")
+        output.print_stdout(f"  now: {setting['name']}={setting['value']} (from {setting['origin']})")

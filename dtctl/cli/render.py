@@ -1,4 +1,4 @@
-"""`dtctl render`: the job of a spec as a file for another system."""
+"""`dtctl render`: write the job of a spec as a file for another system."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
+from dtctl.cli.common.batch_job_view import tell_unmeasured
 from dtctl.cli.common.files import write_named
-from dtctl.cli.common.unfollowed import tell_unmeasured
 
 if TYPE_CHECKING:
     from dtctl.spec.model import Spec
@@ -64,22 +64,22 @@ def render(
     nodes, settings = resolve_nodes(checked), checked.kubernetes
     has_devices = settings is None or settings.gpu or any("/" in resource for resource in settings.resources)
     gpus = {} if has_devices else {node.name: 0 for node in nodes}
-    # The address is one of a pod, which is unknown yet.
+    # The address will be that of a pod, which is not known yet.
     facts = PlanFacts(environ=os.environ, address="pod-0", source=source_of(checked), gpus=gpus)
     plan = build(checked, nodes, run=run, facts=facts)
-    text = jobset.text(checked, plan)
+    text = jobset.render_jobset_file(checked, plan)
     if apply or delete or logs:
-        _hand_over(checked, text, apply=apply, delete=delete)
+        _run_kubectl_action(checked, text, apply=apply, delete=delete)
         return
     if out is None:
-        output.raw(text)
+        output.print_raw_text(text)
         return
     write_named(out, text, option="--out", private=True)
-    output.err(f"wrote {out}; start it with: kubectl apply --filename {out}")
+    output.print_stderr(f"wrote {out}; start it with: kubectl apply --filename {out}")
 
 
-def _hand_over(spec: Spec, text: str, *, apply: bool, delete: bool) -> None:
-    """Give the objects, or their name, to kubectl."""
+def _run_kubectl_action(spec: Spec, text: str, *, apply: bool, delete: bool) -> None:
+    """Pass the objects, or their names, to kubectl."""
     import yaml
 
     from dtctl.kubernetes import kubectl
@@ -88,7 +88,7 @@ def _hand_over(spec: Spec, text: str, *, apply: bool, delete: bool) -> None:
     if apply or delete:
         if apply:
             for item in trust.sent_items(spec):
-                output.err(item, "yellow")
-        kubectl.hand_over(kubectl.apply_argv() if apply else kubectl.delete_argv(), stdin=text)
+                output.print_stderr(item, "yellow")
+        kubectl.run_kubectl(kubectl.apply_argv() if apply else kubectl.delete_argv(), stdin=text)
     else:
-        kubectl.hand_over(kubectl.logs_argv(yaml.safe_load(text)))
+        kubectl.run_kubectl(kubectl.logs_argv(yaml.safe_load(text)))

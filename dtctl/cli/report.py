@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from dtctl.cli import output
+from dtctl.printable import format_count
 
 MOST = 6
-"""Runs on one page: more curves cannot be distinguished."""
+"""Largest number of runs on one page; more curves cannot be distinguished."""
 
 
 def report(
@@ -37,8 +38,8 @@ def report(
     from dtctl.errors import UsageError
     from dtctl.launch.records.record import find_run
     from dtctl.launch.records.run_writer import write_private
-    from dtctl.report.page import page
-    from dtctl.report.run import check_out, facts
+    from dtctl.report.page import render_report_page
+    from dtctl.report.run import check_out, collect_run_facts
 
     names: list[str | None] = [*dict.fromkeys(runs or ())] or [None]
     if len(names) > MOST:
@@ -46,21 +47,24 @@ def report(
     if out is not None and str(out) != "-":
         check_out(out)
     records = [find_run(Path.cwd(), run) for run in names]
-    histories = [facts(record) for record in records]
+    histories = [collect_run_facts(record) for record in records]
     for run in histories:
         if run.metrics is None:
-            output.err(f"note: run {run.state.run} has no metrics, so there is nothing to plot", "yellow")
+            output.print_stderr(f"note: run {run.state.run} has no metrics, so there is nothing to plot", "yellow")
         elif run.metrics.damaged:
-            output.err(
-                f"note: run {run.state.run}: {run.metrics.damaged} damaged lines of metrics are left out", "yellow"
+            output.print_stderr(
+                f"note: run {run.state.run}: "
+                f"{format_count(run.metrics.damaged, 'damaged line of metrics is', 'damaged lines of metrics are')} "
+                "left out",
+                "yellow",
             )
-    text = page(histories, now=time.time())
+    text = render_report_page(histories, now=time.time())
     if out is not None and str(out) == "-":
-        output.raw(text)
+        output.print_raw_text(text)
         return
     path = out or records[0].folder / "report.html"
     if out is None:
         write_private(path, text)
     else:
         write_named(path, text, option="-o")
-    output.out(str(path))
+    output.print_stdout(str(path))

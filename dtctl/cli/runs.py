@@ -26,7 +26,7 @@ def runs(
 ) -> int:
     """List the runs launched from this folder, the newest last."""
     if nodes:
-        from dtctl.cli.common.elsewhere_view import show_runs
+        from dtctl.cli.common.remote_runs_view import show_runs
 
         return show_runs(spec, json_=json_)
     _of_this_folder(json_=json_)
@@ -34,10 +34,10 @@ def runs(
 
 
 def _of_this_folder(*, json_: bool) -> None:
-    from dtctl.launch.records.record import list_runs
+    from dtctl.launch.records.record import list_run_records
     from dtctl.launch.records.state import state_of
 
-    records = list_runs(Path.cwd())
+    records = list_run_records(Path.cwd())
     states = [state_of(record) for record in records]
     infos = [record.info() for record in records]
     if json_:
@@ -46,22 +46,22 @@ def _of_this_folder(*, json_: bool) -> None:
         return
     swept = list(dict.fromkeys(key for info in infos for key in info.sweep))
     if not states:
-        output.err("no run was launched from this folder")
+        output.print_stderr("no run was launched from this folder")
         return
     rows = [
         [
             state.run,
-            state.status if state.over or not state.job else f"{state.status} {_ago(state.looked)}",
+            state.status if state.over or not state.job else f"{state.status} {_format_time_since(state.looked)}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
             f"{state.duration_s:.0f} s",
             str(len(state.nodes)),
             "" if state.done is None else str(state.done.exit_code),
             *(info.sweep.get(key, "") for key in swept),
-            _why(state) or info.command_line,
+            _describe_run_failure(state) or info.command_line,
         ]
         for state, info in zip(states, infos, strict=True)
     ]
-    output.table(
+    output.print_table(
         rows,
         header=["RUN", "STATUS", "STARTED", "DURATION", "NODES", "CODE", *swept, "COMMAND, OR WHY IT FAILED"],
         cut=True,
@@ -69,8 +69,8 @@ def _of_this_folder(*, json_: bool) -> None:
     )
 
 
-def _why(state: RunState) -> str:
-    """Return the first failure of a run that has failed, or why it was never started."""
+def _describe_run_failure(state: RunState) -> str:
+    """Return the first failure of a run, or the reason why it was never started."""
     from dtctl.launch.records.events import subject_of
 
     end = state.done
@@ -82,7 +82,7 @@ def _why(state: RunState) -> str:
     return f"{subject_of(failure.node, failure.rank, failure.exit_code)}: {failure.summary or 'failed'}"
 
 
-def _ago(looked: float) -> str:
-    """Return the time since the last look at a job of Slurm; `dtctl status` looks again."""
+def _format_time_since(looked: float) -> str:
+    """Return the time since the last update of a Slurm job's record; `dtctl status` updates it."""
     seconds = time.time() - looked
     return "" if seconds < 60 else f"({seconds / 60:.0f} min ago)"

@@ -1,4 +1,4 @@
-"""`dtctl sandbox`: virtual hosts on this machine, with real SSH servers, and faults on demand."""
+"""`dtctl sandbox`: virtual hosts on this machine with real SSH servers, in which faults can be injected."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from dtctl import shell
 from dtctl.cli import output
 from dtctl.errors import SandboxError, UsageError
+from dtctl.printable import format_count
 
 if TYPE_CHECKING:
     from dtctl.sandbox.layout import Sandbox
@@ -28,16 +29,16 @@ Other = Annotated[
 ]
 
 
-def running(name: str | None) -> Sandbox:
+def require_running_sandbox(name: str | None) -> Sandbox:
     """Return the sandbox of this name.
 
     Raises:
-        SandboxError: it is not up.
+        SandboxError: the sandbox is not running.
     """
     from dtctl.sandbox import control
 
     sandbox_name = name or control.default_name()
-    sandbox = control.find(sandbox_name)
+    sandbox = control.find_running_sandbox(sandbox_name)
     if sandbox is None:
         raise SandboxError(f"sandbox {sandbox_name} is not up", hint="dtctl sandbox up --nodes 3")
     return sandbox
@@ -53,12 +54,12 @@ def up(
     """Start virtual hosts: node1, node2, ..."""
     from dtctl.sandbox import control
 
-    sandbox = control.up(name or control.default_name(), nodes=nodes, with_slurm=slurm)
+    sandbox = control.start_sandbox(name or control.default_name(), nodes=nodes, with_slurm=slurm)
     if json_:
-        output.emit_json(as_json(sandbox))
+        output.emit_json(build_sandbox_json(sandbox))
         return
-    output.err(f"sandbox {sandbox.name}: {len(sandbox.nodes)} hosts up", "green")
-    show(sandbox)
+    output.print_stderr(f"sandbox {sandbox.name}: {format_count(len(sandbox.nodes), 'host')} up", "green")
+    print_sandbox_status(sandbox)
 
 
 @app.command("status")
@@ -66,13 +67,15 @@ def status(name: Name = None, json_: Json = False) -> None:
     """Show the hosts, how to log in to them, and the faults in force."""
     from dtctl.sandbox import control
 
-    sandbox = control.find(name or control.default_name())
+    sandbox = control.find_running_sandbox(name or control.default_name())
     if json_:
-        output.emit_json(as_json(sandbox) if sandbox else {"up": False, "nodes": [], "slurm": False, "faults": []})
+        output.emit_json(
+            build_sandbox_json(sandbox) if sandbox else {"up": False, "nodes": [], "slurm": False, "faults": []}
+        )
     elif sandbox is None:
-        output.out(f"sandbox {name or control.default_name()} is not up")
+        output.print_stdout(f"sandbox {name or control.default_name()} is not up")
     else:
-        show(sandbox)
+        print_sandbox_status(sandbox)
 
 
 @app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -89,7 +92,7 @@ def exec_(
 
     from dtctl.sandbox import control
 
-    sandbox = running(name)
+    sandbox = require_running_sandbox(name)
     words = command[1:] if command[:1] == ["--"] else command
     if not words:
         raise UsageError("there is no command", hint="dtctl sandbox exec node1 -- hostname")
@@ -107,10 +110,12 @@ def heal(
     """Undo all faults; killed hosts are switched on again."""
     from dtctl.sandbox import faults
 
-    sandbox = running(name)
-    faults.heal(sandbox, [sandbox.node(node)] if node else sandbox.nodes)
-    remaining = [fault for fault in faults.recorded(sandbox) if node is not None and node not in fault.split()]
-    faults.record(sandbox, remaining)
+    sandbox = require_running_sandbox(name)
+    faults.remove_host_faults(sandbox, [sandbox.node(node)] if node else sandbox.nodes)
+    remaining = [
+        fault for fault in faults.read_recorded_faults(sandbox) if node is not None and node not in fault.split()
+    ]
+    faults.write_recorded_faults(sandbox, remaining)
 
 
 SHOWN_RUNS = 3
@@ -120,35 +125,59 @@ SHOWN_RUNS = 3
 def down(
     name: Name = None,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do not ask, whatever is on its hosts; without a terminal, nothing is asked.")
+        bool, typer.Option("--yes", "--force", help="Do not ask, whatever runs on its hosts or was written there.")
     ] = False,
 ) -> None:
     """Stop the sandbox and remove everything it created."""
     from dtctl.sandbox import control
 
     sandbox_name = name or control.default_name()
-    runs = [] if yes else control.runs_on(sandbox_name)
-    if runs:
-        count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-        output.err(f"this also deletes what its hosts have of {count}: {', '.join(runs[-SHOWN_RUNS:])}", "yellow")
-    if runs and sys.stdin.isatty() and sys.stderr.isatty():
-        output.err("`dtctl fetch RUN` and `dtctl snapshot export RUN` bring it here; remove the sandbox? [y/N] ")
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            output.err("nothing was removed")
-            return
-    output.err(
-        f"sandbox {sandbox_name} is removed" if control.down(sandbox_name) else f"sandbox {sandbox_name} was not up"
+    if not yes and not _confirm_removal(sandbox_name):
+        output.print_stderr("nothing was removed")
+        return
+    output.print_stderr(
+        f"sandbox {sandbox_name} is removed"
+        if control.remove_sandbox(sandbox_name)
+        else f"sandbox {sandbox_name} was not up"
     )
+
+
+def _confirm_removal(name: str) -> bool:
+    """Return whether to remove a sandbox with the runs and files on its hosts.
+
+    Raises:
+        SandboxError: a run is running there, and there is no terminal for the question.
+    """
+    from dtctl.sandbox import control
+
+    running = control.list_running_runs(name)
+    held = [run for run in control.runs_on(name) if run not in running]
+    is_asked = sys.stdin.isatty() and sys.stderr.isatty()
+    if running and not is_asked:
+        raise SandboxError(
+            f"{format_count(len(running), 'run is', 'runs are')} running on its hosts: {', '.join(running)}",
+            where=f"sandbox {name}",
+            hint=f"`dtctl stop {running[0]}` ends it in order; `dtctl sandbox down --yes` ends and removes everything",
+        )
+    if running:
+        output.print_stderr(f"this ends what is running: {', '.join(running)}", "yellow")
+    if held:
+        shown = f"{format_count(len(held), 'run')}: {', '.join(held[-SHOWN_RUNS:])}"
+        output.print_stderr(f"this also deletes what its hosts have of {shown}", "yellow")
+    if not (running or held) or not is_asked:
+        return True
+    output.print_stderr("`dtctl fetch RUN` and `dtctl snapshot export RUN` bring it here; remove the sandbox? [y/N] ")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 fault = typer.Typer(help="Inject a fault; `heal` undoes it.", no_args_is_help=True)
 app.add_typer(fault, name="fault")
 
 
-def _note(sandbox: Sandbox, text: str) -> None:
+def _add_recorded_fault(sandbox: Sandbox, text: str) -> None:
     from dtctl.sandbox import faults
 
-    faults.record(sandbox, [*faults.recorded(sandbox), text])
+    faults.write_recorded_faults(sandbox, [*faults.read_recorded_faults(sandbox), text])
 
 
 @fault.command("list")
@@ -156,11 +185,11 @@ def fault_list(name: Name = None, json_: Json = False) -> None:
     """List the faults in force."""
     from dtctl.sandbox import faults
 
-    lines = faults.recorded(running(name))
+    lines = faults.read_recorded_faults(require_running_sandbox(name))
     if json_:
         output.emit_json({"faults": lines})
     for text in [] if json_ else lines:
-        output.out(text)
+        output.print_stdout(text)
 
 
 @fault.command("cut")
@@ -168,9 +197,9 @@ def fault_cut(node: Host, other: Other = None, name: Name = None) -> None:
     """Pull a host's cable, or let nothing pass between two hosts."""
     from dtctl.sandbox import faults
 
-    sandbox = running(name)
-    faults.cut(sandbox, sandbox.node(node), sandbox.peer(other) if other else None)
-    _note(sandbox, f"cut {node} {other or ''}".strip())
+    sandbox = require_running_sandbox(name)
+    faults.disconnect_host(sandbox, sandbox.node(node), sandbox.peer(other) if other else None)
+    _add_recorded_fault(sandbox, f"cut {node} {other or ''}".strip())
 
 
 Port = Annotated[str, typer.Option("--port", metavar="PORT|FIRST:LAST", help="TCP port or range.")]
@@ -182,22 +211,24 @@ From = Annotated[
 @fault.command("drop")
 def fault_drop(node: Host, port: Port, from_: From = None, name: Name = None) -> None:
     """Silently drop packets to TCP ports of a host, as a firewall does."""
-    _block(node, port, from_, name, reject=False)
+    _block_node_ports(node, port, from_, name, reject=False)
 
 
 @fault.command("reject")
 def fault_reject(node: Host, port: Port, from_: From = None, name: Name = None) -> None:
     """Reject connections to TCP ports of a host."""
-    _block(node, port, from_, name, reject=True)
+    _block_node_ports(node, port, from_, name, reject=True)
 
 
-def _block(node: str, port: str, source: str | None, name: str | None, *, reject: bool) -> None:
+def _block_node_ports(node: str, port: str, source: str | None, name: str | None, *, reject: bool) -> None:
     from dtctl.sandbox import faults
 
-    sandbox = running(name)
+    sandbox = require_running_sandbox(name)
     sender = sandbox.peer(source) if source else None
-    faults.block(sandbox, sandbox.node(node), ports=port, source=sender, reject=reject)
-    _note(sandbox, f"{'reject' if reject else 'drop'} {node} --port {port}" + (f" --from {source}" if source else ""))
+    faults.block_ports(sandbox, sandbox.node(node), ports=port, source=sender, reject=reject)
+    _add_recorded_fault(
+        sandbox, f"{'reject' if reject else 'drop'} {node} --port {port}" + (f" --from {source}" if source else "")
+    )
 
 
 @fault.command("lose-large")
@@ -205,9 +236,9 @@ def fault_lose_large(node: Host, other: Other = None, name: Name = None) -> None
     """Lose large packets to a host (from OTHER only): an MTU black hole."""
     from dtctl.sandbox import faults
 
-    sandbox = running(name)
+    sandbox = require_running_sandbox(name)
     faults.lose_large(sandbox, sandbox.node(node), sandbox.peer(other) if other else None)
-    _note(sandbox, f"lose-large {node} {other or ''}".strip())
+    _add_recorded_fault(sandbox, f"lose-large {node} {other or ''}".strip())
 
 
 @fault.command("loss")
@@ -220,9 +251,9 @@ def fault_loss(
     """Lose packets to a host at random."""
     from dtctl.sandbox import faults
 
-    sandbox = running(name)
-    faults.lose(sandbox, sandbox.node(node), percent=percent, source=sandbox.peer(from_) if from_ else None)
-    _note(sandbox, f"loss {node} --percent {percent:g}" + (f" --from {from_}" if from_ else ""))
+    sandbox = require_running_sandbox(name)
+    faults.drop_packets(sandbox, sandbox.node(node), percent=percent, source=sandbox.peer(from_) if from_ else None)
+    _add_recorded_fault(sandbox, f"loss {node} --percent {percent:g}" + (f" --from {from_}" if from_ else ""))
 
 
 @fault.command("limit")
@@ -235,9 +266,9 @@ def fault_limit(
     """Limit the bandwidth of a host's cable, both ways, or of the way to one OTHER host."""
     from dtctl.sandbox import faults
 
-    sandbox = running(name)
-    faults.limit(sandbox, sandbox.node(node), rate=rate, peer=sandbox.node(other) if other else None)
-    _note(sandbox, f"limit {node} --rate {rate} {other or ''}".strip())
+    sandbox = require_running_sandbox(name)
+    faults.limit_bandwidth(sandbox, sandbox.node(node), rate=rate, peer=sandbox.node(other) if other else None)
+    _add_recorded_fault(sandbox, f"limit {node} --rate {rate} {other or ''}".strip())
 
 
 @fault.command("kill")
@@ -245,9 +276,9 @@ def fault_kill(node: Host, name: Name = None) -> None:
     """Switch a host off as a power failure does; `heal` switches it on again."""
     from dtctl.sandbox import faults
 
-    sandbox = running(name)
-    faults.kill(sandbox, sandbox.node(node))
-    _note(sandbox, f"kill {node}")
+    sandbox = require_running_sandbox(name)
+    faults.power_off_host(sandbox, sandbox.node(node))
+    _add_recorded_fault(sandbox, f"kill {node}")
 
 
 @fault.command("freeze")
@@ -255,9 +286,9 @@ def fault_freeze(node: Host, name: Name = None) -> None:
     """Stop every process of a host; its kernel continues."""
     from dtctl.sandbox import faults
 
-    sandbox = running(name)
-    faults.freeze(sandbox.node(node))
-    _note(sandbox, f"freeze {node}")
+    sandbox = require_running_sandbox(name)
+    faults.freeze_host(sandbox.node(node))
+    _add_recorded_fault(sandbox, f"freeze {node}")
 
 
 @fault.command("full-disk")
@@ -270,13 +301,13 @@ def fault_full_disk(
     """Put a small disk over a folder of a host's home."""
     from dtctl.sandbox import faults
 
-    sandbox = running(name)
+    sandbox = require_running_sandbox(name)
     faults.fill_disk(sandbox, sandbox.node(node), path=path, size=size)
-    _note(sandbox, f"full-disk {node} --path {path} --size {size}")
+    _add_recorded_fault(sandbox, f"full-disk {node} --path {path} --size {size}")
 
 
-def as_json(sandbox: Sandbox) -> dict[str, object]:
-    """Return what `status --json` prints."""
+def build_sandbox_json(sandbox: Sandbox) -> dict[str, object]:
+    """Return the output of `status --json`."""
     from dtctl.sandbox import control, faults, slurm
 
     return {
@@ -287,7 +318,7 @@ def as_json(sandbox: Sandbox) -> dict[str, object]:
             {
                 "name": node.name,
                 "address": node.address,
-                "on": control.is_on(node),
+                "on": control.is_host_running(node),
                 "ssh": {
                     "user": sandbox.user,
                     "port": 22,
@@ -298,26 +329,27 @@ def as_json(sandbox: Sandbox) -> dict[str, object]:
             for node in sandbox.nodes
         ],
         "slurm": sandbox.slurm,
-        "slurm_conf": slurm.environment(sandbox).get("SLURM_CONF"),
-        "faults": faults.recorded(sandbox),
+        "slurm_conf": slurm.build_slurm_environment(sandbox).get("SLURM_CONF"),
+        "faults": faults.read_recorded_faults(sandbox),
     }
 
 
-def show(sandbox: Sandbox) -> None:
+def print_sandbox_status(sandbox: Sandbox) -> None:
     """Print the output of `status`."""
     from dtctl.sandbox import control, faults, slurm
 
-    rows = [[n.name, n.address, "on" if control.is_on(n) else "off"] for n in sandbox.nodes]
-    output.table(rows, header=["HOST", "ADDRESS", "POWER"])
+    rows = [[n.name, n.address, "on" if control.is_host_running(n) else "off"] for n in sandbox.nodes]
+    output.print_table(rows, header=["HOST", "ADDRESS", "POWER"])
     if sandbox.slurm:
-        output.out(f"Slurm: export SLURM_CONF={slurm.environment(sandbox)['SLURM_CONF']}")
-    for text in faults.recorded(sandbox):
-        output.out(f"fault: {text}", "yellow")
+        output.print_stdout(f"Slurm: export SLURM_CONF={slurm.build_slurm_environment(sandbox)['SLURM_CONF']}")
+    for text in faults.read_recorded_faults(sandbox):
+        output.print_stdout(f"fault: {text}", "yellow")
     first = sandbox.nodes[0]
     if sandbox.rootless:
-        output.out(f"log in: dtctl sandbox exec {first.name} -- sh")
+        output.print_stdout(f"log in: dtctl sandbox exec {first.name} -- sh")
     else:
-        output.out(
+        output.print_stdout(
             f"log in: ssh -F none -i {sandbox.identity_file} -o UserKnownHostsFile={sandbox.known_hosts} "
-            f"{sandbox.user}@{first.address}"
+            f"{sandbox.user}@{first.address}",
+            fold=False,  # must stay one line, to be copied
         )

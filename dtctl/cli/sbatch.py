@@ -1,4 +1,4 @@
-"""`dtctl sbatch`: the job of a spec as a batch file of Slurm."""
+"""`dtctl sbatch`: write the job of a spec as a batch file for Slurm."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.common.agreement import Yes, agreed
-from dtctl.cli.common.unfollowed import tell_unmeasured
+from dtctl.cli.common.agreement import Yes, require_spec_agreement
+from dtctl.cli.common.batch_job_view import tell_unmeasured
+from dtctl.errors import PlanError
 
 if TYPE_CHECKING:
     from dtctl.spec.model import Spec
@@ -45,27 +46,37 @@ def sbatch(
     tell_unmeasured(checked)
     run = new_run_id(checked.job.name, now=time.time())
     if submit:
-        agreed(checked, yes=yes)
-        _submit(checked, run, out=out, as_json=json_)
+        require_spec_agreement(checked, yes=yes)
+        _submit_batch_job(checked, run, out=out, as_json=json_)
         return
+    if checked.job.environment is not None:
+        raise PlanError(
+            "a file to submit by hand has no environment: the submission brings its lock and its wheels",
+            where=checked.written_at("job.environment"),
+            hint="`dtctl sbatch --submit`, or `dtctl launch --detach`",
+        )
     beside = (out or Path(names.BATCH_FILE)).with_suffix(".launcher.zip").absolute()
-    text, launcher = _file(checked, run, launcher=beside)
+    text, launcher = _build_batch_file(checked, run, launcher=beside)
     if out is None:
-        output.raw(text)
+        output.print_raw_text(text)
         if launcher:
-            output.err(f"it starts {beside.name}, which `dtctl sbatch --out {names.BATCH_FILE}` writes beside it")
+            output.print_stderr(
+                f"it starts {beside.name}, which `dtctl sbatch --out {names.BATCH_FILE}` writes beside it"
+            )
         return
-    from dtctl.slurm.submit import write
+    from dtctl.slurm.submit import write_batch_file
 
     if launcher:
-        write(beside, launcher)
-    write(out, text.encode())
+        write_batch_file(beside, launcher)
+    write_batch_file(out, text.encode())
     _keep_spec(checked, run)
-    output.err(f"wrote {out}{f' and {beside.name}' if launcher else ''}; submit it with: sbatch --parsable {out}")
+    output.print_stderr(
+        f"wrote {out}{f' and {beside.name}' if launcher else ''}; submit it with: sbatch --parsable {out}"
+    )
 
 
 def _for_slurm(spec: Spec) -> Spec:
-    """A spec that is tried on this machine, as the job that Slurm gets: its cores and its Python are not the nodes'."""
+    """Return a spec for Slurm from one for this machine, whose cores and Python do not apply to the nodes."""
     cluster = spec.cluster
     if cluster.transport not in ("local", "sandbox"):
         return spec
@@ -73,11 +84,11 @@ def _for_slurm(spec: Spec) -> Spec:
     return spec.model_copy(update={"cluster": cluster.model_copy(update={"transport": "slurm", "nodes": nodes})})
 
 
-def _file(spec: Spec, run: str, *, launcher: Path) -> tuple[str, bytes]:
-    """Make the batch file, and the launcher that it starts, if one is inside the job."""
+def _build_batch_file(spec: Spec, run: str, *, launcher: Path) -> tuple[str, bytes]:
+    """Return the batch file, and the launcher that it starts, if the job has one."""
     from dtctl.launch.cluster import cluster_of, first_plan
     from dtctl.slurm import batch
-    from dtctl.slurm.launcher_files import digest_of, make_launcher
+    from dtctl.slurm.launcher_files import compute_launcher_digest, make_launcher
 
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
     base = spec.base_dir.resolve()
@@ -86,17 +97,17 @@ def _file(spec: Spec, run: str, *, launcher: Path) -> tuple[str, bytes]:
     if not spec.is_plain:
         snapshots = "" if is_array else str(base / "snapshots")
         content = make_launcher(spec, run, code=str(base), snapshots=snapshots, is_followed=False)
-    output_file = Path(batch.literal(base)) / f"{run}-{'%A_%a' if is_array else '%j'}.log"
+    output_file = Path(batch.escape_file_pattern(base)) / f"{run}-{'%A_%a' if is_array else '%j'}.log"
     folder = base / names.STATE_DIR / "slurm" / run
-    text = batch.text(
+    text = batch.render_batch_file(
         spec, plan, chdir=base, output=output_file, folder=folder, launcher=launcher,
-        launcher_digest=digest_of(content),
+        launcher_digest=compute_launcher_digest(content),
     )  # fmt: skip
     return text, content
 
 
 def _keep_spec(spec: Spec, run: str) -> None:
-    """Keep what `status`, `logs` and `stop` of a job of the file need, where its jobs will have their folders."""
+    """Store the spec in the parent of the jobs' folders, for `status`, `logs` and `stop` of these jobs."""
     from dtctl.launch.records.run_writer import state_folder, write_private
     from dtctl.spec.load import dump_spec
 
@@ -105,21 +116,25 @@ def _keep_spec(spec: Spec, run: str) -> None:
     write_private(folder / names.RUN_SPEC_FILE, dump_spec(spec))
 
 
-def _submit(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:
-    """Copy the code, so that later edits do not change a job that waits; then hand the file over."""
-    from dtctl.launch.assemble import CodePush
+def _submit_batch_job(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:
+    """Copy the code, so that later edits do not change a waiting job; then submit the file."""
+    from dtctl.cli.common.followed_run import build_environment_push
+    from dtctl.launch.job_builder import CodePush
     from dtctl.slurm.site import site_of
-    from dtctl.slurm.submit import submit
+    from dtctl.slurm.submit import submit_job
 
     with closing(site_of(spec)) as site:
-        submission = submit(spec, site, run, CodePush(spec) if spec.pushes else None, followed=False, out=out)
+        environment = build_environment_push(spec)
+        submission = submit_job(
+            spec, site, run, CodePush(spec) if spec.pushes else None, followed=False, out=out, environment=environment
+        )
     ref = submission.ref
     for note in submission.notes:
-        output.err(note, "yellow")
+        output.print_stderr(note, "yellow")
     log = f"{ref.folder}/{ref.job}{'_%a' if submission.tasks else ''}.log"
     if as_json:
         file = str(out or Path(ref.folder) / names.BATCH_FILE)
         output.emit_json({"job": ref.job, "run": run, "file": file, "log": log})
     else:
-        output.out(f"job {ref.job}: run {run}")
-        output.err(f"its output: {log}\nto end it: scancel {ref.job}")
+        output.print_stdout(f"job {ref.job}: run {run}")
+        output.print_stderr(f"its output: {log}\nto end it: scancel {ref.job}")

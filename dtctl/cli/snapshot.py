@@ -1,4 +1,4 @@
-"""`dtctl snapshot`: inspect a run's snapshots where they are stored."""
+"""`dtctl snapshot`: inspect a run's snapshots at the place where they are stored."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dtctl.cli import output
 from dtctl.errors import DtctlError, LaunchError, SnapshotError
 from dtctl.launch.snapshot_answers import (
     A,
-    ContentDigest,
-    Contents,
-    Exported,
-    Listing,
-    NewestGood,
-    Parts,
-    Pruned,
-    Removed,
-    Verification,
+    ExportAnswer,
+    NewestGoodSnapshot,
+    PruneAnswer,
+    RemoveAnswer,
+    SnapshotContents,
+    SnapshotDigest,
+    SnapshotListing,
+    SnapshotParts,
+    SnapshotVerification,
 )
 from dtctl.schema import Record
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from dtctl.launch.collect_snapshot import PruneRule
     from dtctl.launch.snapshots import RunSnapshots
 
-Newest = TypeVar("Newest", bound=NewestGood)
+Newest = TypeVar("Newest", bound=NewestGoodSnapshot)
 app = typer.Typer(help="Inspect snapshots in a folder, or those of a run on its nodes.", no_args_is_help=True)
 
 
-def _place(place: str | None) -> str | None:
-    """Return the folder itself where a run is a job of Slurm: its nodes and its launcher see the same one."""
+def _resolve_snapshot_place(place: str | None) -> str | None:
+    """Return the folder of snapshots instead of the name, if the run is a job of Slurm: all of its nodes share it."""
     from dtctl.launch.records.record import find_run
     from dtctl.launch.snapshots import is_folder
 
@@ -46,10 +46,10 @@ def _place(place: str | None) -> str | None:
         record = find_run(Path.cwd(), place)
         slurm = record.info().slurm
     except LaunchError:
-        return place  # reworded for the command
+        return place  # the command reports a better error
     if not slurm:
         return place
-    from dtctl.slurm.follow import snapshot_folder
+    from dtctl.slurm.job_watcher import snapshot_folder
 
     return snapshot_folder(record)
 
@@ -60,7 +60,7 @@ Place = Annotated[
         metavar="[DIR|RUN]",
         help="A folder, a URL, or a run.  [default: the newest run]",
         show_default=False,
-        callback=_place,
+        callback=_resolve_snapshot_place,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
@@ -69,31 +69,36 @@ Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
 @app.command("ls")
 def ls(place: Place = None, json_: Json = False) -> int:
     """List snapshots; nothing is verified."""
-    answers, silent = _all(Listing, place, [])
+    answers, silent = _collect_node_answers(SnapshotListing, place, [])
     rows = _by_step((node, row) for node, answer in answers.items() for row in answer.snapshots)
     if json_:
         output.emit_json({"snapshots": rows})
     else:
         cells = [
-            [str(row["step"]), "yes" if row["committed"] else "no", f"{row['size_bytes'] / 2**20:.1f}", _where(row)]
+            [
+                str(row["step"]),
+                "yes" if row["committed"] else "no",
+                f"{row['size_bytes'] / 2**20:.1f}",
+                _format_snapshot_place(row),
+            ]
             for row in rows
         ]
-        output.table(cells, header=["STEP", "COMMITTED", "MIB", "PATH"])
-    return _code(silent)
+        output.print_table(cells, header=["STEP", "COMMITTED", "MIB", "PATH"])
+    return _choose_exit_code(silent)
 
 
 @app.command("verify")
 def verify(place: Place = None, json_: Json = False) -> int:
     """Read every byte of every snapshot and compare digests; exit code 10 if one is damaged."""
     from dtctl.launch import snapshots
-    from dtctl.launch.collect_snapshot import combine
+    from dtctl.launch.collect_snapshot import merge_node_snapshots
 
     if snapshots.is_folder(place):
-        verified, silent = _all(Verification, place, [])
+        verified, silent = _collect_node_answers(SnapshotVerification, place, [])
         rows = _by_step((node, row) for node, answer in verified.items() for row in answer.snapshots)
     else:
-        parts, silent = _of_all_nodes(Parts, _of_run(place), [])
-        rows = [snapshot.row() for snapshot in combine(parts)]
+        parts, silent = _of_all_nodes(SnapshotParts, _find_run_snapshots(place), [])
+        rows = [snapshot.row() for snapshot in merge_node_snapshots(parts)]
     good = [row["path"] for row in rows if row["status"] == "ok"]
     newest = good[0] if good else None
     if json_:
@@ -101,39 +106,39 @@ def verify(place: Place = None, json_: Json = False) -> int:
     else:
         for row in rows:
             colour = "green" if row["status"] == "ok" else "red"
-            output.out(f"{row['status']}: {_where(row)}", colour)
+            output.print_stdout(f"{row['status']}: {_format_snapshot_place(row)}", colour)
             for phrase in row["bad"]:
-                output.out(f"  {phrase}")
-        output.out(f"newest good: {newest or 'none'}")
+                output.print_stdout(f"  {phrase}")
+        output.print_stdout(f"newest good: {newest or 'none'}")
     damaged = not rows or any(row["status"] != "ok" or row["bad"] for row in rows)
-    return SnapshotError.exit_code if damaged else _code(silent)
+    return SnapshotError.exit_code if damaged else _choose_exit_code(silent)
 
 
 @app.command("show")
 def show(place: Place = None, json_: Json = False) -> int:
     """Show what the newest good snapshot consists of, and what it was made with."""
-    answer, places = _newest(Contents, place, [])
+    answer, places = _find_newest_snapshot(SnapshotContents, place, [])
     if json_:
-        output.emit_json(_document(answer) | places)
+        output.emit_json(_build_answer_json(answer) | places)
         return 0
-    output.out(f"step {answer.step}: {_where(_document(answer) | places)}", "bold")
+    output.print_stdout(f"step {answer.step}: {_format_snapshot_place(_build_answer_json(answer) | places)}", "bold")
     for key, value in answer.facts.get("circumstances", {}).items():
-        output.out(f"  {key}: {value}")
+        output.print_stdout(f"  {key}: {value}")
     rows = [[name, str(file.size_bytes), file.digest] for name, file in answer.files.items()]
-    output.table(rows, header=["FILE", "BYTES", answer.hash.upper()])
+    output.print_table(rows, header=["FILE", "BYTES", answer.hash.upper()])
     tensors = [[name, tensor.dtype, str(tensor.shape)] for name, tensor in answer.tensors.items()]
-    output.table(tensors, header=["TENSOR", "DTYPE", "SHAPE"])
+    output.print_table(tensors, header=["TENSOR", "DTYPE", "SHAPE"])
     return 0
 
 
 @app.command("digest")
 def digest(place: Place = None, json_: Json = False) -> int:
-    """Print the digest of the newest good snapshot's model and optimizer; the same whatever the number of ranks."""
-    answer, _ = _newest(ContentDigest, place, [])
+    """Print the digest of the newest good snapshot's model and optimizer; the same for any number of ranks."""
+    answer, _ = _find_newest_snapshot(SnapshotDigest, place, [])
     if json_:
         output.emit_json({"step": answer.step, "digest": answer.digest})
     else:
-        output.out(f"{answer.digest}  step {answer.step}")
+        output.print_stdout(f"{answer.digest}  step {answer.step}")
     return 0
 
 
@@ -155,7 +160,7 @@ def prune(
         options = ["--keep", str(keep)] if keep is not None else []
         options += ["--every-s", str(every_h * 3600)] if every_h is not None else []
         options += ["--no-best"] if no_best else []
-        answers, silent = _all(Pruned, place, [*options, *(["--dry-run"] if dry_run else [])])
+        answers, silent = _collect_node_answers(PruneAnswer, place, [*options, *(["--dry-run"] if dry_run else [])])
         results: list[dict[str, Any]] = [
             {"kept": answer.kept, "removed": answer.removed, "left": answer.left} for answer in answers.values()
         ]
@@ -163,35 +168,39 @@ def prune(
         from dtctl.launch.collect_snapshot import PruneRule
 
         rule = PruneRule(keep=keep, every_s=None if every_h is None else every_h * 3600, keep_best=not no_best)
-        results, silent = _prune_run(_of_run(place), rule, dry_run=dry_run)
+        results, silent = _prune_run(_find_run_snapshots(place), rule, dry_run=dry_run)
     if json_:
         output.emit_json({"places": results, "dry_run": dry_run})
     else:
         for snapshot in results:
             for path in snapshot["removed"]:
                 at = f"{snapshot['node']}:" if "node" in snapshot else ""
-                output.out(f"{'would remove' if dry_run else 'removed'} {at}{path}")
-            output.out(f"kept {len(snapshot['kept'])}{' on ' + snapshot['node'] if 'node' in snapshot else ''}")
+                output.print_stdout(f"{'would remove' if dry_run else 'removed'} {at}{path}")
+            output.print_stdout(
+                f"kept {len(snapshot['kept'])}{' on ' + snapshot['node'] if 'node' in snapshot else ''}"
+            )
     for snapshot in results:
         for path in snapshot["left"]:
             at = f"{snapshot['node']}:" if "node" in snapshot else ""
-            output.err(f"not removed: {at}{path} is a link, or something is mounted in it", "yellow")
-    return SnapshotError.exit_code if any(snapshot["left"] for snapshot in results) else _code(silent)
+            output.print_stderr(f"not removed: {at}{path} is a link, or something is mounted in it", "yellow")
+    return SnapshotError.exit_code if any(snapshot["left"] for snapshot in results) else _choose_exit_code(silent)
 
 
 def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[list[dict[str, Any]], list[DtctlError]]:
-    """Prune by what the nodes hold together, since each may hold a part of a snapshot; what each keeps and loses."""
+    """Prune a run's snapshots by the parts on all nodes; return the paths that each node keeps and loses."""
     from dtctl.launch import collect_snapshot
 
-    answers, silent = _of_all_nodes(Parts, run, [])
-    snapshots_found = collect_snapshot.combine(answers)
+    answers, silent = _of_all_nodes(SnapshotParts, run, [])
+    snapshots_found = collect_snapshot.merge_node_snapshots(answers)
     rows = []
     for node, answer in answers.items():
-        outdated = collect_snapshot.removable(snapshots_found, rule, node, all_answered=not silent)
+        outdated = collect_snapshot.list_removable_snapshots(snapshots_found, rule, node, all_answered=not silent)
         steps = {snapshot.step for snapshot in outdated}
         unremoved: list[str] = []
         if steps and not dry_run:
-            removal = run.ask(Removed, [word for step in sorted(steps) for word in ("--step", str(step))], [node])[node]
+            removal = run.query_nodes(
+                RemoveAnswer, [word for step in sorted(steps) for word in ("--step", str(step))], [node]
+            )[node]
             if isinstance(removal, DtctlError):
                 raise removal
             unremoved = removal.left
@@ -212,19 +221,19 @@ def export(
     from dtctl.launch import snapshots
 
     if snapshots.is_folder(place):
-        answer, places = _newest(Exported, place, ["--part", part, "--out", str(out)])
+        answer, places = _find_newest_snapshot(ExportAnswer, place, ["--part", part, "--out", str(out)])
     else:
-        answer, places = _of_nodes(Exported, _of_run(place), ["--part", part], out)
+        answer, places = _find_newest_on_nodes(ExportAnswer, _find_run_snapshots(place), ["--part", part], out)
         places |= {"out": str(out)}
     if json_:
-        output.emit_json(_document(answer) | places)
+        output.emit_json(_build_answer_json(answer) | places)
     else:
         file = places.get("out", answer.out)
-        output.out(f"{file}: {part} of step {answer.step}, {answer.size_bytes / 2**20:.1f} MiB")
+        output.print_stdout(f"{file}: {part} of step {answer.step}, {answer.size_bytes / 2**20:.1f} MiB")
     return 0
 
 
-def _fetch(
+def _fetch_export_file(
     source: RunSnapshots, node: str, kind: type[Newest], options: Sequence[str], out: Path, *, limit_bytes: int
 ) -> Newest:
     from dtctl import folders
@@ -242,10 +251,10 @@ def _fetch(
             answer = source.fetch(node, kind, [*options, "--out", "-"], stream, limit_bytes=limit_bytes)
             stream.flush()
             os.fsync(stream.fileno())
-        if not isinstance(answer, Exported) or draft.stat().st_size != answer.size_bytes:
+        if not isinstance(answer, ExportAnswer) or draft.stat().st_size != answer.size_bytes:
             raise SnapshotError("the export arrived incomplete", where=f"node {node}", hint="try again")
         draft.replace(out)
-        folders.sync_folder(str(out.absolute().parent))
+        folders.sync_folder_entries(str(out.absolute().parent))
     except OSError as exc:
         raise SnapshotError(f"the export cannot be written: {exc}", where=str(out)) from exc
     finally:
@@ -257,7 +266,7 @@ def _fetch(
 EXPORT_HEADER_BYTES = 64 << 20
 
 
-def _of_run(place: str | None) -> RunSnapshots:
+def _find_run_snapshots(place: str | None) -> RunSnapshots:
     from dtctl.launch.records.record import find_run
     from dtctl.launch.snapshots import RunSnapshots
 
@@ -269,54 +278,58 @@ def _of_run(place: str | None) -> RunSnapshots:
         raise SnapshotError(f"{place} is neither a folder nor a run", where=exc.where, hint=exc.hint) from exc
 
 
-def _all(kind: type[A], place: str | None, options: Sequence[str]) -> tuple[dict[str | None, A], list[DtctlError]]:
-    """Return the answers by node (None: this machine), and the errors of nodes that could not be asked.
+def _collect_node_answers(
+    kind: type[A], place: str | None, options: Sequence[str]
+) -> tuple[dict[str | None, A], list[DtctlError]]:
+    """Return the answers by node (None: this machine), and the errors of nodes that do not answer.
 
     Raises:
-        DtctlError: there is no answer.
+        DtctlError: no node answers.
     """
     from dtctl.launch import snapshots
 
     if snapshots.is_folder(place):
         return {None: snapshots.run_here(kind, [str(place), *options])}, []
-    answers, silent = _of_all_nodes(kind, _of_run(place), options)
+    answers, silent = _of_all_nodes(kind, _find_run_snapshots(place), options)
     return dict[str | None, A](answers.items()), silent
 
 
 def _of_all_nodes(kind: type[A], run: RunSnapshots, options: Sequence[str]) -> tuple[dict[str, A], list[DtctlError]]:
-    """Return the same for a run."""
-    replies = run.ask(kind, options)
+    """Return the answers of a run's nodes, and the errors of those that do not answer."""
+    replies = run.query_nodes(kind, options)
     answers = {node: reply for node, reply in replies.items() if not isinstance(reply, DtctlError)}
     errors = [reply for reply in replies.values() if isinstance(reply, DtctlError)]
-    # A node without snapshots is no error: in many runs only the first has them.
+    # A node without snapshots is no error: in many runs only the first node has them.
     silent = [error for error in errors if not isinstance(error, SnapshotError)]
     if not answers:
         raise (silent or errors)[0]
     for error in silent:
-        output.error(error)
+        output.print_error_with_hint(error)
     return answers, silent
 
 
-def _newest(kind: type[Newest], place: str | None, options: Sequence[str]) -> tuple[Newest, dict[str, str]]:
-    """Return the answer with the newest good snapshot, and its place on a run's nodes; report those passed over."""
+def _find_newest_snapshot(
+    kind: type[Newest], place: str | None, options: Sequence[str]
+) -> tuple[Newest, dict[str, str]]:
+    """Return the answer with the newest good snapshot, and its place on a run's nodes; report newer bad ones."""
     from dtctl.launch import snapshots
 
     if not snapshots.is_folder(place):
-        return _of_nodes(kind, _of_run(place), options)
+        return _find_newest_on_nodes(kind, _find_run_snapshots(place), options)
     answer = snapshots.run_here(kind, [str(place), *options])
     for reason in answer.rejected:
-        output.err(f"skipped: {reason}", "yellow")
+        output.print_stderr(f"skipped: {reason}", "yellow")
     return answer, {}
 
 
-def _of_nodes(
+def _find_newest_on_nodes(
     kind: type[Newest], run: RunSnapshots, options: Sequence[str], out: Path | None = None
 ) -> tuple[Newest, dict[str, str]]:
-    """Return the same for a run: where one node has all of the snapshot, there; else here, with what the nodes send."""
+    """Return the newest good snapshot of a run, from a node that has all of it, or else from parts of several nodes."""
     from dtctl.launch import collect_snapshot, snapshots
 
-    answers, _ = _of_all_nodes(Parts, run, [])
-    candidates = collect_snapshot.combine(answers)
+    answers, _ = _of_all_nodes(SnapshotParts, run, [])
+    candidates = collect_snapshot.merge_node_snapshots(answers)
     chosen = next((snapshot for snapshot in candidates if snapshot.is_readable), None)
     newer = candidates[: candidates.index(chosen)] if chosen is not None else candidates
     reasons = [
@@ -327,9 +340,9 @@ def _of_nodes(
         reason = f"there is no good snapshot: {'; '.join(reasons)}" if reasons else "there is no snapshot"
         raise SnapshotError(reason, where=", ".join(answers))
     for reason in reasons:
-        output.err(f"skipped: {reason}", "yellow")
+        output.print_stderr(f"skipped: {reason}", "yellow")
     if not chosen.complete:
-        with collect_snapshot.fetched(run, chosen) as folder:
+        with collect_snapshot.fetch_whole_snapshot(run, chosen) as folder:
             try:
                 to_file = ["--out", str(out)] if out else []
                 answer = snapshots.run_here(kind, [str(folder), *options, *to_file])
@@ -340,33 +353,33 @@ def _of_nodes(
         return answer, {"path": chosen.path, "node": ", ".join(chosen.nodes)}
     node = chosen.complete[0]
     if out is not None:
-        # Tensors are written without gaps, with a header that is shorter than those of the files.
+        # Tensors are written without gaps, behind a header that is smaller than those of the files.
         limit_bytes = sum(chosen.sizes.values()) + EXPORT_HEADER_BYTES
-        return _fetch(run, node, kind, options, out, limit_bytes=limit_bytes), {"node": node}
-    reply = run.ask(kind, options, [node])[node]
+        return _fetch_export_file(run, node, kind, options, out, limit_bytes=limit_bytes), {"node": node}
+    reply = run.query_nodes(kind, options, [node])[node]
     if isinstance(reply, DtctlError):
         raise reply
     return reply, {"path": chosen.path, "node": node}
 
 
-def _document(record: Record) -> dict[str, Any]:
+def _build_answer_json(record: Record) -> dict[str, Any]:
     """Return an answer as JSON."""
     document: dict[str, Any] = json.loads(json.dumps(record, default=Record.to_json))
     return document
 
 
 def _by_step(rows: Iterable[tuple[str | None, Record]]) -> list[dict[str, Any]]:
-    documents = [{**_document(row), **_node(node)} for node, row in rows]
+    documents = [{**_build_answer_json(row), **_build_node_field(node)} for node, row in rows]
     return sorted(documents, key=lambda row: -int(row["step"]))
 
 
-def _node(node: str | None) -> dict[str, str]:
+def _build_node_field(node: str | None) -> dict[str, str]:
     return {} if node is None else {"node": node}
 
 
-def _where(row: Mapping[str, Any]) -> str:
+def _format_snapshot_place(row: Mapping[str, Any]) -> str:
     return f"{row['node']}:{row['path']}" if "node" in row else str(row["path"])
 
 
-def _code(silent: Sequence[DtctlError]) -> int:
+def _choose_exit_code(silent: Sequence[DtctlError]) -> int:
     return silent[0].exit_code if silent else 0

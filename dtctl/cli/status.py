@@ -1,4 +1,4 @@
-"""`dtctl status`: how a run is doing."""
+"""`dtctl status`: show the state of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dtctl.launch.records.state import RunState
 
 SHOWN_HEALS = 5
-"""Replacements of lost workers that are listed, the newest; a long run may have hundreds."""
+"""Largest number of replacements of workers that are listed, the newest ones; a long run may have hundreds."""
 
 
 def status(
@@ -28,8 +28,8 @@ def status(
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:
     """Show the state of a run and of its nodes."""
-    from dtctl.cli.common.elsewhere_view import find_elsewhere, show_status
     from dtctl.cli.common.progress_line import metrics_of, steps_of
+    from dtctl.cli.common.remote_runs_view import find_elsewhere, show_status
     from dtctl.launch.records.record import find_run
     from dtctl.launch.records.state import state_of, where_the_time_went
 
@@ -40,58 +40,60 @@ def status(
         return
     record = find_run(Path.cwd(), run)
     if record.info().slurm:
-        from dtctl.cli.common.slurm_runs import refresh
+        from dtctl.cli.common.slurm_runs import update_job_record
 
-        refresh(record)
+        update_job_record(record)
     state = state_of(record)
     if state.status == "unattended":
         state = _as_nodes_tell(record, state)
     rows, steps, info = metrics_of(record), steps_of(record), record.info()
     if json_:
-        progress = _progress(rows[-1], steps) if rows else None
+        progress = _build_progress_json(rows[-1], steps) if rows else None
         facts = {"progress": progress, "launcher_pid": info.pid, "command": info.command}
         output.emit_json({**asdict(state), "done": state.done and state.done.to_json(), **facts})
         return
     colour = {"succeeded": "green", "running": "green", "failed": "red"}.get(state.status, "yellow")
-    output.out(
+    output.print_stdout(
         f"run {state.run}: {state.status} after {state.duration_s:.0f} s, attempt {state.attempt}", colour, "bold"
     )
     _show_training(info, state, rows, steps)
     if state.waits is not None:
-        from dtctl.cli.common.run_display import waits
+        from dtctl.cli.common.run_display import describe_job_wait
 
-        output.out(f"job {state.job} waits: {waits(state.waits)}")
-    output.table([[node, condition] for node, condition in state.nodes.items()], header=["NODE", "STATE"])
+        output.print_stdout(f"job {state.job} waits: {describe_job_wait(state.waits)}")
+    output.print_table([[node, condition] for node, condition in state.nodes.items()], header=["NODE", "STATE"])
     if state.ledger is not None:
-        output.out(f"time: {where_the_time_went(state.ledger)}")
+        output.print_stdout(f"time: {where_the_time_went(state.ledger)}")
     _show_recoveries(state)
     for alert, text in state.alerts.items():
-        output.out(f"alert {alert}: {text}", "red")
+        output.print_stdout(f"alert {alert}: {text}", "red")
     if state.done is not None:
-        _show_end(state.done, record)
+        _print_end_summary(state.done, record)
     _show_left(record)
 
 
-def _show_end(end: RunEnded, record: RunRecord) -> None:
-    """Print how a run has ended, what was lost and what it has left."""
+def _print_end_summary(end: RunEnded, record: RunRecord) -> None:
+    """Print the end of a run, with the lost work and the files that it has written."""
     from dtctl.cli.common.followed_run import failure_lines, outputs_line
 
     for line in failure_lines(end):
-        output.out(line, "red", fold=True)
+        output.print_stdout(line, "red")
     for node, lost in end.lost_output.items():
-        output.out(f"output lost: {lost:,} bytes from {node} could not be stored on this machine", "red")
+        output.print_stdout(f"output lost: {lost:,} bytes from {node} could not be stored on this machine", "red")
     for node, cut in end.cut_output.items():
-        output.out(f"output of {node} was cut (job.log_mib): {cut:,} bytes are left out", "yellow")
+        output.print_stdout(f"output of {node} was cut (job.log_mib): {cut:,} bytes are left out", "yellow")
     if end.outputs:
         is_local = record.plan().get("transport") == "local"
         fetched = record.folder / names.OUTPUTS_DIR
-        output.out(outputs_line(record.run, end.outputs, is_local=is_local, fetched=fetched))
+        output.print_stdout(outputs_line(record.run, end.outputs, is_local=is_local, fetched=fetched))
     if end.left_behind is None:
-        output.out("not every node could be checked for remaining processes; `dtctl stop` checks again", "yellow")
+        output.print_stdout(
+            "not every node could be checked for remaining processes; `dtctl stop` checks again", "yellow"
+        )
 
 
-def _progress(row: dict[str, Any], steps: int | None) -> dict[str, Any]:
-    """Return step, loss and source of a row of metrics, and its figures of experts where the model has any."""
+def _build_progress_json(row: dict[str, Any], steps: int | None) -> dict[str, Any]:
+    """Return step, loss and source of a row of metrics, and its figures of experts if the model has any."""
     from dtctl.cli.common.progress_line import PRINTED
 
     experts = ("expert_load", "expert_tokens", "expert_tokens_max", "experts_idle", "tokens_dropped")
@@ -101,15 +103,15 @@ def _progress(row: dict[str, Any], steps: int | None) -> dict[str, Any]:
 
 
 def _as_nodes_tell(record: RunRecord, state: RunState) -> RunState:
-    """Return the state of a run that continues without a launcher, from its nodes where they can be reached."""
+    """Return the state of a run that continues without a launcher, as its nodes report it if they can be reached."""
     from dataclasses import replace
 
     from dtctl.errors import DtctlError
-    from dtctl.launch.assemble import cluster_of_run
-    from dtctl.launch.elsewhere import RunElsewhere
+    from dtctl.launch.cluster import cluster_of_run
+    from dtctl.launch.remote_runs import RemoteRuns
 
     try:
-        runs, _ = RunElsewhere(cluster_of_run(record)).runs()
+        runs, _ = RemoteRuns(cluster_of_run(record)).runs()
     except DtctlError:
         return state
     if state.run not in runs:
@@ -122,38 +124,38 @@ def _as_nodes_tell(record: RunRecord, state: RunState) -> RunState:
 
 
 def _show_left(record: RunRecord) -> None:
-    """Print the next thing to do about a run that has no launcher."""
+    """Print the next step for a run that has no launcher."""
     from dtctl.launch.records.state import LEFT, state_of
 
     if state_of(record).status not in LEFT:
         return
     if record.info().detached:
-        output.out("no launcher follows it: `dtctl watch` starts one, `dtctl stop` ends it", "yellow")
+        output.print_stdout("no launcher follows it: `dtctl watch` starts one, `dtctl stop` ends it", "yellow")
     else:
-        output.out("its launcher ended unexpectedly; `dtctl stop` ends the remaining processes")
+        output.print_stdout("its launcher ended unexpectedly; `dtctl stop` ends the remaining processes")
 
 
 def _show_recoveries(state: RunState) -> None:
     for number, reason in enumerate(state.restarts, 1):
-        output.out(f"restart {number}: {reason}", "yellow")
+        output.print_stdout(f"restart {number}: {reason}", "yellow")
     if state.resume is not None:
-        output.out(state.resume.told)
+        output.print_stdout(state.resume.event_text)
     shown = state.heals[-SHOWN_HEALS:]
     for number, text in enumerate(shown, len(state.heals) - len(shown) + 1):
-        output.out(f"heal {number}: {text}", "yellow")
+        output.print_stdout(f"heal {number}: {text}", "yellow")
 
 
 def _show_training(info: RunInfo, state: RunState, rows: list[dict[str, Any]], steps: int | None) -> None:
     """Print the progress of the run, and its launcher."""
     from dtctl.cli.common.progress_line import experts_line, loss_text, progress_line, source_text
 
-    if info.resumes:
-        output.out(f"continues run {info.resumes}")
+    if info.resumed_run:
+        output.print_stdout(f"continues run {info.resumed_run}")
     if rows:
         loss = loss_text(rows[-1])
         line = progress_line(rows[-1], steps=steps, runs=state.status == "running")
-        output.out((f"{line}  loss {loss}" if loss else line) + source_text(rows[-1]))
+        output.print_stdout((f"{line}  loss {loss}" if loss else line) + source_text(rows[-1]))
         if experts := experts_line(rows[-1]):
-            output.out(experts)
+            output.print_stdout(experts)
     if not state.over:
-        output.out(f"launched by process {info.pid}: {info.command_line}", "dim")
+        output.print_stdout(f"launched by process {info.pid}: {info.command_line}", "dim")

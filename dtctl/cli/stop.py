@@ -1,4 +1,4 @@
-"""`dtctl stop`: end a run and prove that nothing of it is left."""
+"""`dtctl stop`: end a run and verify that none of its processes is left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from dtctl.cli import output
 from dtctl.cli.common.completion import CurrentRun
 from dtctl.cli.common.run_argument import list_running, name_run
+from dtctl.printable import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,46 +35,46 @@ def stop(
         _tell_choice(run)
     tasks = tasks_of(Path.cwd(), run) if run is not None else []
     if tasks:
-        return max(_stop(record, json_=json_) for record in tasks)
-    from dtctl.cli.common.elsewhere_view import find_elsewhere, stop_run
+        return max(_stop_one_run(record, json_=json_) for record in tasks)
+    from dtctl.cli.common.remote_runs_view import find_elsewhere, stop_run
 
     elsewhere = find_elsewhere(run)
     if elsewhere is not None:
-        return _tell(elsewhere[1].run, stop_run(*elsewhere), json_=json_)
-    return _stop(find_run(Path.cwd(), run), json_=json_)
+        return _print_left_processes(elsewhere[1].run, stop_run(*elsewhere), json_=json_)
+    return _stop_one_run(find_run(Path.cwd(), run), json_=json_)
 
 
 def _tell_choice(run: str) -> None:
-    """Name the run that is stopped because none was named, where that leaves anything open."""
+    """Print which run is stopped if the user has named none, if others are running or this one has ended."""
     from dtctl.launch.records.record import find_run
     from dtctl.launch.records.state import state_of
 
     others = [record.run for record in list_running() if record.run != run]
     if others:
-        output.err(f"stopping {run}; still running: {', '.join(reversed(others))}", "yellow")
+        output.print_stderr(f"stopping {run}; still running: {', '.join(reversed(others))}", "yellow")
     elif state_of(find_run(Path.cwd(), run)).done is not None:
-        output.err(f"{run} has ended; looking for what is left of it")
+        output.print_stderr(f"{run} has ended; looking for what is left of it")
 
 
-def _stop(record: RunRecord, *, json_: bool) -> int:
-    """Stop one run."""
+def _stop_one_run(record: RunRecord, *, json_: bool) -> int:
+    """Stop a run, and print the number of its remaining processes; return the exit code."""
     from dtctl.launch import stop as stopping
-    from dtctl.launch.assemble import cluster_of_run
+    from dtctl.launch.cluster import cluster_of_run
 
     if record.info().slurm:
         from dtctl.cli.common.slurm_runs import stop_job
 
         return stop_job(record, as_json=json_)
     grace_s = float(record.plan().get("grace_s", 10.0))
-    launcher = stopping.by_launcher(record, wait_s=grace_s + 15)
-    # Looked at on the nodes in any case: the launcher's word is good, a look is better.
+    launcher = stopping.request_launcher_stop(record, wait_s=grace_s + 15)
+    # The nodes are queried in any case, since a query is more reliable than the launcher's record.
     cluster = cluster_of_run(record)
     stopped = stopping.on_nodes(record, cluster.targets, cluster.make_transport(), note=not launcher)
-    return _tell(record.run, stopped.left, json_=json_)
+    return _print_left_processes(record.run, stopped.left, json_=json_)
 
 
-def _tell(run: str, left: Mapping[str, int | DtctlError], *, json_: bool) -> int:
-    """Say how many processes are left on each node; the exit code."""
+def _print_left_processes(run: str, left: Mapping[str, int | DtctlError], *, json_: bool) -> int:
+    """Print the number of processes that are left on each node; return the exit code."""
     counts = [answer for answer in left.values() if isinstance(answer, int)]
     silent = {node: answer for node, answer in left.items() if not isinstance(answer, int)}
     if json_:
@@ -85,8 +86,8 @@ def _tell(run: str, left: Mapping[str, int | DtctlError], *, json_: bool) -> int
             }
         )
     else:
-        nodes = "1 node" if len(counts) == 1 else f"{len(counts)} nodes"
-        output.out(f"{sum(counts)} processes left on {nodes}")
+        nodes = format_count(len(counts), "node")
+        output.print_stdout(f"{format_count(sum(counts), 'process', 'processes')} left on {nodes}")
     for error in silent.values():
-        output.error(error)
+        output.print_error_with_hint(error)
     return 6 if silent else 0

@@ -1,4 +1,4 @@
-"""`dtctl take-up`: be the launcher of a kept run that has lost its own. Users run `dtctl watch`, which calls this."""
+"""`dtctl take-up`: become the launcher of a kept run that has lost its own. `dtctl watch` calls this for the user."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) -> int:
     """Watch a run that continues by itself, and restart its workers when they fail, until it is over."""
     from dtctl.cli.common import followed_run
-    from dtctl.launch.assemble import attempt_of_run, job_of_run, spec_of_run
-    from dtctl.launch.control.run import launch
+    from dtctl.launch.control.run import run_launch_job
+    from dtctl.launch.job_builder import attempt_of_run, job_of_run
     from dtctl.launch.records.ledger import Ledger
     from dtctl.launch.records.run_writer import RunWriter
     from dtctl.launch.records.state import state_of
+    from dtctl.launch.run_spec import spec_of_run
 
     record = RunWriter(folder)
     record.check_no_link()
@@ -31,23 +32,23 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
         return take_up_job(record)
     with record.launcher_lock():
         if state_of(record).done is not None:
-            return 0  # another launcher was faster, and the run is over by now
+            return 0  # another launcher was faster, and the run has ended
         job = job_of_run(record)
         under_way = attempt_of_run(record, job)
-        emit = followed_run.take_up(record, attempt=under_way.attempt)
+        emit = followed_run.take_over_run(record, attempt=under_way.attempt)
         begun = time.monotonic() - (time.time() - record.info().started)
         ledger = Ledger(time.monotonic, begun=begun, phase="run")
-        with followed_run.measured(spec_of_run(record), record, emit):
+        with followed_run.sending_run_metrics(spec_of_run(record), record, emit):
             with followed_run.caught_signals() as signals:
-                result = launch(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way)
-            return followed_run.finish(result, emit, record)
+                result = run_launch_job(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way)
+            return followed_run.report_run_end(result, emit, record)
 
 
 def take_up_if_alone(record: RunRecord) -> None:
-    """Give a kept run a launcher if it has none.
+    """Start a launcher for a kept run that has none.
 
     Raises:
-        LaunchError: it has none and cannot be given one.
+        LaunchError: the run has no launcher, and none can be started.
     """
     from dtctl.errors import LaunchError
     from dtctl.launch.background import OUTPUT_FILE, take_up_in_background
@@ -59,7 +60,7 @@ def take_up_if_alone(record: RunRecord) -> None:
     elif state_of(record).status != "unattended" or not record.plan():
         return
     else:
-        output.err(f"the launcher of run {record.run} has ended; starting a new one", "yellow")
+        output.print_stderr(f"the launcher of run {record.run} has ended; starting a new one", "yellow")
     problem = take_up_in_background(record)
     if problem:
         raise LaunchError(

@@ -1,4 +1,4 @@
-"""`dtctl validate`: is the spec right, and what does it mean?"""
+"""`dtctl validate`: check a spec and show its meaning."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from dtctl import names
 from dtctl.cli import output
 from dtctl.errors import DtctlError
+from dtctl.printable import format_count
 
 if TYPE_CHECKING:
     from dtctl.plan.model import Plan
@@ -20,9 +21,9 @@ NOT_EXAMINED = (
     "the nodes (`dtctl doctor`)",
     "what the program does (`dtctl lint`)",
     "whether model and batch fit into memory (`dtctl advise`)",
-    "data",
+    "the contents of data",
 )
-"""Faults that a launch can have although the spec is right."""
+"""Faults of a launch that a correct spec does not exclude."""
 
 
 def validate(
@@ -40,7 +41,7 @@ def validate(
         output.emit_json(json_schema())
         return
     try:
-        plan, estimate, environment = _planned(spec, set_ or ())
+        plan, estimate, environment = _plan_checked_spec(spec, set_ or ())
     except DtctlError as exc:
         if json_:
             facts = {"message": exc.message, "where": exc.where, "hint": exc.hint, "exit_code": exc.exit_code}
@@ -59,50 +60,54 @@ def validate(
             }
         )
         return
-    nodes = "1 node" if len(plan.nodes) == 1 else f"{len(plan.nodes)} nodes"
-    workers = "1 worker" if plan.world_size == 1 else f"{plan.world_size} workers"
-    output.out(f"{spec} can be planned: {plan.job}, {plan.kind} over {plan.transport}, {nodes}, {workers}", "green")
+    nodes, workers = format_count(len(plan.nodes), "node"), format_count(plan.world_size, "worker")
+    output.print_stdout(
+        f"{spec} can be planned: {plan.job}, {plan.kind} over {plan.transport}, {nodes}, {workers}", "green"
+    )
     if environment:
-        output.out(f"environment: {environment}")
+        output.print_stdout(f"environment: {environment}")
     for note in plan.notes:
-        output.out(f"note: {note}", "cyan", fold=True)
+        output.print_stdout(f"note: {note}", "cyan")
     if estimate is not None:
         parts = ", ".join(f"{part} {estimate[f'{part}_gib']}" for part in ("states", "activations", "overhead"))
-        output.out(f"estimate: {estimate['total_gib']} GiB of each GPU for {estimate['layout']} ({parts})")
+        output.print_stdout(f"estimate: {estimate['total_gib']} GiB of each GPU for {estimate['layout']} ({parts})")
     open_questions = NOT_EXAMINED if estimate is None else NOT_EXAMINED[:-1]
-    output.out(f"not examined: {', '.join(open_questions)}", "dim")
+    output.print_stdout(f"not examined: {', '.join(open_questions)}", "dim")
 
 
-def _planned(spec: Path, changes: Sequence[str]) -> tuple[Plan, dict[str, Any] | None, str]:
-    """Return the first plan of a launch, as far as no node is asked; its memory, if known; what nodes would install."""
+def _plan_checked_spec(spec: Path, changes: Sequence[str]) -> tuple[Plan, dict[str, Any] | None, str]:
+    """Return the plan of a launch without contacting a node, its memory if known, and the nodes' environment."""
     from dtctl.launch.cluster import cluster_of, first_plan
-    from dtctl.launch.files.tree import check_program_files, scan
+    from dtctl.launch.files.tree import scan_pushed_files
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, changes)
-    root = checked.base_dir / checked.job.files.root
-    check_program_files(checked, scan(root, include=checked.job.files.include, exclude=checked.job.files.exclude))
+    code = scan_pushed_files(checked)
     plan = first_plan(checked, cluster_of(checked, start=False), run="validate")
+    if checked.job.data:
+        from dtctl.launch.files.data import check_places, find_data
+
+        check_places(find_data(checked, is_check=True), code)
     environment = ""
     if checked.job.environment is not None:
         from dtctl.launch.files.environment import describe_environment
 
         environment = describe_environment(checked)
-    return plan, _estimate(checked), environment
+    return plan, _build_estimate_json(checked), environment
 
 
-def _estimate(spec: Spec) -> dict[str, Any] | None:
-    """Memory of a GPU by the formulas of `dtctl advise`, in GiB; None where the spec leaves open what it depends on."""
+def _build_estimate_json(spec: Spec) -> dict[str, Any] | None:
+    """Return the memory of a GPU in GiB by the formulas of `dtctl advise`; None if the spec lacks a value for them."""
     if not spec.settings.get("model"):
         return None
-    from dtctl.advise.advice import described
-    from dtctl.advise.gather import estimate
+    from dtctl.advise.advice import describe_layout
+    from dtctl.advise.gather import estimate_spec_memory
     from dtctl.errors import UsageError
     from dtctl.estimate.memory import GIB
 
     try:
-        estimated = estimate(spec)
-    except UsageError:  # a `train.model` of the program's own, which the formulas cannot use
+        estimated = estimate_spec_memory(spec)
+    except UsageError:  # the formulas need a `train.model` that dtctl can read
         return None
     if estimated is None:
         return None
@@ -114,4 +119,4 @@ def _estimate(spec: Spec) -> dict[str, Any] | None:
         "overhead_gib": need.overhead,
         "host_gib": need.host,
     }
-    return {"layout": described(layout)} | {name: round(size / GIB, 2) for name, size in sizes.items()}
+    return {"layout": describe_layout(layout)} | {name: round(size / GIB, 2) for name, size in sizes.items()}

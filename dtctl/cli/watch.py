@@ -17,8 +17,8 @@ def watch(
 
     A detached run whose launcher has ended, with the machine it ran on for example, is given a new launcher first.
     """
-    from dtctl.cli.common.elsewhere_view import find_elsewhere, watch_run
     from dtctl.cli.common.followed_run import failure_lines
+    from dtctl.cli.common.remote_runs_view import find_elsewhere, watch_run
     from dtctl.cli.take_up import take_up_if_alone
     from dtctl.errors import LaunchError
     from dtctl.launch.records.record import find_run
@@ -32,16 +32,16 @@ def watch(
     take_up_if_alone(record)
     if output.is_terminal(sys.stdout):
         from dtctl.cli.common.progress_line import steps_of
-        from dtctl.cli.common.watch_view import show
+        from dtctl.cli.common.watch_view import display_live_run
 
-        state = show(record, steps=steps_of(record))
+        state = display_live_run(record, steps=steps_of(record))
     else:
         from dtctl.cli.logs import logs
 
-        output.err(f"run {record.run}: {state_of(record).status}", "bold")
+        output.print_stderr(f"run {record.run}: {state_of(record).status}", "bold")
         logs(run=record.run, follow=True, node=None, rank=None, tail=None, attempt=None, grep=None, since=None)
         state = state_of(record)
     for line in failure_lines(state.done) if state.done else ():
-        output.err(line, "red", fold=True)
-    output.err(f"{state.status} after {state.duration_s:.1f} s", "bold")
+        output.print_stderr(line, "red")
+    output.print_stderr(f"{state.status} after {state.duration_s:.1f} s", "bold")
     return state.done.exit_code if state.done else LaunchError.exit_code

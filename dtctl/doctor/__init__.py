@@ -1,1 +1,1 @@
-"""Examination of a cluster before a run, and of the logs after one that failed."""
+"""Examination of a cluster before a run, and of the logs after a failure."""

@@ -1,8 +1,8 @@
-"""List of the needs of a launch that were not examined, with their nodes and the reasons. Pure.
+"""Needs of a launch that were not examined, with their nodes and the reasons. Pure.
 
-Each part of an examination that did not come about is a finding with status `skip`. `missing` is set where a launch
-needs what was not examined; without it there was nothing to examine. The report states that nodes can train only if
-nothing has failed and nothing is missing: this follows from these findings alone, whatever the reason for a gap.
+Each omitted part of an examination is a finding with status `skip`. `missing` is set if a launch depends on the omitted
+part; otherwise there was nothing to examine. The report states that nodes can train only if nothing has failed and
+nothing is missing: this follows from these findings alone, not from the reason for a gap.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from dtctl.doctor.checks import collective, hardware, links, network, used
+from dtctl.doctor.checks import address_checks, collective, hardware, links, network
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport, good_ways
 
 Way = tuple[str, str]
 
 
-def unexamined(
+def find_unexamined_needs(
     reports: Sequence[NodeReport],
     *,
     skip: Collection[str],
@@ -25,19 +25,19 @@ def unexamined(
     rendezvous: bool,
     found: Iterable[Finding] = (),
 ) -> Iterator[Finding]:
-    """Yield all that was not looked at.
+    """Yield a finding for each check that was not made.
 
     Args:
-        reports: the nodes, the head node first.
-        skip: layers that were to be left out.
+        reports: reports of the nodes, the head node first.
+        skip: layers that the user excluded.
         ran: names of the checks that were made.
-        rendezvous: whether a port of the head node was to be called.
-        found: what is wrong; where a part has failed, what could not be looked at for that is no news.
+        rendezvous: whether the examination includes calls to a port of the head node.
+        found: failures; a check that has failed on a node is not reported as omitted there.
     """
     well = [one for one in reports if one.error is None and one.facts]
     failed = {(one.check, node) for one in found for node in (*one.nodes, *one.peers) if one.status == "fail"}
     yield from _of_the_cluster(reports, well, skip, ran)
-    for check, whys in _of_nodes(well).items():
+    for check, whys in _find_node_gaps(well).items():
         yield from _by_reason(check, {name: why for name, why in whys.items() if (check, name) not in failed})
     if len(reports) > 1:
         yield from _of_ways(reports, well, rendezvous=rendezvous, measured="links" not in skip, failed=failed)
@@ -50,31 +50,36 @@ def _of_the_cluster(
         alone = "there is one node, and nothing between nodes to look at"
         without = () if "collective" in ran else collective.RAN
         between = (name for name in (*network.RAN, *links.RAN, *without) if name != "ephemeral-ports")
-        yield from (_nothing(name, alone) for name in between)
+        yield from (_build_skip_finding(name, alone) for name in between)
     elif "links" in skip:
         left_out = "bandwidth, loss and delay between nodes were left out"
-        yield from (_missing(name, left_out, [one.name for one in reports]) for name in links.RAN)
+        yield from (_build_gap_finding(name, left_out, [one.name for one in reports]) for name in links.RAN)
     if len(reports) > 1 and "collective" not in ran:
         lacking = [one.name for one in well if not one.facts["job"].get("torch")]
         if "collective" in skip:
-            yield _missing("collective", "torch was not run", [one.name for one in reports])
+            yield _build_gap_finding("collective", "torch was not run", [one.name for one in reports])
         elif lacking:
             why = f"torch was not run: the job's Python has none on {', '.join(lacking)}"
-            yield _missing("collective", why, [one.name for one in reports])
+            yield _build_gap_finding("collective", why, [one.name for one in reports])
         else:
-            yield _missing("collective", "torch was not run, because of what has failed", [one.name for one in reports])
+            yield _build_gap_finding(
+                "collective", "torch was not run, because of what has failed", [one.name for one in reports]
+            )
     if well and not any(one.facts["gpus"] for one in well):
-        yield from (_nothing(name, "no node shows a GPU") for name in hardware.RAN if name.startswith("gpu"))
+        yield from (_build_skip_finding(name, "no node shows a GPU") for name in hardware.RAN if name.startswith("gpu"))
     if well and not any(one.facts["rdma"] for one in well):
-        yield _nothing("rdma", "no node has an InfiniBand or RoCE port")
+        yield _build_skip_finding("rdma", "no node has an InfiniBand or RoCE port")
     if well and well[0] is not reports[0] and len(reports) > 1:
-        yield _missing(
+        yield _build_gap_finding(
             "rendezvous-port", f"the head node {reports[0].name} was not there to be called", [reports[0].name]
         )
-        yield from (_missing(name, "the head node was not there", [reports[0].name]) for name in used.RAN[1:])
+        yield from (
+            _build_gap_finding(name, "the head node was not there", [reports[0].name])
+            for name in address_checks.RAN[1:]
+        )
 
 
-def _of_nodes(well: Sequence[NodeReport]) -> dict[str, dict[str, str]]:
+def _find_node_gaps(well: Sequence[NodeReport]) -> dict[str, dict[str, str]]:
     """Return check -> node -> reason of a gap, for the facts that each node reports about itself."""
     gaps: dict[str, dict[str, str]] = {}
     for node in well:
@@ -119,7 +124,7 @@ _GAPS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], bool], str]]] = (
     ("gpu-ecc", _has_silent_gpu_tool, "the GPU tool reports nothing about them"),
     ("gpu-busy", _has_silent_gpu_tool, "the GPU tool reports nothing about them"),
 )
-"""Checks that need a fact, whether a node's facts lack it, and the reason to report."""
+"""Checks that need a fact, functions that return whether a node's facts lack it, and reasons for the report."""
 
 
 def _of_ways(
@@ -130,7 +135,7 @@ def _of_ways(
     measured: bool,
     failed: Collection[tuple[str, str]],
 ) -> Iterator[Finding]:
-    """Yield the ways between nodes that were not tested, though both ends are well."""
+    """Yield findings about pairs of nodes that were not tested, though both nodes answer."""
     called: dict[str, set[Way]] = {"data": set(), "rendezvous": set()}
     for node in well:
         for answer in node.answers:
@@ -151,7 +156,7 @@ def _of_ways(
         if lost:
             told = ", ".join(f"{caller} to {other}" for caller, other in lost[:4]) + (" ..." if len(lost) > 4 else "")
             word = "measured" if check == "bandwidth" else "called"
-            yield _missing(check, f"nobody has {word} the way from {told}", dict.fromkeys(sum(lost, ())))
+            yield _build_gap_finding(check, f"nobody has {word} the way from {told}", dict.fromkeys(sum(lost, ())))
 
 
 def _is_data(kind: str) -> bool:
@@ -165,12 +170,12 @@ def _is_measured(tries: Sequence[Mapping[str, object]]) -> bool:
 def _by_reason(check: str, whys: Mapping[str, str]) -> Iterator[Finding]:
     for why in dict.fromkeys(whys.values()):
         nodes = [name for name, text in whys.items() if text == why]
-        yield _missing(check, f"{', '.join(nodes)}: {why}", nodes)
+        yield _build_gap_finding(check, f"{', '.join(nodes)}: {why}", nodes)
 
 
-def _missing(check: str, why: str, nodes: Iterable[str]) -> Finding:
+def _build_gap_finding(check: str, why: str, nodes: Iterable[str]) -> Finding:
     return Finding(check=check, status="skip", nodes=tuple(nodes), summary=why, missing=True)
 
 
-def _nothing(check: str, why: str) -> Finding:
+def _build_skip_finding(check: str, why: str) -> Finding:
     return Finding(check=check, status="skip", summary=why)

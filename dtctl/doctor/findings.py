@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from dtctl.schema import prose
+from dtctl.schema import check_prose
 
 Status = Literal["ok", "warn", "fail", "skip"]
 Value = TypeVar("Value")
@@ -27,65 +27,70 @@ CHECKS = (
     "partition", "account", "time-limit", "requeue", "job-nodes", "gres", "features", "submit", "tasks", "time-left",
     "collective",
 )  # fmt: skip
-"""All checks, each after those that can be its cause: of several failures the first in this order is the primary."""
+"""All checks, each after those that can be its cause: the first failure in this order is the primary one."""
 MAX_EVIDENCE = 1024
-"""Lines; of a cluster with so many nodes each has one."""
+"""Largest number of lines of evidence; a cluster with many nodes has one line per node."""
 _SEVERITY = {"fail": 0, "warn": 1, "skip": 2, "ok": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check."""
+    """Result of one check."""
 
     check: str
     status: Status
     nodes: tuple[str, ...] = ()
-    """The machines to act on."""
+    """Nodes that need a repair."""
     peers: tuple[str, ...] = ()
-    """Their other ends, where the check is about pairs."""
+    """Nodes at the other ends, if the check concerns pairs."""
     summary: str = ""
     fix: str = ""
     evidence: tuple[str, ...] = ()
     ways: tuple[tuple[str, str], ...] = ()
-    """The (caller, called) pairs that it was seen on, where it is about pairs."""
+    """Pairs (caller, called) with the problem, if the check concerns pairs."""
     primary: bool = False
     follows: str = ""
     """Check whose failure explains this one."""
     missing: bool = False
-    """True, with status `skip`, if a launch needs what was not looked at; else there was nothing to look at."""
+    """True, with status `skip`, if a launch depends on the part that was not examined; False if there was nothing to
+    examine."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `dtctl doctor --json` prints."""
         return asdict(self)
 
 
-def ordered(found: Iterable[Finding], *, ran: Iterable[str], unexamined: Iterable[Finding] = ()) -> list[Finding]:
-    """Return all findings, the primary one first, then by severity; checks that ran and found nothing are ok.
+def order_findings(
+    found: Iterable[Finding], *, ran: Iterable[str], unexamined: Iterable[Finding] = ()
+) -> list[Finding]:
+    """Return all findings, the primary one first, then by severity; checks without findings are ok.
 
     Args:
         found: warnings and failures.
         ran: names of the checks that were made.
-        unexamined: what was not looked at, or had nothing to look at; it is neither ok nor wrong.
+        unexamined: findings of status `skip`, about parts that were not examined; they are neither ok nor wrong.
     """
-    bad = sorted(map(_short, found), key=lambda finding: (_SEVERITY[finding.status], CHECKS.index(finding.check)))
+    bad = sorted(
+        map(_shorten_finding, found), key=lambda finding: (_SEVERITY[finding.status], CHECKS.index(finding.check))
+    )
     if bad:
-        bad.insert(0, bad.pop(_root(bad)))
+        bad.insert(0, bad.pop(_find_primary_index(bad)))
         bad[0] = replace(bad[0], primary=True)
-        bad[1:] = [_fold(finding, bad[0]) for finding in bad[1:]]
+        bad[1:] = [_mark_consequence(finding, bad[0]) for finding in bad[1:]]
     named = {finding.check for finding in bad}
-    # Of a check that has found something, what was not looked at for want of anything there is no news.
-    skipped = [_short(one) for one in unexamined if one.missing or one.check not in named]
+    # For a check with findings, a `skip` because there was nothing to examine adds no information.
+    skipped = [_shorten_finding(one) for one in unexamined if one.missing or one.check not in named]
     skipped.sort(key=lambda finding: CHECKS.index(finding.check))
     ok = set(ran) - named - {one.check for one in skipped}
     return [*bad, *skipped, *(Finding(check=check, status="ok") for check in CHECKS if check in ok)]
 
 
-def _short(finding: Finding) -> Finding:
-    """Return the beginning of a text: reports of nodes may be long."""
-    evidence = tuple(prose(line) for line in finding.evidence[:MAX_EVIDENCE])
+def _shorten_finding(finding: Finding) -> Finding:
+    """Return a finding with shortened texts, since nodes' reports may be long."""
+    evidence = tuple(check_prose(line) for line in finding.evidence[:MAX_EVIDENCE])
     if len(finding.evidence) > MAX_EVIDENCE:
         evidence += (f"and {len(finding.evidence) - MAX_EVIDENCE} more",)
-    return replace(finding, summary=prose(finding.summary), fix=prose(finding.fix), evidence=evidence)
+    return replace(finding, summary=check_prose(finding.summary), fix=check_prose(finding.fix), evidence=evidence)
 
 
 _EXPLAINS = {
@@ -123,11 +128,11 @@ _EXPLAINS = {
 
 
 _ROOT = {"bandwidth": "packet-loss"}
-"""A cause that can look less severe than what it does: TCP over a link that loses 2% is slow beyond proportion."""
+"""Check -> a cause that can look less severe: TCP over a link that loses 2% is slow beyond proportion."""
 
 
-def _root(bad: Sequence[Finding]) -> int:
-    """Return the place of the primary finding: the most severe one, or the cause of it at one end of all its pairs."""
+def _find_primary_index(bad: Sequence[Finding]) -> int:
+    """Return the index of the primary finding: the most severe one, or its cause at one end of all its pairs."""
     ends = [{*bad[0].nodes}, {*bad[0].peers}]
     for place, finding in enumerate(bad):
         if finding.check == _ROOT.get(bad[0].check) and any(end and end <= {*finding.nodes} for end in ends):
@@ -135,8 +140,8 @@ def _root(bad: Sequence[Finding]) -> int:
     return 0
 
 
-def _fold(finding: Finding, primary: Finding) -> Finding:
-    if finding.ways and primary.ways:  # of two faults on two ways neither is a consequence
+def _mark_consequence(finding: Finding, primary: Finding) -> Finding:
+    if finding.ways and primary.ways:  # two faults on different pairs are independent
         touched = bool({frozenset(way) for way in finding.ways} & {frozenset(way) for way in primary.ways})
     else:
         touched = bool({*finding.nodes, *finding.peers} & {*primary.nodes})
@@ -146,7 +151,7 @@ def _fold(finding: Finding, primary: Finding) -> Finding:
 
 
 def odd_ones(values: Mapping[str, Value]) -> tuple[tuple[str, ...], Value | None]:
-    """Return the nodes that differ from the majority, and its value; without a majority, all nodes and None."""
+    """Return the nodes that differ from the majority, and the majority's value; without one, all nodes and None."""
     counted = Counter(values.values()).most_common()
     if len(counted) < 2:
         return (), counted[0][0] if counted else None
@@ -155,10 +160,10 @@ def odd_ones(values: Mapping[str, Value]) -> tuple[tuple[str, ...], Value | None
     return tuple(node for node, value in values.items() if value != counted[0][0]), counted[0][0]
 
 
-def cover(pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return few machines that cover all failing (caller, called) pairs: check their firewall or cable first.
+def choose_covering_nodes(pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return a few nodes that cover all failing (caller, called) pairs, to check their firewall or cable first.
 
-    Of a single pair it is the called one: a filter that drops packets is usually in front of their receiver.
+    For a single pair it is the called node: a filter that drops packets is usually on the receiver's side.
     """
     left = list(dict.fromkeys(pairs))
     chosen: list[str] = []

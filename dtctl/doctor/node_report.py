@@ -1,4 +1,4 @@
-"""Facts about one node after the probes have answered: the input of every check. Plain data."""
+"""Facts about one node from the answers of its probe, which are the input of every check. Plain data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class LoginShell:
     """Result of `echo WORD` in the login shell of a node."""
 
     answered: bool
-    """True if it came to an end in time."""
+    """True if the login shell ended in time."""
     refused: bool = False
-    """True if the server opened no session for it at all."""
+    """True if the server did not open a session for the login shell."""
     has_run: bool = False
-    """True if the word came back."""
+    """True if the output has the word."""
     other: str = ""
     """Further output on standard output."""
     complaint: str = ""
@@ -33,41 +33,41 @@ class NodeReport:
     name: str
     address: str = ""
     data_address: str = ""
-    """At which its workers will be called; that of its address unless the spec names another interface."""
+    """Address at which the node's workers will be called; the node's own unless the spec names another interface."""
     meeting: str = ""
     """Address of the rendezvous on this node; empty if it cannot resolve the name."""
     target: str = ""
-    """The address that the spec gives, or its name."""
+    """Address in the spec, or the node's name."""
     slots: int = 1
     error: DtctlError | None = None
     login_s: list[float] = field(default_factory=list)
-    """Seconds from the connection to the first answer of a program, once or twice."""
+    """Seconds from the connection to the first answer of a program, measured once or twice."""
     python_s: list[float] = field(default_factory=list)
-    """Seconds that Python took to start, twice; asked only where the first time was long."""
+    """Seconds of two starts of Python; measured only if the first login was slow."""
     shell: LoginShell | None = None
-    """Result of a plain command in its login shell; only where a program of ours has not answered."""
+    """Result of a plain command in the login shell; only set if the probe has not answered in time."""
     facts: dict[str, Any] = field(default_factory=dict)
     offset_s: float = 0.0
-    """Seconds of its clock minus ours."""
+    """Clock of the node minus the clock of this machine, in seconds."""
     offset_error_s: float = 0.0
     ports: dict[str, int] = field(default_factory=dict)
-    """kind -> port that it listens on; minus an error number where it could not."""
+    """Kind -> port on which the node listens, or a negative error number."""
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """Answers to its calls of the others: node, port, kind, result, ..."""
+    """Results of this node's calls to the others: node, port, kind, result, ..."""
     measured: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """other node -> what was measured on the way to it, once, or several times where the first looked bad."""
+    """Other node -> measurements of the link to it; one, or several if the first looked bad."""
     own: list[dict[str, Any]] = field(default_factory=list)
-    """Measurements of its way to itself next to each repetition: the speed that its own load leaves."""
+    """Measurements of the connection to itself, one per repetition; they show the speed that the node's load allows."""
 
 
 SPREAD, MEETING = "spread", "meeting"
-"""Kinds of calls to many ports of a node: of those that workers are given, and of those at which they may meet."""
+"""Kinds of calls to many ports of a node: ports that workers get, and possible rendezvous ports."""
 REACHED = "reached"
-"""Kind of a call to the address that we came by, where the workers will be called at another one."""
+"""Kind of a call to the address at which this machine reaches the node, if workers use another one."""
 
 
 def good_ways(reports: Sequence[NodeReport]) -> set[tuple[str, str]]:
-    """Return the (caller, called) ways on which every call went well."""
+    """Return the (caller, called) pairs whose calls all succeeded."""
     said: dict[tuple[str, str], bool] = {}
     for node in reports:
         for answer in node.answers:

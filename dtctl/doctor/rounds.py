@@ -1,15 +1,15 @@
-"""Rounds of measurements: no node takes part twice in a round, or two would share its link. Pure."""
+"""Rounds of measurements, in each of which a node takes part only once, so that pairs do not share its link. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 Way = tuple[str, str]
-"""Caller and called."""
+"""Names of two nodes: the caller and the called node."""
 
 
 def all_pairs(names: Sequence[str]) -> list[list[Way]]:
-    """Every unordered pair once, in N-1 rounds (N of an odd number of nodes): the circle method of tournaments."""
+    """Return every unordered pair once, in N-1 rounds (N for odd N), by the circle method of tournaments."""
     circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     rounds = []
     for _ in range(len(circle) - 1):
@@ -20,8 +20,8 @@ def all_pairs(names: Sequence[str]) -> list[list[Way]]:
     return [pairs for pairs in rounds if pairs]
 
 
-def disjoint(ways: Sequence[Way]) -> list[list[Way]]:
-    """Return these ways in few rounds, each put into the first round that has room for it."""
+def build_disjoint_rounds(ways: Sequence[Way]) -> list[list[Way]]:
+    """Return these pairs in few rounds; each pair is put into the first round that has room for it."""
     rounds: list[list[Way]] = []
     for way in ways:
         for pairs in rounds:

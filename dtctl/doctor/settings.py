@@ -1,16 +1,16 @@
-"""Variables of NCCL and gloo that each node needs, and those that it has now."""
+"""Variables of NCCL and gloo that each node needs, and those that are set now."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from dtctl.doctor.checks.environment import effective
-from dtctl.doctor.checks.used import why_not
-from dtctl.doctor.examine import given_to, locator, names_of, wanted_of
+from dtctl.doctor.checks.address_checks import why_not
+from dtctl.doctor.checks.environment import resolve_worker_variables
+from dtctl.doctor.examine import given_to, make_address_locator, names_of, wanted_of
+from dtctl.doctor.node_probes import observe_nodes
 from dtctl.doctor.node_report import NodeReport, good_ways
-from dtctl.doctor.observe import observe
-from dtctl.doctor.used import UsedInterface, named_interfaces
+from dtctl.doctor.planned_addresses import UsedInterface, named_interfaces
 from dtctl.errors import DtctlError
 from dtctl.launch.cluster import ResolvedCluster
 from dtctl.nccl import profiles
@@ -19,32 +19,32 @@ from dtctl.transport.fanout import raise_failures
 
 
 def node_settings(spec: Spec, cluster: ResolvedCluster) -> list[dict[str, Any]]:
-    """Return a row a node: `node`, `profile`, `set` (name, value, reason), `now` (name, value, origin), `unusable`, ...
+    """Return a row per node: `node`, `profile`, `set` (name, value, reason), `now` (name, value, origin), ...
 
-    `unusable` is why workers will not meet by the interface that the spec names; `unreached` are the nodes that it
-    cannot call: what is to be set is tried, not only derived.
+    `unusable` is the reason why workers cannot connect through the interface that the spec names; `unreached` are the
+    nodes that this node cannot call: the settings are tested, not only derived.
 
     Raises:
-        DtctlError: a node cannot be asked.
+        DtctlError: a node cannot be examined.
     """
     wanted = [wanted_of(spec, spec_node, cluster) for spec_node in cluster.nodes]
     jobs = {spec_node.name: given_to(spec, spec_node) for spec_node in cluster.nodes}
-    reports = observe(
+    reports = observe_nodes(
         wanted,
         cluster.make_transport(),
         rendezvous=(),
         data_ports=1,
         names=names_of(spec, cluster),
-        locate=locator(spec, jobs),
+        locate=make_address_locator(spec, jobs),
         progress=lambda _: None,
     )
     failures: dict[str, DtctlError] = {node.name: node.error for node in reports if node.error is not None}
     raise_failures(failures)
     used = {node.name: named_interfaces(node, spec, jobs[node.name]) for node in reports}
-    return [_of(node, reports, spec, jobs[node.name], used) for node in reports]
+    return [_build_node_settings(node, reports, spec, jobs[node.name], used) for node in reports]
 
 
-def _of(
+def _build_node_settings(
     node: NodeReport,
     reports: list[NodeReport],
     spec: Spec,
@@ -60,7 +60,7 @@ def _of(
         rdma=node.facts["rdma"],
         nodes=len(reports),
     )
-    profile = profiles.detect(network) if spec.network.profile == "auto" else spec.network.profile
+    profile = profiles.find_matching_profile(network) if spec.network.profile == "auto" else spec.network.profile
     good = good_ways([node])
     return {
         "node": node.name,
@@ -69,8 +69,9 @@ def _of(
         ),
         "unreached": [other.name for other in reports if other is not node and (node.name, other.name) not in good],
         "profile": profile,
-        "set": [asdict(setting) for setting in profiles.settings(profile, network)],
+        "set": [asdict(setting) for setting in profiles.list_profile_variables(profile, network)],
         "now": [
-            {"name": name, "value": value, "origin": origin} for name, (value, origin) in effective(node, job).items()
+            {"name": name, "value": value, "origin": origin}
+            for name, (value, origin) in resolve_worker_variables(node, job).items()
         ],
     }

@@ -1,4 +1,4 @@
-"""Tables of an examination: node by layer, and the pairs that are not well. Pure."""
+"""Tables of an examination: nodes by layer, and pairs with problems. Pure."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MAX_MATRIX = 40
 
 
 def node_table(done: Examination) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: each node's worst result in each layer.
+    """Return header and rows: each node's worst result in each layer.
 
-    `-` where nothing was examined, `partly` where nothing is wrong and something that a launch needs was not looked at.
+    `-` means that nothing was examined, `partly` that nothing is wrong but a need of a launch was not examined.
     """
     rows = []
     for seen in done.seen:
@@ -50,22 +50,24 @@ def node_table(done: Examination) -> tuple[list[str], list[list[str]]]:
 
 
 def gpu_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
-    """Header and rows of what was measured of each GPU (`--gpu`); None when nothing was."""
+    """Return header and rows with the measurements of each GPU (`--gpu`); None if there are none."""
     if not done.gpus:
         return None
     rows = []
     for gpu in done.gpus:
-        cells = [_figure(gpu.get(name)) for name in ("tflops", "to_gb_s", "from_gb_s", "within_gb_s", "busbw_gb_s")]
+        cells = [
+            _format_figure(gpu.get(name)) for name in ("tflops", "to_gb_s", "from_gb_s", "within_gb_s", "busbw_gb_s")
+        ]
         rows.append([gpu["node"], str(gpu["gpu"]), gpu["name"], *cells])
     return ["NODE", "GPU", "KIND", "TFLOPS", "HOST TO GPU", "GPU TO HOST", "WITHIN GPU", "NCCL OF NODE"], rows
 
 
-def _figure(value: float | None) -> str:
+def _format_figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
-    """Return header and rows of the calls between nodes; None if all pairs are well, or there are too many to show."""
+    """Return header and rows of the calls between nodes; None if no pair has a problem, or too many have one."""
     names = [seen.name for seen in done.seen]
     worst: dict[tuple[str, str], str] = {}
     for seen in done.seen:
@@ -84,7 +86,7 @@ def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
 
 
 def links_of(reports: Sequence[NodeReport]) -> list[dict[str, Any]]:
-    """Return an object for each way: `from`, `to`, `mbit_s`, `rtt_ms`, `sent`, `lost`; the better of two tries."""
+    """Return an object for each pair: `from`, `to`, `mbit_s`, `rtt_ms`, `sent`, `lost`; the better of two tries."""
     links = []
     for node in reports:
         for other, tries in node.measured.items():
@@ -95,7 +97,7 @@ def links_of(reports: Sequence[NodeReport]) -> list[dict[str, Any]]:
 
 
 def link_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
-    """Header and rows of the bandwidth from whom to whom; None when no link is at fault, or there are too many."""
+    """Return header and rows of the bandwidths between nodes; None if no link is at fault, or there are too many."""
     names = [seen.name for seen in done.seen]
     bad = any(one.check in RAN and one.status in ("fail", "warn") for one in done.findings)
     if not bad or len(names) > MAX_MATRIX:

@@ -1,9 +1,9 @@
 """Program that a node's Python runs for the doctor: torch, and one collective after another, by requests in JSON lines.
 
-Sent as text, never imported by the control plane; the workers of `dtctl bench` use its sums and its clock. Each line of
-input requests one round: rank, world, address, port, backend, timeout_s, and `gpu`, if each GPU of a node has a process
-of its own; or, with `what: gpus`, figures of this node's GPUs. The answers name the stage that was reached; the last of
-a round has `final`.
+The program is sent as text, and the control machine never imports it; the workers of `dtctl bench` use its sums and its
+clock. Each line of input requests one round: rank, world, address, port, backend, timeout_s, and `gpu`, if each GPU of
+a node has a process of its own; or, with `what: gpus`, figures of this node's GPUs. The answers name the stage that was
+reached; the last one of a round has `final`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from datetime import timedelta
 from typing import Any
 
 COUNT = {"gloo": 1 << 18, "nccl": 1 << 26}
-"""Numbers of 4 bytes: enough for the bandwidth of the network to show and not the latency, which differs by backend."""
+"""Number of 4-byte elements, large enough to show the bandwidth of the network and not the latency; by backend."""
 PERIOD = 251
 WARM_UP = {"gloo": 0, "nccl": 5}
-"""Sums before those that are timed: NCCL opens its connections in the first ones."""
+"""Number of sums before the measurement: NCCL opens its connections during the first ones."""
 TIMED = 3
 
 
 def main() -> None:
-    """Load torch, then answer until there are no more questions."""
-    # What NCCL and others print must not come between the answers.
+    """Load torch, then answer requests until the input ends."""
+    # The output of NCCL and other libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -49,7 +49,7 @@ def main() -> None:
                 measure_gpus(say, torch)
             else:
                 all_reduce(asked, say, torch, dist)
-        except Exception as exc:  # noqa: BLE001 - whatever torch raises is the answer
+        except Exception as exc:  # noqa: BLE001 - any error of torch is the answer
             say(error=str(exc).strip().split("\n")[0][:400] or type(exc).__name__, final=True)
         finally:
             if dist.is_initialized():
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
-    """Join the others, add up numbers with an exact sum, and report how many are wrong and how long it took."""
+    """Join the process group, run an exact all_reduce, and report the number of wrong elements and the duration."""
     rank, world = asked["rank"], asked["world"]
     limit = timedelta(seconds=asked["timeout_s"])
     store = dist.TCPStore(asked["address"], asked["port"], world, rank == 0, limit)
@@ -69,7 +69,8 @@ def all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
         if "gpu" not in asked:
             bad = wrong_gpus(torch)
             say(wrong=bad)
-        # Without both, barrier() takes the GPU of the rank's number, and the next sum waits on another.
+        # Without both, barrier() uses the GPU with the number of the rank, and the next all_reduce waits on another
+        # one.
         torch.cuda.set_device(device)
     bound = {"device_id": device} if on_gpu else {}
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, **bound)
@@ -88,18 +89,18 @@ def all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
 
 
 def make_numbers(torch: Any, rank: int, count: int, device: Any, shift: int = 0) -> Any:
-    """Return what a rank adds: small whole numbers, different on every rank and at every place."""
+    """Return the elements of a rank: small integers that differ between ranks and positions."""
     return ((torch.arange(count, device=device) + shift) % PERIOD + rank % 16).to(torch.float32)
 
 
 def add_numbers(torch: Any, world: int, count: int, device: Any, shift: int = 0) -> Any:
-    """Return the sum of these over all ranks, which float32 holds exactly on any number of workers that there is."""
+    """Return the sum of `make_numbers` over all ranks, which float32 represents exactly for any number of workers."""
     places = (torch.arange(count, device=device) + shift) % PERIOD
     return (places * world + sum(rank % 16 for rank in range(world))).to(torch.float32)
 
 
 def wrong_gpus(torch: Any) -> int:
-    """Return how many of this node's GPUs cannot add up numbers by themselves, where only the first takes part."""
+    """Return the number of this node's GPUs that compute wrong sums, if only the first takes part."""
     count = COUNT["gloo"]
     right = sum(place % PERIOD for place in range(count))
     sums = [
@@ -109,13 +110,13 @@ def wrong_gpus(torch: Any) -> int:
 
 
 WIDTH = 8192
-"""Width of the matrices that are multiplied: large enough for the most that a GPU can do."""
+"""Width of the multiplied matrices, large enough to reach the peak rate of a GPU."""
 COPIED = 256 << 20
-"""Bytes of a copy."""
+"""Size of a copy in bytes."""
 
 
 def measure_gpus(say: Any, torch: Any) -> None:
-    """Measure each GPU by itself, then a sum over all of them, timed on the GPUs."""
+    """Measure each GPU by itself, then an all_reduce over all of them, timed on the GPUs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         say(stage="none", error=no_gpu(torch), final=True)
@@ -125,7 +126,7 @@ def measure_gpus(say: Any, torch: Any) -> None:
         say(stage=f"GPU {index}")
         one: dict[str, Any] = {"name": str(torch.cuda.get_device_name(index)), "error": ""}
         try:
-            one.update(figures(torch, index))
+            one.update(measure_gpu_figures(torch, index))
         except RuntimeError as exc:
             one["error"] = str(exc).strip().split("\n")[0][:200]
         found.append(one)
@@ -137,7 +138,7 @@ def measure_gpus(say: Any, torch: Any) -> None:
 
 
 def no_gpu(torch: Any) -> str:
-    """Return why torch sees none, in its own words."""
+    """Return the reason why torch sees no GPU, in torch's words."""
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as exc:
@@ -145,11 +146,11 @@ def no_gpu(torch: Any) -> str:
     return "torch sees no GPU"
 
 
-def figures(torch: Any, index: int) -> dict[str, float]:
-    """Products in 1e12 operations a second, and copies in GB/s: from the host, to it, and within the GPU."""
+def measure_gpu_figures(torch: Any, index: int) -> dict[str, float]:
+    """Return rates of products in 1e12 operations/s, and of copies from, to and within the GPU in GB/s."""
     torch.cuda.set_device(index)
     device = torch.device("cuda", index)
-    # Before 2020 tensor cores took fp16 alone; HIP counts its GPUs otherwise, and all of them take bf16.
+    # Before 2020 tensor cores had only fp16. HIP numbers its GPUs differently, and all of them support bf16.
     half = torch.bfloat16 if torch.version.hip or torch.cuda.get_device_capability(index)[0] >= 8 else torch.float16
     one = torch.randn(WIDTH, WIDTH, device=device, dtype=half)
     product_s = time_calls(torch, [device], lambda: one @ one, 20)
@@ -167,7 +168,7 @@ def figures(torch: Any, index: int) -> dict[str, float]:
 
 
 def sum_of_node(torch: Any, count: int) -> float:
-    """Bus bandwidth in GB/s, as nccl-tests defines it, of an all_reduce over the GPUs of this node."""
+    """Return the bus bandwidth in GB/s, by the definition of nccl-tests, of an all_reduce over this node's GPUs."""
     data = [torch.ones(COUNT["nccl"], device=torch.device("cuda", index)) for index in range(count)]
 
     def add_up() -> None:
@@ -178,14 +179,14 @@ def sum_of_node(torch: Any, count: int) -> float:
 
 
 def time_calls(torch: Any, gpus: Any, action: Any, times: int, *, warm_up: int = 3) -> float:
-    """Return the seconds of one call, after some that do not count.
+    """Return the mean duration of a call in seconds, without the first calls.
 
     Args:
         torch: the module.
-        gpus: those that the call uses; what a call takes without waiting for them is the time to ask for it.
-        action: is called.
-        times: how often it is timed.
-        warm_up: how often it is called before.
+        gpus: GPUs that the call uses; without waiting for them, only the launch of the call would be timed.
+        action: function that is timed.
+        times: number of timed calls.
+        warm_up: number of calls before the measurement.
     """
 
     def wait() -> None:

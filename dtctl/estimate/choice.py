@@ -1,7 +1,7 @@
 """Choice of a strategy for a model: the simplest one whose memory fits. Pure arithmetic.
 
 ddp exchanges least; zero1 divides the optimizer's state, hsdp everything inside a node, fsdp everything over all of
-them. These need no change of the model, so they can be chosen without asking.
+them. These need no change of the model, so dtctl may choose them itself.
 """
 
 from __future__ import annotations
@@ -10,17 +10,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dtctl.estimate.memory import GIB, RUNTIME, Layout, MemoryEstimate, Precision, Recipe, Recompute, memory
-from dtctl.estimate.model import Model
+from dtctl.estimate.memory import (
+    GIB,
+    RUNTIME,
+    FrameworkMemory,
+    MemoryEstimate,
+    ParallelLayout,
+    Precision,
+    Recompute,
+    estimate_layout_memory,
+)
+from dtctl.estimate.model import ModelProfile
 
 SMALL: Final = 0.2
-"""Share of the memory up to which the states of a model need no further look: sharding could save no more."""
+"""Share of the memory up to which a model's states need no further computation: sharding could save no more."""
 UNSEEN: Final = 0.6
-"""Share of what may be used that may be filled where activations are not known."""
+"""Share of the usable memory that may be filled if the activations are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSetting:
+class StrategyInputs:
     """Model, hardware and options for which a strategy is chosen."""
 
     workers: int
@@ -29,7 +38,7 @@ class TrainingSetting:
     budget: float
     """Bytes of each worker that may be planned for."""
     unit: str = "GPU"
-    """Name of the thing that has the memory."""
+    """Name of the device with this memory, for messages."""
     micro_batch: int = 1
     accumulate: int = 1
     precision: Precision = "fp32"
@@ -40,15 +49,15 @@ class TrainingSetting:
     """True if the model can be sharded."""
     halves: bool = False
     """True if steps that run out of memory are repeated in smaller passes, with ddp and zero1."""
-    recipe: Recipe = RUNTIME
+    recipe: FrameworkMemory = RUNTIME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A strategy and what it needs."""
+class StrategyCandidate:
+    """A strategy and the memory that it needs."""
 
     strategy: str
-    layout: Layout
+    layout: ParallelLayout
     memory: MemoryEstimate
 
 
@@ -56,61 +65,68 @@ class Candidate:
 class StrategyVerdict:
     """Chosen strategy, with its reason."""
 
-    candidate: Candidate
-    """Fits, or is the nearest to it."""
+    candidate: StrategyCandidate
+    """Strategy that fits, or the nearest one."""
     fits: bool
     reason: str
     """Reason in figures: a phrase that follows the name of the strategy, or names what is missing."""
     hint: str | None = None
 
 
-def small(model: Model, setting: TrainingSetting) -> StrategyVerdict | None:
-    """ddp, if what can be divided is little beside the memory; a look at activations would change nothing."""
-    ddp = candidates(model, setting)[0]
+def choose_ddp_if_small(model: ModelProfile, setting: StrategyInputs) -> StrategyVerdict | None:
+    """Return ddp if the states are small compared with the memory, so that activations would not change the choice."""
+    ddp = list_strategy_candidates(model, setting)[0]
     need = ddp.memory.states + ddp.memory.temporary
     if need > SMALL * setting.budget:
         return None
     return StrategyVerdict(
         candidate=ddp,
         fits=True,
-        reason=f"whose states need {_gib(ddp.memory.states)} GiB of {_of(setting)}",
+        reason=f"whose states need {_format_gibibytes(ddp.memory.states)} GiB of {_format_memory_budget(setting)}",
     )
 
 
-def choose(model: Model, setting: TrainingSetting, *, unseen: str | None = None) -> StrategyVerdict:
+def choose_fitting_strategy(
+    model: ModelProfile, setting: StrategyInputs, *, unseen: str | None = None
+) -> StrategyVerdict:
     """Return the first strategy that fits.
 
     Args:
         model: with its activations, if they are known.
         setting: where it is to be trained.
-        unseen: why activations are not known. None: they are.
+        unseen: reason why activations are not known. None: they are known.
     """
-    options = candidates(model, setting)
+    options = list_strategy_candidates(model, setting)
     note = f"; activations are not known ({unseen}), so {UNSEEN:.0%} may be filled" if unseen else ""
     limit = setting.budget * (UNSEEN if unseen else 1.0)
     for number, candidate in enumerate(options):
         if candidate.memory.total <= limit:
             return StrategyVerdict(
-                candidate=candidate, fits=True, reason=_since(options[:number], candidate, setting) + note
+                candidate=candidate,
+                fits=True,
+                reason=_describe_refused_strategies(options[:number], candidate, setting) + note,
             )
     last = min(options, key=lambda candidate: candidate.memory.total)
     if unseen and last.memory.total <= setting.budget:
-        return StrategyVerdict(candidate=last, fits=True, reason=_since(options[:-1], last, setting) + note)
-    if (halved := _halved(model, setting)) is not None:
+        return StrategyVerdict(
+            candidate=last, fits=True, reason=_describe_refused_strategies(options[:-1], last, setting) + note
+        )
+    if (halved := _choose_smaller_passes(model, setting)) is not None:
         return halved
     over = last.memory.total - setting.budget
     return StrategyVerdict(
         candidate=last,
         fits=False,
-        reason=f"{last.strategy} needs {_needs(last)} of {_of(setting)}, {_gib(over)} too many",
-        hint=_what_helps(last, setting, lambda micro: _fits_with(model, setting, micro)),
+        reason=f"{last.strategy} needs {_format_memory_need(last)} of {_format_memory_budget(setting)}, "
+        f"{_format_gibibytes(over)} too many",
+        hint=_suggest_memory_settings(last, setting, lambda micro: _fits_with(model, setting, micro)),
     )
 
 
-def candidates(model: Model, setting: TrainingSetting) -> list[Candidate]:
+def list_strategy_candidates(model: ModelProfile, setting: StrategyInputs) -> list[StrategyCandidate]:
     """Return all strategies that are possible, in the order in which they are preferred."""
     workers, per_node = setting.workers, setting.per_node
-    base = Layout(
+    base = ParallelLayout(
         micro_batch=setting.micro_batch,
         accumulate=setting.accumulate,
         precision=setting.precision,
@@ -125,49 +141,56 @@ def candidates(model: Model, setting: TrainingSetting) -> list[Candidate]:
             layouts["hsdp"] = replace(sharded, dp=workers // per_node, fsdp=per_node)
         layouts["fsdp"] = replace(sharded, fsdp=workers)
     return [
-        Candidate(strategy=name, layout=layout, memory=memory(model, layout, setting.recipe))
+        StrategyCandidate(strategy=name, layout=layout, memory=estimate_layout_memory(model, layout, setting.recipe))
         for name, layout in layouts.items()
     ]
 
 
-def _halved(model: Model, setting: TrainingSetting) -> StrategyVerdict | None:
-    """Smaller passes with ddp or zero1, where running out of memory leads to them."""
+def _choose_smaller_passes(model: ModelProfile, setting: StrategyInputs) -> StrategyVerdict | None:
+    """Return ddp or zero1 with smaller passes, if the run repeats a step in smaller passes when memory runs out."""
     micro = setting.micro_batch
     while setting.halves and micro > 1:
-        micro = _smaller(micro)
-        for candidate in candidates(model, _with(setting, micro)):
+        micro = _find_smaller_micro_batch(micro)
+        for candidate in list_strategy_candidates(model, _replace_micro_batch(setting, micro)):
             if candidate.strategy in ("ddp", "zero1") and candidate.memory.total <= setting.budget:
                 reason = f"in passes of {micro} samples, since nothing fits with {setting.micro_batch}: "
                 return StrategyVerdict(
-                    candidate=candidate, fits=True, reason=f"{reason}{_needs(candidate)} of {_of(setting)}"
+                    candidate=candidate,
+                    fits=True,
+                    reason=f"{reason}{_format_memory_need(candidate)} of {_format_memory_budget(setting)}",
                 )
     return None
 
 
-def _with(setting: TrainingSetting, micro: int) -> TrainingSetting:
+def _replace_micro_batch(setting: StrategyInputs, micro: int) -> StrategyInputs:
     return replace(setting, micro_batch=micro, accumulate=setting.accumulate * (setting.micro_batch // micro))
 
 
-def _smaller(micro: int) -> int:
-    """Return the largest part of a number of samples that is less than it."""
+def _find_smaller_micro_batch(micro: int) -> int:
+    """Return the largest proper divisor of a number of samples."""
     return micro // next(number for number in range(2, micro + 1) if micro % number == 0)
 
 
-def _fits_with(model: Model, setting: TrainingSetting, micro: int) -> bool:
-    return any(candidate.memory.total <= setting.budget for candidate in candidates(model, _with(setting, micro)))
+def _fits_with(model: ModelProfile, setting: StrategyInputs, micro: int) -> bool:
+    return any(
+        candidate.memory.total <= setting.budget
+        for candidate in list_strategy_candidates(model, _replace_micro_batch(setting, micro))
+    )
 
 
-def _since(refused: list[Candidate], chosen: Candidate, setting: TrainingSetting) -> str:
-    """Return why the ones before do not do."""
+def _describe_refused_strategies(
+    refused: list[StrategyCandidate], chosen: StrategyCandidate, setting: StrategyInputs
+) -> str:
+    """Return the reason why the preferred strategies do not fit."""
     if not refused:
-        return f"which needs {_needs(chosen)} of {_of(setting)}"
-    first = f"since {refused[0].strategy} needs {_needs(refused[0])} of {_of(setting)}"
-    larger = [f"{candidate.strategy} {_gib(candidate.memory.total)}" for candidate in refused[1:]]
-    return ", ".join([first, *larger]) + f"; {chosen.strategy} needs {_gib(chosen.memory.total)}"
+        return f"which needs {_format_memory_need(chosen)} of {_format_memory_budget(setting)}"
+    first = f"since {refused[0].strategy} needs {_format_memory_need(refused[0])} of {_format_memory_budget(setting)}"
+    larger = [f"{candidate.strategy} {_format_gibibytes(candidate.memory.total)}" for candidate in refused[1:]]
+    return ", ".join([first, *larger]) + f"; {chosen.strategy} needs {_format_gibibytes(chosen.memory.total)}"
 
 
-def _needs(candidate: Candidate) -> str:
-    """`93.1 GiB (states 64.0, activations 29.1)`, of the parts those that are there."""
+def _format_memory_need(candidate: StrategyCandidate) -> str:
+    """Return `93.1 GiB (states 64.0, activations 29.1)`, without parts below half a percent."""
     need = candidate.memory
     parts = {
         "states": need.states,
@@ -175,27 +198,31 @@ def _needs(candidate: Candidate) -> str:
         "temporary": need.temporary,
         "overhead": need.overhead,
     }
-    breakdown = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size >= 0.005 * need.total)
-    return f"{_gib(need.total)} GiB ({breakdown})"
+    breakdown = ", ".join(
+        f"{name} {_format_gibibytes(size)}" for name, size in parts.items() if size >= 0.005 * need.total
+    )
+    return f"{_format_gibibytes(need.total)} GiB ({breakdown})"
 
 
-def _of(setting: TrainingSetting) -> str:
-    return f"{_gib(setting.budget)} GiB per {setting.unit}"
+def _format_memory_budget(setting: StrategyInputs) -> str:
+    return f"{_format_gibibytes(setting.budget)} GiB per {setting.unit}"
 
 
-def _gib(size: float) -> str:
-    """Three figures are enough."""
+def _format_gibibytes(size: float) -> str:
+    """Return a figure rounded to three digits."""
     if size < 0.005 * GIB:
         return "under 0.01"
     return f"{size / GIB:.1f}" if size >= 10 * GIB else f"{size / GIB:.2f}"
 
 
-def _what_helps(candidate: Candidate, setting: TrainingSetting, fits_with: Callable[[int], bool]) -> str:
-    """Return what would make it fit."""
+def _suggest_memory_settings(
+    candidate: StrategyCandidate, setting: StrategyInputs, fits_with: Callable[[int], bool]
+) -> str:
+    """Return the changes that would make it fit."""
     need, helps = candidate.memory, []
     micro = setting.micro_batch
     while micro > 1:
-        micro = _smaller(micro)
+        micro = _find_smaller_micro_batch(micro)
         if fits_with(micro):
             helps.append(f"`train.micro_batch: {micro}` with {setting.micro_batch // micro} times the `accumulate`")
             break

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from dtctl.estimate.memory import RUNTIME, TORCHTITAN, Recipe
+from dtctl.estimate.memory import RUNTIME, TORCHTITAN, FrameworkMemory
 
 _MIXED: Final = replace(
     RUNTIME,
@@ -22,9 +22,9 @@ _MIXED: Final = replace(
     free=True,
     split_experts=True,
 )
-"""Weights in half precision, beside an fp32 copy in the optimizer."""
+"""Weights in half precision, with an fp32 copy in the optimizer."""
 
-FRAMEWORKS: Final[Mapping[str, Recipe]] = {
+FRAMEWORKS: Final[Mapping[str, FrameworkMemory]] = {
     "runtime": RUNTIME,
     # FSDP and FSDP2 with a mixed precision policy: shards in fp32, gathered in half precision.
     "fsdp": replace(TORCHTITAN, loss_parallel=False, sequence_parallel=False, free=True, shards_copied=True),
@@ -38,17 +38,12 @@ FRAMEWORKS: Final[Mapping[str, Recipe]] = {
         _MIXED, gradient_bytes=2, master_bytes=13, live_params=2e9, fused=True, loss_parallel=True, collectives=12,
         overlap=0.1, stage_pace=1.15, sharded=(("master_bytes", 4), ("fused", False)),
     ),
-    # doc/en/train_performance.md of InternEvo: 30 to 33 bytes for each parameter, buffers of its flat copies included.
-    "internevo": replace(_MIXED, gradient_bytes=6, step_bytes=12, fused=True, whole_gradients=False),
     # Trainer of transformers and Accelerate: torch's autocast over fp32 weights, foreach kernels.
     "accelerate": replace(RUNTIME, step_bytes=8, bucket_bytes=4),
-    # Everything in half precision (`bf16-true` of LitGPT, torchtune's `dtype: bf16`).
-    "pure": replace(RUNTIME, autocast=False, weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, whole_gradients=False,
-                    kept_products=0.5, free=True, split_experts=True, shards_copied=True),
 }  # fmt: skip
 
 
-def held(recipe: Recipe, precision: str) -> Recipe:
+def apply_recipe_precision(recipe: FrameworkMemory, precision: str) -> FrameworkMemory:
     """Return a recipe in a number format: in fp32 there is one copy of the weights, and it is fp32."""
     if precision != "fp32" or recipe.weight_bytes == 4:
         return recipe

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from dtctl.estimate.model import Model
+from dtctl.estimate.model import ModelProfile
 from dtctl.train.mesh import Degrees
 
 Recompute = Literal["none", "selective", "full"]
@@ -22,11 +22,11 @@ GIB = 2**30
 CONTEXT = 0.7 * GIB
 """CUDA's own, measured on NVIDIA GPUs (https://github.com/stas00/ml-engineering)."""
 EXCHANGE = 1.0 * GIB
-"""Buffers of NCCL."""
+"""Bytes of NCCL's buffers on each GPU."""
 FRAGMENTS = 0.2
-"""Share of what comes and goes that torch's allocator reserves and cannot use."""
+"""Share of the temporary memory that torch's allocator reserves and cannot use."""
 SETTLED = 0.05
-"""The same share of what stays from the first step to the last."""
+"""Share of the memory that is used in all steps that torch's allocator reserves and cannot use."""
 COMPILED = 0.8
 """Share of activations that compiled or fused blocks keep: what is between products is computed again."""
 QUARTER = 0.75
@@ -41,7 +41,7 @@ BUDGET = 1 - RESERVE
 OPTIMIZERS: Final[Mapping[str, tuple[int, int, int]]] = {
     "adamw": (8, 8, 8),
     "sgd": (4, 4, 4),
-    "muon": (4, 8, 8),  # AdamW for whatever is no matrix, and for tables of embeddings
+    "muon": (4, 8, 8),  # AdamW for vectors and for tables of embeddings
     "adafactor": (0, 0, 4),  # of a matrix one number for each row and each column
 }
 """Bytes of the fp32 state of an optimizer for a parameter: of a matrix; of a table of embeddings or a tensor of more
@@ -49,46 +49,46 @@ dimensions; of a vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class FrameworkMemory:
     """Memory layout of a framework; the defaults are dtctl.runtime's. Bytes are for each parameter."""
 
     autocast: bool = True
     """Weights stay fp32 and are cast for every product; the casts live until the backward pass. False: the framework
     computes with weights in half precision that it holds or gathers."""
     weight_bytes: int = 4
-    """Bytes of the weights that lie on a worker between steps."""
+    """Bytes of the weights that a worker keeps between steps."""
     gradient_bytes: int = 4
     master_bytes: int = 0
-    """Bytes of an fp32 copy that lies with the optimizer's state and is divided like it."""
+    """Bytes of an fp32 copy of the weights that is divided like the optimizer's state."""
     optimizer_bytes: int = 8
     """Bytes of the optimizer's state: AdamW's two moments."""
     table_bytes: int = 0
-    """Bytes of the optimizer's state besides, in tables of embeddings and tensors of three and more dimensions."""
+    """Further bytes of the optimizer's state in tables of embeddings and tensors of three and more dimensions."""
     vector_bytes: int = 0
-    """Bytes of the optimizer's state besides, in tensors of one dimension."""
+    """Further bytes of the optimizer's state in tensors of one dimension."""
     average_bytes: int = 0
-    """Bytes of an average that is kept beside the weights."""
+    """Bytes of an average that is kept in addition to the weights."""
     step_bytes: int = 0
-    """Bytes of what the optimizer's step needs for itself, as torch's foreach kernels do."""
+    """Temporary bytes of the optimizer's step, as torch's foreach kernels need them."""
     bucket_bytes: int = 0
     """Bytes of a second copy of the gradients, in the buckets in which ddp exchanges them."""
     sharded: tuple[tuple[str, Any], ...] = ()
     """Fields that differ where gradients or weights are divided over workers too, as in ZeRO's stages 2 and 3."""
     gradients_stay: bool = False
-    """Gradients have a room of their own from the first step to the last."""
+    """True if gradients have their own memory in all steps."""
     free: bool = False
-    """Axes go together that dtctl.runtime keeps apart: ZeRO with tp and pp, cp with pipelines and compiled blocks."""
+    """True if ZeRO works with tp and pp, and cp with pipelines and compiled blocks, unlike in dtctl.runtime."""
     whole_gradients: bool = True
-    """Sharded workers add up gradients of several micro batches whole, and exchange them once."""
+    """True if sharded workers add up whole gradients of several micro batches, and exchange them once."""
     whole_bytes: int = 0
     """Bytes of gradients that are added up whole, where that is not their width when exchanged. These have no room of
     their own until then. 0: they have that width, and that room."""
     loss_parallel: bool = False
-    """Logits stay split over tensor parallel workers."""
+    """True if logits stay divided over tensor parallel workers."""
     fused_loss: bool = False
-    """The loss is compiled, and makes no fp32 copy of the logits."""
+    """True if the loss is compiled, and makes no fp32 copy of the logits."""
     loss_parts: int = 1
-    """Into how many parts a micro batch is divided for its loss."""
+    """Number of parts into which a micro batch is divided for its loss."""
     loss_copies: float = 2.5
     """The logits in fp32, this many times, while the loss of a micro batch in half precision is computed; 4.5 in
     transformers before 4.45, which shifts a copy and makes it contiguous."""
@@ -108,28 +108,28 @@ class Recipe:
     fused: bool = False
     """True if fused kernels compute everything between the matrices, without compiling."""
     collectives: int = 1
-    """Into how many exchanges that of a block's weights is divided."""
+    """Number of exchanges for the weights of a block."""
     overlap: float = 0.6
-    """Share of the computation time that exchange of weights and gradients can hide behind."""
+    """Share of the computation time that can overlap with exchange of weights and gradients."""
     stage_pace: float = 1.0
     """Factor by which a pipeline is slower than its stages."""
     tp_overlap: bool = False
-    """Exchange of tensor parallel workers overlaps with their products."""
+    """True if exchange of tensor parallel workers overlaps with their products."""
     live_params: float = 0.0
     """Most further parameters whose weights stay gathered, if they are sharded."""
     reshard: bool = True
-    """Sharded blocks are given up between forward and backward pass."""
+    """True if gathered blocks are freed between forward and backward pass."""
     snapshots: int = 0
     """Number of copies of a worker's share of a snapshot in the memory of the nodes: those that are kept and the one
     that is written, each with its copies."""
     shards_copied: bool = False
-    """True if a worker copies its shard of what lies in the host's memory, and gathers on the GPU."""
+    """True if a worker copies only its shard from the host's memory, and gathers blocks on the GPU."""
     context: float = CONTEXT
-    """Bytes that a worker needs before it has a tensor."""
+    """Bytes that a worker needs before it creates a tensor."""
     exchange: float = EXCHANGE
-    """Bytes of the buffers that it exchanges with others through."""
+    """Bytes of the buffers for exchange with other workers."""
 
-    def with_optimizer(self, name: str, *, momentum: bool = True) -> Recipe:
+    def with_optimizer(self, name: str, *, momentum: bool = True) -> FrameworkMemory:
         """Return the recipe with another optimizer than AdamW.
 
         Args:
@@ -140,25 +140,25 @@ class Recipe:
         matrix, table, vector = (size * self.optimizer_bytes // 8 for size in sizes)
         return replace(self, optimizer_bytes=matrix, table_bytes=table - matrix, vector_bytes=vector - matrix)
 
-    def at(self, layout: Layout) -> Recipe:
-        """Return what holds for a layout."""
+    def adapt_to_layout(self, layout: ParallelLayout) -> FrameworkMemory:
+        """Return the recipe for a layout."""
         return replace(self, **dict(self.sharded)) if layout.zero > 1 or layout.fsdp > 1 else self
 
-    def expert_split(self, layout: Layout) -> int:
-        """Over how many tensor parallel workers experts, and the rows that they compute, are divided."""
+    def expert_split(self, layout: ParallelLayout) -> int:
+        """Number of tensor parallel workers over which experts and their rows are divided."""
         return layout.tp if self.split_experts or layout.ep > 1 else 1
 
 
-RUNTIME = Recipe()
-TORCHTITAN = Recipe(
+RUNTIME = FrameworkMemory()
+TORCHTITAN = FrameworkMemory(
     autocast=False, loss_parallel=True, sequence_parallel=True, split_experts=True, kept_products=0.5,
     whole_gradients=False,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout(Degrees):
-    """One layout of a training on GPUs, a worker on each."""
+class ParallelLayout(Degrees):
+    """Layout of a training on GPUs, a worker on each."""
 
     ep: int = 1
     """Workers that divide the experts; unlike the axis of a mesh it lies within dp and fsdp, as Megatron-LM counts."""
@@ -166,7 +166,7 @@ class Layout(Degrees):
     """Stage of division over dp: with 1 the optimizer's state, with 2 gradients too."""
     recompute: Recompute = "none"
     offload: bool = False
-    """Shards lie in the host's memory."""
+    """True if shards are kept in the host's memory."""
     micro_batch: int = 1
     accumulate: int = 1
     """Micro batches of a step."""
@@ -176,32 +176,32 @@ class Layout(Degrees):
 
     @property
     def workers(self) -> int:
-        """Their number."""
+        """Number of workers of the layout."""
         return self.pp * self.dp * self.fsdp * self.cp * self.tp
 
     @property
     def data(self) -> int:
-        """Into how many parts a batch is divided."""
+        """Number of parts into which a batch is divided."""
         return self.dp * self.fsdp
 
     @property
     def shards(self) -> int:
-        """Over how many workers parameters are sharded, other than those of experts."""
+        """Number of workers over which parameters are sharded, other than those of experts."""
         return self.fsdp * self.cp
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Degrees as a spec has them, where ep is an axis; as they are here if no mesh of dtctl.runtime is like it."""
+        """Degrees as in a spec, where ep is an axis; those of this layout if dtctl.runtime has no such mesh."""
         degrees = {axis: getattr(self, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep")}
         return degrees | ({"fsdp": self.fsdp // self.ep} if self.fsdp % self.ep == 0 else {})
 
 
-def of_mesh(degrees: Degrees) -> Layout:
-    """Return the layout of a mesh; one that is a layout already as it is."""
-    if isinstance(degrees, Layout):
+def of_mesh(degrees: Degrees) -> ParallelLayout:
+    """Return the layout of a mesh; a layout is returned unchanged."""
+    if isinstance(degrees, ParallelLayout):
         return degrees
     fsdp = degrees.fsdp * degrees.ep
-    return Layout(dp=degrees.dp, fsdp=fsdp, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp, ep=degrees.ep)
+    return ParallelLayout(dp=degrees.dp, fsdp=fsdp, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp, ep=degrees.ep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,29 +209,29 @@ class MemoryEstimate:
     """Bytes of the fullest GPU."""
 
     states: float
-    """Parameters, gradients, optimizer."""
+    """Bytes of parameters, gradients and optimizer state."""
     activations: float
-    """Beyond the room that gradients have, where both are not there at once."""
+    """Bytes of activations beyond the memory of the gradients, where the two are never kept at the same time."""
     logits: float
     temporary: float
-    """Weights gathered or cast, gradients on their way."""
+    """Bytes of weights that are gathered or cast, and of gradients that are being exchanged."""
     overhead: float
-    """The context of the device, buffers of exchange, fragments."""
+    """Bytes of the context of the device, buffers of exchange and fragments."""
     host: float = 0.0
     """Bytes in the host's memory, for this GPU; not part of the total."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all bytes on the GPU."""
         return self.states + self.activations + self.logits + self.temporary + self.overhead
 
     @property
     def tensors(self) -> float:
-        """Return what tensors need, without overhead."""
+        """Return the bytes of tensors, without overhead."""
         return self.total - self.overhead
 
 
-def states(params: float, *, stage: Literal[0, 1, 2, 3], shards: int, gradient_bytes: int = 2) -> float:
+def compute_state_bytes(params: float, *, stage: Literal[0, 1, 2, 3], shards: int, gradient_bytes: int = 2) -> float:
     """Bytes of weights, gradients and Adam's state under ZeRO, mixed precision: 2, 2 (or 4) and 12 for a parameter.
 
     Args:
@@ -244,19 +244,30 @@ def states(params: float, *, stage: Literal[0, 1, 2, 3], shards: int, gradient_b
     return params * sum(size / (shards if stage >= first else 1) for size, first in parts)
 
 
-def memory(
-    model: Model, layout: Layout, recipe: Recipe = RUNTIME, *, compiled: bool = False, fp8: bool = False
+def estimate_layout_memory(
+    model: ModelProfile,
+    layout: ParallelLayout,
+    recipe: FrameworkMemory = RUNTIME,
+    *,
+    compiled: bool = False,
+    fp8: bool = False,
 ) -> MemoryEstimate:
-    """MemoryEstimate of the fullest GPU: of a pipeline the first stage, which has most under way, or the last one."""
-    recipe = recipe.at(layout)
-    per_token = _kept(model, layout, recipe, compiled=compiled, fp8=fp8)
-    first = _stage(model, layout, recipe, per_token, last=layout.pp == 1, flying=_flying(layout))
+    """Return the estimate for the fullest GPU; in a pipeline it is in the first or in the last stage."""
+    recipe = recipe.adapt_to_layout(layout)
+    per_token = _compute_kept_token_bytes(model, layout, recipe, compiled=compiled, fp8=fp8)
+    first = _estimate_stage_memory(
+        model, layout, recipe, per_token, last=layout.pp == 1, flying=_count_inflight_batches(layout)
+    )
     if layout.pp == 1:
         return first
-    return max(first, _stage(model, layout, recipe, per_token, last=True, flying=1.0), key=lambda stage: stage.total)
+    return max(
+        first,
+        _estimate_stage_memory(model, layout, recipe, per_token, last=True, flying=1.0),
+        key=lambda stage: stage.total,
+    )
 
 
-def _flying(layout: Layout) -> float:
+def _count_inflight_batches(layout: ParallelLayout) -> float:
     """Return the number of micro batches whose activations the first stage holds, in units of all its blocks."""
     if layout.pp == 1:
         return 1.0
@@ -265,8 +276,8 @@ def _flying(layout: Layout) -> float:
     return min(layout.pp * more, layout.accumulate)
 
 
-def _stage(
-    model: Model, layout: Layout, recipe: Recipe, per_token: float, *, last: bool, flying: float
+def _estimate_stage_memory(
+    model: ModelProfile, layout: ParallelLayout, recipe: FrameworkMemory, per_token: float, *, last: bool, flying: float
 ) -> MemoryEstimate:
     # The first stage has the embeddings, the last one the output; each has its copy of a table that is both.
     table_share = 1 if layout.pp == 1 or model.tied else 2
@@ -282,10 +293,10 @@ def _stage(
     whole = root + blocks * (dense + experts)
     block = dense + experts / layout.ep
     trained = params * (1 - model.frozen / model.params if model.params else 1.0)
-    activations, working = _activations(model, layout, recipe, per_token, blocks * flying)
-    logits = _logits(model, layout, recipe) if last else 0.0
+    activations, working = _compute_activation_bytes(model, layout, recipe, per_token, blocks * flying)
+    logits = _compute_logits_bytes(model, layout, recipe) if last else 0.0
     gradients = trained * recipe.gradient_bytes / layout.shards / (layout.dp if layout.zero > 1 else 1)
-    if recipe.whole_bytes and _whole(layout, recipe):
+    if recipe.whole_bytes and _needs_whole_gradients(layout, recipe):
         gradients = 0.0
     optimizer = trained * (recipe.optimizer_bytes + recipe.master_bytes)
     optimizer += trained / params * _state_beside_matrices(model, layout, recipe, blocks, last=last)
@@ -295,7 +306,7 @@ def _stage(
     weight_bytes = (params * recipe.weight_bytes + trained * recipe.average_bytes) / layout.shards
     state, host = weight_bytes + gradients + optimizer, 0.0
     gathered = root + blocks * block if layout.shards > 1 else params  # of experts only this worker's
-    temporary = _temporary(layout, recipe, params=gathered, block=block, root=root)
+    temporary = _compute_temporary_bytes(layout, recipe, params=gathered, block=block, root=root)
     if layout.offload:
         state, host = 0.0, state
         temporary += 2 * block * recipe.weight_bytes / (layout.shards if recipe.shards_copied else 1)
@@ -322,7 +333,9 @@ def _stage(
     )
 
 
-def _state_beside_matrices(model: Model, layout: Layout, recipe: Recipe, blocks: int, *, last: bool) -> float:
+def _state_beside_matrices(
+    model: ModelProfile, layout: ParallelLayout, recipe: FrameworkMemory, blocks: int, *, last: bool
+) -> float:
     """Bytes of the optimizer's state that a stage has for other tensors beyond what matrices of their size would."""
     has_tables = layout.pp == 1 or model.tied or not last
     share = blocks / model.layers
@@ -330,8 +343,10 @@ def _state_beside_matrices(model: Model, layout: Layout, recipe: Recipe, blocks:
     return (recipe.table_bytes * stacked + recipe.vector_bytes * share * model.vector_params) / layout.tp
 
 
-def _kept(model: Model, layout: Layout, recipe: Recipe, *, compiled: bool, fp8: bool) -> float:
-    """Return the bytes that a block keeps of a token on a GPU, where nothing is computed again."""
+def _compute_kept_token_bytes(
+    model: ModelProfile, layout: ParallelLayout, recipe: FrameworkMemory, *, compiled: bool, fp8: bool
+) -> float:
+    """Return the bytes per token that a block keeps on a GPU without recomputation."""
     half = layout.precision != "fp32"
     if compiled or recipe.fused:
         share, extra = COMPILED * (QUARTER if fp8 else 1.0), 0.0
@@ -346,7 +361,9 @@ def _kept(model: Model, layout: Layout, recipe: Recipe, *, compiled: bool, fp8: 
     return kept_bytes * (1.0 if half else 2.0)
 
 
-def _activations(model: Model, layout: Layout, recipe: Recipe, per_token: float, blocks: float) -> tuple[float, float]:
+def _compute_activation_bytes(
+    model: ModelProfile, layout: ParallelLayout, recipe: FrameworkMemory, per_token: float, blocks: float
+) -> tuple[float, float]:
     """Bytes kept for the backward pass by so many blocks, and of the block at work, which needs all of its own."""
     scale = 1.0 if layout.precision != "fp32" else 2.0
     tokens = layout.micro_batch * model.seq / layout.cp
@@ -367,11 +384,11 @@ def _activations(model: Model, layout: Layout, recipe: Recipe, per_token: float,
     return per_block * tokens * blocks, working
 
 
-def _logits(model: Model, layout: Layout, recipe: Recipe) -> float:
+def _compute_logits_bytes(model: ModelProfile, layout: ParallelLayout, recipe: FrameworkMemory) -> float:
     """Return the bytes of the output over the vocabulary while the loss is computed.
 
-    In half precision once, in fp32 as the loss sees it and as log-softmax keeps it; split over workers, torch's loss
-    makes two more, which frameworks with a loss of their own do not.
+    These are one copy in half precision and two in fp32, for the loss and for log-softmax. Divided over workers,
+    torch's loss makes two more copies; frameworks with their own loss do not.
     """
     tokens = layout.micro_batch * model.seq / layout.cp / recipe.loss_parts
     split = layout.tp if recipe.loss_parallel else 1
@@ -383,8 +400,10 @@ def _logits(model: Model, layout: Layout, recipe: Recipe) -> float:
     return copies * 4 * tokens * model.vocab / split
 
 
-def _temporary(layout: Layout, recipe: Recipe, *, params: float, block: float, root: float) -> float:
-    """Return the bytes of weights that are gathered or cast, and of gradients on their way."""
+def _compute_temporary_bytes(
+    layout: ParallelLayout, recipe: FrameworkMemory, *, params: float, block: float, root: float
+) -> float:
+    """Return the bytes of weights that are gathered or cast, and of gradients that are being exchanged."""
     half = layout.precision != "fp32"
     casts = 0.0
     if half and recipe.autocast:
@@ -399,18 +418,18 @@ def _temporary(layout: Layout, recipe: Recipe, *, params: float, block: float, r
     two_blocks = 2 * block + root
     live = max(two_blocks, min(params, recipe.live_params))
     gathered = weight * (live if recipe.reshard else params)
-    if _whole(layout, recipe):
+    if _needs_whole_gradients(layout, recipe):
         return casts + gathered + (recipe.whole_bytes or recipe.gradient_bytes) * params
     return casts + gathered + recipe.gradient_bytes * root
 
 
-def _on_their_way(layout: Layout, recipe: Recipe, block: float) -> float:
+def _on_their_way(layout: ParallelLayout, recipe: FrameworkMemory, block: float) -> float:
     """Return the bytes of the gradients of two blocks, which sharded workers exchange while the next ones are made."""
-    if layout.shards == 1 or layout.pp > 1 or _whole(layout, recipe):
+    if layout.shards == 1 or layout.pp > 1 or _needs_whole_gradients(layout, recipe):
         return 0.0
     return recipe.gradient_bytes * 2 * block
 
 
-def _whole(layout: Layout, recipe: Recipe) -> bool:
+def _needs_whole_gradients(layout: ParallelLayout, recipe: FrameworkMemory) -> bool:
     """Return whether sharded workers add up whole gradients of several micro batches."""
     return layout.accumulate > 1 and recipe.whole_gradients and layout.shards > 1

@@ -1,4 +1,4 @@
-"""A model in the figures that memory and time depend on."""
+"""Figures of a model that determine memory and time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class ModelProfile:
     """A model of equal blocks. Bytes are for half precision (2 each); fp32 doubles them."""
 
     name: str
     params: float
-    """All parameters."""
+    """Number of all parameters."""
     active_params: float
     """Parameters that a token is multiplied with: not embeddings that are looked up, nor experts that are not used."""
     layers: int
@@ -25,7 +25,7 @@ class Model:
     heads: int
     kv_heads: int
     vocab: int
-    """0 when there are no logits over a vocabulary."""
+    """Size of the vocabulary; 0 if there are no logits over one."""
     block_input: float
     """Bytes for each token that enter a block: what full recomputation keeps."""
     block_kept: float
@@ -33,8 +33,7 @@ class Model:
     block_products: float
     """Bytes for each token and block of matrix products and attention: what selective recomputation keeps."""
     block_upcast: float = 0.0
-    """Bytes for each token and block that are kept besides in half precision, where norms and rotary embeddings
-    compute in fp32 in steps of their own."""
+    """Further bytes per token and block in half precision, where norms and rotary embeddings compute in fp32."""
     expert_params: float = 0.0
     """Part of `params` that is in experts."""
     experts: int = 0
@@ -83,14 +82,14 @@ class Model:
         return max(0.0, self.params - self.layers * self.block_params)
 
 
-def from_inspection(data: Mapping[str, Any], *, name: str) -> Model:
-    """Return a model from the figures of `dtctl.estimate.look`."""
+def from_inspection(data: Mapping[str, Any], *, name: str) -> ModelProfile:
+    """Return a model from the figures of `dtctl.estimate.model_shapes`."""
     layers = max(1, int(data["layers"]))
     seq = max(1, int(data["seq"]))
     kept_values = float(data["kept_bytes"]) / 2 / layers / seq  # measured in fp32
     hidden = max(1, int(data["hidden"]))
     entering = data.get("entering_bytes")
-    return Model(
+    return ModelProfile(
         name=name,
         params=float(data["params"]),
         active_params=max(1.0, float(data["params"]) - float(data["looked_up"])),

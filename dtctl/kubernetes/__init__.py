@@ -1,1 +1,1 @@
-"""Jobs of Kubernetes: the text that is applied. pod, job and completion in its own sense."""
+"""Manifests for Kubernetes; pod, job and completion have its meaning."""

@@ -1,8 +1,8 @@
 """A plan as a JobSet of Kubernetes (https://jobset.sigs.k8s.io). Pure: the same spec gives the same text.
 
-One indexed job: a pod per node, found by the others through the headless service that JobSet makes. What a pod runs is
-a script that it carries itself; the argv and the variables in it are those of a launch over SSH. What only the pod
-knows (its index, the address of the first pod, which start this is) the script finds out there.
+One indexed job: a pod per node, found by the others through the headless service that JobSet makes. A pod runs a script
+that is a part of the pod; its argv and variables are those of a launch over SSH. Facts that are known only in the pod
+(its index, the address of the first pod, the number of the start) are determined by the script.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dtctl.errors import PlanError
 from dtctl.kubernetes import patch, pod
 from dtctl.kubernetes.pod import WORKERS
 from dtctl.plan import environment
-from dtctl.plan.build import digest
+from dtctl.plan.build import compute_spec_digest
 from dtctl.plan.model import EnvGroup, EnvVar, NodePlan, Plan
-from dtctl.render import render, template_folders
-from dtctl.render.standalone import standalone
+from dtctl.render import render_template, template_folders
+from dtctl.render.inline_node_facts import build_standalone_program
 from dtctl.spec.model import Kubernetes, Spec
 from dtctl.spec.nodes import resolve_nodes
 
@@ -40,35 +40,35 @@ SCRIPT_BYTES: Final = 100_000
 QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 EXCLUSIVE: Final = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 SHUTDOWN_MARGIN_S: Final = 5
-"""Seconds before the end of a pod, for torchrun to kill who does not end by itself."""
+"""Seconds before the end of a pod in which torchrun kills workers that do not end by themselves."""
 LATE_OPTIONS: Final = {
-    "--node-rank": shell.Late("--node-rank=$JOB_COMPLETION_INDEX"),
-    "--master-addr": shell.Late("--master-addr=$MASTER_ADDR"),
-    "--master-port": shell.Late("--master-port=$MASTER_PORT"),
-    "--rdzv-id": shell.Late(f"--rdzv-id=${names.RUN_ID}.${names.ATTEMPT}"),
+    "--node-rank": shell.ShellExpansion("--node-rank=$JOB_COMPLETION_INDEX"),
+    "--master-addr": shell.ShellExpansion("--master-addr=$MASTER_ADDR"),
+    "--master-port": shell.ShellExpansion("--master-port=$MASTER_PORT"),
+    "--rdzv-id": shell.ShellExpansion(f"--rdzv-id=${names.RUN_ID}.${names.ATTEMPT}"),
 }
 """Options of torchrun whose values are known only in the pod."""
 
 
 def stable_run(spec: Spec) -> str:
-    """A run id that depends on nothing but the spec: the same spec gives the same objects, for what compares files."""
+    """Return a run id that depends only on the spec, so that the same spec gives the same file."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "-", spec.job.name).strip("-_") or "job"
-    return f"{stem[:32]}-{digest(spec)[:8]}"
+    return f"{stem[:32]}-{compute_spec_digest(spec)[:8]}"
 
 
-def text(spec: Spec, plan: Plan) -> str:
+def render_jobset_file(spec: Spec, plan: Plan) -> str:
     """Return the file with the JobSet.
 
     Args:
         spec: the spec.
-        plan: what it comes to; its nodes are only counted.
+        plan: the plan of the job; its nodes are only counted.
 
     Raises:
-        PlanError: a key of the spec cannot be said to Kubernetes.
+        PlanError: a key of the spec cannot be expressed in Kubernetes.
         RenderError: the template is missing or wrong.
     """
     settings = spec.kubernetes or Kubernetes()
-    _check(spec, plan, settings)
+    _check_jobset_spec(spec, plan, settings)
     source = f"the claim {settings.claim}" if settings.claim else f"the image {settings.image}"
     head = (
         f"# Made by dtctl {dtctl.__version__} for run {plan.run}: {len(plan.nodes)} pods with {plan.head.slots} "
@@ -76,10 +76,10 @@ def text(spec: Spec, plan: Plan) -> str:
         f"# The job's code is in {source}, in folder {settings.workdir}; dtctl brings nothing there. JobSet has to be\n"
         "# installed in the cluster. Apply it with: kubectl apply --filename FILE\n"
     )
-    return head + _yaml(jobset(spec, plan, settings))
+    return head + _dump_yaml(build_patched_jobset(spec, plan, settings))
 
 
-def jobset(spec: Spec, plan: Plan, settings: Kubernetes) -> dict[str, Any]:
+def build_patched_jobset(spec: Spec, plan: Plan, settings: Kubernetes) -> dict[str, Any]:
     """Return the JobSet, with the spec's patch applied.
 
     Raises:
@@ -87,7 +87,7 @@ def jobset(spec: Spec, plan: Plan, settings: Kubernetes) -> dict[str, Any]:
         RenderError: the template is missing or wrong.
     """
     name = object_name(plan.run)
-    script = _script(spec, plan, name)
+    script = _render_pod_script(spec, plan, name)
     if len(script.encode()) > SCRIPT_BYTES:
         raise PlanError(
             f"the script of a pod has {len(script.encode())} bytes, and a pod can carry {SCRIPT_BYTES}",
@@ -104,9 +104,9 @@ def jobset(spec: Spec, plan: Plan, settings: Kubernetes) -> dict[str, Any]:
         "apiVersion": API,
         "kind": "JobSet",
         "metadata": {"name": name, **{key: value for key, value in optional.items() if value}},
-        "spec": _jobset(plan, settings, name, script),
+        "spec": _build_jobset(plan, settings, name, script),
     }
-    return patch.merge(document, settings.extra, at="kubernetes.extra")
+    return patch.apply_merge_patch(document, settings.extra, at="kubernetes.extra")
 
 
 def object_name(run: str) -> str:
@@ -120,7 +120,7 @@ def object_name(run: str) -> str:
     return f"j{mark}-{slug[-room:].strip('-')}"
 
 
-def _jobset(plan: Plan, settings: Kubernetes, name: str, script: str) -> dict[str, Any]:
+def _build_jobset(plan: Plan, settings: Kubernetes, name: str, script: str) -> dict[str, Any]:
     rules = [{"name": "stopped", "action": "RestartJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
     if plan.max_restarts == 0:
         rules.append({"name": "failed", "action": "FailJobSet"})
@@ -131,7 +131,7 @@ def _jobset(plan: Plan, settings: Kubernetes, name: str, script: str) -> dict[st
         "backoffLimit": 0,  # one pod that fails fails the job, and JobSet decides whether all start again
         "podFailurePolicy": {
             "rules": [
-                # Stopped, and to be gone on with; or taken off its node.
+                # Stopped, and to be continued; or taken off its node.
                 {
                     "action": "FailJob",
                     "onExitCodes": {"containerName": WORKERS, "operator": "In", "values": [names.REQUEUE_EXIT]},
@@ -139,7 +139,7 @@ def _jobset(plan: Plan, settings: Kubernetes, name: str, script: str) -> dict[st
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
-        "template": pod.template(plan, settings, script),
+        "template": pod.build_pod_template(plan, settings, script),
     }
     if settings.active_deadline_s is not None:
         job["activeDeadlineSeconds"] = settings.active_deadline_s
@@ -152,14 +152,14 @@ def _jobset(plan: Plan, settings: Kubernetes, name: str, script: str) -> dict[st
     }
 
 
-def _python(spec: Spec, node: NodePlan) -> str:
-    """Return the image's Python: what the spec names, and never the one that a transport takes from this machine."""
+def _choose_image_python(spec: Spec, node: NodePlan) -> str:
+    """Return the image's Python: that of the spec, never the default that a transport takes from this machine."""
     return (node.python if spec.cluster.python else "") or "python3"
 
 
-def _script(spec: Spec, plan: Plan, name: str) -> str:
+def _render_pod_script(spec: Spec, plan: Plan, name: str) -> str:
     node = plan.head
-    attempt = shell.Late(f"${names.ATTEMPT}")
+    attempt = shell.ShellExpansion(f"${names.ATTEMPT}")
     values = {
         "version": dtctl.__version__,
         "names": names,
@@ -167,49 +167,52 @@ def _script(spec: Spec, plan: Plan, name: str) -> str:
         "node": node,
         "place": environment.node_variables(
             plan.kind,
-            node_rank=shell.Late("$JOB_COMPLETION_INDEX"),
+            node_rank=shell.ShellExpansion("$JOB_COMPLETION_INDEX"),
             nodes=str(len(plan.nodes)),
             slots=str(node.slots),
             world_size=str(plan.world_size),
-            rendezvous_id=shell.Late(f"${names.RUN_ID}.{attempt}"),
+            rendezvous_id=shell.ShellExpansion(f"${names.RUN_ID}.{attempt}"),
             attempt=attempt,
             max_restarts=str(plan.max_restarts),
         ),
         "worker": environment.worker_variables(
-            plan.kind, rank=shell.Late("$rank"), local_rank=shell.Late("$local_rank")
+            plan.kind, rank=shell.ShellExpansion("$rank"), local_rank=shell.ShellExpansion("$local_rank")
         ),
-        "groups": [*_threads(node), *(group for group in node.env_by_origin if group.origin != environment.PLACE)],
-        "python": _python(spec, node),
+        "groups": [
+            *_build_thread_variables(node),
+            *(group for group in node.env_by_origin if group.origin != environment.PLACE),
+        ],
+        "python": _choose_image_python(spec, node),
         "head": f"{name}-{WORKERS}-0-0.{name}",
         "port": plan.rendezvous.port,
-        "meeting": standalone(Path(__file__).with_name("pick_endpoint.py")),
+        "meeting": build_standalone_program(Path(__file__).with_name("pick_endpoint.py")),
         "argv": _with_late_values(node.argv) if plan.kind == "torchrun" else node.argv,
         "grace_s": plan.grace_s,
         # torchrun itself takes 30 s; it reads its options from the environment, too, and older ones ignore this.
         "shutdown_s": max(1, pod.termination_s(plan, spec.kubernetes or Kubernetes()) - SHUTDOWN_MARGIN_S),
     }
-    return render(TEMPLATE, values, folders=template_folders(spec.base_dir))
+    return render_template(TEMPLATE, values, folders=template_folders(spec.base_dir))
 
 
-def _threads(node: NodePlan) -> list[EnvGroup]:
-    """Return the threads of each worker: its share of the cores that the pod finds, unless the image sets them."""
+def _build_thread_variables(node: NodePlan) -> list[EnvGroup]:
+    """Return the threads of each worker: its share of the cores of the pod, unless the image sets them."""
     if any(variable.name == environment.THREADS for variable in node.env):
         return []
     workers = "1 worker has" if node.slots == 1 else f"{node.slots} workers share"
     origin = f"dtctl: {workers} the pod's cores"
     share = f"$((cores < {node.slots} ? 1 : cores / {node.slots}))"
-    value = shell.Late(f"${{{environment.THREADS}:-{share}}}")
+    value = shell.ShellExpansion(f"${{{environment.THREADS}:-{share}}}")
     return [EnvGroup(origin=origin, variables=(EnvVar(name=environment.THREADS, value=value, origin=origin),))]
 
 
 def _with_late_values(argv: tuple[str, ...]) -> list[str]:
-    """Return the argv of torchrun with what only the pod knows; nothing behind torchrun's own options is touched."""
+    """Return the argv of torchrun with values that are known in the pod; later arguments stay unchanged."""
     start = 3 if argv[1:3] == ("-m", "torch.distributed.run") else 1
     end = next((at for at in range(start, len(argv)) if not argv[at].startswith("--")), len(argv))
     return [*(LATE_OPTIONS.get(argument.partition("=")[0], argument) for argument in argv[:end]), *argv[end:]]
 
 
-def _check(spec: Spec, plan: Plan, settings: Kubernetes) -> None:
+def _check_jobset_spec(spec: Spec, plan: Plan, settings: Kubernetes) -> None:
     if not settings.image:
         raise PlanError(
             "a pod needs an image",
@@ -233,7 +236,7 @@ def _check(spec: Spec, plan: Plan, settings: Kubernetes) -> None:
             raise PlanError(
                 f"{amount!r} is not an amount of {resource}",
                 where=spec.written_at("kubernetes.resources"),
-                hint="as Kubernetes writes it: 32, 500m, 256Gi",
+                hint="write it as Kubernetes does: 32, 500m, 256Gi",
             )
     for key, labels in (("labels", settings.labels), ("node_selector", settings.node_selector)):
         for label, value in labels.items():
@@ -241,9 +244,9 @@ def _check(spec: Spec, plan: Plan, settings: Kubernetes) -> None:
                 raise PlanError(
                     f"{value!r} cannot be the value of the label {label}",
                     where=spec.written_at(f"kubernetes.{key}"),
-                    hint="at most 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends",
+                    hint="use at most 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends",
                 )
-    pod.check(spec, settings)
+    pod.check_pod_security(spec, settings)
     if spec.job.environment is not None:
         raise PlanError(
             "no environment is made in pods, which have that of their image",
@@ -258,21 +261,21 @@ def _check(spec: Spec, plan: Plan, settings: Kubernetes) -> None:
         )
 
 
-class _Dumper(yaml.SafeDumper):
-    """Long text as a block, so that a person can read it."""
+class _BlockTextDumper(yaml.SafeDumper):
+    """Write long text as a block, which is readable."""
 
     def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - the name is yaml's
-        """Everything is written where it stands; references are for machines."""
+        """Write every value in place, without YAML references."""
         return True
 
 
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+def _represent_yaml_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     style = "|" if "\n" in value else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_BlockTextDumper.add_representer(str, _represent_yaml_text)
 
 
-def _yaml(document: dict[str, Any]) -> str:
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+def _dump_yaml(document: dict[str, Any]) -> str:
+    return yaml.dump(document, Dumper=_BlockTextDumper, sort_keys=False, allow_unicode=True, width=10_000)

@@ -1,4 +1,4 @@
-"""Calls of kubectl, which talks to the cluster: argv and exit code."""
+"""Calls of kubectl, which communicates with the cluster."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def logs_argv(job: dict[str, Any]) -> list[str]:
         for replicated in job["spec"]["replicatedJobs"]
     )
     argv = ["kubectl", "logs", "--follow", "--prefix", "--tail=-1", f"--selector={JOBSET_LABEL}={metadata['name']}"]
-    argv.append(f"--max-log-requests={pods}")  # it refuses more than five unless it is told
+    argv.append(f"--max-log-requests={pods}")  # without this option it refuses more than five
     return [*argv, f"--namespace={metadata['namespace']}"] if "namespace" in metadata else argv
 
 
-def hand_over(argv: Sequence[str], *, stdin: str | None = None) -> None:
+def run_kubectl(argv: Sequence[str], *, stdin: str | None = None) -> None:
     """Run kubectl to its end, with its output and its messages as they are.
 
     Args:
@@ -41,7 +41,7 @@ def hand_over(argv: Sequence[str], *, stdin: str | None = None) -> None:
         stdin: for its standard input.
 
     Raises:
-        LaunchError: it is not there, or has failed.
+        LaunchError: kubectl is not installed, or has failed.
     """
     try:
         done = subprocess.run(argv, input=stdin, text=True, check=False)

@@ -30,8 +30,8 @@ DIRECTIVE: Final = "$patch"
 _DIRECTIVES: Final = ("merge", "replace", "delete")
 
 
-def merge(target: Mapping[str, Any], patch: Mapping[str, Any], *, at: str) -> dict[str, Any]:
-    """Return the object with the patch applied; both stay as they are.
+def apply_merge_patch(target: Mapping[str, Any], patch: Mapping[str, Any], *, at: str) -> dict[str, Any]:
+    """Return the object with the patch applied; the arguments are not changed.
 
     Args:
         target: an object, or a part of one.
@@ -41,7 +41,7 @@ def merge(target: Mapping[str, Any], patch: Mapping[str, Any], *, at: str) -> di
     Raises:
         PlanError: the patch does not fit the object.
     """
-    if _directive(patch, at) == "replace":
+    if _read_patch_directive(patch, at) == "replace":
         return _without_directive(patch)
     merged = dict(target)
     for key, value in patch.items():
@@ -54,10 +54,10 @@ def merge(target: Mapping[str, Any], patch: Mapping[str, Any], *, at: str) -> di
             merged.pop(key, None)
         elif isinstance(value, Mapping):
             below = target.get(key)
-            if _directive(value, place) == "delete":
+            if _read_patch_directive(value, place) == "delete":
                 merged.pop(key, None)
             elif below is None or isinstance(below, Mapping):
-                merged[key] = merge(below or {}, value, at=place)
+                merged[key] = apply_merge_patch(below or {}, value, at=place)
             else:
                 raise PlanError(f"{key} is not a map in the JobSet, and the patch has one", where=place)
         elif isinstance(value, Sequence) and not isinstance(value, str) and key in MERGE_KEYS:
@@ -72,7 +72,7 @@ def _merge_list(target: Sequence[Any], patch: Sequence[Any], key: str, *, at: st
     for item in patch:
         if not isinstance(item, Mapping):
             raise PlanError(f"an entry of this list is a map with the key {key}", where=at)
-        directive = _directive(item, at)
+        directive = _read_patch_directive(item, at)
         if directive == "replace" and key not in item:
             return [entry for entry in patch if entry is not item]
         if key not in item:
@@ -81,13 +81,13 @@ def _merge_list(target: Sequence[Any], patch: Sequence[Any], key: str, *, at: st
         if directive == "delete":
             entries = [entry for entry in entries if entry.get(key) != item[key]]
         elif index is None:
-            entries.append(merge({}, item, at=f"{at}[{item[key]}]"))
+            entries.append(apply_merge_patch({}, item, at=f"{at}[{item[key]}]"))
         else:
-            entries[index] = merge(entries[index], item, at=f"{at}[{item[key]}]")
+            entries[index] = apply_merge_patch(entries[index], item, at=f"{at}[{item[key]}]")
     return entries
 
 
-def _directive(patch: Mapping[str, Any], at: str) -> str:
+def _read_patch_directive(patch: Mapping[str, Any], at: str) -> str:
     directive = patch.get(DIRECTIVE, "merge")
     if directive not in _DIRECTIVES:
         raise PlanError(

@@ -1,7 +1,7 @@
 """Wait until a name is known; print its address, the interface on the way to it, `-` for none, and this pod's cores.
 
 Pods of one job come up at different times, and their names are known a moment after that. Sent as text into a pod's
-script, see `dtctl.render.standalone`; Python 3.8 is enough.
+script, see `dtctl.render.inline_node_facts`; Python 3.8 is enough.
 """
 
 import socket

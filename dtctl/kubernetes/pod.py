@@ -1,4 +1,4 @@
-"""The pods of a JobSet: one container with the workers of a node, and what the cluster's policies ask of it. Pure."""
+"""The pods of a JobSet: one container with the workers of a node, and settings for the cluster's policies. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKERS: Final = "workers"
 SCRIPT_FOLDER: Final = "/etc/dtctl"
 SCRIPT: Final = "pod.sh"
 SCRIPT_ANNOTATION: Final = "dtctl/pod.sh"
-"""The script travels in the pod itself: it cannot be left behind, nor change under a pod that is started again."""
+"""Annotation with the script; as part of the pod it is removed with it, and a restarted pod has the same script."""
 ATTEMPT_LABEL: Final = "jobset.sigs.k8s.io/restart-attempt"
 NETWORKS: Final = "k8s.v1.cni.cncf.io/networks"
 BASELINE_CAPABILITIES: Final = frozenset(
@@ -29,13 +29,13 @@ ALLOWED_CAPABILITIES: Final = {"baseline": BASELINE_CAPABILITIES, "restricted": 
 TERMINATION_MARGIN_S: Final = 30
 
 
-def template(plan: Plan, settings: Kubernetes, script: str) -> dict[str, Any]:
+def build_pod_template(plan: Plan, settings: Kubernetes, script: str) -> dict[str, Any]:
     """Return the template of the pods.
 
     Args:
         plan: what they run.
         settings: the section of the spec.
-        script: what each of them executes.
+        script: script that each of them runs.
     """
     annotations = {**settings.annotations, SCRIPT_ANNOTATION: script}
     if settings.networks:
@@ -43,7 +43,7 @@ def template(plan: Plan, settings: Kubernetes, script: str) -> dict[str, Any]:
     metadata: dict[str, Any] = {"annotations": annotations}
     if settings.labels:
         metadata["labels"] = dict(settings.labels)
-    return {"metadata": metadata, "spec": _spec(plan, settings)}
+    return {"metadata": metadata, "spec": _build_pod_spec(plan, settings)}
 
 
 def termination_s(plan: Plan, settings: Kubernetes) -> int:
@@ -51,7 +51,7 @@ def termination_s(plan: Plan, settings: Kubernetes) -> int:
     return settings.termination_s or math.ceil(plan.grace_s) + TERMINATION_MARGIN_S
 
 
-def check(spec: Spec, settings: Kubernetes) -> None:
+def check_pod_security(spec: Spec, settings: Kubernetes) -> None:
     """Refuse what the namespace's Pod Security Standard would refuse.
 
     Raises:
@@ -64,24 +64,24 @@ def check(spec: Spec, settings: Kubernetes) -> None:
         raise PlanError(
             f"the Pod Security Standard {level} does not allow the network of the nodes",
             where=spec.written_at("kubernetes.host_network"),
-            hint="a namespace with the level privileged, or secondary networks: kubernetes.networks",
+            hint="use a namespace with the level privileged, or secondary networks: kubernetes.networks",
         )
     refused = sorted({*settings.capabilities} - ALLOWED_CAPABILITIES[level])
     if refused:
         raise PlanError(
             f"the Pod Security Standard {level} does not allow the capability {', '.join(refused)}",
             where=spec.written_at("kubernetes.capabilities"),
-            hint="a namespace with the level privileged; for IPC_LOCK: nodes whose runtime lifts the memlock limit",
+            hint="use a namespace with the level privileged; for IPC_LOCK: nodes whose runtime lifts the memlock limit",
         )
     if level == "restricted" and settings.run_as_user == 0:
         raise PlanError(
             "the Pod Security Standard restricted does not allow root",
             where=spec.written_at("kubernetes.run_as_user"),
-            hint="another number, whose user can read the code and write the snapshots",
+            hint="use another number, whose user can read the code and write the snapshots",
         )
 
 
-def _spec(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
+def _build_pod_spec(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
     script = {"path": SCRIPT, "fieldRef": {"fieldPath": f"metadata.annotations['{SCRIPT_ANNOTATION}']"}}
     volumes: list[dict[str, Any]] = [
         {"name": "script", "downwardAPI": {"items": [script]}},
@@ -95,7 +95,7 @@ def _spec(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": termination_s(plan, settings),
-        "containers": [_container(plan, settings)],
+        "containers": [_build_pod_container(plan, settings)],
         "volumes": volumes,
     }
     security = _pod_security(settings)
@@ -115,7 +115,7 @@ def _spec(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
     return {**pod, **{key: value for key, value in optional.items() if value}}
 
 
-def _container(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
+def _build_pod_container(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
     mounts: list[dict[str, Any]] = [
         {"name": "script", "mountPath": SCRIPT_FOLDER, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - where programs look for it

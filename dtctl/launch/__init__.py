@@ -1,1 +1,1 @@
-"""Starting, watching, restarting and stopping a run on all its nodes."""
+"""The launcher: it starts, watches, restarts and stops a run on all its nodes."""

@@ -1,7 +1,7 @@
-"""A launcher in the background: the process that `dtctl launch --detach` leaves on the control machine.
+"""A launcher in the background: the process that `dtctl launch --detach` starts on the control machine.
 
-The same command is started again in a session of its own, with its output in the run's folder. The nodes keep the job
-running even when this launcher dies; while it lives, it restarts the gang and collects logs.
+The same command is started again in a session of its own, and its output is written to a file in the run's folder. The
+nodes keep the job running even when this launcher dies; while it lives, it restarts all workers and collects logs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dtctl import children, names
 from dtctl.launch.records.events import AttemptRunning, Emit
-from dtctl.launch.records.record import RunRecord, writing
+from dtctl.launch.records.record import RunRecord, translate_write_errors
 from dtctl.launch.records.run_writer import RunWriter, state_folder
 from dtctl.launch.records.state import state_of
 
@@ -27,7 +27,7 @@ def take_up_in_background(record: RunRecord) -> str:
     with os.fdopen(RunWriter(record.folder).open_output(OUTPUT_FILE), "rb") as log:
         log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
-            children.module(sys.executable, "dtctl", "take-up", str(record.folder)),
+            children.build_module_argv(sys.executable, "dtctl", "take-up", str(record.folder)),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -43,20 +43,21 @@ def take_up_in_background(record: RunRecord) -> str:
 
 
 def launch_in_background(base_dir: Path, run: str, *, on_event: Emit) -> tuple[int, str]:
-    """Start the launcher and wait until the job runs on all nodes, or cannot; return its exit code and output.
+    """Start the launcher and wait until the job runs on all nodes or has failed; return the exit code and output.
 
     Args:
         base_dir: folder of the spec.
         run: run id.
-        on_event: called with every event of the run until then.
+        on_event: called with every event of the run until the job runs.
     """
     partial = state_folder(base_dir, names.RUNS_DIR).parent / f".{run}.launcher.log"
-    partial.unlink(missing_ok=True)  # of a launcher that was killed before its run had a folder, or a link
-    with writing(partial):
+    # A launcher that was killed before its run had a folder has left this file, or somebody has put a link here.
+    partial.unlink(missing_ok=True)
+    with translate_write_errors(partial):
         opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(opened, "wb") as log:
         process = subprocess.Popen(
-            children.module(sys.executable, "dtctl", *sys.argv[1:]),
+            children.build_module_argv(sys.executable, "dtctl", *sys.argv[1:]),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -66,7 +67,8 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Emit) -> tuple[i
     record = RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run)
     handled = 0
     while True:
-        ended = process.poll() is not None  # checked before reading, so that no last event is missed
+        # The process is checked before its events are read, so that the last one is not missed.
+        ended = process.poll() is not None
         events = list(record.events())
         for event in events[handled:]:
             on_event(event)

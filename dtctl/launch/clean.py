@@ -1,8 +1,9 @@
-"""Old runs, trees of code and sandboxes: looked for here and on the nodes of a spec, and removed if that is agreed."""
+"""Removal of old runs, trees of code and sandboxes, on this machine and on the nodes of a spec."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,9 @@ from dtctl import folders, names
 from dtctl.errors import DtctlError, SandboxError
 from dtctl.launch.cluster import ResolvedCluster
 from dtctl.launch.control.link import Kind, open_node
-from dtctl.launch.records.record import RunRecord, list_runs
+from dtctl.launch.files.data import CACHE_DIR
+from dtctl.launch.files.wheels import CACHE as WHEELS_DIR
+from dtctl.launch.records.record import RunRecord, check_no_link, list_run_records
 from dtctl.launch.records.state import state_of
 from dtctl.spec.nodes import NodeSpec
 from dtctl.supervisor.messages.base import Message
@@ -21,23 +24,23 @@ from dtctl.supervisor.messages.stored import ItemsRemoved, ListStored, RemoveSto
 from dtctl.transport.fanout import fan_out
 
 SILENCE_S = 600.0
-"""Seconds that a node may be silent: it may have to visit many files to determine the size of its runs."""
+"""Seconds that a node may be silent: to determine the size of its runs, it may have to visit many files."""
 HERE: Final = ""
-"""Name of this machine in the place of a node's."""
+"""Value of `RemovableItem.node` for items of this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class RemovableItem:
     """Something that can be removed."""
 
     node: str
     kind: str
-    """run, tree or sandbox"""
+    """One of run, tree, wheel and sandbox."""
     name: str
     bytes: int
     age_s: float
     has: tuple[str, ...] = ()
-    """Contents that may be worth something."""
+    """Contents that the user may want to keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,24 +50,41 @@ class CleanRule:
     older_s: float
     larger_bytes: int
 
-    def covers(self, item: Item) -> bool:
-        """Return whether an item goes."""
+    def covers(self, item: RemovableItem) -> bool:
+        """Return whether the rule removes an item."""
         return item.age_s >= self.older_s and item.bytes >= self.larger_bytes
 
 
-def items_here(base_dir: Path) -> list[Item]:
-    """Return runs of this folder that are over, and sandboxes that are down."""
-    runs = [record for record in list_runs(base_dir) if _is_over(record)]
-    return [*map(_run, runs), *_sandboxes()]
+def items_here(base_dir: Path) -> list[RemovableItem]:
+    """Return runs of this folder that are over, wheels that were downloaded for nodes, and sandboxes that are down."""
+    runs = [record for record in list_run_records(base_dir) if _is_over(record)]
+    wheels = [item for _, item in _find_downloaded_wheels(base_dir)]
+    return [*map(_build_run_item, runs), *wheels, *_find_unused_sandboxes()]
 
 
-def _run(record: RunRecord) -> Item:
-    """Return a run of this folder; that of a job of Slurm with the files that the job has left in the same folder."""
-    item = _item("run", record.folder, ("outputs",))
+def _find_downloaded_wheels(base_dir: Path) -> Iterator[tuple[Path, RemovableItem]]:
+    """Yield the folder and the item of each wheel; the age of an item is the time since a launch last used it."""
+    check_no_link(base_dir, CACHE_DIR)
+    top = base_dir / names.STATE_DIR / CACHE_DIR / WHEELS_DIR
+    if not top.is_dir() or top.is_symlink():
+        return
+    for folder in sorted(top.iterdir()):
+        if folder.is_symlink() or not re.fullmatch("[0-9a-f]{64}", folder.name):
+            continue
+        item = _build_folder_item("wheel", folder, ())
+        used = [path.stat().st_mtime for path in folder.glob("*.whl")]
+        age_s = max(0.0, time.time() - max(used)) if used else item.age_s
+        file_name = next((path.name for path in folder.glob("*.whl")), "")
+        yield folder, replace(item, name=f"{folder.name[:8]}/{file_name}", age_s=age_s)
+
+
+def _build_run_item(record: RunRecord) -> RemovableItem:
+    """Return the item of a run; for a run of Slurm it includes the files that the job has left in its own folder."""
+    item = _build_folder_item("run", record.folder, ("outputs",))
     folder = _job_folder(record)
     if folder is None:
         return item
-    job = _item("run", folder, ("snapshots", "outputs"))
+    job = _build_folder_item("run", folder, ("snapshots", "outputs"))
     return replace(
         item,
         bytes=item.bytes + job.bytes,
@@ -84,10 +104,10 @@ def runs_elsewhere(base_dir: Path, asked: Collection[str]) -> frozenset[str]:
     """Return the runs with files on nodes that were not queried: the record here is the only trace of those files.
 
     Args:
-        base_dir: folder that they were launched from.
+        base_dir: folder that the runs were launched from.
         asked: nodes that have listed their files.
     """
-    plans = {record.run: record.plan() for record in list_runs(base_dir) if not record.info().slurm}
+    plans = {record.run: record.plan() for record in list_run_records(base_dir) if not record.info().slurm}
     return frozenset(
         run
         for run, plan in plans.items()
@@ -96,13 +116,13 @@ def runs_elsewhere(base_dir: Path, asked: Collection[str]) -> frozenset[str]:
 
 
 def needed_runs(base_dir: Path, going: Iterable[str]) -> frozenset[str]:
-    """Runs that one which stays has been continued from: its snapshots and outputs are theirs.
+    """Return the runs that a remaining run continues: the remaining run uses their snapshots and outputs.
 
     Args:
-        base_dir: folder that they were launched from.
+        base_dir: folder that the runs were launched from.
         going: runs that are to be removed.
     """
-    earlier = {record.run: record.info().resumes for record in list_runs(base_dir)}
+    earlier = {record.run: record.info().resumed_run for record in list_run_records(base_dir)}
     needed, staying = set[str](), earlier.keys() - set(going)
     while staying:
         staying = {earlier[run] for run in staying if earlier.get(run)} - needed
@@ -115,31 +135,33 @@ def _is_over(record: RunRecord) -> bool:
     return state.over and state.status != "unattended" and not record.has_launcher()
 
 
-def _sandboxes() -> Iterator[Item]:
+def _find_unused_sandboxes() -> Iterator[RemovableItem]:
     from dtctl.sandbox import control, layout
 
     top = layout.state_dir("x").parent
     for folder in sorted(top.iterdir()) if top.is_dir() else ():
         is_ours = (folder / folders.MARKER).is_file() and not folder.is_symlink()
-        if is_ours and control.find(folder.name) is None:
-            yield _item("sandbox", folder, ())
+        if is_ours and control.find_running_sandbox(folder.name) is None:
+            yield _build_folder_item("sandbox", folder, ())
 
 
-def _item(kind: str, folder: Path, valued: Iterable[str]) -> Item:
+def _build_folder_item(kind: str, folder: Path, valued: Iterable[str]) -> RemovableItem:
     size, newest = 0, folder.lstat().st_mtime
     for path, _, files in os.walk(folder):
         for name in files:
             try:
-                info = os.lstat(os.path.join(path, name))  # noqa: PTH118 - many of them
+                info = os.lstat(os.path.join(path, name))  # noqa: PTH118 - a Path for each of many files is slow
             except OSError:
                 continue
             size, newest = size + info.st_blocks * 512, max(newest, info.st_mtime)
     has = tuple(name for name in valued if (folder / name).is_dir())
-    return Item(node=HERE, kind=kind, name=folder.name, bytes=size, age_s=max(0.0, time.time() - newest), has=has)
+    return RemovableItem(
+        node=HERE, kind=kind, name=folder.name, bytes=size, age_s=max(0.0, time.time() - newest), has=has
+    )
 
 
-def remove_here(base_dir: Path, items: Iterable[Item]) -> list[str]:
-    """Remove items of this machine; what is left of them."""
+def remove_here(base_dir: Path, items: Iterable[RemovableItem]) -> list[str]:
+    """Remove items of this machine; return the paths that could not be removed, or the errors."""
     from dtctl.sandbox import control
 
     left = []
@@ -149,11 +171,17 @@ def remove_here(base_dir: Path, items: Iterable[Item]) -> list[str]:
             if not _is_over(record):
                 left.append(str(record.folder))
                 continue
-            job = _job_folder(record)  # first: the record is its only trace
-            left += (folders.remove_tree(str(job)) if job else []) or folders.remove_tree(str(record.folder))
+            # The job's folder is removed before the record, which is the only trace of that folder.
+            job = _job_folder(record)
+            left += (folders.remove_folder_tree(str(job)) if job else []) or folders.remove_folder_tree(
+                str(record.folder)
+            )
+        elif item.kind == "wheel":
+            for folder, found in list(_find_downloaded_wheels(base_dir)):
+                left += folders.remove_folder_tree(str(folder)) if found.name == item.name else []
         elif item.kind == "sandbox":
             try:
-                control.down(item.name)
+                control.remove_sandbox(item.name)
             except SandboxError as exc:
                 left.append(str(exc))
     return left
@@ -172,11 +200,13 @@ class NodeStores:
         """Return the names of the nodes."""
         return set(self._nodes)
 
-    def items(self) -> tuple[list[Item], dict[str, DtctlError]]:
-        """Return what no process uses, and the nodes that could not be asked."""
-        answers = fan_out(self._nodes, lambda node: self._ask(node, ListStored(), StoredItems))
+    def items(self) -> tuple[list[RemovableItem], dict[str, DtctlError]]:
+        """Return the items that no process uses, and node -> error for the nodes that could not be queried."""
+        answers = fan_out(self._nodes, lambda node: self._send_store_request(node, ListStored(), StoredItems))
         items = [
-            Item(node=node, kind=each.kind, name=each.name, bytes=each.bytes, age_s=each.age_s, has=tuple(each.has))
+            RemovableItem(
+                node=node, kind=each.kind, name=each.name, bytes=each.bytes, age_s=each.age_s, has=tuple(each.has)
+            )
             for node, answer in answers.items()
             if isinstance(answer, StoredItems)
             for each in answer.items
@@ -184,18 +214,18 @@ class NodeStores:
         ]
         return items, {node: answer for node, answer in answers.items() if isinstance(answer, DtctlError)}
 
-    def remove(self, items: Iterable[Item]) -> Mapping[str, list[str] | DtctlError]:
-        """Remove items: node -> what is left of them there."""
+    def remove(self, items: Iterable[RemovableItem]) -> Mapping[str, list[str] | DtctlError]:
+        """Remove items; return node -> items that are left there, or the error."""
         chosen: dict[str, list[tuple[str, str]]] = {}
         for item in items:
             chosen.setdefault(item.node, []).append((item.kind, item.name))
 
         def remove_on(name: str) -> list[str]:
-            return self._ask(self._nodes[name], RemoveStored(items=chosen[name]), ItemsRemoved).left
+            return self._send_store_request(self._nodes[name], RemoveStored(items=chosen[name]), ItemsRemoved).left
 
         return fan_out({name: name for name in chosen}, remove_on)
 
-    def _ask(self, node: NodeSpec, request: Message, kind: type[Kind]) -> Kind:
+    def _send_store_request(self, node: NodeSpec, request: Message, kind: type[Kind]) -> Kind:
         target = self._targets[node.name]
         with open_node(
             self._transport, target, request, python=node.python, workdir=node.workdir, silence_s=SILENCE_S

@@ -1,4 +1,4 @@
-"""The nodes of a spec, the way to them (this machine, SSH, Slurm, the sandbox), and their plan before any is called."""
+"""The nodes of a spec, their transport (this machine, SSH, Slurm, the sandbox), and the plan before any is called."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from dtctl import folders
 from dtctl.errors import LaunchError, PlanError
 from dtctl.launch import trust
 from dtctl.node_facts import usable_cores
-from dtctl.spec.model import Spec, SshClient
+from dtctl.spec.model import Cluster, Spec, SshClient
 from dtctl.spec.nodes import NodeSpec, resolve_nodes, resolve_spares
 from dtctl.transport.base import Target, Transport
 
 if TYPE_CHECKING:
     from dtctl.launch.records.record import RunRecord
-    from dtctl.plan.environment import Share
+    from dtctl.plan.environment import MachineShare
     from dtctl.plan.model import Plan
     from dtctl.transport.dial import OpenSocket
 
 SOURCE_BYTES = 32 << 20
-"""Bytes of a script."""
+"""Most bytes of a script that are read."""
 FILES = 256
-"""Open files of a launcher, connections apart."""
+"""Open files of a launcher without those of its connections."""
 FILES_PER_NODE = 5
-"""Three pipes of an ssh, its log, and one more while it is being started."""
+"""Open files of a connection: three pipes of an ssh process, its log, and one more while the process is started."""
 TASKS_PER_NODE = 3
-"""An ssh and two threads; or three threads."""
+"""Processes and threads of a connection: an ssh process and two threads, or three threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedCluster:
-    """The nodes of a spec and the way to them."""
+    """The nodes of a spec and their transport."""
 
     nodes: tuple[NodeSpec, ...]
     spares: tuple[NodeSpec, ...] = ()
     targets: Mapping[str, Target]
     """Targets of nodes and spares."""
     make_transport: Callable[[], Transport]
-    """Calls the nodes and imports what the transport needs, which takes a while; not called in a dry run."""
+    """Connects to the nodes and imports the modules of the transport, which takes a while; not called in a dry run."""
 
 
 def cluster_of(spec: Spec, *, start: bool, record: RunRecord | None = None) -> ResolvedCluster:
@@ -51,7 +51,7 @@ def cluster_of(spec: Spec, *, start: bool, record: RunRecord | None = None) -> R
 
     Args:
         spec: the checked spec.
-        start: whether a sandbox may be started for it.
+        start: whether a sandbox may be started for the spec.
         record: the run that the copy of the spec belongs to.
 
     Raises:
@@ -61,24 +61,34 @@ def cluster_of(spec: Spec, *, start: bool, record: RunRecord | None = None) -> R
     cluster = _cluster_of(spec, start=start)
 
     def make_transport() -> Transport:
-        trust.check(
-            spec, record
-        )  # before ssh reads a configuration that could run commands, and before anything is sent
+        # The agreement is needed before ssh reads a configuration that could run commands, and before data are sent.
+        trust.require_user_agreement(spec, record)
         return cluster.make_transport()
 
     return replace(cluster, make_transport=make_transport)
 
 
+def cluster_of_run(record: RunRecord) -> ResolvedCluster:
+    """Return the nodes of a run that was launched before, and their transport.
+
+    Raises:
+        SpecError: the copy of its spec is gone or broken.
+    """
+    from dtctl.launch.run_spec import spec_of_run
+
+    return cluster_of(spec_of_run(record), start=False, record=record)
+
+
 def _cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
     if spec.cluster.transport == "sandbox":
-        return _sandbox(spec, start=start)
+        return _resolve_sandbox_cluster(spec, start=start)
     nodes = resolve_nodes(spec)
     spares = resolve_spares(spec)
-    targets = _targets(spec, (*nodes, *spares))
+    targets = _build_node_targets(spec, (*nodes, *spares))
     if spec.cluster.transport == "slurm":
-        return ResolvedCluster(nodes=nodes, spares=spares, targets=targets, make_transport=_slurm)
+        return ResolvedCluster(nodes=nodes, spares=spares, targets=targets, make_transport=_reject_slurm_transport)
     if spec.cluster.transport == "local":
-        return ResolvedCluster(nodes=nodes, targets=targets, make_transport=_local)
+        return ResolvedCluster(nodes=nodes, targets=targets, make_transport=_make_local_transport)
     first = [targets[node.name] for node in nodes]
     client = spec.cluster.ssh
     return ResolvedCluster(
@@ -86,7 +96,7 @@ def _cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
     )
 
 
-def _slurm() -> Transport:
+def _reject_slurm_transport() -> Transport:
     raise PlanError(
         "this command needs machines that it can reach, and Slurm's are known inside a job only",
         where="cluster.transport",
@@ -94,21 +104,21 @@ def _slurm() -> Transport:
     )
 
 
-def _local() -> Transport:
+def _make_local_transport() -> Transport:
     from dtctl.transport.local import LocalTransport
 
     return LocalTransport()
 
 
 def ssh_transport(targets: Iterable[Target], client: SshClient = "auto") -> Transport:
-    """Return a transport over SSH to these nodes, with the logins under way.
+    """Return a transport over SSH to these nodes, which has begun to log in.
 
     Args:
         targets: the nodes.
         client: as in the spec.
 
     Raises:
-        LaunchError: this process may not open as many files as that takes, or not start as many processes.
+        LaunchError: the limit of open files or of processes is too low for so many connections.
     """
     targets = [*targets]
     _allow_open_files(len(targets))
@@ -128,7 +138,7 @@ def choose_client(client: SshClient) -> Literal["openssh", "paramiko"]:
 
 
 def _allow_open_files(nodes: int) -> None:
-    """Raise the limit of open files to what connections to so many nodes take.
+    """Raise the limit of open files to the number that connections to so many nodes need.
 
     Raises:
         LaunchError: the system's own limit is lower.
@@ -146,10 +156,10 @@ def _allow_open_files(nodes: int) -> None:
 
 
 def _allow_processes(nodes: int) -> None:
-    """Raise the limit of the user's processes and threads to what the system allows.
+    """Raise the limit of the user's processes and threads to the most that the system allows.
 
     Raises:
-        LaunchError: that is less than connections to so many nodes take.
+        LaunchError: the system allows fewer than connections to so many nodes need.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     needed = TASKS_PER_NODE * nodes
@@ -159,47 +169,52 @@ def _allow_processes(nodes: int) -> None:
             f"{nodes} nodes take {needed} processes and threads, and this machine allows {hard}",
             hint=f"raise the limit for your user (`nproc` in /etc/security/limits.conf, `ulimit -Hu`) by {needed}",
         )
-    # How many others the user has is not known, so as many as may be.
+    # The number of the user's other processes is not known, so the limit becomes the highest possible.
     resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
 
 
 def _paramiko_transport(targets: Iterable[Target], connect: OpenSocket | None = None) -> Transport:
-    """SSH by a library; `connect` opens a socket to a node, if given."""
-    from dtctl.transport.dial import EarlyCalls, open_socket
+    """Return a transport by the library paramiko; `connect` opens a socket to a node, if given."""
+    from dtctl.transport.dial import EarlyConnections, open_socket
 
     connect = connect or open_socket
-    early_calls = EarlyCalls(targets, connect)
-    from dtctl.transport.ssh import SshTransport  # takes a while, in which the nodes get ready
+    early_calls = EarlyConnections(targets, connect)
+    # This import takes a while, in which the nodes get ready.
+    from dtctl.transport.ssh import SshTransport
 
     return SshTransport(open_socket=connect, early_calls=early_calls)
 
 
-def _targets(spec: Spec, nodes: Sequence[NodeSpec]) -> dict[str, Target]:
-    cluster = spec.cluster
+def _build_node_targets(spec: Spec, nodes: Sequence[NodeSpec]) -> dict[str, Target]:
     return {
-        node.name: Target(
-            name=node.name,
-            address=node.address,
-            user=node.user,
-            port=node.port,
-            identity_file=str(cluster.identity_file) if cluster.identity_file else None,
-            known_hosts=str(cluster.known_hosts) if cluster.known_hosts else None,
-            ssh_config=str(cluster.ssh_config) if cluster.ssh_config else None,
-            connect_timeout_s=cluster.connect_timeout_s,
-        )
+        node.name: build_target(spec.cluster, node.name, address=node.address, user=node.user, port=node.port)
         for node in nodes
     }
 
 
-def _sandbox(spec: Spec, *, start: bool) -> ResolvedCluster:
+def build_target(cluster: Cluster, name: str, *, address: str, user: str | None, port: int | None) -> Target:
+    """Return a machine to connect to, with the files of SSH that the spec names."""
+    return Target(
+        name=name,
+        address=address,
+        user=user,
+        port=port,
+        identity_file=str(cluster.identity_file) if cluster.identity_file else None,
+        known_hosts=str(cluster.known_hosts) if cluster.known_hosts else None,
+        ssh_config=str(cluster.ssh_config) if cluster.ssh_config else None,
+        connect_timeout_s=cluster.connect_timeout_s,
+    )
+
+
+def _resolve_sandbox_cluster(spec: Spec, *, start: bool) -> ResolvedCluster:
     """Return the spec's nodes as hosts of the running sandbox.
 
     Args:
         spec: a spec with `transport: sandbox`.
-        start: whether to start a sandbox if none is up; without, names stand for the addresses that are not known yet.
+        start: whether to start a sandbox if none is up. Without one, nodes keep their names in place of addresses.
 
     Raises:
-        SandboxError: it cannot be started here.
+        SandboxError: the sandbox cannot be started here.
         PlanError: the running sandbox lacks nodes that the spec names.
     """
     from dtctl.sandbox import control
@@ -207,11 +222,11 @@ def _sandbox(spec: Spec, *, start: bool) -> ResolvedCluster:
     nodes, spares = resolve_nodes(spec), resolve_spares(spec)
     required = (*nodes, *spares)
     name = control.default_name()
-    sandbox = control.find(name)
+    sandbox = control.find_running_sandbox(name)
     if sandbox is None and start:
         sandbox = control.up_or_running(name, nodes=len(required))
     if sandbox is None:
-        return ResolvedCluster(nodes=nodes, spares=spares, targets={}, make_transport=_never)
+        return ResolvedCluster(nodes=nodes, spares=spares, targets={}, make_transport=_reject_stopped_sandbox)
     hosts = {node.name: node for node in sandbox.nodes}
     missing = [node.name for node in required if node.name not in hosts]
     if missing:
@@ -222,7 +237,7 @@ def _sandbox(spec: Spec, *, start: bool) -> ResolvedCluster:
             if len(required) > len(hosts)
             else "the nodes of a sandbox are called node1, node2 and so on",
         )
-    placed = tuple(_placed(node, hosts[node.name].address) for node in required)
+    placed = tuple(_set_node_address(node, hosts[node.name].address) for node in required)
     targets = {
         node.name: Target(
             name=node.name,
@@ -240,41 +255,51 @@ def _sandbox(spec: Spec, *, start: bool) -> ResolvedCluster:
 
     def make_transport() -> Transport:
         called = [targets[node.name] for node in nodes]
-        if sandbox.rootless:  # its network can be entered by its keeper only, which hands over sockets
-            from dtctl.sandbox.world import opener
+        # Only the keeper of a rootless sandbox can enter its network; it passes sockets to other processes.
+        if sandbox.rootless:
+            from dtctl.sandbox.world import make_socket_opener
 
-            return _paramiko_transport(called, opener(sandbox))
+            return _paramiko_transport(called, make_socket_opener(sandbox))
         return ssh_transport(called, spec.cluster.ssh)
 
     count = len(nodes)
     return ResolvedCluster(nodes=placed[:count], spares=placed[count:], targets=targets, make_transport=make_transport)
 
 
-def _placed(node: NodeSpec, address: str) -> NodeSpec:
-    # The virtual hosts share this machine's files, so they have the Python that runs dtctl and what is installed there.
+def _set_node_address(node: NodeSpec, address: str) -> NodeSpec:
+    # The virtual hosts share this machine's files, so they have the Python that runs dtctl and its packages.
     return replace(node, address=address, python=node.python or sys.executable)
 
 
-def _never() -> Transport:
+def _reject_stopped_sandbox() -> Transport:
     raise PlanError("the sandbox is not up", hint="dtctl sandbox up")
 
 
-def with_environment(cluster: ResolvedCluster, digest: str) -> ResolvedCluster:
-    """Return the cluster with nodes that run programs in an environment (`job.environment`)."""
+def with_environment(cluster: ResolvedCluster, digest: str, workdir: str = "") -> ResolvedCluster:
+    """Return the cluster with nodes that run programs in an environment; see `set_job_python`."""
+    return replace(
+        cluster,
+        nodes=set_job_python(cluster.nodes, digest, workdir),
+        spares=set_job_python(cluster.spares, digest, workdir),
+    )
+
+
+def set_job_python(nodes: Iterable[NodeSpec], digest: str, workdir: str = "") -> tuple[NodeSpec, ...]:
+    """Return nodes that run programs in an environment below `workdir`; empty: below the workdir of each."""
     from dtctl.supervisor.environments import python_of
 
     def add_python(node: NodeSpec) -> NodeSpec:
-        workdir = node.workdir if node.workdir.startswith(("/", "~")) else f"~/{node.workdir}"
-        return replace(node, job_python=python_of(workdir, digest))
+        top = workdir or node.workdir
+        return replace(node, job_python=python_of(top if top.startswith(("/", "~")) else f"~/{top}", digest))
 
-    return replace(cluster, nodes=tuple(map(add_python, cluster.nodes)), spares=tuple(map(add_python, cluster.spares)))
+    return tuple(map(add_python, nodes))
 
 
 def first_plan(spec: Spec, cluster: ResolvedCluster, *, run: str) -> Plan:
-    """Return the plan as it is known before any node was asked; what a dry run shows.
+    """Return the plan as it is known before any node was queried; a dry run shows this plan.
 
     Raises:
-        PlanError: no job can be made of the spec.
+        PlanError: no job can be made from the spec.
     """
     from dtctl.plan.build import PlanFacts, build
 
@@ -283,19 +308,19 @@ def first_plan(spec: Spec, cluster: ResolvedCluster, *, run: str) -> Plan:
     )
 
 
-def share_of(spec: Spec) -> Share | None:
-    """Return what each node has of this machine, if they all lie on it."""
-    from dtctl.plan.environment import Share
+def share_of(spec: Spec) -> MachineShare | None:
+    """Return the share of this machine that each node has, if all nodes are on this machine."""
+    from dtctl.plan.environment import MachineShare
 
     if spec.cluster.transport == "local":
-        return Share(cores=usable_cores(), nodes=1, threads=os.environ.get("OMP_NUM_THREADS"))
+        return MachineShare(cores=usable_cores(), nodes=1, threads=os.environ.get("OMP_NUM_THREADS"))
     if spec.cluster.transport == "sandbox":
-        return Share(cores=usable_cores(), nodes=len(resolve_nodes(spec)))
+        return MachineShare(cores=usable_cores(), nodes=len(resolve_nodes(spec)))
     return None
 
 
 def source_of(spec: Spec) -> str:
-    """Text of the job's script, if it is here and the plan depends on it: on its first line, or on its imports."""
+    """Return the text of the job's script if it is here and the plan depends on its first line or its imports."""
     script = spec.job.script
     if script is None or (script.endswith(".py") and spec.job.kind != "direct"):
         return ""

@@ -1,7 +1,7 @@
-"""Distributed snapshots, of which every node of a run has a part: their state as a whole, and collecting them.
+"""Distributed snapshots, of which every node of a run has a part: their state as a whole, and their transfer.
 
-A node's answer decides about its own files, and about those that other nodes have only together with it: see
-`removable`. A node that lies can damage only snapshots that could not be read without it.
+A node's answer decides about its own files, and about files of other nodes only if these depend on that node: see
+`list_removable_snapshots`. A malicious node can damage only snapshots that could not be read without it.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from typing import Any, BinaryIO, cast
 
 from dtctl import folders
 from dtctl.errors import NodeError, SnapshotError
-from dtctl.launch.snapshot_answers import Parts, Sent, parse_manifest
+from dtctl.launch.snapshot_answers import SendAnswer, SnapshotParts, parse_node_manifest
 from dtctl.launch.snapshots import RunSnapshots
-from dtctl.schema import InvalidMessage, number
+from dtctl.schema import InvalidMessage, check_number
 
 RECORDS = ("manifest.json", "COMMIT")
 
 
 @dataclass(slots=True, kw_only=True)
 class DistributedSnapshot:
-    """One snapshot over all nodes that have something of it."""
+    """A snapshot over all nodes that have a part of it."""
 
     step: int
     path: str
-    """Path on the first node that has some of it."""
+    """Path on the first node that has a part of the snapshot."""
     record: str | None = None
-    """Commit record."""
+    """Text of the commit record."""
     manifest: str | None = None
-    """The text that the record is of."""
+    """Text of the manifest, whose digest is in the record."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """File -> bytes, of the manifest."""
+    """Bytes of each file, from the manifest."""
     retention: Mapping[str, Any] = field(default_factory=dict)
-    """The rule that its writer followed, of the manifest."""
+    """Retention rule of the writer, from the manifest."""
     paths: dict[str, str] = field(default_factory=dict)
-    """Node -> where it lies there."""
+    """Path of the snapshot on each node."""
     good_files: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Node -> files that are right there."""
+    """Files on each node whose contents are right."""
     made_s: dict[str, float] = field(default_factory=dict)
-    """Node -> when it had it, seconds since the epoch by its own clock."""
+    """Time when each node had the snapshot, in seconds since the epoch by the node's own clock."""
     problems: list[str] = field(default_factory=list)
 
     @property
     def nodes(self) -> list[str]:
-        """Return those that have something of it."""
+        """Return the nodes that have a part of the snapshot."""
         return list(self.paths)
 
     @property
@@ -60,7 +60,7 @@ class DistributedSnapshot:
 
     @property
     def holders(self) -> dict[str, str]:
-        """File -> the first node where it is right."""
+        """Return for each file the first node on which its contents are right."""
         node_of: dict[str, str] = {}
         for node, names in self.good_files.items():
             node_of = {**dict.fromkeys(names, node), **node_of}
@@ -68,7 +68,7 @@ class DistributedSnapshot:
 
     @property
     def complete(self) -> list[str]:
-        """Nodes that have all of it."""
+        """Return the nodes that have the whole snapshot."""
         return [node for node in self.paths if self.is_readable_on({node})]
 
     @property
@@ -82,7 +82,7 @@ class DistributedSnapshot:
         return bool(self.sizes) and readable_files >= self.sizes.keys()
 
     def row(self) -> dict[str, Any]:
-        """Return the row of `dtctl snapshot verify`: ok if it can be read; a bad copy is named all the same."""
+        """Return the row of `dtctl snapshot verify`: ok if the snapshot can be read, even if one copy is bad."""
         holders = self.holders
         missing = [f"{name} is missing" for name in self.sizes if name not in holders]
         unreported = [name for name in missing if not any(name.split(" ")[0] in phrase for phrase in self.problems)]
@@ -91,7 +91,7 @@ class DistributedSnapshot:
         return {"path": self.path, "step": self.step, "status": status, "bad": bad, "node": ", ".join(self.nodes)}
 
 
-def combine(answers: Mapping[str, Parts]) -> list[DistributedSnapshot]:
+def merge_node_snapshots(answers: Mapping[str, SnapshotParts]) -> list[DistributedSnapshot]:
     """Combine the `pieces` that each node reports into snapshots, newest first.
 
     Snapshots of one step belong together if they have one commit record and one manifest.
@@ -106,8 +106,8 @@ def combine(answers: Mapping[str, Parts]) -> list[DistributedSnapshot]:
                 snapshot = snapshots[key] = DistributedSnapshot(step=step, path=row.path)
                 if record and manifest:
                     try:
-                        _describe(snapshot, record, manifest, node)
-                    except NodeError as exc:  # so it counts as nothing
+                        _apply_snapshot_manifest(snapshot, record, manifest, node)
+                    except NodeError as exc:  # The snapshot then has no files on this node.
                         snapshot.problems.append(f"{node}: {exc.message}")
             snapshot.paths[node], snapshot.made_s[node] = row.path, row.made_s
             snapshot.good_files[node] = frozenset(row.good)
@@ -115,9 +115,9 @@ def combine(answers: Mapping[str, Parts]) -> list[DistributedSnapshot]:
     return sorted(snapshots.values(), key=lambda snapshot: -snapshot.step)
 
 
-def _describe(snapshot: DistributedSnapshot, record: str, manifest: str, node: str) -> None:
-    document = parse_manifest(manifest, node=node)
-    if document.step != snapshot.step or not _agree(record, manifest):
+def _apply_snapshot_manifest(snapshot: DistributedSnapshot, record: str, manifest: str, node: str) -> None:
+    document = parse_node_manifest(manifest, node=node)
+    if document.step != snapshot.step or not _is_record_for_manifest(record, manifest):
         raise NodeError(f"manifest and commit record of step {snapshot.step} do not agree", node=node)
     rule = document.facts.get("retention")
     snapshot.record, snapshot.manifest = record, manifest
@@ -125,10 +125,10 @@ def _describe(snapshot: DistributedSnapshot, record: str, manifest: str, node: s
     snapshot.retention = rule if isinstance(rule, dict) else {}
 
 
-def _agree(record: str, manifest: str) -> bool:
-    """Return whether a commit record is that of a manifest.
+def _is_record_for_manifest(record: str, manifest: str) -> bool:
+    """Return whether a commit record belongs to a manifest.
 
-    What this machine has no hash for, two nodes at least agree on.
+    Without the package blake3, a record with a BLAKE3 digest is accepted: the nodes sent the same texts of both.
     """
     name, _, digest_line = record.partition(" ")
     if name == "blake3":
@@ -149,18 +149,22 @@ class PruneRule:
     """Rule for the snapshots to keep; a field that is None takes the value of the run that made them."""
 
     keep: int | None = None
-    """Number of the newest that are kept; at least one."""
+    """Number of the newest snapshots that are kept; at least one."""
     every_s: float | None = None
-    """Seconds that older ones have to lie apart to be kept."""
+    """Least seconds between older snapshots that are kept."""
     keep_best: bool = True
-    """True if the best ones stay."""
+    """True if the snapshots with the best results are kept."""
 
-    def kept_steps(self, readable: Sequence[tuple[DistributedSnapshot, float]]) -> set[int]:
-        """Steps that stay, of snapshots that are whole, with when they were made; the newest always does."""
+    def choose_kept_steps(self, readable: Sequence[tuple[DistributedSnapshot, float]]) -> set[int]:
+        """Return the steps to keep of readable snapshots and their times; the newest is always kept."""
         oldest_first = sorted(readable, key=lambda row: row[0].step)
         recorded_rule = oldest_first[-1][0].retention if oldest_first else {}
-        keep = max(1, self.keep if self.keep is not None else _number(recorded_rule.get("keep"), 1))
-        every_s = self.every_s if self.every_s is not None else _number(recorded_rule.get("every_s"), 0.0) or None
+        keep = max(1, self.keep if self.keep is not None else _parse_number_or_default(recorded_rule.get("keep"), 1))
+        every_s = (
+            self.every_s
+            if self.every_s is not None
+            else _parse_number_or_default(recorded_rule.get("every_s"), 0.0) or None
+        )
         kept_steps = {snapshot.step for snapshot, _ in oldest_first[-int(keep) :]}
         last_s: float | None = None
         for snapshot, made_s in oldest_first if every_s is not None else ():
@@ -173,44 +177,45 @@ class PruneRule:
         }
 
 
-def _number(value: Any, otherwise: float) -> Any:
+def _parse_number_or_default(value: Any, otherwise: float) -> Any:
     try:
-        return number(value)
+        return check_number(value)
     except InvalidMessage:
         return otherwise
 
 
-def removable(
+def list_removable_snapshots(
     snapshots: Sequence[DistributedSnapshot], rule: PruneRule, node: str, *, all_answered: bool
 ) -> list[DistributedSnapshot]:
-    """Return what `dtctl snapshot prune` removes on one node.
+    """Return the snapshots that `dtctl snapshot prune` removes on one node.
 
     The rule is applied to the whole snapshots that the node has a share in, so that reports of other nodes about their
-    own snapshots do not remove anything. A snapshot is removed only if one that stays can be read without any node that
-    the removed one did not need itself.
+    own snapshots do not remove anything. A snapshot is removed only if a kept one can be read from those nodes alone
+    that the removed one needed.
 
     Args:
         snapshots: newest first.
-        rule: what is kept.
-        node: where.
-        all_answered: whether every node of the run has answered; a file that seems to be missing may be on one that has
-            not.
+        rule: rule for the snapshots to keep.
+        node: name of the node.
+        all_answered: whether every node of the run has answered; a file that seems to be missing may be on a node that
+            has not.
     """
     on_node = [snapshot for snapshot in snapshots if node in snapshot.paths]
     readable = [snapshot for snapshot in on_node if snapshot.is_readable and snapshot.good_files.get(node)]
-    if not readable:  # no readable snapshot: nothing may be removed
+    if not readable:
         return []
-    steps = rule.kept_steps([(snapshot, snapshot.made_s[node]) for snapshot in readable])
+    steps = rule.choose_kept_steps([(snapshot, snapshot.made_s[node]) for snapshot in readable])
     kept_snapshots = [snapshot for snapshot in readable if snapshot.step in steps]
     newest = max(snapshot.step for snapshot in readable)
 
     def is_removable(snapshot: DistributedSnapshot) -> bool:
-        if snapshot.step in steps:  # also where a node has another one of the same step: it is asked by step
+        # The node removes snapshots by step, so another snapshot of a kept step stays too.
+        if snapshot.step in steps:
             return False
         if snapshot.is_readable:
             needed = {node} if snapshot.is_readable_on({node}) else set(snapshot.paths)
             return any(other.is_readable_on(needed) for other in kept_snapshots)
-        # One that lacks something and is newer may be on its way: nodes commit one after another.
+        # An incomplete snapshot newer than all readable ones may still be being written: nodes commit one by one.
         under_way = snapshot.step > newest and snapshot.row()["status"] == "incomplete"
         return all_answered and not under_way
 
@@ -218,15 +223,15 @@ def removable(
 
 
 @contextmanager
-def fetched(run: RunSnapshots, snapshot: DistributedSnapshot) -> Iterator[Path]:
-    """Provide a folder here that has all of a snapshot, as long as the context lasts.
+def fetch_whole_snapshot(run: RunSnapshots, snapshot: DistributedSnapshot) -> Iterator[Path]:
+    """Provide a folder on this machine with all files of a snapshot, as long as the context lasts.
 
-    Only the files of its manifest are fetched, up to the size given there, into a new folder of this user alone. The
-    reader compares digests first.
+    Only the files of its manifest are fetched, up to the size given there, into a new folder that only this user can
+    read. The reader compares digests first.
 
     Raises:
-        SnapshotError: something did not arrive.
-        TransportError: a node, or the way to it, fails.
+        SnapshotError: a file did not arrive.
+        TransportError: a node, or the connection to it, fails.
     """
     shares: dict[str, list[str]] = {}
     for name, node in snapshot.holders.items():
@@ -240,17 +245,19 @@ def fetched(run: RunSnapshots, snapshot: DistributedSnapshot) -> Iterator[Path]:
                 with os.fdopen(folders.create_in(folder, name), "w", encoding="utf-8", newline="") as out:
                     out.write(text or "")
             for node, names in shares.items():
-                _bring(run, node, snapshot, names, folder)
+                _receive_snapshot_files(run, node, snapshot, names, folder)
         finally:
             os.close(folder)
         yield Path(temporary)
 
 
-def _bring(run: RunSnapshots, node: str, snapshot: DistributedSnapshot, names: Sequence[str], folder: int) -> None:
+def _receive_snapshot_files(
+    run: RunSnapshots, node: str, snapshot: DistributedSnapshot, names: Sequence[str], folder: int
+) -> None:
     options = ["--step", str(snapshot.step), *(argument for name in names for argument in ("--name", name))]
     total_bytes = sum(snapshot.sizes[name] for name in names)
     with tempfile.TemporaryFile() as received:
-        run.fetch(node, Sent, options, cast(BinaryIO, received), limit_bytes=total_bytes)
+        run.fetch(node, SendAnswer, options, cast(BinaryIO, received), limit_bytes=total_bytes)
         if received.tell() != total_bytes:
             raise SnapshotError("the files did not arrive whole", where=f"node {node}", hint="try again")
         received.seek(0)

@@ -1,4 +1,4 @@
-"""Answers of `python -m dtctl.runtime.snapshot VERB` on a node: one type per verb; see its commands.py."""
+"""Answers of `python -m dtctl.runtime.snapshot VERB` on a node, one type per verb; see commands.py of that package."""
 
 from __future__ import annotations
 
@@ -6,79 +6,79 @@ import json
 from typing import Any, ClassVar, Final, TypeVar
 
 from dtctl.errors import NodeError, SnapshotError
-from dtctl.launch.control.link import checked
+from dtctl.launch.control.link import validate_node_value
 from dtctl.schema import (
     InvalidMessage,
     Record,
     any_json,
-    file_name,
-    flag,
-    form,
-    integer,
+    check_file_name,
+    check_flag,
+    check_number,
+    check_prose,
+    define_record_key,
     list_of,
+    make_integer_check,
+    make_nullable_check,
+    make_object_check,
+    make_text_check,
     mapping_of,
-    nullable,
-    number,
-    prose,
-    text,
-    value,
 )
-from dtctl.schema import path as printable_path
+from dtctl.schema import check_path as printable_path
 
 ANSWER_BYTES: Final = 64 << 20
-"""Bytes of one answer: some 300,000 tensors."""
-_COUNT: Final = integer(0)
+"""Most bytes of one answer, which suffice for some 300,000 tensors."""
+_COUNT: Final = make_integer_check(0)
 _ROWS: Final = 100_000
 _PATHS: Final = list_of(printable_path, _ROWS)
 
 
 class SnapshotRow(Record):
-    """One snapshot; nothing of it was verified."""
+    """A snapshot that was listed without being verified."""
 
-    path: str = value(printable_path)
-    step: int = value(_COUNT)
-    committed: bool = value(flag)
-    size_bytes: int = value(_COUNT)
-    time: float = value(number)
-    """Time when it was made, in seconds since the epoch."""
+    path: str = define_record_key(printable_path)
+    step: int = define_record_key(_COUNT)
+    committed: bool = define_record_key(check_flag)
+    size_bytes: int = define_record_key(_COUNT)
+    time: float = define_record_key(check_number)
+    """Time when the snapshot was made, in seconds since the epoch."""
 
 
 class VerifiedRow(Record):
-    """One snapshot that was read to its end."""
+    """A snapshot that was read completely and verified."""
 
-    path: str = value(printable_path)
-    step: int = value(_COUNT)
-    status: str = value(text(20))
-    bad: list[str] = value(list_of(prose))
+    path: str = define_record_key(printable_path)
+    step: int = define_record_key(_COUNT)
+    status: str = define_record_key(make_text_check(20))
+    bad: list[str] = define_record_key(list_of(check_prose))
 
 
 class PartRow(Record):
     """Part of one snapshot that a node has."""
 
-    path: str = value(printable_path)
-    step: int = value(_COUNT)
-    record: str | None = value(nullable(text(300)))
-    """Commit record."""
-    manifest: str | None = value(nullable(text(ANSWER_BYTES)))
-    good: list[str] = value(list_of(file_name))
-    """Files that are there and right."""
-    bad: list[str] = value(list_of(prose))
-    made_s: float = value(number)
+    path: str = define_record_key(printable_path)
+    step: int = define_record_key(_COUNT)
+    record: str | None = define_record_key(make_nullable_check(make_text_check(300)))
+    """Text of the commit record."""
+    manifest: str | None = define_record_key(make_nullable_check(make_text_check(ANSWER_BYTES)))
+    good: list[str] = define_record_key(list_of(check_file_name))
+    """Files whose contents are right."""
+    bad: list[str] = define_record_key(list_of(check_prose))
+    made_s: float = define_record_key(check_number)
 
 
 class FileFacts(Record):
     """A file of a manifest."""
 
-    size_bytes: int = value(_COUNT)
-    digest: str = value(text(128))
-    part: str | None = value(nullable(text(255)), default=None)
+    size_bytes: int = define_record_key(_COUNT)
+    digest: str = define_record_key(make_text_check(128))
+    part: str | None = define_record_key(make_nullable_check(make_text_check(255)), default=None)
 
 
 class TensorFacts(Record):
     """A tensor of a snapshot."""
 
-    dtype: str = value(text(40))
-    shape: list[int] = value(list_of(_COUNT, 64))
+    dtype: str = define_record_key(make_text_check(40))
+    shape: list[int] = define_record_key(list_of(_COUNT, 64))
 
 
 class SnapshotAnswer(Record):
@@ -87,101 +87,101 @@ class SnapshotAnswer(Record):
     verb: ClassVar[str]
 
 
-class Listing(SnapshotAnswer):
+class SnapshotListing(SnapshotAnswer):
     """All snapshots, newest first."""
 
     verb = "ls"
-    snapshots: list[SnapshotRow] = value(list_of(SnapshotRow.parse, _ROWS))
+    snapshots: list[SnapshotRow] = define_record_key(list_of(SnapshotRow.parse, _ROWS))
 
 
-class Verification(SnapshotAnswer):
-    """All snapshots, newest first, each read to its end."""
+class SnapshotVerification(SnapshotAnswer):
+    """All snapshots, newest first, each read completely."""
 
     verb = "verify"
-    snapshots: list[VerifiedRow] = value(list_of(VerifiedRow.parse, _ROWS))
-    newest_good: str | None = value(nullable(printable_path))
+    snapshots: list[VerifiedRow] = define_record_key(list_of(VerifiedRow.parse, _ROWS))
+    newest_good: str | None = define_record_key(make_nullable_check(printable_path))
 
 
-class Parts(SnapshotAnswer):
+class SnapshotParts(SnapshotAnswer):
     """Parts of all snapshots that a node has, newest first."""
 
     verb = "pieces"
-    rows: list[PartRow] = value(list_of(PartRow.parse, _ROWS))
+    rows: list[PartRow] = define_record_key(list_of(PartRow.parse, _ROWS))
 
 
-class NewestGood(SnapshotAnswer):
+class NewestGoodSnapshot(SnapshotAnswer):
     """The newest good snapshot."""
 
-    path: str = value(printable_path)
-    step: int = value(_COUNT)
-    rejected: list[str] = value(list_of(prose, _ROWS))
-    """Reason why newer ones were passed over."""
+    path: str = define_record_key(printable_path)
+    step: int = define_record_key(_COUNT)
+    rejected: list[str] = define_record_key(list_of(check_prose, _ROWS))
+    """Reasons why newer snapshots were rejected."""
 
 
-class Contents(NewestGood):
+class SnapshotContents(NewestGoodSnapshot):
     """Parts of a snapshot, and the settings that it was made with."""
 
     verb = "show"
-    hash: str = value(text(20))
-    facts: Any = value(any_json)
-    files: dict[str, FileFacts] = value(mapping_of(file_name, FileFacts.parse))
-    tensors: dict[str, TensorFacts] = value(mapping_of(text(4096), TensorFacts.parse, 1_000_000))
+    hash: str = define_record_key(make_text_check(20))
+    facts: Any = define_record_key(any_json)
+    files: dict[str, FileFacts] = define_record_key(mapping_of(check_file_name, FileFacts.parse))
+    tensors: dict[str, TensorFacts] = define_record_key(mapping_of(make_text_check(4096), TensorFacts.parse, 1_000_000))
 
 
-class ContentDigest(NewestGood):
-    """The digest of its model and optimizer."""
+class SnapshotDigest(NewestGoodSnapshot):
+    """Digest of the model and the optimizer in a snapshot."""
 
     verb = "digest"
-    digest: str = value(text(128))
+    digest: str = define_record_key(make_text_check(128))
 
 
-class Exported(NewestGood):
-    """Answer: the weights were written."""
+class ExportAnswer(NewestGoodSnapshot):
+    """Answer to `export`: the weights were written."""
 
     verb = "export"
-    size_bytes: int = value(_COUNT)
-    out: str | None = value(nullable(printable_path))
+    size_bytes: int = define_record_key(_COUNT)
+    out: str | None = define_record_key(make_nullable_check(printable_path))
 
 
-class Pruned(SnapshotAnswer):
-    """Paths of snapshots that stay, that went, and that could not be removed."""
+class PruneAnswer(SnapshotAnswer):
+    """Paths of the snapshots that were kept, that were removed, and that could not be removed."""
 
     verb = "prune"
-    kept: list[str] = value(_PATHS)
-    removed: list[str] = value(_PATHS)
-    left: list[str] = value(_PATHS, default=[])
+    kept: list[str] = define_record_key(_PATHS)
+    removed: list[str] = define_record_key(_PATHS)
+    left: list[str] = define_record_key(_PATHS, default=[])
 
 
-class Removed(SnapshotAnswer):
-    """Paths of snapshots that went, and that could not be removed."""
+class RemoveAnswer(SnapshotAnswer):
+    """Paths of the snapshots that were removed, and that could not be removed."""
 
     verb = "remove"
-    removed: list[str] = value(_PATHS)
-    left: list[str] = value(_PATHS, default=[])
+    removed: list[str] = define_record_key(_PATHS)
+    left: list[str] = define_record_key(_PATHS, default=[])
 
 
-class Sent(SnapshotAnswer):
-    """Files of this one were sent."""
+class SendAnswer(SnapshotAnswer):
+    """Answer to `send`: files of this snapshot were sent."""
 
     verb = "send"
-    path: str = value(printable_path)
-    step: int = value(_COUNT)
+    path: str = define_record_key(printable_path)
+    step: int = define_record_key(_COUNT)
 
 
 class SnapshotManifest(Record):
-    """A snapshot's manifest, as far as it is used here."""
+    """Part of a snapshot's manifest that is used on this machine."""
 
-    format: int = value(integer(1, 1000))
-    step: int = value(_COUNT)
-    hash: str = value(text(20))
-    facts: dict[str, Any] = value(form(optional={"retention": any_json}))
-    files: dict[str, FileFacts] = value(mapping_of(file_name, FileFacts.parse))
+    format: int = define_record_key(make_integer_check(1, 1000))
+    step: int = define_record_key(_COUNT)
+    hash: str = define_record_key(make_text_check(20))
+    facts: dict[str, Any] = define_record_key(make_object_check(optional={"retention": any_json}))
+    files: dict[str, FileFacts] = define_record_key(mapping_of(check_file_name, FileFacts.parse))
 
 
-class _Refused(Record):
-    error: str = value(prose)
-    where: str | None = value(nullable(prose), default=None)
-    hint: str | None = value(nullable(prose), default=None)
+class _RefusedAnswer(Record):
+    error: str = define_record_key(check_prose)
+    where: str | None = define_record_key(make_nullable_check(check_prose), default=None)
+    hint: str | None = define_record_key(make_nullable_check(check_prose), default=None)
 
 
 A = TypeVar("A", bound=SnapshotAnswer)
@@ -192,8 +192,8 @@ def parse_answer(kind: type[A], output: str, *, node: str) -> A:
 
     Raises:
         InvalidMessage: there is no such line.
-        NodeError: it has not the form of an answer.
-        SnapshotError: the command reports that it cannot be done.
+        NodeError: the line does not have the form of an answer.
+        SnapshotError: the command reports that it has failed.
     """
     subject = f"its answer to `{kind.verb}`"
     lines = output.strip().splitlines()
@@ -202,19 +202,19 @@ def parse_answer(kind: type[A], output: str, *, node: str) -> A:
     except (IndexError, ValueError, RecursionError):
         raise InvalidMessage("no answer") from None
     if isinstance(document, dict) and "error" in document:
-        refused = checked(_Refused.parse, document, subject=subject, node=node)
+        refused = validate_node_value(_RefusedAnswer.parse, document, subject=subject, node=node)
         raise SnapshotError(refused.error, where=refused.where, hint=refused.hint)
-    return checked(kind.parse, document, subject=subject, node=node)
+    return validate_node_value(kind.parse, document, subject=subject, node=node)
 
 
-def parse_manifest(text: str, *, node: str) -> SnapshotManifest:
-    """Return a snapshot's manifest, as a node has sent it.
+def parse_node_manifest(text: str, *, node: str) -> SnapshotManifest:
+    """Return a snapshot's manifest from the text that a node has sent.
 
     Raises:
-        NodeError: it is none.
+        NodeError: the text is not a manifest.
     """
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
         raise NodeError("the node sent something that is not a manifest", node=node) from None
-    return checked(SnapshotManifest.parse, document, subject="a manifest", node=node)
+    return validate_node_value(SnapshotManifest.parse, document, subject="a manifest", node=node)

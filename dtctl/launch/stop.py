@@ -1,4 +1,4 @@
-"""Stopping a run from another terminal: by its launcher if that is alive, on the nodes themselves otherwise."""
+"""Stop of a run from another terminal: by its launcher if that is alive, on the nodes themselves otherwise."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dtctl.errors import DtctlError, LaunchError
-from dtctl.launch.elsewhere import GRACE_S
+from dtctl.launch.orphaned_runs import OrphanedRunNode, sweep_nodes
 from dtctl.launch.records.events import RunEnded
 from dtctl.launch.records.record import RunRecord
 from dtctl.launch.records.run_writer import RunWriter
-from dtctl.launch.records.state import alive, state_of
-from dtctl.launch.sweep import SweepTarget, sweep
+from dtctl.launch.records.state import is_launcher_alive, state_of
+from dtctl.launch.remote_runs import GRACE_S
 from dtctl.transport.base import Target, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class StopResult:
     """Result of stopping a run."""
 
     left: Mapping[str, int | DtctlError]
-    """Node -> processes left there, or why it could not be asked."""
+    """Number of processes left on each node, or the error if the node could not be queried."""
 
 
-def by_launcher(record: RunRecord, *, wait_s: float) -> bool:
-    """Ask the run's launcher to stop it, and wait until it has; False when there is no launcher.
+def request_launcher_stop(record: RunRecord, *, wait_s: float) -> bool:
+    """Send the run's launcher a request to stop, and wait until the run is over; return False without a launcher.
 
     Raises:
-        LaunchError: it did not end in time.
+        LaunchError: the run did not end in time.
     """
     info = record.info()
     # A launcher holds its run's lock; a record that was copied here, or made up, may name any process.
-    if state_of(record).over or not alive(info) or not record.has_launcher():
+    if state_of(record).over or not is_launcher_alive(info) or not record.has_launcher():
         return False
     os.kill(info.pid, signal.SIGTERM)
     deadline = time.monotonic() + wait_s
@@ -42,7 +42,7 @@ def by_launcher(record: RunRecord, *, wait_s: float) -> bool:
         if state_of(record).over:
             return True
         if not record.has_launcher():
-            return False  # it could not
+            return False  # The launcher has exited before the end of the run.
         time.sleep(0.05)
     raise LaunchError(
         f"the launcher of run {record.run} did not stop it within {wait_s:g} s",
@@ -51,26 +51,26 @@ def by_launcher(record: RunRecord, *, wait_s: float) -> bool:
     )
 
 
-def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transport, *, note: bool) -> Stopped:
+def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transport, *, note: bool) -> StopResult:
     """End the run on its nodes, also while a launcher still watches it.
 
     Args:
         record: the run.
-        targets: its nodes.
-        transport: how to reach them.
-        note: whether to record that the run is over, because its launcher has not.
+        targets: the run's nodes.
+        transport: transport to these nodes.
+        note: whether to record that the run is over, because its launcher has not done so.
 
     Raises:
-        LaunchError: the run has no plan, so nothing of it was ever started, or the plan lacks something.
+        LaunchError: the run has no plan, so it was never started, or the plan is incomplete.
     """
     plan = record.whole_plan()
     nodes = [
-        SweepTarget(target=targets[node["name"]], python=node["python"], workdir=node["workdir"])
+        OrphanedRunNode(target=targets[node["name"]], python=node["python"], workdir=node["workdir"])
         for node in plan["nodes"]
         if node["name"] in targets
     ]
     grace_s = float(plan.get("grace_s", GRACE_S))
-    left_behind = sweep(nodes, transport, run=record.run, token=record.info().token, grace_s=grace_s)
+    left_behind = sweep_nodes(nodes, transport, run=record.run, token=record.info().token, grace_s=grace_s)
     if note and not state_of(record).done:
         counts = [answer for answer in left_behind.values() if isinstance(answer, int)]
         left = sum(counts) if len(counts) == len(left_behind) else None
@@ -80,4 +80,4 @@ def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transp
                 left_behind=left,
             )
         )  # fmt: skip
-    return Stopped(left=left_behind)
+    return StopResult(left=left_behind)

@@ -1,1 +1,1 @@
-"""Mistakes in distributed training code, found by reading it: Python, shell and sbatch files."""
+"""Static analysis of distributed training code: Python, shell and sbatch files."""

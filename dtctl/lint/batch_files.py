@@ -1,4 +1,4 @@
-"""Rules for what sbatch and srun make of a script: DT041, DT062, DT063."""
+"""Rules about scripts that sbatch and srun run: DT041, DT062, DT063."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from dtctl.lint.shell_words import Script, Word
+from dtctl.lint.shell_words import ShellScript, ShellWord
 
 _DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(?P<options>\S[^\n]*)", re.MULTILINE)
 _OWN_OF_TASK = re.compile(r"\$\{?(SLURM_NODEID|SLURM_PROCID|SLURM_LOCALID)\b")
@@ -16,11 +16,11 @@ _NODES = re.compile(r"(?:--nodes[= ]|-N[ =]?)(\d+)")
 _BATCH = (".sbatch", ".slurm")
 
 Finding = tuple[int, str, str]
-"""(offset, rule, message)."""
+"""Problem of a batch script: (offset, rule, message)."""
 
 
-def findings(path: str, text: str, script: Script) -> Iterator[Finding]:
-    """Problems of a batch script, with their offsets in the text."""
+def check_batch_script(path: str, text: str, script: ShellScript) -> Iterator[Finding]:
+    """Yield problems of a batch script, with their offsets in the text."""
     directives = list(_DIRECTIVE.finditer(text))
     if not directives:
         return
@@ -30,18 +30,18 @@ def findings(path: str, text: str, script: Script) -> Iterator[Finding]:
         else:
             yield 0, "DT041", "#! is not in the very first line, and sbatch refuses the script"
     first = min((command.words[0].start for command in script.commands), default=len(text))
-    yield from _directives(script, directives, first)
-    yield from _output(script, directives)
-    yield from _steps(script, " ".join(match["options"] for match in directives if match.start() < first))
+    yield from _check_directives(script, directives, first)
+    yield from _check_output_folder(script, directives)
+    yield from _check_srun_steps(script, " ".join(match["options"] for match in directives if match.start() < first))
 
 
-def _directives(script: Script, directives: list[re.Match[str]], first: int) -> Iterator[Finding]:
-    """Directives that sbatch does not read, or reads otherwise than meant.
+def _check_directives(script: ShellScript, directives: list[re.Match[str]], first: int) -> Iterator[Finding]:
+    """Yield directives that sbatch does not read, or reads differently than intended.
 
     Args:
-        script: the whole.
-        directives: all of its lines that look like one.
-        first: where its first command begins.
+        script: parsed script.
+        directives: all lines of the script that look like a directive.
+        first: offset of the first command.
     """
     for match in directives:
         if any(begin <= match.start() < end for begin, end, _ in script.documents):
@@ -54,8 +54,8 @@ def _directives(script: Script, directives: list[re.Match[str]], first: int) -> 
             yield match.start(), "DT062", f"`{variable[0]}` in a directive stays as it is: sbatch replaces no variables"
 
 
-def _output(script: Script, directives: list[re.Match[str]]) -> Iterator[Finding]:
-    """Yield a folder for the job's output that the job itself makes: Slurm opens the file before."""
+def _check_output_folder(script: ShellScript, directives: list[re.Match[str]]) -> Iterator[Finding]:
+    """Yield a folder for the job's output that the job itself creates: Slurm opens the output file earlier."""
     made = " ".join(word.text for command in script.commands if command.name == "mkdir" for word in command.words[1:])
     for match in directives:
         option = _OUTPUT.search(match["options"])
@@ -69,8 +69,8 @@ def _output(script: Script, directives: list[re.Match[str]]) -> Iterator[Finding
             return
 
 
-def _steps(script: Script, directives: str) -> Iterator[Finding]:
-    """Commands that srun starts once for each task."""
+def _check_srun_steps(script: ShellScript, directives: str) -> Iterator[Finding]:
+    """Yield problems of commands that srun starts once per task."""
     per_node, nodes = _TASKS.search(directives), _NODES.search(directives)
     for command in script.commands:
         if command.name != "srun":
@@ -86,7 +86,7 @@ def _steps(script: Script, directives: str) -> Iterator[Finding]:
                 f"srun starts torchrun {tasks[1]} times on each node, and each starts a process for every GPU",
             )  # fmt: skip
         for word in words:
-            variable = _replaced(word)
+            variable = _find_task_variable(word)
             if variable and (nodes is None or int(nodes[1]) > 1) and launcher is not None:
                 yield (
                     word.start,
@@ -95,8 +95,8 @@ def _steps(script: Script, directives: str) -> Iterator[Finding]:
                 )
 
 
-def _replaced(word: Word) -> str | None:
-    """Return the variable of a task that a word has, outside of single quotes."""
+def _find_task_variable(word: ShellWord) -> str | None:
+    """Return the task variable in a word, outside of single quotes; None without one."""
     bare = re.sub(r"'[^']*'", "", word.text) if not word.text.startswith('"') else word.text
     match = _OWN_OF_TASK.search(bare)
     escaped = match is not None and bare[: match.start()].endswith("\\")

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from dtctl.lint.model import ClusterFacts, Edit, Problem, Severity
 from dtctl.lint.project import Project
-from dtctl.lint.rules import rules
+from dtctl.lint.rules import load_lint_rules
 from dtctl.lint.source_file import SourceFile
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckContext:
     """Input of a checker."""
 
     module: SourceFile
@@ -31,10 +31,10 @@ class Check:
         edits: tuple[Edit, ...] = (),
     ) -> Problem:
         """Return a problem at a node; severity and fix are the rule's unless they are given."""
-        meta = rules()[rule]
+        meta = load_lint_rules()[rule]
         severity = severity or meta.severity
-        if severity == "warning" and self.module.tests:
-            severity = "info"  # a test is no training: what would be wrong in one is often meant
+        if severity == "warning" and self.module.is_test_file:
+            severity = "info"  # a test is no training run, and often does such things on purpose
         line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]  # all nodes that are reported have them
         text = self.module.text.split("\n", line)[line - 1] if line else ""
         return Problem(
@@ -50,4 +50,4 @@ class Check:
         )
 
 
-Checker = Callable[[Check], Iterator[Problem]]
+Checker = Callable[[CheckContext], Iterator[Problem]]

@@ -1,4 +1,4 @@
-"""Paths in, problems out."""
+"""Linter: from paths to problems."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtctl.lint import names, newer, source, versions
-from dtctl.lint.check import Check, Checker
+from dtctl.lint.check import CheckContext, Checker
 from dtctl.lint.checks import (
     absent,
     accumulating,
@@ -20,7 +20,6 @@ from dtctl.lint.checks import (
     diverging,
     environment,
     exits,
-    extent,
     figures,
     launching,
     legacy,
@@ -42,89 +41,99 @@ from dtctl.lint.project import Project
 from dtctl.lint.rules import SYNTAX
 from dtctl.lint.shell_files import check_shell
 from dtctl.lint.source_file import SourceFile
-from dtctl.python_source import NestedTooDeeply, parse_python, run_on_large_stack
+from dtctl.python_source import NestingTooDeepError, parse_python, run_on_large_stack
 
 PARALLEL_FROM = 100
-"""Files from which several processes are worth starting."""
+"""Number of files from which several processes save time."""
 FAMILIES = (
     wrapping, data, sharding, loading, devices, steps, repeated, precision, accumulating, together, tensors, diverging,
     exits, absent, saving, figures, numbers, sharded, units, launching, legacy, environment,
-    extent,
-    figures,
 )  # fmt: skip
-"""The modules of checkers."""
+"""Modules with checkers."""
 PYTHON_CHECKS: tuple[Checker, ...] = tuple(checker for family in FAMILIES for checker in family.CHECKS)
-"""The checkers of all rules for Python."""
+"""Checkers of all rules for Python."""
 
 
-def lint(
+def lint_paths(
     paths: Iterable[Path], *, cluster: ClusterFacts, only: frozenset[str] = frozenset(), jobs: int | None = None
 ) -> list[Problem]:
-    """Problems of all files, in the order of the paths, each file's in the order of its lines.
+    """Return the problems of all files, in the order of the paths and, within a file, of the lines.
 
     Args:
-        paths: files and folders; what in them is not read is left out, see `source.collect`.
-        cluster: where the code will run.
+        paths: files and folders; for the files that are read see `source.collect_source_files`.
+        cluster: facts about the cluster on which the code will run.
         only: rules to apply; empty for all.
-        jobs: processes; None for one per processor when there are many files.
+        jobs: number of processes; None for one per processor if there are many files.
 
     Raises:
         UsageError: a path does not exist.
     """
-    files, _ = source.collect(paths)
+    files, _ = source.collect_source_files(paths)
     workers = jobs or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if len(files) < PARALLEL_FROM or workers < 2 or source.STDIN in files:
-        return _files(files, cluster, only)
+        return _lint_file_group(files, cluster, only)
     from concurrent.futures import ProcessPoolExecutor
 
-    # Files of one folder go to one process: what they import in common is then read once.
+    # Files of one folder go to one process, so that their common imports are read once.
     size = -(-len(files) // (workers * 4))
     parts = [files[at : at + size] for at in range(0, len(files), size)]
-    with ProcessPoolExecutor(workers) as pool:
-        results = pool.map(_files, parts, [cluster] * len(parts), [only] * len(parts), [files] * len(parts))
+    with ProcessPoolExecutor(workers, initializer=_begin_worker, initargs=(files,)) as pool:
+        results = pool.map(_lint_file_group, parts, [cluster] * len(parts), [only] * len(parts))
         return [problem for part in results for problem in part]
+
+
+_projects: list[Project] = []
+"""Project of a worker process, which keeps the imports of its first files for the next ones."""
+
+
+def _begin_worker(files: Sequence[Path]) -> None:
+    """Make the project of a worker process, with all files of the run."""
+    _projects.append(Project(files))
 
 
 def lint_text(
     path: Path, text: str, *, cluster: ClusterFacts, project: Project | None = None, kind: source.Kind | None = None
 ) -> list[Problem]:
-    """Return the problems of one file's text.
+    """Return the problems in the text of one file.
 
     Args:
-        path: of the file; its suffix decides the kind if `kind` is not given.
-        text: its content.
-        cluster: where the code will run.
-        project: what other files are known already.
-        kind: as what to read it.
+        path: path of the file; its suffix determines the kind if `kind` is not given.
+        text: content of the file.
+        cluster: facts about the cluster on which the code will run.
+        project: files that were read already; None: no others.
+        kind: kind of the file.
     """
-    python = (kind or source.kind_of(path, text.encode("utf-8", "replace"))) == "python"
-    if python and "\r" in text:  # Python ends a line there too, and counts it
+    python = (kind or source.detect_file_kind(path, text.encode("utf-8", "replace"))) == "python"
+    if python and "\r" in text:  # Python also ends and counts a line there
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    ignored = source.Ignored(text, python=python)
+    ignored = source.RuleSuppressions(text, python=python)
     if python:
         program = project or Project()
-        problems = _guarded(lambda: _python(path, text, cluster, program), path, "index")
+        problems = _run_guarded_rule(lambda: _lint_python_text(path, text, cluster, program), path, "index")
     else:
-        problems = _guarded(lambda: check_shell(str(path), text, cluster), path, "check_shell")
+        problems = _run_guarded_rule(lambda: check_shell(str(path), text, cluster), path, "check_shell")
     remaining = [problem for problem in problems if not ignored.covers(problem.rule, problem.line, problem.end_line)]
-    return _once(sorted(remaining, key=lambda problem: (problem.line, problem.column, problem.rule)))
+    return _remove_duplicate_problems(
+        sorted(remaining, key=lambda problem: (problem.line, problem.column, problem.rule))
+    )
 
 
 _CAUSES = (
     frozenset(["DT011", "DT012", "DT013", "DT036", "DT045", "DT046", "DT060"]),
     frozenset(["DT014", "DT015", "DT055"]),
-    frozenset(["DT007", "DT016", "DT052"]),
+    frozenset(["DT007", "DT052"]),
+    frozenset(["DT016", "DT052"]),
     frozenset(["DT018", "DT053", "DT054"]),
     frozenset(["DT035", "DT042"]),
     frozenset(["DT031", "DT061"]),
     frozenset(["DT003", "DT057"]),
     frozenset(["DT013", "DT033"]),
 )
-"""Rules that see one cause from different sides; on one line only the gravest of them is reported."""
+"""Groups of rules that report the same cause; only the most severe of their problems on one line is reported."""
 
 
-def _once(problems: list[Problem]) -> list[Problem]:
-    """Return one finding for each cause and line, and for each obsolete name of a file."""
+def _remove_duplicate_problems(problems: list[Problem]) -> list[Problem]:
+    """Return one problem for each cause and line, and one for each obsolete name of a file."""
     kept: list[Problem] = []
     reported: set[int] = set()
     obsolete: dict[str, list[int]] = {}
@@ -145,7 +154,7 @@ def _once(problems: list[Problem]) -> list[Problem]:
 
 
 def _with_other_lines(problem: Problem, lines: list[int]) -> Problem:
-    """Return a problem that stands for all uses of an obsolete name in its file."""
+    """Return a problem about all uses of an obsolete name in its file."""
     others = [f"line {line}" for line in dict.fromkeys(lines) if line != problem.line]
     if problem.rule != "DT025" or problem.edits or not others:
         return problem
@@ -153,7 +162,7 @@ def _with_other_lines(problem: Problem, lines: list[int]) -> Problem:
 
 
 def _goes_first(other: Problem, problem: Problem, reported: bool) -> bool:
-    """Return whether another problem of the same cause is the one to report."""
+    """Return whether another problem of the same cause is reported instead."""
     levels = LEVELS.index(other.severity), LEVELS.index(problem.severity)
     return levels[0] > levels[1] or (levels[0] == levels[1] and reported)
 
@@ -162,72 +171,72 @@ def _one_cause(first: Problem, second: Problem) -> bool:
     return first.rule == second.rule or any(first.rule in cause and second.rule in cause for cause in _CAUSES)
 
 
-def _files(
-    files: Sequence[Path], cluster: ClusterFacts, only: frozenset[str], every: Sequence[Path] = ()
-) -> list[Problem]:
-    """Problems of some files, of all that there are; the worker of a process."""
+def _lint_file_group(files: Sequence[Path], cluster: ClusterFacts, only: frozenset[str]) -> list[Problem]:
+    """Return the problems of some files."""
     collecting = gc.isenabled()
-    gc.disable()  # syntax trees have no cycles worth looking for, and a million nodes take seconds to look through
+    gc.disable()  # syntax trees have no cycles, and the garbage collector needs seconds for a million nodes
     try:
-        project = Project(every or files)
+        project = _projects[0] if _projects else Project(files)
         problems = []
         for path in files:
-            problems += _file(path, cluster, project)
+            problems += _lint_single_file(path, cluster, project)
     finally:
         if collecting:
             gc.enable()
     return [problem for problem in problems if not only or problem.rule in only]
 
 
-def _file(path: Path, cluster: ClusterFacts, project: Project) -> list[Problem]:
+def _lint_single_file(path: Path, cluster: ClusterFacts, project: Project) -> list[Problem]:
     raw = b""
     try:
-        raw = source.read(path)
-        kind = source.kind_of(path, raw)
-        text = source.decoded(raw, python=kind == "python").text
+        raw = source.read_source_bytes(path)
+        kind = source.detect_file_kind(path, raw)
+        text = source.decode_source(raw, python=kind == "python").text
     except OSError as exc:
-        return [unreadable(path, 1, 1, f"cannot be read: {exc.strerror}")]
+        return [build_unreadable_problem(path, 1, 1, f"cannot be read: {exc.strerror}")]
     except UnicodeDecodeError as exc:
         encoding = "UTF-8" if exc.encoding == "utf-8" else exc.encoding
-        return [unreadable(path, raw.count(b"\n", 0, exc.start) + 1, 1, f"is not {encoding} text")]
-    except SyntaxError as exc:  # the encoding that its first lines name
-        return [unreadable(path, 1, 1, f"is not Python: {exc.msg}")]
+        return [build_unreadable_problem(path, raw.count(b"\n", 0, exc.start) + 1, 1, f"is not {encoding} text")]
+    except SyntaxError as exc:  # the first lines name a wrong encoding
+        return [build_unreadable_problem(path, 1, 1, f"is not Python: {exc.msg}")]
     return lint_text(path, text, cluster=cluster, project=project, kind=kind)
 
 
-def _python(path: Path, text: str, cluster: ClusterFacts, project: Project) -> list[Problem]:
+def _lint_python_text(path: Path, text: str, cluster: ClusterFacts, project: Project) -> list[Problem]:
     try:
-        return _checked(path, text, cluster, project)
-    except RecursionError:  # of a rule that goes down the tree
+        return _apply_python_rules(path, text, cluster, project)
+    except RecursionError:  # a rule descends into a deep tree
         try:
-            return run_on_large_stack(lambda: _checked(path, text, cluster, project))
-        except NestedTooDeeply as exc:
-            return [unreadable(path, 1, 1, exc.msg)]
+            return run_on_large_stack(lambda: _apply_python_rules(path, text, cluster, project))
+        except NestingTooDeepError as exc:
+            return [build_unreadable_problem(path, 1, 1, exc.msg)]
 
 
-def _checked(path: Path, text: str, cluster: ClusterFacts, project: Project) -> list[Problem]:
+def _apply_python_rules(path: Path, text: str, cluster: ClusterFacts, project: Project) -> list[Problem]:
     whole = True
     try:
         tree = parse_python(text)
-    except NestedTooDeeply as exc:
-        return [unreadable(path, 1, 1, exc.msg)]
+    except NestingTooDeepError as exc:
+        return [build_unreadable_problem(path, 1, 1, exc.msg)]
     except SyntaxError as exc:
-        again = newer.older(text)
+        again = newer.rewrite_for_older_python(text)
         older_tree = _parsed_or_none(again) if again is not None else None
         if again is None or older_tree is None:
-            reason = versions.reason(text, exc)
-            return [unreadable(path, exc.lineno or 1, exc.offset or 1, reason or f"is not Python: {exc.msg}")]
+            reason = versions.explain_syntax_error(text, exc)
+            return [
+                build_unreadable_problem(path, exc.lineno or 1, exc.offset or 1, reason or f"is not Python: {exc.msg}")
+            ]
         text, tree, whole = again, older_tree, False
     if not any(word in text for word in names.RELEVANT):
         return []
-    module = project.parsed(path, text)
+    module = project.get_parsed_module(path, text)
     if module is None:
         module = SourceFile(path, text, tree)
         project.add(module)
-    check = Check(module, project, cluster)
+    check = CheckContext(module, project, cluster)
     problems: list[Problem] = []
     for checker in PYTHON_CHECKS:
-        problems += _guarded(functools.partial(checker, check), path, checker.__name__)
+        problems += _run_guarded_rule(functools.partial(checker, check), path, checker.__name__)
     problems = [problem for problem in problems if not module.is_dead(problem.line)]
     return problems if whole else [replace(problem, edits=()) for problem in problems]
 
@@ -239,28 +248,30 @@ def _parsed_or_none(text: str) -> ast.Module | None:
         return None
 
 
-def _guarded(work: Callable[[], Iterable[Problem]], path: Path, name: str) -> list[Problem]:
-    """Return the findings of a rule, or a problem if it failed, so that other rules and files continue."""
+def _run_guarded_rule(work: Callable[[], Iterable[Problem]], path: Path, name: str) -> list[Problem]:
+    """Return the problems of a rule, or one problem if the rule fails, so that other rules and files continue."""
     try:
         return list(work())
     except RecursionError:
         raise
-    except Exception as exc:  # noqa: BLE001 - whatever it is
+    except Exception as exc:  # noqa: BLE001 - a rule may fail with any error
         message = f"{type(exc).__name__}: {exc}"
-        return [failed(path, f"the rule {name} failed on this file ({message}); this is a bug in dtctl")]
+        return [build_crash_problem(path, f"the rule {name} failed on this file ({message}); this is a bug in dtctl")]
 
 
-def unreadable(path: Path, line: int, column: int, message: str) -> Problem:
-    """Return the problem of a file that no rule can be applied to."""
-    return _dt000(path, line, column, f"the file {message}", "fix this first; no rule was applied to the file")
+def build_unreadable_problem(path: Path, line: int, column: int, message: str) -> Problem:
+    """Return the problem of a file to which no rule can be applied."""
+    return _build_file_problem(
+        path, line, column, f"the file {message}", "fix this first; no rule was applied to the file"
+    )
 
 
-def failed(path: Path, message: str) -> Problem:
+def build_crash_problem(path: Path, message: str) -> Problem:
     """Return the problem of a file on which a rule crashed."""
-    return _dt000(path, 1, 1, message, "report it with the file; all other rules were applied")
+    return _build_file_problem(path, 1, 1, message, "report it with the file; all other rules were applied")
 
 
-def _dt000(path: Path, line: int, column: int, message: str, fix: str) -> Problem:
+def _build_file_problem(path: Path, line: int, column: int, message: str, fix: str) -> Problem:
     return Problem(
         rule=SYNTAX,
         severity="error",

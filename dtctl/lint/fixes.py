@@ -1,4 +1,4 @@
-"""Applying edits to files."""
+"""Application of edits to files."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtctl.lint.model import Problem
-from dtctl.lint.source import NEWLINE, Kind, decoded, kind_of
+from dtctl.lint.source import NEWLINE, Kind, decode_source, detect_file_kind
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
-    """The result for one file."""
+class FixResult:
+    """Result for one file."""
 
     mended: tuple[Problem, ...] = ()
     refused: str = ""
-    """Reason why the file was left as it was although there was something to fix; empty if nothing was refused."""
+    """Reason why a file with fixable problems was left unchanged; empty if it was not."""
 
 
 def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Problem]]:
     """Return a text with the edits of some problems applied, and the problems that this fixes.
 
     A problem whose edits overlap those of an earlier one is left for the next run. Edits that several problems share
-    are made once. New lines end as the first line of the text does.
+    are made once. New lines have the line end of the text's first line.
     """
     starts, at, newline = [0], 0, "\n"
     for number, match in enumerate(NEWLINE.finditer(text)):
@@ -45,7 +45,7 @@ def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Proble
             (starts[edit.start[0] - 1] + edit.start[1], starts[edit.end[0] - 1] + edit.end[1], edit.text)
             for edit in problem.edits
         ]
-        if any(_clashes(begin, end, new, edited) for begin, end, new in spans):
+        if any(_is_conflicting_edit(begin, end, new, edited) for begin, end, new in spans):
             continue
         for begin, end, new in spans:
             edited.setdefault((begin, end), set()).add(new)
@@ -55,47 +55,47 @@ def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Proble
     return raw.decode(), mended
 
 
-def _clashes(begin: int, end: int, new: str, edited: dict[tuple[int, int], set[str]]) -> bool:
-    """Return whether an edit changes what another one changes, in another way."""
+def _is_conflicting_edit(begin: int, end: int, new: str, edited: dict[tuple[int, int], set[str]]) -> bool:
+    """Return whether an edit changes the same text as another one, but differently."""
     for (other_begin, other_end), texts in edited.items():
         same_span = (begin, end) == (other_begin, other_end)
         if same_span and (new in texts):
             continue
-        if same_span and begin == end and new.endswith("\n"):  # two imports at one place
+        if same_span and begin == end and new.endswith("\n"):  # two imports at one position
             continue
         if same_span or (begin < other_end and other_begin < end):
             return True
     return False
 
 
-def apply(path: Path, problems: Sequence[Problem]) -> Fixed:
-    """Fix a file in place; it is replaced whole, or not at all.
+def apply_fixes(path: Path, problems: Sequence[Problem]) -> FixResult:
+    """Fix a file in place; it is replaced completely, or not at all.
 
-    A link stays, and the file that it points to is fixed. Encoding, byte order mark, line ends and mode stay. A result
-    that Python or the shell would not read is not written.
+    For a link, the file that it points to is fixed. Encoding, byte order mark, line ends and mode are kept. A result
+    that Python or the shell cannot parse is not written.
     """
     try:
         if not path.is_file():
-            return Fixed(refused="not a regular file")
+            return FixResult(refused="not a regular file")
         raw = path.read_bytes()
-        kind = kind_of(path, raw)
-        source = decoded(raw, python=kind == "python")
+        kind = detect_file_kind(path, raw)
+        source = decode_source(raw, python=kind == "python")
         after, mended = fixed_text(source.text, problems)
         if not mended or after == source.text:
-            return Fixed()
-        wrong = _wrong(after, kind)
+            return FixResult()
+        wrong = _find_refusal_reason(after, kind)
         if wrong:
-            return Fixed(refused=wrong)
-        _replace(path.resolve(), source.encoded(after))
+            return FixResult(refused=wrong)
+        _replace_file_content(path.resolve(), source.encoded(after))
     except OSError as exc:
-        return Fixed(refused=exc.strerror or str(exc))
+        return FixResult(refused=exc.strerror or str(exc))
     except (SyntaxError, ValueError, IndexError) as exc:
-        return Fixed(refused=f"it has changed since it was read ({exc})")
-    return Fixed(tuple(mended))
+        return FixResult(refused=f"it has changed since it was read ({exc})")
+    return FixResult(tuple(mended))
 
 
-def _wrong(text: str, kind: Kind | None) -> str:
-    """Return why a fixed text must not be written; empty if it may be."""
+def _find_refusal_reason(text: str, kind: Kind | None) -> str:
+    """Return the reason why a fixed text must not be written; empty if it may be written."""
     if kind == "python":
         try:
             with warnings.catch_warnings():
@@ -112,8 +112,8 @@ def _wrong(text: str, kind: Kind | None) -> str:
     return f"bash would not read the result: {message}" if completed.returncode or message else ""
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Put other content in place of a file's, with its mode."""
+def _replace_file_content(path: Path, content: bytes) -> None:
+    """Replace the content of a file, and keep its mode."""
     temporary = path.with_name(f".{path.name}.dtctl-{os.getpid()}")
     try:
         with temporary.open("wb") as file:

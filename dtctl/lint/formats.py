@@ -1,4 +1,4 @@
-"""Problems as text for people, JSON, SARIF 2.1.0, and commands for GitHub's checks."""
+"""Problems as readable text, JSON, SARIF 2.1.0, and workflow commands of GitHub."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from urllib.parse import quote
 
 from dtctl.lint.model import Problem
-from dtctl.lint.rules import Rule, rules
+from dtctl.lint.rules import Rule, load_lint_rules
 
 _SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 
 
 def text_lines(problem: Problem) -> tuple[str, str]:
-    """Place and fact, then what to do."""
+    """Return place and fact, and the fix."""
     place = f"{problem.path}:{problem.line}:{problem.column}"
     return f"{place}: {problem.severity} {problem.rule} {problem.message}", f"    {problem.fix}"
 
 
-def as_json(problems: Sequence[Problem]) -> list[dict[str, object]]:
-    """Return the list of `--format json`."""
+def build_json_problems(problems: Sequence[Problem]) -> list[dict[str, object]]:
+    """Return the list for `--format json`."""
     return [problem.as_json() for problem in problems]
 
 
-def github(problem: Problem) -> str:
+def format_github_command(problem: Problem) -> str:
     """Return a workflow command, which GitHub shows at the line of a pull request.
 
     https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions
@@ -39,7 +39,7 @@ def github(problem: Problem) -> str:
     )
 
 
-def sarif(problems: Sequence[Problem], version: str) -> dict[str, Any]:
+def build_sarif_log(problems: Sequence[Problem], version: str) -> dict[str, Any]:
     """Return a SARIF log, see https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html."""
     rule_ids = sorted({problem.rule for problem in problems})
     index = {rule: number for number, rule in enumerate(rule_ids)}
@@ -78,7 +78,7 @@ def sarif(problems: Sequence[Problem], version: str) -> dict[str, Any]:
 
 
 def _sarif_rule(id_: str) -> dict[str, Any]:
-    rule = rules().get(id_)
+    rule = load_lint_rules().get(id_)
     if rule is None:
         return {"id": id_, "shortDescription": {"text": "the file cannot be read"}}
     return {
@@ -91,7 +91,7 @@ def _sarif_rule(id_: str) -> dict[str, Any]:
 
 
 def explained(rule: Rule) -> str:
-    """Return all that is known about a rule, for `--explain`."""
+    """Return the complete text about a rule, for `--explain`."""
     parts = [
         f"{rule.id} {rule.name} ({rule.severity})",
         "",
@@ -99,19 +99,19 @@ def explained(rule: Rule) -> str:
         "",
         "Wrong:",
         "",
-        _indented(rule.wrong),
+        _indent_code(rule.wrong),
     ]
-    parts += ["", "Right:", "", _indented(rule.right), ""]
+    parts += ["", "Right:", "", _indent_code(rule.right), ""]
     if rule.exempt:
         parts += [f"Does not apply: {' '.join(rule.exempt.split())}", ""]
     parts += [f"Fix: {rule.fix}{' (--fix handles the plain cases)' if rule.fixable else ''}", f"Source: {rule.source}"]
     return "\n".join(parts)
 
 
-def _indented(code: str) -> str:
+def _indent_code(code: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in code.rstrip().split("\n"))
 
 
-def dumped(value: object) -> str:
-    """Return one JSON value, readable."""
+def format_json_value(value: object) -> str:
+    """Return one JSON value in readable form."""
     return json.dumps(value, indent=2)

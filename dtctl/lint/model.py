@@ -7,12 +7,12 @@ from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
 LEVELS: tuple[Severity, ...] = ("info", "warning", "error")
-"""Levels from harmless to wrong. A run of the linter fails on warnings and errors."""
+"""Severities in rising order. A run of the linter fails on warnings and errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Text to put in place of some other. Lines from 1; columns in UTF-8 bytes from 0, as ast counts them."""
+    """Replacement of a range of text. Lines count from 1, columns in UTF-8 bytes from 0, as in ast."""
 
     start: tuple[int, int]
     end: tuple[int, int]
@@ -21,7 +21,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One problem at one place."""
+    """Problem at one place of a file."""
 
     rule: str
     severity: Severity
@@ -31,13 +31,13 @@ class Problem:
     """Column from 1, in characters."""
     message: str
     fix: str
-    """Fix, one sentence."""
+    """Way to fix the problem, as a sentence."""
     end_line: int
     edits: tuple[Edit, ...] = ()
-    """Edits of `--fix`; empty when a person has to decide."""
+    """Edits for `--fix`; empty if a person must decide."""
 
     def as_json(self) -> dict[str, object]:
-        """Return the object of `--format json`."""
+        """Return the object for `--format json`."""
         return {
             "rule": self.rule,
             "severity": self.severity,
@@ -54,14 +54,14 @@ class ClusterFacts:
     """Facts about the cluster on which the linted code will run."""
 
     nodes: int | None = None
-    """Number of nodes; None if no spec gives it."""
+    """Number of nodes; None if no spec contains it."""
 
     @property
     def multi_node(self) -> bool:
-        """Return whether it surely runs on several nodes."""
+        """Return whether the code certainly runs on several nodes."""
         return self.nodes is not None and self.nodes > 1
 
     @property
     def single_node(self) -> bool:
-        """Return whether it surely runs on one node."""
+        """Return whether the code certainly runs on one node."""
         return self.nodes == 1

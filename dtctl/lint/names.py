@@ -1,4 +1,4 @@
-"""Names of torch as they are spelt in many places, brought to one spelling each."""
+"""Names of torch that have several spellings, with one canonical spelling each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ INIT: Final = "torch.distributed.init_process_group"
 SPAWNS: Final = frozenset(
     ["torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn"]
 )
-"""Calls `spawn(function, args=...)`; the function gets the number of its process first."""
+"""Functions `spawn(function, args=...)`, which pass the number of the process as the first argument."""
 STARTS: Final = SPAWNS | {"torch.multiprocessing.Process", "multiprocessing.Process"}
-"""Functions that start processes, and calls `Process(target=function, args=...)`."""
+"""Functions that start processes, including `Process(target=function, args=...)`."""
 WRAPPERS: Final = frozenset({DDP, FSDP, FULLY_SHARD})
 ENGINES: Final = frozenset(
     [
@@ -26,7 +26,7 @@ ENGINES: Final = frozenset(
         "deepspeed.init_distributed",
     ]
 )
-"""Calls by which a program's own loop becomes a distributed one, with the help of a framework."""
+"""Functions of frameworks that make a program's own loop distributed."""
 
 _SAME: Final = {
     "torch.nn.parallel.distributed.DistributedDataParallel": DDP,
@@ -49,7 +49,7 @@ COLLECTIVES: Final = frozenset(
         "scatter_object_list _all_gather_base"
     ).split()
 )
-"""Calls that every member of the group has to make; new_group has a rule of its own."""
+"""Functions that every member of the group must call; new_group has a rule of its own."""
 
 STATE_COLLECTIVES: Final = frozenset(
     [
@@ -62,22 +62,22 @@ STATE_COLLECTIVES: Final = frozenset(
         "torch.distributed.checkpoint.state_dict.set_state_dict",
     ]
 )
-"""Calls that gather or write the state of all ranks."""
+"""Functions that gather or write the state of all ranks."""
 
 RELEVANT: Final = (
     "distributed DistributedSampler accelerate DataParallel DataLoader cuda.amp clip_grad .backward( NCCL_ GLOO_ "
     "MASTER_ADDR MASTER_PORT LOCAL_RANK local_rank local-rank fully_shard fairscale apex IterableDataset dist."
 ).split()
-"""A file without any of these has nothing to look at. Most files have none, and need not be indexed."""
+"""Words of which a file needs one to be examined. Most files have none, and need no index."""
 TRAINS: Final = (
     "init_process_group DistributedDataParallel FullyShardedDataParallel fully_shard DistributedSampler LOCAL_RANK "
     "dist.all_reduce dist.broadcast dist.barrier dist.get_rank dist.all_gather Accelerator( deepspeed.init"
 ).split()
-"""A file that takes part in distributed training has one of these somewhere."""
+"""Words of which a file that takes part in distributed training has at least one."""
 
 
-def canonical(name: str) -> str:
-    """Return the one spelling of a dotted name."""
+def resolve_canonical_name(name: str) -> str:
+    """Return the canonical spelling of a dotted name."""
     if name.startswith("torch.distributed.distributed_c10d."):
         name = "torch.distributed." + name.rpartition(".")[2]
     return _SAME.get(name, name)

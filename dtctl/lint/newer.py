@@ -1,6 +1,6 @@
-"""F-strings and type parameters of Python 3.12, written so that an older parser reads them, on the same lines.
+"""F-strings and type parameters of Python 3.12, rewritten on the same lines so that an older parser accepts them.
 
-Columns on such a line may differ by a few, so edits are not offered for a file that was read this way.
+Columns on such a line may differ slightly, so no edits are offered for a file that was rewritten.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _PARAMETERS = re.compile(
 _OPENING = re.compile(r"(?<![\w\"'])(?P<prefix>[bBuUfFrRtT]{0,2})(?P<quote>\"\"\"|'''|\"|')")
 
 
-def older(text: str) -> str | None:
-    """Return the same program for an older parser; None if nothing needs a change, or no change is known."""
+def rewrite_for_older_python(text: str) -> str | None:
+    """Return the same program for an older parser; None if no change is needed or known."""
     found = _PARAMETERS.sub(lambda match: match["head"], text)
     found = _TYPE_STATEMENT.sub(lambda match: f"{match['indent']}{match['name']}{match['rest']}", found)
     pieces: list[str] = []
     at = done = 0
     while at < len(found):
         if found[at] == "#":
-            at = _line_end(found, at)
+            at = _find_line_end(found, at)
             continue
         opening = _OPENING.match(found, at) if found[at] in "\"'bBuUfFrRtT" else None
         if opening is None:
@@ -45,19 +45,19 @@ def older(text: str) -> str | None:
     return rewritten if rewritten != text else None
 
 
-def _line_end(text: str, at: int) -> int:
+def _find_line_end(text: str, at: int) -> int:
     end = text.find("\n", at)
     return len(text) if end < 0 else end
 
 
 def _string_end(text: str, at: int, quote: str, *, formatted: bool) -> tuple[int | None, bool]:
-    """Return where a string ends, and whether a field of it has its own quotes or a line end inside of it.
+    """Return the end of a string, and True if a field of it contains the string's own quotes or a line end.
 
     Args:
-        text: of the file.
-        at: behind its opening quote.
-        quote: that one.
-        formatted: whether it has fields.
+        text: text of the file.
+        at: offset after the opening quote.
+        quote: opening quote.
+        formatted: whether the string has fields.
     """
     depth, nested = 0, False
     while at < len(text):

@@ -1,4 +1,4 @@
-"""Expressions that differ between ranks, and the conditions on the rank under which a piece of code runs."""
+"""Expressions that differ between ranks, and conditions on the rank under which code runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dtctl.lint import names
-from dtctl.lint.flow import CallFrame, Value, origins
-from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
+from dtctl.lint.flow import CallFrame, TracedValue, find_value_origins
+from dtctl.lint.source_file import (
+    SCOPES,
+    Function,
+    SourceFile,
+    find_keyword_value,
+    format_dotted_name,
+    read_constant_value,
+    unparse_node,
+)
 
 RankKind = Literal["global", "local", "spawned"]
-"""Kind of a rank: of the world, of the node, or the number of a process of mp.spawn: both where there is one node."""
+"""Kind of a rank: global, local, or the process number from mp.spawn, which is both on a single node."""
 
 _GLOBAL = re.compile(r"(?:global_|world_|ddp_|dist_|my_|distributed_)?rank\Z|RANK\Z|process_(?:index|rank)\Z")
 _LOCAL = re.compile(r"(?:ddp_|args_)?local_?rank\Z|LOCAL_RANK\Z|local_process_index\Z|gpu(?:_id)?\Z")
@@ -30,34 +38,34 @@ _FOLLOWED = (ast.Call, ast.Name, ast.Attribute, ast.Subscript, ast.BinOp)
 
 @dataclass(frozen=True, slots=True)
 class RankGuard:
-    """A condition on the rank."""
+    """Condition on the rank."""
 
     rank: RankKind
     at_zero: bool
-    """True if rank 0 goes this way."""
+    """True if rank 0 takes this branch."""
     test: ast.AST
     early: bool = False
-    """True if it stands before the code, and leaves, instead of around it."""
+    """True if the condition precedes the code and exits, instead of enclosing the code."""
     sure: bool = True
-    """True if the rank alone decides; not where another condition may send all ranks the same way."""
+    """True if the rank alone decides; False if another condition may lead all ranks the same way."""
     sure_not: bool = True
-    """The same for the other way."""
+    """True if the rank alone decides about the other branch."""
 
-    def negated(self, *, early: bool = False) -> RankGuard:
-        """Return the guard of the other way."""
+    def negate_guard(self, *, early: bool = False) -> RankGuard:
+        """Return the guard of the other branch."""
         return RankGuard(self.rank, not self.at_zero, self.test, early, sure=self.sure_not, sure_not=self.sure)
 
 
 def rank_kind(module: SourceFile, node: ast.expr, frame: CallFrame | None = None) -> RankKind | None:
-    """Return whether an expression is the rank in the world or in the node; None for ranks in groups and anything else.
+    """Return the kind of rank that an expression is; None for ranks in groups and other expressions.
 
-    It is followed through assignments, helper functions and their arguments.
+    The expression is followed through assignments, helper functions and their arguments.
     """
     fact = ("rank", node, frame)
     if fact not in module.facts:
-        module.facts[fact] = None  # for one that is needed to find itself
+        module.facts[fact] = None  # for an expression that refers to itself
         module.facts[fact] = _rank_kind(module, node, frame)
-    return module.facts[fact]  # type: ignore[return-value]  # facts of this kind are such
+    return module.facts[fact]  # type: ignore[return-value]  # facts of this kind have this type
 
 
 def _rank_kind(module: SourceFile, node: ast.expr, frame: CallFrame | None) -> RankKind | None:
@@ -65,25 +73,25 @@ def _rank_kind(module: SourceFile, node: ast.expr, frame: CallFrame | None) -> R
         node, ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.BinOp | ast.IfExp | ast.NamedExpr
     ):
         return None
-    if isinstance(node, ast.Name) and _counts(module, node):
+    if isinstance(node, ast.Name) and _is_loop_variable(module, node):
         return None
     by_name = _kind_by_name(node)
     if isinstance(node, ast.Name | ast.Attribute) and by_name is None and not _may_be_rank(module, node):
         return None
-    values = origins(module, node, frame)
+    values = find_value_origins(module, node, frame)
     if any(_is_group_rank(value.node) for value in values):
         return None
     kinds: set[RankKind] = {kind for value in values if (kind := _kind_of_origin(value, node)) is not None}
     if kinds:
         return next(iter(kinds)) if len(kinds) == 1 else "local" if by_name == "local" else "global"
-    constants = [constant(value.node) for value in values if isinstance(value.node, ast.Constant)]
+    constants = [read_constant_value(value.node) for value in values if isinstance(value.node, ast.Constant)]
     if len(constants) == len(values) and any(type(one) is int and one > 1 for one in constants):
-        return None  # a rank of something else: of a matrix
+        return None  # another kind of rank, such as that of a matrix
     return by_name
 
 
 def _may_be_rank(module: SourceFile, node: ast.expr) -> bool:
-    """Return whether it is worth following a name that does not sound like a rank: it is set to a call or to a name."""
+    """Return whether a name without "rank" is worth following: it is set to a call or to a name."""
     bindings = module.lookup(node)
     return (isinstance(node, ast.Attribute) and not bindings) or any(
         binding.value is None or isinstance(binding.value, _FOLLOWED) for binding in bindings
@@ -92,21 +100,26 @@ def _may_be_rank(module: SourceFile, node: ast.expr) -> bool:
 
 def _kind_by_name(node: ast.expr) -> RankKind | None:
     last = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name | ast.Attribute):  # config["local_rank"]
-        last = str(constant(node.slice) or "")
-        last = "" if last.lower() == "rank" else last  # LoRA has one too
+    # The name of a subscript such as config["local_rank"] is its key.
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name | ast.Attribute):
+        last = str(read_constant_value(node.slice) or "")
+        last = "" if last.lower() == "rank" else last  # LoRA also has a rank
     return "local" if _LOCAL.match(last) else "global" if _GLOBAL.match(last) else None
 
 
-def _kind_of_origin(value: Value, node: ast.expr) -> RankKind | None:
-    """Return the kind of rank that a value is, by the place that it comes from."""
+def _kind_of_origin(value: TracedValue, node: ast.expr) -> RankKind | None:
+    """Return the kind of rank of a value by its origin; None for other values."""
     origin, module = value.node, value.module
     if isinstance(origin, ast.Call):
         if (module.name(origin.func) or "") in names.STARTS:
             return "spawned"
         return _rank_of_call(module, origin, value.frame) if value.item is None else None
     if isinstance(origin, ast.Subscript):
-        return _of_variable(constant(origin.slice)) if _is_environ(module, origin.value) else _kind_by_name(origin)
+        return (
+            _of_variable(read_constant_value(origin.slice))
+            if _is_environ_mapping(module, origin.value)
+            else _kind_by_name(origin)
+        )
     if isinstance(origin, ast.BinOp):
         if isinstance(origin.op, ast.Mod) and rank_kind(module, origin.left, value.frame) == "global":
             return "local"
@@ -115,12 +128,12 @@ def _kind_of_origin(value: Value, node: ast.expr) -> RankKind | None:
             return "global" if kinds & {"local", "spawned"} else None
         return None
     if isinstance(origin, ast.Name | ast.Attribute) and origin is not node:
-        return None if isinstance(origin, ast.Name) and _counts(module, origin) else _kind_by_name(origin)
+        return None if isinstance(origin, ast.Name) and _is_loop_variable(module, origin) else _kind_by_name(origin)
     return None
 
 
-def _counts(module: SourceFile, node: ast.Name) -> bool:
-    """Return whether a name is that of a loop around it: `for rank in range(4)` goes through all of them on each."""
+def _is_loop_variable(module: SourceFile, node: ast.Name) -> bool:
+    """Return whether a name is the variable of a loop: `for rank in range(4)` takes all values on each rank."""
     scope = module.scope(node)
     return any(
         isinstance(parent, ast.For)
@@ -130,18 +143,18 @@ def _counts(module: SourceFile, node: ast.Name) -> bool:
 
 
 def _rank_of_call(module: SourceFile, call: ast.Call, frame: CallFrame | None) -> RankKind | None:
-    name = key(call.func) or ""
+    name = format_dotted_name(call.func) or ""
     last = name.rpartition(".")[2]
     if last == "int":
         return rank_kind(module, call.args[0], frame) if call.args else None
-    if last == "get" and isinstance(call.func, ast.Attribute) and _is_environ(module, call.func.value):
-        return _of_variable(constant(call.args[0])) if call.args else None
+    if last == "get" and isinstance(call.func, ast.Attribute) and _is_environ_mapping(module, call.func.value):
+        return _of_variable(read_constant_value(call.args[0])) if call.args else None
     if last == "getenv":
-        return _of_variable(constant(call.args[0])) if call.args else None
-    if call.args or call.keywords:  # the rank in a group
+        return _of_variable(read_constant_value(call.args[0])) if call.args else None
+    if call.args or call.keywords:  # the call returns the rank in a group
         return None
     if last in ("get_rank", "get_world_rank", "get_global_rank", "Get_rank", "get_ordinal"):
-        return "global"  # of a mesh too: its own numbers are get_local_rank()
+        return "global"  # also for a mesh, whose own numbers are get_local_rank()
     if name in ("hvd.rank", "horovod.rank", "idist.get_rank"):
         return "global"
     if last in ("get_local_rank", "get_node_local_rank", "get_local_ordinal") or name in ("hvd.local_rank",):
@@ -152,16 +165,20 @@ def _rank_of_call(module: SourceFile, call: ast.Call, frame: CallFrame | None) -
 def _is_group_rank(value: ast.expr) -> bool:
     return (
         isinstance(value, ast.Call)
-        and (key(value.func) or "").rpartition(".")[2] in ("get_rank", "get_local_rank", "get_group_rank")
+        and (format_dotted_name(value.func) or "").rpartition(".")[2]
+        in ("get_rank", "get_local_rank", "get_group_rank")
         and (
             bool(value.args or value.keywords)
-            or ("mesh" in (key(value.func) or "") and not (key(value.func) or "").endswith("get_rank"))
+            or (
+                "mesh" in (format_dotted_name(value.func) or "")
+                and not (format_dotted_name(value.func) or "").endswith("get_rank")
+            )
         )
     )
 
 
-def _is_environ(module: SourceFile, node: ast.expr) -> bool:
-    return module.name(node) == "os.environ" or key(node) in ("os.environ", "environ", "env")
+def _is_environ_mapping(module: SourceFile, node: ast.expr) -> bool:
+    return module.name(node) == "os.environ" or format_dotted_name(node) in ("os.environ", "environ", "env")
 
 
 def _of_variable(name: object) -> RankKind | None:
@@ -172,21 +189,27 @@ def _of_variable(name: object) -> RankKind | None:
     return None
 
 
-def guard(module: SourceFile, test: ast.AST, frame: CallFrame | None = None, depth: int = 4) -> RankGuard | None:
-    """Return the restriction of the rank by a condition; None if it does not depend on the rank."""
+def find_rank_guard(
+    module: SourceFile, test: ast.AST, frame: CallFrame | None = None, depth: int = 4
+) -> RankGuard | None:
+    """Return the restriction to ranks by a condition; None if the condition does not depend on the rank."""
     fact = ("guard", test, frame)
     if fact not in module.facts:
-        module.facts[fact] = None  # for a condition that is needed to find itself
-        module.facts[fact] = _guard(module, test, frame, depth)
-    return module.facts[fact]  # type: ignore[return-value]  # facts of this kind are such
+        module.facts[fact] = None  # for a condition that refers to itself
+        module.facts[fact] = _parse_rank_guard(module, test, frame, depth)
+    return module.facts[fact]  # type: ignore[return-value]  # facts of this kind have this type
 
 
-def _guard(module: SourceFile, test: ast.AST, frame: CallFrame | None, depth: int) -> RankGuard | None:
+def _parse_rank_guard(module: SourceFile, test: ast.AST, frame: CallFrame | None, depth: int) -> RankGuard | None:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        below = guard(module, test.operand, frame, depth)
-        return replace(below.negated(), test=test) if below else None
+        below = find_rank_guard(module, test.operand, frame, depth)
+        return replace(below.negate_guard(), test=test) if below else None
     if isinstance(test, ast.BoolOp):
-        parts = [operand_guard for operand in test.values if (operand_guard := guard(module, operand, frame, depth))]
+        parts = [
+            operand_guard
+            for operand in test.values
+            if (operand_guard := find_rank_guard(module, operand, frame, depth))
+        ]
         if not parts:
             return None
         neutral = isinstance(test.op, ast.Or)
@@ -198,7 +221,7 @@ def _guard(module: SourceFile, test: ast.AST, frame: CallFrame | None, depth: in
         sure_not = all(part.sure_not for part in parts) and not (partial and not neutral)
         return RankGuard(rank, at_zero, test, sure=sure, sure_not=sure_not)
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        return _compared(module, test, frame)
+        return _parse_rank_comparison(module, test, frame)
     if not isinstance(test, ast.Name | ast.Attribute | ast.Call):
         return None
     return _guard_of_name(module, test, frame, depth)
@@ -207,34 +230,36 @@ def _guard(module: SourceFile, test: ast.AST, frame: CallFrame | None, depth: in
 def _guard_of_name(
     module: SourceFile, test: ast.Name | ast.Attribute | ast.Call, frame: CallFrame | None, depth: int
 ) -> RankGuard | None:
-    name = key(test.func if isinstance(test, ast.Call) else test) or ""
+    name = format_dotted_name(test.func if isinstance(test, ast.Call) else test) or ""
     last = name.rpartition(".")[2]
     found: list[RankGuard] = []
-    values = [value for value in origins(module, test, frame) if value.node is not test] if depth else []
+    values = [value for value in find_value_origins(module, test, frame) if value.node is not test] if depth else []
     for value in values:
         if isinstance(value.node, ast.Compare | ast.BoolOp | ast.UnaryOp):
-            condition = guard(value.module, value.node, value.frame, depth - 1)
+            condition = find_rank_guard(value.module, value.node, value.frame, depth - 1)
             if condition is not None:
                 found.append(condition)
     constants = [value for value in values if isinstance(value.node, ast.Constant)]
     if found and len({(one.rank, one.at_zero) for one in found}) == 1:
         known = len(found) + len(constants) == len(values)
-        # What a helper answers where nothing is distributed (`return True`) does not make it another condition.
+        # A helper's result without a distributed job (`return True`) does not make it a different condition.
         return RankGuard(
             found[0].rank, found[0].at_zero, test,
             sure=known and all(one.sure for one in found), sure_not=known and all(one.sure_not for one in found),
         )  # fmt: skip
     if _MAIN.match(last):
-        if not isinstance(test, ast.Attribute) and constants and len(constants) == len(values):
-            return None  # a function that always answers the same, a parameter that callers set
+        answers = {read_constant_value(value.node) for value in constants}
+        fixed = bool(constants) and len(constants) == len(values) and not isinstance(test, ast.Attribute)
+        if fixed and not (isinstance(test, ast.Call) and answers == {True, False}):
+            return None  # the function always returns the same, or callers set the parameter
         return RankGuard("local" if "local" in last else "global", at_zero=True, test=test)
     kind = rank_kind(module, test, frame) if "gpu" not in last else None
-    if kind:  # `if rank:`, `if dist.get_rank():`
+    if kind:  # such as `if rank:`, `if dist.get_rank():`
         return RankGuard(kind, at_zero=False, test=test)
     return None
 
 
-def _compared(module: SourceFile, test: ast.Compare, frame: CallFrame | None) -> RankGuard | None:
+def _parse_rank_comparison(module: SourceFile, test: ast.Compare, frame: CallFrame | None) -> RankGuard | None:
     left, op, right = test.left, test.ops[0], test.comparators[0]
     kind = rank_kind(module, left, frame)
     if kind is None:
@@ -243,15 +268,15 @@ def _compared(module: SourceFile, test: ast.Compare, frame: CallFrame | None) ->
         if kind is None or not isinstance(op, ast.Eq | ast.NotEq):
             return None
     if isinstance(op, ast.In | ast.NotIn):
-        values = [constant(item) for item in getattr(right, "elts", [])]
+        values = [read_constant_value(item) for item in getattr(right, "elts", [])]
         return RankGuard(kind, (0 in values) == isinstance(op, ast.In), test)
-    value = constant(right)
-    if value is None and isinstance(right, ast.Constant):  # `rank is None` and the like
+    value = read_constant_value(right)
+    if value is None and isinstance(right, ast.Constant):  # such as `rank is None`
         return None
     if value == -1 and isinstance(op, ast.Eq | ast.NotEq):  # -1 means that the job is not distributed
         return None
     if not isinstance(value, int):
-        # Another number, known only at run time: the condition still chooses one rank.
+        # The number is only known at run time, but the condition still selects one rank.
         return RankGuard(kind, isinstance(op, ast.Eq), test) if isinstance(op, ast.Eq | ast.NotEq) else None
     truths = {
         ast.Eq: value == 0,
@@ -261,57 +286,86 @@ def _compared(module: SourceFile, test: ast.Compare, frame: CallFrame | None) ->
         ast.Lt: value > 0,
         ast.LtE: value >= 0,
     }
-    if isinstance(op, ast.GtE) and value <= 0:  # `rank >= 0`: whether the job is distributed
+    if isinstance(op, ast.GtE) and value <= 0:  # `rank >= 0` tests if the job is distributed
         return None
     if isinstance(op, ast.Gt) and value < 0:
         return None
     return RankGuard(kind, truths.get(type(op), True), test)
 
 
-def guards(module: SourceFile, node: ast.AST) -> Iterator[RankGuard]:
-    """Conditions on the rank under which a node runs, the nearest first.
+def list_rank_guards(module: SourceFile, node: ast.AST) -> Iterator[RankGuard]:
+    """Yield conditions on the rank under which a node runs, the nearest first.
 
-    They are `if`s around it, exits before it, and decorators of its function.
+    These are `if`s around the node, exits before it, and decorators of its function.
     """
-    for parent, child in module.chain(node):
-        if isinstance(parent, ast.If | ast.IfExp | ast.While):
-            condition = guard(module, parent.test)
-            if condition and child is not parent.test:
-                inside = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
-                yield condition if inside else condition.negated()
-        elif isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.And):
-            for before in parent.values[: parent.values.index(child)] if child in parent.values else ():
-                condition = guard(module, before)
-                if condition:
-                    yield condition
+    child = node
+    while (parent := module.parents.get(child)) is not None:
         if isinstance(child, ast.stmt):
-            yield from _exits_before(module, child)
-        if isinstance(parent, Function) and any(
-            _DECORATORS.search(ast.unparse(decorator)) for decorator in parent.decorator_list
-        ):
-            yield RankGuard("global", at_zero=True, test=parent)
+            yield from _find_statement_guards(module, child, parent)
+            return
+        yield from _find_guards_between(module, parent, child)
+        if isinstance(parent, SCOPES):
+            return
+        child = parent
 
 
-def for_some(module: SourceFile, node: ast.AST, depth: int = 3) -> RankGuard | None:
-    """Return the condition on the rank under which a node runs: around it, or around every call of its function."""
-    own = next(guards(module, node), None)
+def _find_statement_guards(module: SourceFile, statement: ast.stmt, parent: ast.AST) -> list[RankGuard]:
+    """Return the conditions on the rank of a statement; the result is cached."""
+    fact = ("guards", statement)
+    if fact not in module.facts:
+        module.facts[fact] = []  # for a condition that refers to itself
+        found = list(_find_guards_between(module, parent, statement))
+        module.facts[fact] = found if isinstance(parent, SCOPES) else [*found, *list_rank_guards(module, parent)]
+    return module.facts[fact]  # type: ignore[return-value]  # facts of this kind are lists of this type
+
+
+def _find_guards_between(module: SourceFile, parent: ast.AST, child: ast.AST) -> Iterator[RankGuard]:
+    """Yield the conditions on the rank under which a node runs one of its parts."""
+    if isinstance(parent, ast.If | ast.IfExp | ast.While):
+        condition = find_rank_guard(module, parent.test)
+        if condition and child is not parent.test:
+            inside = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
+            yield condition if inside else condition.negate_guard()
+    elif isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.And):
+        for before in parent.values[: parent.values.index(child)] if child in parent.values else ():
+            condition = find_rank_guard(module, before)
+            if condition:
+                yield condition
+    if isinstance(child, ast.stmt):
+        yield from _exits_before(module, child)
+    if isinstance(parent, Function) and any(
+        _DECORATORS.search(ast.unparse(decorator)) for decorator in parent.decorator_list
+    ):
+        yield RankGuard("global", at_zero=True, test=parent)
+
+
+def resolve_rank_guard(module: SourceFile, node: ast.AST, depth: int = 3) -> RankGuard | None:
+    """Return the condition on the rank around a node, or around every call of its function; None without one."""
+    own = next(list_rank_guards(module, node), None)
     if own is not None:
         return own
     function = module.scope(node)
     if not isinstance(function, Function) or not depth or module.neighbours is None:
         return None
     calls = module.neighbours.callers(module, function)
-    above = [for_some(caller, call, depth - 1) for caller, call in calls[:20]]
+    above = [resolve_rank_guard(caller, call, depth - 1) for caller, call in calls[:20]]
     return above[0] if above and all(above) else None
 
 
 def by_turns(module: SourceFile, node: ast.AST) -> bool:
-    """Return whether the function of a node is called by rank 0 in one branch and by the others in the other one."""
+    """Return whether rank 0 calls the node's function in one branch, and the others in the other branch."""
     function = module.scope(node)
-    if not isinstance(function, Function) or module.neighbours is None or next(guards(module, node), None) is not None:
+    if (
+        not isinstance(function, Function)
+        or module.neighbours is None
+        or next(list_rank_guards(module, node), None) is not None
+    ):
         return False
     calls = module.neighbours.callers(module, function)[:20]
-    return {one.at_zero for caller, call in calls if (one := for_some(caller, call, 1)) is not None} == {True, False}
+    return {one.at_zero for caller, call in calls if (one := resolve_rank_guard(caller, call, 1)) is not None} == {
+        True,
+        False,
+    }
 
 
 _ONE = re.compile(
@@ -325,12 +379,12 @@ _MANY = re.compile(
 )
 
 
-def for_one_process(module: SourceFile, node: ast.AST) -> bool:
-    """Return whether a node stands in a branch that is taken where nothing is distributed."""
+def is_single_process_code(module: SourceFile, node: ast.AST) -> bool:
+    """Return whether a node is in a branch for jobs that are not distributed."""
     for parent, child in module.chain(node):
         if not isinstance(parent, ast.If | ast.IfExp) or child is parent.test:
             continue
-        text = ast.unparse(parent.test)
+        text = unparse_node(module, parent.test)
         body = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
         if (body and _ONE.search(text)) or (not body and _MANY.search(text)):
             return True
@@ -339,15 +393,20 @@ def for_one_process(module: SourceFile, node: ast.AST) -> bool:
 
 def one_process(module: SourceFile) -> bool:
     """Return whether the process group of a file has one rank, as in tests and benchmarks."""
-    sizes = [(keyword(start, "world_size"), keyword(start, "rank")) for start in module.calls_of(names.INIT)]
-    return any(constant(size) == 1 and constant(rank) == 0 for size, rank in sizes) or (
-        bool(sizes) and all(constant(size) == 1 for size, _ in sizes)
+    sizes = [
+        (find_keyword_value(start, "world_size"), find_keyword_value(start, "rank"))
+        for start in module.calls_of(names.INIT)
+    ]
+    return any(read_constant_value(size) == 1 and read_constant_value(rank) == 0 for size, rank in sizes) or (
+        bool(sizes) and all(read_constant_value(size) == 1 for size, _ in sizes)
     )
 
 
 def _instead_of_ranks(module: SourceFile, function: ast.AST) -> bool:
-    """Return whether one branch of an `if` calls a function, and the other one that starts a process group."""
-    if not isinstance(function, Function) or any(module.within(call, function) for call in module.calls_of(names.INIT)):
+    """Return whether an `if` has a call of a function in one branch, and one that starts a group in the other."""
+    if not isinstance(function, Function) or any(
+        module.is_node_within(call, function) for call in module.calls_of(names.INIT)
+    ):
         return False
     starting = {getattr(module.scope(call), "name", "") for call in module.calls_of(names.INIT)}
     calls = [call for call in module.methods.get(function.name, ()) if isinstance(call.func, ast.Name)]
@@ -358,7 +417,7 @@ def _instead_of_ranks(module: SourceFile, function: ast.AST) -> bool:
         isinstance(parent, ast.If)
         and child in parent.body + parent.orelse
         and any(
-            module.within(other, branch)
+            module.is_node_within(other, branch)
             for other in others
             for branch in (parent.orelse if child in parent.body else parent.body)
         )
@@ -366,8 +425,8 @@ def _instead_of_ranks(module: SourceFile, function: ast.AST) -> bool:
     )
 
 
-def by_launcher(module: SourceFile, node: ast.AST) -> bool:
-    """Return whether a node runs in the process that starts the ranks, and not in them."""
+def is_launcher_code(module: SourceFile, node: ast.AST) -> bool:
+    """Return whether a node runs in the process that starts the ranks, and not in the ranks."""
     scope = module.scope(node)
     starts = [
         call
@@ -380,57 +439,64 @@ def by_launcher(module: SourceFile, node: ast.AST) -> bool:
     ]
     starts += [call for call in module.methods.get("notebook_launcher", ()) if module.scope(call) is scope]
     if not starts and isinstance(scope, ast.Module):
-        # What stands outside of `if __name__ == "__main__"` is run by every process that is spawned, too.
+        # Spawned processes also run the code outside of `if __name__ == "__main__"`.
         main = any(
             isinstance(parent, ast.If) and "__name__" in ast.unparse(parent.test) for parent, _ in module.chain(node)
         )
         return main and bool(module.calls_of(*names.SPAWNS))
     if any(module.scope(call) is scope for call in module.calls_of(names.INIT, *names.WRAPPERS)):
-        return False  # what trains may start other programs
+        return False  # code that trains may start other programs
     return bool(starts)
 
 
 def _exits_before(module: SourceFile, statement: ast.stmt) -> Iterator[RankGuard]:
-    """`if rank != 0: return` further up in the same block."""
+    """Yield conditions of exits such as `if rank != 0: return` before a statement in its block."""
     for before in module.block(statement):
         if before is statement:
             return
-        if isinstance(before, ast.If) and not before.orelse and leaves(before.body):
-            condition = guard(module, before.test)
+        if isinstance(before, ast.If) and not before.orelse and is_leaving_block(before.body):
+            condition = find_rank_guard(module, before.test)
             if condition:
-                yield condition.negated(early=True)
+                yield condition.negate_guard(early=True)
 
 
-def leaves(body: list[ast.stmt]) -> bool:
-    """Return whether what comes after a block is not reached over it."""
+def is_leaving_block(body: list[ast.stmt]) -> bool:
+    """Return whether the code after a block cannot be reached through the block."""
     return isinstance(body[-1], ast.Return | ast.Continue | ast.Break)
 
 
 def is_world_size(module: SourceFile, node: ast.expr) -> bool:
     """Return whether an expression is the number of ranks."""
     for value in module.values(node):
-        if isinstance(value, ast.Call) and (key(value.func) or "").endswith("get_world_size"):
+        if isinstance(value, ast.Call) and (format_dotted_name(value.func) or "").endswith("get_world_size"):
             return True
         if isinstance(value, ast.Call) and value.args and is_world_size(module, value.args[0]):
             return True
-        if isinstance(value, ast.Subscript) and constant(value.slice) == "WORLD_SIZE":
+        if isinstance(value, ast.Subscript) and read_constant_value(value.slice) == "WORLD_SIZE":
             return True
-        if (key(value) or "").rpartition(".")[2] in ("world_size", "WORLD_SIZE", "ddp_world_size", "num_replicas"):
+        if (format_dotted_name(value) or "").rpartition(".")[2] in (
+            "world_size",
+            "WORLD_SIZE",
+            "ddp_world_size",
+            "num_replicas",
+        ):
             return True
-    return (key(node) or "").rpartition(".")[2] in ("world_size", "WORLD_SIZE", "ddp_world_size")
+    return (format_dotted_name(node) or "").rpartition(".")[2] in ("world_size", "WORLD_SIZE", "ddp_world_size")
 
 
 def mentions_rank(module: SourceFile, node: ast.expr) -> bool:
-    """Return whether the rank is part of an expression, over assignments too."""
-    name, scope = key(node), module.scope(node)
+    """Return whether an expression contains the rank, also through assignments."""
+    name, scope = format_dotted_name(node), module.scope(node)
     added = [
-        one.value for one in module.nodes_of(ast.AugAssign) if key(one.target) == name and module.scope(one) is scope
+        one.value
+        for one in module.nodes_of(ast.AugAssign)
+        if format_dotted_name(one.target) == name and module.scope(one) is scope
     ]
     for value in (node, *module.values(node), *added):
         for part in ast.walk(value):
             if isinstance(part, ast.expr) and rank_kind(module, part):
                 return True
-            if isinstance(part, ast.Name | ast.Attribute) and "rank" in (key(part) or "").lower():
+            if isinstance(part, ast.Name | ast.Attribute) and "rank" in (format_dotted_name(part) or "").lower():
                 return True
             if isinstance(part, ast.Name) and part is not node:
                 bound = [binding.value for binding in module.lookup(part)[-3:] if binding.value is not None]

@@ -1,4 +1,4 @@
-"""The rules, read from rules.yaml: what each is about, why, from which source, a wrong and a right example."""
+"""Rules, read from rules.yaml: subject, reason, source, and a wrong and a right example."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from dtctl.lint.model import Severity
 
 SYNTAX = "DT000"
-"""The id for a file to which no rule could be applied."""
+"""Id of the problem that no rule could be applied to a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule."""
+    """Rule of `dtctl lint`, as in rules.yaml."""
 
     id: str
     name: str
@@ -26,13 +26,13 @@ class Rule:
     wrong: str
     right: str
     exempt: str = ""
-    """Place where it does not apply although it might look so."""
+    """Cases to which the rule does not apply although they look similar."""
     fixable: bool = False
-    """True if `--fix` fixes the plain cases."""
+    """True if `--fix` fixes simple cases."""
 
 
 @functools.cache
-def rules() -> dict[str, Rule]:
+def load_lint_rules() -> dict[str, Rule]:
     """Return all rules by id, in the order of the file."""
     import yaml
 
@@ -43,7 +43,7 @@ def rules() -> dict[str, Rule]:
 
 
 def explained_syntax() -> str:
-    """Return what DT000 means; it is not a rule about training, and has no example."""
+    """Return the text about DT000, which is no rule about training and has no example."""
     return (
         f"{SYNTAX} unreadable (error)\n\n"
         "The file could not be read: it is not Python, or not text in the encoding that it names, or it may not be\n"

@@ -1,4 +1,4 @@
-"""Shell scripts as commands and words: as much of the grammar as distinguishes commands from mere text."""
+"""Commands and words of shell scripts, by the part of the grammar that distinguishes commands from mere text."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ _HEREDOC = re.compile(r"<<(?P<tabs>-?)[ \t]*(?P<delimiter>'[^'\n]+'|\"[^\"\n]+\"
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """One word of a command, at offsets of the text."""
+class ShellWord:
+    """Word of a command, with its offsets in the text."""
 
     text: str
     start: int
     end: int
     plain: bool
-    """True if it stands there as it is: nothing is quoted or replaced."""
+    """True if the word has no quotes and no substitutions."""
 
 
 @dataclass(slots=True)
-class Command:
-    """A simple command: its words, assignments before it too."""
+class ShellCommand:
+    """Simple command: its words, with the assignments before it."""
 
-    words: list[Word] = field(default_factory=list)
+    words: list[ShellWord] = field(default_factory=list)
 
     @property
     def first(self) -> int:
-        """The index of the first word that is no assignment; the number of words if there is none."""
+        """Return the index of the first word that is no assignment; the number of words if there is none."""
         return next((at for at, word in enumerate(self.words) if not _ASSIGNMENT.match(word.text)), len(self.words))
 
     @property
     def name(self) -> str:
-        """Return what is run, without its folder; empty for assignments alone."""
+        """Return the name of the program without its folder; empty if there are only assignments."""
         return self.words[self.first].text.rpartition("/")[2] if self.first < len(self.words) else ""
 
 
 @dataclass(slots=True)
-class Script:
-    """Words of a script."""
+class ShellScript:
+    """Commands and here-documents of a script."""
 
-    commands: list[Command] = field(default_factory=list)
-    documents: list[tuple[int, int, Command]] = field(default_factory=list)
-    """Here-documents: from, to, and the command that reads it."""
+    commands: list[ShellCommand] = field(default_factory=list)
+    documents: list[tuple[int, int, ShellCommand]] = field(default_factory=list)
+    """Here-documents: start, end, and the command that reads the document."""
     complete: bool = True
-    """True if all of it was understood; a quotation may not end."""
+    """True if the whole script was parsed; False if, for example, a quotation does not end."""
 
 
-def scanned(text: str) -> Script:
-    """Return the commands of a script; those inside quotations and substitutions are part of a word."""
-    script, command, at = Script(), Command(), 0
-    waiting: list[tuple[str, bool, Command]] = []
+def parse_shell_script(text: str) -> ShellScript:
+    """Return the commands of a script; commands inside quotations and substitutions are part of a word."""
+    script, command, at = ShellScript(), ShellCommand(), 0
+    waiting: list[tuple[str, bool, ShellCommand]] = []
     while at < len(text):
         char = text[at]
         if blank := _BLANK.match(text, at):
             at = blank.end()
         elif char == "#":
-            at = _line_end(text, at)
+            at = _find_shell_line_end(text, at)
         elif char == "\n":
-            command, at = _ended(script, command), _skip_documents(text, at + 1, waiting, script)
+            command, at = _close_command(script, command), _skip_documents(text, at + 1, waiting, script)
             waiting = []
         elif text.startswith("<<<", at):
             at += 3
@@ -74,31 +74,31 @@ def scanned(text: str) -> Script:
         elif char in "<>" or text.startswith("&>", at):
             at += 2 if text[at + 1 : at + 2] in (">", "&") else 1
         elif text.startswith("((", at) and not command.words:
-            at = _closed(text, at + 1)
+            at = _find_closing_bracket(text, at + 1)
         elif char in ";|&()":
-            command, at = _ended(script, command), at + 1
+            command, at = _close_command(script, command), at + 1
         else:
             end, plain = _word_end(text, at)
-            command.words.append(Word(text[at:end], at, end, plain))
+            command.words.append(ShellWord(text[at:end], at, end, plain))
             if len(command.words) == 1 and command.words[0].text in _RESERVED:
-                command = Command()
+                command = ShellCommand()
             at = end
         if at > len(text):
             script.complete = False
-    _ended(script, command)
+    _close_command(script, command)
     return script
 
 
-def _skip_documents(text: str, at: int, waiting: Sequence[tuple[str, bool, Command]], script: Script) -> int:
-    """Take the here-documents that begin here into a script; return where the last one ends."""
+def _skip_documents(text: str, at: int, waiting: Sequence[tuple[str, bool, ShellCommand]], script: ShellScript) -> int:
+    """Add the here-documents that begin here to a script; return the offset after the last one."""
     for delimiter, tabs, owner in waiting:
         begin, at = at, _document_end(text, at, delimiter, tabs=tabs)
         script.documents.append((begin, at, owner))
     return at
 
 
-def said_only(text: str, script: Script) -> str:
-    """The text with what is only written or printed made blank: arguments of echo, documents that no shell gets."""
+def said_only(text: str, script: ShellScript) -> str:
+    """Return the text with blanks instead of text that is only printed or written: echo's arguments, documents."""
     blank = [(command.words[command.first + 1].start, command.words[-1].end) for command in script.commands
              if command.name in _SAYS and len(command.words) > command.first + 1]  # fmt: skip
     blank += [(begin, end) for begin, end, owner in script.documents if owner.name not in _RUNS]
@@ -109,21 +109,21 @@ def said_only(text: str, script: Script) -> str:
     return "".join([*pieces, text[at:]])
 
 
-def _ended(script: Script, command: Command) -> Command:
+def _close_command(script: ShellScript, command: ShellCommand) -> ShellCommand:
     if command.words:
         script.commands.append(command)
-    return Command()
+    return ShellCommand()
 
 
-def _line_end(text: str, at: int) -> int:
+def _find_shell_line_end(text: str, at: int) -> int:
     end = text.find("\n", at)
     return end if end >= 0 else len(text)
 
 
 def _document_end(text: str, at: int, delimiter: str, *, tabs: bool) -> int:
-    """Return the offset after a here-document's last line; one more than there is when it has none."""
+    """Return the offset after a here-document's last line; one more than the text's length if it has no end."""
     while at < len(text):
-        end = _line_end(text, at)
+        end = _find_shell_line_end(text, at)
         line = text[at:end].rstrip("\r")
         if (line.lstrip("\t") if tabs else line) == delimiter:
             return end
@@ -132,22 +132,22 @@ def _document_end(text: str, at: int, delimiter: str, *, tabs: bool) -> int:
 
 
 def _word_end(text: str, at: int) -> tuple[int, bool]:
-    """The offset after a word, and whether the word is plain; an offset beyond the text if a quotation does not end."""
+    """Return the offset after a word, and True if it is plain; an offset after the text means no end."""
     plain = True
     while at < len(text) and text[at] not in " \t\r\n;|&()<>":
         char = text[at]
         if text.startswith(("$(", "${"), at):
-            at, plain = _closed(text, at + 1), False
+            at, plain = _find_closing_bracket(text, at + 1), False
         elif char in "\\$`'\"":
             at, plain = _quoted_end(text, at), False
         else:
             array = char == "=" and text[at + 1 : at + 2] == "("
-            at, plain = (_closed(text, at + 1), False) if array else (at + 1, plain)
+            at, plain = (_find_closing_bracket(text, at + 1), False) if array else (at + 1, plain)
     return at, plain
 
 
 def _quoted_end(text: str, at: int) -> int:
-    """Return the offset after what a backslash, a dollar or a quotation mark begins."""
+    """Return the offset after the text that a backslash, a dollar or a quotation mark begins."""
     char = text[at]
     if char == "$":
         return at + 1
@@ -156,13 +156,13 @@ def _quoted_end(text: str, at: int) -> int:
     end = at + 1
     while end < len(text) and text[end] != char:
         if char == '"' and text.startswith("$(", end):
-            end = _closed(text, end + 1)
+            end = _find_closing_bracket(text, end + 1)
         else:
             end += 2 if text[end] == "\\" and char != "'" else 1
     return end + 1
 
 
-def _closed(text: str, at: int) -> int:
+def _find_closing_bracket(text: str, at: int) -> int:
     """Return the offset after the bracket that closes the one at an offset."""
     opening = text[at]
     closing, depth = {"(": ")", "{": "}"}[opening], 0

@@ -1,4 +1,4 @@
-"""Arguments and attributes of classes of torch 2.6 to 2.13, so that a script can be checked without torch."""
+"""Arguments and attributes of classes of torch 2.6 to 2.13, with which a script can be checked without torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ DDP_ATTRIBUTES: Final = frozenset(
         "use_side_stream_for_tensor_copies will_sync_module_buffers xpu zero_grad"
     ).split()
 )
-"""Attributes of DistributedDataParallel itself; everything else is an attribute of its `module`.
+"""Attributes of DistributedDataParallel itself; all others are attributes of its `module`.
 
-The names of the class and those that its and nn.Module's methods set, of torch 2.13, and older ones.
+The set has the names in the class and those that methods of the class and of nn.Module set, from torch 2.13 and older
+versions.
 """

@@ -1,4 +1,4 @@
-"""Reading files to lint: which ones, as what, and which problems their comments suppress."""
+"""Selection and reading of the files to lint, and comments that suppress problems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtctl.folders import read_regular
 
 Kind = Literal["python", "shell"]
 MAX_BYTES = 32 << 20
-"""Bytes of a file; parsing takes twenty times as much memory."""
+"""Size of the largest file that is read, in bytes; parsing takes twenty times as much memory."""
 STDIN = Path("-")
 SHELL = frozenset([".sh", ".bash", ".sbatch", ".slurm", ".job"])
 _SKIPPED = frozenset(
@@ -28,28 +28,28 @@ _IGNORE = re.compile(r"#\s*dtctl:\s*ignore(?P<file>-file)?(?:\[(?P<rules>[A-Z0-9
 _SHEBANG = re.compile(rb"#!\s*\S*?(?:/env\s+(?:-S\s+)?)?(?P<name>python|pypy|bash|sh|dash|ksh|zsh)[\d.]*(?:\s|\Z)")
 _BOM = b"\xef\xbb\xbf"
 NEWLINE = re.compile("\r\n|\r|\n")
-"""End of a line for Python; str.splitlines splits in more places."""
+"""Line end for Python; str.splitlines splits in more places."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceText:
-    """A file's text, and what is needed to write it as it was."""
+    """Text of a file, with the encoding and line ends that are needed to write it."""
 
     text: str
     encoding: str
     bom: bool
 
     def encoded(self, text: str) -> bytes:
-        """Return the bytes of another text for the same file."""
+        """Return the bytes of a new text for the same file."""
         return (_BOM if self.bom else b"") + text.encode(self.encoding)
 
 
-def kind_of(path: Path, raw: bytes | None = None) -> Kind | None:
-    """Return the kind of a file by its suffix, else by its first line; None for files that are not read.
+def detect_file_kind(path: Path, raw: bytes | None = None) -> Kind | None:
+    """Return the kind of a file by its suffix, or else by its first line; None for files that are not read.
 
     Args:
-        path: of the file; what is not a file has no kind.
-        raw: its content, read if it is needed and not given.
+        path: path of the file; a path that is no file has no kind.
+        raw: content of the file; None: it is read if necessary.
     """
     if path.suffix in (".py", ".pyw"):
         return "python"
@@ -57,7 +57,7 @@ def kind_of(path: Path, raw: bytes | None = None) -> Kind | None:
         return "shell"
     if raw is None:
         try:
-            raw = read(path)[:200]
+            raw = read_source_bytes(path)[:200]
         except OSError:
             return None
     first = _SHEBANG.match(raw.removeprefix(_BOM))
@@ -68,27 +68,27 @@ def kind_of(path: Path, raw: bytes | None = None) -> Kind | None:
     return "shell" if b"#SBATCH " in raw and not path.suffix else None
 
 
-def read(path: Path) -> bytes:
+def read_source_bytes(path: Path) -> bytes:
     """Return the content of a file, or of standard input.
 
     Raises:
-        OSError: it cannot be read, or is larger than programs are.
+        OSError: the file cannot be read, or is larger than `MAX_BYTES`.
     """
     return _standard_input() if path == STDIN else read_regular(str(path), MAX_BYTES)
 
 
 @functools.cache
 def _standard_input() -> bytes:
-    """Standard input, which can be read only once."""
+    """Return standard input, which can be read only once."""
     return sys.stdin.buffer.read()
 
 
-def decoded(raw: bytes, *, python: bool) -> SourceText:
-    """Return the text of a file: in the encoding that a Python file names, else UTF-8.
+def decode_source(raw: bytes, *, python: bool) -> SourceText:
+    """Return the text of a file, in the encoding that a Python file names, or else in UTF-8.
 
     Raises:
-        UnicodeDecodeError: the bytes are not text in it.
-        SyntaxError: a Python file names an encoding that does not exist, or is none of text.
+        UnicodeDecodeError: the bytes are not text in this encoding.
+        SyntaxError: a Python file names an encoding that does not exist, or is no encoding of text.
     """
     bom = raw.startswith(_BOM)
     body = raw.removeprefix(_BOM)
@@ -99,15 +99,16 @@ def decoded(raw: bytes, *, python: bool) -> SourceText:
         return SourceText(body.decode(encoding), encoding, bom)
     except UnicodeDecodeError:
         raise
-    except (LookupError, UnicodeError) as exc:  # Python has it, but does not read programs in it: rot13, hex, zlib
+    # Python has codecs such as rot13, hex and zlib, but does not read programs in them
+    except (LookupError, UnicodeError) as exc:
         raise SyntaxError(f"{encoding} is no encoding that a program can have") from exc
 
 
-def collect(paths: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """Return the files that are meant, each once, and what was named or met and is not read, with the reason.
+def collect_source_files(paths: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """Return the files to lint without repetitions, and paths that are not read, with the reasons.
 
-    Files as named if they are Python or shell by suffix or first line; folders with all that are by suffix;
-    `-` is standard input. What is no regular file (a FIFO, a device, a link to nothing) is not opened.
+    A named file is linted if it is Python or shell by its suffix or first line, a file in a folder only by its suffix;
+    `-` is standard input. Paths that are no regular file (a FIFO, a device, a link to nothing) are not opened.
 
     Raises:
         UsageError: a path does not exist.
@@ -118,19 +119,19 @@ def collect(paths: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
         if path == STDIN:
             files[path] = None
         elif path.is_dir():
-            files.update(dict.fromkeys(_walk(path, unread)))
+            files.update(dict.fromkeys(_list_folder_sources(path, unread)))
         elif not path.exists():
             raise UsageError(f"there is no file or folder {path}")
         elif not path.is_file():
             unread.append((path, "not a regular file"))
-        elif kind_of(path) is None and os.access(path, os.R_OK):
+        elif detect_file_kind(path) is None and os.access(path, os.R_OK):
             unread.append((path, "neither Python nor shell"))
         else:
             files[path] = None
     return list(files), unread
 
 
-def _walk(folder: Path, unread: list[tuple[Path, str]]) -> Iterator[Path]:
+def _list_folder_sources(folder: Path, unread: list[tuple[Path, str]]) -> Iterator[Path]:
     def denied(exc: OSError) -> None:
         unread.append((Path(exc.filename), exc.strerror or "cannot be read"))
 
@@ -142,8 +143,8 @@ def _walk(folder: Path, unread: list[tuple[Path, str]]) -> Iterator[Path]:
                 yield path
 
 
-class Ignored:
-    """Rules that comments of a file suppress: `# dtctl: ignore[DT004]` on the line, `ignore-file` for all of it."""
+class RuleSuppressions:
+    """Rules that comments suppress: `# dtctl: ignore[DT004]` on the line, `ignore-file` for the file."""
 
     def __init__(self, text: str, *, python: bool = False) -> None:
         self._lines: dict[int, frozenset[str]] = {}
@@ -151,7 +152,7 @@ class Ignored:
         self._all = False
         if "dtctl:" not in text:
             return
-        for number, comment in _comments(text) if python else enumerate(text.split("\n"), 1):
+        for number, comment in _list_comments(text) if python else enumerate(text.split("\n"), 1):
             match = _IGNORE.search(comment)
             if match is None:
                 continue
@@ -163,15 +164,15 @@ class Ignored:
                 self._lines[number] = rules
 
     def covers(self, rule: str, line: int, end_line: int) -> bool:
-        """Return whether a problem is suppressed: on its first or last line, or for the file."""
+        """Return whether a problem is suppressed on its first or last line, or for the file."""
         if self._all or rule in self._file:
             return True
         lines = [self._lines[number] for number in (line, end_line) if number in self._lines]
         return any(not rules or rule in rules for rules in lines)
 
 
-def _comments(text: str) -> Iterator[tuple[int, str]]:
-    """Comments of a Python text with their lines; those before the first mistake, if it is not Python."""
+def _list_comments(text: str) -> Iterator[tuple[int, str]]:
+    """Yield comments of a Python text with their lines; for other texts, those before the first mistake."""
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT:

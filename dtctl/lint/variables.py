@@ -1,25 +1,25 @@
-"""Mistakes in variables of NCCL, RCCL, torch or gloo; for Python and for shell."""
+"""Mistakes in variables of NCCL, RCCL, torch or gloo, for Python and for shell."""
 
 from __future__ import annotations
 
 import re
 
 from dtctl.lint.model import Severity
-from dtctl.nccl.catalogue import catalogue, closest_name
+from dtctl.nccl.catalogue import closest_name, load_variable_catalogue
 
 NAME = re.compile(r"(?:NCCL|RCCL|TORCH_NCCL|TORCH_FR|GLOO)_[A-Z0-9_]+\Z")
 
 MAX_PORT = 65535
 
 
-def judge(name: str, value: str | None) -> tuple[Severity, str, str] | None:
-    """Severity, message and fix for setting a variable; None if nothing is wrong with it.
+def check_variable_setting(name: str, value: str | None) -> tuple[Severity, str, str] | None:
+    """Return severity, message and fix for setting a variable; None if the setting is correct.
 
     Args:
-        name: of the variable.
-        value: None when it is not known.
+        name: name of the variable.
+        value: value of the variable; None if it is not known.
     """
-    variable = catalogue().get(name)
+    variable = load_variable_catalogue().get(name)
     if variable is None:
         suggestion = closest_name(name) if NAME.match(name) else ""
         return ("warning", f"there is no variable {name}", f"{suggestion} is probably meant") if suggestion else None
@@ -30,14 +30,14 @@ def judge(name: str, value: str | None) -> tuple[Severity, str, str] | None:
         return "info", f"{name} is an older name", f"use {variable.instead}"
     if value is None:
         return None
-    return _value(name, value)
+    return _check_assigned_value(name, value)
 
 
-def _value(name: str, value: str) -> tuple[Severity, str, str] | None:
-    variable = catalogue()[name]
+def _check_assigned_value(name: str, value: str) -> tuple[Severity, str, str] | None:
+    variable = load_variable_catalogue()[name]
     if variable.values and value.upper() not in variable.values and not value.startswith("$"):
         return "warning", f"{name} has no value {value}", f"one of {', '.join(variable.values)}"
-    if name == "NCCL_PROTO" and "LL128" not in value.upper().replace("^LL128", ""):  # that one alone corrupts
+    if name == "NCCL_PROTO" and "LL128" not in value.upper().replace("^LL128", ""):  # only LL128 corrupts data
         return (
             "info",
             f"NCCL_PROTO={value} ends NCCL's own choice by size",

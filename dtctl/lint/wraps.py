@@ -1,4 +1,4 @@
-"""Places where a model becomes a distributed one."""
+"""Calls that make a model distributed."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtctl.lint import names
-from dtctl.lint.flow import origins
-from dtctl.lint.source_file import SourceFile, key
+from dtctl.lint.flow import find_value_origins
+from dtctl.lint.source_file import SourceFile, format_dotted_name
 
 Kind = Literal["ddp", "fsdp", "fully_shard"]
 _KINDS: dict[str, Kind] = {names.DDP: "ddp", names.FSDP: "fsdp", names.FULLY_SHARD: "fully_shard"}
 
 
 @dataclass(frozen=True, slots=True)
-class Wrap:
-    """One call that wraps a model."""
+class ModelWrap:
+    """Call that wraps a model."""
 
     kind: Kind
     call: ast.Call
     source: str | None
-    """Name of what is wrapped; None for an expression."""
+    """Name of the wrapped model; None for another expression."""
     target: str | None
-    """Name of the result; None when it goes elsewhere."""
+    """Name of the result; None if the result is not assigned."""
 
 
-def wrap_of(module: SourceFile, call: ast.Call) -> Wrap | None:
-    """Return the wrap that a call is; None if it is none."""
+def wrap_of(module: SourceFile, call: ast.Call) -> ModelWrap | None:
+    """Return the wrap for a call; None if the call wraps nothing."""
     kind = _KINDS.get(module.name(call.func) or "")
     if kind is None:
         return None
@@ -36,25 +36,25 @@ def wrap_of(module: SourceFile, call: ast.Call) -> Wrap | None:
         if call.args
         else next((argument.value for argument in call.keywords if argument.arg == "module"), None)
     )
-    source = key(inner) if inner is not None else None
+    source = format_dotted_name(inner) if inner is not None else None
     above = module.parents.get(call)
-    target = key(above.targets[0]) if isinstance(above, ast.Assign) and len(above.targets) == 1 else None
-    return Wrap(kind, call, source, source if kind == "fully_shard" and target is None else target)
+    target = format_dotted_name(above.targets[0]) if isinstance(above, ast.Assign) and len(above.targets) == 1 else None
+    return ModelWrap(kind, call, source, source if kind == "fully_shard" and target is None else target)
 
 
-def wraps(module: SourceFile) -> list[Wrap]:
-    """Return all wraps of a file, in its order."""
+def list_model_wraps(module: SourceFile) -> list[ModelWrap]:
+    """Return all wraps of a file, in the order of the file."""
     candidates = [wrap_of(module, call) for call in module.calls_of(*_KINDS)]
     return [wrap for wrap in candidates if wrap is not None]
 
 
-def wrapped(module: SourceFile, node: ast.expr, at: ast.AST) -> Wrap | None:
-    """Return the wrap that a name surely stands for at a place; None if there is none, or it is uncertain."""
-    name = key(node)
+def find_model_wrap(module: SourceFile, node: ast.expr, at: ast.AST) -> ModelWrap | None:
+    """Return the wrap that a name certainly holds at a place; None without one, or if it is uncertain."""
+    name = format_dotted_name(node)
     if name is None:
         return None
     if not name.startswith("self."):
-        binding = module.current(node, at)
+        binding = module.find_current_binding(node, at)
         return wrap_of(module, binding.value) if binding and isinstance(binding.value, ast.Call) else None
     bound = module.lookup(node)
     if not bound or not isinstance(bound[-1].value, ast.Call):
@@ -68,21 +68,21 @@ def wrapped(module: SourceFile, node: ast.expr, at: ast.AST) -> Wrap | None:
 
 
 def model_kinds(module: SourceFile, node: ast.expr) -> set[Kind | None]:
-    """Return the kinds of wrappers of a model: one for every place that it may come from, None for an unwrapped one.
+    """Return the kinds of wrappers of a model, one for every possible origin; None stands for an unwrapped one.
 
-    Followed through helper functions, arguments and attributes. `fully_shard(model)` wraps what it is given.
+    The model is followed through helper functions, arguments and attributes. `fully_shard(model)` wraps its argument.
     """
     fact = ("model", node)
     cached = module.facts.get(fact)
     if cached is None:
         module.facts[fact] = set()
         cached = module.facts[fact] = _model_kinds(module, node)
-    return cached  # type: ignore[return-value]  # facts of this kind are such sets
+    return cached  # type: ignore[return-value]  # facts of this kind are sets of this type
 
 
 def _model_kinds(module: SourceFile, node: ast.expr) -> set[Kind | None]:
     kinds: set[Kind | None] = set()
-    for value in origins(module, node):
+    for value in find_value_origins(module, node):
         if isinstance(value.node, ast.Constant):
             continue
         wrap = wrap_of(value.module, value.node) if isinstance(value.node, ast.Call) and value.item is None else None
@@ -93,14 +93,14 @@ def _model_kinds(module: SourceFile, node: ast.expr) -> set[Kind | None]:
 
 
 def _sharded_in_place(module: SourceFile, node: ast.expr) -> bool:
-    """Return whether fully_shard, or a function of the project that calls it on its parameter, gets a name there."""
-    name = key(node)
+    """Return whether fully_shard, or a project function that calls it on its parameter, gets a name as argument."""
+    name = format_dotted_name(node)
     return name is not None and any(
         wrap.kind == "fully_shard" and wrap.source == name and module.scope(wrap.call) is module.scope(node)
-        for wrap in wraps(module)
+        for wrap in list_model_wraps(module)
     )
 
 
-def maybe(module: SourceFile, node: ast.expr, *kinds: Kind) -> bool:
-    """Return whether a model is wrapped as one of these in some way that leads here."""
+def can_be_wrapped(module: SourceFile, node: ast.expr, *kinds: Kind) -> bool:
+    """Return whether a model has one of these wrappers for some of its origins."""
     return bool(model_kinds(module, node) & set(kinds))

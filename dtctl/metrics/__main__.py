@@ -1,7 +1,7 @@
 """`python -m dtctl.metrics FOLDER`: collects the figures of a run and sends them, until its launcher is gone.
 
-Started by beside.py. Prints events, a JSON object a line, and reads nothing: the end of standard input is the end of
-the launcher.
+Started by metrics_process.py. Prints events, a JSON object a line, and reads nothing: the end of standard input is the
+end of the launcher.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from typing import Final
 
-from dtctl.launch.assemble import spec_of_run
 from dtctl.launch.records.record import RunRecord
-from dtctl.metrics.service import LOOK_S, Service
+from dtctl.launch.run_spec import spec_of_run
+from dtctl.metrics.service import LOOK_S, MetricsService
 
 FINISH_S: Final = 6.0
-"""Seconds that what is left may take to be sent."""
+"""Seconds for sending the remaining messages."""
 
 
 def _watch_launcher(gone: threading.Event) -> None:
@@ -35,10 +35,10 @@ def main(folder: Path) -> None:
     gone = threading.Event()
     threading.Thread(target=_watch_launcher, args=(gone,), daemon=True).start()
     record = RunRecord(folder)
-    service = Service(record, spec_of_run(record))
+    service = MetricsService(record, spec_of_run(record))
     while True:
         is_last = gone.is_set()
-        service.look()
+        service.evaluate_new_figures()
         if service.is_over or (is_last and not service.is_behind):
             break
         if not service.is_behind:

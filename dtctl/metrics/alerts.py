@@ -13,14 +13,14 @@ FAILED = "failed"
 
 
 class AlertRules:
-    """The rules, and which of them apply now."""
+    """Rules, and the alerts that are firing now."""
 
     def __init__(self, rules: Alerts, *, trains: bool, told: Iterable[AlertChanged] = ()) -> None:
         """Prepare to check.
 
         Args:
             rules: section `metrics.alerts`.
-            trains: whether the job trains with dtctl.runtime, and will take steps.
+            trains: True if the job trains with dtctl.runtime, and will take steps.
             told: alerts that another process has sent for this run; they are not sent again.
         """
         self._rules = rules
@@ -29,12 +29,12 @@ class AlertRules:
         self._restarts = 0
         """The newest that was looked at."""
         for change in told:
-            self._take([change])
+            self._apply_alert_changes([change])
             number = change.alert.removeprefix("restart-")
             self._restarts = max(self._restarts, int(number) if number.isdecimal() else 0)
 
-    def judge(self, figures: RunFigures, now: float) -> list[AlertChanged]:
-        """Return what has changed since the last time.
+    def evaluate_rules(self, figures: RunFigures, now: float) -> list[AlertChanged]:
+        """Return the alerts that have changed since the last call.
 
         Args:
             figures: the run.
@@ -44,18 +44,20 @@ class AlertRules:
         for alert, text in (
             ("no-step", self._no_step(figures, now)),
             ("loss-not-finite", figures.spoilt if self._rules.loss_not_finite else ""),
-            ("throughput", self._throughput(figures)),
+            ("throughput", self._check_throughput(figures)),
         ):
             if text and alert not in self.firing:
                 changes.append(AlertChanged(time=now, alert=alert, state="firing", text=text))
             elif not text and alert in self.firing:
-                changes.append(AlertChanged(time=now, alert=alert, state="resolved", text=_resolution(alert, figures)))
+                changes.append(
+                    AlertChanged(time=now, alert=alert, state="resolved", text=_describe_resolution(alert, figures))
+                )
         changes += self._restart_changes(figures, now)
-        self._take(changes)
+        self._apply_alert_changes(changes)
         return changes
 
     def end(self, figures: RunFigures, now: float) -> list[AlertChanged]:
-        """Return the alerts to send at the end of the run: that all are over, and the failure."""
+        """Return the alerts to send at the end of the run: all as resolved, and the failure."""
         end = figures.progress.end
         how = f"the run has {end.status}" if end is not None and end.status != "stopped" else "the run was stopped"
         text = "its launcher has died" if end is None else how
@@ -64,7 +66,7 @@ class AlertRules:
         changes = [AlertChanged(time=now, alert=alert, state="resolved", text=text) for alert in over]
         if spoilt and "loss-not-finite" not in self.firing:
             changes.append(AlertChanged(time=now, alert="loss-not-finite", state="firing", text=spoilt))
-        self._take(changes)
+        self._apply_alert_changes(changes)
         if self._rules.failed and (end is None or end.status == "failed"):
             failure = end.first_failure if end is not None else None
             why = (failure.summary if failure is not None else None) or (end.error if end is not None else None)
@@ -76,7 +78,7 @@ class AlertRules:
             )
         return changes
 
-    def _take(self, changes: list[AlertChanged]) -> None:
+    def _apply_alert_changes(self, changes: list[AlertChanged]) -> None:
         for change in changes:
             if change.state == "firing":
                 self.firing[change.alert] = change
@@ -92,8 +94,8 @@ class AlertRules:
             return ""
         return f"no step for {limit_s:g} s" + (f" after step {figures.step}" if figures.step is not None else "")
 
-    def _throughput(self, figures: RunFigures) -> str:
-        drop, recent, best = self._rules.throughput_drop, figures.speed.recent, figures.speed.best
+    def _check_throughput(self, figures: RunFigures) -> str:
+        drop, recent, best = self._rules.throughput_drop, figures.speed.recent_median, figures.speed.best
         if drop == "off" or not best:
             return ""
         # Half of the drop has to be made good before it counts as over, so that noise does not send it twice.
@@ -123,12 +125,12 @@ class AlertRules:
         back = figures.stepped if figures.step is not None or self._trains else figures.running_since
         if back is not None and back > began:
             over = [alert for alert in self.firing if alert.startswith("restart-")]
-            text = _resolution("restart", figures)
+            text = _describe_resolution("restart", figures)
             changes += [AlertChanged(time=now, alert=alert, state="resolved", text=text) for alert in over]
         return changes
 
 
-def _resolution(alert: str, figures: RunFigures) -> str:
+def _describe_resolution(alert: str, figures: RunFigures) -> str:
     step = f" at step {figures.step}" if figures.step is not None else ""
     return {
         "no-step": f"training takes steps again{step}",

@@ -28,7 +28,7 @@ _ROW: Final = {
     "tokens_per_s": ("dtctl_tokens_per_second", "Tokens per second of all workers."),
 }
 _NO_VALUE: Final = ("step", "time")
-"""Keys of a row that are no figures of the model."""
+"""Keys of a row that are not metrics of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +42,23 @@ class MetricFamily:
     """Labels in addition to `run`, and the value."""
 
 
-def families(figures: RunFigures) -> Iterator[MetricFamily]:
-    """Everything that is known of a run; what is not known yet is left out."""
-    yield from _of_run(figures)
-    yield from _of_nodes(figures)
+def build_metric_families(figures: RunFigures) -> Iterator[MetricFamily]:
+    """Return all families of a run; figures that are not known yet are left out."""
+    yield from _build_run_families(figures)
+    yield from _build_node_families(figures)
     yield from _of_training(figures)
     yield from _of_ledger(figures)
 
 
-def _gauge(name: str, text: str, *samples: tuple[Mapping[str, str], float | None]) -> Iterator[MetricFamily]:
-    yield from _family("gauge", name, text, samples)
+def _build_gauge(name: str, text: str, *samples: tuple[Mapping[str, str], float | None]) -> Iterator[MetricFamily]:
+    yield from _build_family("gauge", name, text, samples)
 
 
-def _counter(name: str, text: str, *samples: tuple[Mapping[str, str], float | None]) -> Iterator[MetricFamily]:
-    yield from _family("counter", name, text, samples)
+def _build_counter(name: str, text: str, *samples: tuple[Mapping[str, str], float | None]) -> Iterator[MetricFamily]:
+    yield from _build_family("counter", name, text, samples)
 
 
-def _family(
+def _build_family(
     kind: Literal["gauge", "counter"], name: str, text: str, samples: tuple[tuple[Mapping[str, str], float | None], ...]
 ) -> Iterator[MetricFamily]:
     known = tuple((labels, float(value)) for labels, value in samples if value is not None)
@@ -66,42 +66,42 @@ def _family(
         yield MetricFamily(name=name, kind=kind, help=text, samples=known)
 
 
-def _of_run(figures: RunFigures) -> Iterator[MetricFamily]:
+def _build_run_families(figures: RunFigures) -> Iterator[MetricFamily]:
     progress, plan = figures.progress, figures.plan
     info = {
         "version": dtctl.__version__,
         "kind": plan.kind if plan else "",
         "slurm_job": progress.job.job if progress.job else "",
     }
-    yield from _gauge(
+    yield from _build_gauge(
         "dtctl_run_info", "Facts about the run; slurm_job: id of its job, if it is one of Slurm.", (info, 1)
     )
     statuses = [({"status": status}, progress.status == status) for status in STATUSES]
-    yield from _gauge("dtctl_run_status", "1 for the status that the run has.", *statuses)
-    yield from _gauge("dtctl_start_time_seconds", "When the run began, since the epoch.", ({}, figures.started))
-    yield from _gauge("dtctl_last_event_time_seconds", "When the newest event happened.", ({}, progress.last))
-    yield from _gauge("dtctl_workers", "Workers of the run.", ({}, plan.world_size if plan else None))
-    yield from _gauge(
+    yield from _build_gauge("dtctl_run_status", "1 for the status that the run has.", *statuses)
+    yield from _build_gauge("dtctl_start_time_seconds", "When the run began, since the epoch.", ({}, figures.started))
+    yield from _build_gauge("dtctl_last_event_time_seconds", "When the newest event happened.", ({}, progress.last))
+    yield from _build_gauge("dtctl_workers", "Workers of the run.", ({}, plan.world_size if plan else None))
+    yield from _build_gauge(
         "dtctl_launch_seconds", "From the launcher's start to all workers started.", ({}, progress.launch_s)
     )
-    yield from _counter("dtctl_attempts_total", "Attempts that were started.", ({}, progress.attempt + 1))
-    yield from _counter("dtctl_restarts_total", "Restarts of all workers.", ({}, len(progress.restarts)))
-    yield from _counter("dtctl_hangs_total", "How often the run has hung.", ({}, figures.hangs))
-    yield from _counter("dtctl_snapshots_total", "Snapshots that were begun.", ({}, figures.snapshots))
+    yield from _build_counter("dtctl_attempts_total", "Attempts that were started.", ({}, progress.attempt + 1))
+    yield from _build_counter("dtctl_restarts_total", "Restarts of all workers.", ({}, len(progress.restarts)))
+    yield from _build_counter("dtctl_hangs_total", "How often the run has hung.", ({}, figures.hangs))
+    yield from _build_counter("dtctl_snapshots_total", "Snapshots that were begun.", ({}, figures.snapshots))
     firing = Counter("restart" if alert.startswith("restart-") else alert for alert in progress.alerts)
     rules = [({"alert": rule}, firing[rule]) for rule in RULES]
-    yield from _gauge("dtctl_alerts_firing", "Alerts of metrics.alerts that are firing.", *rules)
+    yield from _build_gauge("dtctl_alerts_firing", "Alerts of metrics.alerts that are firing.", *rules)
 
 
-def _of_nodes(figures: RunFigures) -> Iterator[MetricFamily]:
+def _build_node_families(figures: RunFigures) -> Iterator[MetricFamily]:
     progress = figures.progress
     states = Counter(progress.nodes.values())
     counts = [({"state": state}, states[state]) for state in NODE_STATES]
-    yield from _gauge("dtctl_nodes", "Nodes in each state.", *counts)
+    yield from _build_gauge("dtctl_nodes", "Nodes in each state.", *counts)
     running = [({"node": node}, state == "running") for node, state in sorted(progress.nodes.items())]
-    yield from _gauge("dtctl_node_running", "1 while the node's workers run.", *running)
+    yield from _build_gauge("dtctl_node_running", "1 while the node's workers run.", *running)
     failures = [({"node": node}, figures.failures[node]) for node in sorted(progress.all_nodes)]
-    yield from _counter(
+    yield from _build_counter(
         "dtctl_worker_failures_total",
         "Workers and agents that failed, without those that were stopped because of it.",
         *failures,
@@ -109,17 +109,23 @@ def _of_nodes(figures: RunFigures) -> Iterator[MetricFamily]:
 
 
 def _of_training(figures: RunFigures) -> Iterator[MetricFamily]:
-    yield from _gauge("dtctl_step", "Optimizer steps done.", ({}, figures.step))
-    yield from _gauge("dtctl_last_step_time_seconds", "When a step was last seen to be done.", ({}, figures.stepped))
-    yield from _gauge("dtctl_snapshot_step", "Step of the newest snapshot.", ({}, figures.snapshot_step))
+    yield from _build_gauge("dtctl_step", "Optimizer steps done.", ({}, figures.step))
+    yield from _build_gauge(
+        "dtctl_last_step_time_seconds", "When a step was last seen to be done.", ({}, figures.stepped)
+    )
+    yield from _build_gauge("dtctl_snapshot_step", "Step of the newest snapshot.", ({}, figures.snapshot_step))
     row = figures.row
     for key, (name, text) in _ROW.items():
         if key in row:
             value = row[key]
             # Samples have no tokens where that is null; a loss that is null was not finite.
-            yield from _gauge(name, text, ({}, math.nan if value is None and key in ("loss", "grad_norm") else value))
+            yield from _build_gauge(
+                name, text, ({}, math.nan if value is None and key in ("loss", "grad_norm") else value)
+            )
     others = [({"name": key}, value) for key, value in row.items() if key not in _ROW and key not in _NO_VALUE]
-    yield from _gauge("dtctl_logged", "Whatever else the newest logged step has, by its key in metrics.jsonl.", *others)
+    yield from _build_gauge(
+        "dtctl_logged", "Whatever else the newest logged step has, by its key in metrics.jsonl.", *others
+    )
 
 
 def _of_ledger(figures: RunFigures) -> Iterator[MetricFamily]:
@@ -127,30 +133,32 @@ def _of_ledger(figures: RunFigures) -> Iterator[MetricFamily]:
     phases = ledger.phases_s
     spent = [({"phase": phase}, phases.get(phase)) for phase in PHASES]
     # Not counters: what was useful is lost when a step has to be done again.
-    yield from _gauge("dtctl_phase_seconds", "Time by phase; the phases add up to the time of the run.", *spent)
-    yield from _gauge(
+    yield from _build_gauge("dtctl_phase_seconds", "Time by phase; the phases add up to the time of the run.", *spent)
+    yield from _build_gauge(
         "dtctl_goodput_ratio", "Share of the time that went into steps which count.", ({}, ledger.goodput)
     )
-    yield from _gauge("dtctl_steps_lost", "Steps that had to be done again.", ({}, ledger.steps_lost))
+    yield from _build_gauge("dtctl_steps_lost", "Steps that had to be done again.", ({}, ledger.steps_lost))
 
 
-def page(found: Iterator[MetricFamily], run: str) -> str:
+def format_prometheus_text(found: Iterator[MetricFamily], run: str) -> str:
     """Return the families in Prometheus' text format, version 0.0.4."""
     lines = []
     for family in found:
-        lines += [f"# HELP {family.name} {_escaped(family.help)}", f"# TYPE {family.name} {family.kind}"]
+        lines += [f"# HELP {family.name} {_escape_metric_text(family.help)}", f"# TYPE {family.name} {family.kind}"]
         for labels, value in family.samples:
-            pairs = ",".join(f'{name}="{_escaped(text, quotes=True)}"' for name, text in {"run": run, **labels}.items())
-            lines.append(f"{family.name}{{{pairs}}} {_number(value)}")
+            pairs = ",".join(
+                f'{name}="{_escape_metric_text(text, quotes=True)}"' for name, text in {"run": run, **labels}.items()
+            )
+            lines.append(f"{family.name}{{{pairs}}} {_format_sample_value(value)}")
     return "\n".join(lines) + "\n"
 
 
-def _escaped(text: str, *, quotes: bool = False) -> str:
+def _escape_metric_text(text: str, *, quotes: bool = False) -> str:
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
     return text.replace('"', '\\"') if quotes else text
 
 
-def _number(value: float) -> str:
+def _format_sample_value(value: float) -> str:
     if math.isfinite(value):
         return repr(int(value)) if value.is_integer() and abs(value) < 1 << 53 else repr(value)
     return "NaN" if math.isnan(value) else ("+Inf" if value > 0 else "-Inf")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,54 +15,54 @@ from typing import Final
 
 from dtctl import folders, names
 from dtctl.launch.records.events import (
+    AttemptRestarting,
     AttemptRunning,
     AttemptStarting,
     Event,
     FirstFailure,
-    Hung,
-    Restarting,
+    HangDetected,
     RunEnded,
     RunPlanned,
     RunProgress,
+    RunStopping,
     SnapshotBegun,
-    Stopping,
     WorkerExited,
-    parse,
+    parse_event,
 )
-from dtctl.launch.records.ledger import LedgerFacts
+from dtctl.launch.records.ledger import LedgerFacts, read_ledger
 from dtctl.launch.records.metrics_rows import parse_row
-from dtctl.launch.records.record import RUN_BYTES, RunRecord
+from dtctl.launch.records.record import RunRecord
 
 READ_BYTES: Final = 4 << 20
-"""Bytes of one file, in one look; what is left is read in the next ones."""
+"""Bytes that are read of one file at a time; the rest is read the next times."""
 LINE_BYTES: Final = 1 << 20
-"""A longer line is no event and no row."""
+"""Most bytes of a line that counts as an event or a row."""
 LOG_BYTES: Final = 64 << 10
-"""Bytes of the end of a failed worker's log."""
+"""Bytes that are read at the end of a failed worker's log."""
 _NOT_FINITE: Final = re.compile(rb"^error: (the gradients? of step.{1,500}? not finite.{0,500})", re.MULTILINE)
 """Message with which dtctl/runtime/guards/nonfinite.py ends a run."""
 KEYS: Final = 100
-"""Keys of a logged step that are shown; a key of the job's own would become a time series for good."""
+"""Most keys of a logged step that are shown, since each key of a job becomes a time series."""
 _KEY: Final = re.compile(r"[\w./ :-]{1,100}\Z", re.ASCII)
 SHORT_STEPS: Final = 5
-"""Logged steps of an attempt that do not count for its speed: it compiles, and its caches fill."""
+"""First logged steps of an attempt that do not count for its speed, since it compiles and fills caches."""
 RECENT_ROWS: Final = 5
 REFERENCE_ROWS: Final = 20
 
 
-class Tail:
-    """The lines of a file that were added since the last look."""
+class FileTail:
+    """Reader of the lines that were added to a file."""
 
     def __init__(self, path: Path) -> None:
-        """Nothing was read yet."""
+        """Begin at the start of the file."""
         self._path = path
         self._offset = 0
         self._partial = b""
         self.is_behind = False
-        """True if there was more to read at the last look."""
+        """True if there was more to read the last time."""
 
     def lines(self) -> list[str]:
-        """Return the whole lines that are new; all, if the file has started again since the last look."""
+        """Return the complete new lines; all lines, if the file has been written again since the last time."""
         try:
             fd = folders.open_regular(str(self._path))
         except OSError:
@@ -94,12 +93,12 @@ class TrainingSpeed:
     _rows: deque[float] = field(default_factory=lambda: deque(maxlen=REFERENCE_ROWS))
 
     def begin_attempt(self) -> None:
-        """The next steps are slow for a while."""
+        """Ignore the next steps, which are slow after a start."""
         self._skip = SHORT_STEPS
         self._rows.clear()
 
     def add(self, value: float) -> None:
-        """Another logged step."""
+        """Add the speed of a logged step."""
         if self._skip:
             self._skip -= 1
             return
@@ -108,14 +107,14 @@ class TrainingSpeed:
             self.best = max(self.best, sorted(self._rows)[REFERENCE_ROWS // 2])
 
     @property
-    def recent(self) -> float | None:
+    def recent_median(self) -> float | None:
         """Median of the last `RECENT_ROWS` logged steps; None before there were as many."""
         return sorted(list(self._rows)[-RECENT_ROWS:])[RECENT_ROWS // 2] if len(self._rows) >= RECENT_ROWS else None
 
 
 @dataclass(slots=True)
 class RunFigures:
-    """A run at one moment."""
+    """State of a run at one moment."""
 
     run: str
     started: float
@@ -143,7 +142,7 @@ class RunFigures:
 
     @property
     def ends(self) -> bool:
-        """Return whether no more steps follow in this attempt, though its processes are still there."""
+        """Return whether no more steps follow in this attempt, although its processes still run."""
         return self.ledger.phase == "stop"
 
 
@@ -151,7 +150,7 @@ class FigureCollector:
     """Keeps the figures of a run up to date."""
 
     def __init__(self, record: RunRecord, *, clock: Callable[[], float] = time.time) -> None:
-        """Nothing was read yet.
+        """Prepare to read the run's files from their beginning.
 
         Args:
             record: of the run.
@@ -162,8 +161,8 @@ class FigureCollector:
         """
         self._record = record
         self.figures = RunFigures(run=record.run, started=record.info().started)
-        self._events = Tail(record.folder / names.EVENTS_FILE)
-        self._rows = Tail(record.folder / names.METRICS_FILE)
+        self._events = FileTail(record.folder / names.EVENTS_FILE)
+        self._rows = FileTail(record.folder / names.METRICS_FILE)
         self._ledger = record.folder / names.LEDGER_FILE
         self._ledger_seen: tuple[int, int] | None = None
         self._clock = clock
@@ -177,19 +176,19 @@ class FigureCollector:
         """Return whether there is more to read at once."""
         return self._events.is_behind or self._rows.is_behind
 
-    def look(self) -> list[Event]:
-        """Read what is new; the events among it."""
-        events = [event for event in map(parse, self._events.lines()) if event is not None]
+    def collect_new_events(self) -> list[Event]:
+        """Read new lines; return the events among them."""
+        events = [event for event in map(parse_event, self._events.lines()) if event is not None]
         for event in events:
-            self._apply(event)
+            self._apply_event(event)
         self._read_ledger()
-        spoilt = [self._add(row) for row in _rows(self._rows.lines())]
+        spoilt = [self._add_logged_step(row) for row in _parse_metric_rows(self._rows.lines())]
         if any(found is not None for found in spoilt):
             # One bad step among good ones is reported, too; its end follows from the next look with rows.
             self.figures.spoilt = next((found for found in spoilt if found), "")
         return events
 
-    def _apply(self, event: Event) -> None:
+    def _apply_event(self, event: Event) -> None:
         figures = self.figures
         figures.progress.apply(event)
         match event:
@@ -204,19 +203,19 @@ class FigureCollector:
                 figures.running_since = event.time
             case WorkerExited() if event.exit_code and not self._stopping:
                 figures.failures[event.node] += 1
-            case Stopping():
+            case RunStopping():
                 self._stopping = True
-            case Hung():
+            case HangDetected():
                 figures.hangs += 1
             case SnapshotBegun():
                 figures.snapshots += 1
                 figures.snapshot_step = event.step
-            case Restarting():
-                self._failed(event.node, event.rank)
+            case AttemptRestarting():
+                self._record_gradient_failure(event.node, event.rank)
             case RunEnded(first_failure=FirstFailure(node=node, rank=rank)):
-                self._failed(node, rank)
+                self._record_gradient_failure(node, rank)
 
-    def _failed(self, node: str | None, rank: int | None) -> None:
+    def _record_gradient_failure(self, node: str | None, rank: int | None) -> None:
         """Note a worker that failed because of a gradient that was not finite, by the log of dtctl.runtime."""
         if node is None or rank is None:
             return
@@ -235,15 +234,16 @@ class FigureCollector:
             status = self._ledger.stat()
             if (seen := (status.st_mtime_ns, status.st_ino)) == self._ledger_seen:
                 return
-            ledger = LedgerFacts.parse(json.loads(folders.read_regular(str(self._ledger), RUN_BYTES)))
-        except (OSError, ValueError, RecursionError):
+        except OSError:
+            return
+        if (ledger := read_ledger(self._ledger)) is None:
             return
         self._ledger_seen, self.figures.ledger = seen, ledger
         if ledger.steps is not None:
             self._note_step("ledger", ledger.steps)
 
-    def _add(self, row: dict[str, float | None]) -> str | None:
-        """Take a logged step into account: what of it is not finite; None for one that was known."""
+    def _add_logged_step(self, row: dict[str, float | None]) -> str | None:
+        """Count a logged step; return its values that are not finite, or None if the step was known."""
         # An attempt sends the rows of earlier ones again, which are not new.
         logged = row.get("time") or math.inf
         if logged <= self._newest_row:
@@ -259,7 +259,7 @@ class FigureCollector:
         return f"{' and '.join(spoilt)} of step {step} not finite" if spoilt else ""
 
     def _note_step(self, source: str, step: int) -> None:
-        """Take in a step number from one of the sources; it falls when training goes back to a snapshot."""
+        """Record a step number from one of the sources; it decreases when training returns to a snapshot."""
         before = self._told_steps.get(source)
         self._told_steps[source] = step
         self.figures.step = max(self._told_steps.values())
@@ -268,19 +268,19 @@ class FigureCollector:
             self.figures.stepped = self._clock()
 
 
-def _rows(lines: list[str]) -> Iterator[dict[str, float | None]]:
-    """Rows of metrics.jsonl; what is none is left out."""
+def _parse_metric_rows(lines: list[str]) -> Iterator[dict[str, float | None]]:
+    """Yield rows of metrics.jsonl; other lines are left out."""
     for row in map(parse_row, lines):
         if row is not None:
             known = ((name, value) for name, value in row.items() if _KEY.match(name) and _is_figure(value))
-            yield {name: _value(value) for name, value in islice(known, KEYS)}
+            yield {name: _convert_to_finite(value) for name, value in islice(known, KEYS)}
 
 
 def _is_figure(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def _value(value: float | None) -> float | None:
+def _convert_to_finite(value: float | None) -> float | None:
     """Return a number that can be shown, or None for one that is not finite."""
     try:
         return float(value) if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""An alert as others read it: Prometheus Alertmanager's webhooks, and chats. Pure."""
+"""Alerts in the formats of receivers: Prometheus Alertmanager's webhooks, and chats. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dtctl.launch.records.events import AlertChanged
-from dtctl.printable import printable
+from dtctl.printable import make_printable
 
 NEVER: Final = "0001-01-01T00:00:00Z"
 """End time that Alertmanager writes for an alert that is not over."""
@@ -33,25 +33,25 @@ class AlertMessage:
     @property
     def text(self) -> str:
         """Return a human-readable text without control characters."""
-        return printable(self.change.text)
+        return make_printable(self.change.text)
 
     @property
     def fingerprint(self) -> str:
-        """The same for all changes of one alert."""
+        """Identifier that all changes of one alert have in common."""
         return hashlib.sha256(f"{self.run}\n{self.change.alert}".encode()).hexdigest()[:16]
 
 
-def webhook(message: AlertMessage) -> dict[str, Any]:
-    """Return the body of a webhook: version 4 of Alertmanager's format, and the text that chats look for."""
+def build_webhook_body(message: AlertMessage) -> dict[str, Any]:
+    """Return the body of a webhook: version 4 of Alertmanager's format, and the text that chats read."""
     state, alert = message.change.state, message.change.alert
-    labels = {"alertname": alert, "run": message.run, "job": message.job, "severity": _severity(alert)}
+    labels = {"alertname": alert, "run": message.run, "job": message.job, "severity": _choose_severity(alert)}
     notes = {"summary": message.title, "description": message.text}
     entry = {
         "status": state,
         "labels": labels,
         "annotations": notes,
-        "startsAt": _moment(message.began),
-        "endsAt": _moment(message.change.time) if state == "resolved" else NEVER,
+        "startsAt": _format_utc_time(message.began),
+        "endsAt": _format_utc_time(message.change.time) if state == "resolved" else NEVER,
         "generatorURL": "",
         "fingerprint": message.fingerprint,
     }
@@ -70,9 +70,9 @@ def webhook(message: AlertMessage) -> dict[str, Any]:
     }
 
 
-def _severity(alert: str) -> str:
+def _choose_severity(alert: str) -> str:
     return "critical" if alert in ("failed", "no-step", "loss-not-finite") else "warning"
 
 
-def _moment(seconds: float) -> str:
+def _format_utc_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"

@@ -15,10 +15,10 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 CLIENT_S: Final = 10.0
 """Seconds from the connection of a client to the end of its answer."""
 MANY: Final = 16
-"""Clients at a time. One more takes the place of the oldest, so that slow ones do not block others."""
+"""Most clients at a time. A further client replaces the oldest, so that slow ones do not block others."""
 
 
-class _Clients:
+class _ClientConnections:
     """The connections that are open, the oldest first."""
 
     def __init__(self) -> None:
@@ -26,31 +26,31 @@ class _Clients:
         self._lock = threading.Lock()
 
     def add(self, client: socket.socket) -> None:
-        """Note a new one, which takes the place of the oldest where there are many."""
+        """Add a new connection; if there are too many, it replaces the oldest."""
         with self._lock:
             while len(self._since) >= MANY:
-                self._end(next(iter(self._since)))
+                self._close_client(next(iter(self._since)))
             self._since[client] = time.monotonic()
 
     def remove(self, client: socket.socket) -> None:
-        """Forget one that is over."""
+        """Remove a connection that has ended."""
         with self._lock:
             self._since.pop(client, None)
 
-    def end_late(self) -> None:
+    def close_expired_clients(self) -> None:
         """End the clients that have exceeded their time, however often they send a byte."""
         latest = time.monotonic() - CLIENT_S
         with self._lock:
             for client in [client for client, since in self._since.items() if since < latest]:
-                self._end(client)
+                self._close_client(client)
 
-    def _end(self, client: socket.socket) -> None:
+    def _close_client(self, client: socket.socket) -> None:
         del self._since[client]
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)  # its thread finds the end, and closes it
 
 
-class Page:
+class MetricsServer:
     """Serves what `text` returns, in threads."""
 
     def __init__(self, address: str, port: int, text: Callable[[], str]) -> None:
@@ -59,12 +59,12 @@ class Page:
         Args:
             address: to listen at, numeric or a name.
             port: to listen at; 0: any that is free.
-            text: the page, asked for at each request.
+            text: returns the page; called for each request.
 
         Raises:
             OSError: that is not possible.
         """
-        clients = _Clients()
+        clients = _ClientConnections()
 
         class Handler(BaseHTTPRequestHandler):
             timeout = CLIENT_S
@@ -88,7 +88,7 @@ class Page:
                 self.do_GET()
 
             def log_message(self, *_: Any) -> None:
-                """Log no requests."""
+                """Keep requests out of standard error."""
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
@@ -108,10 +108,10 @@ class Page:
                 super().shutdown_request(request)
 
             def service_actions(self) -> None:
-                clients.end_late()
+                clients.close_expired_clients()
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """A client that has gone away is no concern of the run's."""
+                """Ignore clients that have disconnected."""
 
         self._server = Server((address, port), Handler)
         threading.Thread(target=self._server.serve_forever, args=(0.5,), name="page", daemon=True).start()
@@ -122,6 +122,6 @@ class Page:
         return int(self._server.server_address[1])
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and end the thread of the page."""
         self._server.shutdown()
         self._server.server_close()

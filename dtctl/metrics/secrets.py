@@ -1,4 +1,4 @@
-"""Values that a spec names and does not hold: from variables and files of this machine."""
+"""Values that a spec only names, from variables and files of this machine."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from dtctl.spec.model import Secret, Spec
 SECRET_BYTES: Final = 64 << 10
 
 
-def read_secrets(spec: Spec) -> dict[str, str]:
-    """Key -> value of all secrets that the section `metrics` names.
+def read_metrics_secrets(spec: Spec) -> dict[str, str]:
+    """Return key -> value of all secrets that the section `metrics` names.
 
     Raises:
         PlanError: one of them is not set, cannot be read, can be read by others, or would be pushed to the nodes.
     """
-    return {key: read(spec, key, secret) for key, secret in (spec.metrics.secrets if spec.metrics else {}).items()}
+    return {
+        key: read_secret_value(spec, key, secret)
+        for key, secret in (spec.metrics.secrets if spec.metrics else {}).items()
+    }
 
 
-def read(spec: Spec, key: str, secret: Secret) -> str:
+def read_secret_value(spec: Spec, key: str, secret: Secret) -> str:
     """Return the value of one secret, without white space at its ends.
 
     Raises:
-        PlanError: as `read_secrets`.
+        PlanError: as `read_metrics_secrets`.
     """
     if secret.env is not None:
         value = os.environ.get(secret.env, "").strip()
@@ -43,7 +46,7 @@ def read(spec: Spec, key: str, secret: Secret) -> str:
             raise PlanError(f"{path} is in the folder that is sent to the nodes", where=key, hint=hint)
     try:
         if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise PlanError(f"{path} can be read by others", where=key, hint=f"chmod 600 {shell.quote(str(path))}")
+            raise PlanError(f"{path} can be read by others", where=key, hint=f"chmod 600 {shell.quote_word(str(path))}")
         value = folders.read_regular(str(path), SECRET_BYTES).decode(errors="replace").strip()
     except OSError as exc:
         raise PlanError(f"{path} cannot be read: {exc.strerror}", where=key) from exc

@@ -20,22 +20,22 @@ from typing import Any, Final
 ANSWER_S: Final = 5.0
 """Seconds for a receiver to answer; alerts have to arrive within 10 s."""
 RETRY_S: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
-"""Seconds until what could not be delivered is sent again; the last one from then on."""
+"""Seconds until a message that could not be delivered is sent again; the last number repeats."""
 WAITING: Final = 100
-"""Most messages that wait for one receiver; the oldest is given up for another."""
+"""Most messages that wait for one receiver; a further one replaces the oldest."""
 
 
 class DeliveryFailed(Exception):
     """A receiver did not accept a message; the text is for the user and names no address."""
 
     def __init__(self, text: str, *, final: bool = False) -> None:
-        """`final`: it would not take it another time either."""
+        """`final`: the receiver would refuse it again."""
         super().__init__(text)
         self.final = final
 
 
-class Outlet:
-    """One receiver, and what waits to be sent to it."""
+class MessageSender:
+    """Sender to one receiver, with the messages that wait."""
 
     def __init__(self, name: str, send: Callable[[Any], None], tell: Callable[[str], None]) -> None:
         """Begin to deliver.
@@ -43,32 +43,32 @@ class Outlet:
         Args:
             name: human-readable: `metrics.alerts.webhook`.
             send: delivers one message; raises DeliveryFailed.
-            tell: called once with the error when that fails.
+            tell: function that is called once with the error when that fails.
         """
         self.name = name
         self.failures = 0
-        """Messages that were not taken; one that is sent again counts each time."""
+        """Number of failed deliveries; a message that is sent again counts each time."""
         self._send, self._tell = send, tell
         self._waiting: deque[Any] = deque(maxlen=WAITING)
         self._changed = threading.Condition()
         self._busy = self._told = False
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        threading.Thread(target=self._send_waiting_messages, name=name, daemon=True).start()
 
     def put(self, message: Any) -> None:
-        """Have a message delivered."""
+        """Queue a message for delivery."""
         with self._changed:
             self._waiting.append(message)
             self._changed.notify_all()
 
     def flush(self, deadline: float) -> bool:
-        """Wait until all was delivered, or until `deadline` on the monotonic clock; whether it was."""
+        """Wait until all messages are delivered, or until `deadline` (monotonic clock); return True if they are."""
         with self._changed:
             while self._waiting or self._busy:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return False
         return True
 
-    def _run(self) -> None:
+    def _send_waiting_messages(self) -> None:
         tries = 0
         while True:
             with self._changed:
@@ -125,13 +125,13 @@ def post_json(url: str, body: Mapping[str, Any]) -> None:
     except (OSError, http.client.HTTPException) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
         final = isinstance(exc, http.client.InvalidURL)
-        raise DeliveryFailed(_reason(reason), final=final) from None
+        raise DeliveryFailed(_describe_connection_error(reason), final=final) from None
     except ValueError:
         raise DeliveryFailed("its URL or a header is not valid", final=True) from None
 
 
-def _reason(error: object) -> str:
-    """Return what is wrong with a connection, in words that hold no address."""
+def _describe_connection_error(error: object) -> str:
+    """Return the error of a connection in words without an address."""
     if isinstance(error, ssl.SSLError):
         text = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
         return f"TLS: {text or 'the handshake failed'}"

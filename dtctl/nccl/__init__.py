@@ -1,1 +1,1 @@
-"""Facts about a network turned into communication variables, each with its reason."""
+"""Communication variables that follow from facts about a network, each with its reason."""

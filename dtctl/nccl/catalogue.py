@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclVariable:
-    """One variable."""
+    """A variable that NCCL, or torch for NCCL, reads."""
 
     name: str
     meaning: str
@@ -33,17 +33,17 @@ class NcclVariable:
 
 
 @functools.cache
-def catalogue() -> dict[str, NcclVariable]:
+def load_variable_catalogue() -> dict[str, NcclVariable]:
     """Return all variables by name, in the order of the file."""
     import yaml
 
     text = resources.files("dtctl.nccl").joinpath("catalogue.yaml").read_text(encoding="utf-8")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     entries: dict[str, dict[str, Any]] = yaml.load(text, Loader=loader)  # noqa: S506 - a safe loader, either of them
-    return {name: _variable(name, entry) for name, entry in entries.items()}
+    return {name: _build_catalogue_variable(name, entry) for name, entry in entries.items()}
 
 
-def _variable(name: str, entry: dict[str, Any]) -> NcclVariable:
+def _build_catalogue_variable(name: str, entry: dict[str, Any]) -> NcclVariable:
     risky = entry.pop("risky", ())
     for key in ("default", "since"):
         entry[key] = str(entry.get(key, ""))
@@ -54,5 +54,5 @@ def _variable(name: str, entry: dict[str, Any]) -> NcclVariable:
 @functools.cache
 def closest_name(name: str) -> str:
     """Return the known variable that `name` is probably a misspelling of; empty when none is near."""
-    matches = difflib.get_close_matches(name, catalogue(), n=1, cutoff=0.9)
+    matches = difflib.get_close_matches(name, load_variable_catalogue(), n=1, cutoff=0.9)
     return matches[0] if matches else ""

@@ -1,4 +1,4 @@
-"""Interface that NCCL takes for a value of NCCL_SOCKET_IFNAME."""
+"""Interface that NCCL selects for a value of NCCL_SOCKET_IFNAME."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def choose(value: str, interfaces: Sequence[Mapping[str, Any]]) -> str:
+def choose_interface(value: str, interfaces: Sequence[Mapping[str, Any]]) -> str:
     """Return the name of the first interface with an address that NCCL takes; empty if there is none.
 
     Args:

@@ -1,4 +1,4 @@
-"""Variables that a network needs, with their reasons. Pure; as few as possible: every value hides a default.
+"""Variables that a network needs, with their reasons. Pure; as few as possible, since every value replaces a default.
 
 Sources: NVIDIA's NCCL environment guide; the EFA cheat sheet of AWS; azurehpc-health-checks; NVIDIA's appendix for GCP.
 """
@@ -25,30 +25,30 @@ class NetworkProfile:
     interface: str
     """Interface that packets to the other nodes leave by; empty when there is none or no other node."""
     named: bool = False
-    """True if the spec names that interface (`network.interface`), whatever way packets take by themselves."""
+    """True if the spec names that interface (`network.interface`); packets may use another interface by default."""
     rdma: Sequence[Mapping[str, str]] = ()
     """Ports of RDMA devices: device, port, state, link_layer; `verbs` is no where the job may not open the device."""
     nodes: int = 1
 
 
-def detect(network: NetworkProfile) -> str:
-    """Return the profile that fits what was found; clouds other than AWS cannot be told from what their nodes show."""
+def find_matching_profile(network: NetworkProfile) -> str:
+    """Return the profile that fits the facts; among clouds, only AWS can be recognized on its nodes."""
     if network.nodes == 1:
         return "nvlink"
-    active = _usable(network)
+    active = _list_usable_ports(network)
     if any(port["device"].startswith(("efa", "rdmap")) for port in active):
         return "efa"
     if any(port["link_layer"] == "InfiniBand" for port in active):
         return "infiniband"
-    return "roce" if any(_routable(port) for port in active) else "ethernet"
+    return "roce" if any(_is_port_routable(port) for port in active) else "ethernet"
 
 
-def _usable(network: NetworkProfile) -> list[Mapping[str, str]]:
-    """Ports with a link whose device a job can open: in a container the kernel lists more than were handed in."""
+def _list_usable_ports(network: NetworkProfile) -> list[Mapping[str, str]]:
+    """Return ports with a link whose device a job can open; in a container the kernel also lists other devices."""
     return [port for port in network.rdma if "ACTIVE" in port["state"] and port.get("verbs") != "no"]
 
 
-def _routable(port: Mapping[str, str]) -> bool:
+def _is_port_routable(port: Mapping[str, str]) -> bool:
     """Return whether a port can do RoCE between nodes by its table of addresses: RoCE v2 needs one with IPv4.
 
     The virtual function behind Azure's accelerated networking is an active port without one.
@@ -56,8 +56,8 @@ def _routable(port: Mapping[str, str]) -> bool:
     return port.get("roce", "") != "no"
 
 
-def settings(profile: str, network: NetworkProfile) -> list[VariableSetting]:
-    """Return what to set for a profile (one of `network.profile`, not auto) on a node."""
+def list_profile_variables(profile: str, network: NetworkProfile) -> list[VariableSetting]:
+    """Return the variables for a profile (one of `network.profile`, not auto) on a node."""
     if network.nodes == 1 or profile == "nvlink":
         return []  # GPUs of one machine find their ways themselves
     result = []
@@ -75,7 +75,7 @@ def settings(profile: str, network: NetworkProfile) -> list[VariableSetting]:
     return result + _PROFILES[profile](network)
 
 
-def _ethernet(network: NetworkProfile) -> list[VariableSetting]:
+def _list_ethernet_variables(network: NetworkProfile) -> list[VariableSetting]:
     if not network.rdma:
         return []
     return [
@@ -85,14 +85,14 @@ def _ethernet(network: NetworkProfile) -> list[VariableSetting]:
     ]
 
 
-def _rdma(network: NetworkProfile) -> list[VariableSetting]:
+def _list_rdma_variables(network: NetworkProfile) -> list[VariableSetting]:
     variables = [
         VariableSetting(
             name="NCCL_NET", value="IB", reason="an error instead of a silent, ten times slower fall-back to TCP"
         )
     ]
     devices = dict.fromkeys(port["device"] for port in network.rdma)
-    active = _usable(network)
+    active = _list_usable_ports(network)
     if any(port["link_layer"] == "InfiniBand" for port in active):
         active = [port for port in active if port["link_layer"] == "InfiniBand"]  # Ethernet beside it is for storage
     used = dict.fromkeys(port["device"] for port in active)
@@ -103,17 +103,17 @@ def _rdma(network: NetworkProfile) -> list[VariableSetting]:
     return variables
 
 
-def _efa(_: NetworkProfile) -> list[VariableSetting]:
+def _list_efa_variables(_: NetworkProfile) -> list[VariableSetting]:
     # Nothing of FI_PROVIDER, NCCL_PROTO or FI_EFA_USE_DEVICE_RDMA: aws-ofi-nccl 1.7 and newer decides better.
     return [
         VariableSetting(name="NCCL_NET", value="AWS Libfabric", reason="an error instead of a silent fall-back to TCP")
     ]
 
 
-def _azure(network: NetworkProfile) -> list[VariableSetting]:
+def _list_azure_variables(network: NetworkProfile) -> list[VariableSetting]:
     relaxed = "virtual machines need relaxed ordering for full bandwidth"
     return [
-        *_rdma(network),
+        *_list_rdma_variables(network),
         VariableSetting(name="NCCL_IB_PCI_RELAXED_ORDERING", value="1", reason=relaxed),
         VariableSetting(name="UCX_IB_PCI_RELAXED_ORDERING", value="on", reason=relaxed),
         VariableSetting(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason="GPUs in the order of the topology file"),
@@ -126,11 +126,11 @@ def _gcp_tcpxo(_: NetworkProfile) -> list[VariableSetting]:
 
 
 _PROFILES = {
-    "ethernet": _ethernet,
-    "roce": _rdma,
-    "infiniband": _rdma,
-    "efa": _efa,
-    "azure": _azure,
+    "ethernet": _list_ethernet_variables,
+    "roce": _list_rdma_variables,
+    "infiniband": _list_rdma_variables,
+    "efa": _list_efa_variables,
+    "azure": _list_azure_variables,
     "gcp-tcpxo": _gcp_tcpxo,
 }
 NOTES = {
@@ -139,4 +139,4 @@ NOTES = {
     "on GCP's A3 Ultra and A4 source the script of the gIB plug-in in job.setup, which sets NCCL_NET itself",
     "azure": "set NCCL_TOPO_FILE to the file of your machine size in /opt/microsoft",
 }
-"""Needs of a profile that cannot be decided here."""
+"""Return notes about needs of a profile that depend on facts that are not known here."""

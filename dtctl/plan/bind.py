@@ -1,8 +1,8 @@
 """Binding of a plan: from its template to one attempt, with the facts that are known where the workers start.
 
-build.py makes the template from a spec, on the control machine. What it leaves open are names and addresses of nodes,
-the rendezvous, the attempt's number, cores and GPUs: all that a launcher inside a Slurm job learns there, where neither
-the spec nor what reads it has to be. Standard library alone.
+build.py makes the template from a spec, on the control machine. It leaves open names and addresses of nodes, the
+rendezvous, the attempt's number, cores and GPUs: facts that a launcher inside a Slurm job finds there, where neither
+the spec nor the modules that read it are needed. Standard library alone.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 from dtctl import node_facts
 from dtctl.plan import environment as env
-from dtctl.plan.commands import Program, node_argv
+from dtctl.plan.commands import UserProgram, node_argv
 from dtctl.plan.model import (
     WORKER_KINDS,
     EnvVar,
     Kind,
     NodePlan,
-    Placement,
+    NodeRanks,
     Plan,
     Rendezvous,
-    Threads,
-    place,
+    ThreadCount,
+    assign_worker_ranks,
     world_size,
 )
 
@@ -38,12 +38,12 @@ class NodeTemplate:
     workdir: str
     python: str | None
     env: tuple[EnvVar, ...]
-    """Variables that do not depend on the node's place."""
+    """Variables that do not depend on the position of the node."""
     setup: tuple[str, ...]
     path: str
     gres: str | None
     rack: str | None
-    """Place where nodes of the same name are lost together; None: nothing is known of it."""
+    """Name shared by nodes that may be lost together (a rack); None: not known."""
     preload: tuple[str, ...]
     files: tuple[str, ...]
     job_python: str | None = None
@@ -64,15 +64,15 @@ class PlanTemplate:
     spec_digest: str
     live: bool
     notes: tuple[str, ...]
-    program: Program
-    share: env.Share | None
+    program: UserProgram
+    share: env.MachineShare | None
     """Share of the control machine that each node has; None: the nodes are machines of their own."""
     nodes: tuple[NodeTemplate, ...]
     """Templates of the nodes, by node rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class AttemptFacts:
     """Facts about one attempt that a plan needs."""
 
     number: int
@@ -81,28 +81,28 @@ class Attempt:
     """Node -> GPUs found on it."""
     cores: Mapping[str, int] = field(default_factory=dict)
     """Node -> cores that its processes may use, as found on it."""
-    threads: Threads | None = None
+    threads: ThreadCount | None = None
     """Threads that an earlier attempt of the run has counted; they hold for all attempts."""
 
 
-def bind_plan(template: PlanTemplate, attempt: Attempt) -> Plan:
+def bind_plan(template: PlanTemplate, attempt: AttemptFacts) -> Plan:
     """Return the plan of an attempt.
 
     Raises:
         PlanError: the kind of the job cannot run its program.
     """
-    placements = place({node.name: node.slots for node in template.nodes})
+    placements = assign_worker_ranks({node.name: node.slots for node in template.nodes})
     threads = None if template.share else attempt.threads or env.threads_of(attempt.cores, placements)
     total = world_size(placements)
-    on_cpus = all(_gpus(node, attempt.gpus) == 0 for node in template.nodes)
+    on_cpus = all(_count_template_gpus(node, attempt.gpus) == 0 for node in template.nodes)
     nodes = []
     for node, placement in zip(template.nodes, placements, strict=True):
-        variables = env.merge(
-            env.defaults(
+        variables = env.merge_variables(
+            env.build_default_variables(
                 kind=template.kind, slots=placement.slots, share=template.share, threads=threads, on_cpus=on_cpus
             ),
             node.env,
-            env.identity(
+            env.build_identity_variables(
                 run=template.run,
                 attempt=attempt.number,
                 kind=template.kind,
@@ -114,7 +114,7 @@ def bind_plan(template: PlanTemplate, attempt: Attempt) -> Plan:
                 rack=node.rack,
             ),
         )
-        nodes.append(_node(template, node, placement, attempt.rendezvous, variables))
+        nodes.append(_build_node_plan(template, node, placement, attempt.rendezvous, variables))
     return Plan(
         run=template.run,
         job=template.job,
@@ -134,8 +134,8 @@ def bind_plan(template: PlanTemplate, attempt: Attempt) -> Plan:
     )
 
 
-def _node(
-    template: PlanTemplate, node: NodeTemplate, placement: Placement, meeting: Rendezvous, env: tuple[EnvVar, ...]
+def _build_node_plan(
+    template: PlanTemplate, node: NodeTemplate, placement: NodeRanks, meeting: Rendezvous, env: tuple[EnvVar, ...]
 ) -> NodePlan:
     argv = node_argv(
         template.program,
@@ -166,8 +166,8 @@ def _node(
     )
 
 
-def _gpus(node: NodeTemplate, found: Mapping[str, int]) -> int | None:
-    """GPUs that a node shows its workers; None as long as it was not asked."""
+def _count_template_gpus(node: NodeTemplate, found: Mapping[str, int]) -> int | None:
+    """Return the number of GPUs that workers of a node can use; None before it is counted."""
     count = found.get(node.name)
     # The node has counted by its own variables; those of the job may show fewer.
     given = {variable.name: variable.value for variable in node.env}
@@ -179,23 +179,28 @@ def to_json(template: PlanTemplate) -> dict[str, Any]:
     return asdict(template)
 
 
-def from_json(document: Mapping[str, Any]) -> PlanTemplate:
+def parse_plan_template(document: Mapping[str, Any]) -> PlanTemplate:
     """Return the template that `to_json` has made an object of.
 
     Raises:
-        KeyError, TypeError: it has made none of this.
+        KeyError, TypeError: the object is not from `to_json`.
     """
     values = {**document}
     values["nodes"] = tuple(
-        NodeTemplate(**{**_tuples(NodeTemplate, node), "env": tuple(EnvVar(**variable) for variable in node["env"])})
+        NodeTemplate(
+            **{
+                **_convert_lists_to_tuples(NodeTemplate, node),
+                "env": tuple(EnvVar(**variable) for variable in node["env"]),
+            }
+        )
         for node in document["nodes"]
     )
-    values["program"] = Program(**_tuples(Program, document["program"]))
-    values["share"] = None if document["share"] is None else env.Share(**document["share"])
-    return PlanTemplate(**_tuples(PlanTemplate, values))
+    values["program"] = UserProgram(**_convert_lists_to_tuples(UserProgram, document["program"]))
+    values["share"] = None if document["share"] is None else env.MachineShare(**document["share"])
+    return PlanTemplate(**_convert_lists_to_tuples(PlanTemplate, values))
 
 
-def _tuples(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_lists_to_tuples(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a dataclass with tuples where JSON has lists."""
     known = {each.name for each in fields(kind)}
     return {name: tuple(each) if isinstance(each, list) else each for name, each in values.items() if name in known}

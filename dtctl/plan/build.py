@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING
 from dtctl import node_facts, shell
 from dtctl.errors import PlanError
 from dtctl.plan import environment as env
-from dtctl.plan.bind import Attempt, NodeTemplate, PlanTemplate, bind_plan
-from dtctl.plan.commands import Program, interpreter_of
+from dtctl.plan.bind import AttemptFacts, NodeTemplate, PlanTemplate, bind_plan
+from dtctl.plan.commands import UserProgram, interpreter_of
 from dtctl.plan.model import (
     WORKER_KINDS,
     EnvVar,
-    Generated,
+    GeneratedConfig,
     Kind,
-    Placement,
+    NodeRanks,
     Plan,
     Rendezvous,
-    Threads,
-    place,
+    ThreadCount,
+    assign_worker_ranks,
     require_equal_slots,
     world_size,
 )
-from dtctl.plan.rendezvous import numeric, port_candidates, rendezvous
+from dtctl.plan.rendezvous import build_rendezvous, list_rendezvous_ports, resolve_numeric_address
 from dtctl.plan.warnings import list_warnings
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
 
 if TYPE_CHECKING:
-    from dtctl.plan.recovery import Recovery
+    from dtctl.plan.recovery import RecoveryPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +45,21 @@ class PlanFacts:
     address: str | None = None
     """Numeric address of the head node; None: look its name up here."""
     port: int | None = None
-    """Port found free on the head node; None: the one that is tried first."""
+    """Port found free on the head node; None: the first port to try."""
     gpus: Mapping[str, int] = field(default_factory=dict)
     """Node -> GPUs found on it, for `slots: auto`; a node that is not here counts as one without GPUs."""
     cores: Mapping[str, int] = field(default_factory=dict)
     """Node -> cores that its processes may use, as found on it."""
-    threads: Threads | None = None
+    threads: ThreadCount | None = None
     """Threads that an earlier attempt of the run has counted; they hold for all attempts."""
-    share: env.Share | None = None
+    share: env.MachineShare | None = None
     """Share of the control machine that each node has; None: the nodes are machines of their own."""
     source: str = ""
     """Text of the job's script, for the modules that it imports; empty when there is none."""
 
 
-_TAKES_ARGUMENTS = re.compile(r"\$\{?[@*1-9#]")
-"""Marks of arguments in a line for a shell."""
+_TAKES_ARGUMENTS = r"\$\{?[@*1-9#]"
+"""Pattern of arguments in a line for a shell."""
 
 
 def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, facts: PlanFacts | None = None) -> Plan:
@@ -68,7 +68,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     template, meeting = make_template(spec, nodes, run=run, attempt=attempt, facts=facts)
     return bind_plan(
         template,
-        Attempt(number=attempt, rendezvous=meeting, gpus=facts.gpus, cores=facts.cores, threads=facts.threads),
+        AttemptFacts(number=attempt, rendezvous=meeting, gpus=facts.gpus, cores=facts.cores, threads=facts.threads),
     )
 
 
@@ -82,26 +82,31 @@ def make_template(
         nodes: its nodes, resolved; the first is the head node.
         run: run id.
         attempt: how often the gang was started before in this run.
-        facts: what is known about the world.
+        facts: facts about this machine and the nodes.
 
     Raises:
         PlanError: no job can be made of this, or its workers would refuse their mesh or batch.
     """
-    kind = _kind(spec, facts.source)
+    kind = _choose_job_kind(spec, facts.source)
     _check_transport(spec, nodes)
-    placements = place({node.name: _slots(node, facts, {**spec.job.env, **node.env}) for node in nodes})
+    placements = assign_worker_ranks(
+        {node.name: _count_node_slots(node, facts, {**spec.job.env, **node.env}) for node in nodes}
+    )
     if kind == "torchrun":
         require_equal_slots(placements, kind=kind)
     head = nodes[0]
     fixed = spec.network.rendezvous_port
-    port = facts.port or port_candidates(run, attempt, fixed if isinstance(fixed, int) else None)[0]
-    meeting = rendezvous(
-        run, attempt, address=spec.network.rendezvous_address or facts.address or numeric(head.address), port=port
+    port = facts.port or list_rendezvous_ports(run, attempt, fixed if isinstance(fixed, int) else None)[0]
+    meeting = build_rendezvous(
+        run,
+        attempt,
+        address=spec.network.rendezvous_address or facts.address or resolve_numeric_address(head.address),
+        port=port,
     )
     total = world_size(placements)
     slots_known = all(isinstance(node.slots, int) or node.name in facts.gpus for node in nodes)
-    generated = _generated(spec, kind, placements, slots_known=slots_known)
-    program = _program(spec, generated, facts.source)
+    generated = _generate_needed_input(spec, kind, placements, slots_known=slots_known)
+    program = _build_job_program(spec, generated, facts.source)
     training: list[str] = []
     # Later attempts may have fewer workers, and the script may mean that; the workers decide.
     if generated.runtime and slots_known and attempt == 0:
@@ -109,7 +114,7 @@ def make_template(
 
         sizes = {placement.slots for placement in placements}
         training = check_training(spec, workers=total, per_node=sizes.pop() if len(sizes) == 1 else 0, nodes=len(nodes))
-    costs = _recovery(spec, kind, workers=total)
+    costs = _resolve_plan_recovery(spec, kind, workers=total)
     template = PlanTemplate(
         run=run,
         job=spec.job.name,
@@ -118,18 +123,18 @@ def make_template(
         max_restarts=spec.max_restarts,
         grace_s=spec.job.grace_s,
         secrets=tuple(spec.job.secrets),
-        spec_digest=digest(spec),
+        spec_digest=compute_spec_digest(spec),
         live=costs is not None and costs.live,
         program=program,
         share=facts.share,
         nodes=tuple(
-            _node(spec, kind, node, placement, program, generated, facts)
+            _build_node_template(spec, kind, node, placement, program, generated, facts)
             for node, placement in zip(nodes, placements, strict=True)
         ),
         notes=(
             *([costs.note] if costs is not None and costs.note else []),
             *list_warnings(spec, nodes, per_worker=kind in WORKER_KINDS),
-            *_notes(spec, kind, nodes, meeting, facts),
+            *_collect_plan_notes(spec, kind, nodes, meeting, facts),
             *_program_notes(spec, kind, program),
             *generated.notes,
             *training,
@@ -138,16 +143,16 @@ def make_template(
     return template, meeting
 
 
-def _recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery | None:
-    """Return what a lost worker will cost; None for what is no training."""
+def _resolve_plan_recovery(spec: Spec, kind: Kind, *, workers: int) -> RecoveryPlan | None:
+    """Return a sentence about the recovery from a lost worker; None without a training."""
     if spec.train is None and spec.job.recovery != "live":
         return None
-    from dtctl.plan.recovery import recovery
+    from dtctl.plan.recovery import resolve_recovery
 
-    return recovery(spec, kind, workers=workers)
+    return resolve_recovery(spec, kind, workers=workers)
 
 
-def digest(spec: Spec) -> str:
+def compute_spec_digest(spec: Spec) -> str:
     """Return the digest of the resolved spec: 16 hexadecimal digits, equal if and only if the specs are equivalent.
 
     Keys at their defaults do not count, so that a version with more keys gives the same digest.
@@ -157,19 +162,19 @@ def digest(spec: Spec) -> str:
     ).hexdigest()
 
 
-def _node(
+def _build_node_template(
     spec: Spec,
     kind: Kind,
     node: NodeSpec,
-    placement: Placement,
-    program: Program,
-    generated: Generated,
+    placement: NodeRanks,
+    program: UserProgram,
+    generated: GeneratedConfig,
     facts: PlanFacts,
 ) -> NodeTemplate:
-    variables = env.merge(
-        env.generated(generated.env, framework=kind),
+    variables = env.merge_variables(
+        env.build_framework_variables(generated.env, framework=kind),
         env.from_environ(spec.job.env_from, facts.environ),
-        _interface(spec, node),
+        _build_interface_variables(spec, node),
         env.from_spec(spec.job.env, origin="job.env"),
         env.from_spec(node.env, origin=f"cluster.nodes: {node.name}"),
         env.train_config(spec.settings),
@@ -183,23 +188,23 @@ def _node(
         python=node.python,
         env=tuple(variable for variable in variables if variable.name not in spec.job.secrets),
         setup=tuple(spec.job.setup),
-        path=_path(kind, node),
+        path=_choose_path_folder(kind, node),
         gres=node.gres,
         rack=node.rack,
-        preload=_preload(spec, kind, placement, facts) if program.is_python else (),
+        preload=_choose_preload_modules(spec, kind, placement, facts) if program.is_python else (),
         files=(script,) if script else (),
         job_python=node.job_python,
     )
 
 
-def _path(kind: Kind, node: NodeSpec) -> str:
+def _choose_path_folder(kind: Kind, node: NodeSpec) -> str:
     """Folder that comes first on the PATH of the program; empty: none."""
     if node.job_python is not None:  # has programs of its own, however they are started
         return posixpath.dirname(node.job_python)
     return posixpath.dirname(node.python) if kind == "command" and node.python else ""
 
 
-def _preload(spec: Spec, kind: Kind, placement: Placement, facts: PlanFacts) -> tuple[str, ...]:
+def _choose_preload_modules(spec: Spec, kind: Kind, placement: NodeRanks, facts: PlanFacts) -> tuple[str, ...]:
     """Return modules to import once for all workers of a node; empty if useless, or if the set-up depends on ranks."""
     job = spec.job
     shared = kind == "direct" and (placement.slots > 1 or job.max_restarts > 0 or job.recovery == "live")
@@ -207,27 +212,29 @@ def _preload(spec: Spec, kind: Kind, placement: Placement, facts: PlanFacts) -> 
         return ()
     if job.preload is not None:
         return tuple(job.preload)
-    from dtctl.plan.preload import modules_of
+    from dtctl.plan.preload import find_preload_modules
 
-    return modules_of(facts.source)
+    return find_preload_modules(facts.source)
 
 
-def _kind(spec: Spec, source: str) -> Kind:
+def _choose_job_kind(spec: Spec, source: str) -> Kind:
     job = spec.job
     other = job.command or (job.script and interpreter_of(job.script, source))
     return job.kind or ("command" if other else "torchrun")
 
 
-def _generated(spec: Spec, kind: Kind, placements: Sequence[Placement], *, slots_known: bool) -> Generated:
+def _generate_needed_input(
+    spec: Spec, kind: Kind, placements: Sequence[NodeRanks], *, slots_known: bool
+) -> GeneratedConfig:
     needs_generation = spec.train is not None or spec.job.add_args or spec.job.deepspeed
     if not needs_generation and kind not in ("accelerate", "deepspeed"):
-        return Generated()
-    from dtctl.plan.generated import generate
+        return GeneratedConfig()
+    from dtctl.plan.generated import generate_framework_input
 
-    return generate(spec, kind, placements, slots_known=slots_known)
+    return generate_framework_input(spec, kind, placements, slots_known=slots_known)
 
 
-def _program(spec: Spec, generated: Generated, source: str) -> Program:
+def _build_job_program(spec: Spec, generated: GeneratedConfig, source: str) -> UserProgram:
     job = spec.job
     if not (job.script or job.module or job.command):
         raise PlanError(
@@ -236,13 +243,13 @@ def _program(spec: Spec, generated: Generated, source: str) -> Program:
             hint="set one of `job.script`, `job.module` and `job.command`",
         )
     args = (*generated.args, *map(shell.expand_home, job.args))
-    if job.shell and args and not _TAKES_ARGUMENTS.search(job.command[0] if job.command else ""):
+    if job.shell and args and not re.search(_TAKES_ARGUMENTS, job.command[0] if job.command else ""):
         raise PlanError(
             "the shell line of the job has no place for arguments",
             where="job.command",
             hint='write `"$@"` into it where they belong',
         )
-    return Program(
+    return UserProgram(
         script=job.script,
         module=job.module,
         command=tuple(job.command or ()),
@@ -252,18 +259,18 @@ def _program(spec: Spec, generated: Generated, source: str) -> Program:
     )
 
 
-def _slots(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]) -> int:
-    return node.slots if isinstance(node.slots, int) else max(1, _gpus(node, facts, given) or 0)
+def _count_node_slots(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]) -> int:
+    return node.slots if isinstance(node.slots, int) else max(1, _count_spec_gpus(node, facts, given) or 0)
 
 
-def _gpus(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]) -> int | None:
-    """GPUs that a node shows its workers; None as long as it was not asked."""
+def _count_spec_gpus(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]) -> int | None:
+    """Return the number of GPUs that workers of a node can use; None before it is counted."""
     count = facts.gpus.get(node.name)
     # The node has counted by its own variables; those of the job may show fewer.
     return None if count is None else node_facts.visible_gpus(given, count)
 
 
-def _interface(spec: Spec, node: NodeSpec) -> list[EnvVar]:
+def _build_interface_variables(spec: Spec, node: NodeSpec) -> list[EnvVar]:
     """Return the interface that the spec names for this node; nothing when it is found on the node at launch."""
     chosen = spec.network.interface
     name = chosen.get(node.name) if isinstance(chosen, Mapping) else chosen
@@ -291,28 +298,30 @@ def _check_transport(spec: Spec, nodes: Sequence[NodeSpec]) -> None:
             where=spec.written_at("cluster.nodes"),
             hint="give all nodes the same slots, gres, python and env",
         )
-    if transport == "slurm" and spec.job.environment is not None:
+    if spec.is_plain and spec.job.environment is not None:
         raise PlanError(
-            "no environment is made for a job of Slurm, whose nodes have a disk in common",
+            f"{spec.plain_reason}, and no launcher in the job makes an environment",
             where=spec.written_at("job.environment"),
-            hint="make it there (`uv venv`, `uv pip sync`), and name its Python as `cluster.python`",
+            hint="make it (`uv venv`, `uv pip sync`), and set `cluster.python` to its Python",
         )
     if transport == "slurm" and spec.job.data:
         raise PlanError(
-            "data is not brought to the nodes of a Slurm job, which have a disk in common",
+            "data is not sent to the nodes of a Slurm job, which share a disk",
             where=spec.written_at("job.data"),
             hint="put it there, and give its path to the program in `job.args` or `job.env`",
         )
 
 
-def _program_notes(spec: Spec, kind: Kind, program: Program) -> list[str]:
+def _program_notes(spec: Spec, kind: Kind, program: UserProgram) -> list[str]:
     if not program.interpreter:
         return []
     often = "once per worker" if kind in WORKER_KINDS else "once per node"
     return [f"{spec.job.script} is run by {program.interpreter[0]}, {often}"]
 
 
-def _notes(spec: Spec, kind: Kind, nodes: Sequence[NodeSpec], meeting: Rendezvous, facts: PlanFacts) -> list[str]:
+def _collect_plan_notes(
+    spec: Spec, kind: Kind, nodes: Sequence[NodeSpec], meeting: Rendezvous, facts: PlanFacts
+) -> list[str]:
     notes = []
     unknown = [node.name for node in nodes if not isinstance(node.slots, int) and node.name not in facts.gpus]
     if unknown and spec.cluster.transport == "slurm":

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from dtctl.errors import PlanError
-from dtctl.plan.model import Placement, Rendezvous
+from dtctl.plan.model import NodeRanks, Rendezvous
 
 SHELL: Final = ("bash", "-e", "-o", "pipefail", "-c")
 SHELLS: Final = {".sh": "bash", ".bash": "bash", ".zsh": "zsh", ".ksh": "ksh", ".fish": "fish"}
@@ -16,7 +16,7 @@ SHELLS: Final = {".sh": "bash", ".bash": "bash", ".zsh": "zsh", ".ksh": "ksh", "
 
 
 def interpreter_of(script: str, source: str) -> tuple[str, ...]:
-    """Return what runs a script that is not Python, by its first line or its name; empty for Python.
+    """Return the program that runs a script that is not Python, by its first line or its name; empty for Python.
 
     Args:
         script: its path.
@@ -35,7 +35,7 @@ def interpreter_of(script: str, source: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class UserProgram:
     """Program of the user: exactly one of script, module and command."""
 
     script: str | None = None
@@ -65,7 +65,7 @@ class Program:
 
 
 def node_argv(
-    program: Program, *, kind: str, python: str | None, placement: Placement, nodes: int, rendezvous: Rendezvous
+    program: UserProgram, *, kind: str, python: str | None, placement: NodeRanks, nodes: int, rendezvous: Rendezvous
 ) -> tuple[str, ...]:
     """Return the command at the end of the node script.
 
@@ -81,12 +81,12 @@ def node_argv(
         PlanError: the kind cannot run this program.
     """
     if kind == "torchrun":
-        return _torchrun(program, python=python, placement=placement, nodes=nodes, rendezvous=rendezvous)
+        return _build_torchrun_argv(program, python=python, placement=placement, nodes=nodes, rendezvous=rendezvous)
     return program.with_python(python or "python3")
 
 
-def _torchrun(
-    program: Program, *, python: str | None, placement: Placement, nodes: int, rendezvous: Rendezvous
+def _build_torchrun_argv(
+    program: UserProgram, *, python: str | None, placement: NodeRanks, nodes: int, rendezvous: Rendezvous
 ) -> tuple[str, ...]:
     if not program.is_python:
         subject = (

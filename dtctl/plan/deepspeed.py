@@ -18,7 +18,7 @@ CONFIG_ARGUMENT = "--deepspeed_config"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def config(settings: FrameworkSettings) -> dict[str, Any]:
+def build_deepspeed_config(settings: FrameworkSettings) -> dict[str, Any]:
     """Return the configuration made of `train:`, with the keys of `job.deepspeed`; empty when both are.
 
     Raises:
@@ -33,26 +33,26 @@ def config(settings: FrameworkSettings) -> dict[str, Any]:
 
 def _from_settings(settings: FrameworkSettings) -> dict[str, Any]:
     name, degrees = settings.mesh()
-    generated: dict[str, Any] = {"zero_optimization": _zero(settings, name, degrees)}
+    generated: dict[str, Any] = {"zero_optimization": _build_zero_section(settings, name, degrees)}
     micro, total, steps = settings.batch(settings.workers)
     if not micro and not total and not settings.spec.job.deepspeed.keys() & BATCH:
         raise settings.refused("micro_batch", "DeepSpeed needs train.micro_batch or train.global_batch")
     generated |= {key: value for key, value in zip(BATCH, (total, micro, steps), strict=True) if value}
-    precision = settings.take("precision") or "fp32"
+    precision = settings.pop_setting("precision") or "fp32"
     if precision != "fp32":
         generated[precision] = {"enabled": True}
-    if clip := settings.take("clip_norm"):
+    if clip := settings.pop_setting("clip_norm"):
         generated["gradient_clipping"] = clip
-    if optimizer := settings.take("optimizer"):
-        generated["optimizer"] = _optimizer(settings, optimizer)
-    if log_every := settings.take("log_every"):
+    if optimizer := settings.pop_setting("optimizer"):
+        generated["optimizer"] = _build_optimizer_section(settings, optimizer)
+    if log_every := settings.pop_setting("log_every"):
         generated["steps_per_print"] = log_every
-    settings.refuse_remaining()
+    settings.refuse_unread_keys()
     return generated
 
 
 def as_argument(config: dict[str, Any]) -> str:
-    """A configuration as one word, which DeepSpeed takes in place of a file's name; nothing is left on a node."""
+    """Return a configuration as one word, which DeepSpeed accepts in place of a file; no file stays on a node."""
     return base64.urlsafe_b64encode(as_text(config).encode()).decode()
 
 
@@ -61,7 +61,7 @@ def as_text(config: dict[str, Any]) -> str:
     return json.dumps(config, sort_keys=True, separators=(",", ":"))
 
 
-def _zero(settings: FrameworkSettings, name: str, degrees: Degrees) -> dict[str, Any]:
+def _build_zero_section(settings: FrameworkSettings, name: str, degrees: Degrees) -> dict[str, Any]:
     if name == "zero1":
         return {"stage": 1}
     if degrees.fsdp == settings.workers > 1:
@@ -82,15 +82,16 @@ def _zero(settings: FrameworkSettings, name: str, degrees: Degrees) -> dict[str,
     )
 
 
-def _optimizer(settings: FrameworkSettings, name: str) -> dict[str, Any]:
+def _build_optimizer_section(settings: FrameworkSettings, name: str) -> dict[str, Any]:
     if name == "muon":
         raise settings.refused("optimizer", "DeepSpeed's Muon is told of its parameters by the program")
     keys = ("lr", "weight_decay", "momentum" if name == "sgd" else "eps")
-    parameters = {key: value for key in keys if (value := settings.take(key)) is not None}
+    parameters = {key: value for key in keys if (value := settings.pop_setting(key)) is not None}
     if name == "sgd":
         return {"type": "SGD", "params": parameters}
     # dtctl's own defaults, so that a spec means the same with dtctl.runtime.
     betas = [
-        getattr(TrainConfig(), key) if (value := settings.take(key)) is None else value for key in ("beta1", "beta2")
+        getattr(TrainConfig(), key) if (value := settings.pop_setting(key)) is None else value
+        for key in ("beta1", "beta2")
     ]
     return {"type": "AdamW", "params": {**parameters, "betas": betas}}

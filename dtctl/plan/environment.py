@@ -1,7 +1,7 @@
 """The environment of a node's workers, every value with its origin.
 
 Later layers win over earlier ones: defaults of dtctl, variables taken from the control machine, `job.env`, the node's
-own `env`. What gives a worker its place in the job (ranks, rendezvous) is not for the user to set, and is refused.
+own `env`. A user cannot set the variables of a worker's position in the job (ranks, rendezvous).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from dtctl import names, shell
 from dtctl.errors import PlanError
-from dtctl.plan.model import WORKER_KINDS, EnvVar, Placement, Rendezvous, Threads
+from dtctl.plan.model import WORKER_KINDS, EnvVar, NodeRanks, Rendezvous, ThreadCount
 
 RANK_PREFIX = "[dtctl:${rank}] "
 """Prefix that torchrun puts before each line of a worker, for the supervisor to sort lines by rank."""
@@ -43,7 +43,7 @@ RESERVED = frozenset(
     }
 )
 PLACE = "dtctl: place in the job"
-"""Origin of these."""
+"""Origin of variables that follow from a worker's rank and node."""
 PYTHON = {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
 DEEPSPEED_PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
 """Position of the node, number of nodes and workers on the node, which DeepSpeed's launcher sets, too."""
@@ -53,7 +53,7 @@ ON_CPUS = EnvVar(name="ACCELERATE_USE_CPU", value="true", origin="dtctl: no node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class MachineShare:
     """Share of this machine that a node on it gets: `transport: local`, and the virtual hosts of a sandbox."""
 
     cores: int
@@ -64,17 +64,17 @@ class Share:
     """OMP_NUM_THREADS of the shell that launches, where workers inherit it."""
 
 
-def defaults(
-    *, kind: str, slots: int, share: Share | None, threads: Threads | None, on_cpus: bool = False
+def build_default_variables(
+    *, kind: str, slots: int, share: MachineShare | None, threads: ThreadCount | None, on_cpus: bool = False
 ) -> list[EnvVar]:
     """Return the variables that dtctl sets unless they are set otherwise; as few as possible.
 
     Args:
         kind: of the job.
         slots: workers of the node.
-        share: what the node has of the control machine, if it lies there.
+        share: share of the control machine, if the node is on it.
         threads: of each worker, if the nodes were asked for their cores.
-        on_cpus: whether no node has a GPU, as far as they were asked.
+        on_cpus: True if no node is known to have a GPU.
     """
     origin = "dtctl: lines reach the log when they are printed, and sets of text have the same order each time"
     variables = [EnvVar(name=name, value=value, origin=origin) for name, value in PYTHON.items()]
@@ -87,7 +87,7 @@ def defaults(
         variables.append(EnvVar(name="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", value=RANK_PREFIX, origin=origin))
     if kind in WORKER_KINDS:
         # torchrun sets 1, its default of old. Programs that look for the name find it, and torch does what it would.
-        value, origin = shell.Late(f"${{{ASYNC_ERRORS}:-3}}"), "torch's own default, unless the node sets it"
+        value, origin = shell.ShellExpansion(f"${{{ASYNC_ERRORS}:-3}}"), "torch's own default, unless the node sets it"
         variables.append(EnvVar(name=ASYNC_ERRORS, value=value, origin=origin))
         signals, origin = "SIGTERM,SIGINT,SIGHUP", "dtctl: what it passes on, or ends the job for"
         variables.append(EnvVar(name="TORCHELASTIC_SIGNALS_TO_HANDLE", value=signals, origin=origin))
@@ -96,8 +96,8 @@ def defaults(
     return variables
 
 
-def _share_of_machine(slots: int, share: Share) -> list[EnvVar]:
-    """Return OMP_NUM_THREADS where several workers share this machine's cores: torch would use all for each worker."""
+def _share_of_machine(slots: int, share: MachineShare) -> list[EnvVar]:
+    """Return OMP_NUM_THREADS if workers share this machine's cores, since torch would use all for each of them."""
     if slots * share.nodes == 1:
         return []
     if share.threads is not None:
@@ -107,16 +107,16 @@ def _share_of_machine(slots: int, share: Share) -> list[EnvVar]:
     return [EnvVar(name=THREADS, value=str(max(1, share.cores // (share.nodes * slots))), origin=origin)]
 
 
-def _number_of(threads: Threads) -> EnvVar:
+def _number_of(threads: ThreadCount) -> EnvVar:
     """Return OMP_NUM_THREADS as counted from the nodes' cores; a value of a node's own set-up is kept."""
-    value = shell.Late(f"${{{THREADS}:-{threads.number}}}")
+    value = shell.ShellExpansion(f"${{{THREADS}:-{threads.number}}}")
     return EnvVar(name=THREADS, value=value, origin=f"dtctl: {threads.reason}, unless the node sets it")
 
 
-def threads_of(cores: Mapping[str, int], placements: Sequence[Placement]) -> Threads | None:
+def threads_of(cores: Mapping[str, int], placements: Sequence[NodeRanks]) -> ThreadCount | None:
     """Return the threads of each worker: its share of the cores of the node that has the fewest for each of its own.
 
-    A step is over when the slowest worker is, so that more threads elsewhere would gain little.
+    The slowest worker determines the time of a step, so more threads on other nodes would gain little.
 
     Args:
         cores: node -> cores that its processes may use.
@@ -133,7 +133,7 @@ def threads_of(cores: Mapping[str, int], placements: Sequence[Placement]) -> Thr
     reason = f"{workers} the {count} core{'s' * (count > 1)} of {least.node}"
     if len(placements) > 1:
         reason += ", and no node has fewer for each"
-    return Threads(number=max(1, count // least.slots), reason=reason)
+    return ThreadCount(number=max(1, count // least.slots), reason=reason)
 
 
 def from_environ(patterns: Iterable[str], environ: Mapping[str, str]) -> list[EnvVar]:
@@ -151,7 +151,7 @@ def from_environ(patterns: Iterable[str], environ: Mapping[str, str]) -> list[En
     return variables
 
 
-def read_secrets(secrets: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+def read_job_secrets(secrets: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the values of `job.secrets` from the environment of a launcher.
 
     Raises:
@@ -182,7 +182,7 @@ def check_text(name: str, value: str, *, where: str) -> None:
 
 
 def from_spec(env: Mapping[str, str], *, origin: str) -> list[EnvVar]:
-    """Variables that the spec sets.
+    """Return the variables that the spec sets.
 
     Raises:
         PlanError: a name is one that dtctl itself sets, or not one that a shell can export.
@@ -190,7 +190,7 @@ def from_spec(env: Mapping[str, str], *, origin: str) -> list[EnvVar]:
     for name, value in env.items():
         if name in RESERVED or name.startswith("DTCTL_"):
             raise PlanError(
-                f"{name} gives a worker its place in the job and is set by dtctl",
+                f"{name} determines the position of a worker in the job, and dtctl sets it",
                 where=f"{origin}.{name}",
                 hint="remove it; `dtctl launch --dry-run` shows the value that workers get",
             )
@@ -201,19 +201,19 @@ def from_spec(env: Mapping[str, str], *, origin: str) -> list[EnvVar]:
     return [EnvVar(name=name, value=shell.expand_home(value), origin=origin) for name, value in env.items()]
 
 
-def identity(
+def build_identity_variables(
     *,
     run: str,
     attempt: int,
     kind: str,
-    placement: Placement,
+    placement: NodeRanks,
     nodes: int,
     world_size: int,
     rendezvous: Rendezvous,
     max_restarts: int,
     rack: str | None = None,
 ) -> list[EnvVar]:
-    """Return the node's place in the job, the same for all of its workers; `worker_variables` has what differs."""
+    """Return the variables of the node's position, for all of its workers; `worker_variables` has the others."""
     values = {
         names.RUN_ID: run,
         names.ATTEMPT: str(attempt),
@@ -297,8 +297,8 @@ def train_config(train: Mapping[str, Any]) -> list[EnvVar]:
     return [EnvVar(name=names.TRAIN_CONFIG, value=value, origin="spec: train")]
 
 
-def generated(variables: Mapping[str, str], *, framework: str) -> list[EnvVar]:
-    """Return what a framework reads, made from the spec; `job.env` wins over it."""
+def build_framework_variables(variables: Mapping[str, str], *, framework: str) -> list[EnvVar]:
+    """Return the variables of a framework that follow from the spec; `job.env` takes precedence."""
     return [EnvVar(name=name, value=value, origin=f"spec: train, for {framework}") for name, value in variables.items()]
 
 
@@ -309,8 +309,8 @@ def worker_variables(kind: str, *, rank: str, local_rank: str) -> dict[str, str]
     return {names.RANK: rank, names.LOCAL_RANK: local_rank, "ROLE_RANK": rank}
 
 
-def merge(*layers: Iterable[EnvVar]) -> tuple[EnvVar, ...]:
-    """Return one variable a name, the last layer's value, in the order in which names first appear."""
+def merge_variables(*layers: Iterable[EnvVar]) -> tuple[EnvVar, ...]:
+    """Return one variable per name with the value of the last layer, in the order in which names first appear."""
     merged: dict[str, EnvVar] = {}
     for layer in layers:
         for variable in layer:

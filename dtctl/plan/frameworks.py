@@ -13,11 +13,11 @@ from typing import Any
 
 from dtctl.errors import PlanError
 from dtctl.spec.model import Spec
-from dtctl.train.batch import derive
-from dtctl.train.mesh import Degrees, resolve
+from dtctl.train.batch import derive_batch_sizes
+from dtctl.train.mesh import Degrees, resolve_degrees
 
 OWN = ("model", "data")
-"""Keys of `train:` that are for the job's own code, whatever the framework."""
+"""Keys of `train:` that are for the job's own code, with any framework."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class FrameworkSettings:
     """Workers of every node; 0 when nodes differ."""
     remaining: dict[str, Any] = field(default_factory=dict)
 
-    def take(self, key: str) -> Any:
+    def pop_setting(self, key: str) -> Any:
         """Return the value of a key, or None if the spec does not set it; the key counts as understood."""
         return self.remaining.pop(key, None)
 
@@ -51,8 +51,8 @@ class FrameworkSettings:
             hint="remove it, and give it to the program in its own way: `job.args`, `job.env` or a file",
         )
 
-    def refuse_remaining(self) -> None:
-        """Refuse what is left.
+    def refuse_unread_keys(self) -> None:
+        """Refuse the keys that the framework has not taken.
 
         Raises:
             PlanError: a key that is set has no counterpart.
@@ -62,18 +62,18 @@ class FrameworkSettings:
                 raise self.refused(key)
 
     def mesh(self) -> tuple[str, Degrees]:
-        """Return the name of the strategy (mesh when degrees are given) and what it means for these workers.
+        """Return the name of the strategy (mesh when degrees are given) and its degrees for these workers.
 
         Raises:
             PlanError: the workers cannot be divided so.
         """
-        strategy = self.take("strategy") or "auto"
-        with self._located():
-            degrees = resolve(strategy, workers=self.workers, per_node=self.per_node)
+        strategy = self.pop_setting("strategy") or "auto"
+        with self._locating_errors():
+            degrees = resolve_degrees(strategy, workers=self.workers, per_node=self.per_node)
         return (strategy if isinstance(strategy, str) else "mesh"), degrees
 
     def batch(self, workers: int) -> tuple[int | None, int | None, int | None]:
-        """Micro batch, global batch and accumulation, as far as they are set or follow from those that are.
+        """Return micro batch, global batch and accumulation, as far as they are set or follow from the others.
 
         Args:
             workers: those that take different samples.
@@ -81,21 +81,25 @@ class FrameworkSettings:
         Raises:
             PlanError: they contradict each other.
         """
-        micro, total, accumulate = self.take("micro_batch"), self.take("global_batch"), self.take("accumulate")
-        with self._located():
-            return derive(micro, total, accumulate, workers=workers)
+        micro, total, accumulate = (
+            self.pop_setting("micro_batch"),
+            self.pop_setting("global_batch"),
+            self.pop_setting("accumulate"),
+        )
+        with self._locating_errors():
+            return derive_batch_sizes(micro, total, accumulate, workers=workers)
 
     @contextmanager
-    def _located(self) -> Iterator[None]:
-        """Errors that name a key get the place where it is written."""
+    def _locating_errors(self) -> Iterator[None]:
+        """Add to errors about a key the place where it is written."""
         try:
             yield
         except PlanError as exc:
             raise PlanError(exc.message, where=self.spec.written_at(exc.where or "train"), hint=exc.hint) from None
 
 
-def settings_for(spec: Spec, framework: str, *, workers: int, per_node: int) -> FrameworkSettings:
-    """Return what a spec sets, for a framework of this name to take."""
+def collect_framework_settings(spec: Spec, framework: str, *, workers: int, per_node: int) -> FrameworkSettings:
+    """Return the keys that a spec sets, from which a framework of this name takes its own."""
     return FrameworkSettings(
         spec=spec, framework=framework, workers=workers, per_node=per_node, remaining=dict(spec.settings)
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from dtctl.errors import PlanError
 
@@ -19,7 +19,7 @@ WORKER_KINDS: Final = frozenset({"direct", "deepspeed", "accelerate"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
+class GeneratedConfig:
     """Variables and arguments made of `train:` for a framework; the same for all workers of a job."""
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvVar:
-    """One variable of a worker's environment."""
+    """A variable of a worker's environment."""
 
     name: str
     value: str
@@ -40,7 +40,7 @@ class EnvVar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Threads:
+class ThreadCount:
     """Number of threads of each worker of a run.
 
     One number for all workers and attempts, and on nodes that replace others: sums over another number of threads may
@@ -49,12 +49,11 @@ class Threads:
 
     number: int
     reason: str
-    """One phrase."""
+    """Reason for the number, a phrase."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvGroup:
-    """Variables that follow each other and have one origin; what a script shows under one comment."""
+class EnvGroup(NamedTuple):
+    """Neighbouring variables of one origin, which a script shows under one comment."""
 
     origin: str
     variables: tuple[EnvVar, ...]
@@ -65,7 +64,7 @@ class Rendezvous:
     """Meeting point of the workers of one attempt; new for every attempt."""
 
     run_id: str
-    """Distinguishes this attempt from all others, so that a straggler of the previous one is rejected."""
+    """Identifier that no other attempt has, so that a late worker of the previous one is rejected."""
     address: str
     """Numeric address (or, in a dry run without look-ups, the name) of the head node."""
     port: int
@@ -132,7 +131,7 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One attempt of one run on all its nodes."""
+    """An attempt of a run on all its nodes."""
 
     run: str
     """Run id, unique in this folder: `gpt-1121-093012-k7`."""
@@ -148,7 +147,7 @@ class Plan:
     world_size: int
     grace_s: float
     """Seconds between SIGTERM and SIGKILL when a run is stopped."""
-    threads: Threads | None = None
+    threads: ThreadCount | None = None
     """Threads of each worker; None: they are not counted from the nodes' cores, or not yet."""
     live: bool = False
     """True if lost workers are replaced while the others stay."""
@@ -170,8 +169,7 @@ class Plan:
         return self.nodes[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class NodeRanks(NamedTuple):
     """The workers of one node."""
 
     node: str
@@ -180,7 +178,7 @@ class Placement:
     first_rank: int
 
 
-def place(slots: Mapping[str, int]) -> tuple[Placement, ...]:
+def assign_worker_ranks(slots: Mapping[str, int]) -> tuple[NodeRanks, ...]:
     """Give every worker a rank: node by node in the order of `slots`, and on a node by local rank.
 
     Args:
@@ -198,17 +196,17 @@ def place(slots: Mapping[str, int]) -> tuple[Placement, ...]:
             raise PlanError(
                 f"node {node} has {count} slots", where=f"node {node}", hint="leave it out of `cluster.nodes`"
             )
-        placements.append(Placement(node=node, node_rank=node_rank, slots=count, first_rank=first_rank))
+        placements.append(NodeRanks(node=node, node_rank=node_rank, slots=count, first_rank=first_rank))
         first_rank += count
     return tuple(placements)
 
 
-def world_size(placements: Sequence[Placement]) -> int:
+def world_size(placements: Sequence[NodeRanks]) -> int:
     """Return the number of workers of the job."""
     return sum(placement.slots for placement in placements)
 
 
-def require_equal_slots(placements: Sequence[Placement], *, kind: str) -> int:
+def require_equal_slots(placements: Sequence[NodeRanks], *, kind: str) -> int:
     """Workers per node, the same on all nodes.
 
     Raises:

@@ -16,7 +16,7 @@ TRAINING = {"Trainer": f"{RUNTIME}.loop", "run": f"{RUNTIME}.main"}
 """Modules that importing a name from `dtctl.runtime` loads, each of them a hundred modules."""
 
 
-def modules_of(source: str) -> tuple[str, ...]:
+def find_preload_modules(source: str) -> tuple[str, ...]:
     """Return the modules worth importing beforehand among those that a script imports at its top level.
 
     Empty for a script that is not Python, which its interpreter will report.
@@ -25,7 +25,7 @@ def modules_of(source: str) -> tuple[str, ...]:
         tree = parse_python(source)
     except SyntaxError:
         return ()
-    names = dict.fromkeys(name for name in _imported(tree.body) if _is_worth(name))
+    names = dict.fromkeys(name for name in _list_imported_modules(tree.body) if _is_worth(name))
     if any(name.partition(".")[0] in ("torch", "dtctl") for name in names):
         names[WITH_TORCH] = None
     return tuple(names)
@@ -35,7 +35,7 @@ def _is_worth(name: str) -> bool:
     return any(name == module or name.startswith(module + ".") for module in WORTH)
 
 
-def _imported(body: Iterable[ast.stmt]) -> Iterator[str]:
+def _list_imported_modules(body: Iterable[ast.stmt]) -> Iterator[str]:
     for statement in body:
         match statement:
             case ast.Import(names=names):
@@ -46,4 +46,4 @@ def _imported(body: Iterable[ast.stmt]) -> Iterator[str]:
                 yield from (f"{module}.{alias.name}" for alias in names if f"{module}.{alias.name}" in WORTH)
                 yield module
             case ast.Try(body=inner) | ast.With(body=inner):
-                yield from _imported(inner)
+                yield from _list_imported_modules(inner)

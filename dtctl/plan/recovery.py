@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from dtctl.errors import PlanError
 from dtctl.plan.model import Kind
 from dtctl.spec.model import Spec
-from dtctl.train.mesh import resolve
+from dtctl.train.mesh import resolve_degrees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
+class RecoveryPlan:
     """Plan for the loss of a worker."""
 
     live: bool
@@ -21,21 +21,21 @@ class Recovery:
     """Cost of a loss in words; empty for a job without dtctl.runtime."""
 
 
-def recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery:
+def resolve_recovery(spec: Spec, kind: Kind, *, workers: int) -> RecoveryPlan:
     """Resolve `job.recovery`. The workers check further: their program's state decides, too.
 
     Raises:
         PlanError: the spec requests that lost workers are replaced, and this kind of run does not support it.
     """
-    why, hint = _obstacle(spec, kind, workers=workers)
+    why, hint = _find_live_recovery_obstacle(spec, kind, workers=workers)
     wanted = spec.job.recovery
     if wanted == "restart" or (wanted == "auto" and (why or not spec.job.max_restarts)):
         trains = spec.train is not None and workers > 1 and kind in ("direct", "torchrun")
         # For plain mode, list_warnings names this for every job, trainings or not.
-        return Recovery(live=False, note=_restart_note(spec, why, workers) if trains and not spec.is_plain else "")
+        return RecoveryPlan(live=False, note=_restart_note(spec, why, workers) if trains and not spec.is_plain else "")
     if why:
         raise PlanError(f"lost workers cannot be replaced: {why}", where="job.recovery", hint=hint)
-    return Recovery(
+    return RecoveryPlan(
         live=True,
         note="a lost worker is replaced while the others stay, and costs the step in progress "
         f"(job.recovery: {wanted}); where that cannot be exact, the workers say so, and all are restarted",
@@ -56,7 +56,7 @@ def _restart_note(spec: Spec, obstacle: str, workers: int) -> str:
     )
 
 
-def _obstacle(spec: Spec, kind: Kind, *, workers: int) -> tuple[str, str]:
+def _find_live_recovery_obstacle(spec: Spec, kind: Kind, *, workers: int) -> tuple[str, str]:
     """Return why not, and what to do about it; empty if it can be done."""
     train = spec.settings
     if spec.is_plain:
@@ -98,7 +98,7 @@ def _held_once(strategy: str | Mapping[str, int], workers: int) -> str:
         return "zero1 divides the optimizer's state, and nobody else has a worker's part of it"
     if isinstance(strategy, str):
         return f"with strategy {strategy} a part of the state is nowhere else"
-    degrees = resolve(strategy, workers=workers, per_node=0)
+    degrees = resolve_degrees(strategy, workers=workers, per_node=0)
     if degrees.has_replicas:
         return ""
     if degrees.tp * degrees.cp * degrees.pp > 1:

@@ -1,7 +1,7 @@
 """Rendezvous of the workers of an attempt: a numeric address, and an id and a port that no other attempt uses.
 
-A port can only be tried on the head node, at launch. What is decided here, without any node, is which ports are tried
-and in which order, so that a dry run shows the one that a launch takes unless something is in its way.
+A port can only be tried on the head node, at launch. This module chooses, without any node, the ports to try and their
+order, so that a dry run shows the port that a launch takes unless another program uses it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def rendezvous_id(run: str, attempt: int) -> str:
     return f"{run}.{attempt}"
 
 
-def port_candidates(run: str, attempt: int, fixed: int | None) -> tuple[int, ...]:
+def list_rendezvous_ports(run: str, attempt: int, fixed: int | None) -> tuple[int, ...]:
     """Ports to try on the head node, in order of preference; the same for the same run and attempt.
 
     Args:
@@ -29,7 +29,7 @@ def port_candidates(run: str, attempt: int, fixed: int | None) -> tuple[int, ...
     """
     if fixed is not None:
         return (fixed,)
-    return tuple(node_facts.port_candidates(f"{run}/{attempt}"))
+    return tuple(node_facts.compute_port_candidates(f"{run}/{attempt}"))
 
 
 def is_numeric(address: str) -> bool:
@@ -41,31 +41,33 @@ def is_numeric(address: str) -> bool:
     return True
 
 
-def numeric(address: str) -> str:
+def resolve_numeric_address(address: str) -> str:
     """`address` as a numeric address, looked up here if it is a name; unchanged when it cannot be looked up."""
     if is_numeric(address):
         return address
+    # As bytes, since Python loads the tables of international names to look up a `str`.
+    host = address.encode() if address.isascii() else address
     try:
-        addresses = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    except OSError:
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # the latter for a name that is not ASCII and has an empty or too long label
         return address
     return str(addresses[0][4][0])
 
 
 def check_reachable(address: str, *, node: str, nodes: int) -> None:
-    """Refuse an address at which only the head node itself can be found.
+    """Refuse an address at which only the head node can reach itself.
 
     Raises:
         PlanError: the job has several nodes and the head node's address is a loopback address.
     """
     if nodes > 1 and is_numeric(address) and ip_address(address).is_loopback:
         raise PlanError(
-            f"the head node's address is {address}, which every other node takes to be itself",
+            f"the head node's address is {address}, at which every other node reaches only itself",
             where=f"node {node}",
             hint="give its address on the network between the nodes: `cluster.nodes: [{name: ..., address: ...}]`",
         )
 
 
-def rendezvous(run: str, attempt: int, *, address: str, port: int) -> Rendezvous:
+def build_rendezvous(run: str, attempt: int, *, address: str, port: int) -> Rendezvous:
     """Return the meeting point of one attempt."""
     return Rendezvous(run_id=rendezvous_id(run, attempt), address=address, port=port)

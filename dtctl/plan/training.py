@@ -1,4 +1,4 @@
-"""Refusals of workers with dtctl.runtime at their start, made by the plan already."""
+"""Checks of the plan for settings that workers with dtctl.runtime would refuse at their start."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 from dtctl.errors import PlanError
 from dtctl.spec.model import Spec
 from dtctl.train import settings
-from dtctl.train.batch import batch, derive
+from dtctl.train.batch import compute_batch_sizes, derive_batch_sizes
 from dtctl.train.compatibility import require
 from dtctl.train.config import TrainConfig
-from dtctl.train.mesh import resolve
+from dtctl.train.mesh import resolve_degrees
 
 SIZES = ("micro_batch", "global_batch", "accumulate")
 
@@ -18,7 +18,7 @@ SIZES = ("micro_batch", "global_batch", "accumulate")
 def check_training(spec: Spec, *, workers: int, per_node: int, nodes: int) -> list[str]:
     """Notes about the training of a spec on these workers.
 
-    What the spec leaves open, the job's script may set: only what holds whatever that is, is refused.
+    What the spec leaves open, the job's script may set: only settings that no script can make right are refused.
 
     Args:
         spec: with a `train:` section.
@@ -32,10 +32,10 @@ def check_training(spec: Spec, *, workers: int, per_node: int, nodes: int) -> li
     """
     arguments = settings.from_argv(spec.job.args)
     settings.build(TrainConfig, arguments, at="train", where="the job's arguments")
-    values = settings.merge(spec.settings, arguments)
+    values = settings.merge_settings(spec.settings, arguments)
     if spec.cluster.transport == "slurm" and values.get("snapshot", {}).get("memory") is not None:
         raise PlanError(
-            "snapshots in memory need a supervisor on each node, which a job of Slurm has not",
+            "snapshots in memory do not work in a job of Slurm",
             where=spec.written_at("train.snapshot.memory"),
             hint="leave it out, or reach the nodes over SSH",
         )
@@ -49,14 +49,14 @@ def check_training(spec: Spec, *, workers: int, per_node: int, nodes: int) -> li
         return notes
     config = settings.build(TrainConfig, values, at="train", where="the spec")
     try:
-        degrees = resolve(config.strategy, workers=workers, per_node=per_node)
+        degrees = resolve_degrees(config.strategy, workers=workers, per_node=per_node)
         accumulate = config.accumulate or config.pipeline.micro_batches
         if config.shares:  # what the nodes have is not known yet
             pass
         elif sum(key in values for key in SIZES) > 1:
-            accumulate = batch(config, degrees.data, stages=degrees.pp).accumulate
+            accumulate = compute_batch_sizes(config, degrees.data, stages=degrees.pp).accumulate
         else:
-            derive(None, config.global_batch, None, workers=degrees.data)
+            derive_batch_sizes(None, config.global_batch, None, workers=degrees.data)
         if "schedule" not in values.get("pipeline", {}):  # the script may choose one with other numbers of stages
             config = replace(config, pipeline=replace(config.pipeline, stages_per_worker=None))
         require(config, degrees, accumulate=accumulate)

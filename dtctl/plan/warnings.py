@@ -1,4 +1,4 @@
-"""Warnings about a spec that can be launched and may not do what it seems to; shown before and at a launch."""
+"""Warnings about a valid spec that may not have the intended effect; shown before and at a launch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNUSED_IN_PLAIN_MODE: Final = (
 )  # fmt: skip
 """Keys that a job of Slurm without dtctl's launcher inside does not use: its nodes run no supervisor of dtctl."""
 
-_ACTIVATION: Final = re.compile(r"(?:^|[\s/;&|'\"])activate(?:\.\w+)?(?:$|[\s;&|'\"])")
+_ACTIVATION: Final = r"(?:^|[\s/;&|'\"])activate(?:\.\w+)?(?:$|[\s;&|'\"])"
 """A script or subcommand `activate`, as venv, conda, mamba and pyenv have one."""
 
 
@@ -47,7 +47,7 @@ def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
     Args:
         spec: the checked spec.
         nodes: its nodes.
-        per_worker: whether each worker is started by itself, and not all of a node by one program.
+        per_worker: True if each worker is started separately, not all of a node by one program.
     """
     warnings = []
     transport = spec.cluster.transport
@@ -78,7 +78,7 @@ def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
 def _useless_activation(spec: Spec, nodes: Sequence[NodeSpec]) -> str:
     """Return a sentence if a line of `job.setup` activates an environment and no worker runs its Python."""
     is_python = spec.job.command is None and not interpreter_of(spec.job.script or "", "")
-    line = next((line for line in spec.job.setup if _ACTIVATION.search(line)), None)
+    line = next((line for line in spec.job.setup if re.search(_ACTIVATION, line)), None)
     # A name without a folder is looked up on the PATH that the setup has left.
     fixed = next((node.python for node in nodes if node.python is not None and "/" in node.python), None)
     if line is None or fixed is None or not is_python:
@@ -119,7 +119,7 @@ def _unused_sections(spec: Spec) -> tuple[str, ...]:
 
 
 def _names_nodes(spec: Spec) -> bool:
-    """Return whether the spec names nodes that Slurm is not asked for."""
+    """Return whether the spec names nodes that it does not request from Slurm."""
     slurm = spec.slurm
     is_asked = slurm is not None and bool(slurm.nodelist or "nodelist" in slurm.extra)
     return bool(spec.cluster.nodes) and not isinstance(spec.cluster.nodes, int) and not is_asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from dtctl.plan.model import NodePlan, Plan
 
 NODE_TEMPLATE = "node.sh.j2"
 USER_FOLDER = "templates"
-"""Folder beside the spec; a file in it with the name of one of dtctl's templates is used instead."""
+"""Folder next to the spec; a file in it with the name of one of dtctl's templates replaces that template."""
 
 
+@functools.cache
 def builtin_templates() -> Path:
     """Folder of the templates that come with dtctl: inside the installed package, or in the source tree."""
     package = Path(__file__).resolve().parent.parent
@@ -21,11 +23,11 @@ def builtin_templates() -> Path:
 
 
 def template_folders(base_dir: Path) -> tuple[Path, ...]:
-    """Return where to look for a template of a spec that lies in `base_dir`, in order."""
+    """Return the folders to search for a template of a spec in `base_dir`, in order."""
     return (base_dir / USER_FOLDER, builtin_templates())
 
 
-def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
+def render_template(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
     """Return the text of template `name`, taken from the first folder that has it.
 
     Templates that are not dtctl's own are rendered in a process with limits of memory and time.
@@ -33,18 +35,18 @@ def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) 
     Args:
         name: file name of the template, such as `node.sh.j2`.
         values: what the template may use; a name that is not here is an error.
-        folders: where to look, the user's before dtctl's.
+        folders: folders to search, the user's before dtctl's.
 
     Raises:
         RenderError: the template is missing, is not valid, uses a name that does not exist, or exceeds a limit.
     """
-    if any(folder.is_dir() and not _is_own(folder) for folder in folders):
+    if any(folder.is_dir() and not _is_builtin_folder(folder) for folder in folders):
         from dtctl.render import limited
 
-        return limited.render(name, values, folders=folders)
+        return limited.render_with_limits(name, values, folders=folders)
     from dtctl.render import templates
 
-    return templates.render(name, values, folders=folders)
+    return templates.render_in_process(name, values, folders=folders)
 
 
 def node_script(plan: Plan, node: NodePlan, *, base_dir: Path) -> str:
@@ -59,11 +61,11 @@ def node_script(plan: Plan, node: NodePlan, *, base_dir: Path) -> str:
         RenderError: the template is missing or wrong.
     """
     values = {"version": dtctl.__version__, "plan": plan, "node": node}
-    return render(NODE_TEMPLATE, values, folders=template_folders(base_dir))
+    return render_template(NODE_TEMPLATE, values, folders=template_folders(base_dir))
 
 
 def node_scripts(plan: Plan, *, base_dir: Path) -> dict[str, str]:
-    """Node name -> its script, in node rank order.
+    """Return node name -> script, in node rank order.
 
     Raises:
         RenderError: the template is missing or wrong.
@@ -71,6 +73,6 @@ def node_scripts(plan: Plan, *, base_dir: Path) -> dict[str, str]:
     return {node.name: node_script(plan, node, base_dir=base_dir) for node in plan.nodes}
 
 
-def _is_own(folder: Path) -> bool:
+def _is_builtin_folder(folder: Path) -> bool:
     builtin = builtin_templates().resolve()
     return builtin in (folder.resolve(), *folder.resolve().parents)

@@ -14,22 +14,22 @@ from pathlib import Path
 
 import dtctl
 from dtctl.errors import RenderError, UsageError
-from dtctl.render import builtin_templates, render
+from dtctl.render import builtin_templates, render_template
 
 LAUNCHERS = ("local", "ssh", "slurm", "sandbox")
 ABOUT = "template.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
-    """One kind of project."""
+class ProjectTemplate:
+    """A kind of project that `dtctl init` can make."""
 
     name: str
     description: str
     folder: Path
 
 
-def templates() -> list[Template]:
+def templates() -> list[ProjectTemplate]:
     """Return all templates, by name."""
     root = builtin_templates() / "init"
     available = []
@@ -37,15 +37,15 @@ def templates() -> list[Template]:
         description_file = folder / ABOUT
         if description_file.is_file():
             match = re.search(r"^description:\s*(.+)$", description_file.read_text(encoding="utf-8"), re.MULTILINE)
-            available.append(Template(name=folder.name, description=match[1] if match else "", folder=folder))
+            available.append(ProjectTemplate(name=folder.name, description=match[1] if match else "", folder=folder))
     return available
 
 
-def create(folder: Path, *, template: str, launcher: str, force: bool) -> list[Path]:
-    """Make a project; the files written, relative to `folder`, in order.
+def create_project(folder: Path, *, template: str, launcher: str, force: bool) -> list[Path]:
+    """Make a project; return the written files, relative to `folder`, in order.
 
     Args:
-        folder: where; made if it does not exist.
+        folder: folder of the project; made if it does not exist.
         template: name of a template.
         launcher: transport of the new spec.
         force: write into a folder that is not empty, and replace files of the same name.
@@ -62,11 +62,11 @@ def create(folder: Path, *, template: str, launcher: str, force: bool) -> list[P
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file", hint="name a folder that does not exist yet")
     if folder.is_dir() and any(folder.iterdir()) and not force:
-        raise UsageError(f"{folder} is not empty", hint="name another folder, or use --force to write into it")
+        raise UsageError(f"{folder} is not empty", hint=_describe_forced_write(by_name[template].folder, folder))
     values = {"name": folder.resolve().name, "launcher": launcher, "version": dtctl.__version__}
     made: list[Path] = []
     try:
-        files = _write(by_name[template].folder, folder, values, made)
+        files = _write_project_files(by_name[template].folder, folder, values, made)
     except OSError as exc:
         for path in reversed(made):  # on a full disk they would stay, empty
             with contextlib.suppress(OSError):
@@ -77,16 +77,33 @@ def create(folder: Path, *, template: str, launcher: str, force: bool) -> list[P
     return files
 
 
-def _write(source: Path, folder: Path, values: dict[str, str], made: list[Path]) -> list[Path]:
-    """Write the project; its files, relative to `folder`. `made` receives the folders and files that are new."""
-    files = []
+def _list_template_files(source: Path) -> dict[Path, Path]:
+    """Return the files of a template, by their paths in a project."""
+    files = {}
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
-        if not path.is_file() or relative == Path(ABOUT) or "__pycache__" in relative.parts:
-            continue
-        rendered = relative.suffix == ".j2"
-        target = folder / (relative.with_suffix("") if rendered else relative)
-        text = render(path.name, values, folders=[path.parent]).encode() if rendered else path.read_bytes()
+        if path.is_file() and relative != Path(ABOUT) and "__pycache__" not in relative.parts:
+            files[relative.with_suffix("") if relative.suffix == ".j2" else relative] = path
+    return files
+
+
+def _describe_forced_write(source: Path, folder: Path) -> str:
+    """Return the hint for a folder that is not empty: it names the user's files that --force would replace."""
+    replaced = [str(path) for path in _list_template_files(source) if os.path.lexists(folder / path)]
+    if not replaced:
+        return "name another folder, or use --force to write into it"
+    return (
+        f"--force would replace {', '.join(replaced)}. For a program that you have, make the project in another folder "
+        "and copy its dtctl.yaml here"
+    )
+
+
+def _write_project_files(source: Path, folder: Path, values: dict[str, str], made: list[Path]) -> list[Path]:
+    """Write the project; return its files, relative to `folder`. `made` receives the folders and files that are new."""
+    files = []
+    for relative, path in _list_template_files(source).items():
+        target, rendered = folder / relative, path.suffix == ".j2"
+        text = render_template(path.name, values, folders=[path.parent]).encode() if rendered else path.read_bytes()
         made += [parent for parent in reversed(target.parents) if not parent.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():

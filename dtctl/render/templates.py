@@ -1,11 +1,11 @@
-"""Jinja, set up so that a template cannot do harm by accident: strict, sandboxed, and quoting by default.
+"""Jinja with settings that prevent accidental harm: strict, sandboxed, and quoting by default.
 
-Every `{{ value }}` becomes one shell word that means exactly that value. A template that needs something else says so
-with a filter, each of which is safe in its place:
+Every `{{ value }}` becomes one shell word that means exactly that value. A template that needs something else uses a
+filter, each of which is safe in its place:
 
     | argv        a sequence as a command, one option a line
     | program     the path of a program or its folder, in which `~/` is the home folder there
-    | comment     text for a comment: on one line, whatever it holds
+    | comment     text for a comment: made one line
     | ranks       a range of ranks: `0-3`
     | yaml        one value of a YAML file
     | verbatim    shell text as the user wrote it (setup lines), or a name that was checked before
@@ -37,12 +37,12 @@ from dtctl import shell
 from dtctl.errors import RenderError
 
 MAX_CHARACTERS = 4 << 20
-"""Bytes of a template, and characters of what it makes."""
+"""Most bytes of a template, and most characters of its result."""
 _YAML_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
 
 
-class _Inside(BaseLoader):
-    """Templates of some folders, the first before the others, of which none is a link that leads out of its folder."""
+class _ContainedLoader(BaseLoader):
+    """Loader of templates from several folders, in order; it refuses links that lead out of a folder."""
 
     def __init__(self, places: Sequence[str]) -> None:
         self._places = places
@@ -73,7 +73,7 @@ def _is_still(path: Path, mtime: int) -> bool:
         return False
 
 
-def _poured(template: Template, values: Mapping[str, object]) -> str:
+def _render_limited_text(template: Template, values: Mapping[str, object]) -> str:
     """Return a template's text, of limited length."""
     chunks, size = [], 0
     for piece in template.generate(values):
@@ -84,19 +84,19 @@ def _poured(template: Template, values: Mapping[str, object]) -> str:
     return "".join(chunks)
 
 
-class Verbatim(str):
-    """Text that stands in a script as it is."""
+class VerbatimText(str):
+    """Text that a script contains unchanged."""
 
     __slots__ = ()
 
 
-def _finalize(value: object) -> str:
-    if isinstance(value, Verbatim):
+def _quote_printed_value(value: object) -> str:
+    if isinstance(value, VerbatimText):
         return value
     if isinstance(value, str):
-        return shell.quote(value)
+        return shell.quote_word(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return shell.quote(str(value))
+        return shell.quote_word(str(value))
     if isinstance(value, Undefined):
         str(value)  # raises the error that names it
     raise RenderError(
@@ -105,64 +105,69 @@ def _finalize(value: object) -> str:
     )
 
 
-def _comment(value: object) -> Verbatim:
-    return Verbatim(" ".join(str(value).split()))
+def _format_comment(value: object) -> VerbatimText:
+    return VerbatimText(" ".join(str(value).split()))
 
 
-def _argv(words: Sequence[str]) -> Verbatim:
+def _format_argv(words: Sequence[str]) -> VerbatimText:
     if not words:
         raise RenderError("a template printed an empty command")
-    return Verbatim(" \\\n  ".join(shell.words(words)))
+    return VerbatimText(" \\\n  ".join(shell.quote_words(words)))
 
 
-def _program(path: str) -> Verbatim:
-    return Verbatim(shell.program(path))
+def _format_program(path: str) -> VerbatimText:
+    return VerbatimText(shell.quote_program(path))
 
 
-def _yaml(value: str) -> Verbatim:
+def _format_yaml_word(value: str) -> VerbatimText:
     plain = re.fullmatch(r"[A-Za-z][\w-]*", value, re.ASCII) and value.lower() not in _YAML_WORDS
-    return Verbatim(value if plain else json.dumps(value, ensure_ascii=False))
+    return VerbatimText(value if plain else json.dumps(value, ensure_ascii=False))
 
 
-def _ranks(ranks: range) -> Verbatim:
-    return Verbatim(str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}")
+def _format_rank_range(ranks: range) -> VerbatimText:
+    return VerbatimText(str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}")
 
 
 @functools.lru_cache(maxsize=4)
-def _environment(folders: tuple[str, ...]) -> ImmutableSandboxedEnvironment:
-    """Jinja over these folders; kept, because compiling a template takes ten times as long as rendering it."""
+def _build_jinja_environment(folders: tuple[str, ...]) -> ImmutableSandboxedEnvironment:
+    """Return Jinja for these folders; cached, since compiling a template takes ten times as long as rendering."""
     environment = ImmutableSandboxedEnvironment(
-        loader=_Inside(folders),
+        loader=_ContainedLoader(folders),
         undefined=StrictUndefined,
-        finalize=_finalize,
+        finalize=_quote_printed_value,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # shell text, not HTML: `_finalize` quotes
+        autoescape=False,  # shell text, not HTML: `_quote_printed_value` quotes
     )
     environment.filters.update(
-        argv=_argv, program=_program, comment=_comment, ranks=_ranks, verbatim=Verbatim, yaml=_yaml
+        argv=_format_argv,
+        program=_format_program,
+        comment=_format_comment,
+        ranks=_format_rank_range,
+        verbatim=VerbatimText,
+        yaml=_format_yaml_word,
     )
     return environment
 
 
-def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
-    """Render as `dtctl.render.render` does, in this process and so without limits of memory and time."""
+def render_in_process(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
+    """Render as `dtctl.render.render_template` does, but in this process, without limits of memory and time."""
     try:
-        return _poured(_environment(tuple(map(str, folders))).get_template(name), values)
+        return _render_limited_text(_build_jinja_environment(tuple(map(str, folders))).get_template(name), values)
     except TemplateNotFound as exc:
         listed = ", ".join(str(folder) for folder in folders)
         raise RenderError(f"there is no template {exc.name}", where=listed) from exc
     except TemplateSyntaxError as exc:
         raise RenderError(str(exc.message), where=f"{exc.filename or name}:{exc.lineno}") from exc
     except TemplateError as exc:
-        raise RenderError(str(exc.message), where=_place(exc, name)) from exc
+        raise RenderError(str(exc.message), where=_find_error_place(exc, name)) from exc
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
-        raise RenderError(f"{type(exc).__name__}: {exc}", where=_place(exc, name)) from exc
+        raise RenderError(f"{type(exc).__name__}: {exc}", where=_find_error_place(exc, name)) from exc
 
 
-def _place(error: BaseException, name: str) -> str:
-    """File and line of the template that an error was raised in, from its traceback."""
+def _find_error_place(error: BaseException, name: str) -> str:
+    """Return file and line of the template in which an error was raised, from its traceback."""
     place = name
     trace = error.__traceback__
     while trace is not None:

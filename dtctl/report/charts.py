@@ -8,25 +8,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtctl.report.metrics import Curve, MetricsTable
+from dtctl.report.metrics import MetricCurve, MetricsTable
 from dtctl.report.run import RunFacts
 
 MORE = 24
-"""Plots of values that dtctl does not know, at most."""
+"""Most plots of values that dtctl does not know."""
 MARKS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A predefined plot."""
+    """Plot with its title, axes and curves."""
 
     name: str
     title: str
     keys: Mapping[str, str]
-    """Key of metrics.jsonl -> what the legend calls it."""
+    """Key of metrics.jsonl -> its name in the legend."""
     unit: str = ""
     scale: float = 1.0
-    """Values are multiplied by this."""
+    """Factor by which values are multiplied."""
     note: str = ""
 
 
@@ -75,42 +75,47 @@ PLOTS = (
         name="skipped", title="Skipped steps", keys={"skipped": "skipped"},
         note="1: the gradient was not finite, and the optimizer made no step",
     ),
+    Plot(
+        name="loss-scale", title="Loss scale (fp16)", keys={"loss_scale": "loss scale"},
+        note="it is halved after a step whose gradient was not finite",
+    ),
     Plot(name="lr", title="Learning rate", keys={"lr": "learning rate"}),
 )  # fmt: skip
-SILENT = ("time", "slowest_rank", "fullest_rank")
+SILENT = ("time", "slowest_rank", "fullest_rank", "resume_exact")
 """Keys that no plot shows: the first is an axis, the others are names."""
 
 
-def charts(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
+def build_charts(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
     """Return all plots of these runs, as the page's script takes them."""
-    drafts = [_goodput(runs)] if any(run.metrics for run in runs) else []
+    drafts = [_build_goodput_chart(runs)] if any(run.metrics for run in runs) else []
     handled = set(SILENT)
     tables = [run.metrics for run in runs]
     for plot in PLOTS:
         handled |= set(plot.keys)
-        if plot.name == "samples" and _has(tables, "tokens_per_s"):
+        if plot.name == "samples" and _has_metric(tables, "tokens_per_s"):
             continue  # the same curve in another unit
-        if plot.name == "mean" and _has(tables, "step_p50_s"):
+        if plot.name == "mean" and _has_metric(tables, "step_p50_s"):
             continue
-        drafts.append(_chart(runs, plot))
+        drafts.append(_build_metric_chart(runs, plot))
     remaining = dict.fromkeys(key for metrics in tables if metrics for key in metrics.curves if key not in handled)
     drafts += [
-        _chart(runs, Plot(name=f"more-{n}", title=key, keys={key: key})) for n, key in enumerate([*remaining][:MORE])
+        _build_metric_chart(runs, Plot(name=f"more-{n}", title=key, keys={key: key}))
+        for n, key in enumerate([*remaining][:MORE])
     ]
     nonempty = [chart for chart in drafts if chart["series"]]
     nonempty.sort(key=lambda chart: chart["name"] != "loss")  # what people look for first
     return nonempty
 
 
-def _has(tables: Iterable[MetricsTable | None], key: str) -> bool:
+def _has_metric(tables: Iterable[MetricsTable | None], key: str) -> bool:
     return any(metrics is not None and _has_values(metrics.curves.get(key)) for metrics in tables)
 
 
-def _has_values(curve: Curve | None) -> bool:
+def _has_values(curve: MetricCurve | None) -> bool:
     return curve is not None and any(map(math.isfinite, curve.values))
 
 
-def _chart(runs: Sequence[RunFacts], plot: Plot) -> dict[str, Any]:
+def _build_metric_chart(runs: Sequence[RunFacts], plot: Plot) -> dict[str, Any]:
     series = []
     for number, run in enumerate(runs):
         for dash, (key, label) in enumerate(plot.keys.items()):
@@ -120,24 +125,31 @@ def _chart(runs: Sequence[RunFacts], plot: Plot) -> dict[str, Any]:
             series_name = (
                 label if len(runs) == 1 else f"{run.state.run} {label}" if len(plot.keys) > 1 else run.state.run
             )
-            series.append({"label": series_name, "run": number, "dash": dash, **_numbers(curve, plot.scale)})
-    marks = [_step_at(run, mark.time_s) for run in runs[:1] for mark in run.history.of("restart")][:MARKS]
+            series.append(
+                {"label": series_name, "run": number, "dash": dash, **_build_series_points(curve, plot.scale)}
+            )
+    marks = [_step_at(run, mark.time_s) for run in runs[:1] for mark in run.history.list_marks_of("restart")][:MARKS]
+    printed = any(run.metrics is not None and run.metrics.is_printed for run in runs)
+    note = "; ".join(filter(None, (plot.note, "read from the output" * printed)))
     return {
-        "name": plot.name, "title": plot.title, "unit": plot.unit, "note": plot.note, "x": "step", "series": series,
+        "name": plot.name, "title": plot.title, "unit": plot.unit, "note": note, "x": "step", "series": series,
         "marks": marks if len(runs) == 1 else [],
     }  # fmt: skip
 
 
-def _numbers(curve: Curve, scale: float) -> dict[str, list[float | None]]:
-    numbers = {"x": [_short(step) for step in curve.steps], "y": [_short(value * scale) for value in curve.values]}
+def _build_series_points(curve: MetricCurve, scale: float) -> dict[str, list[float | None]]:
+    numbers = {
+        "x": [_round_for_plot(step) for step in curve.steps],
+        "y": [_round_for_plot(value * scale) for value in curve.values],
+    }
     if curve.low and curve.low != curve.high:
-        numbers["low"] = [_short(value * scale) for value in curve.low]
-        numbers["high"] = [_short(value * scale) for value in curve.high]
+        numbers["low"] = [_round_for_plot(value * scale) for value in curve.low]
+        numbers["high"] = [_round_for_plot(value * scale) for value in curve.high]
     return numbers
 
 
-def _short(value: float) -> float | None:
-    """Six digits, which is more than a screen can show; None for what is not a number."""
+def _round_for_plot(value: float) -> float | None:
+    """Return a value with six digits, more than a screen can show; None if it is not a number."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
@@ -152,30 +164,31 @@ def _step_at(run: RunFacts, time_s: float) -> float:
     return times.steps[place - 1] if place else 0.0
 
 
-def _goodput(runs: Sequence[RunFacts]) -> dict[str, Any]:
+def _build_goodput_chart(runs: Sequence[RunFacts]) -> dict[str, Any]:
     series = []
     for number, run in enumerate(runs):
         if run.metrics is None:
             continue
         total = run.state.ledger.goodput if run.state.ledger is not None and run.state.over else None
-        curve = goodput(run.metrics, run.state.started, total=total, length_s=run.state.duration_s)
+        curve = compute_goodput_curve(run.metrics, run.state.started, total=total, length_s=run.state.duration_s)
         if curve is not None:
             series_name = "useful share so far" if len(runs) == 1 else run.state.run
-            series.append({"label": series_name, "run": number, "dash": 0, **_numbers(curve, 1.0)})
+            series.append({"label": series_name, "run": number, "dash": 0, **_build_series_points(curve, 1.0)})
+    restarts = runs[0].history.list_marks_of("restart")[:MARKS] if len(runs) == 1 else []
     return {
         "name": "goodput", "title": "Goodput", "unit": "%", "x": "time", "series": series,
         "note": "time spent so far on steps that count in the end, as a share of all time so far",
-        "marks": [round(mark.time_s, 1) for mark in runs[0].history.of("restart")][:MARKS] if len(runs) == 1 else [],
+        "marks": [round(mark.time_s, 1) for mark in restarts],
     }  # fmt: skip
 
 
-def goodput(
+def compute_goodput_curve(
     metrics: MetricsTable, started: float, *, total: float | None = None, length_s: float = 0.0
-) -> Curve | None:
+) -> MetricCurve | None:
     """Return the share of time spent on steps that count, by seconds since the start, in percent.
 
-    Steps that had to be done again are not in metrics.jsonl any more, so what is there is what counts; those of an
-    earlier run, which this one continues, are not this one's.
+    Steps that were done again are not in metrics.jsonl, so all steps there count, except those of an earlier run that
+    this one continues.
 
     Args:
         metrics: of the run.
@@ -203,4 +216,4 @@ def goodput(
     if wall and total is not None and length_s > wall[-1]:
         wall.append(length_s)
         share.append(100.0 * total)
-    return Curve(steps=tuple(wall), values=tuple(share)) if wall else None
+    return MetricCurve(steps=tuple(wall), values=tuple(share)) if wall else None

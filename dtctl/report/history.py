@@ -11,31 +11,32 @@ from dataclasses import dataclass, field
 
 from dtctl.launch.records.events import (
     AlertChanged,
+    AttemptRestarting,
     AttemptStarting,
     Event,
     FirstFailure,
-    Healed,
-    Hung,
-    LauncherAway,
+    HangDetected,
+    LauncherPaused,
+    LauncherReattached,
     NodeChanged,
-    NodeLeftOut,
+    NodeDropped,
     NodeReplaced,
     Note,
-    Restarting,
     RunEnded,
     RunPlanned,
+    RunStopping,
     SnapshotBegun,
-    Stopping,
-    TakenUp,
-    TimeIsUp,
+    TimeLimitReached,
     WorkerExited,
+    WorkersReplaced,
 )  # fmt: skip
+from dtctl.printable import format_count
 
 DOING = {
     "connecting": "prepare", "connected": "prepare", "hello": "prepare", "pushing": "prepare", "pushed": "prepare",
     "ready": "prepare", "started": "start", "running": "run", "away": "away",
 }  # fmt: skip
-"""State of a node -> what it is about; in other states it is about nothing."""
+"""State of a node -> its activity in the timeline; other states have none."""
 TOLD = {
     "prepare": "connected, receives code",
     "start": "workers start and find each other",
@@ -45,7 +46,7 @@ TOLD = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class StateSpan:
     """Span of time in which a node was in one state."""
 
     node: str
@@ -56,36 +57,36 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """Something that happened at one time."""
+class TimelineMark:
+    """Event on the timeline, at one time."""
 
     time_s: float
     kind: str
     """failure, exit (that of a worker whose attempt was being ended), restart, snapshot, hang, note, stop, end"""
     text: str
     node: str = ""
-    """Empty: it concerns all."""
+    """Name of the node; empty if the mark concerns all."""
 
 
 @dataclass(slots=True)
-class History:
+class RunHistory:
     """The course of a run."""
 
     length_s: float = 0.0
     nodes: dict[str, str] = field(default_factory=dict)
     """Every node that ever took part, and its last state."""
     interfaces: dict[str, str] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    spans: list[StateSpan] = field(default_factory=list)
+    marks: list[TimelineMark] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)
-    """Node -> how often it was the first to fail."""
+    """Node -> number of times that it was the first to fail."""
 
-    def of(self, *kinds: str) -> list[Mark]:
+    def list_marks_of(self, *kinds: str) -> list[TimelineMark]:
         """Return the marks of these kinds."""
         return [mark for mark in self.marks if mark.kind in kinds]
 
 
-def history_of(events: Iterable[Event], *, began: float, length_s: float) -> History:
+def history_of(events: Iterable[Event], *, began: float, length_s: float) -> RunHistory:
     """Return the course of a run.
 
     Args:
@@ -93,48 +94,52 @@ def history_of(events: Iterable[Event], *, began: float, length_s: float) -> His
         began: when the run began, seconds since the epoch.
         length_s: how long it took, or has taken so far.
     """
-    history = History(length_s=length_s)
+    history = RunHistory(length_s=length_s)
     doing: dict[str, tuple[str, float]] = {}
     ending_all = False
     for event in events:
         now_s = min(max(0.0, event.time - began), length_s)
         if isinstance(event, RunPlanned):
             for node in event.nodes:
-                _enter(history, doing, node, "connecting", now_s)
+                _change_node_state(history, doing, node, "connecting", now_s)
         elif isinstance(event, NodeChanged):
-            _enter(history, doing, event.node, event.state, now_s)
+            _change_node_state(history, doing, event.node, event.state, now_s)
             if event.interface:
                 history.interfaces[event.node] = event.interface
             if event.state in ("lost", "failed", "away"):
                 reason = f": {event.error}" if event.error else ""
                 text = f"was {event.state}{reason}" if event.state != "away" else "is unreachable; its workers continue"
-                history.marks.append(Mark(time_s=now_s, kind="failure", text=text, node=event.node))
+                history.marks.append(TimelineMark(time_s=now_s, kind="failure", text=text, node=event.node))
         else:
-            kind, text = _description(event, consequence=ending_all)
-            ending_all = isinstance(event, Stopping) or (ending_all and not isinstance(event, AttemptStarting))
+            kind, text = _describe_event_mark(event, consequence=ending_all)
+            ending_all = isinstance(event, RunStopping) or (ending_all and not isinstance(event, AttemptStarting))
             if kind:
-                history.marks.append(Mark(time_s=now_s, kind=kind, text=text, node=getattr(event, "node", "") or ""))
-            if isinstance(event, Restarting) and event.node:
+                history.marks.append(
+                    TimelineMark(time_s=now_s, kind=kind, text=text, node=getattr(event, "node", "") or "")
+                )
+            if isinstance(event, AttemptRestarting) and event.node:
                 history.failures[event.node] = history.failures.get(event.node, 0) + 1
     for node in list(doing):
-        _enter(history, doing, node, "over", length_s)
+        _change_node_state(history, doing, node, "over", length_s)
     return history
 
 
-def _enter(history: History, doing: dict[str, tuple[str, float]], node: str, state: str, now_s: float) -> None:
-    """A node is in another state from now on."""
+def _change_node_state(
+    history: RunHistory, doing: dict[str, tuple[str, float]], node: str, state: str, now_s: float
+) -> None:
+    """Record that a node has changed its state."""
     activity, since_s = doing.get(node, ("", now_s))
     next_activity = DOING.get(state, "")
     if activity != next_activity or not next_activity:
         if activity:
-            history.spans.append(Span(node=node, doing=activity, begin_s=since_s, end_s=now_s))
+            history.spans.append(StateSpan(node=node, doing=activity, begin_s=since_s, end_s=now_s))
         doing[node] = (next_activity, now_s)
     if state != "over":
         history.nodes[node] = state
 
 
-def _description(event: Event, *, consequence: bool) -> tuple[str, str]:
-    """Kind and text of the mark of an event; nothing where it tells a reader nothing new.
+def _describe_event_mark(event: Event, *, consequence: bool) -> tuple[str, str]:
+    """Return kind and text of the mark of an event; empty texts if other marks show the same.
 
     Args:
         event: any but those of nodes.
@@ -143,49 +148,52 @@ def _description(event: Event, *, consequence: bool) -> tuple[str, str]:
     match event:
         case WorkerExited() if event.exit_code:
             process = f"rank {event.rank}" if event.rank is not None and event.rank >= 0 else "the agent"
-            return "exit" if consequence else "failure", f"{process} {ending(event)}"
-        case Restarting():
+            return "exit" if consequence else "failure", f"{process} {describe_worker_end(event)}"
+        case AttemptRestarting():
             wait = f", after a wait of {event.wait_s:g} s" if event.wait_s else ""
             return "restart", f"restart {event.attempt} of {event.of}{wait}: {event.cause}"
         case AttemptStarting() if event.attempt:
-            workers = f" on {event.world_size} workers" if event.world_size else ""
+            workers = f" on {format_count(event.world_size, 'worker')}" if event.world_size else ""
             return "note", f"attempt {event.attempt} starts{workers}"
         case SnapshotBegun():
             return "snapshot", f"snapshot of step {event.step}"
-        case Hung():
+        case HangDetected():
             return "hang", f"no progress for {event.silent_s:g} s"
-        case Stopping():
+        case RunStopping():
             return "stop", f"all nodes are stopped: {event.reason}"
-        case Healed() | NodeReplaced() | NodeLeftOut():
-            return _change(event)
-        case TakenUp() | LauncherAway():
+        case WorkersReplaced() | NodeReplaced() | NodeDropped():
+            return _describe_replacement_mark(event)
+        case LauncherReattached() | LauncherPaused():
             return _launcher_mark(event)
-        case TimeIsUp():
+        case TimeLimitReached():
             return "stop", "the job's time limit is reached (job.time_s)"
-        case Note(text=told) | AlertChanged(told=told):
+        case Note(text=told) | AlertChanged(event_text=told):
             return "note", told
         case RunEnded():
             return "end", event.status
     return "", ""
 
 
-def _launcher_mark(event: TakenUp | LauncherAway) -> tuple[str, str]:
-    """Return kind and text of the mark of what has become of the launcher."""
-    if isinstance(event, TakenUp):
+def _launcher_mark(event: LauncherReattached | LauncherPaused) -> tuple[str, str]:
+    """Return kind and text of the mark of a change of the launcher."""
+    if isinstance(event, LauncherReattached):
         return "note", "a new launcher takes over the run"
     return "restart", f"the launcher did not run for {event.away_s:.0f} s; attempt {event.attempt} follows"
 
 
-def _change(event: Healed | NodeReplaced | NodeLeftOut) -> tuple[str, str]:
-    """Kind and text of the mark of who has taken whose place, or whose place is empty."""
+def _describe_replacement_mark(event: WorkersReplaced | NodeReplaced | NodeDropped) -> tuple[str, str]:
+    """Return kind and text of the mark of a replacement, or of a node that was left out."""
     if isinstance(event, NodeReplaced):
         return "failure", f"replaced by {event.by}: {event.reason}"
-    if isinstance(event, NodeLeftOut):
-        return "failure", f"is left out, {event.nodes} nodes continue: {event.reason}"
-    return "restart", event.told
+    if isinstance(event, NodeDropped):
+        return (
+            "failure",
+            f"is left out, {format_count(event.nodes, 'node continues', 'nodes continue')}: {event.reason}",
+        )
+    return "restart", event.event_text
 
 
-def ending(failure: WorkerExited | FirstFailure) -> str:
+def describe_worker_end(failure: WorkerExited | FirstFailure) -> str:
     """`was ended by signal 9 (SIGKILL)`, `ended with exit code 1`, `was lost`."""
     if isinstance(failure, WorkerExited) and failure.killed:
         return "was killed by dtctl: it did not end when it was asked to"

@@ -1,8 +1,8 @@
 """metrics.jsonl as columns, thinned to what a plot can show; a million lines in two seconds.
 
 A short file is read line by line. Of a long one only a line in so many is read in full; the values where a single line
-matters (`WATCHED`) are taken from every line by one regular expression, as are lines that say more than usual (an
-evaluation). So least and greatest are true for these, and the page says which values are samples.
+matters (`WATCHED`) are taken from every line by one regular expression, as are lines with more keys than usual (an
+evaluation). So minimum and maximum of these are exact; the page marks the values that are samples.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 from dtctl import folders
 from dtctl.errors import LaunchError
 from dtctl.launch.records.metrics_rows import parse_row
+from dtctl.launch.records.printed_figures import WHOLE_BYTES, count_steps_on, read_figures
 
 POINTS = 1500
-"""Buckets of a curve: more than a screen has pixels for it."""
+"""Buckets of a curve, more than a screen has pixels for it."""
 MAX_BYTES = 8 << 30
 SHORT_BYTES = 24 << 20
 """A file up to this size is read line by line."""
@@ -36,16 +37,16 @@ _LOOK_AT = 200
 
 
 @dataclass(slots=True)
-class Column:
-    """The values of one key, with the step of each; NaN where a line says null."""
+class MetricColumn:
+    """The values of one key, with the step of each; NaN where a line has null."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """Curve of a column: the mean of each bucket, and the least and greatest where it has several values."""
+class MetricCurve:
+    """Curve of a column: the mean of each bucket, and its minimum and maximum if it has several values."""
 
     steps: tuple[float, ...]
     values: tuple[float, ...]
@@ -55,15 +56,17 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsTable:
-    """Contents of metrics.jsonl."""
+    """Columns of metrics.jsonl, thinned."""
 
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, MetricCurve]
     """Curves by key, in the order in which keys first appear; all but `step`."""
     rows: int
     damaged: int
-    """Lines that are not whole."""
+    """Number of incomplete lines."""
     stride: int = 1
-    """A line in so many was read in full."""
+    """Number N, if one line in N was read in full."""
+    is_printed: bool = False
+    """True if the figures were read from what the program has printed."""
     step_s: tuple[float, ...] = ()
     """Seconds per step of at most 100,000 lines, ascending, for percentiles."""
 
@@ -73,7 +76,7 @@ class MetricsTable:
         return max((int(curve.steps[-1]) for curve in self.curves.values() if curve.steps), default=0)
 
 
-def read(path: Path) -> MetricsTable | None:
+def read_metrics_table(path: Path) -> MetricsTable | None:
     """Return the metrics of a run; None when there are none.
 
     Raises:
@@ -86,16 +89,33 @@ def read(path: Path) -> MetricsTable | None:
             return None
         if size > MAX_BYTES:
             raise LaunchError(f"the metrics are larger than {MAX_BYTES >> 30} GiB", where=str(path))
-        return _short(path) if size <= SHORT_BYTES else _long(path)
+        return _read_all_rows(path) if size <= SHORT_BYTES else _read_sampled_rows(path)
     except FileNotFoundError:
         return None
     except OSError as exc:
         raise LaunchError(f"the metrics cannot be read: {exc.strerror}", where=str(path)) from exc
 
 
-def _short(path: Path) -> MetricsTable:
+def read_printed_table(logs: Path, pattern: str | None) -> MetricsTable | None:
+    """Return the figures that a program has printed; None when there are none.
+
+    Args:
+        logs: folder of the run's logs.
+        pattern: `job.progress` of its spec.
+    """
+    found = read_figures(logs, re.compile(pattern) if pattern else None, most_bytes=WHOLE_BYTES)
+    rows = count_steps_on(found)
+    if not rows:
+        return None
+    columns: dict[str, MetricColumn] = {}
+    for row in rows:
+        _add_row_values(columns, row)
+    return _build_table(columns, rows=len(rows), damaged=0, is_printed=True)
+
+
+def _read_all_rows(path: Path) -> MetricsTable:
     """Return every line in full."""
-    columns: dict[str, Column] = {}
+    columns: dict[str, MetricColumn] = {}
     rows = damaged = 0
     with path.open("rb") as file:
         for line in file:
@@ -104,34 +124,43 @@ def _short(path: Path) -> MetricsTable:
                 damaged += 1
             else:
                 rows += 1
-                _add(columns, row)
+                _add_row_values(columns, row)
+    return _build_table(columns, rows=rows, damaged=damaged)
+
+
+def _build_table(
+    columns: Mapping[str, MetricColumn], *, rows: int, damaged: int, is_printed: bool = False
+) -> MetricsTable:
+    """Return the curves of columns that were read in full."""
     for column in columns.values():
-        _forwards(column)
-    curves = {name: thin(column.steps, column.values) for name, column in columns.items()}
-    times = columns.get("step_s", Column()).values
-    return MetricsTable(curves=curves, rows=rows, damaged=damaged, step_s=_sorted(times))
+        _keep_newest_values(column)
+    curves = {name: downsample_curve(column.steps, column.values) for name, column in columns.items()}
+    times = columns.get("step_s", MetricColumn()).values
+    return MetricsTable(
+        curves=curves, rows=rows, damaged=damaged, is_printed=is_printed, step_s=_sort_sampled_values(times)
+    )
 
 
-def _add(columns: dict[str, Column], row: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
+def _add_row_values(columns: dict[str, MetricColumn], row: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
     step = row["step"]
     for name, value in row.items():
         if name == "step" or name in without or isinstance(value, str | bool | list | dict):
             continue
-        column = columns.setdefault(name, Column())
+        column = columns.setdefault(name, MetricColumn())
         column.steps.append(step)
-        column.values.append(_float(value))
+        column.values.append(_convert_to_float(value))
 
 
-def _float(value: float | None) -> float:
-    """Return a value as a curve has it; what is too large for that has left the scale."""
+def _convert_to_float(value: float | None) -> float:
+    """Return a value for a curve: NaN for null, infinity if it is too large for a float."""
     try:
         return math.nan if value is None else float(value)
     except OverflowError:
         return math.inf
 
 
-def _forwards(column: Column) -> None:
-    """Keep the newest value of each step: a run that went back does steps again."""
+def _keep_newest_values(column: MetricColumn) -> None:
+    """Keep the newest value of each step, since a run that returned to a snapshot repeats steps."""
     steps = column.steps
     if all(map(float.__lt__, steps, islice(steps, 1, None))):
         return
@@ -144,19 +173,19 @@ def _forwards(column: Column) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _LineFormat:
     """Usual form of a line."""
 
     keys: frozenset[str]
     watched: tuple[str, ...]
     usual: re.Pattern[str]
-    """Finds the watched values of a line."""
+    """Pattern of the watched values of a line."""
     suffix: re.Pattern[str]
-    """Finds lines that continue after the usual last key."""
+    """Pattern of lines that continue after the usual last key."""
 
 
-def _form(lines: Sequence[bytes]) -> _Form | None:
-    """Return the form of most lines; None if they do not begin with what is watched, as dtctl.runtime writes it."""
+def _detect_line_form(lines: Sequence[bytes]) -> _LineFormat | None:
+    """Return the form of most lines; None if they do not begin with the watched keys, as dtctl.runtime writes them."""
     shapes = Counter(tuple(row) for row in map(parse_row, lines) if row)
     keys = shapes.most_common(1)[0][0] if shapes else ()
     watched = tuple(key for key in keys if key in WATCHED)
@@ -165,11 +194,11 @@ def _form(lines: Sequence[bytes]) -> _Form | None:
     last = keys.index(watched[-1])
     parts = [f'"{re.escape(key)}": {"([^,}]+)" if key in watched else "[^,}]+"}' for key in keys[: last + 1]]
     suffix = f'"{re.escape(keys[-1])}": [^,}}]+, "'
-    return _Form(frozenset(keys), watched, re.compile(r"\{" + ", ".join(parts) + "[,}]"), re.compile(suffix))
+    return _LineFormat(frozenset(keys), watched, re.compile(r"\{" + ", ".join(parts) + "[,}]"), re.compile(suffix))
 
 
-class _Bucket(NamedTuple):
-    """Neighbouring values."""
+class _ValueBucket(NamedTuple):
+    """Neighbouring values of a column, as one point of a plot."""
 
     step: float
     """Step of the first line."""
@@ -179,74 +208,74 @@ class _Bucket(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Part:
+class _FilePart:
     """Contents of a part of a long file."""
 
-    buckets: dict[str, list[_Bucket]]
-    columns: dict[str, Column] = field(default_factory=dict)
+    buckets: dict[str, list[_ValueBucket]]
+    columns: dict[str, MetricColumn] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
     rows: int = 0
     damaged: int = 0
 
 
-def _long(path: Path) -> MetricsTable:
+def _read_sampled_rows(path: Path) -> MetricsTable:
     """Watched values of every line, and all values of the first line of each block."""
     with path.open("rb") as file:
-        form = _form(list(islice(file, _LOOK_AT)))
+        form = _detect_line_form(list(islice(file, _LOOK_AT)))
     if form is None:
-        return _short(path)
+        return _read_all_rows(path)
     size = path.stat().st_size
     block = size // POINTS + 1
     edges = [size * part // PROCESSES for part in range(PROCESSES + 1)]
     # Nothing here waits for anything but a processor, and the parts need nothing of each other.
     with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
-        parts = pool.starmap(_part, [(path, form, begin, end, block) for begin, end in pairwise(edges)])
+        parts = pool.starmap(_read_file_part, [(path, form, begin, end, block) for begin, end in pairwise(edges)])
     curves = {}
     for name in form.watched:
         buckets = [bucket for part in parts for bucket in part.buckets[name]]
         if buckets:
-            curves[name] = _curve(buckets)
+            curves[name] = _build_bucket_curve(buckets)
     for name in dict.fromkeys(name for part in parts for name in part.columns):
-        column = Column()
+        column = MetricColumn()
         for part in parts:
-            existing = part.columns.get(name, Column())
+            existing = part.columns.get(name, MetricColumn())
             column.steps.extend(existing.steps)
             column.values.extend(existing.values)
-        _forwards(column)
-        curves[name] = thin(column.steps, column.values)
+        _keep_newest_values(column)
+        curves[name] = downsample_curve(column.steps, column.values)
     rows = sum(part.rows for part in parts)
     return MetricsTable(
         curves=curves,
         rows=rows,
         damaged=sum(part.damaged for part in parts),
         stride=round(rows / POINTS),
-        step_s=_sorted([seconds for part in parts for seconds in part.times]),
+        step_s=_sort_sampled_values([seconds for part in parts for seconds in part.times]),
     )
 
 
-def _part(path: Path, form: _Form, begin: int, end: int, size: int) -> _Part:
-    """Return the lines that begin between two places in the file, in blocks of about `size` bytes."""
-    part = _Part({name: [] for name in form.watched})
-    for block in _blocks(path, begin, end, size):
+def _read_file_part(path: Path, form: _LineFormat, begin: int, end: int, size: int) -> _FilePart:
+    """Return the lines that begin between two offsets of the file, in blocks of about `size` bytes."""
+    part = _FilePart({name: [] for name in form.watched})
+    for block in _read_line_blocks(path, begin, end, size):
         count = block.count("\n")
-        values = _watched(block, count, form)
+        values = _parse_watched_values(block, count, form)
         part.rows += len(values[0])
         part.damaged += count - len(values[0])
         first = next(filter(None, map(parse_row, block.splitlines()[:_LOOK_AT])), None)
         if first is None:
             continue
-        _add(part.columns, {name: first.get(name) for name in form.keys}, without=form.watched)
+        _add_row_values(part.columns, {name: first.get(name) for name in form.keys}, without=form.watched)
         for name, numbers in zip(form.watched, values, strict=True):
-            part.buckets[name].append(_summed(first["step"], numbers))
+            part.buckets[name].append(_summarize_bucket(first["step"], numbers))
             if name == "step_s":
                 part.times += numbers[::10]
         for match in form.suffix.finditer(block):
             row = parse_row(block[block.rfind("\n", 0, match.start()) + 1 : block.find("\n", match.end())])
-            _add(part.columns, row or {}, without=form.keys)
+            _add_row_values(part.columns, row or {}, without=form.keys)
     return part
 
 
-def _blocks(path: Path, begin: int, end: int, size: int) -> Iterator[str]:
+def _read_line_blocks(path: Path, begin: int, end: int, size: int) -> Iterator[str]:
     """Yield the lines that begin from `begin` on and before `end`, some at a time."""
     with path.open("rb") as file:
         if begin:
@@ -258,8 +287,8 @@ def _blocks(path: Path, begin: int, end: int, size: int) -> Iterator[str]:
             yield block.decode("utf-8", "replace") + ("" if block.endswith(b"\n") else "\n")
 
 
-def _watched(block: str, count: int, form: _Form) -> list[list[float]]:
-    """Return the watched values of all lines that are whole."""
+def _parse_watched_values(block: str, count: int, form: _LineFormat) -> list[list[float]]:
+    """Return the watched values of all complete lines."""
     matches = form.usual.findall(block)
     if len(matches) == count:
         try:
@@ -269,42 +298,43 @@ def _watched(block: str, count: int, form: _Form) -> list[list[float]]:
     rows = [row for row in map(parse_row, block.splitlines()) if row is not None]
     read_values = [[row.get(name) for row in rows] for name in form.watched]
     return [
-        [_float(value) if isinstance(value, int | float) else math.nan for value in values] for values in read_values
+        [_convert_to_float(value) if isinstance(value, int | float) else math.nan for value in values]
+        for values in read_values
     ]
 
 
 # -- thinning ------------------------------------------------------------------------------------------------------
 
 
-def thin(steps: Sequence[float], values: Sequence[float], points: int = POINTS) -> Curve:
+def downsample_curve(steps: Sequence[float], values: Sequence[float], points: int = POINTS) -> MetricCurve:
     """A curve of at most `points` buckets of as many values each; up to twice as many values stay as they are."""
     count = len(values)
     if count <= 2 * points:
-        return Curve(steps=tuple(steps), values=tuple(values))
+        return MetricCurve(steps=tuple(steps), values=tuple(values))
     edges = [index * count // points for index in range(points + 1)]
-    return _curve([_summed(steps[begin], values[begin:end]) for begin, end in pairwise(edges)])
+    return _build_bucket_curve([_summarize_bucket(steps[begin], values[begin:end]) for begin, end in pairwise(edges)])
 
 
-def _summed(step: float, values: Sequence[float]) -> _Bucket:
+def _summarize_bucket(step: float, values: Sequence[float]) -> _ValueBucket:
     total = sum(values)
     if math.isfinite(total):
-        return _Bucket(step, total / len(values), min(values), max(values))
+        return _ValueBucket(step, total / len(values), min(values), max(values))
     # A loss that is not a number is a gap, however many good values are beside it.
     finite = [value for value in values if math.isfinite(value)]
-    return _Bucket(step, math.nan, min(finite, default=math.nan), max(finite, default=math.nan))
+    return _ValueBucket(step, math.nan, min(finite, default=math.nan), max(finite, default=math.nan))
 
 
-def _curve(buckets: Sequence[_Bucket]) -> Curve:
+def _build_bucket_curve(buckets: Sequence[_ValueBucket]) -> MetricCurve:
     steps, means, low, high = zip(*sorted(buckets), strict=True)
-    return Curve(steps=steps, values=means, low=low, high=high)
+    return MetricCurve(steps=steps, values=means, low=low, high=high)
 
 
-def _sorted(values: Sequence[float], most: int = 100_000) -> tuple[float, ...]:
+def _sort_sampled_values(values: Sequence[float], most: int = 100_000) -> tuple[float, ...]:
     stride = max(1, math.ceil(len(values) / most))
     return tuple(sorted(value for value in values[::stride] if math.isfinite(value)))
 
 
-def percentile(ascending: Sequence[float], share: float) -> float:
+def compute_percentile(ascending: Sequence[float], share: float) -> float:
     """Return the value that `share` of them do not exceed (nearest rank); NaN of nothing."""
     if not ascending:
         return math.nan

@@ -1,4 +1,4 @@
-"""The page: the facts of runs as HTML with everything in it. Pure but for the template's files."""
+"""The page: facts of runs as self-contained HTML. Pure, except that it reads the template's files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import dtctl
 from dtctl.launch.records.events import subject_of
 from dtctl.launch.records.ledger import PHASES, LedgerFacts
 from dtctl.launch.records.state import LEFT
+from dtctl.printable import format_count
 from dtctl.render import builtin_templates
-from dtctl.report.charts import charts
-from dtctl.report.history import TOLD, Mark, ending
-from dtctl.report.metrics import MetricsTable, percentile
+from dtctl.report.charts import build_charts
+from dtctl.report.history import TOLD, TimelineMark, describe_worker_end
+from dtctl.report.metrics import MetricsTable, compute_percentile
 from dtctl.report.run import RunFacts
 
 REPORT, ADVICE = "report/page.html.j2", "report/advise.html.j2"
 LANES = 32
-"""Nodes that the timeline shows; of more, those where something happened come first."""
+"""Most nodes that the timeline shows; nodes with marks come first."""
 EVENTS = 400
 PHASE_NAMES = {
     "connect": "connecting", "push": "sending code", "start": "starting workers", "run": "job without progress told",
@@ -33,45 +34,45 @@ PHASE_NAMES = {
 }  # fmt: skip
 
 
-def page(runs: Sequence[RunFacts], *, now: float) -> str:
-    """Return the report of one run, or of several beside each other.
+def render_report_page(runs: Sequence[RunFacts], *, now: float) -> str:
+    """Return the report of one run, or of several next to each other.
 
     Args:
         runs: at least one; the first is described in full.
         now: when it is made, seconds since the epoch.
     """
-    chart_list = charts(runs)
+    chart_list = build_charts(runs)
     values = {
-        "runs": [card(run, number) for number, run in enumerate(runs)],
-        "differences": differences(runs),
+        "runs": [build_run_card(run, number) for number, run in enumerate(runs)],
+        "differences": find_spec_differences(runs),
         "charts": chart_list,
         "told": TOLD,
     }
-    return render(REPORT, values, {"charts": chart_list}, now=now)
+    return render_page_template(REPORT, values, {"charts": chart_list}, now=now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One way to train, as the advisor's page shows it."""
+class StrategyBar:
+    """Bar of a strategy on the advisor's page."""
 
     label: str
     parts: tuple[float, ...]
     """GiB of each part."""
     short: float
-    """GiB that are lacking; 0 if it fits."""
+    """GiB that are missing; 0 if it fits."""
     speed: float
     """Tokens per second and GPU."""
 
 
 def advice_page(
-    title: str, verdict: str, reasons: Sequence[str], *, parts: Sequence[str], rows: Sequence[Bar], budget: float,
-    now: float,
+    title: str, verdict: str, reasons: Sequence[str], *,
+    parts: Sequence[str], rows: Sequence[StrategyBar], budget: float, now: float,
 ) -> str:  # fmt: skip
     """Return the advisor's choices as bars of memory, the best first.
 
     Args:
         title: model and machines.
-        verdict: what to do.
+        verdict: the recommendation.
         reasons: why.
         parts: names of the parts of memory.
         rows: the choices.
@@ -80,10 +81,10 @@ def advice_page(
     """
     values = {"title": title, "verdict": verdict, "reasons": reasons, "parts": parts, "rows": rows}
     bars = {"parts": parts, "budget": budget, "rows": [{"label": row.label, "parts": row.parts} for row in rows]}
-    return render(ADVICE, values, {"charts": [], "bars": bars}, now=now)
+    return render_page_template(ADVICE, values, {"charts": [], "bars": bars}, now=now)
 
 
-def render(name: str, values: Mapping[str, Any], data: Mapping[str, Any], *, now: float) -> str:
+def render_page_template(name: str, values: Mapping[str, Any], data: Mapping[str, Any], *, now: float) -> str:
     """Return a template of a page, filled in.
 
     Args:
@@ -99,7 +100,7 @@ def render(name: str, values: Mapping[str, Any], data: Mapping[str, Any], *, now
         loader=FileSystemLoader(str(folder)), undefined=StrictUndefined, autoescape=True, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters["clock"] = clock
+    environment.filters["clock"] = format_time_span
     inlined = {
         name.replace(".", "_"): (folder / "report" / name).read_text(encoding="utf-8")
         for name in ("page.css", "page.js", "uplot.min.css", "uplot.min.js", "uplot.LICENSE")
@@ -112,28 +113,28 @@ def render(name: str, values: Mapping[str, Any], data: Mapping[str, Any], *, now
     )
 
 
-def card(run: RunFacts, number: int) -> dict[str, Any]:
-    """Return what the page says of one run, as text."""
+def build_run_card(run: RunFacts, number: int) -> dict[str, Any]:
+    """Return the texts and figures of the page for one run."""
     state, plan, ledger = run.state, run.plan, run.state.ledger or LedgerFacts()
     nodes = [node["name"] for node in plan.get("nodes", [])]
     return {
         "number": number,
         "name": state.run,
         "status": state.status,
-        "verdict": verdict(run),
+        "verdict": describe_run_outcome(run),
         "log": (failure.log or "") if (failure := state.done and state.done.first_failure) else "",
-        "tiles": tiles(run),
-        "phases": phases(ledger),
-        "lanes": lanes(run),
+        "tiles": build_figure_tiles(run),
+        "phases": list_phase_shares(ledger),
+        "lanes": build_node_lanes(run),
         "more_nodes": max(0, len(run.history.nodes) - LANES),
-        "events": [_event(mark) for mark in run.history.marks[:EVENTS]],
+        "events": [_build_event_row(mark) for mark in run.history.marks[:EVENTS]],
         "more_events": max(0, len(run.history.marks) - EVENTS),
         "length": run.history.length_s,
         "nodes": node_rows(run),
-        "snapshots": [(clock(mark.time_s), mark.text) for mark in run.history.of("snapshot")],
+        "snapshots": [(format_time_span(mark.time_s), mark.text) for mark in run.history.list_marks_of("snapshot")],
         "metrics": metrics_note(run.metrics),
         "where": f"{plan.get('kind', 'job')} over {plan.get('transport', '?')}, "
-        f"{_count(plan.get('world_size', 0), 'worker')} on {_count(len(nodes), 'node')}",
+        f"{format_count(plan.get('world_size', 0), 'worker')} on {format_count(len(nodes), 'node')}",
         "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
         "command": run.info.command_line if run.info.command else "",
         "spec": run.spec,
@@ -143,10 +144,10 @@ def card(run: RunFacts, number: int) -> dict[str, Any]:
     }
 
 
-def verdict(run: RunFacts) -> str:
-    """Return what became of the run and why, in a sentence or two."""
-    earlier = run.info.resumes
-    return f"{_ending(run)} Continues run {earlier}{_first_step(run)}." if earlier else _ending(run)
+def describe_run_outcome(run: RunFacts) -> str:
+    """Return the result of the run and its reason, in a sentence or two."""
+    earlier = run.info.resumed_run
+    return f"{_describe_run_end(run)} Continues run {earlier}{_first_step(run)}." if earlier else _describe_run_end(run)
 
 
 def _first_step(run: RunFacts) -> str:
@@ -157,21 +158,21 @@ def _first_step(run: RunFacts) -> str:
     return "" if first is None else f"; its first line of metrics is step {int(first):,}"
 
 
-def _ending(run: RunFacts) -> str:
+def _describe_run_end(run: RunFacts) -> str:
     state = run.state
-    took = clock(state.duration_s)
+    took = format_time_span(state.duration_s)
     failure = state.done and state.done.first_failure
     if failure:
         summary = f": {failure.summary}" if failure.summary else ""
         subject = subject_of(failure.node, failure.rank, failure.exit_code)
-        first = f"Failed after {took}: {subject} {ending(failure)}{summary}."
+        first = f"Failed after {took}: {subject} {describe_worker_end(failure)}{summary}."
     elif state.status in LEFT:
         first = f"Its launcher ended unexpectedly after {took}."
     elif state.over:
         first = f"{state.status.capitalize()} after {took}."
     else:
         first = f"{state.status.capitalize()} for {took} so far."
-    restarts = run.history.of("restart")
+    restarts = run.history.list_marks_of("restart")
     if not restarts:
         return first
     text = restarts[-1].text.partition(": ")[2]
@@ -179,13 +180,19 @@ def _ending(run: RunFacts) -> str:
     return f"{first} Started again {times}{', the last time' if len(restarts) > 1 else ''} because {text}."
 
 
-def tiles(run: RunFacts) -> list[tuple[str, str, str]]:
-    """Return the figures to see first: name, value, what it is beside."""
+def build_figure_tiles(run: RunFacts) -> list[tuple[str, str, str]]:
+    """Return the most important figures: name, value, explanation."""
     state, ledger, metrics = run.state, run.state.ledger or LedgerFacts(), run.metrics
-    items = [("wall time", clock(state.duration_s), _count(len(run.history.of("restart")) + 1, "attempt"))]
+    items = [
+        (
+            "wall time",
+            format_time_span(state.duration_s),
+            format_count(len(run.history.list_marks_of("restart")) + 1, "attempt"),
+        )
+    ]
     goodput = ledger.goodput
     lost = ledger.steps_lost or 0
-    items.append(("goodput", "–" if goodput is None else f"{goodput:.1%}", f"{_count(lost, 'step')} done again"))
+    items.append(("goodput", "–" if goodput is None else f"{goodput:.1%}", f"{format_count(lost, 'step')} done again"))
     target_steps = run.settings.get("train.steps")
     if metrics is not None:
         items.append(
@@ -195,20 +202,22 @@ def tiles(run: RunFacts) -> list[tuple[str, str, str]]:
                 f"of {int(target_steps):,}" if target_steps and target_steps.isdigit() else "",
             )
         )
-        loss = _last(metrics, "loss")
-        evaluated = _best(metrics, "val_loss")
+        loss = _find_last_value(metrics, "loss")
+        evaluated = _find_lowest_value(metrics, "val_loss")
         best_evaluation = "" if evaluated is None else f"best evaluation {evaluated:.4g}"
         if loss is None and (since := _not_since(metrics, "loss")) is not None:
             best_evaluation = f"since step {since:,}" + (f", {best_evaluation}" if best_evaluation else "")
         items.append(("loss", "not a number" if loss is None else f"{loss:.4f}", best_evaluation))
-        items += _speed(metrics)
-        memory = max(((_greatest(metrics, key), key) for key in ("memory_gib", "rss_peak_gib")), default=(0.0, ""))
+        items += _build_speed_tiles(metrics)
+        memory = max(
+            ((_find_greatest_value(metrics, key), key) for key in ("memory_gib", "rss_peak_gib")), default=(0.0, "")
+        )
         if memory[0] > 0:
             items.append(("memory", f"{memory[0]:.3g} GiB", "peak of rank 0"))
     end = state.done
     processes_left = end.left_behind if end is not None else None
     best_evaluation = (
-        f"{_count(processes_left, 'process')} left"
+        f"{format_count(processes_left, 'process', 'processes')} left"
         if processes_left is not None
         else "remaining processes could not be counted"
         if end
@@ -218,39 +227,37 @@ def tiles(run: RunFacts) -> list[tuple[str, str, str]]:
     return items
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
-def _speed(metrics: MetricsTable) -> list[tuple[str, str, str]]:
+def _build_speed_tiles(metrics: MetricsTable) -> list[tuple[str, str, str]]:
     items = []
     for key, unit in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s")):
-        values = sorted(value for value in _values(metrics, key) if math.isfinite(value))
+        values = sorted(value for value in _read_curve_values(metrics, key) if math.isfinite(value))
         if values:
-            items.append(("throughput", f"{percentile(values, 0.5):,.0f}", f"{unit}, median"))
+            items.append(("throughput", f"{compute_percentile(values, 0.5):,.0f}", f"{unit}, median"))
             break
-    medians = sorted(filter(math.isfinite, _values(metrics, "step_p50_s")))
+    medians = sorted(filter(math.isfinite, _read_curve_values(metrics, "step_p50_s")))
     if medians:  # as the plot has it
-        usual, slow = percentile(medians, 0.5) * 1e3, _greatest(metrics, "step_p95_s") * 1e3
-        items.append(("step", f"{_figure(usual)} ms", f"median; 95% within {_figure(slow)} ms"))
+        usual, slow = compute_percentile(medians, 0.5) * 1e3, _find_greatest_value(metrics, "step_p95_s") * 1e3
+        items.append(
+            ("step", f"{_format_three_digits(usual)} ms", f"median; 95% within {_format_three_digits(slow)} ms")
+        )
     elif metrics.step_s:
-        p50, p95, p99 = (percentile(metrics.step_s, share) * 1e3 for share in (0.5, 0.95, 0.99))
+        p50, p95, p99 = (compute_percentile(metrics.step_s, share) * 1e3 for share in (0.5, 0.95, 0.99))
         items.append(("step", f"{p50:.3g} ms", f"95% {p95:.3g}, 99% {p99:.3g} ms"))
     return items
 
 
-def _figure(value: float) -> str:
-    """Three digits, and no powers of ten."""
+def _format_three_digits(value: float) -> str:
+    """Return a number with three digits, without powers of ten."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _values(metrics: MetricsTable, key: str) -> Sequence[float]:
+def _read_curve_values(metrics: MetricsTable, key: str) -> Sequence[float]:
     curve = metrics.curves.get(key)
     return curve.values if curve else ()
 
 
-def _last(metrics: MetricsTable, key: str) -> float | None:
-    values = _values(metrics, key)
+def _find_last_value(metrics: MetricsTable, key: str) -> float | None:
+    values = _read_curve_values(metrics, key)
     return values[-1] if values and math.isfinite(values[-1]) else None
 
 
@@ -264,18 +271,18 @@ def _not_since(metrics: MetricsTable, key: str) -> int | None:
     return first
 
 
-def _best(metrics: MetricsTable, key: str) -> float | None:
+def _find_lowest_value(metrics: MetricsTable, key: str) -> float | None:
     curve = metrics.curves.get(key)
     return None if curve is None else min(filter(math.isfinite, curve.low or curve.values), default=None)
 
 
-def _greatest(metrics: MetricsTable, key: str) -> float:
+def _find_greatest_value(metrics: MetricsTable, key: str) -> float:
     curve = metrics.curves.get(key)
     return 0.0 if curve is None else max(filter(math.isfinite, curve.high or curve.values), default=0.0)
 
 
-def phases(ledger: LedgerFacts) -> list[dict[str, Any]]:
-    """Return where the time went: every phase that took any, with its share."""
+def list_phase_shares(ledger: LedgerFacts) -> list[dict[str, Any]]:
+    """Return the time by phase: every phase that took time, with its share."""
     seconds = ledger.phases_s
     total = sum(seconds.values())
     if total <= 0:
@@ -287,11 +294,11 @@ def phases(ledger: LedgerFacts) -> list[dict[str, Any]]:
     ]
 
 
-def lanes(run: RunFacts) -> list[dict[str, Any]]:
+def build_node_lanes(run: RunFacts) -> list[dict[str, Any]]:
     """Return the timeline: a lane for each node, places in percent of the run's length."""
     history = run.history
     length = max(history.length_s, 1e-9)
-    blamed = {mark.node for mark in history.of("failure", "restart")}
+    blamed = {mark.node for mark in history.list_marks_of("failure", "restart")}
     nodes_shown = sorted(history.nodes, key=lambda node: node not in blamed)[:LANES]
     ordered = [node for node in history.nodes if node in nodes_shown]
     return [
@@ -302,31 +309,39 @@ def lanes(run: RunFacts) -> list[dict[str, Any]]:
                     "doing": span.doing,
                     "left": round(100 * span.begin_s / length, 3),
                     "width": round(max(0.15, 100 * (span.end_s - span.begin_s) / length), 3),
-                    "told": f"{TOLD[span.doing]}: {clock(span.begin_s)} to {clock(span.end_s)}",
+                    "told": f"{TOLD[span.doing]}: {format_time_span(span.begin_s)} to {format_time_span(span.end_s)}",
                 }
                 for span in history.spans
                 if span.node == node
             ],
-            "marks": [_place(mark, length) for mark in history.of("failure") if mark.node == node],
+            "marks": [
+                _build_mark_position(mark, length) for mark in history.list_marks_of("failure") if mark.node == node
+            ],
         }
         for node in ordered
-    ] + [{"node": "", "spans": [], "marks": [_place(m, length) for m in history.of("restart", "snapshot", "hang")]}]
+    ] + [
+        {
+            "node": "",
+            "spans": [],
+            "marks": [_build_mark_position(m, length) for m in history.list_marks_of("restart", "snapshot", "hang")],
+        }
+    ]
 
 
-def _place(mark: Mark, length: float) -> dict[str, Any]:
+def _build_mark_position(mark: TimelineMark, length: float) -> dict[str, Any]:
     return {
         "kind": mark.kind,
         "left": round(100 * mark.time_s / length, 3),
-        "told": f"{clock(mark.time_s)} {mark.node} {mark.text}",
+        "told": f"{format_time_span(mark.time_s)} {mark.node} {mark.text}",
     }
 
 
-def _event(mark: Mark) -> dict[str, str]:
-    return {"time": clock(mark.time_s), "kind": mark.kind, "node": mark.node, "text": mark.text}
+def _build_event_row(mark: TimelineMark) -> dict[str, str]:
+    return {"time": format_time_span(mark.time_s), "kind": mark.kind, "node": mark.node, "text": mark.text}
 
 
 def node_rows(run: RunFacts) -> list[dict[str, str]]:
-    """Return what is known of every node that took part."""
+    """Return the known facts about every node that took part."""
     planned = {node["name"]: node for node in run.plan.get("nodes", [])}
     rows = []
     for node, state in run.history.nodes.items():
@@ -349,13 +364,15 @@ def node_rows(run: RunFacts) -> list[dict[str, str]]:
 
 
 def metrics_note(metrics: MetricsTable | None) -> str:
-    """Return how complete the plots are; why there are none."""
+    """Return a sentence about the completeness of the plots, or the reason why there are none."""
     if metrics is None:
         return (
             "This run has no metrics: its job does not train with dtctl.runtime, or ended before the first line of "
-            "metrics.jsonl."
+            "metrics.jsonl, and its output has no losses with their steps (job.progress names them)."
         )
-    parts = [f"{metrics.rows:,} lines of metrics.jsonl"]
+    if metrics.is_printed:
+        return f"Read from the output of the first rank that prints a loss: {format_count(metrics.rows, 'line')}."
+    parts = [f"{format_count(metrics.rows, 'line')} of metrics.jsonl"]
     if metrics.stride > 1:
         parts.append(
             "loss, norm of the gradient and mean time of a step: mean, least and greatest of every line; the other "
@@ -364,19 +381,19 @@ def metrics_note(metrics: MetricsTable | None) -> str:
     elif any(curve.low for curve in metrics.curves.values()):
         parts.append("curves are the mean of neighbouring lines, the band their least and greatest")
     if metrics.damaged:
-        parts.append(f"{metrics.damaged} damaged lines left out")
+        parts.append(f"{format_count(metrics.damaged, 'damaged line')} left out")
     return "; ".join(parts) + "."
 
 
-def differences(runs: Sequence[RunFacts]) -> list[tuple[str, list[str]]]:
-    """Keys of the specs in which the runs differ, with the value of each."""
+def find_spec_differences(runs: Sequence[RunFacts]) -> list[tuple[str, list[str]]]:
+    """Return the keys of the specs in which the runs differ, with the value of each."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [(key, [run.settings.get(key, "–") for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def clock(seconds: float) -> str:
-    """Return a time span for people: 7.2 s, 12:34, 3:04:05."""
+def format_time_span(seconds: float) -> str:
+    """Return a time span as text: 7.2 s, 12:34, 3:04:05."""
     if seconds < 60:
         return f"{max(0.0, seconds):.1f} s"
     hours, minutes = divmod(int(seconds) // 60, 60)

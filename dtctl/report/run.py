@@ -12,13 +12,13 @@ from dtctl import folders, names
 from dtctl.errors import SpecError, UsageError
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.launch.records.state import RunState, state_of
-from dtctl.report.history import History, history_of
-from dtctl.report.metrics import MetricsTable, read
+from dtctl.report.history import RunHistory, history_of
+from dtctl.report.metrics import MetricsTable, read_metrics_table, read_printed_table
 from dtctl.spec import positions
 from dtctl.spec.load import MAX_BYTES
 
 SECRET = re.compile(r"(?i)(key|token|secret|pass(w|_|$)|pwd|credential|auth|private)")
-"""Names of variables whose values are not shown: a page is passed on, the folder of a run is not."""
+"""Names of variables whose values are not shown, since users share a page, but not the folder of a run."""
 LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 """Name and password in a URL."""
 HIDDEN = "(not shown)"
@@ -26,40 +26,40 @@ HIDDEN = "(not shown)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedVariable:
-    """One variable of the workers' environment."""
+    """A variable of the workers' environment, and its origin."""
 
     name: str
     value: str
     origin: str
     nodes: tuple[str, ...]
-    """Nodes that have this value; all of them: empty."""
+    """Nodes with this value; empty if all have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """All that a report says of one run."""
+    """Contents of the report of one run."""
 
     info: RunInfo
     state: RunState
     plan: Mapping[str, Any]
     spec: str
-    """Text of the spec, without what looks like a secret."""
+    """Text of the spec, without values that look like secrets."""
     settings: Mapping[str, str]
     """Keys of the spec and their values, `train.lr: 0.001`."""
     environment: tuple[ReportedVariable, ...]
-    history: History
+    history: RunHistory
     metrics: MetricsTable | None
 
 
-def facts(record: RunRecord) -> RunFacts:
-    """Return all that a report says of a run.
+def collect_run_facts(record: RunRecord) -> RunFacts:
+    """Return the contents of the report of a run.
 
     Raises:
         LaunchError: the folder is not that of a run, or its metrics cannot be read.
     """
     state, plan = state_of(record), record.plan()
-    text = _text(record.folder / names.RUN_SPEC_FILE)
-    settings = flat(text)
+    text = _read_optional_text(record.folder / names.RUN_SPEC_FILE)
+    settings = flatten_spec_text(text)
     hidden = {key: value for key, value in settings.items() if value and (_is_secret(key) or LOGIN.search(value))}
     for value in hidden.values():
         text = text.replace(value, HIDDEN)
@@ -70,9 +70,10 @@ def facts(record: RunRecord) -> RunFacts:
         plan=plan,
         spec=text,
         settings={key: HIDDEN if key in hidden else value for key, value in settings.items()},
-        environment=environment(plan),
+        environment=list_reported_variables(plan),
         history=history_of(record.events(), began=state.started, length_s=state.duration_s),
-        metrics=read(record.folder / names.METRICS_FILE),
+        metrics=read_metrics_table(record.folder / names.METRICS_FILE)
+        or read_printed_table(record.folder / names.LOGS_DIR, settings.get("job.progress")),
     )
 
 
@@ -82,17 +83,17 @@ def _is_secret(key: str) -> bool:
     return above.rpartition(".")[2] == "env" and SECRET.search(name) is not None
 
 
-def _text(path: Path) -> str:
+def _read_optional_text(path: Path) -> str:
     try:
         return folders.read_regular(str(path), MAX_BYTES).decode(errors="replace")
     except OSError:
         return ""
 
 
-def flat(text: str) -> dict[str, str]:
+def flatten_spec_text(text: str) -> dict[str, str]:
     """Return the spec as dotted keys; none when it is not YAML."""
     try:
-        document = positions.parse(text, source="")
+        document = positions.parse_yaml_document(text, source="")
     except SpecError:
         return {}
     flattened: dict[str, str] = {}
@@ -108,7 +109,7 @@ def flat(text: str) -> dict[str, str]:
     return flattened
 
 
-def environment(plan: Mapping[str, Any]) -> tuple[ReportedVariable, ...]:
+def list_reported_variables(plan: Mapping[str, Any]) -> tuple[ReportedVariable, ...]:
     """Return every variable of every node, those with the same value together."""
     nodes = plan.get("nodes", [])
     nodes_by_setting: dict[tuple[str, str, str], list[str]] = {}

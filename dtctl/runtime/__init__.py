@@ -1,6 +1,7 @@
-"""The part that runs in the workers: training loop, data order, snapshots. Imports nothing of the control plane.
+"""The package that runs in the workers: training loop, data order, snapshots. Imports nothing of the control plane.
 
-Read `loop.py` first. Names are imported when they are first used: reading a manifest should not wait for torch.
+Read `loop.py` first, or `own_loop/session.py` for your own training loop. Names are imported when they are first used,
+so that reading a manifest does not import torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from dtctl.runtime.loop import Trainer
     from dtctl.runtime.main import run
     from dtctl.runtime.moe.layer import MoE
+    from dtctl.runtime.own_loop.session import session
     from dtctl.runtime.stop import Outcome
     from dtctl.train.config import SnapshotConfig, TrainConfig, load
     from dtctl.train.settings import build
@@ -37,6 +39,7 @@ __all__ = [
     "evaluate",
     "load",
     "run",
+    "session",
     "start",
 ]
 
@@ -54,6 +57,7 @@ _HOME = {
     "evaluate": "dtctl.runtime.evaluation",
     "load": "dtctl.train.config",
     "run": "dtctl.runtime.main",
+    "session": "dtctl.runtime.own_loop.session",
     "start": "dtctl.runtime.distributed.process_group",
 }
 

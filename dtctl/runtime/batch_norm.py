@@ -1,4 +1,4 @@
-"""BatchNorm on several workers: the one layer whose result depends on how a batch is divided."""
+"""BatchNorm on several workers, the only layer whose result depends on the division of a batch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dtctl.errors import PlanError
 
 
 def require_synchronizable(model: nn.Module, device: torch.device) -> None:
-    """See that a model's SyncBatchNorm can run.
+    """Refuse a model whose SyncBatchNorm cannot run.
 
     Args:
-        model: as the user made it.
-        device: of the worker, which has peers.
+        model: the user's model.
+        device: device of a worker that has peers.
 
     Raises:
-        PlanError: it has some, and the worker has no GPU.
+        PlanError: the model has a SyncBatchNorm, and the worker has no GPU.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if names and device.type == "cpu":
@@ -33,8 +33,8 @@ def describe_batch_norm(model: nn.Module, replicas: int) -> list[str]:
     """Return a line for the log if statistics of a model's batches differ from those of one process.
 
     Args:
-        model: as it is trained.
-        replicas: into how many parts a global batch is divided.
+        model: the model as it is trained.
+        replicas: number of parts into which a global batch is divided.
     """
     names = [
         name or type(module).__name__

@@ -1,11 +1,12 @@
 """A sum of the raw bits of tensors, which is the same however they are divided among workers.
 
-Of a tensor: the sum over its elements of bits * (2 * place + 1), modulo 2^64, where the place is that in the whole
-tensor in row-major order. Of several: the sum of theirs, each times an odd number that follows from its name. Sums of
-parts add up to that of the whole, in any order, so that workers need to exchange one number.
+The sum of one tensor adds, over its elements, bits * (2 * place + 1), modulo 2^64; the place is the index in the whole
+tensor in row-major order. The sum of several tensors adds their sums, each multiplied by an odd number that follows
+from the tensor's name. Sums of parts add up to that of the whole in any order, so workers need to exchange only one
+number.
 
-An element of eight bytes counts as two of four: modulo 2^64 the highest bit of an even number of elements would cancel
-out, and with it the signs of a tensor that was negated.
+An element of eight bytes counts as two elements of four: modulo 2^64 the highest bits of an even number of elements
+would cancel, and so would the signs of a negated tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +25,20 @@ Shape = tuple[int, ...]
 Places = npt.NDArray[np.int64]
 MODULUS: Final = 1 << 64
 BLOCK: Final = 1 << 15
-"""Words that are widened at a time; they stay in the cache."""
+"""Number of words that are widened at a time; they stay in the cache."""
+ROW: Final = 1 << 10
+"""Number of words that are summed as 64-bit floating point numbers: 2^31 * (1 + 3 + ... + 2047) = 2^51 is exact, and
+BLAS is faster than any sum of integers in NumPy or torch."""
 DEVICE_BLOCK: Final = 1 << 24
-"""The same on a GPU, where launching a kernel costs more than memory."""
+"""Number of words that are widened at a time on a GPU, where the launch of a kernel costs more than memory."""
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def sum_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the sum over whole tensors, or over the parts of them that this worker has.
+    """Return the sum over tensors, or over this worker's parts of them.
 
     Args:
-        tensors: name -> a tensor on any device, or a DTensor, which has this worker's part.
+        tensors: name -> a tensor on any device, or a DTensor, of which this worker's part is used.
 
     Returns:
         A number below 2^64.
@@ -46,12 +50,15 @@ def sum_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
             from dtctl.runtime.snapshot.format.pieces import box_of
 
             offset, tensor = box_of(tensor)[0], tensor.to_local()  # type: ignore[attr-defined]
-        total += weigh_name(name) * sum_part(tensor, shape, offset)
+        total += weigh_name(name) * sum_tensor_part(tensor, shape, offset)
     return total % MODULUS
 
 
 def _as_strided(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the same with places and values apart of what is sparse, such as gradients of an embedding."""
+    """Return the tensors, with indices and values of sparse ones as separate entries.
+
+    Gradients of an embedding may be sparse.
+    """
     strided: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.layout is torch.sparse_coo:
@@ -64,17 +71,17 @@ def _as_strided(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def weigh_name(name: str) -> int:
-    """Return the odd number that the sum of a tensor of this name counts with."""
+    """Return the odd factor for the sum of a tensor of this name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
 
 
-def sum_part(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> int:
+def sum_tensor_part(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> int:
     """Return the sum over a part of a tensor.
 
     Args:
         tensor: the part, of any strides, on any device.
-        shape: of the whole tensor.
-        offset: in there, of the first element.
+        shape: shape of the whole tensor.
+        offset: index of the first element in the whole tensor.
 
     Returns:
         A number below 2^64; 0 for an empty part.
@@ -89,7 +96,7 @@ def sum_part(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) 
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits as a vector of integers, in row-major order."""
+    """Return the bits of a tensor as a vector of integers, in row-major order."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.resolve_neg().contiguous().reshape(-1)
@@ -97,8 +104,8 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _find_stretches(part: Shape, whole: Shape, offset: Shape) -> tuple[Places, int]:
-    """Return where stretches of a part that are in one piece in the whole begin there, and how long each is."""
-    # All dimensions behind the last divided one are in one piece with it.
+    """Return where the contiguous stretches of a part begin in the whole tensor, and their length."""
+    # Dimensions after the last divided one are contiguous with it.
     last = max((i for i, size in enumerate(part) if size != whole[i]), default=0)
     steps = [math.prod(whole[i + 1 :]) for i in range(len(whole))]
     places = np.asarray(sum(o * step for o, step in zip(offset, steps, strict=True)), dtype=np.int64)
@@ -108,22 +115,39 @@ def _find_stretches(part: Shape, whole: Shape, offset: Shape) -> tuple[Places, i
 
 
 def _sum_on_cpu(words: torch.Tensor, places: Places, count: int) -> int:
-    numbers, odd, total = words.numpy(), _list_odd_numbers(min(count, BLOCK)), 0
+    numbers, total = words.numpy(), 0
     if len(places) == 1 or count > BLOCK // 2:
         for number, place in enumerate(places.tolist()):
+            stretch = numbers[number * count : (number + 1) * count]
             for begin in range(0, count, BLOCK):
-                first = number * count + begin
-                block = numbers[first : first + min(BLOCK, count - begin)].astype(np.int64)
-                total += int(np.dot(block, odd[: len(block)]))
-                if place + begin:
-                    total += 2 * (place + begin) * int(block.sum())
+                total += _sum_block(stretch[begin : begin + BLOCK], place + begin)
         return total
-    rows = BLOCK // count
-    for number in range(0, len(places), rows):  # many short ones at a time
+    odd, rows = _list_odd_numbers()[:count], BLOCK // count
+    for number in range(0, len(places), rows):  # many short stretches at a time
         starts = places[number : number + rows]
         table = numbers[number * count : (number + len(starts)) * count].reshape(-1, count).astype(np.int64)
         total += int(np.dot(table.sum(axis=0), odd)) + int(np.dot(table.sum(axis=1), 2 * starts))
     return total
+
+
+def _sum_block(numbers: npt.NDArray[Any], place: int) -> int:
+    """Return the sum over a block whose first word has this place."""
+    whole = len(numbers) // ROW * ROW
+    total = 0
+    if whole:
+        sums = (numbers[:whole].reshape(-1, ROW).astype(np.float64) @ _build_row_weights()).astype(np.int64)
+        starts = np.arange(place, place + whole, ROW, dtype=np.int64)
+        total = int(sums[:, 1].sum()) + 2 * int(np.dot(sums[:, 0], starts))
+    if whole < len(numbers):
+        rest = numbers[whole:].astype(np.int64)
+        total += int(np.dot(rest, _list_odd_numbers()[: len(rest)])) + 2 * (place + whole) * int(rest.sum())
+    return total
+
+
+@functools.lru_cache(maxsize=1)
+def _build_row_weights() -> npt.NDArray[np.float64]:
+    """Return two columns of factors for the words of a row: ones for their sum, odd numbers for the weighted sum."""
+    return np.asfortranarray(np.stack([np.ones(ROW), np.arange(1.0, 2 * ROW, 2)], axis=1))
 
 
 def _sum_on_device(words: torch.Tensor, places: Places, count: int) -> int:
@@ -139,6 +163,7 @@ def _sum_on_device(words: torch.Tensor, places: Places, count: int) -> int:
     return int(total)
 
 
-@functools.lru_cache(maxsize=4)
-def _list_odd_numbers(count: int) -> Places:
-    return np.arange(1, 2 * count, 2, dtype=np.int64)
+@functools.lru_cache(maxsize=1)
+def _list_odd_numbers() -> Places:
+    """Return the odd numbers for the longest stretch of which several are summed at a time."""
+    return np.arange(1, BLOCK, 2, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""The repeated blocks of a model, and what is done to each: activation checkpointing and compilation.
+"""The repeated blocks of a model, with activation checkpointing and compilation of each.
 
-Both change how a block computes and leave the tree of modules alone, so names of parameters, and with them snapshots,
-are the same with and without. To be applied before a strategy wraps or shards the model.
+Both change how a block computes and leave the tree of modules as it is, so names of parameters, and thus snapshots, are
+the same with and without them. Apply them before a strategy wraps or shards the model.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ KEPT: Final = frozenset(
     )
     if hasattr(torch.ops.aten, name)
 )
-"""Operations that cost more to compute again than to keep, under `selective`. After torchtitan's
-activation_checkpoint.py."""
+"""Operations that cost more to recompute than to keep, for `selective`; from torchtitan's activation_checkpoint.py."""
 
 
-def find(model: nn.Module) -> dict[str, nn.Module]:
+def find_blocks_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a model by name.
 
-    They are the members of its ModuleLists that hold parameters; without any, those children of its Sequentials of
-    which there are at least two of one class.
+    They are those members of its ModuleLists that hold parameters. If there are none, they are those children of its
+    Sequentials of which there are at least two of one class.
     """
     blocks: dict[str, nn.Module] = {}
     for kind in (nn.ModuleList, nn.Sequential):
@@ -61,16 +60,16 @@ def find(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-def prepare(model: nn.Module, config: TrainConfig) -> None:
-    """Checkpoint and compile the blocks as the configuration asks for.
+def prepare_blocks(model: nn.Module, config: TrainConfig) -> None:
+    """Checkpoint and compile the blocks as the configuration requires.
 
     Raises:
-        PlanError: the model has no blocks, or one that cannot be computed twice.
+        PlanError: the model has no blocks, or has one that cannot be recomputed.
     """
     every = {"none": None, "full": 1, "selective": 1}.get(str(config.checkpointing), config.checkpointing)
     if every is None and not config.compile:
         return
-    blocks = find(model)
+    blocks = find_blocks_by_name(model)
     if not blocks:
         raise PlanError(
             "the model has no repeated blocks to checkpoint or compile",
@@ -79,13 +78,13 @@ def prepare(model: nn.Module, config: TrainConfig) -> None:
         )
     if every is not None:
         for name, block in list(blocks.items())[int(every) - 1 :: int(every)]:
-            _checkpoint(name, block, selective=config.checkpointing == "selective")
+            _checkpoint_block(name, block, selective=config.checkpointing == "selective")
     if config.compile:
         for block in blocks.values():
             block.compile(backend="inductor" if config.compile is True else config.compile)
 
 
-def _checkpoint(name: str, block: nn.Module, *, selective: bool) -> None:
+def _checkpoint_block(name: str, block: nn.Module, *, selective: bool) -> None:
     if any(isinstance(part, _BatchNorm) and part.track_running_stats for part in block.modules()):
         raise PlanError(
             f"block {name} has BatchNorm, which would count every batch twice",
@@ -94,17 +93,17 @@ def _checkpoint(name: str, block: nn.Module, *, selective: bool) -> None:
         )
     again: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
     if selective:
-        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep))
+        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _choose_checkpoint_policy))
     kind = type(block)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = partial(kind.forward, self)
         return again(plain, *args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
 
-    # A class rather than a function on the instance, which a copy of the model would share with the original.
+    # A class instead of a function on the instance, which a copy of the model would share with the original.
     block.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def _keep(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _choose_checkpoint_policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     packet = getattr(operation, "overloadpacket", operation)
     return CheckpointPolicy.MUST_SAVE if packet in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""Lines of a worker for the reader of its log: the one place in the runtime that writes to stdout and stderr."""
+"""Output of a worker for readers of its log; no other module of the runtime writes to stdout and stderr."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def complain(error: DtctlError) -> None:
-    """Write an error to stderr as the command line of dtctl does: the fact, the place, what to do next."""
+def write_error_to_stderr(error: DtctlError) -> None:
+    """Write an error to stderr in the form of dtctl's command line: fact, place, hint."""
     lines = [f"error: {error.message}"]
     if error.where:
         lines.append(f"where: {error.where}")

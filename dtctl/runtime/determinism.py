@@ -1,9 +1,9 @@
 """Kernels of a GPU that give the same bits each time (`train.deterministic`).
 
-Some add up in the order in which their threads come along: the backward pass of attention, scatter_add, index_add,
-embedding_bag, interpolate and others; cuBLAS may share its work out in another way when streams are at work beside it,
-cuDNN and inductor choose kernels by how fast they were. torch has another form of most of them, which is slower, and
-refuses the rest. On CPUs the same number of threads gives the same bits, but for few operations.
+Some kernels add up in the order in which their threads arrive: the backward pass of attention, scatter_add, index_add,
+embedding_bag, interpolate and others. cuBLAS may divide its work differently while other streams are active, and cuDNN
+and inductor choose kernels by measured speed. torch has another, slower form of most of these kernels, and refuses the
+rest. On CPUs the same number of threads gives the same bits, except for a few operations.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from dtctl.train.config import TrainConfig
 
 VARIABLES: Final = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
-"""cuBLAS's memory per stream, as NVIDIA's documentation requires it for the same bits; inductor measures nothing."""
+"""Memory per stream with which cuBLAS gives the same bits, by NVIDIA's documentation; inductor measures nothing."""
 
 
 def is_wanted(config: TrainConfig, device_type: str) -> bool:
-    """Return whether the configuration asks for deterministic kernels.
+    """Return whether the configuration requires deterministic kernels.
 
     Args:
-        config: of the training.
+        config: settings of the run.
         device_type: cpu or cuda.
     """
     if config.deterministic == "auto":
@@ -33,10 +33,10 @@ def is_wanted(config: TrainConfig, device_type: str) -> bool:
 
 
 def use_deterministic_kernels() -> None:
-    """Have torch, cuBLAS, cuDNN and inductor choose kernels that give the same bits each time.
+    """Make torch, cuBLAS, cuDNN and inductor choose kernels that give the same bits each time.
 
-    To be called before the first operation on a GPU, as cuBLAS looks at its variable once. From then on an operation
-    that has no such kernel raises; attention takes a back end that has one.
+    Call it before the first operation on a GPU, since cuBLAS reads its variable once. After that an operation without
+    such a kernel raises an error, and attention uses a back end that has one.
     """
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
@@ -45,5 +45,5 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     inductor = sys.modules.get("torch._inductor.config")
-    if inductor is not None:  # it has read the variable already
+    if inductor is not None:  # it has already read the variable
         inductor.deterministic = True  # type: ignore[attr-defined]

@@ -1,11 +1,12 @@
-r"""Questions to a training that runs but does not learn, or not as fast as it should; each usable in any loop.
+r"""Diagnosis of a run that does not learn, or learns too slowly; the functions work in any training loop.
 
-    print("\n".join(diagnose.placement(model)))
+    print("\n".join(diagnose.find_misplaced_tensors(model)))
     loss.backward()
-    print("\n".join(diagnose.unused(model) + diagnose.gradients(model) + diagnose.parameters(model)))
+    print("\n".join(diagnose.find_parameters_without_grad(model)))
+    print("\n".join(diagnose.find_differing_gradients(model) + diagnose.find_differing_parameters(model)))
 
-The functions about all workers are collective: every worker calls them, and gets the same answer. Without a process
-group they have nothing to find. An empty list means that all is well.
+Functions that compare workers are collective: every worker calls them, and gets the same result. Without a process
+group they find nothing. An empty list means that no problem was found.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from torch import nn
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-def placement(model: nn.Module, batch: object = None) -> list[str]:
+def find_misplaced_tensors(model: nn.Module, batch: object = None) -> list[str]:
     """Return tensors on another device than most of the model, and a model on the CPU next to GPUs, a phrase each.
 
     Args:
         model: any module.
-        batch: tensors in tuples, lists and dicts that the model is to be called with.
+        batch: tensors in tuples, lists and dicts with which the model is called.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if not tensors:
@@ -40,7 +41,7 @@ def placement(model: nn.Module, batch: object = None) -> list[str]:
              if tensor.device != usual]  # fmt: skip
     problems += [
         f"{path} of the batch is on {tensor.device}, and the model on {usual}"
-        for path, tensor in _leaves(batch, "[]")
+        for path, tensor in _list_tensor_leaves(batch, "[]")
         if tensor.device != usual
     ]
     if usual.type == "cpu" and torch.cuda.is_available():
@@ -48,8 +49,11 @@ def placement(model: nn.Module, batch: object = None) -> list[str]:
     return problems
 
 
-def unused(model: nn.Module) -> list[str]:
-    """Return parameters that require a gradient and have none after a backward pass: DDP would wait forever."""
+def find_parameters_without_grad(model: nn.Module) -> list[str]:
+    """Return parameters that require a gradient and have none after a backward pass.
+
+    DDP would wait forever for such a gradient.
+    """
     return [
         f"{name} was not used in the forward pass, or its result not in the loss"
         for name, parameter in model.named_parameters()
@@ -57,31 +61,31 @@ def unused(model: nn.Module) -> list[str]:
     ]
 
 
-def gradients(model: nn.Module) -> list[str]:
+def find_differing_gradients(model: nn.Module) -> list[str]:
     """Return the parameters whose gradients differ between workers after a backward pass; collective.
 
-    Sharded parameters are left out, since every worker has another part of them.
+    Sharded parameters are left out, since every worker has a different part of them.
     """
-    return _differing(
+    return _compare_tensor_checksums(
         "gradient",
         [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None],
         [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     )
 
 
-def parameters(model: nn.Module) -> list[str]:
-    """Parameters and buffers that differ between workers; collective. Sharded ones are left out."""
+def find_differing_parameters(model: nn.Module) -> list[str]:
+    """Return parameters and buffers that differ between workers, except sharded ones; collective."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return _differing("value", tensors, [name for name, _ in tensors])
+    return _compare_tensor_checksums("value", tensors, [name for name, _ in tensors])
 
 
-def _differing(what: str, tensors: Named, all_names: list[str]) -> list[str]:
-    """Compare a checksum of each tensor over all workers; one that is missing counts as another value."""
+def _compare_tensor_checksums(what: str, tensors: Named, all_names: list[str]) -> list[str]:
+    """Compare a checksum of each tensor over all workers; a missing tensor counts as another value."""
     if not dist.is_available() or not dist.is_initialized():
         return []
     sums = dict.fromkeys(all_names, -1)
     for name, tensor in tensors:
-        sums[name] = 0 if hasattr(tensor, "to_local") else _checksum(tensor)
+        sums[name] = 0 if hasattr(tensor, "to_local") else _compute_tensor_checksum(tensor)
     mine = torch.tensor(list(sums.values()), dtype=torch.int64)
     if dist.get_backend() == "nccl":
         mine = mine.cuda()
@@ -95,29 +99,33 @@ def _differing(what: str, tensors: Named, all_names: list[str]) -> list[str]:
         others = [rank for rank, value in enumerate(column) if value != usual]
         if others:
             missing = [rank for rank in range(len(column)) if column[rank] == -1]
-            detail = f"none on rank {_ranks(missing)}" if missing else f"rank {_ranks(others)} has another than most"
+            detail = (
+                f"none on rank {_join_rank_numbers(missing)}"
+                if missing
+                else f"rank {_join_rank_numbers(others)} has another than most"
+            )
             problems.append(f"the {what} of {name} is not the same on all workers: {detail}")
     return problems
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def _compute_tensor_checksum(tensor: torch.Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 
-def _ranks(ranks: list[int]) -> str:
+def _join_rank_numbers(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _leaves(tree: object, path: str) -> Iterable[tuple[str, torch.Tensor]]:
+def _list_tensor_leaves(tree: object, path: str) -> Iterable[tuple[str, torch.Tensor]]:
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _leaves(value, f"{path.removesuffix('[]')}[{key!r}]")
+            yield from _list_tensor_leaves(value, f"{path.removesuffix('[]')}[{key!r}]")
     elif isinstance(tree, tuple | list):
         for index, value in enumerate(tree):
-            yield from _leaves(value, f"{path.removesuffix('[]')}[{index}]")
+            yield from _list_tensor_leaves(value, f"{path.removesuffix('[]')}[{index}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,39 +133,39 @@ class Communication:
     """Cost of the exchange of gradients."""
 
     with_s: float
-    """A step's passes with exchange; median."""
+    """Median seconds of a step's passes with exchange."""
     without_s: float
-    """The same without."""
+    """Median seconds of a step's passes without exchange."""
 
     @property
     def share(self) -> float:
-        """Share of the time of the passes that is spent on exchange that computation does not hide."""
+        """Return the share of the passes' time for exchange that computation does not hide."""
         return max(0.0, 1 - self.without_s / self.with_s)
 
     def describe(self) -> str:
-        """Return the cost in words."""
+        """Return the cost as a sentence."""
         return (
             f"communication is {self.share:.0%} of a step's passes: {self.with_s * 1e3:.2f} ms with exchange of "
             f"gradients, {self.without_s * 1e3:.2f} ms without"
         )
 
 
-def communication(passes: Callable[[], object], module: nn.Module, *, pairs: int = 5) -> Communication:
-    """Measure a step's passes with and without exchange of gradients, in turn; collective.
+def measure_gradient_exchange(passes: Callable[[], object], module: nn.Module, *, pairs: int = 5) -> Communication:
+    """Measure a step's passes with and without exchange of gradients, alternately; collective.
 
-    Profilers show collectives that wait for a slow peer or hide behind computation as communication; what is saved by
-    leaving them out is what they cost.
+    Profilers count collectives that wait for a slow peer or overlap with computation as communication. The time that is
+    saved without collectives is their actual cost.
 
     Args:
-        passes: forward and backward passes of a step on `module`; gradients are left as they fall.
-        module: the model as DDP wraps it; anything without `no_sync` exchanges nothing.
-        pairs: how often to measure each; one more is done first and not counted.
+        passes: runs the forward and backward passes of a step on `module`; the gradients are not cleared.
+        module: the model as DDP wraps it; a module without `no_sync` exchanges nothing.
+        pairs: number of measurements of each kind; one more runs first and is not counted.
     """
     no_sync: Callable[[], AbstractContextManager[None]] = getattr(module, "no_sync", nullcontext)
     times_s: dict[bool, list[float]] = {True: [], False: []}
     for number in range(pairs + 1):
         for exchange in (True, False):
-            _wait()
+            _synchronize_workers()
             began_s = time.perf_counter()
             with nullcontext() if exchange else no_sync():
                 passes()
@@ -168,7 +176,7 @@ def communication(passes: Callable[[], object], module: nn.Module, *, pairs: int
     return Communication(with_s=statistics.median(times_s[True]), without_s=statistics.median(times_s[False]))
 
 
-def _wait() -> None:
+def _synchronize_workers() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     if dist.is_available() and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""A moving average of the weights, which often evaluates better than the weights themselves."""
+"""Moving average of the weights, which often gives better evaluations than the weights themselves."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot.format.pieces import like
+from dtctl.runtime.snapshot.format.pieces import shard_tensor_like
 from dtctl.train.config import EmaConfig
 
 
 class Ema:
-    """The average of a model's parameters over the steps; buffers are those of the model.
+    """Average of a model's parameters over the steps; buffers are those of the model.
 
-    Early on the decay is lower, (1 + n) / (10 + n) after n updates, so that the first weights are soon forgotten.
-    Source: tf.train.ExponentialMovingAverage, num_updates.
+    At the beginning the decay is lower, (1 + n) / (10 + n) after n updates, so that the first weights soon lose
+    influence. Source: tf.train.ExponentialMovingAverage, num_updates.
     """
 
     def __init__(self, model: nn.Module, config: EmaConfig) -> None:
@@ -27,17 +27,17 @@ class Ema:
         self._decay, self._every = config.decay, config.every
 
     def update(self, step: int) -> None:
-        """Take in the weights after a step, if it is one that counts."""
+        """Include the weights after a step, if the step counts."""
         if step % self._every:
             return
         updates = step // self._every
         decay = min(self._decay, (1 + updates) / (10 + updates))
-        torch._foreach_lerp_(_local(self._average), _local(self._weights), 1 - decay)
+        torch._foreach_lerp_(_list_local_tensors(self._average), _list_local_tensors(self._weights), 1 - decay)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """The context in which the model has the averages for weights."""
-        own, average = _local(self._weights), _local(self._average)
+    def using_averages(self) -> Iterator[None]:
+        """Return a context in which the model has the averages as weights."""
+        own, average = _list_local_tensors(self._weights), _list_local_tensors(self._average)
         kept = [weight.clone() for weight in own]
         torch._foreach_copy_(own, average)
         try:
@@ -46,21 +46,21 @@ class Ema:
             torch._foreach_copy_(own, kept)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the averages by name of parameter; not copied."""
+        """Return the averages by parameter name; they are not copied."""
         return dict(zip(self._names, self._average, strict=True))
 
     def load(self, state: Mapping[str, torch.Tensor] | None, *, absent_keys: Collection[str] = ()) -> None:
-        """Put back what `state` returned. None, for a snapshot without averages: begin at the weights of now.
+        """Restore what `state` returned. None, for a snapshot without averages: start from the present weights.
 
         Args:
             state: averages of the whole model.
             absent_keys: names that belong to other workers.
 
         Raises:
-            SnapshotError: the averages are of other parameters.
+            SnapshotError: the averages belong to other parameters.
         """
         if state is None:
-            torch._foreach_copy_(_local(self._average), _local(self._weights))
+            torch._foreach_copy_(_list_local_tensors(self._average), _list_local_tensors(self._weights))
             return
         if set(state) - set(absent_keys) != set(self._names):
             raise SnapshotError(
@@ -68,9 +68,9 @@ class Ema:
                 hint="resume with the model that the run began with, or without `train.ema`",
             )
         for name, average in zip(self._names, self._average, strict=True):
-            average.copy_(like(average, state[name]))
+            average.copy_(shard_tensor_like(average, state[name]))
 
 
-def _local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each worker's own part of sharded tensors."""
+def _list_local_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this worker's part of each sharded tensor."""
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]

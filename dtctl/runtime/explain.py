@@ -1,4 +1,4 @@
-"""Errors of torch that a key of the spec resolves, in words that name it."""
+"""Explanations of torch's errors that a key of the spec resolves."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ KNOWN: Final = (
         "call the model as a whole; with tp, let `train.tp.plan` replicate the module that has the parameter",
     ),
 )
-"""Error of torch, its meaning, the key, and what to do."""
+"""Text of torch's error, its meaning, the key, and the hint."""
 
 
 def explained(error: BaseException) -> PlanError | None:
-    """Return the error in words of the spec; None if it is not known that a key resolves it."""
+    """Return the error in terms of the spec; None if no key is known to resolve it."""
     text = str(error)
     for said, meaning, where, hint in KNOWN:
         if said in text:

@@ -1,7 +1,7 @@
-"""Code of a program that is called after a step, after an evaluation and after a snapshot.
+"""Code of a program that is called after a step, an evaluation or a snapshot.
 
-Hooks run on every worker. What they decide must be the same on all: an evaluation has global scores, so a training is
-ended, or its learning rate changed, there and nowhere else, and workers compare what they have decided.
+Hooks run on every worker. Their decisions must be the same on all. Only scores of an evaluation are global, so a hook
+can end a run or change its learning rate only after an evaluation, and the workers compare these decisions.
 """
 
 from __future__ import annotations
@@ -19,32 +19,48 @@ from dtctl.runtime.snapshot.json_collectives import gathered_json
 
 if TYPE_CHECKING:
     from dtctl.runtime.distributed.worker import Worker
+    from dtctl.runtime.exactness.verdict import ExactnessVerdict
 
 STATE: Final = "hooks."
-"""Prefix of the number of a hook in the names of `extra_state`."""
+"""Prefix of a hook's number in the names of `extra_state`."""
 
 
 class TrainingView:
-    """A training as its hooks see it."""
+    """A training as its hooks see it.
 
-    def __init__(self, step: int, steps: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Show a training after a step.
+    Attributes:
+        step: optimizer steps done.
+        steps: length of the training.
+        model: as this worker has it.
+        optimizer: of its parameters.
+        loss_scale: factor of the loss with fp16; None otherwise.
+        skipped_steps: steps of this attempt whose gradient was not finite; fp16's search for a scale aside.
+        verdict: result of repeating the steps after the snapshot that this attempt resumed from; None without a resume,
+            and until it is known.
+    """
 
-        Args:
-            step: optimizer steps done.
-            steps: length of the training.
-            model: as this worker has it.
-            optimizer: of its parameters.
-        """
+    def __init__(
+        self,
+        step: int,
+        steps: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_scale: float | None = None,
+        skipped_steps: int = 0,
+        verdict: ExactnessVerdict | None = None,
+    ) -> None:
+        """Show a training after a step; see the attributes."""
         self.step, self.steps, self.model, self.optimizer = step, steps, model, optimizer
+        self.loss_scale, self.skipped_steps, self.verdict = loss_scale, skipped_steps, verdict
         self._is_decided = True
         self.is_stopped, self.rate_factor = False, 1.0
 
     def stop(self) -> None:
-        """End the training with this step, as if it had been its last one.
+        """End the run with this step, as if it were its last one.
 
         Raises:
-            PlanError: this is no evaluation, after which all workers decide alike.
+            PlanError: the call is not in a hook for evaluations, in which all workers decide the same.
         """
         self._require_evaluation("stop")
         self.is_stopped = True
@@ -53,7 +69,7 @@ class TrainingView:
         """Multiply the learning rate of all later steps.
 
         Raises:
-            PlanError: this is no evaluation, after which all workers decide alike.
+            PlanError: the call is not in a hook for evaluations, in which all workers decide the same.
         """
         self._require_evaluation("scale_rate")
         self.rate_factor *= factor
@@ -68,34 +84,34 @@ class TrainingView:
 
 
 class Hook:
-    """The base of hooks; a method that is not wanted is left out.
+    """Base class of hooks; override only the methods that you need.
 
-    A hook with `state_dict` and `load_state_dict` is part of the state of the training, as `extra_state` is.
+    The state of a hook with `state_dict` and `load_state_dict` is saved and restored like that of `extra_state`.
     """
 
     def after_step(self, training: TrainingView) -> None:
-        """Be called after an optimizer step."""
+        """Run code after an optimizer step."""
 
     def after_evaluation(self, training: TrainingView, scores: Mapping[str, float]) -> None:
-        """Be called after an evaluation.
+        """Run code after an evaluation.
 
         Args:
-            training: after the step.
-            scores: by the names they are logged under, `val_loss`; over all workers.
+            training: the run after the step.
+            scores: scores over all workers, by the names under which they are logged, such as `val_loss`.
         """
 
     def after_snapshot(self, training: TrainingView) -> None:
-        """Be called after a snapshot was begun; it may not be durable yet."""
+        """Run code after a snapshot was begun, which may not be durable yet."""
 
 
-class Hooks:
-    """The hooks of one training."""
+class HookRunner:
+    """The hooks of one run."""
 
     def __init__(self, hooks: Sequence[Hook], worker: Worker) -> None:
-        """Take hooks, in the order in which they are called.
+        """Store the hooks in the order of their calls.
 
         Args:
-            hooks: of the program.
+            hooks: hooks of the program.
             worker: this worker.
         """
         self._hooks, self._worker = list(hooks), worker
@@ -105,32 +121,32 @@ class Hooks:
         return bool(self._hooks)
 
     def list_stateful(self) -> dict[str, Any]:
-        """Return those that have a state, by a name for it."""
+        """Return the hooks that have state, by their names in `extra_state`."""
         return {f"{STATE}{number}": hook for number, hook in enumerate(self._hooks) if is_stateful(hook)}
 
     def call(self, moment: str, view: TrainingView, *, is_held: bool) -> None:
-        """Call `after_step` or `after_snapshot` of all, or keep that for later.
+        """Call `after_step` or `after_snapshot` of all hooks, or postpone the calls.
 
         Args:
-            moment: which method.
-            view: of the training.
-            is_held: whether nothing may be kept yet of what is trained.
+            moment: name of the method.
+            view: view of the run.
+            is_held: True if results of training may not be kept yet.
         """
         self._held += [partial(getattr(hook, moment), view) for hook in self._hooks]
         if not is_held:
             self.release()
 
     def release(self) -> None:
-        """Make the calls that were held back."""
+        """Make the calls that were postponed."""
         held, self._held = self._held, []
         for call in held:
             call()
 
-    def decide(self, view: TrainingView, scores: Mapping[str, float]) -> None:
-        """Call `after_evaluation` of all; collective over all workers.
+    def call_evaluation_hooks(self, view: TrainingView, scores: Mapping[str, float]) -> None:
+        """Call `after_evaluation` of all hooks; collective over all workers.
 
         Raises:
-            PlanError: workers have decided differently; on every worker.
+            PlanError: the workers have decided differently; raised on every worker.
         """
         self.release()
         view._is_decided = False

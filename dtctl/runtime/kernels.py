@@ -1,4 +1,4 @@
-"""Choice of kernels by torch's back ends, and memory layout of the model, by the configuration."""
+"""Selection of kernels by torch's back ends, and memory layout of the model, from the configuration."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees
 
 
-def choose(config: TrainConfig, device_type: str) -> None:
-    """Set torch's switches to `deterministic`, `tf32` and `cudnn_benchmark`.
+def apply_kernel_settings(config: TrainConfig, device_type: str) -> None:
+    """Set torch's switches from `deterministic`, `tf32` and `cudnn_benchmark`.
 
     Args:
-        config: of the training.
+        config: settings of the run.
         device_type: cpu or cuda.
 
     Raises:
-        PlanError: cuDNN is to measure kernels, and to take the same ones each time.
+        PlanError: cuDNN is configured both to measure kernels and to use the same ones each time.
     """
-    if determinism.is_wanted(config, device_type):  # for scripts that call `start` themselves
+    if determinism.is_wanted(config, device_type):  # for scripts that call `start` directly
         if config.cudnn_benchmark:
             raise PlanError(
                 "cuDNN chooses the fastest kernels by a measurement, which does not give the same ones each time",
@@ -36,15 +36,15 @@ def choose(config: TrainConfig, device_type: str) -> None:
 
 
 def lay_out(model: nn.Module, config: TrainConfig, degrees: Degrees) -> None:
-    """Lay out the weights of convolutions as `channels_last` sets; kernels then pass images on in that form.
+    """Store the weights of convolutions in the layout of `channels_last`; kernels then keep images in this layout.
 
     Args:
-        model: changed in place.
-        config: of the training.
-        degrees: of the mesh.
+        model: the model, which is changed in place.
+        config: settings of the run.
+        degrees: degrees of the mesh.
 
     Raises:
-        PlanError: the model is divided, and its parts have no such form.
+        PlanError: the model is divided, and its parts cannot have this layout.
     """
     if not config.channels_last:
         return

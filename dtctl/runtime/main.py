@@ -1,4 +1,4 @@
-"""The outermost frame of a worker: configuration, start, and errors as three lines instead of a traceback.
+"""Main function of a worker: configuration, start, and errors as three lines instead of a traceback.
 
 if __name__ == "__main__":
     raise SystemExit(run(train))
@@ -17,7 +17,7 @@ import dtctl
 from dtctl import names
 from dtctl.errors import DtctlError
 from dtctl.runtime import determinism
-from dtctl.runtime.console import complain, say
+from dtctl.runtime.console import say, write_error_to_stderr
 from dtctl.runtime.distributed.process_group import record_failure, start
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.stop import Outcome
@@ -25,15 +25,15 @@ from dtctl.train.config import TrainConfig, load
 
 
 def run(train: Callable[[TrainConfig, Worker], Outcome], *, defaults: Mapping[str, Any] | None = None) -> int:
-    """Become a worker and train.
+    """Set up this process as a worker, and train.
 
     Args:
         train: builds model and data, and runs a Trainer.
-        defaults: configuration that the script prefers; keys as in the spec's `train:` section.
+        defaults: default configuration of the script; keys as in the spec's `train:` section.
 
     Returns:
-        The exit code for the process: 0 finished, 75 stopped with a snapshot and to be started again, else that of the
-        error, which was written to stderr.
+        Exit code of the process: 0 if the run has finished, 75 if it was stopped with a snapshot and must be started
+        once more, else that of the error, which was written to stderr.
     """
     try:
         config = load(defaults)
@@ -46,12 +46,12 @@ def run(train: Callable[[TrainConfig, Worker], Outcome], *, defaults: Mapping[st
             return train(config, worker).exit_code
     except DtctlError as exc:
         record_failure(exc)
-        complain(exc)
+        write_error_to_stderr(exc)
         return exc.exit_code
 
 
 def other_version() -> str:
-    """Return a message if this node has another dtctl version than the machine that launched the run; else ""."""
+    """Return a message if this node has another version of dtctl than the machine that launched the run; else ""."""
     launched_by = os.environ.get(names.VERSION, dtctl.__version__)
     if launched_by == dtctl.__version__:
         return ""

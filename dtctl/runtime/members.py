@@ -1,4 +1,4 @@
-"""Objects that an object holds: its attributes, what is in its containers, and what its functions name."""
+"""Objects that an object holds: in its attributes, in its containers, and in variables that its functions name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 from dtctl.runtime.own_code import is_own_code, list_names
 
 REACHED: Final = 2000
-"""Objects that are looked at, of one that may hold any number."""
+"""Largest number of objects to visit from one root."""
 ITEMS: Final = 64
-"""Most items of a container; a longer one holds data."""
+"""Largest number of items in a container; a longer one holds data."""
 _PLAIN: Final = (bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray, type(None))
 _MODULE_TABLES: Final = frozenset(torch.nn.Module().__dict__) - {"_modules"}
 
@@ -26,14 +26,14 @@ _MODULE_TABLES: Final = frozenset(torch.nn.Module().__dict__) - {"_modules"}
 def walk_members(
     root: object, name: str | None = None, *, named: bool = False, skipped: Iterable[object] = (), limit: int = REACHED
 ) -> Iterator[tuple[str, object]]:
-    """Yield the objects that an object holds, each with its path, in an order that is the same in every process.
+    """Yield the objects that an object holds, each with its path, in the same order in every process.
 
     Args:
-        root: where to begin; it is the first that is yielded.
-        name: of the root; else that of its class.
-        named: also below global variables that functions of the program's own code name, and below its own classes.
-        skipped: objects that are not looked at.
-        limit: of the objects that are looked at.
+        root: object to start from, which is yielded first.
+        name: name of the root. None: the name of its class.
+        named: True to visit also global variables that functions of the program's own code name, and its own classes.
+        skipped: objects that are not visited.
+        limit: largest number of objects to visit.
     """
     visited = {id(value) for value in skipped}
     left: deque[tuple[str, object]] = deque([(name or type(root).__name__, root)])
@@ -45,7 +45,7 @@ def walk_members(
         limit -= 1
         try:
             members = _list_members(value, named=named)
-        except Exception:  # noqa: BLE001, S112  # whatever its class does when it is looked at
+        except Exception:  # noqa: BLE001, S112  # its class may raise any error when it is looked at
             continue
         yield path, value
         left += [
@@ -59,45 +59,45 @@ def _list_members(value: object, *, named: bool) -> list[tuple[str, object]]:
     if isinstance(value, dict):
         return [(f"[{key!r}]", item) for key, item in itertools.islice(value.items(), ITEMS)]
     if isinstance(value, list | tuple | set | deque):
-        return _enumerate(itertools.islice(value, ITEMS))
+        return _list_indexed_items(itertools.islice(value, ITEMS))
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        held = [(name, cell.cell_contents) for name, cell in cells if _is_bound(cell)]
+        held = [(name, cell.cell_contents) for name, cell in cells if _is_cell_bound(cell)]
         held += [("default", default) for default in value.__defaults__ or ()]
         return held + (_list_globals(value) if named and is_own_code(value.__module__ or "") else [])
     if isinstance(value, types.MethodType):
         return [("__self__", value.__self__), *([("__func__", value.__func__)] if named else [])]
     if isinstance(value, functools.partial):
-        return [("func", value.func), *_enumerate(value.args), *_list_members(value.keywords, named=named)]
+        return [("func", value.func), *_list_indexed_items(value.args), *_list_members(value.keywords, named=named)]
     if isinstance(value, type):
         return list(_list_class(value)) if is_own_code(value.__module__) else []
     if isinstance(value, types.ModuleType):
         return []
     if not named or is_own_code(type(value).__module__):
-        return [*_attributes(value), *([(f"<{type(value).__name__}>", type(value))] if named else [])]
-    # Of installed packages' objects, those that hold what the user gives them.
+        return [*_list_object_attributes(value), *([(f"<{type(value).__name__}>", type(value))] if named else [])]
+    # Of objects from installed packages, only those are visited that hold objects of the user.
     holds = hasattr(type(value), "state_dict") or isinstance(value, types.SimpleNamespace | argparse.Namespace)
-    return [(name, held) for name, held in _attributes(value) if not name.startswith("__")] if holds else []
+    return [(name, held) for name, held in _list_object_attributes(value) if not name.startswith("__")] if holds else []
 
 
-def _enumerate(items: Iterable[object]) -> list[tuple[str, object]]:
+def _list_indexed_items(items: Iterable[object]) -> list[tuple[str, object]]:
     return [(f"[{index}]", item) for index, item in enumerate(items)]
 
 
-def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    """Yield the attributes of an object, those in slots too, without asking its own `__getattr__`."""
+def _list_object_attributes(value: object) -> Iterator[tuple[str, object]]:
+    """Yield the attributes of an object, including those in slots, without calls of its own `__getattr__`."""
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             try:
                 yield name, object.__getattribute__(value, name)
-            except AttributeError:  # not set, or of a name that Python has changed
+            except AttributeError:  # not set, or a name that Python has mangled
                 continue
     try:
         held = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return
-    if isinstance(value, torch.nn.Module):  # most of a model's tables are empty, and the others hold what is known
+    if isinstance(value, torch.nn.Module):  # other tables of a model are empty or already covered
         held = {name: item for name, item in held.items() if name not in _MODULE_TABLES or (item and "hook" in name)}
     yield from list(held.items())
 
@@ -112,7 +112,7 @@ def _list_class(kind: type) -> Iterator[tuple[str, object]]:
 
 
 def _list_globals(function: types.FunctionType) -> list[tuple[str, object]]:
-    """Return the global variables that a function names, and those that it names of the program's other modules."""
+    """Return global variables that a function names, and those in the program's other modules that it names."""
     found: list[tuple[str, object]] = []
     names = list_names(function.__code__)
     for name in sorted(names & function.__globals__.keys()):
@@ -124,7 +124,7 @@ def _list_globals(function: types.FunctionType) -> list[tuple[str, object]]:
     return found
 
 
-def _is_bound(cell: types.CellType) -> bool:
+def _is_cell_bound(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018  # raises
     except ValueError:

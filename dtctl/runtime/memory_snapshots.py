@@ -1,8 +1,8 @@
-"""Snapshots in the memory of the nodes, beside those on disk (`train.snapshot.memory`).
+"""Snapshots in the memory of the nodes, in addition to those on disk (`train.snapshot.memory`).
 
-They are snapshots like any other, sharded, with digests and a commit over all nodes, in a folder of a file system that
-lies in memory. The supervisor of a node gives the folder its name and removes it when the run is over, so that it
-outlives workers; copies on other nodes outlive the node.
+They have the usual format: sharded, with digests and a commit over all nodes. Their folder is in a file system in
+memory. The supervisor of a node names the folder and removes it when the run has ended, so that it outlives workers;
+copies on other nodes outlive the node.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from dtctl.runtime.snapshot.saver import Saver
 from dtctl.train.config import MemorySnapshotConfig
 
 COST: Final = 0.02
-"""Share of the time of a step that snapshots in memory may take."""
+"""Largest share of a step's time for snapshots in memory."""
 FIRST: Final = 5
-"""Steps before the first of them, and until it is known what they cost."""
+"""Steps before the first snapshot, and between snapshots until their cost is known."""
 MOST_FAILED: Final = 3
-"""Failures in a row after which there are none any more."""
+"""Number of consecutive failures after which no more are made."""
 
 
-def folder() -> Path:
+def prepare_memory_folder() -> Path:
     """Return the folder of this node's snapshots in memory.
 
     Raises:
-        PlanError: no launcher would remove them, or the node has no file system in memory.
+        PlanError: there is no launcher that would remove them, or the node has no file system in memory.
     """
     path = os.environ.get(names.MEMORY_DIR)
     if not path:
@@ -57,7 +57,7 @@ def folder() -> Path:
 
 
 def _available_bytes() -> int:
-    """Memory that this node can give without swapping."""
+    """Return the bytes of memory that this node can provide without swapping."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -69,25 +69,25 @@ class MemorySnapshots:
     """Schedule and writer of snapshots in memory; the same on all workers."""
 
     def __init__(self, config: MemorySnapshotConfig, worker: Worker, model: nn.Module) -> None:
-        """Nothing is written yet; collective over all workers.
+        """Prepare to take snapshots in memory; every worker must call it.
 
         Args:
-            config: when, and how many copies.
+            config: when to make snapshots, and how many copies.
             worker: this worker.
-            model: as this worker has it.
+            model: the model as this worker has it.
         """
-        self.folder = folder()
+        self.folder = prepare_memory_folder()
         self._worker = worker
         self._held = config.most_held
         self._every = FIRST if config.every_steps == "auto" else config.every_steps
         self._measures = config.every_steps == "auto"
         self._last: tuple[int, float] | None = None
-        """Step and time after which the last one was begun."""
+        """Step of the last snapshot, and time after it was begun."""
         self._cost_s = 0.0
         self.is_off = False
-        self.saver = self._saver(config, model)
+        self.saver = self._build_memory_saver(config, model)
 
-    def _saver(self, config: MemorySnapshotConfig, model: nn.Module) -> Saver:
+    def _build_memory_saver(self, config: MemorySnapshotConfig, model: nn.Module) -> Saver:
         worker = self._worker
         if worker.backend is None:
             return Saver(self.folder, keep=2, max_failed=MOST_FAILED + 1, in_memory=True)
@@ -97,18 +97,18 @@ class MemorySnapshots:
         )  # fmt: skip
 
     def is_due(self, step: int) -> bool:
-        """Return whether one is to be made after this step."""
+        """Return whether a snapshot is due after this step."""
         begun = 0 if self._last is None else self._last[0]
         return not self.is_off and step - begun >= self._every
 
     def save(self, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any], *, began_s: float) -> None:
-        """Begin one; collective over all workers.
+        """Begin a snapshot; collective over all workers.
 
         Args:
-            step: optimizer steps done.
-            parts: the state, as `TrainingState.collect` gives it in pieces.
-            facts: JSON for the loop, returned by a resume.
-            began_s: when the training stopped for it, by `time.perf_counter`.
+            step: number of optimizer steps done.
+            parts: state in pieces, from `TrainingState.collect`.
+            facts: JSON for the loop, which a resume returns.
+            began_s: time when training paused for the snapshot, by `time.perf_counter`.
         """
         self.saver.wait()
         if self._is_hopeless():
@@ -116,17 +116,17 @@ class MemorySnapshots:
         if self._last is None and not self._has_room(parts):
             return
         if self._measures and self._last is not None:
-            self._pace(step, began_s)
+            self._choose_snapshot_interval(step, began_s)
         try:
             self.saver.save(step, parts, facts=facts, needed=True)
-        except SnapshotError as exc:  # on every worker
-            self._end(exc.message)
+        except SnapshotError as exc:  # raised on every worker
+            self._stop_memory_snapshots(exc.message)
             return
         now = time.perf_counter()
         self._cost_s, self._last = now - began_s, (step, now)
 
     def _has_room(self, parts: Mapping[str, Any]) -> bool:
-        """Return whether every node has memory for two snapshots that are kept and one being written, with copies."""
+        """Return whether every node has memory for three snapshots with copies: two kept ones and one being written."""
         share = self.saver.share(parts) if isinstance(self.saver, DistributedSaver) else parts
         tensors = (leaf for leaf in tree_leaves(share) if isinstance(leaf, torch.Tensor))
         own_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -141,26 +141,26 @@ class MemorySnapshots:
         if short:
             node = max(short, key=lambda name: needed[name] - free[name])
             has, takes = free[node] >> 20, needed[node] >> 20
-            self._end(f"{node or 'this node'} has {has:,} MiB for them, and they take {takes:,} MiB")
+            self._stop_memory_snapshots(f"{node or 'this node'} has {has:,} MiB for them, and they take {takes:,} MiB")
         return not short
 
     def _is_hopeless(self) -> bool:
         failed = max(gathered_json(self.saver.failed, self._worker))
         if failed >= MOST_FAILED:
-            self._end(f"{failed} failed one after another")
+            self._stop_memory_snapshots(f"{failed} failed one after another")
         return self.is_off
 
-    def _end(self, reason: str) -> None:
+    def _stop_memory_snapshots(self, reason: str) -> None:
         self.is_off = True
         if self._worker.is_first:
             say(f"no snapshots in memory from now on: {reason}")
 
-    def _pace(self, step: int, now_s: float) -> None:
-        """Choose how many steps lie between two, by what the last one has cost and the steps since have taken."""
+    def _choose_snapshot_interval(self, step: int, now_s: float) -> None:
+        """Choose the number of steps between snapshots from the cost of the last one and the time of steps since."""
         assert self._last is not None  # noqa: S101  # for the type checker
         last_step, last_s = self._last
         steps_s = max(1e-9, now_s - last_s)
-        # A processor that trains has the copying, the digests and the exchange to do beside it: they show in the steps.
+        # Without a GPU, copies, digests and exchange compete with training, so their cost shows in the steps.
         ratio = self._cost_s / (steps_s / (step - last_step))
         every = math.ceil(max(gathered_json(ratio, self._worker)) / COST)
         if every != self._every and self._worker.is_first and self._every == FIRST:
@@ -168,6 +168,6 @@ class MemorySnapshots:
         self._every = max(1, every)
 
     def close(self) -> None:
-        """Let go of the folder; nothing is being written any more."""
+        """Wait for the save under way, and release the folder."""
         self.saver.wait()
         self.saver.close()

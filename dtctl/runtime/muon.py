@@ -14,17 +14,17 @@ from dtctl.train.config import TrainConfig
 class Muon(torch.optim.Optimizer):
     """Two of torch's optimizers with common groups and state.
 
-    Updates of matrices are scaled such that they are about as large as AdamW's, so that one learning rate does for both
-    (Liu et al. 2025, arXiv 2502.16982).
+    Updates of matrices are scaled to about the size of AdamW's updates, so that one learning rate suits both (Liu et
+    al. 2025, arXiv 2502.16982).
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], config: TrainConfig) -> None:
-        """Take the parameters; tables of embeddings are among the others.
+        """Store the parameters; tables of embeddings belong to the others.
 
         Args:
-            matrices: of two dimensions.
-            others: all the rest.
-            config: of the training.
+            matrices: parameters of two dimensions.
+            others: all other parameters.
+            config: settings of the run.
         """
         fused, foreach = config.kernel == "fused", config.kernel == "foreach"
         placeholder = [nn.Parameter(torch.zeros(1, 1))]
@@ -39,11 +39,12 @@ class Muon(torch.optim.Optimizer):
             {**adamw.defaults, "params": list(others), "algorithm": "adamw"},
         ]
         super().__init__([group for group in groups if group["params"]], {})
-        # What the two have beside groups and state. As optimizers of their own they would be kept in snapshots, too.
+        # What the two optimizers have apart from groups and state; if they were stored whole, snapshots would keep
+        # them, too.
         self._own = {"muon": _without_parameters(muon), "adamw": _without_parameters(adamw)}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step with each of the two."""
+        """Make a step with both optimizers."""
         loss = closure() if closure is not None else None
         for algorithm, kind in (("muon", torch.optim.Muon), ("adamw", torch.optim.AdamW)):
             groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
@@ -58,8 +59,8 @@ def _without_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
 
 
-def muon(config: TrainConfig, model: nn.Module) -> Muon:
-    """Return the optimizer over all parameters of a model that are trained."""
+def build_muon_optimizer(config: TrainConfig, model: nn.Module) -> Muon:
+    """Return the optimizer over all trained parameters of a model."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in wanted if parameter.dim() == 2 and id(parameter) not in tables]

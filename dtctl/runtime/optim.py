@@ -1,4 +1,4 @@
-"""The optimizer of the spec, and the learning rate as a pure function of the step."""
+"""Optimizer of the spec, and the learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dtctl.errors import WorkerFailed
 from dtctl.train.config import TrainConfig
 
 
-def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Return the configured optimizer, over all parameters that require a gradient.
 
-    The default betas are those of most language models since Brown et al. 2020, appendix B. Matrices decay, vectors
-    do not: decay on biases and norms costs accuracy (He et al. 2019, section 3.1).
+    The default betas are those of most language models since Brown et al. 2020, appendix B. Only matrices have weight
+    decay, since decay of biases and norms costs accuracy (He et al. 2019, section 3.1).
     """
     if config.optimizer == "muon":
-        from dtctl.runtime.muon import muon  # no other optimizer needs it
+        from dtctl.runtime.muon import build_muon_optimizer  # imported here, since no other optimizer needs it
 
-        return muon(config, model)
+        return build_muon_optimizer(config, model)
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.weight_decay:
         groups = [
@@ -30,9 +30,9 @@ def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
         ]
         groups = [group for group in groups if group["params"]]
     else:
-        groups = [{"params": wanted, "weight_decay": 0.0}]  # a group costs some 30 us a step
-    # One kernel for all parameters by default, on the CPU too, where torch's own default is a loop over parameters.
-    # Fused ones take no complex numbers.
+        groups = [{"params": wanted, "weight_decay": 0.0}]  # a group costs about 30 us per step
+    # Fused by default: one kernel for all parameters, on the CPU too, where torch's default is a loop over parameters.
+    # Fused kernels do not support complex numbers.
     real = all(parameter.is_floating_point() for parameter in wanted)
     fused = config.kernel == "fused" and real
     foreach = config.kernel == "foreach" or (config.kernel == "fused" and not real)
@@ -42,12 +42,11 @@ def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused, foreach=foreach)
 
 
-def schedule(config: TrainConfig, steps: int) -> Callable[[int], float]:
-    """Return the learning rate of each step, from 0 to `steps` - 1.
+def build_rate_schedule(config: TrainConfig, steps: int) -> Callable[[int], float]:
+    """Return the learning rate of each step, as a function of steps from 0 to `steps` - 1.
 
-    It rises linearly over `warmup_steps` to `lr` in the last of them, and then falls to `min_lr` at the last step.
-    Under wsd it falls by the root of the steps done, which Haegele et al. 2024 (arXiv 2405.18392) found better than a
-    line.
+    It rises linearly to `lr` over `warmup_steps`, and then falls to `min_lr` at the last step. With wsd it falls by the
+    root of the steps done, which Haegele et al. 2024 (arXiv 2405.18392) found to be better than a linear decrease.
     """
     warmup, peak, floor = config.warmup_steps, config.lr, config.min_lr
     span = max(1, steps - 1 - warmup)
@@ -67,21 +66,21 @@ def schedule(config: TrainConfig, steps: int) -> Callable[[int], float]:
     return rate
 
 
-def exchange(
+def replace_optimizer_parameters(
     optimizer: torch.optim.Optimizer, before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
 ) -> None:
-    """Give an optimizer that has taken no step the parameters that have come into the places of its own, by name."""
+    """Replace the parameters of an optimizer that has made no step by others, found by name."""
     new = {parameter: now[name] for name, parameter in before.items()}
     for group in optimizer.param_groups:
         group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
 
 
-class LearningRate:
-    """The learning rates of an optimizer's groups, set before each step.
+class LearningRateScheduler:
+    """Learning rates of an optimizer's groups, set before each step.
 
     Attributes:
-        own: the user's function of the step; None: the schedule that the configuration names.
-        factor: factor of all rates, since a run that continues with another number of workers may scale them.
+        own: the user's function of the step. None: the schedule that the configuration names.
+        factor: factor of all rates, since a run that resumes with another number of workers may scale them.
     """
 
     def __init__(
@@ -94,18 +93,18 @@ class LearningRate:
         self.own, self.factor = own, 1.0
         self._config, self._optimizer = config, optimizer
         self._scales = [group["lr"] / config.lr for group in optimizer.param_groups]
-        self._schedule = schedule(config, steps)
+        self._schedule = build_rate_schedule(config, steps)
 
-    def stretch(self, steps: int) -> None:
-        """Set the length of the training to `steps`."""
-        self._schedule = schedule(self._config, steps)
+    def set_total_steps(self, steps: int) -> None:
+        """Set the number of steps of the run to `steps`."""
+        self._schedule = build_rate_schedule(self._config, steps)
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step, from 0, that a group with `lr` has."""
+        """Return the rate of a step, counted from 0, for a group whose rate is `lr`."""
         return (self.own or self._schedule)(step) * self.factor
 
     def set(self, step: int) -> float:
-        """Set the rate of a step in all groups, which keep their ratio to `lr`; returns what `lr` became.
+        """Set the rate of a step in all groups, which keep their ratio to `lr`; return the new value of `lr`.
 
         Raises:
             WorkerFailed: the optimizer has other groups than when training began.

@@ -1,4 +1,4 @@
-"""Owner of a piece of code, and a digest of what code does."""
+"""Ownership of code, and digests of its behaviour."""
 
 from __future__ import annotations
 
@@ -21,52 +21,53 @@ _INSTALLED: Final = tuple(
 
 @functools.lru_cache(maxsize=4096)
 def is_own_code(module: str) -> bool:
-    """Return whether a module, by its name, is the user's: neither installed, nor Python's, nor dtctl's."""
+    """Return whether a module belongs to the user: neither installed nor part of Python or dtctl."""
     if module.partition(".")[0] in ("dtctl", "builtins", "torch"):
         return False
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None:
         return module == "__main__"
-    # By its text first: a process has thousands of modules, and each is asked about before the first step.
+    # The text of the path is checked first, since a process has thousands of modules, all checked before the first
+    # step.
     if path.startswith(_INSTALLED) or "site-packages" in path:
         return False
-    return not _resolve(path.rpartition("/")[0]).startswith(_INSTALLED)
+    return not _resolve_real_folder(path.rpartition("/")[0]).startswith(_INSTALLED)
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolve(folder: str) -> str:
+def _resolve_real_folder(folder: str) -> str:
     return os.path.realpath(folder)
 
 
 def name_module(name: str) -> str:
-    """Return a module's name: `train` for the script train.py, which is `__main__` to Python."""
+    """Return a module's name: `train` for the script train.py, which Python calls `__main__`."""
     path = getattr(sys.modules.get("__main__"), "__file__", None) if name == "__main__" else None
     return Path(path).stem if path else name
 
 
 def name_class(value: object) -> str:
-    """Return module and name of an object's class; the script's own module by the name of its file."""
+    """Return module and name of an object's class; for the main script, the module is the name of its file."""
     return f"{name_module(type(value).__module__)}.{type(value).__qualname__}"
 
 
 @functools.lru_cache(maxsize=4096)
 def list_names(code: types.CodeType) -> frozenset[str]:
-    """Return the global names and attributes that a piece of code and those inside of it mention."""
+    """Return the global names and attributes in a code object and in those inside of it."""
     inner = [list_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return frozenset(code.co_names).union(*inner)
 
 
 def digest_modules(before: Iterable[str] = ()) -> dict[str, str]:
-    """Return a digest of every module of the user's own that is loaded; comments and line numbers do not count.
+    """Return a digest of every loaded module of the user, without comments and line numbers.
 
     Args:
-        before: names of modules that a run had loaded; they are looked at even if this one has not loaded them yet.
+        before: names of modules that an earlier run had loaded; they are included even if this one has not loaded them.
     """
     digests = {}
     for name in dict.fromkeys([*(name for name in list(sys.modules) if is_own_code(name)), *before]):
         code = _read_code(name)
         if code is not None:
-            digests[name_module(name)] = f"{_digest(code, 0):08x}"
+            digests[name_module(name)] = f"{_compute_code_checksum(code, 0):08x}"
     return digests
 
 
@@ -83,13 +84,13 @@ def _read_code(name: str) -> types.CodeType | None:
         return None
 
 
-def _digest(code: types.CodeType, crc: int) -> int:
+def _compute_code_checksum(code: types.CodeType, crc: int) -> int:
     crc = zlib.crc32(code.co_code, crc)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_argcount, code.co_flags)
     crc = zlib.crc32(repr(names).encode(), crc)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            crc = _digest(constant, crc)
+            crc = _compute_code_checksum(constant, crc)
         else:
             text = sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
             crc = zlib.crc32(str(text).encode(), crc)

@@ -1,6 +1,6 @@
-"""Resume from the newest good snapshot; and the reasons, where that is not possible.
+"""Choice of the snapshot that a run resumes from, and the errors that explain why none can be used.
 
-Nodes need no folder in common: what one lacks it gets from those that have it (snapshot/choose.py, reshard.py).
+Nodes need no shared folder: a node gets the files that it lacks from other nodes (snapshot/choose.py, reshard.py).
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from torch import nn
 from dtctl import names
 from dtctl.errors import PlanError, SnapshotError
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.exactness.account import EVERYONE
-from dtctl.runtime.snapshot.assembly import TreeEntry
-from dtctl.runtime.snapshot.choose import Chosen, choose
+from dtctl.runtime.exactness.program_fingerprint import EVERYONE
+from dtctl.runtime.snapshot.assembly import TensorEntry
+from dtctl.runtime.snapshot.choose import ChosenSnapshot, choose_newest_snapshot
 from dtctl.runtime.snapshot.json_collectives import gathered_json
-from dtctl.runtime.snapshot.reshard import Wanted, deliver
+from dtctl.runtime.snapshot.reshard import Wanted, reshard_snapshot_parts
 from dtctl.runtime.snapshot.storage.place import Place
-from dtctl.runtime.telemetry.progress import Progress
-from dtctl.train.batch import Batch
+from dtctl.runtime.telemetry.progress import ProgressFile
+from dtctl.train.batch import BatchSizes
 from dtctl.train.config import TrainConfig
 
 MARKER: Final = "last-snapshot.json"
 """File in the run's folder on a node."""
+TRAINER: Final = "Trainer"
+SESSION: Final = "session"
+"""Loops that make snapshots, as the fact `loop` of a manifest names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,41 +47,61 @@ class ResumePoint:
     facts: Mapping[str, Any]
     rejected: tuple[str, ...]
     """Newer snapshots that were passed over, each with the reason."""
-    chosen: Chosen
-    """Parts of it that have been read, and by which ranks."""
+    chosen: ChosenSnapshot
+    """The choice among all snapshots, with the files that this worker has read."""
     is_in_memory: bool = False
-    """True if it lies in the memory of the nodes."""
+    """True if the snapshot lies in the memory of the nodes."""
 
     def parts(self, model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) -> dict[str, Any]:
-        """Return its parts, once, as far as this worker needs them; collective over all workers.
+        """Return the parts of the snapshot that this worker needs; call it once. Collective over all workers.
 
         Args:
-            model: as this worker has it.
-            optimizer: of this worker's parameters.
+            model: the model as this worker has it.
+            optimizer: optimizer of this worker's parameters.
             worker: this worker.
         """
-        return deliver(self.chosen, _wanted(model, optimizer, worker, self.facts.get("late", ())), worker)
+        return reshard_snapshot_parts(
+            self.chosen, _make_wanted_filter(model, optimizer, worker, self.facts.get("late", ())), worker
+        )
 
 
-def find(folder: Place, worker: Worker, *, memory: Path | None = None) -> ResumePoint:
+def find_resume_point(folder: Place, worker: Worker, *, memory: Path | None = None, loop: str = TRAINER) -> ResumePoint:
     """Return the newest snapshot that all workers together can read and verify.
 
-    Those on disk are not read if one in memory is as new as the newest that was committed there.
+    Snapshots on disk are not read if one in memory is as new as the newest that was committed to disk.
 
     Args:
-        folder: of those on disk.
+        folder: folder of the snapshots on disk.
         worker: this worker.
-        memory: of those in memory, if there are any.
+        memory: folder of the snapshots in memory; None if there are none.
+        loop: the loop that resumes, TRAINER or SESSION.
 
     Raises:
-        SnapshotError: the folder cannot be read, or what it has is damaged, all of it; on every worker.
+        SnapshotError: the folder cannot be read, all of its snapshots are damaged, or the other loop made them; raised
+            on every worker.
     """
-    near = _point(choose(memory, worker), is_in_memory=True) if memory is not None else None
-    if near is not None and near.path is not None and near.step >= _committed(folder, worker):
+    point = _find_newest_point(folder, worker, memory)
+    made_by = point.facts.get("loop", TRAINER)
+    if point.path is not None and made_by != loop:
+        raise SnapshotError(
+            f"this snapshot was made by a {made_by}, and a {loop} cannot continue from it: each has its own order of "
+            "the samples",
+            where=point.path,
+            hint="give the snapshots of this program another folder (`train.snapshot.dir`), or take the weights alone "
+            "with `dtctl snapshot export`",
+        )
+    return point
+
+
+def _find_newest_point(folder: Place, worker: Worker, memory: Path | None) -> ResumePoint:
+    near = (
+        _build_resume_point(choose_newest_snapshot(memory, worker), is_in_memory=True) if memory is not None else None
+    )
+    if near is not None and near.path is not None and near.step >= _read_committed_step(folder, worker):
         return near
     rejected = () if near is None else near.rejected
     try:
-        point = _point(choose(folder, worker))
+        point = _build_resume_point(choose_newest_snapshot(folder, worker))
         if point.path is None and point.rejected:
             raise SnapshotError(
                 "this run has trained before, and none of its snapshots is good: " + "; ".join(point.rejected),
@@ -96,15 +119,15 @@ def find(folder: Place, worker: Worker, *, memory: Path | None = None) -> Resume
     return replace(point, rejected=(*rejected, *point.rejected))
 
 
-def _point(chosen: Chosen, *, is_in_memory: bool = False) -> ResumePoint:
+def _build_resume_point(chosen: ChosenSnapshot, *, is_in_memory: bool = False) -> ResumePoint:
     step, facts = (chosen.manifest.step, chosen.manifest.facts) if chosen.manifest is not None else (0, {})
     return ResumePoint(
         path=chosen.path, step=step, facts=facts, rejected=chosen.rejected, chosen=chosen, is_in_memory=is_in_memory
     )
 
 
-def marker(folder: Place, progress: Progress) -> Callable[[int], None]:
-    """Return a function that notes committed snapshots: in the run's own folder on this node, and for the launcher.
+def make_commit_marker(folder: Place, progress: ProgressFile) -> Callable[[int], None]:
+    """Return a function that records a committed snapshot in the run's folder on this node, and for the launcher.
 
     The launcher passes the step on to the next attempt, in case this node and its folder are lost.
     """
@@ -114,14 +137,14 @@ def marker(folder: Place, progress: Progress) -> Callable[[int], None]:
         progress.committed(step)
         if run_dir:
             draft = Path(run_dir) / f"{MARKER}.part"
-            with contextlib.suppress(OSError):  # the snapshot is there; this is only what is known of it
+            with contextlib.suppress(OSError):  # the snapshot is committed; the marker only records that
                 draft.write_text(json.dumps({"dir": str(folder), "step": step}))
                 draft.replace(draft.with_name(MARKER))
 
     return note
 
 
-def _committed(folder: Place, worker: Worker) -> int:
+def _read_committed_step(folder: Place, worker: Worker) -> int:
     """Return the newest step of this run that a worker has recorded as committed, or 0; collective over all workers."""
     mine = int(os.environ.get(names.COMMITTED_STEP, "0"))
     with contextlib.suppress(OSError, ValueError, KeyError):
@@ -132,12 +155,12 @@ def _committed(folder: Place, worker: Worker) -> int:
 
 
 def _require_beginning(folder: Place, worker: Worker) -> None:
-    """See that a run without snapshots has none to miss; collective over all workers.
+    """Refuse to begin without a snapshot if an earlier attempt has committed one; collective over all workers.
 
     Raises:
         SnapshotError: an earlier attempt of this run has committed one.
     """
-    step = _committed(folder, worker)
+    step = _read_committed_step(folder, worker)
     if step:
         raise SnapshotError(
             f"this run has written a snapshot of step {step}, and there is none now",
@@ -147,12 +170,14 @@ def _require_beginning(folder: Place, worker: Worker) -> None:
         )
 
 
-def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker, late: Collection[str]) -> Wanted:
-    """Return what a worker needs: its own stretch of what it has of model and optimizer, and of other parts all."""
+def _make_wanted_filter(
+    model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker, late: Collection[str]
+) -> Wanted:
+    """Return a filter for the tensors of a worker: its own part of model and optimizer, and all of the other parts."""
     own, parameters = model.state_dict(), dict(model.named_parameters())
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
-    def wanted(part: str, leaf: TreeEntry) -> torch.Tensor | bool:
+    def wanted(part: str, leaf: TensorEntry) -> torch.Tensor | bool:
         if part == "model":
             held_here: torch.Tensor | bool = own.get(leaf.path[0], leaf.path[0] in late)
             return held_here
@@ -170,12 +195,12 @@ def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker, 
     return wanted
 
 
-def sizes(asked: Batch, used: Batch) -> dict[str, list[int]]:
-    """Return what a snapshot keeps of the sizes of a batch: those asked for, and those that memory allowed; JSON."""
+def build_batch_facts(asked: BatchSizes, used: BatchSizes) -> dict[str, list[int]]:
+    """Return the batch sizes that a snapshot keeps, JSON: the configured ones and those that memory allowed."""
     return {name: [of.micro, of.accumulate, of.parts] for name, of in (("asked", asked), ("used", used))}
 
 
-def batch(config: TrainConfig, asked: Batch, facts: Mapping[str, Any]) -> tuple[Batch, float]:
+def resolve_resumed_batch(config: TrainConfig, asked: BatchSizes, facts: Mapping[str, Any]) -> tuple[BatchSizes, float]:
     """Return the batch sizes to continue with, and the factor of the learning rate.
 
     If the configuration asks for the same sizes as before, return those that memory allowed then. If only the number of
@@ -187,7 +212,7 @@ def batch(config: TrainConfig, asked: Batch, facts: Mapping[str, Any]) -> tuple[
     then, factor = facts.get("batch"), float(facts.get("rate_factor", 1.0))
     if then is None:
         return asked, factor
-    now = sizes(asked, asked)["asked"]
+    now = build_batch_facts(asked, asked)["asked"]
     micro, accumulate, parts = then["used"]
     if then["asked"] == now:
         return replace(asked, micro=micro, accumulate=accumulate), factor
@@ -195,13 +220,13 @@ def batch(config: TrainConfig, asked: Batch, facts: Mapping[str, Any]) -> tuple[
         return asked, factor
     total = micro * accumulate * parts
     if config.on_resize == "keep":
-        return _keeping(total, asked), factor
+        return _keep_global_batch(total, asked), factor
     ratio = asked.total / total
     return asked, factor * (ratio if config.on_resize == "linear" else math.sqrt(ratio))
 
 
-def _keeping(total: int, asked: Batch) -> Batch:
-    """Return the sizes that make this global batch, in passes no larger than asked for."""
+def _keep_global_batch(total: int, asked: BatchSizes) -> BatchSizes:
+    """Return sizes that make this global batch, in passes no larger than the configured ones."""
     parts = asked.parts
     if total % parts:
         workers = f"{parts} workers" if not asked.shares else f"shares of {parts}"

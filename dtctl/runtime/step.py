@@ -1,4 +1,4 @@
-"""One optimizer step, as strategies see it: the micro batches of a worker, and their forward and backward passes."""
+"""Passes of an optimizer step, as strategies use them: a worker's micro batches, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import torch
 from torch import nn
 
 from dtctl.runtime.data_loading import datasets
-from dtctl.runtime.data_loading.feed import Feed
-from dtctl.runtime.data_loading.order import Indices, Schedule
+from dtctl.runtime.data_loading.feed import BatchLoader
+from dtctl.runtime.data_loading.order import Indices, WorkerSampler
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.explain import explained
 from dtctl.runtime.moe import accounting
-from dtctl.runtime.moe.accounting import Load
+from dtctl.runtime.moe.accounting import ExpertLoad
 from dtctl.runtime.precision import LossScale
 from dtctl.runtime.token_weighting import Weighted
-from dtctl.train.batch import Batch
+from dtctl.train.batch import BatchSizes
 
 Loss = Callable[[nn.Module, Any], "torch.Tensor | Weighted"]
-"""Mean loss of the samples of a batch, a scalar, or a sum and how much it is a sum of (see token_weighting.py); called
-with the model as the strategy wraps it."""
+"""Function that returns the mean loss of a batch, a scalar, or a sum and its weight (see token_weighting.py). It is
+called with the model as the strategy wraps it."""
 
 
-class Clock(Protocol):
+class StepProgressReceiver(Protocol):
     """Receiver of the progress of a step."""
 
     def forward(self) -> None:
-        """A forward pass begins."""
+        """Report that a forward pass begins."""
 
     def backward(self) -> None:
-        """A backward pass begins."""
+        """Report that a backward pass begins."""
 
 
 @dataclass(slots=True)
@@ -43,54 +43,55 @@ class StepResult:
     """Result of a step, for its line of metrics."""
 
     loss: torch.Tensor | None
-    """This worker's share of the mean; None for one that has taken over the step from another worker."""
+    """This worker's share of the mean loss; None if it has taken over the step from another worker."""
     lr: float
     norm: torch.Tensor | None
     """Norm of the gradient before clipping."""
     use: Mapping[str, float] = field(default_factory=dict)
     """Figures of how evenly experts were used, if the model has any."""
     mean: float | None = None
-    """Mean loss of all workers; known before the line is written where a worker may be lost in between and replaced."""
+    """Mean loss of all workers; computed early only with live recovery, where a worker may be lost before the line of
+    metrics is written."""
     is_taken: bool = True
-    """True if the optimizer has made its step; not if the gradient was not finite."""
+    """True if the optimizer has made its step; False if the gradient was not finite."""
     is_logged: bool = False
     """True if the step has a line of metrics."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Passes:
+class PassSettings:
     """Settings of the passes of a run; the same in all of its steps."""
 
     loss: Loss
-    feed: Feed
+    feed: BatchLoader
     worker: Worker
     autocast: AbstractContextManager[Any] | None
-    """The number format of forward passes; None if that is fp32."""
+    """Context that sets the number format of forward passes; None for fp32."""
     loss_scale: LossScale | None
-    clock: Clock
+    clock: StepProgressReceiver
     mark: Callable[[], Any]
-    """Clock of `StepTimes`."""
+    """Function that returns the current time as a mark of `StepTimes`."""
     poison: Callable[[torch.Tensor], torch.Tensor]
     """Function that makes the gradient of a loss NaN on all workers."""
-    load: Load | None = None
-    """Counts what experts are sent."""
+    load: ExpertLoad | None = None
+    """Counter of the tokens that experts are sent."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Step:
     """The passes of one step on this worker."""
 
-    passes: Passes
+    passes: PassSettings
     number: int
-    """Steps done before."""
+    """Number of steps done before this one."""
     position: int
-    """Samples consumed before, over all workers."""
-    batch: Batch
-    schedule: Schedule
+    """Samples that all workers together have consumed before."""
+    batch: BatchSizes
+    schedule: WorkerSampler
     replicas: int
-    """Workers over which the gradients of parts of a global batch are averaged; 1 where they are added up."""
+    """Number of workers over which the gradients of parts of a global batch are averaged; 1 if they are added up."""
     micro_batches: list[Indices] = field(default_factory=list)
-    """The indices of this worker's; some are empty at the end of a training."""
+    """Sample indices of this worker's micro batches; some are empty at the end of a run."""
     samples: int = 0
     """Samples of the global batch."""
     weights: list[torch.Tensor] = field(default_factory=list)
@@ -98,13 +99,14 @@ class Step:
     losses: list[torch.Tensor] = field(default_factory=list)
     """Losses of the passes that this worker has made; scalars on its device."""
     began: Any = None
-    """Mark of when."""
+    """Mark of the time when the step began."""
     forwarded: Any = None
-    """Mark of when the last forward pass was done."""
+    """Mark of the time when the last forward pass ended."""
     own: tuple[Any, Any] | None = None
-    """Begin and end of the time in which this worker waited for no other: to the end of the last forward pass."""
+    """Marks of the begin and the end of the time before this worker waits for others; it ends with the last forward
+    pass."""
     waited_s: float = 0.0
-    """Seconds that it waited for data."""
+    """Seconds that this worker waited for data."""
 
     def __post_init__(self) -> None:
         """Look up the micro-batches and samples of this step."""
@@ -114,18 +116,18 @@ class Step:
 
     @property
     def scale(self) -> float:
-        """Factor of the losses beside their weights; 1 but with fp16.
+        """Return the factor of the losses in addition to their weights; 1 except with fp16.
 
-        Weights are those of a mean over replicas, which comes after the backward pass. Without this share, gradients
-        would overflow fp16 on several workers where they do not in one process.
+        The weights assume that gradients are averaged over replicas after the backward pass. Without the division by
+        the number of replicas, gradients on several workers would overflow fp16 where those of one process do not.
         """
         scale = self.passes.loss_scale
         return 1.0 if scale is None else scale.scale / self.replicas
 
     def read(self, index: int) -> Any:
-        """Return the micro batch of that number, on the worker's device; a stand-in for an empty one.
+        """Return the micro batch of this number on the worker's device; a stand-in if it is empty.
 
-        The peers expect this worker's part of every exchange.
+        An empty micro batch needs a pass, too, since every exchange needs all workers.
         """
         indices, feed = self.micro_batches[index], self.passes.feed
         if not len(indices):
@@ -135,8 +137,8 @@ class Step:
         self.waited_s += time.perf_counter() - asked_s
         return datasets.to_device(batch, self.passes.worker.device)
 
-    def first_alone(self) -> Any:
-        """Return the first micro batch, read out of turn, on the worker's device."""
+    def read_first_batch(self) -> Any:
+        """Return the first micro batch, outside of the usual order of reading, on the worker's device."""
         indices = self.micro_batches[0] if len(self.micro_batches[0]) else self.schedule.stand_in
         return datasets.to_device(self.passes.feed.single(indices), self.passes.worker.device)
 
@@ -145,16 +147,16 @@ class Step:
         return datasets.to_device(self.passes.feed.single(self.schedule.stand_in), self.passes.worker.device)
 
     def loss(self, model: nn.Module, batch: Any, samples: int, weight: float) -> torch.Tensor:
-        """Return the mean loss of a micro batch; a loss with weights is divided by the samples, and the weight noted.
+        """Return the mean loss of a micro batch. A sum is divided by the number of samples, and its weight is recorded.
 
         Args:
-            model: what the loss function is called with.
+            model: the module that the loss function is called with.
             batch: the micro batch, on the worker's device.
-            samples: how many of it count; 0 for a stand-in.
-            weight: what the backward pass multiplies the loss with.
+            samples: number of its samples that count; 0 for a stand-in.
+            weight: factor of the loss in the backward pass.
         """
         passes = self.passes
-        with accounting.Pass(weight, samples, passes.load):
+        with accounting.ForwardPass(weight, samples, passes.load):
             if passes.autocast is None:
                 loss = passes.loss(model, batch)
             else:
@@ -164,7 +166,7 @@ class Step:
             return loss
         total, amount = loss
         if not samples or not isinstance(amount, torch.Tensor):
-            # Filled there: to copy a number of the host's to a GPU waits for all that it has to do.
+            # Filled on the device: a copy from the host would wait for all kernels of the GPU.
             amount = torch.full((), float(amount) if samples else 0.0, device=total.device)
         self.weights.append(amount.detach().to(total.device, torch.float32))
         return total / max(1, samples)
@@ -178,20 +180,21 @@ class Step:
         *,
         beside: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> torch.Tensor:
-        """Add the gradients of a micro batch to those that are there.
+        """Add the gradients of a micro batch to the existing ones.
 
         Args:
-            model: what the loss function is called with.
+            model: the module that the loss function is called with.
             batch: the micro batch, on the worker's device.
-            weight: of its mean loss; NaN spoils the gradients of all workers.
-            samples: how many of it count; 0 for a stand-in.
-            beside: called after the forward pass; scalars that the backward pass goes back from as well.
+            weight: weight of the mean loss; NaN makes the gradients of all workers NaN.
+            samples: number of its samples that count; 0 for a stand-in.
+            beside: called after the forward pass; returns scalars that the backward pass starts from in addition to the
+                loss.
 
         Returns:
             The loss times its weight, detached; a scalar.
 
         Raises:
-            PlanError: torch cannot do it the way that a key of the configuration asks for.
+            PlanError: torch cannot run the passes with one of the configured settings.
         """
         passes = self.passes
         try:
@@ -214,6 +217,6 @@ class Step:
             raise known from exc
         return loss.detach()
 
-    def spoil(self, model: nn.Module) -> None:
-        """Run a short pass whose gradients are NaN on all workers, in place of one that failed."""
+    def inject_nan_gradients(self, model: nn.Module) -> None:
+        """Run a short pass whose gradients are NaN on all workers, in place of a pass that failed."""
         self.backward(model, self.stand_in(), math.nan, 2)

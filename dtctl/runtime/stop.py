@@ -1,4 +1,4 @@
-"""Stopping in good order: a signal to any worker ends all of them at the same step, with a snapshot.
+"""Orderly stop: a signal to any worker ends all workers at the same step, with a snapshot.
 
 SIGTERM (launchers, Slurm at the time limit) and SIGUSR1 (Slurm's `--signal=USR1@60`) request it. The exit code means
 "start again", since the next attempt finds the snapshot. Until the first step a worker does not handle these signals,
@@ -24,16 +24,16 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Outcome(Enum):
-    """End of a run, other than by an error."""
+    """Way in which a run ended without an error."""
 
     FINISHED = 0
     """All steps are done."""
     STOPPED = REQUEUE_EXIT
-    """A signal asked to stop; a snapshot of the last step was written."""
+    """A signal requested a stop; a snapshot of the last step was written."""
 
     @property
     def exit_code(self) -> int:
-        """Return what the worker's process should end with."""
+        """Return the exit code of the worker's process."""
         return self.value
 
 
@@ -44,36 +44,37 @@ class StopRequest:
         self.signal: int | None = None
         self._granted = False
 
-    def granted(self) -> Outcome:
-        """Return the outcome of a training that stops on all workers, with or without a signal to this one.
+    def build_stop_outcome(self) -> Outcome:
+        """Return the outcome of a run that stops on all workers, whether or not this worker got a signal.
 
-        From now on it ignores signals and only has to end with the exit code for a stop: a launcher that sees its peers
-        end sends SIGTERM to the workers that are still running.
+        From now on this worker ignores signals and exits with the code for a stop: a launcher that sees other workers
+        exit sends SIGTERM to those that are still running.
         """
         if not self._granted and threading.current_thread() is threading.main_thread():
-            # The interpreter puts handlers back when it ends, but for what is ignored; by then no program is started.
-            atexit.register(_ignore)
+            # At exit the interpreter restores all handlers, except those of ignored signals. No program is started
+            # after that.
+            atexit.register(_ignore_stop_signals)
         self._granted = True
         return Outcome.STOPPED
 
     @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        """Take the signals while the body runs. A second one changes nothing: launchers often send it twice over."""
+    def handling_stop_signals(self) -> Iterator[StopRequest]:
+        """Handle the signals while the body runs. A second signal changes nothing, since launchers often send two."""
         if threading.current_thread() is not threading.main_thread():
-            yield self  # only the main thread may set handlers; a loop elsewhere is stopped by its owner
+            yield self  # only the main thread may set handlers; the owner of another thread stops it
             return
-        before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        before = {number: signal.signal(number, self._record_stop_signal) for number in SIGNALS}
         try:
             yield self
         finally:
             for number, handler in before.items():
-                # A function, not SIG_IGN, which programs that this process starts would inherit.
-                signal.signal(number, self._note if self._granted else handler)
+                # A function instead of SIG_IGN, which programs that this process starts would inherit.
+                signal.signal(number, self._record_stop_signal if self._granted else handler)
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _record_stop_signal(self, number: int, _frame: FrameType | None) -> None:
         self.signal = number
 
 
-def _ignore() -> None:
+def _ignore_stop_signals() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,8 +1,8 @@
-"""Losses that weigh tokens instead of samples: the mean is over all that count in the whole global batch.
+"""Losses that weight tokens instead of samples: the mean is over all counted tokens of the global batch.
 
 A mean per micro batch, averaged over passes and workers, gives a token in a short text more weight than one in a long
-text. So the loss function returns a sum and how much it is a sum of; how much that is over all passes and workers is
-known only after the last forward pass, and the gradient is put right then, by one number.
+text. So the loss function returns a sum and its weight. The total weight over all passes and workers is known only
+after the last forward pass; the gradient is then corrected by one factor.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import torch.distributed as dist
 from dtctl.runtime.distributed.worker import Worker
 
 Weighted = tuple[torch.Tensor, torch.Tensor | float]
-"""A sum over what counts in a batch, and how much that is: `(losses.sum(), (targets != ignored).sum())`."""
+"""Sum over the counted elements of a batch, and their number: `(losses.sum(), (targets != ignored).sum())`."""
 
 
-def correction(weights: list[torch.Tensor], samples: int, worker: Worker, *, copies: int = 1) -> torch.Tensor:
-    """Return what to multiply a gradient with that was divided by the number of samples instead; collective.
+def compute_gradient_correction(
+    weights: list[torch.Tensor], samples: int, worker: Worker, *, copies: int = 1
+) -> torch.Tensor:
+    """Return the factor that corrects a gradient which was divided by the number of samples; collective.
 
     Args:
-        weights: of this worker's passes; scalars on its device.
-        samples: of the global batch, which the sums were divided by.
+        weights: weights of this worker's passes; scalars on its device.
+        samples: samples of the global batch, by which the sums were divided.
         worker: this worker.
-        copies: workers that have the same samples and count the same weights.
+        copies: number of workers that have the same samples and count the same weights.
 
     Returns:
-        A scalar on the worker's device. Where nothing counts at all, the gradient is 0 and stays so.
+        A scalar on the worker's device. If no element counts, the gradient is 0 and stays so.
     """
     total = torch.stack(weights).sum()
     if worker.backend is not None:

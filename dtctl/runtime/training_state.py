@@ -1,10 +1,10 @@
-"""The state of a training, to a snapshot and back: model, optimizer, averages, random numbers, the program's own."""
+"""State of a run in snapshots: model, optimizer, averages, random numbers, and the program's own objects."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,72 +13,95 @@ from dtctl.errors import SnapshotError, WorkerFailed
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.exactness import randomness
-from dtctl.runtime.exactness.account import EVERYONE, Account
+from dtctl.runtime.exactness.program_fingerprint import EVERYONE, ProgramFingerprint
 from dtctl.runtime.exactness.stateful import name_some
+from dtctl.runtime.frozen_weights import FACT, FrozenWeights, list_left_out
 from dtctl.runtime.snapshot import state
-from dtctl.runtime.snapshot.gather import gathered, gathered_optimizer
+from dtctl.runtime.snapshot.gather import gather_entries_on_first, gathered_optimizer
 from dtctl.runtime.snapshot.json_collectives import gathered_json
-from dtctl.runtime.strategies import Strategy
+
+
+class StateLayout(Protocol):
+    """Layout of a model's state over the workers, as far as snapshots depend on it; a part of `Strategy`."""
+
+    name: str
+    sharded_state: bool
+    absent_keys: Collection[str]
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the state besides model and optimizer, as `Strategy.state` does."""
+
+    def load_state(self, tree: Mapping[str, Any]) -> str | None:
+        """Restore what `state` returned; return the reason if that is not exact, else None."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """State that a snapshot holds besides the counters of the loop."""
+    """State that a snapshot holds in addition to the counters of the loop."""
 
     model: nn.Module
     """Model of this worker."""
     optimizer: torch.optim.Optimizer
     configured: Any
-    """Arguments that the optimizer was made with, by `snapshot.state.configured`."""
-    strategy: Strategy
+    """Arguments that the optimizer was made with, from `snapshot.state.read_optimizer_settings`."""
+    strategy: StateLayout
     ema: Ema | None
     worker: Worker
-    account: Account
+    account: ProgramFingerprint
     seed: int
-    """Seed of the training."""
+    """Seed of the run."""
     stream: int
     """Rank whose random numbers this worker draws."""
     elastic: bool
     """True if the program may keep nothing that depends on what its worker has seen."""
+    frozen: FrozenWeights | None = None
+    """Weights that are left out of snapshots; None if snapshots have all."""
 
     def collect(self, *, in_pieces: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the parts of a snapshot, and facts about them; collective over all workers.
 
         Args:
-            in_pieces: each worker gives what it has; else rank 0 gives all, and the others nothing.
+            in_pieces: True if each worker returns its own pieces; else rank 0 returns everything, and the others
+                nothing.
         """
-        everyone = randomness.gather(self.worker)
-        local, lost = self._local(in_pieces=in_pieces)
-        parts = self.own_parts() if in_pieces else self._whole()
+        everyone = randomness.gather_rng_states(self.worker)
+        local, lost = self._collect_local_state(in_pieces=in_pieces)
+        about_frozen = {} if self.frozen is None else {FACT: self.frozen.build_fact()}
+        left_out = list_left_out(about_frozen)
+        parts = self.collect_own_parts(left_out) if in_pieces else self._gather_whole_state(left_out)
         parts |= {"local": local} if local else {}
         if self.worker.is_first:
             parts["random"] = everyone
-            self.account.look_at_code()
+            self.account.add_loaded_modules()
             parts["circumstances"] = {"detail": self.account.text}
         unkept = [f"{name_some(lost)} changes in training, and snapshots do not keep it"] if lost else []
         return parts, {
             "programs": self.account.checksums,
             "irreproducible": self.account.irreproducible + unkept,
             "late": [name for name in self.model.state_dict() if name not in self.account.names],
+            **about_frozen,
         }
 
     def load(
         self, parts: Mapping[str, Any], facts: Mapping[str, Any], *, step: int, held: dict[str, Any], going_back: bool
     ) -> list[str]:
-        """Put back what `collect` returned.
+        """Restore what `collect` returned.
 
         Args:
-            parts: of a snapshot, as far as this worker needs them.
-            facts: of the snapshot.
-            step: of the snapshot.
-            held: what the program had before a pass that was thrown away, by `ProgramState.hold`.
-            going_back: whether this process has trained on since.
+            parts: parts of a snapshot that this worker needs.
+            facts: facts of the snapshot.
+            step: step of the snapshot.
+            held: state of the program's objects before the discarded pass, by `StatefulObjects.copy_states`.
+            going_back: True if this process made the snapshot and has trained on since.
 
         Returns:
-            The differences to the former state that this worker has found, a phrase each.
+            Differences from the former state that this worker has found, a phrase each.
         """
         state.register_late(self.model, parts["model"], facts.get("late", ()))
-        state.load_model(self.model, parts["model"], absent_keys=self.strategy.absent_keys)
+        left_out = list_left_out(facts)
+        state.load_model(self.model, parts["model"], absent_keys=self.strategy.absent_keys, left_out=left_out)
+        if left_out:
+            FrozenWeights(self.model, self.worker).require_same(facts)
         whole = not self.strategy.sharded_state
         differing = state.load_optimizer(
             self.model, self.optimizer, parts["optimizer"], whole=whole, configured=self.configured
@@ -89,33 +112,36 @@ class TrainingState:
         differing += [difference] if difference else []
         self.account.program.load(held)
         differing += self.account.load(parts, self.worker.rank, going_back=going_back)
-        # Last, since all of the above may draw random numbers.
+        # Random states come last, since the calls above may draw random numbers.
         mine = randomness.of_rank(parts["random"], self.stream)
         if mine is None:
-            randomness.begin(self.seed, self.stream, step=step)
+            randomness.seed_worker_generators(self.seed, self.stream, step=step)
         else:
-            randomness.restore(mine, self.worker.device)
+            randomness.restore_rng_states(mine, self.worker.device)
         return differing
 
     def full_weights(self) -> dict[str, Any]:
-        """Return the whole model's state on rank 0, whatever the strategy; empty elsewhere.
+        """Return the whole model's state on rank 0, with any strategy; empty elsewhere.
 
         Collective over all workers.
         """
-        spread = self.strategy.sharded_state
-        own = dict(self.model.state_dict()) if spread or self.worker.is_first else {}
-        return (gathered(own, self.worker) or {}) if spread else own
+        return self._gather_weights(())
 
-    def _local(self, *, in_pieces: bool) -> tuple[dict[str, Any], list[str]]:
-        """Return what the program keeps beside model and optimizer, once if all workers have the same; collective.
+    def _gather_weights(self, left_out: Collection[str]) -> dict[str, Any]:
+        spread = self.strategy.sharded_state
+        own = _without(self.model.state_dict(), left_out) if spread or self.worker.is_first else {}
+        return (gather_entries_on_first(own, self.worker) or {}) if spread else own
+
+    def _collect_local_state(self, *, in_pieces: bool) -> tuple[dict[str, Any], list[str]]:
+        """Return the program's own state apart from model and optimizer, once if all workers have the same; collective.
 
         Returns:
-            What this worker gives to the snapshot, and the paths of what cannot be kept, on any.
+            This worker's share of the snapshot, and the paths of what any worker cannot keep.
         """
         worker = self.worker
         if self.elastic:
             self.account.require_elastic()
-        mine, lost = self.account.local()
+        mine, lost = self.account.collect_program_state()
         groups = [
             {key: state.checksum_tree(value) for key, value in state.group_values(group).items()}
             if group["params"]
@@ -130,49 +156,60 @@ class TrainingState:
         if all(digest == reports[0][0] for digest, _, _ in reports):
             return ({EVERYONE: mine} if worker.is_first else {}), everywhere
         own = {str(worker.rank): mine}
-        return (own if in_pieces else gathered(own, worker) or {}), everywhere
+        return (own if in_pieces else gather_entries_on_first(own, worker) or {}), everywhere
 
-    def own_parts(self) -> dict[str, Any]:
-        """Return what this worker has of the state; tensors are not copied."""
+    def collect_own_parts(self, left_out: Collection[str] = ()) -> dict[str, Any]:
+        """Return what this worker has of the state; tensors are not copied.
+
+        Args:
+            left_out: names of weights that are not part of it.
+        """
         tree = state.optimizer_tree(self.model, self.optimizer, self.configured)
-        if any(True for _ in state.tensors(tree["groups"])):
+        if any(True for _ in state.iter_named_tensors(tree["groups"])):
             raise SnapshotError(
                 "the optimizer has large tensors in param_groups, which workers cannot share the writing of",
                 where="train.snapshot.layout",
                 hint="use `layout: whole`",
             )
-        parts: dict[str, Any] = {"model": dict(self.model.state_dict()), "optimizer": tree}
+        parts: dict[str, Any] = {"model": _without(self.model.state_dict(), left_out), "optimizer": tree}
         if self.ema is not None:
             parts["ema"] = self.ema.state()
         if own := self.strategy.state():
             parts["strategy"] = {str(self.worker.rank): own}
         return parts
 
-    def _whole(self) -> dict[str, Any]:
-        """Return all there is, on rank 0, and nothing elsewhere; collective over all workers."""
+    def _gather_whole_state(self, left_out: Collection[str]) -> dict[str, Any]:
+        """Return all there is but some weights, on rank 0, and nothing elsewhere; collective over all workers."""
         worker, spread, tree = self.worker, self.strategy.sharded_state, dict[str, Any]()
         if spread or worker.is_first:
             tree = state.optimizer_tree(self.model, self.optimizer, self.configured)
         parts: dict[str, Any] = {
-            "model": self.full_weights(),
+            "model": self._gather_weights(left_out),
             "optimizer": gathered_optimizer(tree, worker) if spread else tree,
         }
         own = self.strategy.state()
-        others = gathered({str(worker.rank): own}, worker) if own else None
+        others = gather_entries_on_first({str(worker.rank): own}, worker) if own else None
         if self.ema is not None:
             average = self.ema.state()
-            parts["ema"] = gathered(average, worker) if spread else average
+            parts["ema"] = gather_entries_on_first(average, worker) if spread else average
         parts |= {"strategy": others} if others else {}
         return parts if worker.is_first else {}
+
+
+def _without(weights: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
+    """Return the weights but those of these names."""
+    dropped = set(left_out)
+    return {name: value for name, value in weights.items() if name not in dropped}
 
 
 def _require_alike(reports: list[list[dict[str, int] | None]], strategy: str) -> None:
     """Check that the counters of the optimizer's groups are the same on all workers, even if each has only a part.
 
     Raises:
-        WorkerFailed: on every worker, if it is not.
+        WorkerFailed: the counters differ; raised on every worker.
     """
-    if len({len(groups) for groups in reports}) > 1:  # stages of a pipeline, whose tensors lie on several meshes
+    # the stages of a pipeline, as their tensors lie on different meshes
+    if len({len(groups) for groups in reports}) > 1:
         return
     for number, row in enumerate(zip(*reports, strict=True)):
         present = [values for values in row if values is not None]

@@ -1,4 +1,4 @@
-"""Starting, finding, entering and ending sandboxes, from outside."""
+"""Start, search, use and end of sandboxes, from outside of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dtctl import children, folders, node_facts, shell
+from dtctl import children, folders, names, node_facts, shell
 from dtctl.errors import SandboxError
+from dtctl.printable import format_count
 from dtctl.sandbox import layout, slurm
 from dtctl.sandbox.layout import Sandbox, SandboxNode, default_name
 
-__all__ = ["default_name", "down", "enter_argv", "find", "host_processes", "up"]
+__all__ = ["default_name", "enter_argv", "find_running_sandbox", "host_processes", "remove_sandbox", "start_sandbox"]
 
 UP_LIMIT_S = 60.0
 _STATE_FILES = (
@@ -36,7 +37,7 @@ PACKAGES = {
 }
 
 
-def check_requirements() -> None:
+def check_sandbox_requirements() -> None:
     """Check that this machine can have a sandbox.
 
     Raises:
@@ -64,7 +65,7 @@ def check_requirements() -> None:
         )
 
 
-def find(name: str) -> Sandbox | None:
+def find_running_sandbox(name: str) -> Sandbox | None:
     """Return the sandbox of this name if it is up."""
     sandbox = layout.load(layout.state_dir(name))
     if sandbox is None or node_facts.start_ticks(sandbox.keeper) != sandbox.keeper_started:
@@ -72,36 +73,36 @@ def find(name: str) -> Sandbox | None:
     return sandbox
 
 
-def up(name: str, *, nodes: int, with_slurm: bool = False) -> Sandbox:
+def start_sandbox(name: str, *, nodes: int, with_slurm: bool = False) -> Sandbox:
     """Start a sandbox; the remains of an earlier one of this name are removed first.
 
     Args:
         name: of the sandbox.
         nodes: how many hosts.
-        with_slurm: whether they are a Slurm cluster too.
+        with_slurm: True starts Slurm on them.
 
     Raises:
         SandboxError: it is up already, or cannot be made here. Nothing is left in that case.
     """
     if not 1 <= nodes <= layout.MAX_NODES:
         raise SandboxError(f"a sandbox has 1 to {layout.MAX_NODES} hosts, not {nodes}")
-    with _locked(name):
-        return _up(name, nodes, with_slurm=with_slurm)
+    with _lock_sandbox_name(name):
+        return _start_locked_sandbox(name, nodes, with_slurm=with_slurm)
 
 
 def up_or_running(name: str, *, nodes: int) -> Sandbox:
     """Return the sandbox of this name, started if it is not up; concurrent callers get the same one.
 
     Raises:
-        SandboxError: as `up`.
+        SandboxError: as `start_sandbox`.
     """
-    with _locked(name):
-        return find(name) or _up(name, nodes, with_slurm=False)
+    with _lock_sandbox_name(name):
+        return find_running_sandbox(name) or _start_locked_sandbox(name, nodes, with_slurm=False)
 
 
 @contextmanager
-def _locked(name: str) -> Iterator[None]:
-    """Alone in starting sandboxes of this name."""
+def _lock_sandbox_name(name: str) -> Iterator[None]:
+    """Lock the start of sandboxes of this name."""
     state = layout.state_dir(name)
     try:
         state.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -117,20 +118,21 @@ def _locked(name: str) -> Iterator[None]:
         os.close(lock)
 
 
-def _up(name: str, nodes: int, *, with_slurm: bool) -> Sandbox:
-    running = find(name)
+def _start_locked_sandbox(name: str, nodes: int, *, with_slurm: bool) -> Sandbox:
+    running = find_running_sandbox(name)
     if running is not None:
         raise SandboxError(
-            f"sandbox {name} is already up, with {len(running.nodes)} hosts", hint="`dtctl sandbox down` ends it"
+            f"sandbox {name} is already up, with {format_count(len(running.nodes), 'host')}",
+            hint="`dtctl sandbox down` ends it",
         )
-    check_requirements()
+    check_sandbox_requirements()
     if with_slurm:
-        slurm.check_requirements()
+        slurm.check_slurm_requirements()
     state = layout.state_dir(name)
     try:
-        down(name)
+        remove_sandbox(name)
         state.mkdir(mode=0o700, parents=True)
-        folders.mark(str(state), lambda _: False)
+        folders.mark_own_folder(str(state), lambda _: False)
     except OSError as exc:
         raise SandboxError(
             f"the sandbox's folder cannot be made: {exc.strerror}", where=str(state), hint="set DTCTL_SANDBOX_DIR"
@@ -138,17 +140,17 @@ def _up(name: str, nodes: int, *, with_slurm: bool) -> Sandbox:
     try:
         _start_keeper(state, name, nodes, with_slurm=with_slurm)
     except BaseException:
-        down(name)
+        remove_sandbox(name)
         raise
-    sandbox = find(name)
+    sandbox = find_running_sandbox(name)
     if sandbox is None:
-        down(name)
+        remove_sandbox(name)
         raise SandboxError("the sandbox started, and stopped again at once", where=str(state))
     if with_slurm:
         try:
             slurm.wait_ready(sandbox)
         except BaseException:
-            down(name)
+            remove_sandbox(name)
             raise
     return sandbox
 
@@ -157,7 +159,7 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
     log = state / "keeper.log"
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as errors:
         keeper = subprocess.Popen(
-            children.module(
+            children.build_module_argv(
                 sys.executable,
                 "dtctl.sandbox.keeper",
                 str(state),
@@ -188,14 +190,28 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
 
 
 def runs_on(name: str) -> list[str]:
-    """Runs that have left snapshots or a working folder on the hosts of a sandbox, in order of their names."""
+    """Return the runs with snapshots or a working folder on the hosts of a sandbox, in order of their names."""
     folders_of_runs = (layout.state_dir(name) / "hosts").glob("*/home/.dtctl/node/runs/*")
     held = {run.name for run in folders_of_runs if any((run / "snapshots").glob("*")) or (run / "work").exists()}
     return sorted(held)
 
 
-def down(name: str) -> bool:
-    """End a sandbox and remove everything of it, however broken it is; whether there was anything.
+def list_running_runs(name: str) -> list[str]:
+    """Return the runs with processes on the hosts of a sandbox, in order of their names."""
+    sandbox = find_running_sandbox(name)
+    mark = f"{names.RUN_ID}=".encode()
+    found = set[str]()
+    for pid in [pid for node in (sandbox.nodes if sandbox else ()) for pid in host_processes(node)]:
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:  # it has ended
+            continue
+        found |= {pair[len(mark) :].decode(errors="replace") for pair in environ.split(b"\0") if pair.startswith(mark)}
+    return sorted(found)
+
+
+def remove_sandbox(name: str) -> bool:
+    """End a sandbox and remove everything of it, even if it is damaged; return True if there was anything.
 
     Raises:
         SandboxError: something could not be removed.
@@ -203,7 +219,7 @@ def down(name: str) -> bool:
     state = layout.state_dir(name)
     if not state.exists():
         return False
-    if state.is_symlink() or not folders.mark(str(state), lambda name: name in _STATE_FILES):
+    if state.is_symlink() or not folders.mark_own_folder(str(state), lambda name: name in _STATE_FILES):
         raise SandboxError(
             "this folder does not belong to a sandbox, so nothing in it is removed",
             where=str(state),
@@ -219,12 +235,12 @@ def down(name: str) -> bool:
         links = [layout.bridge_name(state), *(layout.link_name(state, node.index) for node in nodes)]
         commands = "".join(f"link del {link}\n" for link in links)
         subprocess.run(["ip", "-force", "-batch", "-"], input=commands, capture_output=True, text=True, check=False)
-    not_removed = folders.remove_tree(str(state))
+    not_removed = folders.remove_folder_tree(str(state))
     if not_removed:
         raise SandboxError(
             "the sandbox's folder cannot be removed completely: something is mounted there or belongs to another user",
             where=not_removed[0],
-            hint=f"umount {shell.quote(not_removed[0])}, then `dtctl sandbox down` again",
+            hint=f"umount {shell.quote_word(not_removed[0])}, then `dtctl sandbox down` again",
         )
     return True
 
@@ -258,14 +274,14 @@ def _kill_recorded_keeper(state: Path) -> None:
 
 
 def _wait_gone(pid: int, started: int, limit_s: float = 10.0) -> None:
-    """Return when a process that began at `started` has ended. Its children, if we are their parent, are reaped."""
+    """Wait until a process that began at `started` has ended. If it is a child of this process, reap it."""
     deadline = time.monotonic() + limit_s
     while pid and node_facts.start_ticks(pid) == started != 0 and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
 def namespace_flags(sandbox: Sandbox, *, mounts: bool = True) -> list[str]:
-    """Options of nsenter(1) that enter a host's namespaces."""
+    """Return the options of nsenter(1) that enter a host's namespaces."""
     flags = ["--net", "--uts", "--ipc"]
     if mounts:
         flags += ["--mount", "--pid"]
@@ -289,17 +305,19 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
         *namespace_flags(sandbox),
         *(as_user if sandbox.rootless else ()),
         "env",
+        # A login has none of these, and a folder below this machine's /tmp does not exist on a host.
+        *(word for name in ("TMPDIR", "TEMP", "TMP") for word in ("-u", name)),
         "-C",
         home_folder,
         f"HOME={home_folder}",
         f"USER={sandbox.user}",
-        *(f"{key}={value}" for key, value in slurm.environment(sandbox).items()),
+        *(f"{key}={value}" for key, value in slurm.build_slurm_environment(sandbox).items()),
         *command,
     ]
 
 
-def is_on(node: SandboxNode) -> bool:
-    """Return whether a host runs. Its init's id may be that of another process by now, which is not to be touched."""
+def is_host_running(node: SandboxNode) -> bool:
+    """Return whether a host runs. Another process may have got the id of its init, and must not be touched."""
     return bool(node.pid) and node_facts.start_ticks(node.pid) == node.started
 
 
@@ -309,13 +327,13 @@ def check_on(node: SandboxNode) -> None:
     Raises:
         SandboxError: it is.
     """
-    if not is_on(node):
+    if not is_host_running(node):
         raise SandboxError(f"host {node.name} is switched off", hint=f"dtctl sandbox heal {node.name}")
 
 
 def host_processes(node: SandboxNode) -> dict[int, str]:
-    """Processes of a host, by this machine's ids -> command line; its init is among them."""
-    namespace = _pid_namespace(node.pid) if is_on(node) else None
+    """Return the processes of a host, its init included: id on this machine -> command line."""
+    namespace = _pid_namespace(node.pid) if is_host_running(node) else None
     commands = {}
     for name in os.listdir("/proc") if namespace else ():  # noqa: PTH208 - hundreds of paths, looked at often
         if name.isdigit() and _pid_namespace(int(name)) == namespace:

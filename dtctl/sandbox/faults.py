@@ -1,7 +1,7 @@
 """Faults of virtual hosts, injected with the kernel's own means, and their removal.
 
-Each fault is a function (sandbox, ...) that changes one host or the cable to it. `heal` takes back all of them. What is
-in force is kept in STATE/faults.json, for the user; healing does not depend on it.
+Each fault is a function (sandbox, ...) that changes one host or the cable to it. `remove_host_faults` removes all of
+them. STATE/faults.json lists the current faults for the user; their removal does not depend on it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dtctl.sandbox.layout import Sandbox, SandboxNode
 
 FAULTS_FILE = "faults.json"
 DISK = "dtctl-full-disk"
-"""Name of the small file systems, by which they are found again."""
+"""Name of the small file systems, by which they are identified."""
 BURST_S = 0.008
-"""Seconds that a limited cable may make up for, when the machine was late to let packets go."""
+"""Seconds of delayed packets that a limited cable may send at once, after the machine was late."""
 LARGE_BYTES = 1200
 """IP packets longer than this are lost by `lose-large`: more than any ping, less than a full Ethernet frame."""
 
@@ -49,20 +49,20 @@ def in_network(sandbox: Sandbox, node: SandboxNode | None, argv: Sequence[str]) 
         raise SandboxError(f"{' '.join(argv)} failed: {errors[-1]}", where=place)
 
 
-def _iptables(sandbox: Sandbox, node: SandboxNode, *rule: str) -> None:
+def _add_iptables_rule(sandbox: Sandbox, node: SandboxNode, *rule: str) -> None:
     in_network(sandbox, node, ["iptables", "-w", "-A", *rule])
 
 
-def cut(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode | None) -> None:
-    """Pull a host's cable; or let nothing pass between two hosts."""
+def disconnect_host(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode | None) -> None:
+    """Cut a host's cable, or block all packets between two hosts."""
     if peer is None:
         in_network(sandbox, None, ["ip", "link", "set", layout.link_name(sandbox.state, node.index), "down"])
         return
-    _iptables(sandbox, node, "INPUT", "-s", peer.address, "-j", "DROP")
-    _iptables(sandbox, node, "OUTPUT", "-d", peer.address, "-j", "DROP")
+    _add_iptables_rule(sandbox, node, "INPUT", "-s", peer.address, "-j", "DROP")
+    _add_iptables_rule(sandbox, node, "OUTPUT", "-d", peer.address, "-j", "DROP")
 
 
-def block(sandbox: Sandbox, node: SandboxNode, *, ports: str, source: SandboxNode | None, reject: bool) -> None:
+def block_ports(sandbox: Sandbox, node: SandboxNode, *, ports: str, source: SandboxNode | None, reject: bool) -> None:
     """Drop (in silence) or reject (with a reset) connections to TCP ports of a host, from anywhere or from one other.
 
     Args:
@@ -77,39 +77,41 @@ def block(sandbox: Sandbox, node: SandboxNode, *, ports: str, source: SandboxNod
         raise UsageError(f"{ports!r} is not a port or a range of ports", hint="write 29500 or 32768:60999")
     sender = ["-s", source.address] if source else []
     verdict = ["REJECT", "--reject-with", "tcp-reset"] if reject else ["DROP"]
-    _iptables(sandbox, node, "INPUT", "-p", "tcp", *sender, "--dport", ports, "-j", *verdict)
+    _add_iptables_rule(sandbox, node, "INPUT", "-p", "tcp", *sender, "--dport", ports, "-j", *verdict)
 
 
 def lose_large(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode | None) -> None:
-    """Lose packets above a size on their way to a host: a path with a smaller MTU that is not announced."""
+    """Drop packets above a size to a host, like a path with a smaller MTU that is not announced."""
     sender = ["-s", peer.address] if peer else []
-    _iptables(sandbox, node, "INPUT", *sender, "-m", "length", "--length", f"{LARGE_BYTES + 1}:65535", "-j", "DROP")
+    _add_iptables_rule(
+        sandbox, node, "INPUT", *sender, "-m", "length", "--length", f"{LARGE_BYTES + 1}:65535", "-j", "DROP"
+    )
 
 
-def lose(sandbox: Sandbox, node: SandboxNode, *, percent: float, source: SandboxNode | None = None) -> None:
-    """Lose packets to a host at random, all or those from one other."""
+def drop_packets(sandbox: Sandbox, node: SandboxNode, *, percent: float, source: SandboxNode | None = None) -> None:
+    """Drop packets to a host at random, from all hosts or from one."""
     if not 0 < percent <= 100:
         raise UsageError(
             f"{percent:g} % is not a share of packets that can be dropped", hint="give a number above 0, at most 100"
         )
     sender = ["-s", source.address] if source else []
     probability = ["-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:.5f}"]
-    _iptables(sandbox, node, "INPUT", "-i", "eth0", *sender, *probability, "-j", "DROP")
+    _add_iptables_rule(sandbox, node, "INPUT", "-i", "eth0", *sender, *probability, "-j", "DROP")
 
 
-def limit(sandbox: Sandbox, node: SandboxNode, *, rate: str, peer: SandboxNode | None = None) -> None:
-    """Limit a host's cable to a rate such as `50mbit`, both ways; or only what goes between two hosts."""
+def limit_bandwidth(sandbox: Sandbox, node: SandboxNode, *, rate: str, peer: SandboxNode | None = None) -> None:
+    """Limit a host's cable to a rate such as `50mbit`, in both directions; or only between two hosts."""
     if peer is not None:
         _limit_towards(sandbox, node, peer, rate)
         _limit_towards(sandbox, peer, node, rate)
         return
-    shape = ["root", "tbf", "rate", rate, "burst", _burst(rate), "latency", "100ms"]
+    shape = ["root", "tbf", "rate", rate, "burst", _compute_burst_bytes(rate), "latency", "100ms"]
     in_network(sandbox, node, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
     in_network(sandbox, None, ["tc", "qdisc", "replace", "dev", layout.link_name(sandbox.state, node.index), *shape])
 
 
-def _burst(rate: str) -> str:
-    """Return what a bucket has to hold, in bytes: all that is due while a busy machine lets its timers wait."""
+def _compute_burst_bytes(rate: str) -> str:
+    """Return the size of a token bucket in bytes: all packets that are due while a busy machine delays its timers."""
     number = rate.rstrip("bitkmgKMG")
     unit = {"k": 1e3, "m": 1e6, "g": 1e9}.get(rate[len(number) : len(number) + 1].lower(), 1.0)
     try:
@@ -119,7 +121,7 @@ def _burst(rate: str) -> str:
 
 
 def _limit_towards(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode, rate: str) -> None:
-    """Limit the rate towards one address by a class of its own; everything else goes past it."""
+    """Limit the rate towards one address by a separate class; other packets do not pass through it."""
     at = ["dev", "eth0"]
     in_network(sandbox, node, ["tc", "qdisc", "replace", *at, "root", "handle", "1:", "htb"])
     in_network(sandbox, node, ["tc", "class", "replace", *at, "parent", "1:", "classid", "1:1", "htb", "rate", rate])
@@ -127,17 +129,17 @@ def _limit_towards(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode, rate:
     in_network(sandbox, node, ["tc", "filter", "add", *at, "parent", "1:", "protocol", "ip", *match])
 
 
-def kill(sandbox: Sandbox, node: SandboxNode) -> None:
-    """Switch a host off as a power failure does: everything ends, and its peers are not notified."""
+def power_off_host(sandbox: Sandbox, node: SandboxNode) -> None:
+    """Switch a host off as a power failure does: all processes end, and peers are not notified."""
     control.check_on(node)
-    cut(sandbox, node, None)  # first, or the kernel would close its connections politely
+    disconnect_host(sandbox, node, None)  # first, or the kernel would close its connections politely
     os.kill(node.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while control.is_on(node) and time.monotonic() < deadline:
+    while control.is_host_running(node) and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
-def freeze(node: SandboxNode) -> None:
+def freeze_host(node: SandboxNode) -> None:
     """Stop every process of a host; its kernel still acknowledges packets, as that of a hanging machine does."""
     control.check_on(node)
     _signal_all(node, signal.SIGSTOP)
@@ -152,34 +154,34 @@ def _signal_all(node: SandboxNode, number: int) -> None:
 
 
 def fill_disk(sandbox: Sandbox, node: SandboxNode, *, path: str, size: str) -> None:
-    """Put a small file system over a folder of a host, so that it is soon full; what was in the folder is hidden."""
+    """Mount a small file system over a folder of a host, so that it is soon full; it hides the folder's files."""
     full = sandbox.home / path
     command = ["mkdir", "-p", str(full)]
-    _run(control.enter_argv(sandbox, node, command), node)
+    _run_host_command(control.enter_argv(sandbox, node, command), node)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", DISK, str(full)]
-    _run([*_administrator(sandbox, node), *mount], node)
+    _run_host_command([*_build_nsenter_argv(sandbox, node), *mount], node)
 
 
-def _administrator(sandbox: Sandbox, node: SandboxNode) -> list[str]:
-    """Return the beginning of an argv that runs on a host with all rights there."""
+def _build_nsenter_argv(sandbox: Sandbox, node: SandboxNode) -> list[str]:
+    """Return the beginning of an argv that runs as root of a host."""
     return ["nsenter", "--target", str(node.pid), *control.namespace_flags(sandbox)]
 
 
-def _run(argv: Sequence[str], node: SandboxNode) -> None:
+def _run_host_command(argv: Sequence[str], node: SandboxNode) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SandboxError(f"{argv[-1]}: {done.stderr.strip()}", where=f"host {node.name}")
 
 
-def heal(sandbox: Sandbox, nodes: Sequence[SandboxNode]) -> None:
+def remove_host_faults(sandbox: Sandbox, nodes: Sequence[SandboxNode]) -> None:
     """Remove every fault of these hosts; those that are off are switched on again.
 
     Raises:
         SandboxError: a host does not come back.
     """
     for node in nodes:
-        if not control.is_on(node):
-            answer, _ = world.ask(sandbox, {"op": "power-on", "node": node.name}, timeout_s=30.0)
+        if not control.is_host_running(node):
+            answer, _ = world.send_keeper_request(sandbox, {"op": "power-on", "node": node.name}, timeout_s=30.0)
             if "error" in answer:
                 raise SandboxError(f"the host cannot be switched on: {answer['error']}", where=f"host {node.name}")
             continue
@@ -197,11 +199,11 @@ def _unmount_disks(sandbox: Sandbox, node: SandboxNode) -> None:
     with open(f"/proc/{node.pid}/mounts", encoding="utf-8", errors="replace") as mounts:
         paths = [line.split()[1] for line in mounts if line.startswith(DISK + " ")]
     for path in reversed(paths):
-        _run([*_administrator(sandbox, node), "umount", "--lazy", path], node)
+        _run_host_command([*_build_nsenter_argv(sandbox, node), "umount", "--lazy", path], node)
 
 
-def recorded(sandbox: Sandbox) -> list[str]:
-    """Return the faults in force, as people wrote them."""
+def read_recorded_faults(sandbox: Sandbox) -> list[str]:
+    """Return the current faults, as the user wrote them."""
     try:
         faults: list[str] = json.loads((sandbox.state / FAULTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -209,6 +211,6 @@ def recorded(sandbox: Sandbox) -> list[str]:
     return faults
 
 
-def record(sandbox: Sandbox, faults: list[str]) -> None:
-    """Write down the faults in force."""
+def write_recorded_faults(sandbox: Sandbox, faults: list[str]) -> None:
+    """Record the current faults."""
     (sandbox.state / FAULTS_FILE).write_text(json.dumps(faults) + "\n", encoding="utf-8")

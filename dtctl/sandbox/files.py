@@ -1,4 +1,4 @@
-"""The files of a sandbox: keys, configuration of the SSH servers, and what each host has in its own /etc."""
+"""The files of a sandbox: keys, configuration of the SSH servers, and the files of each host's own /etc."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Subsystem sftp internal-sftp
 """
 
 
-def write_all(
+def write_host_files(
     state: Path, nodes: Sequence[SandboxNode], *, uid: int, bridge_address: str, environ: Mapping[str, str]
 ) -> None:
     """Write everything that the hosts need before they come up.
@@ -49,7 +49,7 @@ def write_all(
     public = _write_key(state / "id")
     (state / "id.pub").write_text(public + " dtctl-sandbox\n", encoding="ascii")
     (state / "id.pub").chmod(0o600)
-    passwd = _passwd(uid, state / "self" / "home")
+    passwd = _build_passwd_text(uid, state / "self" / "home")
     hosts = "127.0.0.1 localhost\n" + "".join(f"{node.address} {node.name}\n" for node in nodes)
     hosts += f"{bridge_address} control\n"
     # A server on an IPv6 socket sees its IPv4 clients under these, and torch looks up their names.
@@ -75,7 +75,7 @@ def write_all(
 
 
 def _write_key(path: Path) -> str:
-    """Write a new ed25519 key; the public half as it stands in authorized_keys."""
+    """Write a new ed25519 key; return its public half in the form of authorized_keys."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import (
         Encoding,
@@ -91,7 +91,7 @@ def _write_key(path: Path) -> str:
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
 
 
-def _passwd(uid: int, home: Path) -> str:
+def _build_passwd_text(uid: int, home: Path) -> str:
     """Return the machine's /etc/passwd with a plain shell and another home for the login user.
 
     A shell that reads start-up files (pyenv, conda) would cost more than the SSH connection, on every command.

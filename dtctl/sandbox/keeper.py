@@ -1,8 +1,8 @@
 """The process behind a sandbox: makes its network and hosts, and keeps them until a request to end.
 
-When it ends, for whatever reason, the kernel ends the hosts (PR_SET_PDEATHSIG), and with them their namespaces and
-cables. As an ordinary user it first makes itself a private world (a user and a network namespace) in which it may do
-all this, and hands out connections into that world over a unix socket. Has one thread, because it forks hosts.
+When it ends, even if it is killed, the kernel ends the hosts (PR_SET_PDEATHSIG), and with them their namespaces and
+cables. As an ordinary user it first creates a user and a network namespace in which it may do all this, and provides
+connections into them over a unix socket. It has one thread, because it forks hosts.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SOCKET = "keeper.sock"
 READY_LIMIT_S = 20.0
 
 
-class Keeper:
-    """One sandbox, from the inside."""
+class SandboxDaemon:
+    """The process that makes a sandbox and keeps it."""
 
     def __init__(self, state: Path, name: str, count: int, *, with_slurm: bool) -> None:
         self.state = state
         self.uid, self.gid = os.getuid(), os.getgid()
         self.rootless = self.uid != 0
         if self.rootless:
-            kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNET | kernel.CLONE_NEWNS)
+            kernel.unshare_namespaces(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNET | kernel.CLONE_NEWNS)
             kernel.map_ids(0, 0, self.uid, self.gid)
             kernel.interface_up("lo")
         routes = subprocess.run(["ip", "-json", "route"], capture_output=True, text=True, check=True).stdout
@@ -58,13 +58,15 @@ class Keeper:
         )
 
     def build(self) -> None:
-        """Bring everything up; every host answers on port 22 when this returns."""
-        environ, bridge_address = slurm.environment(self.sandbox), self.sandbox.bridge_address
-        files.write_all(self.state, self.sandbox.nodes, uid=self.uid, bridge_address=bridge_address, environ=environ)
+        """Start everything; every host answers on port 22 when this returns."""
+        environ, bridge_address = slurm.build_slurm_environment(self.sandbox), self.sandbox.bridge_address
+        files.write_host_files(
+            self.state, self.sandbox.nodes, uid=self.uid, bridge_address=bridge_address, environ=environ
+        )
         if self.sandbox.slurm:
             slurm.write_files(self.state, self.sandbox.nodes, bridge_address=bridge_address)
         bridge = self.sandbox.bridge
-        _ip(
+        _run_ip_commands(
             [
                 f"link add {bridge} type bridge forward_delay 0",
                 f"addr add {self.sandbox.bridge_address}/24 dev {bridge}",
@@ -76,7 +78,7 @@ class Keeper:
         self.power_on([node.name for node in self.sandbox.nodes])
 
     def power_on(self, names: list[str]) -> None:
-        """Start hosts that are off, all at once, and write the sandbox down."""
+        """Start hosts that are off, all at once, and record the sandbox."""
         started: dict[str, tuple[int, int]] = {}
         for name in names:
             started[name] = self._fork_host(self.sandbox.node(name))
@@ -89,7 +91,7 @@ class Keeper:
             mac = layout.mac_address(self.state, self.sandbox.node(name).index)
             commands.append(f"link add {link} type veth peer name eth0 address {mac} netns {pid}")
             commands.append(f"link set {link} master {self.sandbox.bridge} up")
-        _ip(commands)
+        _run_ip_commands(commands)
         for _, go in started.values():
             os.write(go, b"g")
             os.close(go)
@@ -102,7 +104,7 @@ class Keeper:
         self.sandbox = replace(self.sandbox, nodes=nodes)
         for name in names:
             _wait_for_server(self.sandbox.node(name).address)
-        layout.save(self.sandbox)
+        layout.write_sandbox_state(self.sandbox)
 
     def _fork_host(self, node: SandboxNode) -> tuple[int, int]:
         """Start a host's init, which waits; return its process id and the descriptor that lets it continue."""
@@ -111,7 +113,7 @@ class Keeper:
         pid = kernel.fork_into(host.NAMESPACES)
         if pid == 0:
             os.close(go_fd)
-            settings = host.Host(
+            settings = host.HostConfig(
                 name=node.name,
                 address=node.address,
                 netmask=self.netmask,
@@ -125,7 +127,7 @@ class Keeper:
         return pid, go_fd
 
     def serve(self) -> None:
-        """Take requests until SIGTERM: one JSON line each, `connect` or `power-on`."""
+        """Handle requests until SIGTERM: one JSON line each, `connect` or `power-on`."""
         path = self.state / SOCKET
         path.unlink(missing_ok=True)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -137,40 +139,40 @@ class Keeper:
             connection, _ = server.accept()
             with connection:
                 try:
-                    self._handle(connection)
+                    self._handle_request(connection)
                 except OSError as exc:
-                    _say(connection, {"error": str(exc), "errno": exc.errno})
+                    _send_keeper_answer(connection, {"error": str(exc), "errno": exc.errno})
                 except Exception as exc:  # noqa: BLE001 - a bad request must not end the sandbox
-                    _say(connection, {"error": str(exc)})
+                    _send_keeper_answer(connection, {"error": str(exc)})
 
-    def _handle(self, connection: socket.socket) -> None:
+    def _handle_request(self, connection: socket.socket) -> None:
         connection.settimeout(2.0)
         request = json.loads(connection.recv(65_536))
         if request["op"] == "power-on":
             self.power_on([request["node"]])
-            _say(connection, {"ok": True})
+            _send_keeper_answer(connection, {"ok": True})
         elif request["op"] == "connect" and os.fork() == 0:  # it may take its time, and others need one too
             try:
-                _connect(connection, request)
+                _send_connected_socket(connection, request)
             finally:
                 os._exit(0)
 
 
-def _connect(connection: socket.socket, request: dict[str, object]) -> None:
+def _send_connected_socket(connection: socket.socket, request: dict[str, object]) -> None:
     address, port, timeout_s = str(request["address"]), int(str(request["port"])), float(str(request["timeout_s"]))
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as peer:
             socket.send_fds(connection, [b'{"ok": true}'], [peer.fileno()])
     except OSError as exc:
-        _say(connection, {"error": str(exc), "errno": exc.errno})
+        _send_keeper_answer(connection, {"error": str(exc), "errno": exc.errno})
 
 
-def _say(connection: socket.socket, message: dict[str, object]) -> None:
+def _send_keeper_answer(connection: socket.socket, message: dict[str, object]) -> None:
     with contextlib.suppress(OSError):  # the client may have gone
         connection.sendall(json.dumps(message).encode())
 
 
-def _ip(commands: list[str]) -> None:
+def _run_ip_commands(commands: list[str]) -> None:
     """Run commands of ip(8) in one process."""
     text = "".join(command + "\n" for command in commands)
     done = subprocess.run(["ip", "-batch", "-"], input=text, capture_output=True, text=True, check=False)
@@ -179,7 +181,7 @@ def _ip(commands: list[str]) -> None:
 
 
 def _wait_for_server(address: str) -> None:
-    """Return when something listens on port 22 of `address`."""
+    """Wait until a process listens on port 22 of `address`."""
     import time
 
     deadline = time.monotonic() + READY_LIMIT_S
@@ -203,7 +205,7 @@ def _user_name(uid: int) -> str:
 
 @contextlib.contextmanager
 def _working_directory(folder: Path) -> Iterator[None]:
-    """Be in a folder for a moment."""
+    """Change to a folder for the duration of a block."""
     before = os.open(".", os.O_RDONLY)
     os.chdir(folder)
     try:
@@ -221,18 +223,18 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        keeper = Keeper(state, name, count, with_slurm=sys.argv[4:] == ["slurm"])
+        keeper = SandboxDaemon(state, name, count, with_slurm=sys.argv[4:] == ["slurm"])
         keeper.build()
     except Exception as exc:  # noqa: BLE001 - reported to the command that waits for the sandbox
         print(json.dumps({"error": f"{type(exc).__name__}: {exc}"}), flush=True)  # noqa: T201 - a pipe, not a person
         os._exit(1)
-    signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    signal.signal(signal.SIGCHLD, lambda *_: _reap_ended_children())
     print(json.dumps({"ok": True}), flush=True)  # noqa: T201 - a pipe, not a person
     os.close(1)
     keeper.serve()
 
 
-def _reap() -> None:
+def _reap_ended_children() -> None:
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -27,22 +27,23 @@ _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8916, 0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _check(result: int, call: str) -> int:
+def _check_syscall_result(result: int, call: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
     return result
 
 
-def unshare(flags: int) -> None:
+def unshare_namespaces(flags: int) -> None:
     """Move this process into new namespaces."""
-    _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
+    _check_syscall_result(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
 def fork_into(flags: int) -> int:
     """Fork, with the child in new namespaces; in a new PID namespace it is process 1.
 
-    The process must have one thread. `unshare` could not do this: it moves only later children into the PID namespace.
+    The process must have one thread. `unshare_namespaces` could not do this: it moves only later children into the PID
+    namespace.
     """
     number = _SYS_CLONE.get(os.uname().machine)
     if number is None:
@@ -50,24 +51,24 @@ def fork_into(flags: int) -> int:
     pid = _libc.syscall(
         ctypes.c_long(number), ctypes.c_ulong(flags | signal.SIGCHLD), None, None, None, ctypes.c_ulong(0)
     )
-    return _check(pid, "clone")
+    return _check_syscall_result(pid, "clone")
 
 
-def die_with_parent() -> None:
-    """Be killed when the parent ends."""
+def set_parent_kill_signal() -> None:
+    """Ask the kernel to kill this process when its parent ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def mount(source: str, target: Path, kind: str, flags: int = 0, options: str = "") -> None:
+def mount_file_system(source: str, target: Path, kind: str, flags: int = 0, options: str = "") -> None:
     """Attach a file system; the flags are those of the system call."""
     data = options.encode() or None
     done = _libc.mount(source.encode(), os.fsencode(target), kind.encode() or None, ctypes.c_ulong(flags), data)
-    _check(done, f"mount {target}")
+    _check_syscall_result(done, f"mount {target}")
 
 
-def bind(source: Path, target: Path) -> None:
-    """Let `target` show `source`."""
-    mount(str(source), target, "", MS_BIND | MS_REC)
+def bind_mount(source: Path, target: Path) -> None:
+    """Bind-mount `source` at `target`."""
+    mount_file_system(str(source), target, "", MS_BIND | MS_REC)
 
 
 def map_ids(inside_uid: int, inside_gid: int, outside_uid: int, outside_gid: int) -> None:

@@ -1,4 +1,4 @@
-"""Names, addresses and files of a sandbox. Pure, but for asking the kernel which networks are taken.
+"""Names, addresses and files of a sandbox. Pure, except that it asks the kernel for the networks in use.
 
 STATE/sandbox.json        the sandbox, while it is up
 STATE/id, id.pub          the key that logs in to every host
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dtctl.errors import SandboxError
+from dtctl.errors import SandboxError, suggest_node
 
 MAX_NODES = 250
 STATE_FILE = "sandbox.json"
@@ -30,7 +30,7 @@ PREFIX_LENGTH = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxNode:
-    """One virtual host."""
+    """A virtual host of a sandbox."""
 
     name: str
     address: str
@@ -51,9 +51,10 @@ class Sandbox:
     keeper: int
     """Process id of the keeper."""
     keeper_started: int
-    """Its start, in clock ticks since boot, which distinguishes it from a later process of the same id."""
+    """Start of the keeper's process, in clock ticks since boot, which distinguishes it from a later one of the same
+    id."""
     rootless: bool
-    """True if the network is in a private world that only the keeper can reach."""
+    """True if the network is in a namespace that only the keeper can reach."""
     user: str
     """Login user on every host."""
     bridge: str
@@ -102,8 +103,9 @@ class Sandbox:
         for node in self.nodes:
             if node.name == name:
                 return node
-        names = ", ".join(node.name for node in self.nodes)
-        raise SandboxError(f"the sandbox has no host {name}", hint=f"its hosts are {names}")
+        names = [node.name for node in self.nodes]
+        hint = suggest_node(name, names, f"its hosts are {', '.join(names)}")
+        raise SandboxError(f"the sandbox has no host {name}", where=f"sandbox {self.name}", hint=hint)
 
 
 def default_name() -> str:
@@ -126,24 +128,24 @@ def state_dir(name: str) -> Path:
     return Path(base).expanduser().absolute() / name
 
 
-def tag(state: Path) -> str:
+def compute_sandbox_tag(state: Path) -> str:
     """Return six characters that distinguish this sandbox's interfaces from those of another one."""
     return hashlib.blake2b(os.fsencode(state), digest_size=3).hexdigest()
 
 
 def bridge_name(state: Path) -> str:
     """Return the name of the bridge; interfaces may have 15 characters."""
-    return f"dt{tag(state)}"
+    return f"dt{compute_sandbox_tag(state)}"
 
 
 def link_name(state: Path, index: int) -> str:
     """Return the name of the bridge's end of a host's cable."""
-    return f"dt{tag(state)}n{index}"
+    return f"dt{compute_sandbox_tag(state)}n{index}"
 
 
 def mac_address(state: Path, index: int) -> str:
-    """Address of a host's network card: the same after it was off, or its peers would look for the old one."""
-    octets = bytes.fromhex(tag(state)) + bytes([index])
+    """Return the MAC address of a host: the same after it was off, since its peers have it in their tables."""
+    octets = bytes.fromhex(compute_sandbox_tag(state)) + bytes([index])
     return "02:dc:" + ":".join(f"{octet:02x}" for octet in octets)
 
 
@@ -151,10 +153,10 @@ def choose_network(state: Path, taken: Iterable[str]) -> ipaddress.IPv4Network:
     """Return a /24 of 10.0.0.0/8 that overlaps none of `taken`; the same for the same sandbox if it is free.
 
     Raises:
-        SandboxError: everything is taken.
+        SandboxError: all networks are in use.
     """
     used = [ipaddress.ip_network(text, strict=False) for text in taken]
-    start = int(tag(state)[:4], 16)
+    start = int(compute_sandbox_tag(state)[:4], 16)
     for offset in range(65_536):
         number = (start + offset) % 65_536
         candidate = ipaddress.IPv4Network(((10 << 24) | (number << 8), PREFIX_LENGTH))
@@ -164,12 +166,12 @@ def choose_network(state: Path, taken: Iterable[str]) -> ipaddress.IPv4Network:
 
 
 def routes_of(output: str) -> list[str]:
-    """Networks in the output of `ip -json route`, the default route aside."""
+    """Return the networks in the output of `ip -json route`, without the default route."""
     return [row["dst"] for row in json.loads(output or "[]") if row.get("dst") not in (None, "default")]
 
 
-def save(sandbox: Sandbox) -> None:
-    """Write the sandbox down, in one step."""
+def write_sandbox_state(sandbox: Sandbox) -> None:
+    """Write the record of the sandbox in one step."""
     path = sandbox.state / STATE_FILE
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(sandbox), indent=1) + "\n", encoding="utf-8")
@@ -177,7 +179,7 @@ def save(sandbox: Sandbox) -> None:
 
 
 def load(state: Path) -> Sandbox | None:
-    """Return the sandbox as it was written down; None when there is none, or not wholly."""
+    """Return the sandbox from its record; None if there is no complete record."""
     try:
         data = json.loads((state / STATE_FILE).read_text(encoding="utf-8"))
         return Sandbox(**{**data, "nodes": tuple(SandboxNode(**node) for node in data["nodes"])})

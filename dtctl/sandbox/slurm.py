@@ -5,9 +5,9 @@ STATE/slurm/munge/        key and socket of munge, which one daemon serves to al
 STATE/slurm/state/        what the controller remembers
 STATE/self/slurmd/        on each host, what its daemon keeps of jobs
 
-The settings that are not obvious were found by trying (Debian 12, Slurm 22.05): control groups are not there for a
-virtual host, so processes are tracked by their parents (linuxproc); the controller listens on the bridge's address
-alone, so that two sandboxes do not meet, and has to resolve its own name for that.
+Trials found the settings that are not obvious (Debian 12, Slurm 22.05): a virtual host has no control groups, so
+processes are tracked by their parents (linuxproc). The controller listens only on the bridge's address, so that two
+sandboxes do not conflict, and has to resolve its own name for that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtctl.sandbox import kernel
 from dtctl.sandbox.layout import CONTROL, Sandbox, SandboxNode
 
 PARTITIONS: Final = ("main", "urgent")
-"""Partitions to try preemption: jobs of the second one take the nodes of the first, and the jobs there are requeued."""
+"""Partitions to test preemption: jobs of the second take nodes from jobs of the first, which are requeued."""
 CPUS, GPUS = 64, 8
 """Processors and GPUs of each host in Slurm."""
 READY_LIMIT_S: Final = 30.0
@@ -81,7 +81,7 @@ PartitionName=urgent Nodes={names} DefaultTime=10 MaxTime=60 State=UP PriorityTi
 """
 
 
-def check_requirements() -> None:
+def check_slurm_requirements() -> None:
     """Check that this machine can have Slurm in a sandbox.
 
     Raises:
@@ -94,19 +94,19 @@ def check_requirements() -> None:
         )
     if os.getuid() != 0:
         raise SandboxError(
-            "Slurm on a sandbox needs root: its daemons start jobs under the ids of their users, and the private world "
-            "of an ordinary user has one id only",
+            "Slurm on a sandbox needs root: its daemons start jobs under the ids of their users, and the user "
+            "namespace of an ordinary user has only one id",
             hint="use sudo, or a sandbox without --slurm",
         )
 
 
 def config_file(state: Path) -> Path:
-    """Return where the configuration lies; it is there if the sandbox has Slurm."""
+    """Return the path of the configuration, which exists if the sandbox has Slurm."""
     return state / "slurm" / "slurm.conf"
 
 
-def environment(sandbox: Sandbox) -> dict[str, str]:
-    """Variables for Slurm's commands; none if the sandbox has no Slurm."""
+def build_slurm_environment(sandbox: Sandbox) -> dict[str, str]:
+    """Return the variables for Slurm's commands; none if the sandbox has no Slurm."""
     return {"SLURM_CONF": str(config_file(sandbox.state))} if sandbox.slurm else {}
 
 
@@ -136,7 +136,7 @@ def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: st
     config_file(state).write_text(text, encoding="utf-8")
     names = "".join(f"{node.address} {node.name}\n" for node in nodes)
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{bridge_address} {CONTROL}\n{names}", encoding="utf-8")
-    # Slurm counts files, whatever they are; ten digits would need another pattern.
+    # Slurm counts files of any kind; ten digits would need another pattern.
     for number in range(GPUS):
         (folder / f"gpu{number}").touch()
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n", encoding="utf-8")
@@ -155,13 +155,13 @@ def start_control(state: Path) -> None:
     names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     # Forced: it would refuse a socket below a home that other users cannot enter, and there are none on the hosts.
     options = ["--foreground", "--force", *(f"--{option}={munge / name}" for option, name in names.items())]
-    _start(["munged", *options], log=munge / "out", environ={})
+    _fork_daemon(["munged", *options], log=munge / "out", environ={})
     deadline = time.monotonic() + READY_LIMIT_S
     while not (munge / "socket").exists():
         if time.monotonic() > deadline:
             raise SandboxError("munge did not start", where=str(munge / "log"))
         time.sleep(0.01)
-    _start(
+    _fork_daemon(
         ["slurmctld", "-D", "-f", str(config_file(state))],
         log=state / "slurm" / "slurmctld.out",
         environ={"SLURM_CONF": str(config_file(state))},
@@ -171,7 +171,7 @@ def start_control(state: Path) -> None:
 
 def start_daemon(state: Path, name: str) -> None:
     """Start a host's daemon, on that host, as a child of its init."""
-    _start(
+    _fork_daemon(
         ["slurmd", "-D", "-N", name, "-f", str(config_file(state))],
         log=state / "self" / "slurmd" / "out",
         environ={"SLURM_CONF": str(config_file(state))},
@@ -179,14 +179,14 @@ def start_daemon(state: Path, name: str) -> None:
 
 
 def wait_ready(sandbox: Sandbox) -> None:
-    """Return when the controller takes jobs for all hosts.
+    """Wait until the controller accepts jobs for all hosts.
 
     Raises:
         SandboxError: it does not.
     """
     deadline = time.monotonic() + READY_LIMIT_S
     while True:
-        states = _states(sandbox)
+        states = _read_node_states(sandbox)
         if set(states) == {node.name for node in sandbox.nodes} and set(states.values()) == {"idle"}:
             return
         if time.monotonic() > deadline:
@@ -197,27 +197,27 @@ def wait_ready(sandbox: Sandbox) -> None:
         time.sleep(0.05)
 
 
-def _states(sandbox: Sandbox) -> Mapping[str, str]:
-    """Node -> state as sinfo has it; empty while the controller does not answer."""
+def _read_node_states(sandbox: Sandbox) -> Mapping[str, str]:
+    """Return node -> state of sinfo; empty while the controller does not answer."""
     argv = ["sinfo", "--noheader", "--Node", "--partition", PARTITIONS[0], "--format", "%N %T"]
-    environ = {**os.environ, **environment(sandbox)}
+    environ = {**os.environ, **build_slurm_environment(sandbox)}
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
     rows = [line.split() for line in done.stdout.splitlines()]
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
-def _start(argv: Sequence[str], *, log: Path, environ: Mapping[str, str], hosts: Path | None = None) -> None:
+def _fork_daemon(argv: Sequence[str], *, log: Path, environ: Mapping[str, str], hosts: Path | None = None) -> None:
     """Fork and execute, with the output in a file; the child ends with this process. With `hosts` it is `control`."""
     if os.fork():
         return
     try:
-        kernel.die_with_parent()
+        kernel.set_parent_kill_signal()
         os.setsid()
         if hosts is not None:
-            kernel.unshare(kernel.CLONE_NEWUTS | kernel.CLONE_NEWNS)
+            kernel.unshare_namespaces(kernel.CLONE_NEWUTS | kernel.CLONE_NEWNS)
             socket.sethostname(CONTROL)
-            kernel.mount("none", Path("/"), "", kernel.MS_REC | kernel.MS_PRIVATE)
-            kernel.bind(hosts, Path("/etc/hosts"))
+            kernel.mount_file_system("none", Path("/"), "", kernel.MS_REC | kernel.MS_PRIVATE)
+            kernel.bind_mount(hosts, Path("/etc/hosts"))
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         null = os.open(os.devnull, os.O_RDONLY)
         for source, fd in ((null, 0), (output, 1), (output, 2)):

@@ -1,4 +1,4 @@
-"""Connections to the hosts of a sandbox, wherever its network is."""
+"""Connections to the hosts of a sandbox, also into its network namespace."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dtctl.sandbox.keeper import SOCKET
 from dtctl.sandbox.layout import Sandbox
 
 
-def opener(sandbox: Sandbox) -> Callable[[str, int, float], socket.socket]:
+def make_socket_opener(sandbox: Sandbox) -> Callable[[str, int, float], socket.socket]:
     """Return a function (address, port, time-out in seconds) -> connected socket, for a transport."""
 
     def open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
-        return connect(sandbox, address, port, timeout_s)
+        return connect_to_host(sandbox, address, port, timeout_s)
 
     return open_socket
 
 
-def connect(sandbox: Sandbox, address: str, port: int, timeout_s: float) -> socket.socket:
+def connect_to_host(sandbox: Sandbox, address: str, port: int, timeout_s: float) -> socket.socket:
     """Connect to a host.
 
     Raises:
-        OSError: of the kind that a direct connection would have raised.
+        OSError: the error of a direct connection.
     """
     if not sandbox.rootless:
         connection = socket.create_connection((address, port), timeout=timeout_s)
@@ -35,7 +35,9 @@ def connect(sandbox: Sandbox, address: str, port: int, timeout_s: float) -> sock
 
 
 def _through_keeper(sandbox: Sandbox, address: str, port: int, timeout_s: float) -> socket.socket:
-    answer, fds = ask(sandbox, {"op": "connect", "address": address, "port": port, "timeout_s": timeout_s}, timeout_s)
+    answer, fds = send_keeper_request(
+        sandbox, {"op": "connect", "address": address, "port": port, "timeout_s": timeout_s}, timeout_s
+    )
     if fds:
         return socket.socket(fileno=fds[0])
     number = answer.get("errno")
@@ -44,8 +46,10 @@ def _through_keeper(sandbox: Sandbox, address: str, port: int, timeout_s: float)
     raise OSError(number, os.strerror(number))
 
 
-def ask(sandbox: Sandbox, request: dict[str, object], timeout_s: float) -> tuple[dict[str, int], list[int]]:
-    """Send the keeper a request; its answer, and the descriptors that came with it.
+def send_keeper_request(
+    sandbox: Sandbox, request: dict[str, object], timeout_s: float
+) -> tuple[dict[str, int], list[int]]:
+    """Send the keeper a request; return its answer, and the descriptors that came with it.
 
     Raises:
         OSError: the keeper does not answer.

@@ -1,1 +1,1 @@
-"""Jobs of Slurm: the text that is submitted, and submitting it. task, step and allocation in its own sense."""
+"""Jobs of Slurm: the batch file and its submission. Task, step and allocation have Slurm's meaning here."""

@@ -1,4 +1,4 @@
-"""The nodes that Slurm has given to a job, and their addresses. Standard library alone."""
+"""Nodes that Slurm has given to a job, and their addresses. Imports the standard library alone."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from dtctl.errors import LaunchError, SpecError
 from dtctl.spec import nodeset
 
 ANSWER_S: Final = 60.0
-"""Seconds that an answer of Slurm's commands is waited for."""
+"""Longest wait for an answer of Slurm's commands, in seconds."""
 
 
 def read_addresses(environ: Mapping[str, str], *, asks: bool = True) -> dict[str, str]:
-    """Return the nodes that Slurm has given to this process's job, in its order, and the address of each.
+    """Return the nodes that Slurm has given to this process's job, in Slurm's order, with the address of each.
 
-    Where scontrol is missing or silent, the name of a node stands for its address.
+    If scontrol is missing or does not answer, the name of a node stands for its address.
 
     Args:
-        environ: with Slurm's variables.
-        asks: whether scontrol is there and answers.
+        environ: environment with Slurm's variables.
+        asks: whether scontrol is installed and answers.
 
     Raises:
-        LaunchError: they do not name the nodes.
+        LaunchError: Slurm's variables do not name the nodes.
     """
     listed = environ.get("SLURM_JOB_NODELIST", "")
     try:
-        node_names = nodeset.expand(listed)
+        node_names = nodeset.expand_nodeset(listed)
     except SpecError as exc:
         raise LaunchError(
             f"Slurm does not say which nodes the job has: {exc.message}", where="SLURM_JOB_NODELIST"
         ) from exc
-    addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", _describe(listed) if asks else ""))
+    addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", _read_node_records(listed) if asks else ""))
     return {name: addresses.get(name, name) for name in node_names}
 
 
-def _describe(listed: str) -> str:
+def _read_node_records(listed: str) -> str:
     argv = ["scontrol", "show", "node", "-o", listed]
     try:
         return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=ANSWER_S).stdout

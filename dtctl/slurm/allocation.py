@@ -1,4 +1,4 @@
-"""The nodes of the allocation that this process is in, as a cluster that can be examined."""
+"""Nodes of the allocation that this process runs in, as a cluster that can be examined."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dtctl.transport.srun import SrunTransport
 
 
 def cluster_of_allocation(spec: Spec, environ: Mapping[str, str]) -> ResolvedCluster:
-    """Return the nodes that Slurm has given to this process's job, reached by srun.
+    """Return the nodes that Slurm has given to this process's job; srun reaches them.
 
     Args:
         spec: source of the settings for all nodes: slots, python, workdir.
-        environ: with Slurm's variables.
+        environ: environment with Slurm's variables.
 
     Raises:
         LaunchError: Slurm does not name the nodes.

@@ -1,4 +1,4 @@
-"""Job arrays: which tasks one has, and what a task is called. Each is a run of its own. Pure."""
+"""Job arrays: the indexes of their tasks, and the names of the tasks. Each task is a run of its own. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Final
 from dtctl.errors import PlanError
 
 MOST: Final = 10_000
-"""Tasks of one array that dtctl keeps a record of each of."""
+"""Largest number of tasks of one array. dtctl keeps a record of each task."""
 _PART: Final = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?\Z")
 
 
-def indexes(text: str, *, where: str) -> list[int]:
-    """Return the indexes of `0-9:3,12%2`, in rising order; behind `%` stands how many may run at once.
+def parse_array_indexes(text: str, *, where: str) -> list[int]:
+    """Return the indexes of `0-9:3,12%2` in rising order. The number after `%` limits the tasks that run at once.
 
     Args:
-        text: as sbatch takes it.
+        text: value of sbatch's `--array`.
         where: place of the text, for messages.
 
     Raises:
-        PlanError: it is not that, or more than 10,000.
+        PlanError: the text is no such value, or has more than 10,000 tasks.
     """
     numbers: set[int] = set()
     parts = [_PART.match(part) for part in re.sub(r"%\d+\Z", "", text).split(",")]
@@ -42,10 +42,10 @@ def _too_many(where: str) -> PlanError:
 
 
 def run_of_task(run: str, index: int) -> str:
-    """Return the run that a task is."""
+    """Return the run id of a task."""
     return f"{run}.{index}"
 
 
 def job_of_task(job: str, index: int) -> str:
-    """Return the job of a task, by the name that Slurm's commands accept at any time."""
+    """Return the job id of a task in the form that Slurm's commands accept at any time."""
     return f"{job}_{index}"

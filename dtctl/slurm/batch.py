@@ -1,8 +1,8 @@
-"""A plan as an sbatch file. Pure: the same spec gives the same text.
+"""Render a plan as an sbatch file. Pure: the same spec gives the same text.
 
-What is known only inside the allocation (the nodes, the address and the port to meet at, which start this is) is worked
-out there by a few lines of shell, and by two small programs that are sent along as text. The rest is what a launch over
-SSH would use: the same argv, the same variables.
+Some values are known only inside the allocation: the nodes, the address and port of the rendezvous, the number of the
+attempt. A few lines of shell and two small programs, which are part of the file, determine them there. The rest is
+equal to a launch over SSH: the same argv, the same variables.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from dtctl.plan import environment
 from dtctl.plan.commands import with_options
 from dtctl.plan.model import Plan
 from dtctl.plan.warnings import list_warnings
-from dtctl.render import render, template_folders
+from dtctl.render import render_template, template_folders
 from dtctl.slurm.job_file import LAUNCHER_FILE
 from dtctl.spec.model import Slurm, Spec
 from dtctl.spec.nodes import join_gres, resolve_nodes, resolve_spares
-from dtctl.supervisor import processes, work
+from dtctl.supervisor import processes, run_workdir
 
 TEMPLATE: Final = "job.sbatch.j2"
-"""Template of a job with dtctl's launcher in it."""
+"""Template of a job that runs dtctl's launcher."""
 PLAIN_TEMPLATE: Final = "job_plain.sbatch.j2"
-"""Template of plain mode: srun starts the workers once; nothing of dtctl runs in the job."""
+"""Template of plain mode: srun starts the workers once, and dtctl does not run in the job."""
 MOST_PLAIN_BYTES: Final = 120_000
-"""Size of the largest file in plain mode: its tasks' script is one argument of srun, at most 128 KiB on Linux."""
+"""Largest size of the file in plain mode. Its tasks' script is one argument of srun, at most 128 KiB on Linux."""
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
 LATE_OPTIONS: Final = {
-    "--node-rank": shell.Late("--node-rank=$SLURM_NODEID"),
-    "--master-addr": shell.Late("--master-addr=$MASTER_ADDR"),
-    "--master-port": shell.Late("--master-port=$MASTER_PORT"),
-    "--rdzv-id": shell.Late(f"--rdzv-id=${names.RUN_ID}.${names.ATTEMPT}"),
+    "--node-rank": shell.ShellExpansion("--node-rank=$SLURM_NODEID"),
+    "--master-addr": shell.ShellExpansion("--master-addr=$MASTER_ADDR"),
+    "--master-port": shell.ShellExpansion("--master-port=$MASTER_PORT"),
+    "--rdzv-id": shell.ShellExpansion(f"--rdzv-id=${names.RUN_ID}.${names.ATTEMPT}"),
 }
-"""Options of torchrun with values that are known only inside the allocation."""
+"""Options of torchrun whose values are known only inside the allocation."""
 
 
-def text(
+def render_batch_file(
     spec: Spec,
     plan: Plan,
     *,
@@ -57,15 +57,15 @@ def text(
 
     Args:
         spec: the spec.
-        plan: the plan made of it; its nodes are only counted.
-        chdir: folder of the code, which all nodes see.
+        plan: the plan of the spec; only the number of its nodes matters.
+        chdir: folder of the code, on a disk that all nodes share.
         output: file for the output of the job; `%j` in it is the job's id.
-        folder: folder of the run, which all nodes see: for what the job finds out of itself.
+        folder: folder of the run, on a disk that all nodes share; the job writes its records there.
         followed: whether a launcher follows the run, so that each worker's output has a file of its own, and metrics
-            and snapshots are in `folder`. If not, the workers' output goes to `output`, and snapshots where they put
-            them.
+            and snapshots are in `folder`. If not, the workers' output goes to `output`, and the workers choose the
+            folder of their snapshots.
         launcher: the zip with dtctl's launcher, if it is inside the job.
-        launcher_digest: SHA-256 of it.
+        launcher_digest: SHA-256 of that zip.
 
     Raises:
         PlanError: a key of the spec cannot be expressed in Slurm.
@@ -73,10 +73,10 @@ def text(
     """
     slurm = spec.slurm or Slurm()
     node, plain = plan.head, spec.is_plain
-    _check(spec, plan)
+    _check_batch_spec(spec, plan)
     fixed_port = spec.network.rendezvous_port
-    own_folder = slurm.array is not None and chdir == folder / work.FOLDER
-    options, wrapper = _container(slurm, chdir=chdir, folder=folder, own_folder=own_folder)
+    own_folder = slurm.array is not None and chdir == folder / run_workdir.FOLDER
+    options, wrapper = _build_container_words(slurm, chdir=chdir, folder=folder, own_folder=own_folder)
     spares = 0 if plain else len(resolve_spares(spec))
     values = {
         "version": dtctl.__version__,
@@ -87,37 +87,37 @@ def text(
         "secret_words": {name: "${" + name + "+set}" for name in plan.secrets},
         "groups": [group for group in node.env_by_origin if group.origin != environment.PLACE],
         "directives": list_directives(slurm, plan, chdir=chdir, output=output, outlives_nodes=not plain, spares=spares),
-        "tasks": _tasks(plan),
+        "tasks": _count_tasks_per_node(plan),
         "each": " or ".join(dict.fromkeys(str(each.slots) for each in plan.nodes)),
-        "place": _place(plan, str(node.slots)),
+        "place": _build_task_variables(plan, str(node.slots)),
         "unit": "worker" if plan.per_worker else "node",
         "array": slurm.array is not None,
         "srun": [*_srun_options(slurm), *options, *slurm.srun],
         "container": wrapper,
         "python": node.python or "python3",
         "port": fixed_port if isinstance(fixed_port, int) else 0,
-        "threads": _threads(slurm, plan),
+        "threads": _count_worker_threads(slurm, plan),
         "count": len(plan.nodes),
         "may_lack_gpus": _may_lack_gpus(slurm, plan),
         "on_cpus": f"{environment.ON_CPUS.name}=${{{environment.ON_CPUS.name}-{environment.ON_CPUS.value}}}",
         "argv": with_options(node.argv, LATE_OPTIONS) if plan.kind == "torchrun" else node.argv,
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
         "folder": str(folder),
-        # What one task writes is not for the others.
+        # Other users must not read the files of a task.
         "own_folder": own_folder,
         "code": str(chdir),
         "seen": str(folder if followed else chdir),
         "followed": followed,
-        # Tasks of an array would continue from each other's snapshots.
+        # Tasks of an array that share a folder would continue from each other's snapshots.
         "own_files": followed or slurm.array is not None,
-        "log": shell.Late("rank-$SLURM_PROCID.log") if plan.per_worker else "agent.log",
+        "log": shell.ShellExpansion("rank-$SLURM_PROCID.log") if plan.per_worker else "agent.log",
         "run_token": processes.TOKEN,
         "launcher": str(launcher),
         "launcher_digest": launcher_digest,
         "requeues": slurm.requeues if slurm.requeue else 0,
         "requeue_exit": names.REQUEUE_EXIT,
     }
-    made = render(PLAIN_TEMPLATE if plain else TEMPLATE, values, folders=template_folders(spec.base_dir))
+    made = render_template(PLAIN_TEMPLATE if plain else TEMPLATE, values, folders=template_folders(spec.base_dir))
     if plain and len(made.encode()) > MOST_PLAIN_BYTES:
         raise PlanError(
             f"the script of the workers has more than {MOST_PLAIN_BYTES:,} bytes, too many for one argument of srun",
@@ -127,26 +127,26 @@ def text(
     return made
 
 
-def _place(plan: Plan, slots: str) -> dict[str, str]:
-    """Return the place of a task in the job, which it works out where it runs."""
-    rank, run_id, attempt = shell.Late("$SLURM_PROCID"), names.RUN_ID, names.ATTEMPT
+def _build_task_variables(plan: Plan, slots: str) -> dict[str, str]:
+    """Return the variables for a task's rank and rendezvous, as shell expressions that each task evaluates."""
+    rank, run_id, attempt = shell.ShellExpansion("$SLURM_PROCID"), names.RUN_ID, names.ATTEMPT
     place = environment.node_variables(
         plan.kind,
-        node_rank=shell.Late("$SLURM_NODEID"),
-        nodes=shell.Late("$SLURM_NNODES"),
+        node_rank=shell.ShellExpansion("$SLURM_NODEID"),
+        nodes=shell.ShellExpansion("$SLURM_NNODES"),
         slots=slots,
         world_size=str(plan.world_size),
-        rendezvous_id=shell.Late(f"${run_id}.${attempt}"),
-        attempt=shell.Late(f"${attempt}"),
+        rendezvous_id=shell.ShellExpansion(f"${run_id}.${attempt}"),
+        attempt=shell.ShellExpansion(f"${attempt}"),
         max_restarts=str(plan.max_restarts),
     )
     if plan.per_worker:
-        place |= environment.worker_variables(plan.kind, rank=rank, local_rank=shell.Late("$SLURM_LOCALID"))
+        place |= environment.worker_variables(plan.kind, rank=rank, local_rank=shell.ShellExpansion("$SLURM_LOCALID"))
     return place
 
 
 def job_warnings(spec: Spec, plan: Plan) -> list[str]:
-    """Return the warnings for a user who launches or submits this job, whatever else the spec is launched on."""
+    """Return the warnings about this job, for a user who launches or submits it with any transport."""
     spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"transport": "slurm"})})
     return list_warnings(spec, resolve_nodes(spec), per_worker=plan.per_worker)
 
@@ -154,38 +154,40 @@ def job_warnings(spec: Spec, plan: Plan) -> list[str]:
 def list_directives(
     slurm: Slurm, plan: Plan, *, chdir: Path, output: Path, outlives_nodes: bool = False, spares: int = 0
 ) -> list[str]:
-    """Return what follows `#SBATCH `, an option each.
+    """Return the options of the lines `#SBATCH OPTION`.
 
     Args:
         slurm: the spec's section for Slurm.
         plan: the plan made of the spec.
         chdir: folder of the code.
         output: file for the output of the job.
-        outlives_nodes: whether the job does so, since lost ones are replaced.
-        spares: nodes to request in addition to those that begin.
+        outlives_nodes: whether the job continues after the loss of a node, which a spare replaces.
+        spares: number of nodes to request in addition to those of the plan.
 
     Raises:
         PlanError: a value cannot be expressed in a batch file.
     """
     options = {
         "job-name": plan.job,
-        **_node_options(slurm, nodes=len(plan.nodes) + spares, tasks=_tasks(plan), gres=gres_of_job(plan) or None),
+        **_node_options(
+            slurm, nodes=len(plan.nodes) + spares, tasks=_count_tasks_per_node(plan), gres=gres_of_job(plan) or None
+        ),
         **_job_options(slurm, chdir=chdir, output=output),
         "no-kill": outlives_nodes,
     }
-    return _lines({**options, **slurm.extra})
+    return _format_sbatch_lines({**options, **slurm.extra})
 
 
 def asked_of_slurm(spec: Spec, plan: Plan) -> Slurm:
-    """Return a spec's section for Slurm, with the resources of its nodes."""
+    """Return a spec's section for Slurm, completed with the resources of its nodes."""
     return (spec.slurm or Slurm()).model_copy(update={"gres": gres_of_job(plan) or None})
 
 
 def gres_of_job(plan: Plan) -> str:
-    """Return the generic resources that a job asks for on each of its nodes; empty for none.
+    """Return the generic resources that a job requests on each of its nodes; empty for none.
 
     Raises:
-        PlanError: no node can have what all of them ask for.
+        PlanError: the nodes request different kinds of resources.
     """
     try:
         return join_gres(node.gres for node in plan.nodes)
@@ -197,8 +199,8 @@ def gres_of_job(plan: Plan) -> str:
         ) from exc
 
 
-def _tasks(plan: Plan) -> int:
-    """Tasks of each node, by which Slurm counts its processors; of unequal nodes all get what the largest needs."""
+def _count_tasks_per_node(plan: Plan) -> int:
+    """Return the number of tasks on each node; unequal nodes all get the largest number."""
     return max(node.slots for node in plan.nodes) if plan.per_worker else 1
 
 
@@ -223,15 +225,15 @@ def _job_options(slurm: Slurm, *, chdir: Path, output: Path) -> dict[str, object
         "array": slurm.array,
         "chdir": str(chdir),
         "output": str(output),
-        "open-mode": "append",  # a job that is started again continues the same file
+        "open-mode": "append",  # a restarted job appends to the same file
         "requeue": slurm.requeue,
-        "no-requeue": not slurm.requeue,  # the site's default may be either
-        "signal": f"B:USR1@{slurm.warn_s}",  # to the batch script alone, before the time is over
+        "no-requeue": not slurm.requeue,  # set in both cases, since the default depends on the site
+        "signal": f"B:USR1@{slurm.warn_s}",  # the signal goes to the batch script alone, before the time is over
     }
 
 
-def _threads(slurm: Slurm, plan: Plan) -> int | None:
-    """Threads of each worker; 0: to be counted where the job runs, None: the spec sets them."""
+def _count_worker_threads(slurm: Slurm, plan: Plan) -> int | None:
+    """Return the threads of each worker; 0: the job counts them where it runs, None: the spec sets them."""
     node = plan.head
     if any(variable.name == environment.THREADS for variable in node.env):
         return None
@@ -241,7 +243,7 @@ def _threads(slurm: Slurm, plan: Plan) -> int | None:
 
 
 def _may_lack_gpus(slurm: Slurm, plan: Plan) -> bool:
-    """Return whether the workers' nodes may lack GPUs, which must then be passed to accelerate."""
+    """Return whether the workers' nodes may lack GPUs; accelerate then needs an option for that."""
     asked = " ".join(map(str, (*slurm.extra.items(), *slurm.srun, *(node.gres for node in plan.nodes))))
     return plan.kind == "accelerate" and "gpu" not in asked
 
@@ -250,13 +252,13 @@ def _srun_options(slurm: Slurm) -> list[str]:
     return [] if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"]
 
 
-def _container(slurm: Slurm, *, chdir: Path, folder: Path, own_folder: bool) -> tuple[list[str], list[str]]:
-    """Return what brings the tasks into their container: options of srun, and words before the tasks' shell."""
+def _build_container_words(slurm: Slurm, *, chdir: Path, folder: Path, own_folder: bool) -> tuple[list[str], list[str]]:
+    """Return options of srun that start the tasks in their container, and the words before the tasks' shell."""
     container = slurm.container
     if container is None:
         return [], []
     own = [str(path) for path in dict.fromkeys((chdir, folder)) if not (path == folder and chdir in folder.parents)]
-    begin = shell.Late(f"${names.RUN_DIR}/{work.FOLDER}") if own_folder else str(chdir)
+    begin = shell.ShellExpansion(f"${names.RUN_DIR}/{run_workdir.FOLDER}") if own_folder else str(chdir)
     mounts = [*(f"{path}:{path}" for path in own), *container.mounts]
     if container.runtime == "pyxis":
         return [
@@ -270,19 +272,19 @@ def _container(slurm: Slurm, *, chdir: Path, folder: Path, own_folder: bool) -> 
     ]  # fmt: skip
 
 
-def _lines(options: Mapping[str, object]) -> list[str]:
+def _format_sbatch_lines(options: Mapping[str, object]) -> list[str]:
     lines = []
     for key, value in options.items():
         if value is None or value is False:
             continue
         if not _KEY.match(key):
             raise PlanError(f"{key!r} cannot be an option of sbatch", where="slurm.extra")
-        lines.append(f"--{key}" if value is True else f"--{key}={_quoted(key, str(value))}")
+        lines.append(f"--{key}" if value is True else f"--{key}={_quote_sbatch_value(key, str(value))}")
     return lines
 
 
-def _quoted(key: str, value: str) -> str:
-    """Quote a word of a directive as sbatch reads it: blanks and `#` need quotation marks, and a line is a line."""
+def _quote_sbatch_value(key: str, value: str) -> str:
+    """Quote a word of a directive for sbatch: blanks and `#` need quotation marks, and a line break is an error."""
     if not value.isprintable():
         raise PlanError(f"{value!r} cannot stand in a line of a batch file", where=f"slurm: {key}")
     if re.fullmatch(r"[\w@%+=:,./\[\]&|*!-]+", value):
@@ -290,12 +292,12 @@ def _quoted(key: str, value: str) -> str:
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
-def literal(path: Path) -> str:
-    """Return a path in a file name pattern of Slurm, where `%` begins a replacement."""
+def escape_file_pattern(path: Path) -> str:
+    """Escape a path for a file name pattern of Slurm, in which `%` begins a replacement."""
     return str(path).replace("%", "%%")
 
 
-def _check(spec: Spec, plan: Plan) -> None:
+def _check_batch_spec(spec: Spec, plan: Plan) -> None:
     gres_of_job(plan)
     if spec.slurm and spec.slurm.array and spec.snapshot_dir:
         raise PlanError(

@@ -1,6 +1,7 @@
 """Input of a launcher inside a job, decided when the job was submitted: job.json in the launcher's zip.
 
-Written where the spec is, read on the job's first node, where neither pydantic nor Jinja has to be.
+The file is written on the machine that has the spec, and read on the job's first node, which may lack pydantic and
+Jinja.
 """
 
 from __future__ import annotations
@@ -17,40 +18,42 @@ from dtctl.errors import LaunchError
 from dtctl.plan import bind
 from dtctl.plan.bind import PlanTemplate
 from dtctl.plan.model import NodePlan, Plan
-from dtctl.shell import Late
+from dtctl.shell import ShellExpansion
 from dtctl.supervisor.messages.attempt import RunOrigin
 
 JOB_FILE: Final = "job.json"
 LAUNCHER_FILE: Final = "launcher.zip"
 LATE_OPTIONS: Final = {
-    "--nnodes": Late(f"--nnodes=${names.NODES}"),
-    "--node-rank": Late(f"--node-rank=${names.NODE_INDEX}"),
-    "--rdzv-id": Late(f"--rdzv-id=${names.RUN_ID}.${names.ATTEMPT}"),
-    "--master-addr": Late("--master-addr=$DTCTL_MASTER_ADDR"),
-    "--master-port": Late("--master-port=$DTCTL_MASTER_PORT"),
+    "--nnodes": ShellExpansion(f"--nnodes=${names.NODES}"),
+    "--node-rank": ShellExpansion(f"--node-rank=${names.NODE_INDEX}"),
+    "--rdzv-id": ShellExpansion(f"--rdzv-id=${names.RUN_ID}.${names.ATTEMPT}"),
+    "--master-addr": ShellExpansion("--master-addr=$DTCTL_MASTER_ADDR"),
+    "--master-port": ShellExpansion("--master-port=$DTCTL_MASTER_PORT"),
 }
-"""Options of torchrun in the nodes' script with values that are known when an attempt begins."""
+"""Options of torchrun in the nodes' script whose values are known when an attempt begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """See the module."""
+    """Input of a launcher inside a job; see the module's docstring."""
 
     template: PlanTemplate
     scripts: tuple[str, ...]
-    """Scripts by node rank, complete but for the variables that depend on its place and on the attempt."""
+    """Scripts by node rank; they lack the variables that depend on the node's place and on the attempt."""
     settings: Mapping[str, Any]
     """Fields of a `LaunchJob`."""
     requeues: int
-    """Number of times that Slurm may start the job again."""
+    """Number of times that the job may be requeued."""
     warn_s: int
-    """Seconds before the end of its time at which the workers are warned."""
+    """Seconds between the warning to the workers and the end of the job's time."""
     code: str
-    """Folder of the code, which all nodes see; empty: below that of the run."""
+    """Folder of the code on a disk that all nodes share; empty: a folder below that of the run."""
     snapshots: str
-    """Folder of the snapshots; empty: below that of the run."""
+    """Folder of the snapshots; empty: a folder below that of the run."""
     is_followed: bool
-    """True if a launcher follows the run. If not, the workers' output goes into the job's output."""
+    """True if a launcher follows the run. If not, the workers' output is written to the job's output."""
+    environment: Mapping[str, Any]
+    """Order from which the nodes make the workers' environment; empty: the job has none."""
     launched_from: str
     command: str
     """Command that submitted the job."""
@@ -59,7 +62,7 @@ class JobFile:
 
     @property
     def origin(self) -> RunOrigin:
-        """Return its description for the nodes."""
+        """Return the origin of the run, which supervisors store on the nodes."""
         return RunOrigin(launched_from=self.launched_from, command=self.command, started=self.started)
 
     def to_text(self) -> str:
@@ -67,11 +70,11 @@ class JobFile:
         return json.dumps(asdict(self), indent=1)
 
     def make_script(self, plan: Plan, node: NodePlan, given: Mapping[str, str] | None = None) -> str:
-        """Return the script of a node in an attempt: that of the job, behind the variables that it lacks.
+        """Return the script of a node in an attempt: the variables of the attempt, then the job's script.
 
         Args:
-            plan: the attempt.
-            node: one of its nodes.
+            plan: plan of the attempt.
+            node: one of the nodes in that plan.
             given: further variables.
         """
         rank = node.node_rank
@@ -84,24 +87,34 @@ class JobFile:
                 "DTCTL_MASTER_ADDR": plan.rendezvous.address,
                 "DTCTL_MASTER_PORT": str(plan.rendezvous.port),
             }
-        lines = [f"export {name}={shell.quote(value)}\n" for name, value in variables.items()]
+        lines = [f"export {name}={shell.quote_word(value)}\n" for name, value in variables.items()]
         first, end, rest = self.scripts[rank].partition("\n")
         return "".join([first, end, *lines, rest]) if first.startswith("#!") else "".join([*lines, self.scripts[rank]])
 
 
-def read_job_file(launcher: Path) -> JobFile:
+def name_job_file(task: object) -> str:
+    """Return the name of the file for one task of an array whose tasks have different settings."""
+    return f"job.{task}.json"
+
+
+def read_job_file(launcher: Path, task: str = "") -> JobFile:
     """Read the job file of the launcher in a zip.
 
+    Args:
+        launcher: the zip.
+        task: index of this task of an array; empty: the job is no array.
+
     Raises:
-        LaunchError: it cannot be read.
+        LaunchError: the file cannot be read.
     """
     where = f"{JOB_FILE} in {launcher}"
     try:
         with zipfile.ZipFile(launcher) as archive:
-            document = json.loads(archive.read(JOB_FILE))
+            own = name_job_file(task)
+            document = json.loads(archive.read(own if own in archive.namelist() else JOB_FILE))
         settings = document["settings"]
         settings |= {name: tuple(settings[name]) for name in ("outputs", "shared")}
-        template, scripts = bind.from_json(document["template"]), tuple(document["scripts"])
+        template, scripts = bind.parse_plan_template(document["template"]), tuple(document["scripts"])
         return JobFile(**{**document, "template": template, "scripts": scripts, "settings": settings})
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as exc:
         raise LaunchError(f"what the launcher is told cannot be read: {exc}", where=where) from exc

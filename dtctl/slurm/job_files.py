@@ -1,6 +1,6 @@
-"""Copies of a job's files in its run's folder, made as the files grow, and how much of each was read.
+"""Copies of a job's files in its run's folder, which grow with the files, and the offset up to which each was read.
 
-That is saved in slurm.json together with the sizes of the copies, so that a later follower continues where the last one
+The offsets are saved in slurm.json with the sizes of the copies, so that a later follower continues where the last one
 stopped.
 """
 
@@ -19,35 +19,36 @@ from dtctl.launch.records.run_writer import write_private
 from dtctl.slurm import batchlog
 from dtctl.slurm.job_control import CONTROL_FOLDER
 from dtctl.slurm.job_output import JOB_LOG
-from dtctl.slurm.mirror import WHOLE
+from dtctl.slurm.record_sync import WHOLE
 
 STATE_FILE: Final = "slurm.json"
 CONTROL_WHOLE: Final = frozenset(f"{CONTROL_FOLDER}/{name}" for name in WHOLE)
 
 Part: TypeAlias = tuple[int, bytes]
-"""An offset in a file, and what stands there."""
+"""Offset in a file, and the bytes from that offset on."""
 
 
 class JobFiles:
-    """The files of one job, as far as they were read."""
+    """Copies of one job's files, with the offsets up to which the files were read."""
 
     def __init__(self, folder: Path) -> None:
-        """Go on where the last follower has stopped; `folder` is the run's."""
+        """Continue where the last follower has stopped; `folder` is the run's folder."""
         self.folder = folder
         self.offsets = drop_unnoted(folder)
-        """File of the job -> bytes of it that were read; of one that is replaced, its version."""
+        """File of the job -> number of its bytes that were read; for a file that is replaced as a whole, its
+        version."""
 
     @property
     def job_log(self) -> Path:
-        """The copy of what the batch file prints."""
+        """Path of the copy of the batch file's output."""
         return self.folder / JOB_LOG
 
     def read_log(self) -> str:
-        """Return what that has so far."""
+        """Return the text of the job log's copy."""
         return _text_of(self.job_log)
 
     def receive(self, files: Mapping[str, Part], *, is_over: bool) -> dict[str, Part]:
-        """Note how far files were read; a line that may grow is read again, unless the job is over."""
+        """Advance the offsets and return the new parts, without an incomplete last line unless the job is over."""
         arrived: dict[str, Part] = {}
         for name, (offset, data) in files.items():
             if name in CONTROL_WHOLE:
@@ -59,17 +60,17 @@ class JobFiles:
         return arrived
 
     def copy_events(self, arrived: dict[str, Part]) -> list[tuple[float, batchlog.Event]]:
-        """Take what has arrived of the job's log out, copy it, and return its events in their order."""
+        """Remove the new part of the job's log from `arrived`, copy it, and return its events in order."""
         _, data = arrived.pop(JOB_LOG, (0, b""))
         self.append(JOB_LOG, data)
         return _events_of(data.decode(errors="replace"))
 
     def copied_events(self) -> list[tuple[float, batchlog.Event]]:
-        """Return the events of the copy: those that earlier followers have emitted."""
+        """Return the events in the copy, which earlier followers have emitted."""
         return _events_of(self.read_log())
 
     def append(self, name: str, data: bytes) -> None:
-        """Let a copy grow."""
+        """Append data to a copy."""
         path = self.folder / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -77,38 +78,38 @@ class JobFiles:
             file.write(data)
 
     def save(self) -> None:
-        """Note for the next follower how far this one has come.
+        """Save the offsets and sizes for the next follower.
 
         Raises:
-            LaunchError: it cannot be written.
+            LaunchError: slurm.json cannot be written.
         """
-        position = {"have": self.offsets, "copies": _copies(self.folder)}
+        position = {"have": self.offsets, "copies": _read_copy_sizes(self.folder)}
         write_private(self.folder / STATE_FILE, json.dumps(position, indent=1) + "\n")
 
 
 def drop_unnoted(folder: Path) -> dict[str, int]:
-    """Cut off what a follower had copied and not noted when it died, so that it is copied again, once.
+    """Truncate each copy to the size that the last follower saved, so that the rest is copied again once.
 
-    Call it before the event that the job is followed again: a later reader would see the copies shrink, and the same
+    Call this before the event that reports the new follower: later, a reader would see the copies shrink, and read
     lines twice.
 
     Args:
-        folder: of the run, here.
+        folder: folder of the run on this machine.
 
     Returns:
-        File of the job -> bytes of it that are here.
+        File of the job -> size of its copy in bytes.
     """
     try:
         position = json.loads(folders.read_regular(str(folder / STATE_FILE), RUN_BYTES))
     except (OSError, ValueError, RecursionError):
         position = {"have": {}, "copies": {}}
-    for name in _copies(folder):
+    for name in _read_copy_sizes(folder):
         os.truncate(folder / name, position["copies"].get(name, 0))
     return dict(position["have"])
 
 
-def _copies(folder: Path) -> dict[str, int]:
-    """Size of each copy of a job's files."""
+def _read_copy_sizes(folder: Path) -> dict[str, int]:
+    """Return the size of each copy of a job's files."""
     paths = list((folder / names.LOGS_DIR).glob("*/*.log"))
     paths += [folder / name for name in (JOB_LOG, names.METRICS_FILE)]
     return {str(path.relative_to(folder)): path.stat().st_size for path in paths if path.exists()}

@@ -1,4 +1,4 @@
-"""Jobs from a batch file that was submitted by hand: found by their number, and runs of the folder from then on."""
+"""Jobs whose batch file was submitted by hand: they are found by their number, and then become runs of the folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtctl import folders, names
 from dtctl.errors import LaunchError
 from dtctl.launch.cluster import cluster_of, first_plan
 from dtctl.launch.records.events import JobSubmitted, RunPlanned
-from dtctl.launch.records.record import RunInfo, RunRecord, check_no_link, list_runs
+from dtctl.launch.records.record import RunInfo, RunRecord, check_no_link, list_run_records
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import progress_of
 from dtctl.slurm.job_control import CONTROL_FOLDER
@@ -23,21 +23,21 @@ from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Spec
 
 SLURM_FOLDER: Final = "slurm"
-"""Below the folder of dtctl's state: a folder for each batch file, with one for each of its jobs."""
+"""Folder below dtctl's state that has a folder for each batch file, with one for each of its jobs."""
 SPEC_BYTES: Final = 4 << 20
 
 
 def find_run_of_job(base_dir: Path, number: str) -> RunRecord:
-    """Return the run that a job of Slurm is; one that was submitted by hand becomes a run of the folder.
+    """Return the run of a Slurm job; a job that was submitted by hand becomes a run of the folder.
 
     Args:
         base_dir: folder where the job was launched, or its batch file was written.
-        number: of the job, or NUMBER_INDEX of a task of an array.
+        number: number of the job, or NUMBER_INDEX of a task of an array.
 
     Raises:
         LaunchError: no job of this number belongs to the folder.
     """
-    for record in list_runs(base_dir):
+    for record in list_run_records(base_dir):
         submitted = progress_of(record).job if record.info().slurm else None
         if submitted is not None and submitted.job == number:
             return record
@@ -52,10 +52,10 @@ def find_run_of_job(base_dir: Path, number: str) -> RunRecord:
         )
     for folder in made:
         if (folder / number).is_dir():
-            return _keep(base_dir, folder, number)
+            return _record_job_run(base_dir, folder, number)
     for folder in reversed(made):
         if _is_waiting(base_dir, folder, number):
-            return _keep(base_dir, folder, number)
+            return _record_job_run(base_dir, folder, number)
     raise LaunchError(
         f"no job {number} was launched from this folder, nor is it of a batch file that `dtctl sbatch` wrote here",
         where=str(base_dir),
@@ -63,7 +63,7 @@ def find_run_of_job(base_dir: Path, number: str) -> RunRecord:
     )
 
 
-def _spec_of(base_dir: Path, folder: Path) -> Spec:
+def _read_job_spec(base_dir: Path, folder: Path) -> Spec:
     path = folder / names.RUN_SPEC_FILE
     try:
         text = folders.read_regular(str(path), SPEC_BYTES).decode(errors="replace")
@@ -73,17 +73,17 @@ def _spec_of(base_dir: Path, folder: Path) -> Spec:
 
 
 def _is_waiting(base_dir: Path, folder: Path, number: str) -> bool:
-    """Return whether Slurm has such a job, which has not begun and so left nothing here: by the file of its output."""
-    with closing(site_of(_spec_of(base_dir, folder))) as site:
+    """Return whether Slurm has a job that waits and was submitted from this batch file, by the path of its output."""
+    with closing(site_of(_read_job_spec(base_dir, folder))) as site:
         told = site.run(["scontrol", "show", "job", "-o", number]).out
     return f"/{folder.name}-" in told or f"/{folder.name}/" in told
 
 
-def _keep(base_dir: Path, folder: Path, number: str) -> RunRecord:
-    """Record a job as a run, which is then followed, read and stopped like one that `dtctl launch` has submitted."""
-    spec, run = _spec_of(base_dir, folder), f"{folder.name}.{number}"
+def _record_job_run(base_dir: Path, folder: Path, number: str) -> RunRecord:
+    """Record a job as a run, which users can then follow, read and stop like a run of `dtctl launch`."""
+    spec, run = _read_job_spec(base_dir, folder), f"{folder.name}.{number}"
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
-    started = _begun(folder / number)
+    started = _read_job_start(folder / number)
     info = RunInfo(
         run=run, token="", pid=os.getpid(), started=started, spec="", command=[], detached=True, slurm=True
     )  # fmt: skip
@@ -105,8 +105,8 @@ def _keep(base_dir: Path, folder: Path, number: str) -> RunRecord:
     return record
 
 
-def _begun(folder: Path) -> float:
-    """Return when a job has begun, by the first event of its launcher; now where it has none."""
+def _read_job_start(folder: Path) -> float:
+    """Return the start of a job, by the first event of its launcher; the current time if it has none."""
     try:
         with (folder / CONTROL_FOLDER / names.EVENTS_FILE).open(encoding="utf-8") as file:
             return float(json.loads(file.readline())["time"])

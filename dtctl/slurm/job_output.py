@@ -1,23 +1,19 @@
-"""Output of the workers of a job in plain mode: files of tasks, in the run's folder that all nodes see."""
+"""Output of the workers of a job in plain mode: files of tasks in the run's folder, which all nodes share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dtctl.launch.control.failure import AGENT
+from dtctl.supervisor.frames import AGENT_FILE, parse_log_name
+from dtctl.supervisor.worker_log import split_prefix
 
 JOB_LOG = "job.log"
 """Output of the batch file and of srun, in the run's folder."""
-RANK_MARK = b"[dtctl:"
-AGENT_LOG = "agent.log"
 
 
 def by_rank(file: str, data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a task's file with the rank that has printed them; torchrun marks those of its workers."""
-    if file != AGENT_LOG:
-        yield int(file.removeprefix("rank-").removesuffix(".log")), data
+    """Yield the lines of a task's file with their ranks; torchrun prefixes the lines of its workers."""
+    if file != AGENT_FILE:
+        yield parse_log_name(file), data
         return
-    for line in data.splitlines(keepends=True):
-        mark, closed, text = line.partition(b"] ")
-        marked = closed and mark.startswith(RANK_MARK) and mark[len(RANK_MARK) :].isdigit()
-        yield (int(mark[len(RANK_MARK) :]), text) if marked else (AGENT, line)
+    yield from map(split_prefix, data.splitlines(keepends=True))

@@ -1,4 +1,4 @@
-"""Reference by which a job of Slurm is found again."""
+"""Reference to a job of Slurm, by which later commands find the job."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRef:
-    """A job and where it keeps its files."""
+    """A job and the location of its files."""
 
     job: str
     folder: str
-    """Folder on the machine that runs Slurm's commands."""
+    """Folder of the job's files on the machine with Slurm's commands."""
     python: str
-    """Interpreter there."""
+    """Python interpreter on that machine."""
     workers_apart: bool
-    """True if each worker is a task of its own (kind direct); if not, torchrun marks their lines."""
+    """True if each worker is a task of its own (kind direct); if not, torchrun prefixes the workers' lines."""
     slots: int
     max_attempts: int

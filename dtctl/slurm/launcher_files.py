@@ -1,6 +1,6 @@
-"""The launcher that a job brings along: dtctl's own modules in a zip, with a file that describes the job.
+"""The launcher of a job: a zip of dtctl's own modules, with a file that describes the job.
 
-The nodes need a Python of version 3.10 or newer, and nothing of dtctl.
+The nodes need a Python of version 3.10 or newer, but no installation of dtctl.
 """
 
 from __future__ import annotations
@@ -13,30 +13,33 @@ import marshal
 import os
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import dtctl
 from dtctl import names, node_facts, shell
-from dtctl.launch.assemble import COMMAND_CHARACTERS, settings_of, this_user
-from dtctl.launch.cluster import source_of
-from dtctl.plan.bind import Attempt, PlanTemplate, bind_plan
-from dtctl.plan.build import PlanFacts, digest, make_template
+from dtctl.launch.cluster import set_job_python, source_of
+from dtctl.launch.job_builder import COMMAND_CHARACTERS, settings_of, this_user
+from dtctl.plan.bind import AttemptFacts, PlanTemplate, bind_plan
+from dtctl.plan.build import PlanFacts, compute_spec_digest, make_template
 from dtctl.plan.commands import with_options
 from dtctl.plan.model import NodePlan, Rendezvous
 from dtctl.render import node_script
-from dtctl.shell import Late
+from dtctl.shell import ShellExpansion
 from dtctl.slurm.job_control import HEEDLESS
-from dtctl.slurm.job_file import JOB_FILE, LATE_OPTIONS, JobFile
+from dtctl.slurm.job_file import JOB_FILE, LATE_OPTIONS, JobFile, name_job_file
 from dtctl.spec.model import Slurm, Spec
 from dtctl.spec.nodes import resolve_nodes, resolve_spares
+from dtctl.supervisor.messages.setup import EnvironmentOrder
 
 MODULES: Final = (
-    "*.py", "launch/__init__.py", "launch/sweep.py", "launch/control/*.py", "launch/records/*.py", "plan/__init__.py",
-    "plan/bind.py", "plan/commands.py", "plan/environment.py", "plan/model.py", "plan/rendezvous.py",
-    "slurm/__init__.py", "slurm/addresses.py", "slurm/job_control.py", "slurm/job_file.py", "slurm/job_life.py",
+    "*.py", "launch/__init__.py", "launch/orphaned_runs.py", "launch/control/*.py", "launch/records/*.py",
+    "plan/__init__.py", "plan/bind.py", "plan/commands.py", "plan/environment.py", "plan/model.py",
+    "plan/rendezvous.py",
+    "slurm/__init__.py", "slurm/addresses.py", "slurm/batchlog.py", "slurm/job_control.py", "slurm/job_file.py",
+    "slurm/job_life.py", "slurm/job_step.py",
     "spec/__init__.py", "spec/nodeset.py", "supervisor/*.py", "supervisor/messages/*.py",
     "transport/__init__.py", "transport/base.py", "transport/fanout.py", "transport/local.py", "transport/srun.py",
 )  # fmt: skip
@@ -55,42 +58,67 @@ from dtctl.slurm.job_control import main
 
 main()
 """
-"""Text of the zip's main module, which any Python can read."""
+"""Text of the zip's main module, which every version of Python can parse."""
 DATE: Final = (1980, 1, 1, 0, 0, 0)
-"""Date of all files in the zip, so that the same modules give the same bytes."""
+"""Date of all files in the zip; a fixed one, so that the same modules give the same bytes."""
 
 
-def make_launcher(spec: Spec, run: str, *, code: str, snapshots: str, is_followed: bool) -> bytes:
-    """Make the zip of a job's launcher, which starts when it is run.
+def make_launcher(
+    spec: Spec,
+    run: str,
+    *,
+    code: str,
+    snapshots: str,
+    is_followed: bool,
+    environment: EnvironmentOrder | None = None,
+    tasks: Mapping[int, Spec] | None = None,
+) -> bytes:
+    """Make the zip of a job's launcher, which a Python interpreter can run.
 
     Args:
         spec: the checked spec.
         run: run id.
-        code: folder of the code, which all nodes see; empty: below that of the run.
-        snapshots: folder of the snapshots; empty: below that of the run.
+        code: folder of the code on a disk that all nodes share; empty: a folder below that of the run.
+        snapshots: folder of the snapshots; empty: a folder below that of the run.
         is_followed: whether a launcher follows the run.
+        environment: the order to make the environment of `job.environment`.
+        tasks: specs of the tasks of an array by their index, if the tasks differ.
 
     Raises:
-        PlanError: no job can be made of the spec.
+        PlanError: the spec does not describe a job that can run.
         RenderError: the template of the nodes' script is missing or wrong.
     """
-    told = make_job_file(spec, run, code=code, snapshots=snapshots, is_followed=is_followed).to_text()
+    specs = {name_job_file(index): each for index, each in tasks.items()} if tasks else {JOB_FILE: spec}
     buffer = io.BytesIO(pack_modules())
     with zipfile.ZipFile(buffer, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(zipfile.ZipInfo(JOB_FILE, DATE), told, zipfile.ZIP_DEFLATED)
+        for name, each in specs.items():
+            file = make_job_file(
+                each, run, code=code, snapshots=snapshots, is_followed=is_followed, environment=environment
+            )
+            archive.writestr(zipfile.ZipInfo(name, DATE), file.to_text(), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 
-def make_job_file(spec: Spec, run: str, *, code: str, snapshots: str, is_followed: bool) -> JobFile:
+def make_job_file(
+    spec: Spec,
+    run: str,
+    *,
+    code: str,
+    snapshots: str,
+    is_followed: bool,
+    environment: EnvironmentOrder | None = None,
+) -> JobFile:
     """Make the file that describes the job to the launcher inside it; see `make_launcher`."""
     setup = (HEEDLESS, *spec.job.setup)
     files = spec.job.files.model_copy(update={"root": ".", "push": False})
     inside = spec.model_copy(update={"job": spec.job.model_copy(update={"setup": setup, "files": files})})
     nodes, slurm = resolve_nodes(spec), spec.slurm or Slurm()
+    if environment is not None:
+        nodes = set_job_python(nodes, environment.digest, environment.workdir)
     facts = PlanFacts(environ=os.environ, source=source_of(spec))
     template, _ = make_template(inside, nodes, run=run, facts=facts)
     return JobFile(
-        template=replace(template, spec_digest=digest(spec)),
+        template=replace(template, spec_digest=compute_spec_digest(spec)),
         scripts=_scripts_of(template, spec.base_dir),
         settings=settings_of(spec, nodes=len(nodes), has_spares=bool(resolve_spares(spec))),
         requeues=slurm.requeues if slurm.requeue else 0,
@@ -98,30 +126,31 @@ def make_job_file(spec: Spec, run: str, *, code: str, snapshots: str, is_followe
         code=code,
         snapshots=snapshots,
         is_followed=is_followed,
+        environment=environment.to_json() if environment is not None else {},
         launched_from=this_user(),
-        command=shell.join(["dtctl", *sys.argv[1:]])[:COMMAND_CHARACTERS],
+        command=shell.join_command(["dtctl", *sys.argv[1:]])[:COMMAND_CHARACTERS],
         started=node_facts.launch_time(),
     )
 
 
 def _scripts_of(template: PlanTemplate, base_dir: Path) -> tuple[str, ...]:
-    """Return the script of each node, with names of variables in place of its place and attempt."""
-    meeting = Rendezvous(run_id=f"{template.run}.0", address=Late("$MASTER_ADDR"), port=0)
-    plan = bind_plan(template, Attempt(number=0, rendezvous=meeting))
-    late = replace(plan, attempt=Late(f"${names.ATTEMPT}"))  # type: ignore[arg-type]
+    """Return the script of each node, with names of variables instead of the node's place and the attempt."""
+    meeting = Rendezvous(run_id=f"{template.run}.0", address=ShellExpansion("$MASTER_ADDR"), port=0)
+    plan = bind_plan(template, AttemptFacts(number=0, rendezvous=meeting))
+    late = replace(plan, attempt=ShellExpansion(f"${names.ATTEMPT}"))  # type: ignore[arg-type]
     scripts: dict[NodePlan, str] = {}
     made = []
     for node, of_node in zip(plan.nodes, template.nodes, strict=True):
         anywhere = replace(
             node,
-            name=Late(f"${names.NODE}"),
+            name=ShellExpansion(f"${names.NODE}"),
             address="",
-            node_rank=Late(f"${names.NODE_INDEX}"),  # type: ignore[arg-type]
-            first_rank=Late("$RANK"),  # type: ignore[arg-type]
+            node_rank=ShellExpansion(f"${names.NODE_INDEX}"),  # type: ignore[arg-type]
+            first_rank=ShellExpansion("$RANK"),  # type: ignore[arg-type]
             env=of_node.env,
             argv=tuple(with_options(node.argv, LATE_OPTIONS)) if plan.kind == "torchrun" else node.argv,
         )
-        if anywhere not in scripts:  # most nodes are alike
+        if anywhere not in scripts:  # most nodes have the same script
             scripts[anywhere] = node_script(late, anywhere, base_dir=base_dir)
         made.append(scripts[anywhere])
     return tuple(made)
@@ -129,32 +158,32 @@ def _scripts_of(template: PlanTemplate, base_dir: Path) -> tuple[str, ...]:
 
 @functools.cache
 def pack_modules() -> bytes:
-    """Return a zip of the launcher's modules, as text and compiled for this Python."""
+    """Return a zip of the launcher's modules, as text and compiled for this version of Python."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in _files():
+        for name, text in _read_module_files():
             archive.writestr(zipfile.ZipInfo(f"{name}.py", DATE), text, zipfile.ZIP_DEFLATED)
-            archive.writestr(zipfile.ZipInfo(f"{name}.pyc", DATE), _compiled(name, text), zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(f"{name}.pyc", DATE), _compile_to_pyc(name, text), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 
-def digest_of(launcher: bytes) -> str:
-    """Return the SHA-256 of a zip, as `sha256sum` prints it."""
+def compute_launcher_digest(launcher: bytes) -> str:
+    """Return the SHA-256 of a zip, in the format of `sha256sum`."""
     return hashlib.sha256(launcher).hexdigest()
 
 
-def _files() -> Iterator[tuple[str, str]]:
-    """Yield the name in the zip without its end, and text, of each module."""
+def _read_module_files() -> Iterator[tuple[str, str]]:
+    """Yield the name in the zip, without its suffix, and the text of each module."""
     package = Path(dtctl.__file__).parent
     for path in sorted({path for pattern in MODULES for path in package.glob(pattern)}):
         yield f"dtctl/{path.relative_to(package).with_suffix('').as_posix()}", path.read_text(encoding="utf-8")
     yield "__main__", START
 
 
-def _compiled(name: str, text: str) -> bytes:
-    """Return a .pyc file that is used without a look at the text: both have one digest."""
-    code = compile(text, f"{name}.py", "exec", dont_inherit=True, optimize=2)  # its descriptions stay in the text
-    hashed = 0b01  # by PEP 552: named by a hash of the text, which is not checked
+def _compile_to_pyc(name: str, text: str) -> bytes:
+    """Return a .pyc file that Python uses without comparing it with the text; one digest covers both."""
+    code = compile(text, f"{name}.py", "exec", dont_inherit=True, optimize=2)  # docstrings are dropped
+    hashed = 0b01  # PEP 552: a .pyc with a hash of the text that Python does not check
     return b"".join(
         [
             importlib.util.MAGIC_NUMBER,

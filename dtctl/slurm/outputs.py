@@ -1,4 +1,4 @@
-"""Outputs of a job, counted where its files are."""
+"""Number and size of a job's outputs, counted on the machine that has the files."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dtctl.errors import LaunchError, TransportError
-from dtctl.launch.records.events import Outputs
-from dtctl.slurm import login_client
-from dtctl.slurm.answers import OutputsCounted
+from dtctl.launch.records.events import NodeOutputs
+from dtctl.slurm import remote_commands
+from dtctl.slurm.answers import OutputCount
 from dtctl.slurm.job_ref import JobRef
-from dtctl.slurm.site import Site
-from dtctl.supervisor import work
+from dtctl.slurm.site import CommandHost
+from dtctl.supervisor import run_workdir
 
 
-def count_outputs(site: Site, ref: JobRef, paths: Sequence[str]) -> dict[str, Outputs]:
-    """Return the outputs of a job by the name of the machine that sees them; empty where they cannot be counted.
+def count_outputs(site: CommandHost, ref: JobRef, paths: Sequence[str]) -> dict[str, NodeOutputs]:
+    """Return the outputs of a job by the name of the machine that sees them; empty if they cannot be counted.
 
     Args:
-        site: where Slurm's commands are.
+        site: machine with Slurm's commands.
         ref: the job.
-        paths: of its working folder, which are worth keeping; nothing: all that it has written.
+        paths: paths in the working folder that are worth keeping; empty: all files that the job has written.
     """
     try:
-        there = login_client.ask(site, ref.python, OutputsCounted, folder=ref.folder, paths=list(paths))
-    except (LaunchError, TransportError):  # it changes nothing about how the run ended
+        there = remote_commands.send_login_request(site, ref.python, OutputCount, folder=ref.folder, paths=list(paths))
+    except (LaunchError, TransportError):  # a missing count does not change the result of the run
         return {}
-    folder = str(Path(ref.folder) / work.FOLDER)
-    return {site.name: Outputs(folder=folder, files=there.files, bytes=there.bytes)}
+    folder = str(Path(ref.folder) / run_workdir.FOLDER)
+    return {site.name: NodeOutputs(folder=folder, files=there.files, bytes=there.bytes)}

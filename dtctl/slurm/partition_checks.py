@@ -1,6 +1,6 @@
-"""Requests of a spec that the cluster does not offer: checked before a job is submitted, by the spec's key.
+"""Checks of a spec against the offer of the cluster before a job is submitted; each problem names the key of the spec.
 
-Slurm itself takes many jobs that can never start and lets them wait. Pure; slurm_commands.py asks Slurm.
+Slurm itself accepts many jobs that can never start and lets them wait. Pure; slurm_commands.py queries Slurm.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dtctl.slurm.answers import Offer
+from dtctl.printable import format_count
+from dtctl.slurm.answers import ClusterResources
 from dtctl.spec.model import Slurm
 
 CHECKS: Final = ("partition", "account", "time-limit", "requeue", "job-nodes", "gres", "features", "submit")
-"""Checks that are made before a job is submitted; the last is Slurm's own opinion (`sbatch --test-only`)."""
+"""Checks that are made before a job is submitted; the last is Slurm's own check (`sbatch --test-only`)."""
 _GONE: Final = re.compile(r"down|drain|fail|not_resp|maint|resv|reserved|unk", re.IGNORECASE)
 _UNLIMITED: Final = ("UNLIMITED", "INFINITE", "NONE", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lack:
-    """Something that the spec requests and the cluster does not have."""
+class UnmetRequirement:
+    """A request of the spec that the cluster does not fulfil."""
 
     check: str
     key: str
@@ -29,14 +30,14 @@ class Lack:
     summary: str
     fix: str
     never: bool
-    """True if the job can never start; if not, it may have to wait for a repair."""
+    """True if the job can never start; False if it may have to wait for a repair."""
     evidence: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
-    """The nodes to act on; empty where it is about the spec or the partition."""
+    """Nodes that need a repair; empty if the problem lies in the spec or in the partition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class PartitionNode:
     """A node in a partition, as sinfo lists it."""
 
     name: str
@@ -45,53 +46,53 @@ class Node:
     features: frozenset[str]
 
     @property
-    def works(self) -> bool:
-        """Return whether jobs can run on it, now or when others have ended."""
+    def is_usable(self) -> bool:
+        """Return whether jobs can run on the node, now or after other jobs have ended."""
         return not _GONE.search(self.state) and not self.state.endswith("*")
 
 
-def lacks(slurm: Slurm, nodes: int, offer: Offer) -> Iterator[Lack]:
-    """Yield what stands in the way of a job.
+def check_job_offer(slurm: Slurm, nodes: int, offer: ClusterResources) -> Iterator[UnmetRequirement]:
+    """Yield the reasons why a job cannot start.
 
     Args:
-        slurm: the section of the spec.
-        nodes: how many the job needs.
-        offer: what the cluster has.
+        slurm: the spec's section for Slurm.
+        nodes: number of nodes that the job needs.
+        offer: resources of the cluster.
     """
     partitions = {row["PartitionName"]: row for row in offer.partitions}
     name = slurm.partition or next((name for name, row in partitions.items() if row.get("Default") == "YES"), None)
     if name is None:
         if partitions:
-            yield Lack(
+            yield UnmetRequirement(
                 check="partition", key="slurm.partition", never=True,
                 summary="the cluster has no default partition, and the spec names none",
                 fix=f"one of: {', '.join(partitions)}",
             )  # fmt: skip
         return
-    # A job may name several; Slurm takes the first one that can run it.
+    # A job may name several partitions; Slurm takes the first one that can run it.
     named = name.split(",")
     unknown = [partition for partition in named if partition not in partitions]
     if unknown:
-        yield Lack(
+        yield UnmetRequirement(
             check="partition", key="slurm.partition", never=True,
             summary=f"there is no partition {unknown[0]}", fix=f"one of: {', '.join(partitions)}",
         )  # fmt: skip
         return
     named_partitions = [partitions[partition] for partition in named]
     if all(row.get("State", "UP") != "UP" for row in named_partitions):
-        yield Lack(
+        yield UnmetRequirement(
             check="partition", key="slurm.partition", never=False,
             summary=f"partition {name} is {named_partitions[0]['State'].lower()}",
             fix="choose another, or wait until it is up",
         )  # fmt: skip
-    yield from _account(slurm, named_partitions, name)
-    yield from _time(slurm, named_partitions, name)
-    yield from _requeue(slurm, named_partitions)
-    rows = [_node(row) for row in offer.nodes if row[1].rstrip("*") in named]
-    yield from _nodes(slurm, nodes, {node.name: node for node in rows}, named_partitions, name)
+    yield from _check_account(slurm, named_partitions, name)
+    yield from _check_time_limit(slurm, named_partitions, name)
+    yield from _check_requeue(slurm, named_partitions)
+    rows = [_parse_node_row(row) for row in offer.nodes if row[1].rstrip("*") in named]
+    yield from _check_job_nodes(slurm, nodes, {node.name: node for node in rows}, named_partitions, name)
 
 
-def _account(slurm: Slurm, partitions: Sequence[Mapping[str, str]], name: str) -> Iterator[Lack]:
+def _check_account(slurm: Slurm, partitions: Sequence[Mapping[str, str]], name: str) -> Iterator[UnmetRequirement]:
     for key, allowed, denied in (("account", "AllowAccounts", "DenyAccounts"), ("qos", "AllowQos", "DenyQos")):
         value = getattr(slurm, key)
         if value is None:
@@ -103,35 +104,35 @@ def _account(slurm: Slurm, partitions: Sequence[Mapping[str, str]], name: str) -
             for row in partitions
         )
         if refused:
-            yield Lack(
+            yield UnmetRequirement(
                 check="account", key=f"slurm.{key}", never=True,
                 summary=f"partition {name} does not take {key} {value}", fix=f"it takes {', '.join(lists)}",
                 evidence=tuple(f"{allowed}={accounts}" for accounts in lists),
             )  # fmt: skip
 
 
-def _time(slurm: Slurm, partitions: Sequence[Mapping[str, str]], name: str) -> Iterator[Lack]:
-    requested_min = minutes(slurm.time) if slurm.time else None
+def _check_time_limit(slurm: Slurm, partitions: Sequence[Mapping[str, str]], name: str) -> Iterator[UnmetRequirement]:
+    requested_min = parse_time_limit(slurm.time) if slurm.time else None
     limits = [row.get("MaxTime", "") for row in partitions]
-    limits_min = [minutes(limit) for limit in limits if limit.upper() not in _UNLIMITED]
+    limits_min = [parse_time_limit(limit) for limit in limits if limit.upper() not in _UNLIMITED]
     if requested_min is None or len(limits_min) < len(limits):
         return
     finite_min = [limit_min for limit_min in limits_min if limit_min is not None]
     if finite_min and requested_min > max(finite_min):
-        yield Lack(
+        yield UnmetRequirement(
             check="time-limit", key="slurm.time", never=True,
             summary=f"{slurm.time} is more than partition {name} allows", fix=f"at most {', '.join(limits)}",
             evidence=tuple(f"MaxTime={limit}" for limit in limits),
         )  # fmt: skip
 
 
-def _requeue(slurm: Slurm, partitions: Sequence[Mapping[str, str]]) -> Iterator[Lack]:
-    """Yield what keeps a job that was interrupted from going on: it must be warned in time, and started again."""
+def _check_requeue(slurm: Slurm, partitions: Sequence[Mapping[str, str]]) -> Iterator[UnmetRequirement]:
+    """Yield the reasons why an interrupted job could not continue: it must be warned in time, and requeued."""
     limits = [slurm.time] if slurm.time else [row.get("DefaultTime", "") for row in partitions]
-    shortest = min((limit for text in limits if (limit := minutes(text)) is not None), default=None)
+    shortest = min((limit for text in limits if (limit := parse_time_limit(text)) is not None), default=None)
     if shortest is not None and shortest * 60 <= slurm.warn_s:
-        yield Lack(
-            check="requeue", key="slurm.warn_s", never=False,  # a job that is no training does not mind
+        yield UnmetRequirement(
+            check="requeue", key="slurm.warn_s", never=False,  # a job without training is not affected
             summary=f"the workers would be told to save and end as soon as they start: the job may run for "
             f"{shortest * 60:.0f} s, and the warning comes {slurm.warn_s} s before that",
             fix="a longer slurm.time, or a later warning",
@@ -140,7 +141,7 @@ def _requeue(slurm: Slurm, partitions: Sequence[Mapping[str, str]]) -> Iterator[
     cancelling = [row for row in partitions if row.get("PreemptMode", "").startswith("CANCEL")]
     if slurm.requeues and cancelling:
         row = cancelling[0]
-        yield Lack(
+        yield UnmetRequirement(
             check="requeue", key="slurm.partition", never=False,
             summary=f"partition {row['PartitionName']} cancels the jobs that it preempts: nobody starts them again",
             fix="a partition or slurm.qos that requeues; or `dtctl launch` again, which goes on from the last snapshot",
@@ -148,9 +149,9 @@ def _requeue(slurm: Slurm, partitions: Sequence[Mapping[str, str]]) -> Iterator[
         )  # fmt: skip
 
 
-def _repairs(nodes: Mapping[str, Node]) -> Iterator[str]:
-    """Yield what to type about nodes that take no jobs, by why they take none."""
-    away = [node for node in nodes.values() if not node.works]
+def _list_node_repairs(nodes: Mapping[str, PartitionNode]) -> Iterator[str]:
+    """Yield the commands to type about nodes that take no jobs, grouped by the reason."""
+    away = [node for node in nodes.values() if not node.is_usable]
     reserved = [node.name for node in away if re.search("resv|reserved", node.state, re.IGNORECASE)]
     broken = [node.name for node in away if node.name not in reserved]
     if reserved:
@@ -161,68 +162,72 @@ def _repairs(nodes: Mapping[str, Node]) -> Iterator[str]:
         yield f"sinfo -R -n {names} says why; repaired: sudo scontrol update nodename={names} state=resume"
 
 
-def _nodes(
-    slurm: Slurm, needed: int, nodes: Mapping[str, Node], partitions: Sequence[Mapping[str, str]], name: str
-) -> Iterator[Lack]:
-    works = [node for node in nodes.values() if node.works]
-    unavailable = tuple(f"{node.name}: {node.state}" for node in nodes.values() if not node.works)
+def _check_job_nodes(
+    slurm: Slurm, needed: int, nodes: Mapping[str, PartitionNode], partitions: Sequence[Mapping[str, str]], name: str
+) -> Iterator[UnmetRequirement]:
+    works = [node for node in nodes.values() if node.is_usable]
+    unavailable = tuple(f"{node.name}: {node.state}" for node in nodes.values() if not node.is_usable)
     limits = [row.get("MaxNodes", "UNLIMITED") for row in partitions]
     max_nodes = max((int(limit) if limit.isdigit() else len(nodes) for limit in limits), default=len(nodes))
     if needed > min(max_nodes, len(nodes)):
-        yield Lack(
+        yield UnmetRequirement(
             check="job-nodes", key="cluster.nodes", never=True,
-            summary=f"the job needs {needed} nodes, and partition {name} gives {min(max_nodes, len(nodes))}",
+            summary=f"the job needs {format_count(needed, 'node')}, and partition {name} gives "
+            f"{min(max_nodes, len(nodes))}",
             fix="fewer nodes, or another partition",
         )  # fmt: skip
         return
     if needed > len(works):
-        yield Lack(
+        yield UnmetRequirement(
             check="job-nodes", key="cluster.nodes", never=False,
-            summary=f"the job needs {needed} nodes, and {len(works)} of the {len(nodes)} of partition {name} work",
-            fix="; ".join(["take fewer nodes, or wait", *_repairs(nodes)]), evidence=unavailable[:8],
-            nodes=tuple(node.name for node in nodes.values() if not node.works),
+            summary=f"the job needs {format_count(needed, 'node')}, and {len(works)} of the {len(nodes)} of "
+            f"partition {name} work",
+            fix="; ".join(["take fewer nodes, or wait", *_list_node_repairs(nodes)]), evidence=unavailable[:8],
+            nodes=tuple(node.name for node in nodes.values() if not node.is_usable),
         )  # fmt: skip
-    kind, count = _gres(slurm.gres)
+    kind, count = _parse_gres_request(slurm.gres)
     if kind:
-        have = [node for node in nodes.values() if _count(node.gres, kind) >= count]
+        have = [node for node in nodes.values() if _count_offered_gres(node.gres, kind) >= count]
         if len(have) < needed:
             offered = sorted({node.gres for node in nodes.values() if node.gres not in ("", "(null)")})
-            yield Lack(
+            yield UnmetRequirement(
                 check="gres", key="slurm.gres", never=True,
-                summary=f"{_of(have, nodes)} of partition {name} have {slurm.gres}, and the job needs {needed}",
+                summary=f"{_format_node_share(have, nodes)} of partition {name} have {slurm.gres}, "
+                f"and the job needs {needed}",
                 fix=f"they have {'; '.join(offered) or 'none'}",
             )  # fmt: skip
     features = str(slurm.extra.get("constraint", ""))
-    if re.fullmatch(r"[\w.-]+(&[\w.-]+)*", features):  # the rest of Slurm's language is left to Slurm
+    if re.fullmatch(r"[\w.-]+(&[\w.-]+)*", features):  # other expressions of Slurm are left to Slurm
         need = {*features.split("&")}
         have = [node for node in nodes.values() if need <= node.features]
         if len(have) < needed:
             offered_features = sorted({feature for node in nodes.values() for feature in node.features})
-            yield Lack(
+            yield UnmetRequirement(
                 check="features", key="slurm.extra.constraint", never=True,
-                summary=f"{_of(have, nodes)} of partition {name} have {features}, and the job needs {needed}",
+                summary=f"{_format_node_share(have, nodes)} of partition {name} have {features}, "
+                f"and the job needs {needed}",
                 fix=f"they have {', '.join(offered_features) or 'none'}",
             )  # fmt: skip
 
 
-def _of(matching: Sequence[Node], nodes: Mapping[str, Node]) -> str:
+def _format_node_share(matching: Sequence[PartitionNode], nodes: Mapping[str, PartitionNode]) -> str:
     return f"{len(matching)} of the {len(nodes)} nodes"
 
 
-def _node(row: Sequence[str]) -> Node:
+def _parse_node_row(row: Sequence[str]) -> PartitionNode:
     name, _, state, gres, features = row
     feature_names = frozenset(features.split(",")) - {"(null)", ""}
-    return Node(name=name, state=state, gres=gres, features=feature_names)
+    return PartitionNode(name=name, state=state, gres=gres, features=feature_names)
 
 
-def _gres(text: str | None) -> tuple[str, int]:
-    """`gpu:a100:4` as kind (`gpu:a100`) and count; an empty kind for what is not one plain request."""
+def _parse_gres_request(text: str | None) -> tuple[str, int]:
+    """Return kind (`gpu:a100`) and count of `gpu:a100:4`; an empty kind if the text is not one plain request."""
     match = re.fullmatch(r"(?:gres[/:])?([A-Za-z_]\w*(?::[A-Za-z_][\w.-]*)?)(?:[:=](\d+))?", text or "")
     return (match[1], int(match[2] or 1)) if match else ("", 0)
 
 
-def _count(offered: str, kind: str) -> int:
-    """Return how many of a kind a node has, from sinfo's `gpu:a100:8(S:0-1),shard:16`."""
+def _count_offered_gres(offered: str, kind: str) -> int:
+    """Return the number of resources of a kind on a node, from sinfo's `gpu:a100:8(S:0-1),shard:16`."""
     total = 0
     for item in re.sub(r"\([^)]*\)", "", offered).split(","):
         fields = item.split(":")
@@ -231,8 +236,8 @@ def _count(offered: str, kind: str) -> int:
     return total
 
 
-def minutes(text: str) -> float | None:
-    """Return a time limit of Slurm in minutes: `90`, `30:00`, `1:30:00`, `1-12`, `1-12:30:00`; None if it has none."""
+def parse_time_limit(text: str) -> float | None:
+    """Return a time limit of Slurm in minutes: `90`, `30:00`, `1:30:00`, `1-12`, `1-12:30:00`; None for no limit."""
     if text.upper() in _UNLIMITED:
         return None
     days, dash, clock = text.rpartition("-")

@@ -1,4 +1,4 @@
-"""The machine that Slurm's commands run on: this one, or a login node over SSH."""
+"""Machine with Slurm's commands: this one, or a login node over SSH."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dtctl.transport.base import ByteStream, Connection, Target, Transport
 
 LIMIT_S = 60.0
 STDERR_BYTES = 1 << 20
-"""Bytes of a command's output in addition to its answer; more is not read."""
+"""Limit on the bytes of a command's output in addition to its answer; more is not read."""
 SANDBOX = "sandbox"
-"""Value of `cluster.login` that means the sandbox which was started with --slurm."""
+"""Value of `cluster.login` for the sandbox that was started with --slurm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """A command that has ended."""
+class CommandResult:
+    """Result of a command."""
 
     code: int
     data: bytes
@@ -34,23 +34,23 @@ class Done:
 
     @property
     def out(self) -> str:
-        """The same as text."""
-        return _text(self.data)
+        """Output of the command as text."""
+        return _decode_text(self.data)
 
 
-class Site(Protocol):
-    """Machine on which commands run and the run's folder lies."""
+class CommandHost(Protocol):
+    """Machine on which commands run and which has the run's folder."""
 
     @property
     def name(self) -> str:
-        """Name for messages: the login node, or `this machine`."""
+        """Name for messages: that of the login node, or `this machine`."""
         ...
 
-    def run(self, argv: Sequence[str], *, stdin: bytes = b"", limit_s: float = LIMIT_S) -> Done:
-        """Run a command to its end; 127 when there is no such program.
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", limit_s: float = LIMIT_S) -> CommandResult:
+        """Run a command to its end; the exit code is 127 if there is no such program.
 
         Raises:
-            LaunchError: it does not end in time.
+            LaunchError: the command does not end in time.
             ConnectError: the machine cannot be reached.
         """
         ...
@@ -62,7 +62,7 @@ class Site(Protocol):
 
     @property
     def transport(self) -> Transport:
-        """The way there."""
+        """Transport to the machine."""
         ...
 
     def close(self) -> None:
@@ -71,15 +71,15 @@ class Site(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSite:
-    """This machine."""
+class LocalCommandHost:
+    """Command host that is this machine."""
 
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables for Slurm's commands, on top of this process's own."""
+    """Variables for Slurm's commands, in addition to those of this process."""
     name: str = "this machine"
 
-    def run(self, argv: Sequence[str], *, stdin: bytes = b"", limit_s: float = LIMIT_S) -> Done:
-        """See `Site`."""
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", limit_s: float = LIMIT_S) -> CommandResult:
+        """See `CommandHost`."""
         try:
             done = subprocess.run(
                 [*argv], input=stdin, capture_output=True, env={**os.environ, **self.env}, timeout=limit_s, check=False,
@@ -88,27 +88,27 @@ class LocalSite:
         except subprocess.TimeoutExpired:
             raise _timeout_error(argv, limit_s, self.name) from None
         except FileNotFoundError:
-            return Done(code=127, data=b"", err=f"{argv[0]}: not found")
-        return Done(code=done.returncode, data=done.stdout, err=_text(done.stderr))
+            return CommandResult(code=127, data=b"", err=f"{argv[0]}: not found")
+        return CommandResult(code=done.returncode, data=done.stdout, err=_decode_text(done.stderr))
 
     @property
     def target(self) -> Target:
-        """See `Site`."""
+        """See `CommandHost`."""
         return Target(name="slurm", address="")
 
     @property
     def transport(self) -> Transport:
-        """See `Site`."""
+        """See `CommandHost`."""
         from dtctl.transport.local import LocalTransport
 
         return LocalTransport()
 
     def close(self) -> None:
-        """See `Site`."""
+        """See `CommandHost`."""
 
 
-class LoginSite:
-    """A login node; the connection is made again when it was lost."""
+class LoginCommandHost:
+    """Command host that is a login node; a lost connection is opened again."""
 
     def __init__(self, target: Target, transport: Transport) -> None:
         self.target = target
@@ -117,27 +117,27 @@ class LoginSite:
 
     @property
     def name(self) -> str:
-        """See `Site`."""
+        """See `CommandHost`."""
         return self.target.name
 
     def connection(self) -> Connection:
         """Return the open connection.
 
         Raises:
-            TransportError: of the class for the reason why there is none.
+            TransportError: no connection can be opened; the class names the reason.
         """
         if self._connection is None or not self._connection.alive():
             self.close()
             self._connection = self.transport.connect(self.target)
         return self._connection
 
-    def run(self, argv: Sequence[str], *, stdin: bytes = b"", limit_s: float = LIMIT_S) -> Done:
-        """See `Site`."""
-        stream = self.connection().open(shell.join(argv))
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", limit_s: float = LIMIT_S) -> CommandResult:
+        """See `CommandHost`."""
+        stream = self.connection().open(shell.join_command(argv))
         try:
             stream.write(stdin)
             stream.close_stdin()
-            out, err = _read(stream, limit_s)
+            out, err = _read_command_output(stream, limit_s)
             code = stream.exit_status(limit_s)
         finally:
             stream.close()
@@ -145,23 +145,23 @@ class LoginSite:
             if self._connection is not None and self._connection.alive():
                 raise _timeout_error(argv, limit_s, self.name)
             raise ConnectError("the link was lost", node=self.name)
-        return Done(code=code, data=out, err=_text(err))
+        return CommandResult(code=code, data=out, err=_decode_text(err))
 
     def close(self) -> None:
-        """See `Site`."""
+        """See `CommandHost`."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
 
-def _read(stream: ByteStream, limit_s: float) -> tuple[bytes, bytes]:
+def _read_command_output(stream: ByteStream, limit_s: float) -> tuple[bytes, bytes]:
     deadline = time.monotonic() + limit_s
     out, err = bytearray(), bytearray()
     while (chunk := stream.read(1 << 18)) and time.monotonic() < deadline and len(out) <= BYTES:
         out += chunk
         err += stream.read_stderr()
         del err[:-STDERR_BYTES]
-    stream.exit_status(2.0)  # its last output on standard error comes before its status
+    stream.exit_status(2.0)  # its last output on standard error arrives before its status
     return bytes(out), bytes(err) + stream.read_stderr()
 
 
@@ -171,43 +171,37 @@ def _timeout_error(argv: Sequence[str], limit_s: float, machine: str) -> LaunchE
     )
 
 
-def _text(data: bytes) -> str:
+def _decode_text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-def site_of(spec: Spec) -> Site:
-    """Return the machine with Slurm's commands, as the spec names it.
+def site_of(spec: Spec) -> CommandHost:
+    """Return the machine with Slurm's commands that the spec names.
 
     Raises:
-        LaunchError: it is the sandbox, and that has no Slurm; or the user has not agreed to what the spec reaches.
+        LaunchError: the machine is a sandbox without Slurm, or the user has not agreed to the machines that the spec
+            names.
     """
-    trust.check(spec)  # a request to Slurm submits the spec's job, or reads a configuration that could run commands
+    trust.require_user_agreement(
+        spec
+    )  # a request to Slurm submits the spec's job, or reads a configuration that could run commands
     login = spec.cluster.login
     if login is None:
-        return LocalSite()
+        return LocalCommandHost()
     if login == SANDBOX:
-        return LocalSite(_sandbox_env(), name="the sandbox")
-    from dtctl.launch.cluster import ssh_transport
+        return LocalCommandHost(_sandbox_env(), name="the sandbox")
+    from dtctl.launch.cluster import build_target, ssh_transport
 
     cluster = spec.cluster
-    target = Target(
-        name=login,
-        address=login,
-        user=cluster.user,
-        port=cluster.port,
-        identity_file=str(cluster.identity_file) if cluster.identity_file else None,
-        known_hosts=str(cluster.known_hosts) if cluster.known_hosts else None,
-        ssh_config=str(cluster.ssh_config) if cluster.ssh_config else None,
-        connect_timeout_s=cluster.connect_timeout_s,
-    )
-    return LoginSite(target, ssh_transport([target], cluster.ssh))
+    target = build_target(cluster, login, address=login, user=cluster.user, port=cluster.port)
+    return LoginCommandHost(target, ssh_transport([target], cluster.ssh))
 
 
 def _sandbox_env() -> dict[str, str]:
     from dtctl.sandbox import control, slurm
 
-    sandbox = control.find(control.default_name())
-    env = slurm.environment(sandbox) if sandbox else {}
+    sandbox = control.find_running_sandbox(control.default_name())
+    env = slurm.build_slurm_environment(sandbox) if sandbox else {}
     if not env:
         raise LaunchError(
             "the sandbox is not up with Slurm",

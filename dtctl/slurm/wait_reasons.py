@@ -1,7 +1,7 @@
-"""Reasons for which Slurm lets a job wait, or has ended it: its codes, explained with what to change.
+"""Reasons for which Slurm lets a job wait or has ended it: Slurm's codes, with explanations and remedies.
 
-Source: "Job reason codes" and "Job state codes" of Slurm's manual (squeue, 24.05). A code that is not here is shown as
-it is.
+Source: "Job reason codes" and "Job state codes" of Slurm's manual (squeue, 24.05). A code that is missing here is shown
+without an explanation.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _ENDS: Final[Mapping[str, str]] = {
     "a node), or use less",
 }
 NEVER: Final = frozenset({"DependencyNeverSatisfied"})
-"""Codes of jobs that Slurm keeps and never starts, whatever others do."""
+"""Codes of jobs that Slurm keeps in its queue and never starts, even when all other jobs have ended."""
 
 
 def explain_wait(job: str, code: str) -> str:
-    """Return Slurm's code for why a job waits, with what that means where it is known."""
+    """Return Slurm's code for the reason why a job waits, with its meaning if that is known."""
     known = _EXPLAINED.get(code.partition(",")[0].partition(" ")[0])
-    if known is None and "held" in code.lower():  # JobHeldUser, job_requeued_in_held_state
+    if known is None and "held" in code.lower():  # such as JobHeldUser, job_requeued_in_held_state
         known = "somebody holds it; `scontrol release {job}` lets it begin"
     return f"{code}: {known.format(job=job)}" if known else code
 
 
 def explain_end(state: str) -> str:
-    """Return the state in which a job has ended, with what that means where it is known."""
+    """Return the state in which a job has ended, with its meaning if that is known."""
     return f"{state}: {_ENDS[state]}" if state in _ENDS else state

@@ -1,1 +1,1 @@
-"""The spec: what the user wrote, read and checked. See `model.py` for the keys and `load.py` for the errors."""
+"""The spec: the user's file, read and checked. See `model.py` for the keys and `load.py` for the errors."""

@@ -1,4 +1,4 @@
-"""Hostfiles of MPI and DeepSpeed: `name slots=4`, one node a line. Pure but for reading the file."""
+"""Hostfiles of MPI and DeepSpeed: `name slots=4`, one node per line. Pure except for reading the file."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _USUAL = "write `name slots=4`"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostfileLine:
-    """One node of a hostfile."""
+    """Entry of a hostfile: a node and its slots."""
 
     name: str
     slots: int | None
-    """Workers on the node; None when the line has no number."""
+    """Number of workers on the node; None if the line has no number."""
     where: str
-    """`file:line`."""
+    """Place of the line, for errors: `file:line`."""
 
 
-def parse(text: str, *, source: str) -> list[HostfileLine]:
+def parse_hostfile(text: str, *, source: str) -> list[HostfileLine]:
     """Return the nodes, in the order of the file.
 
-    Understands `name slots=4 max_slots=8` (Open MPI, DeepSpeed) and `name:4` (MPICH); `#` begins a comment. `max_slots`
-    is checked and then left alone: dtctl never starts more workers than `slots`.
+    Accepts `name slots=4 max_slots=8` (Open MPI, DeepSpeed) and `name:4` (MPICH); `#` begins a comment. `max_slots` is
+    checked and then ignored: dtctl never starts more workers than `slots`.
 
     Raises:
-        SpecError: a line is not of this form, a name is listed twice, or there is none.
+        SpecError: a line has another form, a name is listed twice, or the file has no node.
     """
     entries: dict[str, HostfileLine] = {}
     for number, line in enumerate(text.split("\n"), 1):
         words = line.split("#", 1)[0].split()
         if not words:
             continue
-        node = _line(words, f"{source}:{number}")
+        node = _parse_hostfile_line(words, f"{source}:{number}")
         if node.name in entries:
             raise SpecError(
                 f"node {node.name} is listed twice in the hostfile: {entries[node.name].where} and {node.where}",
@@ -53,12 +53,12 @@ def parse(text: str, *, source: str) -> list[HostfileLine]:
     return list(entries.values())
 
 
-def _line(words: list[str], where: str) -> HostfileLine:
+def _parse_hostfile_line(words: list[str], where: str) -> HostfileLine:
     name, counts = words[0], dict[str, int]()
     mpich = _SLOTS_OF_MPICH.match(name)
     if mpich is not None:
         name = mpich["name"]
-        counts["slots"] = _count("slots", mpich["slots"], where)
+        counts["slots"] = _parse_worker_count("slots", mpich["slots"], where)
     elif "=" in name:
         raise SpecError(f"{name!r} is not the name of a node", where=where, hint=_USUAL)
     for word in words[1:]:
@@ -68,24 +68,24 @@ def _line(words: list[str], where: str) -> HostfileLine:
             raise SpecError(f"{word!r} is not understood in a hostfile", where=where, hint=_USUAL)
         if key in counts:
             raise SpecError(f"{key} of node {name} are given twice", where=where, hint=_USUAL)
-        counts[key] = _count(key, value, where)
+        counts[key] = _parse_worker_count(key, value, where)
     slots = counts.get("slots")
     if slots is not None and slots > counts.get("max_slots", slots):
         raise SpecError(f"node {name} has {slots} slots and at most {counts['max_slots']}", where=where)
     return HostfileLine(name=name, slots=slots, where=where)
 
 
-def _count(key: str, text: str, where: str) -> int:
+def _parse_worker_count(key: str, text: str, where: str) -> int:
     if not _COUNT.match(text):
         raise SpecError(f"{key}={text} is not a number of workers", where=where, hint=f"write `{key}=4`")
     return int(text)
 
 
-def read(path: Path) -> list[HostfileLine]:
+def read_hostfile(path: Path) -> list[HostfileLine]:
     """Return the nodes of the hostfile at `path`.
 
     Raises:
-        SpecError: it cannot be read, or is wrong. Never quietly taken for an empty one.
+        SpecError: the file cannot be read, or is wrong; a missing file is never treated as an empty one.
     """
     try:
         text = folders.read_regular(str(path), MAX_BYTES).decode("utf-8-sig")
@@ -94,4 +94,4 @@ def read(path: Path) -> list[HostfileLine]:
         raise SpecError(f"the hostfile cannot be read: {reason}", where=str(path), key="cluster.hostfile") from exc
     except UnicodeDecodeError as exc:
         raise SpecError("the hostfile is not UTF-8 text", where=str(path), key="cluster.hostfile") from exc
-    return parse(text, source=str(path))
+    return parse_hostfile(text, source=str(path))

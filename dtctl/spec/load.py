@@ -1,4 +1,4 @@
-"""Reading a spec: file and `--set` in, checked `Spec` out. The texts of errors are in problems.py."""
+"""Reading of a spec: a checked `Spec` from a file and `--set` values. The texts of errors are in problems.py."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dtctl.errors import SpecError
+from dtctl.errors import SpecError, suggest_name
 from dtctl.names import SPEC_FILE
 from dtctl.spec import positions
 from dtctl.spec.model import Cluster, Spec
+from dtctl.spec.places import KeyLocations, format_dotted_key
 from dtctl.spec.places import Path as Key
-from dtctl.spec.places import Places, dotted
 
 MAX_BYTES = 4 * 1024 * 1024
-"""Largest spec that is read; more is another file, or no file at all (/dev/zero)."""
+"""Size of the largest spec that is read, in bytes; a larger file is no spec, or endless (/dev/zero)."""
 STDIN = "<standard input>"
 _INIT = "`dtctl init DIR` makes a project with one"
 
@@ -27,13 +27,13 @@ _INIT = "`dtctl init DIR` makes a project with one"
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
     """Return the spec in the file at `path`, or in `dtctl.yaml` of the folder at `path`, with `--set` values applied.
 
-    `-` is the standard input; the working folder is then the project's.
+    `-` is the standard input; relative paths then refer to the working folder.
 
     Raises:
-        SpecError: the file cannot be read, or has keys or values that are not allowed; all problems in one error.
+        SpecError: the file cannot be read, or has keys or values that are not allowed; one error lists all problems.
     """
     if path == Path("-"):
-        text = _text(sys.stdin.buffer.read(MAX_BYTES + 1), STDIN)
+        text = _decode_spec_text(sys.stdin.buffer.read(MAX_BYTES + 1), STDIN)
         return parse_spec(text, source=STDIN, base_dir=Path.cwd(), overrides=overrides)
     if path.is_dir():
         path = path / SPEC_FILE
@@ -45,18 +45,29 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
             f"`dtctl launch --nodes localhost -- {path}`; what is meant for the spec's script follows `--`",
         )
     try:
-        if path.is_fifo():  # opening it waits until another process writes
+        if path.is_fifo():  # opening a pipe waits until another process writes to it
             raise SpecError("the spec is a pipe", where=str(path), hint="`-` reads standard input")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise SpecError(f"there is no spec {path}", where=str(path), hint=_INIT) from None
+        raise SpecError(f"there is no spec {path}", where=str(path), hint=_suggest_spec(path)) from None
     except OSError as exc:
         raise SpecError(f"the spec cannot be read: {exc.strerror}", where=str(path)) from exc
-    return parse_spec(_text(raw, str(path)), source=str(path), base_dir=path.resolve().parent, overrides=overrides)
+    return parse_spec(
+        _decode_spec_text(raw, str(path)), source=str(path), base_dir=path.resolve().parent, overrides=overrides
+    )
 
 
-def _text(raw: bytes, source: str) -> str:
+def _suggest_spec(path: Path) -> str:
+    """Return the hint for a missing spec: a file with a similar name, or else the command that creates a spec."""
+    try:
+        found = [each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml") and each.is_file()]
+    except OSError:
+        found = []
+    return suggest_name(path.name, found, _INIT)
+
+
+def _decode_spec_text(raw: bytes, source: str) -> str:
     if len(raw) > MAX_BYTES:
         raise SpecError(f"the spec is larger than {MAX_BYTES:,} bytes", where=source, hint="is this the right file?")
     try:
@@ -72,67 +83,75 @@ def parse_spec(
     """Return the spec in `text`.
 
     Args:
-        text: YAML.
-        source: name of the text in messages.
-        base_dir: folder that relative paths are relative to.
+        text: the spec as YAML.
+        source: name of the text, for messages.
+        base_dir: folder to which relative paths refer.
         overrides: `KEY=VALUE`, applied in order; a value is YAML.
-        is_of_run: whether it is the copy of a run, which may be older than this version: keys that were removed since
-            are left out.
+        is_of_run: whether the text is the copy of a run's spec, which may be older than this version; keys that were
+            removed since then are dropped.
 
     Raises:
-        SpecError: as `load_spec`.
+        SpecError: see `load_spec`.
     """
-    document = positions.parse(text, source=source)
+    document = positions.parse_yaml_document(text, source=source)
     if document.data is None:
         raise SpecError("the spec is empty", where=source, hint=_INIT)
     if not isinstance(document.data, dict):
         raise SpecError(
-            "a spec has sections (cluster, job, ...), and this is something else", where=document.places.of(())
+            "a spec has sections (cluster, job, ...), and this is something else", where=document.places.locate_key(())
         )
-    return check(document, base_dir=base_dir, overrides=overrides, is_of_run=is_of_run)
+    return build_spec_from_document(document, base_dir=base_dir, overrides=overrides, is_of_run=is_of_run)
 
 
-def check(document: positions.Document, *, base_dir: Path, overrides: Sequence[str], is_of_run: bool = False) -> Spec:
+def build_spec_from_document(
+    document: positions.YamlDocument, *, base_dir: Path, overrides: Sequence[str], is_of_run: bool = False
+) -> Spec:
     """Return the spec in the data of a document, with `--set` values applied; the data is changed.
 
     Raises:
-        SpecError: a key or a value is wrong; all problems in one error.
+        SpecError: a key or a value is wrong; one error lists all problems.
     """
     data, texts = document.data, document.texts
     applied = []
     if overrides:
-        from dtctl.spec.overrides import apply
+        from dtctl.spec.overrides import apply_override
 
-        applied = [(apply(data, texts, override), override) for override in overrides]
-    places = Places(document.places.source, document.places.lines, applied)
+        applied = [(apply_override(data, texts, override), override) for override in overrides]
+    places = KeyLocations(document.places.source, document.places.lines, applied)
     if "base_dir" in data:
         from dtctl.spec import problems
 
-        raise SpecError(f"base_dir: {problems.unknown(('base_dir',))}", where=places.of(("base_dir",)), key="base_dir")
+        raise SpecError(
+            f"base_dir: {problems.describe_unknown_key(('base_dir',))}",
+            where=places.locate_key(("base_dir",)),
+            key="base_dir",
+        )
     try:
-        spec = _validated(data, texts, is_of_run=is_of_run)
+        spec = _validate_spec_data(data, texts, is_of_run=is_of_run)
     except ValidationError as exc:
         from dtctl.spec import problems
 
-        raise problems.explain(exc.errors(include_url=False), data, places) from None
-    spec = spec.model_copy(update={"base_dir": base_dir, **_absolute(spec.cluster, base_dir, places)})
+        raise problems.build_spec_error(exc.errors(include_url=False), data, places) from None
+    spec = spec.model_copy(update={"base_dir": base_dir, **_resolve_cluster_paths(spec.cluster, base_dir, places)})
     spec._places = places
     return spec
 
 
 def dump_spec(spec: Spec) -> str:
     """Return the spec as YAML that `parse_spec` reads as the same spec."""
-    return positions.write(spec.model_dump(mode="json", exclude_none=True, exclude_unset=True, by_alias=True))
+    return positions.format_yaml_document(
+        spec.model_dump(mode="json", exclude_none=True, exclude_unset=True, by_alias=True)
+    )
 
 
-def _validated(data: dict[str, Any], texts: Mapping[Key, str], *, is_of_run: bool) -> Spec:
+def _validate_spec_data(data: dict[str, Any], texts: Mapping[Key, str], *, is_of_run: bool) -> Spec:
     if not Spec.__pydantic_complete__:
         with _without_plugins():
             Spec.model_rebuild()
     try:
         return Spec.model_validate(data)
     except ValidationError as exc:
-        is_changed = _retype(exc, data, texts)
+        is_changed = _restore_typed_text(exc, data, texts)
         if not ((is_of_run and _leave_out_removed(exc, data)) or is_changed):
             raise
     return Spec.model_validate(data)
@@ -140,7 +159,7 @@ def _validated(data: dict[str, Any], texts: Mapping[Key, str], *, is_of_run: boo
 
 @contextmanager
 def _without_plugins() -> Iterator[None]:
-    """Keep pydantic from looking through all installed packages for plugins, which takes 10 ms and more."""
+    """Prevent pydantic from searching all installed packages for plugins, which takes 10 ms or more."""
     name = "PYDANTIC_DISABLE_PLUGINS"
     before = os.environ.get(name)
     os.environ[name] = "__all__"
@@ -153,10 +172,10 @@ def _without_plugins() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _retype(error: ValidationError, data: dict[str, Any], texts: Mapping[Key, str]) -> bool:
-    """Restore the typed text where text is required and YAML has read a number or a truth value.
+def _restore_typed_text(error: ValidationError, data: dict[str, Any], texts: Mapping[Key, str]) -> bool:
+    """Restore the user's text where text is required and YAML has read a number or a truth value.
 
-    `env: {CUDA: 12.10}` means 12.10 and not 12.1. Returns whether anything was changed.
+    `env: {CUDA: 12.10}` means 12.10 and not 12.1. The result is True if a value was changed.
     """
     from dtctl.spec import problems
 
@@ -173,13 +192,13 @@ def _retype(error: ValidationError, data: dict[str, Any], texts: Mapping[Key, st
 
 
 def _leave_out_removed(error: ValidationError, data: dict[str, Any]) -> bool:
-    """Take keys out that were removed since some version, and values that are refused since; return whether any was."""
+    """Drop keys and values that an older version accepted and this one refuses; return whether there were any."""
     from dtctl.spec import problems
 
     changed = False
     for problem in error.errors(include_url=False, include_context=False):
         path = problems.path_in(problem["loc"], data)
-        if dotted(path) in {*problems.REMOVED, *problems.REFUSED_SINCE}:
+        if format_dotted_key(path) in {*problems.REMOVED, *problems.REFUSED_SINCE}:
             place: Any = data
             for step in path[:-1]:
                 place = place[step]
@@ -187,8 +206,8 @@ def _leave_out_removed(error: ValidationError, data: dict[str, Any]) -> bool:
     return changed
 
 
-def _absolute(cluster: Cluster, base_dir: Path, places: Places) -> dict[str, Cluster]:
-    """Return the cluster section with paths that do not depend on the working folder; empty if it names none."""
+def _resolve_cluster_paths(cluster: Cluster, base_dir: Path, places: KeyLocations) -> dict[str, Cluster]:
+    """Return the cluster section with its paths made absolute; empty if it has no path."""
     update = {}
     for name in ("hostfile", "identity_file", "known_hosts", "ssh_config"):
         path = getattr(cluster, name)
@@ -198,7 +217,7 @@ def _absolute(cluster: Cluster, base_dir: Path, places: Places) -> dict[str, Clu
             update[name] = base_dir / path.expanduser()
         except RuntimeError as exc:
             key = f"cluster.{name}"
-            where = places.of(("cluster", name))
+            where = places.locate_key(("cluster", name))
             raise SpecError(
                 f"{key}: the home folder in {path} is unknown on this machine", where=where, key=key
             ) from exc

@@ -1,11 +1,9 @@
-"""The keys of a spec: every key with its meaning, its default and its unit.
+"""The keys of a spec, with their meanings, defaults and units.
 
-The text under a field is its documentation: `dtctl validate --schema` takes it from here (see schema.py).
-Unknown keys are refused everywhere but in `train.model`, `train.data`, `job.deepspeed`, `slurm.extra`,
-`kubernetes.affinity` and `kubernetes.extra`, which belong to others.
+The text under a field is its documentation, which `dtctl validate --schema` prints (see schema.py). Unknown keys are
+refused, except in `train.model`, `train.data`, `job.deepspeed`, `slurm.extra`, `kubernetes.affinity` and
+`kubernetes.extra`, whose keys other programs define.
 """
-
-from __future__ import annotations
 
 import posixpath
 import re
@@ -17,7 +15,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, ValidationI
 
 from dtctl import shell
 from dtctl.names import DEFAULT_WORKDIR
-from dtctl.spec.places import Places, parse_key
+from dtctl.spec.places import KeyLocations, parse_key
 from dtctl.spec.section import (
     Count,
     CountOrZero,
@@ -26,13 +24,14 @@ from dtctl.spec.section import (
     Port,
     Positive,
     PositiveOrZero,
+    RareSection,
     Section,
     Text,
     Word,
 )  # fmt: skip
 from dtctl.spec.training import Train
 
-__all__ = [  # the sections
+__all__ = [  # the sections of a spec
     "Alerts",
     "Cluster",
     "Container",
@@ -60,8 +59,8 @@ Slots = Annotated[int, Field(strict=True, ge=1, le=65_536)] | Literal["auto"]
 _OR_TEXT: dict[str, Any] = {"type": ["array", "string"]}
 
 
-def _written(pattern: str, expected: str) -> AfterValidator:
-    """Return the check that text is written as a program wants it, before that program refuses it minutes later."""
+def _make_pattern_validator(pattern: str, expected: str) -> AfterValidator:
+    """Return the check of a text's form, so that a wrong text is an error now and not minutes later."""
 
     def check(text: str) -> str:
         if re.fullmatch(pattern, text) is None:
@@ -73,15 +72,20 @@ def _written(pattern: str, expected: str) -> AfterValidator:
 
 SlurmTime = Annotated[
     Word,
-    _written(
+    _make_pattern_validator(
         r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}|(?i:infinite|unlimited)",
         'minutes, H:MM:SS or D-HH:MM:SS, as text: "12:00:00"',
     ),
 ]
-"""A time limit as sbatch(1) reads it."""
-SlurmMemory = Annotated[Word, _written(r"\d+[KMGTkmgt]?", "a size as Slurm writes it: 200G, 500M, or 0 for all of it")]
+"""A time limit in the format of sbatch(1)."""
+SlurmMemory = Annotated[
+    Word, _make_pattern_validator(r"\d+[KMGTkmgt]?", "a size as Slurm writes it: 200G, 500M, or 0 for all of it")
+]
 SlurmArray = Annotated[
-    Word, _written(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "the indexes of an array: 0-9%2, or 1,3,5")
+    Word,
+    _make_pattern_validator(
+        r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "the indexes of an array: 0-9%2, or 1,3,5"
+    ),
 ]
 _OWN_DIRECTIVES = {
     "array": "set `slurm.array`",
@@ -103,13 +107,15 @@ _OWN_DIRECTIVES = {
     "wait": "`dtctl launch` waits for the job",
     "wrap": "set `job.command`",
 }
-"""Directives of sbatch on which dtctl relies, and what to do instead."""
-SlurmGres = Annotated[Word, _written(r"[A-Za-z][^\s]*", "a resource with its number: gpu:8, or gpu:a100:4,nic:1")]
+"""Directives of sbatch on which dtctl relies, with the keys to use instead."""
+SlurmGres = Annotated[
+    Word, _make_pattern_validator(r"[A-Za-z][^\s]*", "a resource with its number: gpu:8, or gpu:a100:4,nic:1")
+]
 Drop = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 
 
 class NodeEntry(Section):
-    """One entry of `cluster.nodes` that is more than a name. Values here win over those of `cluster`."""
+    """Entry of `cluster.nodes` with more keys than a name. Its values take precedence over those of `cluster`."""
 
     name: Word
     """Name of the node, or a range of names: `gpu[01-04]`. May also be spelt `host`."""
@@ -124,12 +130,12 @@ class NodeEntry(Section):
     port: Port | None = None
     """Port of the node's SSH server."""
     user: Word | None = None
-    """Login user."""
+    """User name for the login on this node."""
     workdir: PathText | None = None
     """Folder for everything that dtctl writes on this node."""
     rack: Word | None = None
-    """What shares power or a switch with this node: copies of its snapshots are kept in another rack. Not used under
-    Slurm."""
+    """Name of the group of nodes that share power or a switch with this one: copies of its snapshots are kept in
+    another rack. Not used under Slurm."""
     gres: SlurmGres | None = None
     """Under Slurm: generic resources of this node, instead of `slurm.gres`."""
 
@@ -147,7 +153,7 @@ class Cluster(Section):
     """The machines and how to reach them."""
 
     transport: TransportName = "local"
-    """How nodes are reached: `local` is this machine alone, `sandbox` virtual hosts on it."""
+    """Way to reach the nodes: `local` is this machine alone, `sandbox` virtual hosts on it."""
     nodes: tuple[Text | NodeEntry, ...] | Annotated[int, Field(strict=True, ge=1, le=65_536)] = ()
     """Names (`gpu1`), ranges (`gpu[01-04]`), entries with more keys; or, for the sandbox and Slurm, a number; in the
     sandbox at most 250. Default: 3 hosts in the sandbox, this machine with transport local."""
@@ -199,8 +205,8 @@ class Files(Section):
     """Which files are copied to the nodes."""
 
     push: bool = True
-    """Whether files are copied at all. false: the job's folder is already on every node, at `root`. A run starts in a
-    working folder of its own all the same, in which that folder appears."""
+    """Copy the files to the nodes. false: no files are copied, the job's folder is already on every node, at `root`. A
+    run starts in a working folder of its own all the same, in which that folder appears."""
     root: PathText = "."
     """Folder to copy, relative to the spec. With `push: false`, where it lies on every node: `/opt/app`, `~/code`, or,
     relative to the spec, under the same path as here."""
@@ -211,7 +217,7 @@ class Files(Section):
 
 
 def _for_a_shell(found: str) -> str:
-    """Return why a command is refused: part of it means something to a shell alone, and would be an argument."""
+    """Return the error of a command without `shell: true` whose argument contains shell syntax."""
     return f"{found} is shell syntax, and no shell runs this; add `shell: true`, or quote it to pass it on"
 
 
@@ -219,19 +225,19 @@ class DataEntry(Section):
     """Files that a job reads and that are no part of its code."""
 
     source: Word = Field(alias="from")
-    """What to bring: a file or folder of this machine (`~/datasets/x`; a relative path begins at the spec), a URL that
-    fsspec knows (`hf://datasets/org/name`, `s3://bucket/x`), or `node:/mnt/x`, which every node has already."""
+    """Source of the files: a file or folder of this machine (`~/datasets/x`; a relative path begins at the spec), a URL
+    that fsspec knows (`hf://datasets/org/name`, `s3://bucket/x`), or `node:/mnt/x`, which every node has already."""
     to: PathText
     """Path in the job's working folder where it appears: `data/x`."""
 
     @property
     def is_on_nodes(self) -> bool:
-        """Return whether nodes have the files."""
+        """Return whether the nodes have the files already."""
         return self.source.startswith("node:")
 
     @property
     def is_url(self) -> bool:
-        """Return whether the files have to be fetched."""
+        """Return whether the source is a URL, from which the files must be downloaded."""
         return "://" in self.source
 
     @field_validator("to")
@@ -247,8 +253,8 @@ class DataEntry(Section):
         return source
 
 
-PythonVersion = Annotated[Text, _written(r"3\.\d{1,2}", 'a version as text: "3.12"')]
-_PASSWORD_IN_URL = re.compile(r"://[^/]*@")
+PythonVersion = Annotated[Text, _make_pattern_validator(r"3\.\d{1,2}", 'a version as text: "3.12"')]
+_PASSWORD_IN_URL = r"://[^/]*@"
 
 
 class SharedEntry(Section):
@@ -278,7 +284,7 @@ def _path_inside(path: str) -> str:
     """Return a path in a job's working folder in its shortest form.
 
     Raises:
-        ValueError: it is none, or all of the folder.
+        ValueError: the path leaves the folder, or is the whole folder.
     """
     if path.startswith(("/", "~")) or ".." in path.split("/") or posixpath.normpath(path) == ".":
         raise ValueError(f"{path!r} is not a path inside the job's working folder")
@@ -289,20 +295,28 @@ class Environment(Section):
     """The Python environment of the workers: uv makes it on every node, once, below `cluster.workdir`."""
 
     requirements: FilePath | None = None
-    """File of requirements, as pip reads them. Its lock, `NAME.dtctl.lock`, is written beside the spec and renewed when
-    the file changes; a file with hashes is its own lock."""
+    """File of requirements, as pip reads them. Its lock, `NAME.dtctl.lock`, is written next to the spec and made again
+    when the file changes; a file with hashes is its own lock."""
     project: FilePath | None = None
-    """Folder with pyproject.toml and uv.lock, instead: what the lock names is installed, the project itself is not,
-    since its files are copied to the nodes."""
+    """Folder with pyproject.toml and uv.lock, in place of `requirements`. The project itself is not installed, since
+    its files are copied to the nodes."""
+    extras: tuple[Word, ...] = ()
+    """Extras of the project that are installed, too (`project.optional-dependencies` in pyproject.toml): `[gpu]`."""
+    groups: tuple[Word, ...] = ()
+    """Dependency groups of the project that are installed, too (`dependency-groups` in pyproject.toml): `[train]`."""
     python: PythonVersion | None = None
     """Version of Python. Default: that of the Python that runs dtctl. A node without it gets one from uv."""
     platform: Literal["x86_64", "aarch64"] | None = None
     """Processor of the nodes, for which packages are chosen. Default: that of this machine."""
     index: tuple[Word, ...] = ()
-    """Where packages come from, instead of PyPI: URLs of indexes, and folders with wheels (relative to the spec), which
-    nodes have under the same path. Passwords belong into ~/.netrc."""
+    """Sources of packages instead of PyPI: URLs of indexes, and folders with wheels (relative to the spec), which nodes
+    have under the same path. The lock is made from them, too. Of an index with a name (`corp=https://...`) user and
+    password are those of UV_INDEX_CORP_USERNAME and UV_INDEX_CORP_PASSWORD here; else they belong in ~/.netrc."""
+    wheels: Literal["index", "relay"] = "index"
+    """Source of the wheels on nodes. index: each node downloads them. relay: this machine downloads and sends them, and
+    nodes pass them on to each other; for nodes without internet, which then need no index and no folders."""
 
-    @field_validator("index", mode="before")
+    @field_validator("extras", "groups", "index", mode="before")
     @classmethod
     def _one_text(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
@@ -310,30 +324,39 @@ class Environment(Section):
     @field_validator("index")
     @classmethod
     def _no_passwords(cls, places: tuple[str, ...]) -> tuple[str, ...]:
-        if any(_PASSWORD_IN_URL.search(place) for place in places):
-            raise ValueError("has a user or a password in a URL; write them into ~/.netrc, here and on the nodes")
+        if any(re.search(_PASSWORD_IN_URL, place) for place in places):
+            raise ValueError(
+                "has a user or a password in a URL; name the index (`corp=https://...`) and set UV_INDEX_CORP_USERNAME "
+                "and UV_INDEX_CORP_PASSWORD here, or write them into ~/.netrc, here and on the nodes"
+            )
         return places
 
     @model_validator(mode="after")
-    def _one_source(self) -> Environment:
+    def _one_source(self) -> "Environment":
         if (self.requirements is None) == (self.project is None):
             raise ValueError("expected either requirements or project")
+        chosen = [f"`{name}`" for name in ("extras", "groups") if getattr(self, name)]
+        if chosen and self.project is None:
+            raise ValueError(
+                f"{' and '.join(chosen)} are those of a project, and a file of requirements has none: set `project` "
+                "to the folder with pyproject.toml and uv.lock, or name the packages in the file"
+            )
         return self
 
 
 class Job(Section):
-    """Program to run."""
+    """Program to run, its files, and what happens when it fails."""
 
     name: Word = "job"
     """Name of the job; run ids begin with it."""
     script: PathText | None = None
     """Python script, relative to the folder that is copied to the nodes. A script of another language (`run.sh`, or by
-    its first line, `#!/usr/bin/env bash`) is run by its own interpreter, once per node unless `kind` says otherwise."""
+    its first line, `#!/usr/bin/env bash`) is run by its own interpreter, once per node unless another `kind` is set."""
     module: Word | None = None
     """Python module, instead of a script."""
     shell: bool = False
-    """Whether `command` is a line for bash, in which `&&`, `|`, `>` and `$NAME` have their meaning. The first command
-    that fails ends it (`-e -o pipefail`); arguments of the command line are `"$@"`."""
+    """Run `command` as a line of bash, in which `&&`, `|`, `>` and `$NAME` have their meaning. The first command that
+    fails ends it (`-e -o pipefail`); arguments of the command line are `"$@"`."""
     command: Annotated[tuple[Text, ...], Field(min_length=1, json_schema_extra=_OR_TEXT)] | None = None
     """Any program and its arguments, instead of a script; as text it is split as a shell would. The folder of
     `cluster.python` comes first on its PATH, so that `python3` is that Python."""
@@ -356,31 +379,31 @@ class Job(Section):
     """Which files are copied to the nodes."""
     data: tuple[DataEntry, ...] = ()
     """Files that the job reads and that are no part of its code: `[{from: ~/datasets/x, to: data/x}]`. They are brought
-    to every node once, whatever .gitignore says of them, kept there between runs, and appear in the working folder."""
+    to every node once, even if .gitignore excludes them, kept there between runs, and appear in the working folder."""
     environment: Environment | None = None
     """Python environment that every node makes, and in which the workers run: `{requirements: requirements.txt}`.
     `cluster.python` is then the Python of dtctl's own program alone. Default: the Python of `cluster.python`."""
     outputs: tuple[Word, ...] = ()
     """Files and folders that the job writes and that are worth keeping, relative to its working folder: `[out/]`.
-    `dtctl fetch` brings them, and `dtctl launch --resume` goes on in them. Default: all that was written is brought.
+    `dtctl fetch` brings them, and `dtctl launch --resume` continues in them. Default: all that was written is brought.
     An absolute path (`/scratch/out`) is brought from each node as well, and stays where it is."""
     shared: tuple[Text | SharedEntry, ...] = ()
     """Folders with checkpoints, relative to the working folder: `[checkpoints/]`, or `[{path: out, complete: DONE}]`.
-    What workers write there on any node is on all nodes before the next attempt and at `dtctl launch --resume`, without
-    a disk that the nodes share. Only complete checkpoints are copied, while workers run at a limited rate."""
+    Files that workers write there on any node are on all nodes before the next attempt and at `dtctl launch --resume`,
+    without a disk that the nodes share. Only complete checkpoints are copied, while workers run at a limited rate."""
     progress: Word | None = None
     """Regular expression that finds a training's progress in what the program prints, with a group `(?P<step>...)` and
     perhaps `(?P<loss>...)` and `(?P<steps>...)`. Default: the usual forms (`step 20: loss 3.4`, bars of tqdm). Not
     needed with dtctl.runtime, which writes metrics."""
     log_mib: CountOrZero = 1024
-    """Most MiB that are kept of the output of a worker, on its node and here. More is cut out of the middle, and how
-    much is said there. 0: no limit."""
+    """Most MiB that are kept of the output of a worker, on its node and here. More is cut out of the middle, and a line
+    there states how much. 0: no limit."""
     max_restarts: CountOrZero = 0
-    """How often all workers are restarted after a failure."""
+    """Number of times that all workers are restarted after a failure."""
     setup: tuple[str, ...] = ()
     """Shell lines that every node runs before the job: `module load cuda`, `source ~/venv/bin/activate`."""
     kind: KindName | None = None
-    """Who starts the workers. torchrun (default): one torchrun per node. direct: dtctl itself, faster, and unequal
+    """Launcher of the workers. torchrun (default): one torchrun per node. direct: dtctl itself, faster, and unequal
     slots are fine. command (default with `command`): the command once per node. accelerate, deepspeed: dtctl itself, in
     place of the framework's own launcher, with what the framework reads made of `train`."""
     preload: tuple[Word, ...] | None = None
@@ -391,16 +414,16 @@ class Job(Section):
     all workers are restarted. auto: ten times the slowest step, at least 30. Only programs with dtctl.runtime are
     monitored."""
     hang_start_s: Positive | Literal["auto", "off"] = "auto"
-    """The same before the first steps are measured: from the start through compilation to the first steps of an
-    attempt. auto: 1800; never less than `hang_s`."""
+    """Seconds as for `hang_s`, before the first steps are measured: from the start through compilation to the first
+    steps of an attempt. auto: 1800; never less than `hang_s`."""
     hang_output_s: Positive | None = None
-    """Seconds without a line from any worker after which a program that tells no progress hangs, for those that print
+    """Seconds without a line from any worker after which a program that reports no progress hangs, for those that print
     regularly: all workers are ended, and restarted as `max_restarts` allows. Default: output is no sign of a hang."""
     recovery: Literal["auto", "live", "restart"] = "auto"
-    """What happens when a worker is lost. live: it is replaced and the others stay; the step under way is done again
+    """Recovery from the loss of a worker. live: it is replaced and the others stay; the step under way is done again
     (dtctl.runtime, kind direct; ddp, hsdp, or ep with dp). restart: all workers are restarted from the newest snapshot,
-    as often as `max_restarts` allows. auto: live wherever it can be done, if `max_restarts` is not 0. `dtctl
-    launch --dry-run` says what it comes to, and why."""
+    as often as `max_restarts` allows. auto: live wherever it can be done, if `max_restarts` is not 0. `dtctl launch
+    --dry-run` prints which of the two it is, and why."""
     heal_s: Positive = 60.0
     """Seconds that replacing a lost worker may take; after that all workers are restarted."""
     time_s: Positive | None = None
@@ -422,7 +445,7 @@ class Job(Section):
 
     @field_validator("add_args", mode="before")
     @classmethod
-    def _removed(cls, value: object) -> object:
+    def _check_removed_args(cls, value: object) -> object:
         if isinstance(value, list | tuple) and "megatron" in value:
             raise ValueError(
                 "megatron was removed (CHANGELOG.md, 0.1.0): write the options of Megatron-LM into `job.args`"
@@ -440,7 +463,7 @@ class Job(Section):
 
     @field_validator("outputs")
     @classmethod
-    def _inside(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_output_paths(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
         for path in paths:
             if path.startswith("~") or not path.strip("./") or ".." in path.split("/"):
                 raise ValueError(f"{path!r} is neither a path inside the job's working folder nor an absolute one")
@@ -452,23 +475,23 @@ class Job(Section):
         paths = [_shared_entry(entry).path for entry in entries]
         for number, path in enumerate(paths):
             for other in paths[:number]:
-                if _overlap(path, other):
+                if _is_overlapping_path(path, other):
                     raise ValueError(f"{other!r} and {path!r} are one folder, or lie in each other")
         return entries
 
     @property
     def shared_folders(self) -> tuple[SharedEntry, ...]:
-        """Return the entries of `shared`, also those that are written as a path alone."""
+        """Return the entries of `shared`; an entry that is only a path becomes a `SharedEntry`."""
         return tuple(map(_shared_entry, self.shared))
 
     @field_validator("hang_s", "hang_start_s", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML takes it for a truth value
+        return "off" if value is False else value  # YAML reads the word as a truth value
 
     @field_validator("command", mode="before")
     @classmethod
-    def _words(cls, value: object, info: ValidationInfo) -> object:
+    def _split_command_words(cls, value: object, info: ValidationInfo) -> object:
         if not isinstance(value, str):
             return value
         if info.data.get("shell"):
@@ -476,7 +499,7 @@ class Job(Section):
         if found := shell.shell_syntax(value):
             raise ValueError(_for_a_shell(found))
         try:
-            return shell.split(value)
+            return shell.split_command(value)
         except ValueError:
             raise ValueError("a quotation mark is not closed") from None
 
@@ -493,15 +516,15 @@ class Job(Section):
         return words
 
     @model_validator(mode="after")
-    def _shares_no_data(self) -> Job:
+    def _shares_no_data(self) -> "Job":
         for entry in self.shared_folders:
             for data in self.data:
-                if _overlap(entry.path, data.to):
+                if _is_overlapping_path(entry.path, data.to):
                     raise ValueError(f"`shared` names {entry.path}, and `data` puts {data.to} there")
         return self
 
     @model_validator(mode="after")
-    def _one_program(self) -> Job:
+    def _one_program(self) -> "Job":
         programs = [key for key in ("script", "module", "command") if getattr(self, key)]
         if len(programs) > 1:
             raise ValueError(f"only one of script, module and command may be set, and these are: {', '.join(programs)}")
@@ -514,8 +537,8 @@ def _shared_entry(entry: str | SharedEntry) -> SharedEntry:
     return SharedEntry(path=entry) if isinstance(entry, str) else entry
 
 
-def _overlap(path: str, other: str) -> bool:
-    """Return whether two paths are one place, or one lies in the other."""
+def _is_overlapping_path(path: str, other: str) -> bool:
+    """Return whether two paths are equal, or one lies inside the other."""
     return f"{path}/".startswith(f"{other}/") or f"{other}/".startswith(f"{path}/")
 
 
@@ -525,7 +548,7 @@ class Network(Section):
     interface: Word | dict[str, Word] = "auto"
     """Interface for the traffic between workers: a name, or a name per node. auto: that of the route to the head."""
     profile: Literal["auto", "nvlink", "ethernet", "roce", "infiniband", "efa", "gcp-tcpxo", "azure"] = "auto"
-    """What the network between the nodes is made of."""
+    """Kind of network between the nodes, which decides the settings of NCCL. auto: found on the nodes."""
     rendezvous_port: Port | Literal["auto"] = "auto"
     """Port on the head node. auto: one that is free there, a different one for every attempt."""
     rendezvous_address: Word | None = None
@@ -540,7 +563,7 @@ class Container(Section):
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """pyxis: srun's own options, where the site has the plugin. apptainer: the program of this name."""
     mounts: tuple[Word, ...] = ()
-    """Folders of the nodes to mount, `SOURCE:TARGET`, besides those of the code and of the run, which always are."""
+    """Folders of the nodes to mount, `SOURCE:TARGET`, in addition to those of the code and of the run."""
     python: Word = "python3"
     """Python in the container; `cluster.python` is that of the nodes."""
     options: tuple[Word, ...] = ()
@@ -551,13 +574,13 @@ class Slurm(Section):
     """Resources that a Slurm job requests."""
 
     partition: str | None = None
-    """Partition."""
+    """Partition that the job is submitted to."""
     account: str | None = None
-    """Account."""
+    """Account that the job is charged to."""
     time: SlurmTime | None = None
     """Time limit as Slurm writes it: `1-12:00:00`."""
     qos: str | None = None
-    """Quality of service."""
+    """Quality of service (QOS) of the job."""
     gres: SlurmGres | None = None
     """Generic resources per node: `gpu:8`. With `slots: auto` there is a worker per GPU."""
     cpus_per_task: Count | None = None
@@ -565,7 +588,7 @@ class Slurm(Section):
     mem: SlurmMemory | None = None
     """Memory per node: `200G`, `0` for all of it. Default: the site's."""
     exclusive: bool = False
-    """Whether the nodes are for this job alone."""
+    """Reserve the nodes for this job alone."""
     nodelist: Word | None = None
     """Nodes that the job must have: `gpu[01-04]`."""
     container: Container | None = None
@@ -577,9 +600,9 @@ class Slurm(Section):
     workers or replaces lost ones. auto: dtctl's launcher does all of this inside the job; with `container` or `srun`,
     it is plain mode."""
     requeue: bool = True
-    """Whether the job is started again after a warning of the time limit, a preemption or the loss of a node."""
+    """Start the job again after a warning of the time limit, a preemption or the loss of a node."""
     requeues: int = Field(default=10, ge=0)
-    """How often a job that was stopped before its end is started again, from its snapshot."""
+    """Number of times that a job which was stopped before its end is started again, from its snapshot."""
     warn_s: int = Field(default=120, ge=1)
     """Seconds before the end of the time limit at which the workers are asked to save and exit."""
     srun: list[str] = Field(default=[])
@@ -602,7 +625,7 @@ class Toleration(Section):
     key: Word | None = None
     """Key of the taint. Default: every key, with operator Exists."""
     operator: Literal["Exists", "Equal"] | None = None
-    """How `value` is compared. Default: Equal."""
+    """Comparison with the taint: Equal compares `value`, Exists only the key. Default: Equal."""
     value: Text | None = None
     """Value of the taint, with operator Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
@@ -612,19 +635,19 @@ class Toleration(Section):
 
 
 class Volume(Section):
-    """A volume of the pods, beside the one with the code."""
+    """A volume of the pods, in addition to the one with the code."""
 
     mount: PathText
     """Folder in the container: `/data`."""
     claim: Word | None = None
-    """PersistentVolumeClaim."""
+    """Name of the PersistentVolumeClaim to mount."""
     source: dict[str, Any] = Field(default={})
     """Another source, as Kubernetes writes it: `{hostPath: {path: /local}}`."""
     read_only: StrictBool = False
-    """Whether the pods may only read it."""
+    """Mount the volume so that the pods may only read it."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> Volume:
+    def _one_source(self) -> "Volume":
         if (self.claim is None) == (not self.source):
             raise ValueError("expected either claim or source")
         return self
@@ -636,7 +659,7 @@ class Kubernetes(Section):
     image: Word | None = None
     """Image of the pods, with Python and torch, and with the job's code unless `claim` has it. Needed."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """When the image is pulled. Default: Kubernetes' own rule."""
+    """Times at which the image is pulled. Default: Kubernetes' own rule."""
     image_pull_secrets: tuple[Word, ...] = ()
     """Secrets with the credentials of the image's registry."""
     workdir: PathText = "/workspace"
@@ -681,13 +704,13 @@ class Kubernetes(Section):
     capabilities: tuple[Word, ...] = ()
     """Capabilities that the container gets: `[IPC_LOCK]` where RDMA pins memory and nothing else lifts the limit."""
     host_network: bool = False
-    """Whether the pods use the network of their nodes, as some RDMA fabrics need."""
+    """Use the network of the nodes in the pods, as some RDMA fabrics need."""
     networks: tuple[Word, ...] = ()
     """Secondary networks (Multus): names of NetworkAttachmentDefinitions, `NAMESPACE/NAME` for those of others."""
     exclusive_topology: Word | None = None
     """Label of nodes whose every value is one domain, which the job has for itself: `cloud.google.com/gke-nodepool`."""
     queue: Word | None = None
-    """Queue of Kueue."""
+    """Queue of Kueue that the JobSet waits in."""
     secret: Word | None = None
     """Secret that the variables of `job.secrets` come from, a key for each."""
     env_secrets: tuple[Word, ...] = ()
@@ -695,8 +718,8 @@ class Kubernetes(Section):
     active_deadline_s: Count | None = None
     """Seconds after which a start of the job is ended (activeDeadlineSeconds). Default: never."""
     restarts: CountOrZero = 10
-    """How often all pods are started again after one was stopped before its end (exit code 75) or taken off its node;
-    `job.max_restarts` is added to it."""
+    """Number of times that all pods are started again after one was stopped before its end (exit code 75) or taken off
+    its node; `job.max_restarts` is added to it."""
     termination_s: Count | None = None
     """Seconds that a pod which is stopped has for its snapshot, all of them (terminationGracePeriodSeconds). Default:
     `job.grace_s` and 30."""
@@ -716,7 +739,7 @@ class Secret(Section):
     """File that holds the value alone, for its owner alone (mode 0600); not one that is pushed to the nodes."""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Secret:
+    def _one_of_both(self) -> "Secret":
         if (self.env is None) == (self.file is None):
             raise ValueError("expected either env or file")
         return self
@@ -729,25 +752,25 @@ class Alerts(Section):
     """Seconds without a new optimizer step. Counts from the first step of an attempt, or from its start if the spec
     has a section `train`."""
     loss_not_finite: StrictBool = True
-    """Whether a loss or a gradient that is infinite or not a number is told."""
+    """Send an alert when a loss or a gradient is infinite or not a number."""
     restarts: Count | Literal["off"] = 1
-    """The restart from which on every restart is told; over once training takes steps again."""
+    """Number of the restart from which on every restart sends an alert; over once training takes steps again."""
     throughput_drop: Drop | Literal["off"] = 0.2
     """Share by which the median speed of five logged steps may fall below the best of the run, which is the highest
     median of twenty."""
     failed: StrictBool = True
-    """Whether the failure of the run is told."""
+    """Send an alert when the run fails."""
     webhook: Secret | None = None
     """URL that receives alerts as JSON: the format of Prometheus Alertmanager's webhooks, with a `text` for chats."""
 
     @field_validator("no_step_s", "restarts", "throughput_drop", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML takes it for a truth value
+        return "off" if value is False else value  # YAML reads the word as a truth value
 
 
 class Metrics(Section):
-    """Publication of a run's figures while it runs. They are collected beside the launcher, never in a worker."""
+    """Publication of a run's figures while it runs, by a process next to the launcher, never in a worker."""
 
     port: Port | Literal["auto"] | None = None
     """Port of a page `/metrics` for Prometheus, on the machine of the launcher. auto: a free one, named in
@@ -755,11 +778,12 @@ class Metrics(Section):
     address: Word = "127.0.0.1"
     """Address that the page listens at. The page has no password: others than 127.0.0.1 are for networks you trust."""
     alerts: Alerts | None = None
-    """What is told when something is wrong, and to whom. Default: nothing; `{}`: all rules, on the terminal alone."""
+    """Alerts to send when something is wrong, and their receiver. Default: none; `{}`: all rules, on the terminal
+    alone."""
 
     @property
     def secrets(self) -> dict[str, Secret]:
-        """Key -> what names its value, of all secrets that are used."""
+        """Return the sources of all secrets that the section uses, by their keys."""
         alerts = self.alerts or Alerts.model_construct()
         secret_values = {
             "metrics.alerts.webhook": alerts.webhook,
@@ -768,26 +792,26 @@ class Metrics(Section):
 
 
 class Spec(Section):
-    """A whole spec."""
+    """Contents of a spec file: the machines, the job, and how it trains."""
 
-    # model_construct: a missing section consists of defaults, and needs no validator of its own to be built.
+    # With model_construct, a missing section consists of defaults and needs no validator.
     cluster: Cluster = Field(default_factory=Cluster.model_construct)
     """The machines and how to reach them."""
     job: Job = Field(default_factory=Job.model_construct)
-    """Program to run."""
+    """Program to run, its files, and what happens when it fails."""
     network: Network = Field(default_factory=Network.model_construct)
     """Network of the workers, and their rendezvous."""
     train: Train | None = None
     """Read by `dtctl.runtime` in the workers."""
-    slurm: Slurm | None = None
+    slurm: RareSection[Slurm] | None = None
     """Resources that a Slurm job requests."""
-    kubernetes: Kubernetes | None = None
-    """What a JobSet of Kubernetes asks for."""
-    metrics: Metrics | None = None
-    """Where figures of the run go while it runs, and who is told when something is wrong."""
+    kubernetes: RareSection[Kubernetes] | None = None
+    """Resources that a JobSet of Kubernetes requests."""
+    metrics: RareSection[Metrics] | None = None
+    """Publication of the run's figures while it runs, and alerts when something is wrong."""
     base_dir: Path = Field(default=Path(), exclude=True)
     """Folder of the spec, to which relative paths refer. Set by dtctl; not a key of the file."""
-    _places: Places = PrivateAttr(default_factory=Places)
+    _places: KeyLocations = PrivateAttr(default_factory=KeyLocations)
 
     @property
     def pushes(self) -> bool:
@@ -796,7 +820,7 @@ class Spec(Section):
 
     @property
     def plain_reason(self) -> str:
-        """Why srun alone starts the workers of a Slurm job, without a launcher of dtctl; empty where it does not."""
+        """Return the reason why srun alone starts the workers of a Slurm job; empty if dtctl's launcher does."""
         slurm = self.slurm
         if self.cluster.transport != "slurm" or slurm is None:
             return ""
@@ -808,33 +832,33 @@ class Spec(Section):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether a job of Slurm has no launcher of dtctl inside."""
+        """Return whether the spec is for a Slurm job without a launcher of dtctl inside."""
         return bool(self.plain_reason)
 
     @property
     def max_restarts(self) -> int:
-        """Number of times that failed workers are started again."""
+        """Return the number of times that failed workers are restarted."""
         return 0 if self.is_plain else self.job.max_restarts
 
     @property
     def code_folder(self) -> str:
-        """Return where the code lies on every node, if it is not pushed; may begin with `~`."""
+        """Return the folder of the code on every node, if the code is not pushed; it may begin with `~`."""
         root = self.job.files.root
         return root if root.startswith("~") else posixpath.normpath(self.base_dir.absolute() / root)
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The keys that `train:` sets; none without the section."""
+        """Return the keys that section `train` sets; empty without the section."""
         return self.train.values if self.train is not None else {}
 
     @property
     def snapshot_dir(self) -> str | None:
-        """Folder or URL of the snapshots, if `train:` names one."""
+        """Return the folder or URL of the snapshots, if section `train` names one."""
         return self.train.config.snapshot.dir if self.train is not None else None
 
     def written_at(self, key: str) -> str:
-        """Return where the user wrote `key`, or what is nearest above it: `dtctl.yaml:12`, `--set train.lr=1`.
+        """Return the place of `key`, or of the nearest key above it: `dtctl.yaml:12`, `--set train.lr=1`.
 
-        Without a file or a command line behind the spec, `key` itself.
+        The place is `key` itself if the spec comes from neither a file nor a command line.
         """
-        return self._places.of(parse_key(key)) or key
+        return self._places.locate_key(parse_key(key)) or key

@@ -1,11 +1,9 @@
-"""`dtctl launch --nodes` in a folder with a spec: the spec's cluster with some of its nodes."""
+"""`dtctl launch --nodes` with a spec: the spec's cluster, reduced to some of its nodes."""
 
 from __future__ import annotations
 
-import difflib
-
 from dtctl import shell
-from dtctl.errors import SpecError
+from dtctl.errors import SpecError, suggest_node
 from dtctl.spec import nodeset
 from dtctl.spec.model import NodeEntry, Spec
 from dtctl.spec.nodes import list_entries, resolve_nodes, resolve_spares
@@ -14,7 +12,7 @@ PLACE = "--nodes"
 
 
 def narrow_nodes(spec: Spec, text: str) -> Spec:
-    """Return the spec with only these of its nodes and spares, in the order of the spec.
+    """Return the spec with only the named nodes and spares, in the order of the spec.
 
     Args:
         spec: the checked spec.
@@ -24,12 +22,12 @@ def narrow_nodes(spec: Spec, text: str) -> Spec:
         SpecError: the names are not well formed, or the spec has no such node.
     """
     try:
-        wanted = set(nodeset.expand(text))
+        wanted = set(nodeset.expand_nodeset(text))
     except SpecError as exc:
         raise SpecError(exc.message, where=PLACE, hint=exc.hint) from None
     if spec.cluster.transport == "slurm":
-        settings = (f"cluster.nodes={len(wanted)}", f"slurm.nodelist={nodeset.fold(sorted(wanted))}")
-        command = shell.join(word for setting in settings for word in ("--set", setting))
+        settings = (f"cluster.nodes={len(wanted)}", f"slurm.nodelist={nodeset.fold_node_names(sorted(wanted))}")
+        command = shell.join_command(word for setting in settings for word in ("--set", setting))
         raise SpecError("Slurm chooses the nodes", where=PLACE, hint=f"`{command}` asks for these nodes")
     spares = [spare.name for spare in resolve_spares(spec)]
     _check_known(wanted, [*(node.name for node in resolve_nodes(spec)), *spares])
@@ -54,6 +52,5 @@ def narrow_nodes(spec: Spec, text: str) -> Spec:
 def _check_known(wanted: set[str], known: list[str]) -> None:
     """Refuse names that the spec does not have."""
     for name in sorted(wanted - set(known)):
-        matches = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {matches[0]}?" if matches else f"the nodes are {nodeset.fold(known)}"
+        hint = suggest_node(name, known, f"the nodes are {nodeset.fold_node_names(known)}")
         raise SpecError(f"the spec has no node {name}", where=PLACE, hint=hint)

@@ -1,4 +1,4 @@
-"""Nodes of `cluster.nodes`: ranges expanded, defaults filled in, doubles refused."""
+"""Nodes of `cluster.nodes`, with expanded ranges and defaults; duplicates are refused."""
 
 from __future__ import annotations
 
@@ -9,55 +9,56 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dtctl.errors import SpecError
+from dtctl.printable import format_count
 from dtctl.spec.model import NodeEntry, Spec
 
-# A node's name becomes the name of a folder and of a script; an address, like a name, an argument of programs.
+# A node's name becomes the name of a folder and of a script. Its name and its address become arguments of programs.
 _NAME = re.compile(r"[^\W][^\s/\\\[\],]*\Z")
 _ADDRESS = re.compile(r"[^\s-][^\s]*\Z")
 _MAX_NAME_BYTES = 200
 _SANDBOX_MAX = 250
-"""The addresses of one /24 network."""
+"""Largest number of hosts of a sandbox, whose addresses belong to one /24 network."""
 _DEFAULT_COUNT = {"sandbox": 3, "local": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """One node, with all its settings from the spec."""
+    """Node of a run, with all its settings from the spec."""
 
     name: str
     address: str
     """Host name, OpenSSH alias or numeric address to connect to."""
     slots: int | Literal["auto"]
-    """Workers on this node; auto: one per GPU, 1 without."""
+    """Number of workers on this node; auto: one per GPU, 1 on a node without GPUs."""
     workdir: str
     """Folder on the node for everything that dtctl writes there."""
     user: str | None = None
-    """Login user; None: what `ssh NODE` would use."""
+    """Login user; None: the default of `ssh NODE`."""
     port: int | None = None
-    """Port of the SSH server; None: what `ssh NODE` would use."""
+    """Port of the SSH server; None: the default of `ssh NODE`."""
     python: str | None = None
-    """Interpreter on the node; None: `python3` from its PATH."""
+    """Python interpreter on the node; None: `python3` from the node's PATH."""
     job_python: str | None = None
-    """Interpreter of `job.environment`, which runs the program instead; None: there is none."""
+    """Python interpreter of `job.environment`, which runs the program instead; None: the job has no environment."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for the workers of this node alone."""
     rack: str | None = None
-    """Place where nodes of the same name are lost together; None: nothing is known of it."""
+    """Name shared by nodes that may be lost together; None: not known."""
     gres: str | None = None
     """Generic resources of the node under Slurm."""
 
 
 def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
-    """Return the nodes of a spec, in its order. Reads nothing but the hostfile, if one is named.
+    """Return the nodes of a spec, in its order. The only file that is read is the hostfile, if the spec names one.
 
     Raises:
-        SpecError: there is none, a name is unusable, or a name is listed twice.
+        SpecError: there is no node, or a name is unusable or listed twice.
     """
     by_name: dict[str, tuple[NodeSpec, str, str]] = {}
     for entry, written, key, where in list_entries(spec):
-        node = _node(spec, entry, written)
+        node = _build_node_spec(spec, entry, written)
         _check_words(node, key, where)
-        # Names of hosts do not care about case, nor do the folders of a Mac.
+        # Host names are case-insensitive, and so are the file systems of macOS.
         earlier = by_name.setdefault(node.name.casefold(), (node, key, where))
         if earlier[0] is not node:
             raise SpecError(
@@ -88,8 +89,8 @@ def resolve_spares(spec: Spec) -> tuple[NodeSpec, ...]:
     for index, text in enumerate(spec.cluster.spares):
         key = f"cluster.spares[{index}]"
         where = spec.written_at(key)
-        for name in _expanded(text, key, where):
-            node = _node(spec, _entry(name), name)
+        for name in _expand_node_names(text, key, where):
+            node = _build_node_spec(spec, _build_node_entry(name), name)
             _check_words(node, key, where)
             spares.append(node)
     return tuple(spares)
@@ -101,10 +102,10 @@ def _both_places(first: tuple[str, str], second: tuple[str, str]) -> str:
 
 
 def list_entries(spec: Spec) -> Iterator[tuple[NodeEntry, str, str, str]]:
-    """Yield the entry of every node, its name as it is written, and the key and the place that name it.
+    """Yield for every node its entry, its name, and the key and the place of that name in the spec.
 
     Raises:
-        SpecError: there are both a hostfile and nodes, or names are not well formed.
+        SpecError: the spec has both a hostfile and nodes, or names are not well formed.
     """
     cluster = spec.cluster
     if cluster.hostfile is not None:
@@ -117,18 +118,18 @@ def list_entries(spec: Spec) -> Iterator[tuple[NodeEntry, str, str, str]]:
             )
         from dtctl.spec import hostfile
 
-        for line in hostfile.read(cluster.hostfile):
-            yield _entry(line.name, line.slots), line.name, "cluster.hostfile", line.where
+        for line in hostfile.read_hostfile(cluster.hostfile):
+            yield _build_node_entry(line.name, line.slots), line.name, "cluster.hostfile", line.where
         return
     if isinstance(cluster.nodes, int) or not cluster.nodes:
         for name in _numbered_names(spec):
-            yield _entry(name), name, "cluster.nodes", spec.written_at("cluster.nodes")
+            yield _build_node_entry(name), name, "cluster.nodes", spec.written_at("cluster.nodes")
         return
     for index, item in enumerate(cluster.nodes):
         key = f"cluster.nodes[{index}]"
         where = spec.written_at(key)
-        entry = _entry(item) if isinstance(item, str) else item
-        names = _expanded(entry.name, key, where)
+        entry = _build_node_entry(item) if isinstance(item, str) else item
+        names = _expand_node_names(entry.name, key, where)
         if len(names) > 1 and entry.address is not None:
             raise SpecError("one address cannot belong to a range of nodes", where=where, key=f"{key}.address")
         for name in names:
@@ -136,7 +137,7 @@ def list_entries(spec: Spec) -> Iterator[tuple[NodeEntry, str, str, str]]:
 
 
 def _numbered_names(spec: Spec) -> Iterable[str]:
-    """Return names where the spec gives a number of nodes, or nothing."""
+    """Return names for the number of nodes in the spec or the transport's default; empty for other transports."""
     transport, nodes = spec.cluster.transport, spec.cluster.nodes
     if isinstance(nodes, int) and transport not in ("sandbox", "slurm"):
         raise SpecError(
@@ -157,22 +158,22 @@ def _numbered_names(spec: Spec) -> Iterable[str]:
     return [f"node{index + 1}" for index in range(count)]
 
 
-def _entry(name: str, slots: int | None = None) -> NodeEntry:
-    # What is known to be right needs no validation, for which pydantic would first build another validator.
+def _build_node_entry(name: str, slots: int | None = None) -> NodeEntry:
+    # Names that are already checked need no validation, for which pydantic would build another validator first.
     return NodeEntry.model_construct(name=name, slots=slots)
 
 
-def _expanded(text: str, key: str, where: str) -> list[str]:
+def _expand_node_names(text: str, key: str, where: str) -> list[str]:
     from dtctl.spec import nodeset
 
     try:
-        return nodeset.expand(text)
+        return nodeset.expand_nodeset(text)
     except SpecError as exc:
         raise SpecError(exc.message, where=where, key=key, hint=exc.hint) from None
 
 
 def gpus_of_gres(text: str) -> int:
-    """Return the GPUs in a request of generic resources: `gpu:8`, `gpu:a100:4,nic:1`; 0 without."""
+    """Return the number of GPUs in a request of generic resources: `gpu:8`, `gpu:a100:4,nic:1`; 0 without GPUs."""
     total = 0
     for item in text.split(","):
         kind, *rest = re.split(r"[:=]", item.strip().removeprefix("gres/"))
@@ -182,10 +183,10 @@ def gpus_of_gres(text: str) -> int:
 
 
 def join_gres(requests: Iterable[str | None]) -> str:
-    """Return the generic resources that each node of a job gets, the largest number of each that one asks for.
+    """Return the generic resources of each node of a job: for each resource, the largest number that a node requests.
 
     Raises:
-        ValueError: nodes ask for one resource of several types, which no node has to have.
+        ValueError: the nodes request different types of one resource, which a single node may not have.
     """
     wanted = list(dict.fromkeys(request for request in requests if request))
     if len(wanted) < 2:
@@ -201,8 +202,8 @@ def join_gres(requests: Iterable[str | None]) -> str:
     return ",".join(f"{name}:{count}" for name, count in counts.items())
 
 
-def _slots(spec: Spec, entry: NodeEntry, gres: str | None) -> int | Literal["auto"]:
-    """Return the workers of a node; under Slurm `auto` is the number of GPUs that the job requests."""
+def _resolve_node_slots(spec: Spec, entry: NodeEntry, gres: str | None) -> int | Literal["auto"]:
+    """Return the number of workers of a node; under Slurm `auto` is the number of GPUs that the job requests."""
     slots = entry.slots or spec.cluster.slots
     if slots != "auto" or spec.cluster.transport != "slurm":
         return slots
@@ -210,9 +211,9 @@ def _slots(spec: Spec, entry: NodeEntry, gres: str | None) -> int | Literal["aut
     return gpus_of_gres(gres or "") or gpus_of_gres(f"gpu:{extra.get('gpus-per-node', 0)}") or "auto"
 
 
-def _node(spec: Spec, entry: NodeEntry, name: str) -> NodeSpec:
+def _build_node_spec(spec: Spec, entry: NodeEntry, name: str) -> NodeSpec:
     cluster = spec.cluster
-    # As with ssh and rsync, `me@gpu1` names the user too.
+    # As with ssh and rsync, `me@gpu1` also names the user.
     user, _, name = name.rpartition("@")
     local = cluster.transport == "local"
     interpreter = sys.executable if cluster.transport in ("local", "sandbox") else None
@@ -222,7 +223,7 @@ def _node(spec: Spec, entry: NodeEntry, name: str) -> NodeSpec:
     return NodeSpec(
         name=name,
         address=entry.address or ("127.0.0.1" if local else name),
-        slots=_slots(spec, entry, gres),
+        slots=_resolve_node_slots(spec, entry, gres),
         workdir=entry.workdir or cluster.workdir,
         user=user or entry.user or cluster.user,
         port=entry.port or cluster.port,
@@ -248,7 +249,7 @@ def _check_words(node: NodeSpec, key: str, where: str) -> None:
 
 
 def _check_others(spec: Spec, names: list[str]) -> None:
-    """Refuse settings of nodes that the spec does not have, or has already."""
+    """Refuse settings for unknown nodes, spares that are nodes already, and a `min_nodes` above the number of nodes."""
     cluster = spec.cluster
     interfaces = spec.network.interface
     for name in interfaces if isinstance(interfaces, dict) else ():
@@ -260,16 +261,16 @@ def _check_others(spec: Spec, names: list[str]) -> None:
                 f"network.interface names {name}, which is not a node of the spec",
                 where=spec.written_at(key),
                 key=key,
-                hint=f"the nodes are {nodeset.fold(names)}",
+                hint=f"the nodes are {nodeset.fold_node_names(names)}",
             )
     for index, text in enumerate(cluster.spares):
         key = f"cluster.spares[{index}]"
-        for name in _expanded(text, key, spec.written_at(key)):
+        for name in _expand_node_names(text, key, spec.written_at(key)):
             if name in names:
                 raise SpecError(f"node {name} cannot be its own spare", where=spec.written_at(key), key=key)
     if cluster.min_nodes is not None and cluster.min_nodes > len(names):
         raise SpecError(
-            f"cluster.min_nodes is {cluster.min_nodes}, and there are {len(names)} nodes",
+            f"cluster.min_nodes is {cluster.min_nodes}, and there are {format_count(len(names), 'node')}",
             where=spec.written_at("cluster.min_nodes"),
             key="cluster.min_nodes",
         )

@@ -1,4 +1,4 @@
-"""Keys such as `cluster.nodes[1].slots`, and where in the user's files each of them was written."""
+"""Keys such as `cluster.nodes[1].slots`, and their places in the user's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parse_key(text: str) -> Path:
     """Return the steps of a key: `cluster.nodes[0].slots` -> cluster, nodes, 0, slots.
 
     Raises:
-        SpecError: it is not a key.
+        SpecError: the text is not a key.
     """
     steps: list[str | int] = []
     for part in text.split("."):
@@ -32,15 +32,15 @@ def parse_key(text: str) -> Path:
     return tuple(steps)
 
 
-def holds(data: object, step: str | int) -> bool:
+def has_path_step(data: object, step: str | int) -> bool:
     """Return whether `data[step]` exists: a key of a mapping, or a position in a list."""
     if isinstance(step, int):
         return isinstance(data, list) and step < len(data)
     return isinstance(data, dict) and step in data
 
 
-def dotted(path: Path) -> str:
-    """Return the key that `parse_key` turns into `path`."""
+def format_dotted_key(path: Path) -> str:
+    """Return the text of a key; `parse_key` reverses this."""
     text = ""
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
@@ -48,23 +48,23 @@ def dotted(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class KeyLocations:
     """Lines of a spec at which its keys were written.
 
-    Any two are equal, since specs are compared by their contents, and not by their lines.
+    Any two objects are equal, since specs are compared by their contents and not by their lines.
     """
 
     source: str = field(default="", compare=False)
-    """Name of the file, or of what stands for one in messages."""
+    """Name of the file, or a substitute for it in messages."""
     lines: Mapping[Path, int] = field(default_factory=dict, compare=False)
     """Line of each key in the file, from 1; entries of lists by position."""
     overrides: Sequence[tuple[Path, str]] = field(default=(), compare=False)
     """Changes by `--set`: key and `KEY=VALUE`, in the order in which they were applied."""
 
-    def of(self, path: Path) -> str:
+    def locate_key(self, path: Path) -> str:
         """Return `file:line` of the key at `path`, or of the nearest one above it; `--set KEY=VALUE` if that set it.
 
-        The place of a section that the file does not have is the `--set` that set a part of it.
+        If the file lacks a section, its place is the `--set` that has set a part of the section.
         """
         for key, text in reversed(self.overrides):
             if path[: len(key)] == key or (key[: len(path)] == path and path not in self.lines):
@@ -73,5 +73,5 @@ class Places:
         return self.source if line is None else f"{self.source}:{line}"
 
     def line(self, path: Path) -> int | None:
-        """Return the line of the key at `path`, or of the nearest one above it; None when no file has either."""
+        """Return the line of the key at `path`, or of the nearest key above it; None if the file has neither."""
         return next((self.lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self.lines), None)

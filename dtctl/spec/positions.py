@@ -1,7 +1,7 @@
-"""YAML with positions: the data of a text, and the line on which each key stands.
+"""YAML with positions: the data of a text, and the line of each key.
 
-The YAML library splits the text; what a scalar means is decided here, by the rules of YAML 1.2 rather than 1.1, so that
-a spec means what it seems to mean: `NO` and `on` are text, `1:30:00` is not 5400, `010` is not 8, and `1e-3` is a
+The YAML library splits the text; this module determines the types of scalars by the rules of YAML 1.2 rather than 1.1,
+which are closer to what users expect: `NO` and `on` are text, `1:30:00` is not 5400, `010` is not 8, and `1e-3` is a
 number.
 """
 
@@ -10,27 +10,27 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import yaml
 
 from dtctl.errors import SpecError
-from dtctl.spec.places import Path, Places, dotted
+from dtctl.spec.places import KeyLocations, Path, format_dotted_key
 
 MAX_VALUES = 100_000
-"""Most values that a spec may have, aliases counted each time: the bound on files made to fill the memory."""
+"""Largest number of values in a spec, with aliases counted each time; it protects against files that would fill the
+memory."""
 MAX_DEPTH = 64
-"""Most levels of nesting; libyaml itself crashes on some ten thousand."""
+"""Largest number of nested levels; libyaml itself crashes on some ten thousand."""
 
 _CORE = "tag:yaml.org,2002:"
 _MERGE, _NULL, _BOOL, _INT, _FLOAT = (_CORE + name for name in ("merge", "null", "bool", "int", "float"))
 _PLAIN = (
-    # Tag, what it looks like, what it begins with.
+    # Tag, pattern, and first characters of a scalar.
     (_MERGE, r"<<", ["<"]),
     (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     (_BOOL, r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    # Without leading zeros: 010 is 8 to YAML 1.1, 10 to YAML 1.2, and most likely a name.
+    # Leading zeros are excluded: 010 is 8 in YAML 1.1, 10 in YAML 1.2, and probably meant as a name.
     (_INT, r"[-+]?(?:0|[1-9][0-9_]{0,30})|0x[0-9a-fA-F]{1,16}|0o[0-7]{1,22}", list("-+0123456789")),
     (
         _FLOAT,
@@ -43,54 +43,53 @@ _PLAIN = (
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Loader(_BaseLoader):  # type: ignore[misc]  # which of the two it is depends on how PyYAML was built
+class _PlainScalarLoader(_BaseLoader):  # type: ignore[misc]  # which of the two it is depends on how PyYAML was built
     """Loader that splits YAML and determines which plain scalars are text."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML wants it here
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that either version of YAML would take for something else."""
+class _QuotingDumper(yaml.SafeDumper):
+    """Dumper that quotes text which either version of YAML would read as another type."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # In other styles PyYAML writes the line breaks of Unicode as they are, and reads them as spaces.
+    # In other styles PyYAML writes Unicode's line breaks unchanged, and reads them as spaces.
     return dumper.represent_scalar(_CORE + "str", text, style=None if text.isprintable() else '"')
 
 
-_Dumper.add_representer(str, _represent_text)
+_QuotingDumper.add_representer(str, _represent_text)
 for _tag, _pattern, _first in _PLAIN:
-    for _class in (_Loader, _Dumper):
+    for _class in (_PlainScalarLoader, _QuotingDumper):
         _class.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A text that was read."""
+class YamlDocument(NamedTuple):
+    """Result of reading a YAML text."""
 
     data: Any
-    """Dictionaries with text as keys, lists, text, numbers, truth values and None; no object occurs twice in it."""
-    places: Places
+    """Dictionaries with text as keys, lists, text, numbers, truth values and None; no object occurs in it twice."""
+    places: KeyLocations
     texts: dict[Path, str]
-    """Numbers and truth values as they were typed, for keys that require text: `1.10` is not the text `1.1`."""
+    """Numbers and truth values in the user's notation, for keys that require text: `1.10` is not the text `1.1`."""
 
 
-def parse(text: str, *, source: str) -> Document:
+def parse_yaml_document(text: str, *, source: str) -> YamlDocument:
     """Read one YAML document.
 
     Args:
         text: the YAML.
-        source: its name, for messages.
+        source: name of the text, for messages.
 
     Raises:
-        SpecError: not YAML, several documents, a key that is set twice, a type that specs do not have, a NUL character,
-            or unreasonably many values.
+        SpecError: the text is not YAML, or has several documents, a key that is set twice, a type that specs do not
+            have, a NUL character, or too many values.
     """
-    reader = _Reader(source)
+    reader = _YamlReader(source)
     try:
-        text.encode()  # libyaml requires bytes, and text from the command line may not have been UTF-8
+        text.encode()  # libyaml requires bytes, and text from the command line may not be valid UTF-8
         _check_depth(text, source)
-        root = yaml.compose(text, Loader=_Loader)
+        root = yaml.compose(text, Loader=_PlainScalarLoader)
         data = None if root is None else reader.value(root, ())
     except yaml.MarkedYAMLError as exc:
         raise _not_yaml(exc, text, source) from exc
@@ -100,17 +99,17 @@ def parse(text: str, *, source: str) -> Document:
         raise SpecError(f"YAML does not allow the character U+{exc.character:04X}", where=where) from exc
     except UnicodeEncodeError as exc:
         raise SpecError("this is not UTF-8 text", where=source) from exc
-    return Document(data, Places(source, reader.lines), reader.texts)
+    return YamlDocument(data, KeyLocations(source, reader.lines), reader.texts)
 
 
-def write(data: Any) -> str:
-    """YAML that `parse` reads as `data`."""
-    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+def format_yaml_document(data: Any) -> str:
+    """Return YAML that `parse_yaml_document` reads as `data`."""
+    return str(yaml.dump(data, Dumper=_QuotingDumper, sort_keys=False, allow_unicode=True))
 
 
 def _check_depth(text: str, source: str) -> None:
     depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
+    for event in yaml.parse(text, Loader=_PlainScalarLoader):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
@@ -130,33 +129,33 @@ def _not_yaml(error: yaml.MarkedYAMLError, text: str, source: str) -> SpecError:
         problem = f"{error.context} {problem}"
     mark: Any = error.problem_mark or error.context_mark
     where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-    return SpecError(f"not valid YAML: {problem}", where=where, hint=_hint(text, mark.line) if mark else None)
+    return SpecError(f"not valid YAML: {problem}", where=where, hint=_find_yaml_hint(text, mark.line) if mark else None)
 
 
-_KEY: Final = re.compile(r"(?P<indent> *)\w[\w.-]*:(?: +(?P<value>[^ #].*)|\s*(?:#.*)?$)")
-"""A line that begins with a key."""
+_KEY: Final = r"(?P<indent> *)\w[\w.-]*:(?: +(?P<value>[^ #].*)|\s*(?:#.*)?$)"
+"""Pattern of a line that begins with a key."""
 
 
-def _hint(text: str, number: int) -> str | None:
-    """Return what is most often wrong with such a line, or the one before it."""
+def _find_yaml_hint(text: str, number: int) -> str | None:
+    """Return a hint about the most frequent mistake in such a line, or in the line before it."""
     lines = text.split("\n")
     for line in lines[max(0, number - 1) : number + 1]:
         if "\t" in line[: len(line) - len(line.lstrip())]:
             return "indent with spaces; YAML does not allow tabs"
         if re.search(r"[\w.-]\[[0-9,/-]+\]", line):
             return 'quote ranges of nodes: ["gpu[01-04]"]'
-    keys = [found for line in lines[: number + 1] if (found := _KEY.match(line))]
+    keys = [found for line in lines[: number + 1] if (found := re.match(_KEY, line))]
     if len(keys) > 1 and lines[number : number + 1] == [keys[-1].string]:
         *above, last = keys
-        # A key that has no value of its own begins a section with keys further right.
+        # A key without a value begins a section, whose keys stand further right.
         begins = len(last["indent"]) > len(above[-1]["indent"]) and not above[-1]["value"]
         if not begins and last["indent"] not in {key["indent"] for key in above}:
             return "keys of one section begin in the same column, and those of the section above it further left"
     return None
 
 
-class _Reader:
-    """Turns YAML's nodes into data and notes on the way where each key stands."""
+class _YamlReader:
+    """Reader that turns YAML's nodes into data, and records the line of each key."""
 
     def __init__(self, source: str) -> None:
         self.lines: dict[Path, int] = {}
@@ -169,51 +168,51 @@ class _Reader:
         self._count_one()
         self.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, path)
-        with self._inside(node):
+            return self._read_scalar(node, path)
+        with self._entering_node(node):
             if isinstance(node, yaml.MappingNode) and node.tag == _CORE + "map":
-                return self._mapping(node, path)
+                return self._read_mapping(node, path)
             if isinstance(node, yaml.SequenceNode) and node.tag == _CORE + "seq":
                 return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         raise self._unknown_tag(node)
 
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def _read_mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         mapping = {}
-        for name, (line, value) in self._pairs(node, path).items():
+        for name, (line, value) in self._read_mapping_pairs(node, path).items():
             self.lines[(*path, name)] = line
             mapping[name] = self.value(value, (*path, name))
         return mapping
 
-    def _pairs(self, node: yaml.MappingNode, path: Path) -> dict[str, tuple[int, yaml.Node]]:
-        """Keys of a mapping, each with its line and its value; what `<<` merges in is included and yields to them."""
+    def _read_mapping_pairs(self, node: yaml.MappingNode, path: Path) -> dict[str, tuple[int, yaml.Node]]:
+        """Return the keys of a mapping, with lines and values; keys from `<<` do not replace other keys."""
         first_lines: dict[str, int] = {}
         pairs: dict[str, tuple[int, yaml.Node]] = {}
         merged: dict[str, tuple[int, yaml.Node]] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode) or "\0" in key.value:
-                raise self._error(key, "a key has to be text")
+                raise self._build_node_error(key, "a key has to be text")
             if key.value in first_lines:
                 first = first_lines[key.value]
                 lines = f"on line {line}" if first == line else f"on lines {first} and {line}"
                 message = f"`{key.value}` is set twice, {lines}"
-                raise SpecError(message, where=f"{self._source}:{line}", key=dotted((*path, key.value)))
+                raise SpecError(message, where=f"{self._source}:{line}", key=format_dotted_key((*path, key.value)))
             first_lines[key.value] = line
             if key.tag == _MERGE:
-                merged = self._merged(value, path)
+                merged = self._read_merged_pairs(value, path)
             else:
                 pairs[key.value] = (line, value)
         return merged | pairs
 
-    def _merged(self, node: yaml.Node, path: Path) -> dict[str, tuple[int, yaml.Node]]:
-        """Return the value of `<<`: a mapping or a list of them; of two with one key the first wins."""
+    def _read_merged_pairs(self, node: yaml.Node, path: Path) -> dict[str, tuple[int, yaml.Node]]:
+        """Return the pairs of `<<`, a mapping or a list of mappings; the first mapping with a key counts."""
         pairs: dict[str, tuple[int, yaml.Node]] = {}
         for part in reversed(node.value) if isinstance(node, yaml.SequenceNode) else [node]:
             if not isinstance(part, yaml.MappingNode):
-                raise self._error(part, "`<<` takes keys with values, or a list of such")
+                raise self._build_node_error(part, "`<<` takes keys with values, or a list of such")
             self._count_one()
-            with self._inside(part):
-                pairs |= self._pairs(part, path)
+            with self._entering_node(part):
+                pairs |= self._read_mapping_pairs(part, path)
         return pairs
 
     def _count_one(self) -> None:
@@ -224,19 +223,19 @@ class _Reader:
             )
 
     @contextmanager
-    def _inside(self, node: yaml.Node) -> Iterator[None]:
+    def _entering_node(self, node: yaml.Node) -> Iterator[None]:
         if any(outer is node for outer in self._open):
-            raise self._error(node, "an alias is inside the value it refers to")
+            raise self._build_node_error(node, "an alias is inside the value it refers to")
         if len(self._open) >= MAX_DEPTH:
             raise _too_deep(f"{self._source}:{node.start_mark.line + 1}")
         self._open.append(node)
         yield
         self._open.pop()
 
-    def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
+    def _read_scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
         text = str(node.value)
         if "\0" in text:
-            raise self._error(node, "a NUL character cannot be passed to a program")
+            raise self._build_node_error(node, "a NUL character cannot be passed to a program")
         if node.tag in (_CORE + "str", _MERGE):
             return text
         if node.tag == _NULL:
@@ -248,15 +247,15 @@ class _Reader:
             if node.tag == _INT:
                 return int(text.replace("_", ""), 0)
             if node.tag == _FLOAT:
-                return _number(text.replace("_", "").lower())
+                return _parse_yaml_number(text.replace("_", "").lower())
         except (ValueError, KeyError):
-            raise self._error(node, f"{text!r} is not what its tag {_tag_name(node)} says") from None
+            raise self._build_node_error(node, f"{text!r} is not what its tag {_tag_name(node)} says") from None
         raise self._unknown_tag(node)
 
     def _unknown_tag(self, node: yaml.Node) -> SpecError:
-        return self._error(node, f"a spec has no values of the type {_tag_name(node)}")
+        return self._build_node_error(node, f"a spec has no values of the type {_tag_name(node)}")
 
-    def _error(self, node: yaml.Node, message: str) -> SpecError:
+    def _build_node_error(self, node: yaml.Node, message: str) -> SpecError:
         return SpecError(message, where=f"{self._source}:{node.start_mark.line + 1}")
 
 
@@ -264,7 +263,7 @@ def _tag_name(node: yaml.Node) -> str:
     return str(node.tag).replace(_CORE, "!!")
 
 
-def _number(text: str) -> float | int:
-    """Return a number; a whole one when it is written without a point, because steps are counted as `1e5`."""
+def _parse_yaml_number(text: str) -> float | int:
+    """Return a number; one without a point becomes an integer, since counts of steps may be written as `1e5`."""
     number = float(text.replace(".inf", "inf").replace(".nan", "nan"))
     return int(number) if "." not in text and number.is_integer() and abs(number) < 2**53 else number

@@ -1,4 +1,4 @@
-"""Problems that pydantic found in a spec, in words that do not need pydantic's: one error with all of them."""
+"""Problems that pydantic found in a spec, combined into one error in dtctl's own words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args, get_origin
 
 from dtctl.errors import SpecError
 from dtctl.spec.model import Spec
-from dtctl.spec.places import Path, Places, dotted, holds
+from dtctl.spec.places import KeyLocations, Path, format_dotted_key, has_path_step
 from dtctl.spec.section import Section
 from dtctl.spec.train_section import make_train_section
 from dtctl.spec.training import Train
@@ -35,31 +35,34 @@ _LIMITS = {
     "less_than_equal": ("le", "at most {}"),
 }
 _TOLD = 50
-"""Most problems that a message lists."""
+"""Largest number of problems that a message lists."""
 _SHOWN = 60
-"""Most characters of a wrong value that a message repeats."""
+"""Largest number of characters of a wrong value that a message repeats."""
 
 
 def path_in(loc: Sequence[int | str], data: Any) -> Path:
-    """The key that pydantic means: its location without the names of union members, which the file does not have."""
+    """Return the key for a location of pydantic, without the names of union members, which the file does not have."""
     path: list[int | str] = []
     for step in loc:
-        if step == "name" and holds(data, "host"):
-            step = "host"  # the other word for a node's name
-        if holds(data, step):
+        if step == "name" and has_path_step(data, "host"):
+            step = "host"  # alternative key for a node's name
+        if has_path_step(data, step):
             data = data[step]
             path.append(step)
     return tuple(path)
 
 
-def explain(problems: Sequence[ErrorDetails], data: Any, places: Places) -> SpecError:
-    """Return one error that lists all problems, in the order of the file; those of `--set` come last."""
+def build_spec_error(problems: Sequence[ErrorDetails], data: Any, places: KeyLocations) -> SpecError:
+    """Return one error that lists all problems in the order of the file, with those of `--set` at the end."""
     entries = []
     for path, group in _by_path(problems, data).items():
         set_by = any(path[: len(key)] == key for key, _ in places.overrides)
         entries.append((set_by, places.line(path) or 0, path, group))
     entries.sort(key=lambda problem: problem[:2])
-    told = [(places.of(path), dotted(path), _words(group, path)) for _, _, path, group in entries[:_TOLD]]
+    told = [
+        (places.locate_key(path), format_dotted_key(path), _describe_problem_group(group, path))
+        for _, _, path, group in entries[:_TOLD]
+    ]
     where, key, words = told[0]
     if len(entries) == 1:
         return SpecError(f"{key}: {words}", where=where, key=key)
@@ -78,21 +81,21 @@ REMOVED: Mapping[str, str] = {
     "metrics.alerts.slack": "`metrics.alerts.webhook` sends what chats read, too",
     "metrics.alerts.mail": "let Alertmanager send mails, as a receiver of `metrics.alerts.webhook`",
 }
-"""Keys of earlier versions, and what serves instead."""
+"""Keys of earlier versions, with their replacements."""
 REFUSED_SINCE: Final = ("slurm.extra",)
-"""Keys with values that earlier versions took and this one refuses; following a job does not need them."""
+"""Keys with values that earlier versions accepted and this one refuses; following a job does not need them."""
 
 
-def unknown(path: Path) -> str:
-    """Return the message for an unknown key: the nearest key, or all that are allowed there."""
+def describe_unknown_key(path: Path) -> str:
+    """Return the message for an unknown key: the most similar key, or a list of the allowed ones."""
     import difflib
 
-    if instead := REMOVED.get(dotted(path)):
+    if instead := REMOVED.get(format_dotted_key(path)):
         return f"this key was removed (CHANGELOG.md, 0.1.0): {instead}"
 
     legal = sorted({name for model in _models_at(path[:-1]) for name in model.list_keys()} - {"base_dir"})
     matches = difflib.get_close_matches(str(path[-1]), legal, n=1)
-    if not matches and len(path) == 1:  # as a user writes who knows the key and not its section
+    if not matches and len(path) == 1:  # the user may know a key but not its section
         matches = [
             f"{section}.{path[-1]}"
             for section in legal
@@ -103,9 +106,9 @@ def unknown(path: Path) -> str:
 
 
 def _by_path(problems: Sequence[ErrorDetails], data: Any) -> dict[Path, list[ErrorDetails]]:
-    """Return the problems of each key. A value that fits no member of a union has one for each member.
+    """Group problems by key. A value that fits no member of a union has one problem for each member.
 
-    When the value has the shape of a member and something inside of it is wrong, only that is kept.
+    If the value has the shape of a member, only the problems inside of the value are kept.
     """
     groups: dict[Path, list[ErrorDetails]] = {}
     for problem in problems:
@@ -117,47 +120,49 @@ def _by_path(problems: Sequence[ErrorDetails], data: Any) -> dict[Path, list[Err
     return {path: group for path, group in groups.items() if path not in around}
 
 
-def _words(group: Sequence[ErrorDetails], path: Path) -> str:
+def _describe_problem_group(group: Sequence[ErrorDetails], path: Path) -> str:
     problem = next((error for error in group if error["type"] == "value_error"), group[0])
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
-        return unknown(path)
+        return describe_unknown_key(path)
     if kind == "missing":
         return "is missing"
     if kind == "value_error":
         return problem["msg"].removeprefix("Value error, ")
-    *most, last = dict.fromkeys(word for error in group for word in _expected(error))
+    *most, last = dict.fromkeys(word for error in group for word in _list_expected_values(error))
     words = f"expected {', '.join(most)} or {last}" if most else f"expected {last}"
-    words = f"{words}, got {_abbreviated(value)}"
-    suggestion = _near_choice(value, group)
+    words = f"{words}, got {_abbreviate_value(value)}"
+    suggestion = _find_near_choice(value, group)
     return f"{words}; did you mean {suggestion!r}?" if suggestion else words
 
 
-def _expected(problem: ErrorDetails) -> list[str]:
+def _list_expected_values(problem: ErrorDetails) -> list[str]:
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "literal_error":
-        return [f"{word!r}" for word in _choices(problem)]
+        return [f"{word!r}" for word in _parse_literal_choices(problem)]
     if kind in _LIMITS:
         key, words = _LIMITS[kind]
         return [words.format(f"{context[key]:g}")]
     return [_KINDS.get(kind) or problem["msg"].lower()]
 
 
-def _choices(problem: ErrorDetails) -> list[str]:
-    """Return the words of `Literal["a", "b"]`, which pydantic gives as `'a' or 'b'`."""
+def _parse_literal_choices(problem: ErrorDetails) -> list[str]:
+    """Return the words of `Literal["a", "b"]`, which pydantic writes as `'a' or 'b'`."""
     return [word.strip("' ") for word in problem["ctx"]["expected"].replace("' or '", "', '").split(",")]
 
 
-def _near_choice(value: Any, group: Sequence[ErrorDetails]) -> str | None:
+def _find_near_choice(value: Any, group: Sequence[ErrorDetails]) -> str | None:
     import difflib
 
-    choices = [word for problem in group if problem["type"] == "literal_error" for word in _choices(problem)]
+    choices = [
+        word for problem in group if problem["type"] == "literal_error" for word in _parse_literal_choices(problem)
+    ]
     matches = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return matches[0] if matches else None
 
 
-def _abbreviated(value: Any) -> str:
-    """Return a value as the file has it, shortened."""
+def _abbreviate_value(value: Any) -> str:
+    """Return a value in the notation of the file, shortened."""
     if value is None:
         return "nothing"
     if isinstance(value, Mapping):
@@ -179,7 +184,7 @@ def _models_at(path: Path) -> list[type[Section]]:
 
 
 def _models_in(annotation: Any) -> list[type[Section]]:
-    """Return the section classes that an annotation mentions."""
+    """Return the section classes in an annotation."""
     if annotation is Train:
         return [make_train_section()]
     if get_origin(annotation) is None:

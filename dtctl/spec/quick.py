@@ -8,10 +8,10 @@ from typing import Any
 
 from dtctl.errors import SpecError
 from dtctl.spec import nodeset
-from dtctl.spec.load import check
+from dtctl.spec.load import build_spec_from_document
 from dtctl.spec.model import Spec
-from dtctl.spec.places import Places
-from dtctl.spec.positions import Document
+from dtctl.spec.places import KeyLocations
+from dtctl.spec.positions import YamlDocument
 
 
 def spec_from_nodes(
@@ -24,13 +24,13 @@ def spec_from_nodes(
         slots: workers per node; None for one per GPU.
         argv: the program and its arguments. A name that ends in `.py` is a script, anything else a command.
         overrides: `KEY=VALUE`, applied in order.
-        base_dir: folder whose files are brought to the nodes.
+        base_dir: folder whose files are copied to the nodes.
 
     Raises:
         SpecError: the nodes, an argument or an override are not well formed.
     """
     try:
-        names = nodeset.expand(nodes)
+        names = nodeset.expand_nodeset(nodes)
     except SpecError as exc:
         raise SpecError(exc.message, where="--nodes", hint=exc.hint) from None
     for word in argv:
@@ -49,5 +49,5 @@ def spec_from_nodes(
     if slots is not None:
         cluster["slots"] = slots
     data: dict[str, Any] = {"cluster": cluster, "job": job}
-    document = Document(data, Places("the command line"), {})
-    return check(document, base_dir=base_dir, overrides=overrides)
+    document = YamlDocument(data, KeyLocations("the command line"), {})
+    return build_spec_from_document(document, base_dir=base_dir, overrides=overrides)

@@ -1,4 +1,4 @@
-"""The JSON Schema of a spec, with the documentation of every key, for editors."""
+"""JSON Schema of a spec, with the documentation of every key, for editors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dtctl.spec.train_section import make_train_section
 from dtctl.train import config, mesh
 
 FIELDS = {"from": "source"}
-"""Keys that are no names in Python, and their fields."""
+"""Keys of a spec that are no valid names in Python, with the names of their fields."""
 
 
-def documentation() -> dict[str, dict[str, str]]:
-    """Section class -> key -> the text under the field, on one line.
+def collect_key_documentation() -> dict[str, dict[str, str]]:
+    """Return the texts below the fields: section class -> key -> text on one line.
 
-    pydantic can read these texts itself (`use_attribute_docstrings`), but does so whenever the classes are made, which
-    would be at every command.
+    pydantic can read these texts itself (`use_attribute_docstrings`), but does so when it makes the classes, which
+    happens at every command.
     """
     keys: dict[str, dict[str, str]] = {}
     for module in (model, config, mesh):
@@ -35,18 +35,22 @@ def documentation() -> dict[str, dict[str, str]]:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of `dtctl.yaml`."""
+    """Return the JSON Schema (2020-12) of `dtctl.yaml`."""
     schema = model.Spec.model_json_schema()
-    train = make_train_section().model_json_schema()
-    definitions = {**schema["$defs"], **train.pop("$defs"), "Train": train}
+    definitions = schema["$defs"]
+    # pydantic does not check these sections together with the spec.
+    for section in (make_train_section(), model.Slurm, model.Kubernetes, model.Metrics):
+        inner = section.model_json_schema()
+        definitions |= {**inner.pop("$defs"), section.__name__: inner}
+        reference = {"$ref": f"#/$defs/{section.__name__}"}
+        schema["properties"][section.__name__.lower()] = {"anyOf": [reference, {"type": "null"}], "default": None}
     schema["$defs"] = dict(sorted(definitions.items()))
-    schema["properties"]["train"] = {"anyOf": [{"$ref": "#/$defs/Train"}, {"type": "null"}], "default": None}
     del schema["properties"]["base_dir"]
-    texts = documentation()
+    texts = collect_key_documentation()
     for name, section in [("Spec", schema), *schema["$defs"].items()]:
         for key, value in section["properties"].items():
             value["description"] = texts[name].get(key) or texts[name][FIELDS[key]]
-    # What the sections take in other words and put right before pydantic sees it.
+    # Some sections accept other forms, which they convert before pydantic's checks.
     entry = schema["$defs"]["NodeEntry"]
     entry["properties"]["host"] = {"type": "string", "minLength": 1, "description": "Alias of `name`."}
     entry["oneOf"] = [{"required": entry.pop("required")}, {"required": ["host"]}]

@@ -1,4 +1,4 @@
-"""Common base of all parts of a spec: closed, unchangeable, strict about numbers; and the types of their keys."""
+"""Common base class of the sections of a spec, which is strict about keys and numbers, and types of keys."""
 
 from __future__ import annotations
 
@@ -6,22 +6,32 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
 
 P = TypeVar("P", str, Path)
 _PATH_BYTES = 4095
 _NAME_BYTES = 255
 
-# Numbers are strict: pydantic would take `true` for 1 and the text "4" for 4. Where text is required, load.py restores
-# numbers as they were typed; the JSON Schema, which editors use, has to allow for that.
+# Numbers are strict: pydantic would read `true` as 1 and the text "4" as 4. Where text is required, load.py restores
+# numbers in the user's notation; the JSON Schema, which editors use, has to allow numbers there.
 Text = Annotated[str, Field(json_schema_extra={"type": ["string", "number", "boolean"]})]
-"""Text; a number or a truth value is taken as it was typed."""
+"""Text; a number or a truth value becomes text in the user's notation."""
 Word = Annotated[str, Field(min_length=1)]
+"""Text that is not empty."""
 
 
 def _check_length(path: P) -> P:
-    """Refuse what no file system of Linux or macOS has room for, before something is done with it."""
+    """Refuse a path that is too long for every file system of Linux and macOS, before it is used."""
     encoded = os.fsencode(path)
     if len(encoded) > _PATH_BYTES or any(len(name) > _NAME_BYTES for name in encoded.split(b"/")):
         raise ValueError(f"is longer than file systems take ({len(encoded):,} bytes)")
@@ -31,10 +41,9 @@ def _check_length(path: P) -> P:
 FilePath = Annotated[Path, AfterValidator(_check_length)]
 """Path of a file on this machine."""
 PathText = Annotated[Word, AfterValidator(_check_length)]
-"""The same as text, or a path on a node."""
-"""Text that is not empty."""
+"""Path as text, on this machine or on a node."""
 MOST = (1 << 63) - 1
-"""No count is larger than what the workers' programs can hold."""
+"""Largest count, which the programs of the workers can still represent."""
 Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
 """A whole number from 1."""
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=MOST)]
@@ -56,13 +65,30 @@ class Section(BaseModel):
 
     @classmethod
     def list_keys(cls) -> dict[str, FieldInfo]:
-        """Return the fields by the keys that a spec has for them: `from` is no name in Python."""
+        """Return the fields by their keys in a spec; `from` is no name in Python, so its field has another one."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, data: Any) -> Any:
-        """Return a known key without a value means its default, as if it were absent."""
+        """Drop known keys without a value, which then have their default."""
         if not isinstance(data, dict):
             return data
         return {key: value for key, value in data.items() if value is not None or key not in cls.list_keys()}
+
+
+class _CheckedOnDemand:
+    """Marker of a section with its own validator, which pydantic builds when a spec has the section."""
+
+    def __get_pydantic_core_schema__(self, section: type[Section], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return a schema with the section's own validator; pydantic prefixes its problems with the key."""
+        return core_schema.no_info_plain_validator_function(section.model_validate)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return an empty schema, which schema.py replaces by the schema of the section."""
+        return {}
+
+
+SectionType = TypeVar("SectionType", bound=Section)
+RareSection = Annotated[SectionType, _CheckedOnDemand()]
+"""A section that few specs have. Building its validator takes longer than reading a spec."""

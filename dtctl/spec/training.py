@@ -1,6 +1,6 @@
 """The `train:` section of a spec.
 
-Most jobs have none: its keys, and pydantic's classes for them, are loaded when a spec has the section.
+Most jobs have none: its keys, and pydantic's classes for them, are only loaded when a spec has the section.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """The `train:` section: what the spec sets, and what that means where the job's script sets nothing itself."""
+    """Section `train` of a spec: the keys that it sets, and the configuration that follows from them."""
 
     values: Mapping[str, Any]
-    """The keys that are set, plain data."""
+    """Keys that the section sets, as plain data."""
     config: TrainConfig
-    """The same with dtctl's defaults for all others."""
+    """Configuration of the training run, with dtctl's defaults for all keys that are not set."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Train:
+    def build_section(cls, values: Mapping[str, Any]) -> Train:
         """Return the section that sets these keys.
 
         Raises:
@@ -41,7 +41,7 @@ class Train:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Check the section key by key, then as a whole."""
+        """Return a schema that checks the section key by key, then as a whole."""
         return core_schema.no_info_plain_validator_function(
             _check_train,
             serialization=core_schema.plain_serializer_function_ser_schema(lambda train: dict(train.values)),
@@ -49,16 +49,16 @@ class Train:
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Leave the place to schema.py, which puts the classes that check the section there."""
+        """Return an empty schema, which schema.py replaces by the classes that check the section."""
         return {}
 
 
 def _check_train(values: object) -> Train:
-    """Return the section; pydantic puts the place of `train:` before those of the mistakes."""
+    """Return the checked section; pydantic prefixes its problems with `train`."""
     from dtctl.spec.train_section import make_train_section
 
     section = make_train_section().model_validate(values)
     try:
-        return Train.of(section.model_dump(exclude_none=True, exclude_unset=True))
-    except SpecError as exc:  # pydantic requires a ValueError, and adds the place
+        return Train.build_section(section.model_dump(exclude_none=True, exclude_unset=True))
+    except SpecError as exc:  # pydantic requires a ValueError, and adds the key
         raise ValueError(exc.message) from None

@@ -1,9 +1,9 @@
 """Transfer of dtctl's program to a node: one command and the first bytes of its standard input.
 
-Nothing has to be installed there. The command is a line of Python that reads a loader from its input; the loader reads
-the modules of this package, compiled for the Python of this machine and as text for any other, and calls `main`. No
-round trip is needed: all of it is sent in one go. Nothing of it is read from a disk there, so what runs is what was
-sent, regardless of which users may write to the node's folders.
+Nothing has to be installed on the node. The command is a line of Python that reads a loader from its input; the loader
+reads the modules of this package, compiled for the Python of this machine and as text for any other, and calls `main`.
+All of this is sent without a round trip. The node reads no code from its disk, so it runs exactly the code that was
+sent, regardless of the users who may write to its folders.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dtctl import shell
 MAIN = "dtctl.supervisor.main"
 PACKAGES = ("dtctl", "dtctl.supervisor", "dtctl.supervisor.messages", "dtctl.supervisor.probe")
 
-# On one line, because some login shells (csh) do not accept a newline inside quotes.
+# This is one line, because some login shells (csh) do not accept a newline inside quotes.
 _FIRST = (
     "import os;dtctl=b'';exec('while len(dtctl)<6:dtctl+=os.read(0,6-len(dtctl)) or os._exit(1)');"
     "n=int(dtctl);dtctl=b'';exec('while len(dtctl)<n:dtctl+=os.read(0,n-len(dtctl)) or os._exit(1)');exec(dtctl)"
 )
 
-# Has to run on any Python that may be found, so that an old one is named in an answer instead of in a syntax error.
+# This has to run on every Python, so that an old version is reported by an answer and not by a syntax error.
 _REPORT_ERROR = """
 import os, sys
 def answer(code, text):
@@ -56,9 +56,12 @@ class Sent:
     def __init__(self, packed, codes):
         self.packed = packed
         self.codes = codes
+        self.texts = None
     def text(self, name):
-        import json
-        return json.loads(zlib.decompress(self.packed).decode())[name]
+        if self.texts is None:
+            import json
+            self.texts = json.loads(zlib.decompress(self.packed).decode())
+        return self.texts[name]
     def find_spec(self, name, path=None, target=None):
         if name not in MODULES and name not in PACKAGES:
             return None
@@ -100,95 +103,100 @@ os._exit(main(workdir))
 """
 
 
-def _text(name: str) -> str:
+def _read_module_text(name: str) -> str:
     package, _, leaf = name.rpartition(".")
     return (resources.files(package) / f"{leaf}.py").read_text(encoding="utf-8")
 
 
 _bundling = threading.Lock()
-"""Sessions with all nodes need the bundle at the same moment, and with a cache alone each of them would make it."""
+"""Lock for the bundle, since sessions with all nodes need it at the same time and would otherwise each make it."""
 
 
 @functools.cache
-def _bundle(answering: str) -> tuple[tuple[str, ...], bytes, bytes]:
-    """Return the names of the modules, and the modules as text and compiled by this Python; both compressed."""
-    codes = _reached([MAIN, answering])
-    texts = json.dumps({name: _text(name) for name in codes}).encode()
+def _bundle_modules(answering: str) -> tuple[tuple[str, ...], bytes, bytes]:
+    """Return the names of the modules, and the modules as text and as code of this Python, both compressed."""
+    codes = _collect_module_codes([MAIN, answering])
+    texts = json.dumps({name: _read_module_text(name) for name in codes}).encode()
     return tuple(codes), zlib.compress(texts, 6), zlib.compress(marshal.dumps(codes), 1)
 
 
-def _reached(names: list[str]) -> dict[str, types.CodeType]:
-    """Return the code of some modules of dtctl, and of all those that they import, wherever they do so."""
+def _collect_module_codes(names: list[str]) -> dict[str, types.CodeType]:
+    """Return the code of some modules of dtctl, and of all modules that they import at any place."""
     codes: dict[str, types.CodeType] = {}
     while names:
         name = names.pop()
         if name not in codes:
-            codes[name] = _compiled(name, names)
+            codes[name] = _compile_module(name, names)
     return codes
 
 
-def _imports(code: types.CodeType) -> list[str]:
-    """Return modules of dtctl, all of those that code imports: `from dtctl.supervisor import frames` and the like."""
+def _find_dtctl_imports(code: types.CodeType) -> list[str]:
+    """Return all modules of dtctl that code imports, such as by `from dtctl.supervisor import frames`."""
     packages = [name for name in code.co_names if name.startswith("dtctl")]
     if not packages:
         return []
     listed = {each for constant in code.co_consts if isinstance(constant, tuple) for each in constant}
     found = [name for name in packages if name not in PACKAGES]
     return found + [
-        f"{name}.{leaf}" for name in packages if name in PACKAGES for leaf in sorted(_modules_of(name) & listed)
+        f"{name}.{leaf}"
+        for name in packages
+        if name in PACKAGES
+        for leaf in sorted(_list_package_modules(name) & listed)
     ]
 
 
 @functools.cache
-def _modules_of(package: str) -> frozenset[str]:
+def _list_package_modules(package: str) -> frozenset[str]:
     return frozenset(each.name[:-3] for each in resources.files(package).iterdir() if each.name.endswith(".py"))
 
 
-def _compiled(name: str, imports: list[str]) -> types.CodeType:
-    """A module's code, which names no file of this machine; the modules that it imports are added to `imports`."""
+def _compile_module(name: str, imports: list[str]) -> types.CodeType:
+    """Return a module's code without file names of this machine; add the modules that it imports to `imports`."""
     spec = importlib.util.find_spec(name)
     loader = spec.loader if spec is not None else None
-    # From the file that Python has compiled already, when it has.
+    # This uses the file that Python has compiled already, if there is one.
     code = loader.get_code(name) if isinstance(loader, importlib.abc.InspectLoader) else None
     file_name = f"{name.replace('.', '/')}.py"
-    return _renamed(code or compile(_text(name), file_name, "exec", dont_inherit=True), file_name, imports)
+    return _rename_code_file(
+        code or compile(_read_module_text(name), file_name, "exec", dont_inherit=True), file_name, imports
+    )
 
 
-def _renamed(code: types.CodeType, file_name: str, imports: list[str]) -> types.CodeType:
-    imports += _imports(code)
+def _rename_code_file(code: types.CodeType, file_name: str, imports: list[str]) -> types.CodeType:
+    imports += _find_dtctl_imports(code)
     inner = tuple(
-        _renamed(constant, file_name, imports) if isinstance(constant, types.CodeType) else constant
+        _rename_code_file(constant, file_name, imports) if isinstance(constant, types.CodeType) else constant
         for constant in code.co_consts
     )
     return code.replace(co_filename=file_name, co_consts=inner)
 
 
 def _compiled_for() -> str:
-    """Return what a Python must have in common with this one to run its compiled code."""
+    """Return the properties that a Python must share with this one to run its compiled code."""
     return importlib.util.MAGIC_NUMBER.hex() + str(sys.implementation.cache_tag)
 
 
-def arguments(python: str) -> list[str]:
+def build_bootstrap_argv(python: str) -> list[str]:
     """Return the command that starts the program; `python` is a program name or path on the node."""
-    # -I and -S: the user's and the site's packages are not ours, and reading them costs time.
+    # With -I and -S, Python does not search the user's and the site's packages, which would take time.
     return [python, "-I", "-S", "-c", _FIRST]
 
 
-def command(python: str) -> str:
-    """Return the same for a shell."""
-    # exec: dash would otherwise stay as a process of its own.
-    return "exec " + shell.join(arguments(python))
+def format_bootstrap_command(python: str) -> str:
+    """Return the command that starts the program as text for a shell."""
+    # Without exec, dash would stay as a separate process.
+    return "exec " + shell.join_command(build_bootstrap_argv(python))
 
 
-def opening(workdir: str, answering: str) -> bytes:
+def build_opening_bytes(workdir: str, answering: str) -> bytes:
     """Return the first bytes to send; frames follow directly.
 
     Args:
         workdir: the node's folder; may begin with `~`.
-        answering: the module that answers the first request, by requests.py; those of other requests stay here.
+        answering: module that answers the first request, by requests.py; modules for other requests are not sent.
     """
     with _bundling:
-        modules, texts, codes = _bundle(answering)
+        modules, texts, codes = _bundle_modules(answering)
     facts = {"MODULES": modules, "PACKAGES": PACKAGES, "COMPILED_FOR": _compiled_for()}
     loader = "".join([*(f"{name} = {value!r}\n" for name, value in facts.items()), _REPORT_ERROR, _LOADER]).encode()
     folder = workdir.encode()

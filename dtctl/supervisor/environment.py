@@ -10,14 +10,14 @@ from dtctl.supervisor.messages.attempt import StartAttempt, WorkerSpec
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
-STEP = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS")
-"""Variables that number the tasks of a step of Slurm."""
+STEP = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_NTASKS", "SLURM_NPROCS")
+"""Variables with the numbers of the tasks and nodes of a step of Slurm."""
 
 
 def without_step(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the numbers of the step that this supervisor is the only task of.
+    """Return an environment without the numbers of the step that this supervisor is a task of.
 
-    Lightning takes them for the workers' own, and refuses to begin if they do not fit.
+    Lightning uses them as the numbers of the workers, and refuses to start if they do not fit.
     """
     return {name: value for name, value in environ.items() if name not in STEP}
 
@@ -25,7 +25,7 @@ def without_step(environ: Mapping[str, str]) -> dict[str, str]:
 def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, str]:
     """Return the variables of an attempt, with this node's folders and its interface towards the head node.
 
-    Variables that the message sets stay: an interface that the user names takes precedence over the routing table.
+    Variables in the message take precedence, such as an interface that the user names over the routing table.
     """
     env = {
         "DTCTL_RUN_DIR": run_dir,
@@ -34,19 +34,19 @@ def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, s
         "DTCTL_MEMORY_DIR": folders.memory_folder(run_dir),
         "DTCTL_PROGRESS": os.path.join(run_dir, f"attempt-{start.attempt}", "progress"),
         "DTCTL_GRACE_S": f"{start.grace_s:g}",
-        # Where torchrun puts its own files, which would otherwise stay behind in /tmp.
+        # In this folder, torchrun creates its own files, which would otherwise stay in /tmp.
         "PET_LOG_DIR": os.path.join(run_dir, f"attempt-{start.attempt}", "torchrun"),
     }
     if interface:
         env["GLOO_SOCKET_IFNAME"] = interface
-        env["NCCL_SOCKET_IFNAME"] = "=" + interface  # "=": this one, not all with this prefix
+        env["NCCL_SOCKET_IFNAME"] = "=" + interface  # "=" selects exactly this interface, not all with this prefix.
     return {**env, **start.env}
 
 
 def with_error_file(worker: WorkerSpec, folder: str) -> WorkerSpec:
-    """Return the worker with a file for its exception, as torchrun gives each of its workers one.
+    """Return the worker with a file for its exception, which torchrun also gives to each of its workers.
 
-    torchrun itself, and a command that starts workers by its own means, see to that themselves.
+    The worker is unchanged if torchrun or a command of the user starts the actual workers.
     """
     if "RANK" not in worker.env:
         return worker

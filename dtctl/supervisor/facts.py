@@ -7,18 +7,18 @@ import os
 
 
 def server_address() -> str:
-    """This node's own address on the way that the control machine came by; empty when not known."""
+    """Return the address of this node to which the control machine connected; empty if it is not known."""
     fields = os.environ.get("SSH_CONNECTION", "").split()
     return fields[2] if len(fields) == 4 else ""
 
 
 def code_of(exc: OSError) -> str:
-    """Return a word for the control machine to choose its hint by."""
+    """Return a code by which the control machine chooses its hint."""
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk-full"
     return "permission" if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else "os"
 
 
-def describe(exc: OSError) -> str:
-    """Return what the system refused, and where."""
+def describe_os_error(exc: OSError) -> str:
+    """Return the system's error text, with the file if there is one."""
     return f"{exc.strerror}: {exc.filename}" if exc.filename else str(exc.strerror)

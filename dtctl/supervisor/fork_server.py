@@ -1,8 +1,8 @@
-"""The supervisor's side of the fork server: a process per node that has imported what the workers need, and forks them.
+"""The supervisor's side of the fork server: one process per node imports the workers' modules and forks the workers.
 
-See fork_server_main.py, which that process runs. The node script is run as ever; its last line hands the program to
-`VIA`, a few lines of shell in the run's folder. These either start the warm process in the program's place, or only
-print what would have been started. Later attempts do the latter, since their variables differ. Stdlib only, Python 3.8.
+See fork_server_main.py, which that process runs. The node script is run as usual; its last line passes the program to
+`VIA`, a few lines of shell in the run's folder. These either start the fork server in the program's place, or only
+print the program and its variables. Later attempts do the latter, since their variables differ. Stdlib, Python 3.8.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dtctl.supervisor import processes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from dtctl.supervisor import fork_server_main  # noqa: F401 - read below; sent because it stands here (bootstrap.py)
+    from dtctl.supervisor import fork_server_main  # noqa: F401 - read below; bootstrap.py sends what is imported
 
 VIA_FILE = "via.sh"
 WARM_FILE = "fork_server_main.py"
@@ -35,13 +35,13 @@ printf '%s\\0' "$#" "$@"
 exec env -0
 """
 TRIES = 3
-"""Fork servers in a row that have ended before they were ready: another one would, too."""
+"""Number of fork servers in a row that end before they are ready, after which no other one is started."""
 OWN_VARIABLES = ("DTCTL_VIA", "DTCTL_WARM_FILE", "DTCTL_WARM_FD", "DTCTL_WARM_PARENT", "DTCTL_WARM_MODULES")
 FORK_LIMIT_S = 10.0
 
 
-def _warm() -> bytes:
-    """Return the text of fork_server_main.py, wherever this module comes from."""
+def _read_server_source() -> bytes:
+    """Return the text of fork_server_main.py by the loader of this module, since it may not be on a disk."""
     return bytes(__loader__.get_data(os.path.join(os.path.dirname(__file__), WARM_FILE)))  # type: ignore[name-defined]
 
 
@@ -49,23 +49,23 @@ class ForkServerUnavailable(Exception):
     """The fork server cannot be used, for the reason in the text."""
 
     def __init__(self, why: str, is_final: bool = False) -> None:
-        """Take the reason; with `is_final`, another one would not do better."""
+        """Store the reason; `is_final`: another fork server would fail, too."""
         super().__init__(why)
         self.is_final = is_final
 
 
 class ForkServer:
-    """One fork server, from its start to its end, and the program that its workers are to run."""
+    """A fork server, from its start to its end, and the program of its workers."""
 
     def __init__(self, run_dir: str) -> None:
-        """Nothing is started yet; `run_dir` is the run's folder."""
+        """Write the files of the server into the run's folder, without starting a process."""
         self.via, self.file = os.path.join(run_dir, VIA_FILE), os.path.join(run_dir, WARM_FILE)
-        for path, data in ((self.via, VIA.encode()), (self.file, _warm())):
+        for path, data in ((self.via, VIA.encode()), (self.file, _read_server_source())):
             with open(path, "wb") as file:
                 file.write(data)
         self.pid = 0
         self.standby_pid = 0
-        """A copy of it that takes its place when it ends, so that nothing has to be imported again; 0 for none."""
+        """Process id of a copy that takes the server's place at its end, so that nothing is imported again; 0: none."""
         self.ready = False
         self.argv: list[str] = []
         self.env: dict[str, str] = {}
@@ -76,10 +76,10 @@ class ForkServer:
         self._capture_fd: int | None = None
         self._capture_pid = 0
         self._is_captured = False
-        """True if the program is that of another attempt than the one this was started for."""
+        """True if the program is that of a later attempt than the one for which the server was started."""
 
     def start(self, script: str, cwd: str, env: dict[str, str], modules: list[str], output_fd: int) -> None:
-        """Start the fork server by the node script; what it prints goes to `output_fd`."""
+        """Start the fork server by the node script; its output goes to `output_fd`."""
         parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         variables = {
             "DTCTL_VIA": self.via,
@@ -89,7 +89,7 @@ class ForkServer:
             "DTCTL_WARM_MODULES": ",".join(modules),
         }
         os.set_inheritable(child_end.fileno(), True)
-        self.pid = processes.spawn(["bash", script], cwd, {**env, **variables}, {1: output_fd, 2: output_fd})
+        self.pid = processes.spawn_program(["bash", script], cwd, {**env, **variables}, {1: output_fd, 2: output_fd})
         child_end.close()
         parent_end.setblocking(False)
         self._link = parent_end
@@ -99,26 +99,28 @@ class ForkServer:
         self.argv, self.env, self._captured, self._is_captured = [], {}, b"", True
         read_end, write_end = os.pipe()
         env = {**env, "DTCTL_VIA": self.via}
-        self._capture_pid = processes.spawn(["bash", script], cwd, env, {1: output_fd, 2: output_fd, 3: write_end})
+        self._capture_pid = processes.spawn_program(
+            ["bash", script], cwd, env, {1: output_fd, 2: output_fd, 3: write_end}
+        )
         os.close(write_end)
         os.set_blocking(read_end, False)
         self._capture_fd = read_end
 
     def descriptors(self) -> list[int]:
-        """Return what to wait on."""
+        """Return the descriptors on which the supervisor waits for the server."""
         link = [self._link.fileno()] if self._link is not None else []
         return link + ([self._capture_fd] if self._capture_fd is not None else [])
 
     def poll(self) -> bool:
-        """Process what has arrived; whether workers can be forked now.
+        """Process received data; return whether workers can be forked now.
 
         Raises:
-            ForkServerUnavailable: they never will be.
+            ForkServerUnavailable: this server cannot fork workers.
         """
         if self._link is None:
             raise ForkServerUnavailable("the fork server has exited")
         try:
-            self._receive(self._link)
+            self._receive_ready_message(self._link)
         except ForkServerUnavailable:
             if not self._promote_standby():
                 raise
@@ -126,7 +128,7 @@ class ForkServer:
             self._read_capture(self._capture_fd)
         return self.ready and bool(self.argv)
 
-    def _receive(self, link: socket.socket) -> None:
+    def _receive_ready_message(self, link: socket.socket) -> None:
         try:
             data = link.recv(1 << 16)
         except BlockingIOError:
@@ -144,7 +146,7 @@ class ForkServer:
             raise ForkServerUnavailable(str(message["why"]), True)
         self.ready = True
         if not self._is_captured:
-            self.argv, self.env = message["argv"], _cleaned(message["env"])
+            self.argv, self.env = message["argv"], _remove_own_variables(message["env"])
 
     def _read_capture(self, fd: int) -> None:
         while True:
@@ -163,24 +165,24 @@ class ForkServer:
         count = int(fields[0])
         self.argv = fields[1 : 1 + count]
         pairs = (field.partition("=") for field in fields[1 + count :])
-        self.env = _cleaned({name: value for name, _, value in pairs})
+        self.env = _remove_own_variables({name: value for name, _, value in pairs})
 
     def fork(self, env: dict[str, str], output_fd: int) -> int:
-        """Return a new worker: a child of this process with these variables on top, printing to `output_fd`; its id.
+        """Fork a worker, a child of this process with further variables and output to `output_fd`; return its id.
 
         Raises:
-            ForkServerUnavailable: the fork server does not do it.
+            ForkServerUnavailable: the fork server does not fork the worker.
         """
-        request = {"argv": _program(self.argv), "env": {**self.env, **env}}
+        request = {"argv": _strip_interpreter(self.argv), "env": {**self.env, **env}}
         try:
-            return self._ask(request, output_fd)
+            return self._request_fork(request, output_fd)
         except ForkServerUnavailable:
             if not self._promote_standby():
                 raise
-        return self._ask(request, output_fd)
+        return self._request_fork(request, output_fd)
 
     def keep_standby(self) -> None:
-        """See that a server that is ready has a standby.
+        """Make a standby for a server that is ready, unless it has one.
 
         Raises:
             ForkServerUnavailable: the fork server does not make one.
@@ -191,7 +193,7 @@ class ForkServer:
         own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with its_end:
             try:
-                self.standby_pid = self._ask({"standby": True}, its_end.fileno())
+                self.standby_pid = self._request_fork({"standby": True}, its_end.fileno())
             except ForkServerUnavailable:
                 own_end.close()
                 raise
@@ -202,19 +204,19 @@ class ForkServer:
         if self._standby_link is None:
             return False
         try:
-            return bool(self._standby_link.recv(1))  # it sends nothing until it gets a request
+            return bool(self._standby_link.recv(1))  # The standby sends nothing before a request.
         except BlockingIOError:
             return True
         except OSError:
             return False
 
     def _promote_standby(self) -> bool:
-        """Let the standby take the place of the server; False if there is none."""
+        """Let the standby take the place of the server; return False if there is none."""
         if not self._standby_is_there():
             return False
         if self._link is not None:
             self._link.close()
-        processes.send([self.pid], signal.SIGKILL)  # it may be there and not answer
+        processes.send_process_signal([self.pid], signal.SIGKILL)  # The old server may run without answering.
         self.pid, self._link, self._received = self.standby_pid, self._standby_link, b""
         self.standby_pid, self._standby_link = 0, None
         return True
@@ -224,14 +226,14 @@ class ForkServer:
             self._standby_link.close()
             self._standby_link = None
         if self.standby_pid:
-            processes.send([self.standby_pid], signal.SIGKILL)
+            processes.send_process_signal([self.standby_pid], signal.SIGKILL)
             self.standby_pid = 0
 
-    def _ask(self, request: Mapping[str, object], fd: int) -> int:
-        """Return the id of the process that the server forks for this.
+    def _request_fork(self, request: Mapping[str, object], fd: int) -> int:
+        """Return the id of the process that the server forks for a request.
 
         Raises:
-            ForkServerUnavailable: it does not.
+            ForkServerUnavailable: the server does not fork a process.
         """
         link = self._link
         if link is None:
@@ -260,7 +262,7 @@ class ForkServer:
         if self._capture_fd is not None:
             os.close(self._capture_fd)
             self._capture_fd = None
-            processes.send([self._capture_pid], signal.SIGKILL)
+            processes.send_process_signal([self._capture_pid], signal.SIGKILL)
 
     def close(self) -> None:
         """End the fork server; the workers that it has forked keep running."""
@@ -270,42 +272,42 @@ class ForkServer:
             self._link.close()
             self._link = None
         if self.pid:
-            processes.send([self.pid], signal.SIGKILL)
+            processes.send_process_signal([self.pid], signal.SIGKILL)
             self.pid = 0
 
 
 class ForkServers:
-    """The fork servers of a run, one after another, until another one would be of no use."""
+    """The fork servers of a run, of which one runs at a time; none is started after repeated or final failures."""
 
     def __init__(self, run_dir: str) -> None:
-        """Have none yet; `run_dir` is the run's folder."""
+        """Begin without a server; `run_dir` is the run's folder."""
         self.run_dir = run_dir
         self.server: ForkServer | None = None
         self.cold_reason = ""
-        """Reason why none is used any more."""
+        """Reason why no fork server is used any more; empty while one may be used."""
         self._ends = 0
-        """Number of ends in a row of servers that have never been ready."""
+        """Number of servers in a row that ended without ever having been ready."""
 
     def pids(self) -> tuple[int, ...]:
-        """Their processes."""
+        """Return the process ids of the fork server and of its standby; empty without a server."""
         return (self.server.pid, self.server.standby_pid) if self.server is not None else ()
 
-    def require(self) -> ForkServer:
-        """Return the one that there is, or a new one, which is not started."""
+    def get_or_create(self) -> ForkServer:
+        """Return the current server, or a new one that is not started."""
         if self.server is None:
             self.server = ForkServer(self.run_dir)
         return self.server
 
     def check(self) -> None:
-        """Notice the end of the one that there is."""
+        """Check whether the current server has ended."""
         try:
             if self.server is not None:
                 self.server.poll()
         except ForkServerUnavailable as exc:
-            self.lose(exc)
+            self.give_up_server(exc)
 
-    def lose(self, exc: ForkServerUnavailable) -> None:
-        """Give up the one that there is, and note whether another one would be of use."""
+    def give_up_server(self, exc: ForkServerUnavailable) -> None:
+        """Give up the current server, and record whether another one may be started."""
         server, self.server = self.server, None
         if server is None:
             return
@@ -315,15 +317,15 @@ class ForkServers:
             self.cold_reason = str(exc)
 
     def close(self) -> None:
-        """End the one that there is."""
+        """End the current server."""
         if self.server is not None:
             self.server.close()
 
 
-def _cleaned(env: dict[str, str]) -> dict[str, str]:
+def _remove_own_variables(env: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in OWN_VARIABLES}
 
 
-def _program(argv: list[str]) -> list[str]:
-    """Return what follows the interpreter and its `-u`."""
+def _strip_interpreter(argv: list[str]) -> list[str]:
+    """Return the arguments after the interpreter and its `-u`."""
     return argv[2:] if argv[1:2] == ["-u"] else argv[1:]

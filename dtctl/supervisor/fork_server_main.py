@@ -1,19 +1,19 @@
-"""A Python that has imported what the workers need, and becomes each of them by forking. Runs on the node.
+"""A Python process on a node that imports the workers' modules and forks each worker from itself.
 
-Importing torch takes seconds, forking a process that has imported it milliseconds: one import per node instead of one
-per worker, and none at a restart. Started by the node script in place of the program, so setup lines and variables are
-the job's own, under the job's Python (3.8 or newer). Imports nothing of dtctl: it stands alone, and what it is becomes
-the user's program.
+Importing torch takes seconds, forking a process that has imported it milliseconds: there is one import per node and not
+per worker, and none at a restart. The node script starts this process in place of the program, so setup lines,
+variables and Python (3.8 or newer) are the job's own. This file imports nothing of dtctl, since its process becomes the
+user's program.
 
     from the supervisor, with a descriptor              to the supervisor
                                                         {"ready": true, "argv", "env"} or {"ready": false, "why"}, once
-    {"argv": [...], "env": {...}} and the pipe for the  {"pid": N} of the worker, by now a child of the supervisor
-        output: be this worker
-    {"standby": true} and a socket: serve there when I  {"pid": N} of the standby, a copy of this process, likewise
-        have ended
+    {"argv": [...], "env": {...}} and the pipe for the  {"pid": N} of the worker, now a child of the supervisor
+        output: become this worker
+    {"standby": true} and a socket: serve on it after   {"pid": N} of the standby, a copy of this process, likewise
+        the end of this process
 
-The end of the supervisor's socket ends this process. Nothing is forked from a process with threads or an initialized
-GPU: then the supervisor starts the workers afresh.
+The end of the supervisor's socket ends this process. No worker is forked from a process with threads or an initialized
+GPU: then the supervisor starts a new Python for each worker.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ DEFERRED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def main() -> list[str]:
-    """Import, then serve until the supervisor is gone; returns in a worker, with what it is to run."""
+    """Import modules, then serve until the supervisor is gone; in a forked worker, return the arguments to run."""
     link = socket.socket(fileno=int(os.environ.pop(VIA_FD)))
     supervisor = int(os.environ.pop("DTCTL_WARM_PARENT"))
     modules = os.environ.pop(PRELOAD).split(",")
-    sys.path[0] = ""  # not the folder of this file: its modules have names that a user's may have, too
-    # For the workers; this one ends with its supervisor. Held back and not ignored: a signal that comes while there is
-    # no worker yet is for the first one, and one to a worker that was just forked reaches it when it is one.
+    sys.path[0] = ""  # In the folder of this file, modules may have the same names as a user's.
+    # These signals are for the workers; this process ends with its supervisor. They are blocked and not ignored, so
+    # that a signal before the first worker reaches that one, and a signal to a forked process reaches it as a worker.
     signal.pthread_sigmask(signal.SIG_BLOCK, DEFERRED_SIGNALS)
     by_nvml = LOOKS_BY_NVML in os.environ
     obstacle = load(modules)
-    env = dict(os.environ)  # with what the modules have set
+    env = dict(os.environ)  # This includes variables that the modules have set.
     if not by_nvml:
         env.pop(LOOKS_BY_NVML, None)
-    tell(link, {"ready": not obstacle, "why": obstacle, "argv": ["", *sys.argv[1:]], "env": env})
+    send_reply_line(link, {"ready": not obstacle, "why": obstacle, "argv": ["", *sys.argv[1:]], "env": env})
     has_forked = False
     while True:
-        message, fd = receive(link)
+        message, fd = receive_fork_request(link)
         if message is None:
             os._exit(0)
         pending = [] if has_forked else sorted(signal.sigpending())
@@ -59,14 +59,14 @@ def main() -> list[str]:
             continue
         child = os.fork()
         if child:
-            tell(link, {"pid": child})
-            os._exit(0)  # which makes it a child of the supervisor, as if that had started it
+            send_reply_line(link, {"pid": child})
+            os._exit(0)  # The supervisor is a subreaper, so it now becomes the parent of the child.
         link.close()
         adopted_by(supervisor)
         if "argv" not in message:
             link, has_forked = socket.socket(fileno=fd), True
             continue
-        become(message, fd)
+        set_up_worker_process(message, fd)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFERRED_SIGNALS)
         for number in pending:
             os.kill(os.getpid(), number)
@@ -74,24 +74,24 @@ def main() -> list[str]:
 
 
 def load(modules: list[str]) -> str:
-    """Import modules; why workers cannot be forked after that, or an empty text."""
+    """Import modules; return the reason why workers cannot be forked after that, or an empty text."""
     import gc
     import importlib
 
-    # Importing makes half a million objects and hardly any garbage; looking for it takes a third of the time.
+    # Importing makes half a million objects and hardly any garbage; collecting it would take a third of the time.
     gc.disable()
-    # Asked by a module, torch then looks for GPUs without starting CUDA, which no fork outlives.
+    # With this variable, torch looks for GPUs without starting CUDA, which does not work after a fork.
     os.environ.setdefault(LOOKS_BY_NVML, "1")
     for name in modules:
         try:
             importlib.import_module(name)
-        except BaseException as exc:  # noqa: BLE001 - the program will meet it, too, and is the one to report it
+        except BaseException as exc:  # noqa: BLE001 - the program gets the same error and reports it
             return "import %s: %s: %s" % (name, type(exc).__name__, exc)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "importing has initialized the GPU"
-    # A first child shows two things. Some threads, such as those of NumPy's OpenBLAS, end before a fork and begin again
-    # when they are needed. And a mere query may have started CUDA, which `is_initialized` does not report.
+    # The first fork has two purposes. Some threads, such as those of NumPy's OpenBLAS, end before a fork and start
+    # again only when needed. And a query may have started CUDA, which `is_initialized` does not report but a child can.
     child = os.fork()
     if not child:
         os._exit(1 if torch is not None and torch.cuda._is_in_bad_fork() else 0)
@@ -100,12 +100,12 @@ def load(modules: list[str]) -> str:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return "importing has started %d threads" % (threads - 1)
-    gc.freeze()  # pages full of objects that do not change stay shared
+    gc.freeze()  # Pages whose objects do not change then stay shared between the processes.
     gc.enable()
     return ""
 
 
-def receive(link: socket.socket) -> tuple[dict | None, int]:  # type: ignore[type-arg]
+def receive_fork_request(link: socket.socket) -> tuple[dict | None, int]:  # type: ignore[type-arg]
     """Return the next message and the descriptor that came with it; (None, -1) at the end."""
     import array
 
@@ -127,8 +127,8 @@ def receive(link: socket.socket) -> tuple[dict | None, int]:  # type: ignore[typ
     return json.loads(body.decode("utf-8", "surrogateescape")), fds[0]
 
 
-def tell(link: socket.socket, message: dict) -> None:  # type: ignore[type-arg]
-    """Send one line; a closed link is no error."""
+def send_reply_line(link: socket.socket, message: dict) -> None:  # type: ignore[type-arg]
+    """Send one line; ignore a closed link."""
     try:
         link.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
@@ -148,7 +148,7 @@ def adopted_by(supervisor: int) -> None:
     die_with(supervisor)
 
 
-def become(message: dict, output: int) -> None:  # type: ignore[type-arg]
+def set_up_worker_process(message: dict, output: int) -> None:  # type: ignore[type-arg]
     """Make this process the worker: its output, environment and random state."""
     null = os.open(os.devnull, os.O_RDONLY)
     for source, fd in ((null, 0), (output, 1), (output, 2)):
@@ -159,7 +159,7 @@ def become(message: dict, output: int) -> None:  # type: ignore[type-arg]
     os.environ.update(message["env"])
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # as at a fresh start; Python's own generator sees to itself, torch's has a fixed seed
+        numpy.random.seed()  # Python reseeds its own generator after a fork, and torch's has a fixed seed.
 
 
 def die_with(supervisor: int) -> None:
@@ -175,7 +175,7 @@ def die_with(supervisor: int) -> None:
 
 
 def name_as(name: str) -> None:
-    """Set the name of this process for `ps`, `top` and `pkill`: its command line is that of its parent."""
+    """Set the name of this process for `ps`, `top` and `pkill`, since its command line is that of its parent."""
     try:
         import ctypes
 
@@ -202,12 +202,12 @@ def run(argv: list[str]) -> None:
     sys.argv = list(argv)
     sys.path[0] = os.path.dirname(os.path.realpath(path))
     module = types.ModuleType("__main__")
-    file_name = path if sys.version_info >= (3, 9) else argv[0]  # as Python itself has it
+    file_name = path if sys.version_info >= (3, 9) else argv[0]  # Python itself uses this form.
     module.__dict__.update(__file__=file_name, __builtins__=builtins, __cached__=None)
     sys.modules["__main__"] = module
     with open(path, "rb") as file:
         code = compile(file.read(), file_name, "exec")
-    exec(code, module.__dict__)  # noqa: S102 - it is what the user asked to run
+    exec(code, module.__dict__)  # noqa: S102 - this is the user's program
 
 
 def without_this_file(kind, error, trace) -> None:  # type: ignore[no-untyped-def]

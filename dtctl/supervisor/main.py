@@ -1,6 +1,6 @@
-"""The program on nodes: answers requests until the control machine has no more. Stdlib only, Python 3.8.
+"""The program on nodes, which answers requests until the control machine has no more. Stdlib only, Python 3.8.
 
-It is started by bootstrap.py; requests.py has the table of what it answers.
+The loader of bootstrap.py starts it; requests.py has the table of the requests.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import sys
 from dtctl import folders
 from dtctl.schema import InvalidMessage
 from dtctl.supervisor import facts, frames
-from dtctl.supervisor.messages.base import Quit, Refusal, parse
-from dtctl.supervisor.requests import CannotDo, NodeRequests, find_module
+from dtctl.supervisor.messages.base import Quit, Refusal, parse_message_document
+from dtctl.supervisor.requests import NodeRequests, RequestFailed, find_module
 
 
 def main(workdir: str) -> int:
-    """Serve one link; the exit status of the remote command."""
+    """Serve one link; return the exit status of the remote command."""
     link = frames.FdLink(0, 1)
     try:
-        return serve(link, workdir)
-    except (CannotDo, folders.Foreign, OSError, frames.BrokenFrame, InvalidMessage) as exc:
-        if getattr(exc, "errno", None) != errno.EPIPE:  # else the control machine is gone
-            link.send_json(refuse(exc))
+        return serve_node_requests(link, workdir)
+    except (RequestFailed, folders.NotPrivateError, OSError, frames.BrokenFrame, InvalidMessage) as exc:
+        if getattr(exc, "errno", None) != errno.EPIPE:  # With EPIPE, the control machine is gone.
+            link.send_json(build_refusal(exc))
     return 1
 
 
-def serve(link: frames.FdLink, workdir: str) -> int:
+def serve_node_requests(link: frames.FdLink, workdir: str) -> int:
     """Answer requests until the last one, or until the control machine closes the link."""
     requests: NodeRequests | None = None
     try:
@@ -39,7 +39,7 @@ def serve(link: frames.FdLink, workdir: str) -> int:
                 __import__(module)
                 requests = getattr(sys.modules[module], kind)(link, workdir)
                 link.idle_limit_s = requests.IDLE_LIMIT_S
-            status = requests.answer(parse(document, requests.KINDS))
+            status = requests.answer(parse_message_document(document, requests.KINDS))
             if status is not None:
                 return status
     finally:
@@ -47,12 +47,12 @@ def serve(link: frames.FdLink, workdir: str) -> int:
             requests.close()
 
 
-def refuse(exc: Exception) -> Refusal:
+def build_refusal(exc: Exception) -> Refusal:
     """Return the message that reports an error to the control machine."""
-    if isinstance(exc, CannotDo):
+    if isinstance(exc, RequestFailed):
         return Refusal(code=exc.code, message=str(exc))
-    if isinstance(exc, folders.Foreign):
+    if isinstance(exc, folders.NotPrivateError):
         return Refusal(code="foreign", message=str(exc))
     if isinstance(exc, OSError):
-        return Refusal(code=facts.code_of(exc), message=facts.describe(exc))
+        return Refusal(code=facts.code_of(exc), message=facts.describe_os_error(exc))
     return Refusal(code="protocol", message=str(exc))

@@ -1,8 +1,8 @@
-"""The output of one rank on its node: kept in a file, and given to the link by offset. Stdlib only, Python 3.8.
+"""The output of one rank on its node, stored in a file and sent over the link by offset. Stdlib only, Python 3.8.
 
-The file is the buffer: a slow or absent reader costs disk, not memory. What the disk refuses is held in memory until
-the link has taken it, and no more is read from the worker meanwhile; without a link the oldest of it is given up. Above
-a limit the middle is cut out of the file. Offsets are those of what was printed, whatever the file still has of it.
+The file is the buffer: a slow or absent reader costs disk space, not memory. Output that the disk refuses is held in
+memory until the link has taken it, and no more is read from the worker meanwhile; without a link, the oldest of it is
+dropped. Above a limit, the middle is cut out of the file. Offsets count all printed bytes, including those cut out.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ import os
 
 from dtctl import folders
 from dtctl.supervisor import frames
+from dtctl.supervisor.frames import format_log_name, parse_log_name
 from dtctl.supervisor.link import CHUNK, ControlLink
 from dtctl.supervisor.messages.attempt import LogGap
+from dtctl.supervisor.worker_log import cut_log, split_limit
 
-AGENT = -1
-"""Rank under which the output of torchrun's agent, or of a command that is not a worker, is kept."""
-AGENT_FILE = "agent.log"
 HELD_BYTES = 1 << 20
-"""Bytes of one rank, in memory."""
-COPY_BYTES = 1 << 20
+"""Most bytes of one rank's output that are held in memory."""
+READ_BYTES = 1 << 20
+"""Most bytes of a worker's output that are read at once, see `NodeProcesses.drain`."""
 
 
-class Log:
-    """Output of a rank, and the offset up to which the link was given it."""
+class OutputLog:
+    """Output of a rank, and the offset up to which it was queued for the link."""
 
     def __init__(self, path: str, limit_bytes: int = 0) -> None:
-        """Append to the file at `path`, which is made with mode 0600; 0 bytes are no limit."""
+        """Append to the file at `path`, which is made with mode 0600; a limit of 0 bytes is none."""
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.limit_bytes = limit_bytes
         self.end = os.fstat(self.fd).st_size
-        """Size of the file."""
+        """Size of the file in bytes."""
         self.segments = [[0, 0, self.end]] if self.end else []
         """Segments of the file in their order: offset in the output, offset in the file, and length."""
         self.size = self.end
-        """Size of the output."""
+        """Size of the output in bytes."""
         self.sent = 0
         self.held = b""
-        """The newest of the output, when the disk has refused it."""
+        """Newest output that the disk has refused."""
         self.unstored = 0
         """Bytes that the disk has refused."""
         self.cut = 0
@@ -45,9 +45,9 @@ class Log:
         self._skipped = 0
 
     def write(self, data: bytes, is_linked: bool = True) -> None:
-        """Append `data`; without a link, what the disk refuses may push out what it has refused before."""
-        if not self.held:  # else the disk is full, and the order is kept
-            data = data[self._store(data) :]
+        """Append `data`; without a link, newly refused output may replace output that the disk refused before."""
+        if not self.held:  # Output in memory comes first, so that the order is kept.
+            data = data[self._write_output(data) :]
         self.unstored += len(data)
         self.size += len(data)
         self.held += data
@@ -56,10 +56,10 @@ class Log:
         if 0 < self.limit_bytes < self.stored():
             self._cut_middle()
 
-    def _store(self, data: bytes) -> int:
-        """Write what the disk takes; its length."""
+    def _write_output(self, data: bytes) -> int:
+        """Write as much as the disk accepts; return the number of bytes."""
         try:
-            written = os.pwrite(self.fd, data, self.end)  # on a disk that is nearly full, a part of it
+            written = os.pwrite(self.fd, data, self.end)  # A nearly full disk accepts a part.
         except OSError:
             return 0
         last = self.segments[-1] if self.segments else None
@@ -72,36 +72,33 @@ class Log:
         return written
 
     def _cut_middle(self) -> None:
-        """Keep the first half of what the limit allows, and an eighth at the end."""
-        first = self.segments[0]
-        head = min(first[2], self.limit_bytes // 2)
-        last = self.segments[-1]
-        tail = min(last[2] - (head if last is first else 0), self.limit_bytes // 8)
+        """Cut out the middle, so that half of the limit remains at the beginning and an eighth at the end."""
+        most_head, most_tail = split_limit(self.limit_bytes)
+        first, last = self.segments[0], self.segments[-1]
+        head = min(first[2], most_head)
+        tail = min(last[2] - (head if last is first else 0), most_tail)
         start, source = last[0] + last[2] - tail, last[1] + last[2] - tail
         self.cut += self.stored() - head - tail
-        mark = b"\n[dtctl: %d bytes were cut here, see job.log_mib]\n" % self.cut
         try:
-            target = first[1] + head + os.pwrite(self.fd, mark, first[1] + head)
-            for offset in range(0, tail, COPY_BYTES):  # forwards: nothing is overwritten before it is read
-                data = os.pread(self.fd, min(COPY_BYTES, tail - offset), source + offset)
-                os.pwrite(self.fd, data, target + offset)
-            os.ftruncate(self.fd, target + tail)
+            target = cut_log(self.fd, first[1] + head, source, source + tail, self.cut)
         except OSError:
-            target = source  # what was there is there
+            target = source  # The file is unchanged.
         self.segments = [[first[0], first[1], head], [start, target, tail]]
         self.end = target + tail
 
     def is_full(self) -> bool:
-        """Return whether the link should take something before more is read from the worker."""
-        would_be_cut = self.limit_bytes and self.stored() + COPY_BYTES >= self.limit_bytes
-        return len(self.held) >= HELD_BYTES or bool(would_be_cut and self.size - self.sent > self.limit_bytes // 8)
+        """Return whether the link should take output before more is read from the worker."""
+        would_be_cut = bool(self.limit_bytes) and self.stored() + READ_BYTES >= self.limit_bytes
+        # The kept end of the file must contain all unsent output, including the bytes that are read next.
+        most_unsent = max(0, split_limit(self.limit_bytes)[1] - READ_BYTES)
+        return len(self.held) >= HELD_BYTES or (would_be_cut and self.size - self.sent > most_unsent)
 
     def stored(self) -> int:
-        """Return the bytes of the output that the file has."""
+        """Return the number of bytes of the output in the file."""
         return sum(segment[2] for segment in self.segments)
 
-    def take(self, limit: int) -> tuple:  # type: ignore[type-arg]
-        """Return how many bytes are missing where the link has got to, and some that follow, which count as sent."""
+    def take_unsent(self, limit: int) -> tuple:  # type: ignore[type-arg]
+        """Return the number of missing bytes after the sent output, and the next bytes; both count as sent now."""
         held_start = self.size - len(self.held)
         segment = next((each for each in self.segments if each[0] + each[2] > self.sent), None)
         start = held_start if segment is None else segment[0]
@@ -118,12 +115,12 @@ class Log:
         return missing, data
 
     def rewind(self, offset: int) -> None:
-        """A new link has got so far."""
+        """Set the offset up to which a new link has the output."""
         self.sent = min(offset, self.size)
 
     def lost(self, is_linked: bool) -> int:
-        """Bytes that neither the file has nor a link was given, or, if there is one, will be; not those cut out."""
-        if not self.unstored:  # then all that is missing was cut out, which is reported to the launcher as a gap
+        """Return the bytes that are neither in the file nor sent over a link nor about to be; cuts do not count."""
+        if not self.unstored:  # All missing bytes were cut out, which the launcher learns from a LogGap.
             return 0
         left = sum(max(0, start + length - max(start, self.sent)) for start, _, length in self.segments)
         held = min(len(self.held), self.size - self.sent) if is_linked else 0
@@ -134,28 +131,27 @@ class RankLogs:
     """The logs of one attempt on this node, each opened at first use."""
 
     def __init__(self, folder: str, limit_bytes: int = 0) -> None:
-        """Keep them in `folder`, of each rank no more than the limit."""
+        """Store the logs in `folder`, for each rank no more than the limit."""
         self.folder = folder
         self.limit_bytes = limit_bytes
         self.is_linked = True
         """True if a link takes the output that cannot be written to the disk."""
-        self._logs: dict[int, Log] = {}
+        self._logs: dict[int, OutputLog] = {}
 
-    def open(self, rank: int) -> Log:
+    def open(self, rank: int) -> OutputLog:
         """Return the log of a rank."""
         if rank not in self._logs:
-            name = AGENT_FILE if rank == AGENT else f"rank-{rank}.log"
-            self._logs[rank] = Log(os.path.join(self.folder, name), self.limit_bytes)
+            self._logs[rank] = OutputLog(os.path.join(self.folder, format_log_name(rank)), self.limit_bytes)
         return self._logs[rank]
 
     def skip_stored(self) -> None:
-        """Count what the folder has as sent: a supervisor before this one has sent it, or it is asked for."""
+        """Count stored output as sent: an earlier supervisor has sent it, or the new link requests it."""
         for rank in ranks_in(self.folder):
             log = self.open(rank)
             log.sent = log.size
 
     def rewind(self, offsets: dict[str, int]) -> None:
-        """A new link has got so far, by rank."""
+        """Set the offset of each rank up to which a new link has the output."""
         for rank in ranks_in(self.folder):
             self.open(rank)
         for rank, log in self._logs.items():
@@ -165,24 +161,24 @@ class RankLogs:
         """Append to the log of a rank."""
         self.open(rank).write(data, self.is_linked)
 
-    def must_wait(self) -> bool:
-        """Return whether the link should take something before more is read from the workers."""
+    def is_link_behind(self) -> bool:
+        """Return whether the link should take output before more is read from the workers."""
         return self.is_linked and any(log.is_full() for log in self._logs.values())
 
     def feed(self, link: ControlLink) -> bool:
-        """Queue what was not sent yet, as much as the link can take; whether that was all."""
+        """Queue unsent output, as much as the link can take; return whether no unsent output is left."""
         for rank, log in self._logs.items():
             while log.sent < log.size and len(link.out) < CHUNK:
-                missing, data = log.take(CHUNK)
+                missing, data = log.take_unsent(CHUNK)
                 if missing:
                     link.send(LogGap(rank=rank, bytes=missing))
                 if not (missing or data):
-                    break  # another process has truncated the file
-                link.out += frames.pack(frames.LOG, data, rank)
+                    break  # Another process has truncated the file.
+                link.out += frames.pack_frame(frames.LOG, data, rank)
         return all(log.sent >= log.size for log in self._logs.values())
 
     def losses(self, is_linked: bool) -> dict[str, int]:
-        """Return the bytes that are lost, and bytes that the disk has refused, as AttemptStopped names them."""
+        """Return the numbers of lost bytes and of bytes that the disk refused, by the keys of AttemptStopped."""
         logs = self._logs.values()
         return {
             "log_bytes_lost": sum(log.lost(is_linked) for log in logs),
@@ -190,23 +186,23 @@ class RankLogs:
         }
 
     def segments(self) -> dict[str, list[list[int]]]:
-        """Return the segments of each log that does not have all of its rank's output."""
+        """Return the segments of each incomplete log, by rank."""
         return {str(rank): log.segments for rank, log in self._logs.items() if log.unstored or log.cut}
 
 
 def ranks_in(folder: str) -> dict[int, str]:
-    """Rank -> path of its log, of all that a folder has."""
+    """Return the path of each rank's log in a folder."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".log"))
-    return {AGENT if name == AGENT_FILE else int(name[5:-4]): os.path.join(folder, name) for name in names}
+    return {parse_log_name(name): os.path.join(folder, name) for name in names}
 
 
 def read_from(fd: int, segments: list, offset: int):  # type: ignore[no-untyped-def, type-arg]
-    """Yield the contents of a log's file from an offset on: the number of missing bytes, then some, again and again.
+    """Yield the contents of a log's file from an offset on, as pairs of a number of missing bytes and the next bytes.
 
     Args:
-        fd: the file.
-        segments: as in `Log`; nothing: the file has all of it.
-        offset: where to begin.
+        fd: descriptor of the file.
+        segments: segments as in `OutputLog`; empty: the file has the whole output.
+        offset: offset of the first byte in the output.
     """
     for start, at, length in segments or [[0, 0, os.fstat(fd).st_size]]:
         while start + length > offset:
@@ -222,7 +218,7 @@ def read_from(fd: int, segments: list, offset: int):  # type: ignore[no-untyped-
 def send_stored(
     link: frames.FdLink, folder: str, offsets: dict[str, int], segments: dict[str, list[list[int]]]
 ) -> None:
-    """Send what the logs of a folder have beyond some offsets; both by rank, `segments` as in `AttemptStopped`."""
+    """Send the output in a folder's logs after the offset of each rank; `segments` is as in `AttemptStopped`."""
     for rank, path in ranks_in(folder).items():
         with os.fdopen(folders.open_regular(path, follow=False), "rb") as file:
             for missing, data in read_from(file.fileno(), segments.get(str(rank), []), offsets.get(str(rank), 0)):

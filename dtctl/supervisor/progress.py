@@ -1,7 +1,7 @@
-"""Progress of the workers of a node: small files that they write from their own memory, read from outside.
+"""Progress of the workers of a node, read from small files that the workers map into their memory.
 
-A worker maps one file and changes numbers in it (dtctl/runtime/telemetry/progress.py). Nothing has to run in the worker
-for them to be read, so that one that is stopped, stuck or dead can be seen to stand still. Stdlib only, Python 3.8.
+A worker maps one file and changes numbers in it (dtctl/runtime/telemetry/progress.py). No code of the worker has to run
+when the file is read, so the progress of a stopped, stuck or dead worker is known, too. Stdlib only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FIELDS = (
 RECORD = struct.Struct(f"@8s{len(FIELDS)}Q")
 MAGIC = b"dtctl-p3"
 RESUME_SUFFIX = ".resume"
-"""Suffix of a JSON file next to it, in which the first worker reports its resume."""
+"""Suffix of a JSON file next to the progress file, in which the first worker reports its resume."""
 
 
-def read(folder: str) -> list[WorkerProgress]:
-    """Return the last progress of each worker that reports it, in no particular order."""
+def read_worker_progress(folder: str) -> list[WorkerProgress]:
+    """Return the newest progress of each worker that reports it, in no particular order."""
     try:
         file_names = os.listdir(folder)
     except OSError:
@@ -41,7 +41,7 @@ def read(folder: str) -> list[WorkerProgress]:
                 continue
             if len(data) == RECORD.size and data[:8] == MAGIC:
                 told = read_resume(os.path.join(folder, name + RESUME_SUFFIX)) if name in resumed else {}
-                reports.append(report(int(name[5:]), RECORD.unpack(data)[1:], time.monotonic_ns(), told))
+                reports.append(build_worker_progress(int(name[5:]), RECORD.unpack(data)[1:], time.monotonic_ns(), told))
     return reports
 
 
@@ -55,8 +55,10 @@ def read_resume(path: str) -> dict[str, ResumeVerdict]:
         return {}
 
 
-def report(rank: int, numbers: tuple[int, ...], now_ns: int, told: dict[str, ResumeVerdict]) -> WorkerProgress:
-    """Return a worker's record for the control machine; clocks are the node's, so times are sent as ages in seconds."""
+def build_worker_progress(
+    rank: int, numbers: tuple[int, ...], now_ns: int, told: dict[str, ResumeVerdict]
+) -> WorkerProgress:
+    """Return a worker's progress for the control machine, with times as ages in seconds, since clocks differ."""
     record = dict(zip(FIELDS, numbers))  # noqa: B905 - `strict` is newer than Python 3.8
     return WorkerProgress(
         rank=rank,
@@ -74,6 +76,6 @@ def report(rank: int, numbers: tuple[int, ...], now_ns: int, told: dict[str, Res
         slowest_s=record["slowest_ns"] / 1e9,
         stall_s=record["stall_ns"] / 1e9,
         evaluation_s=record["evaluation_ns"] / 1e9,
-        state=node_facts.state(record["pid"]),
+        state=node_facts.read_process_state(record["pid"]),
         **told,
     )

@@ -1,15 +1,14 @@
-"""The node's end of a push: keeps trees of files below the workdir, takes only what is missing, checks every digest.
+"""The node's end of a push: it stores trees of files below the workdir, requests missing files and checks all digests.
 
-    WORKDIR/code/TREE          the files of one tree; several runs may use it, so nothing of dtctl changes it
-    WORKDIR/code/TREE.json     the seal: files written there, with their `lstat` result; locked by each user of the tree
-    WORKDIR/code/.lock         held while trees are looked for (shared), or named and removed (exclusive)
+    WORKDIR/code/TREE          the files of one tree; several runs may use it, so dtctl never changes it
+    WORKDIR/code/TREE.json     the seal: the written files, with their `lstat` results; locked by each user of the tree
+    WORKDIR/code/.lock         locked while trees are searched (shared), or named and removed (exclusive)
     WORKDIR/data               the same for data, which only `dtctl clean` removes
-    WORKDIR/code/.dtctl        marks the store as ours; without it nothing is ever removed there
+    WORKDIR/code/.dtctl        marks the store as one of dtctl; without it no file is ever removed there
 
-A tree that matches its seal is taken as it is. If it was changed, another folder (TREE.1, ...) is made next to it, from
-the files that are still good on this node and those that are sent. Nothing from the sender is trusted: neither paths,
-nor sizes, nor links. A file is a row of path, mode, size in bytes, SHA-256 and link (`FileEntry` in
-dtctl/launch/files/tree.py).
+A tree that matches its seal is used unchanged. If it was changed, another folder (TREE.1, ...) is made next to it from
+the files that are still good on this node and the files that are sent. Paths, sizes and links from the sender are not
+trusted. A file is a row of path, mode, size in bytes, SHA-256 and link (`TreeFile` in dtctl/launch/files/tree.py).
 Stdlib only, Python 3.8.
 """
 
@@ -27,8 +26,6 @@ from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd, PushRelay,
 
 TYPE_CHECKING = False  # typing is slow to import on a node
 if TYPE_CHECKING:
-    import ssl
-
     from dtctl.supervisor import relay
 
 LINK_MODE = 0o120000
@@ -40,71 +37,71 @@ CHUNK_BYTES = 1 << 18
 _servers: list = []  # type: ignore[type-arg]
 """Servers of blocks that were pushed to this node; see `stop_serving`."""
 _locks_in_use: list[int] = []
-"""Seals of the trees in use, open for as long as this process and its children live."""
+"""Descriptors of the seals of used trees, which stay open as long as this process and its children live."""
 
 
-class Refused(Exception):
-    """The push cannot be taken; the sender has received the reason."""
+class PushRefused(Exception):
+    """The push is refused; the sender has received the reason."""
 
 
 class PushProblem(Exception):
-    """Refusal of what was sent; `code` is for the sender."""
+    """Refusal of the sent data; `code` is for the sender."""
 
     def __init__(self, code: str, text: str) -> None:
-        """Take the reason."""
+        """Store the code and the text of the refusal."""
         super().__init__(text)
         self.code = code
 
 
-def receive(link: frames.FdLink, workdir: str, tree: str, kind: str = "code") -> str:
-    """Bring a tree to this node, by its digest; return its folder, which stays while this process lives.
+def receive_tree(link: frames.FdLink, workdir: str, tree: str, kind: str = "code") -> str:
+    """Store a tree on this node; return its folder, which is not removed while this process lives.
 
     Args:
-        link: to the control machine.
-        workdir: of this node.
+        link: link to the control machine.
+        workdir: workdir of this node.
         tree: digest of the tree.
-        kind: `code`, where new trees replace old ones, or `data`.
+        kind: store of the tree: `code`, where new trees replace old ones, or `data`.
 
     Raises:
-        Refused: it could not be done. Nothing half-written is left, and the sender has received the reason.
+        PushRefused: the tree could not be stored. No incomplete tree is left, and the sender has received the reason.
     """
     store = os.path.join(workdir, kind)
     try:
         if kind not in STORES:
             raise PushProblem("escape", f"{kind!r} is no store of trees")
-        return _Push(link, store, tree).run()
+        return _PushReceiver(link, store, tree).run()
     except PushProblem as exc:
         code, text = exc.code, str(exc)
-    except folders.Foreign as exc:
+    except folders.NotPrivateError as exc:
         code, text = "foreign", str(exc)
     except OSError as exc:
         if exc.errno == errno.EPIPE:
-            raise  # the control machine is gone
+            raise  # The control machine is gone.
         code, text = facts.code_of(exc), f"{exc.strerror} in {store}"
     except zlib.error as exc:
         code, text = "digest", f"the stream is damaged: {exc}"
     link.send_json(PushState(state="error", code=code, message=text))
-    raise Refused(text)
+    raise PushRefused(text)
 
 
 def stop_serving() -> None:
-    """Serve blocks to no other node any longer; no thread of it is left."""
+    """Stop serving blocks to other nodes, and wait until all threads of the servers have ended."""
     while _servers:
         _servers.pop().close()
 
 
-def find(workdir: str, tree: str, kind: str) -> str:
-    """A folder with a tree that was brought, unchanged, which stays while this process lives; empty without one."""
+def find_stored_tree(workdir: str, tree: str, kind: str) -> str:
+    """Return the folder of a stored, unchanged tree, which is not removed while this process lives; empty: none."""
     store = os.path.join(workdir, kind)
     if not os.path.isdir(store):
         return ""
-    with _Lock(os.path.join(store, ".lock"), fcntl.LOCK_SH, os.O_CREAT):
-        return _find(store, tree)
+    with _FileLock(os.path.join(store, ".lock"), fcntl.LOCK_SH, os.O_CREAT):
+        return _find_unchanged_tree(store, tree)
 
 
-def hold(path: str) -> int:
-    """Keep a tree from being pruned for as long as the descriptor that is returned, or a copy of it, is open."""
-    return _Lock(path + ".json", fcntl.LOCK_SH).fd
+def lock_stored_tree(path: str) -> int:
+    """Lock a tree against removal while the returned descriptor, or a copy of it, is open."""
+    return _FileLock(path + ".json", fcntl.LOCK_SH).fd
 
 
 def leads_out(path: bytes, link: bytes, links: dict[bytes, bytes]) -> bool:
@@ -120,8 +117,8 @@ def leads_out(path: bytes, link: bytes, links: dict[bytes, bytes]) -> bool:
     return link[:1] in (b"", b"/") or b"\0" in link
 
 
-class _Lock:
-    """A lock on a file, to be used as a context or left open. On file systems without locks it does nothing."""
+class _FileLock:
+    """Lock on a file, used as a context or left open; without effect on file systems without locks."""
 
     def __init__(self, path: str, kind: int, create: int = 0) -> None:
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | create, 0o600)
@@ -131,7 +128,7 @@ class _Lock:
         except OSError:
             self.is_held = False
 
-    def __enter__(self) -> _Lock:  # noqa: PYI034 - Self would have to come from typing
+    def __enter__(self) -> _FileLock:  # noqa: PYI034 - Self would have to come from typing
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,47 +136,53 @@ class _Lock:
 
 
 class BlockReceiver:
-    """Contents that come over a link, or in blocks from other nodes."""
+    """Receiver of contents over a link, or in blocks from other nodes."""
 
     def __init__(self, link: frames.FdLink) -> None:
-        """Take the link to the control machine."""
+        """Receive over the link to the control machine."""
         self.link = link
 
     def pieces(self, end: str):  # type: ignore[no-untyped-def]  # Iterator would have to come from typing
-        """Payloads of BYTES frames up to the message `end`."""
+        """Yield the payloads of BYTES frames up to the message `end`."""
         while True:
             frame = self.link.receive()
             if frame is None:
                 raise PushProblem("protocol", "the sender has gone")
             kind, _, payload = frame
-            if kind == frames.JSON and frames.decode(payload).get("op") == end:
+            if kind == frames.JSON and frames.decode_message(payload).get("op") == end:
                 return
             if kind != frames.BYTES or not payload:
                 raise PushProblem("protocol", f"expected file contents, got {payload[:80]!r}")
             yield payload
 
     def serve(self, request: PushRelay, store: relay.BlockFiles, folder: str):  # type: ignore[no-untyped-def]
-        """Serve blocks to other nodes; return the state to report, and the TLS context for fetching or None."""
+        """Serve blocks to other nodes; return the state to report, and the keys for fetching, or None."""
         from dtctl.supervisor import relay
 
+        contexts: tuple[relay.Context, relay.Context]
+        code = ""
         try:
-            serving, fetching = relay.make_contexts(request.certificate, request.key, folder)
-            server = relay.BlockServer(store, serving)
-        except ImportError:
-            return PushState(state="blocks", code="no-ssl"), None
+            try:
+                contexts = relay.make_contexts(request.certificate, request.key, folder)
+            except ImportError:
+                contexts = (relay.make_hmac_context(request.key),) * 2
+                code = "no-ssl"
+            ticket_key = relay.make_ticket_key(request.key)
+            server = relay.BlockServer(store, contexts[0], ticket_key)
         except (OSError, RuntimeError) as exc:
             return PushState(state="blocks", code="no-port", message=str(exc)), None
         _servers.append(server)
-        return PushState(state="blocks", address=facts.server_address(), port=server.port), fetching
+        state = PushState(state="blocks", code=code, address=facts.server_address(), port=server.port)
+        return state, (contexts[1], ticket_key)
 
     def fetch(
         self,
         store: relay.BlockFiles,
         wanted: list,  # type: ignore[type-arg]
-        fetching: ssl.SSLContext | None,
-        pace: relay.Pace | None = None,
+        fetching: relay.FetchKeys | None,
+        pace: relay.RateLimiter | None = None,
     ) -> None:
-        """Fetch blocks from whatever node the control machine names, and from itself in the end; `pace` limits it."""
+        """Fetch blocks from nodes that the control machine names, and the rest from it; `pace` limits the speed."""
         from dtctl.supervisor import relay
 
         count = 0
@@ -197,7 +200,7 @@ class BlockReceiver:
             if not left:
                 return
             try:
-                for digest in relay.fetch(store, left, source.address, source.port, fetching):
+                for digest in relay.fetch_node_blocks(store, left, source.address, source.port, fetching):
                     count += 1
                     if pace is not None:
                         pace.wait(store.size(digest))
@@ -207,7 +210,7 @@ class BlockReceiver:
                 self.link.send_json(PushState(state="source-failed", code=exc.code, message=str(exc)))
 
     def receive_blocks(self, store: relay.BlockFiles, digests: list) -> None:  # type: ignore[type-arg]
-        """Write the blocks that come over the link, one after the other out of one zlib stream."""
+        """Write the blocks that come over the link in one zlib stream."""
         inflate = zlib.decompressobj()
         ready = bytearray()
         todo = list(reversed(digests))
@@ -226,14 +229,14 @@ class BlockReceiver:
             raise PushProblem("digest", "the stream differs from what was announced")
 
 
-class _Push(BlockReceiver):
-    """One push to one store."""
+class _PushReceiver(BlockReceiver):
+    """Receiver of a single push into a single store."""
 
     def __init__(self, link: frames.FdLink, store: str, tree: str) -> None:
         if len(tree) != 32 or tree.strip("0123456789abcdef"):
             raise PushProblem("escape", f"{tree!r} is not the digest of a tree")
         folders.make_private(store)
-        self.cleans = folders.mark(store, _is_ours)
+        self.cleans = folders.mark_own_folder(store, _is_ours)
         super().__init__(link)
         self.store = store
         self.tree = tree
@@ -241,9 +244,9 @@ class _Push(BlockReceiver):
         self.partial_fd = -1
 
     def run(self) -> str:
-        """Return the dialogue, from the sender's request to the folder's name."""
-        with self._lock(fcntl.LOCK_SH):
-            path = _find(self.store, self.tree)
+        """Carry out the push; return the folder of the tree."""
+        with self._lock_store(fcntl.LOCK_SH):
+            path = _find_unchanged_tree(self.store, self.tree)
         if path:
             self.link.send_json(PushState(state="have", path=path))
             return path
@@ -252,71 +255,72 @@ class _Push(BlockReceiver):
         manifest = inflate.decompress(b"".join(self.pieces(PushManifestEnd.op)), MAX_MANIFEST_BYTES)
         if inflate.unconsumed_tail:
             raise PushProblem("escape", "the manifest is larger than it may be")
-        files = _parse_manifest(manifest, self.tree)
-        with self._lock(fcntl.LOCK_EX):
+        files = _parse_tree_manifest(manifest, self.tree)
+        with self._lock_store(fcntl.LOCK_EX):
             if self.cleans:
-                _clean(self.store)
-            seal = _Lock(
-                self.partial_path + ".json", fcntl.LOCK_EX, os.O_CREAT
-            )  # shows other processes that it is not stale
+                _prune_tree_store(self.store)
+            # The lock shows other processes that the folder is in use.
+            seal = _FileLock(self.partial_path + ".json", fcntl.LOCK_EX, os.O_CREAT)
         with seal:
             try:
-                path = self._make(files, seal)
+                path = self._make_tree(files, seal)
             finally:
                 _remove_part(self.partial_path)
         self.link.send_json(PushState(state="done", path=path, digest=self.tree))
         return path
 
-    def _lock(self, kind: int) -> _Lock:
-        return _Lock(os.path.join(self.store, ".lock"), kind, os.O_CREAT)
+    def _lock_store(self, kind: int) -> _FileLock:
+        return _FileLock(os.path.join(self.store, ".lock"), kind, os.O_CREAT)
 
-    def _make(self, files: list, seal: _Lock) -> str:  # type: ignore[type-arg]
-        """Write everything, and give it its name."""
+    def _make_tree(self, files: list, seal: _FileLock) -> str:  # type: ignore[type-arg]
+        """Write all files of the tree, and give the folder its name."""
         os.mkdir(self.partial_path, 0o700)
         self.partial_fd = os.open(self.partial_path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            for folder in sorted(_folders(files)):
+            for folder in sorted(_collect_parent_folders(files)):
                 os.mkdir(folder, 0o700, dir_fd=self.partial_fd)
-            missing = self._reuse(files)
+            missing = self._copy_known_files(files)
             first: dict[str, int] = {}
             for index, file in enumerate(files):
                 if file[3] in missing and file[1] != LINK_MODE:
-                    first.setdefault(file[3], index)  # what several files hold is sent once
+                    first.setdefault(file[3], index)  # Contents of several files are sent once.
             need = sorted(first.values())
             self.link.send_json(PushState(state="need", indexes=need))
             if not self._is_relayed([files[index] for index in need]):
                 self._receive_contents([files[index] for index in need])
             for index, file in enumerate(files):
                 if first.get(file[3], index) != index and file[1] != LINK_MODE:
-                    self._fill(file, _contents(self.partial_fd, files[first[file[3]]][0]))
-            for path, mode, _, _, link in files:  # last, so that no file is ever written through a link
+                    self._write_tree_file(file, _read_file_pieces(self.partial_fd, files[first[file[3]]][0]))
+            for path, mode, _, _, link in files:  # Links come last, so that no file is written through one.
                 if mode == LINK_MODE:
                     os.symlink(link, path, dir_fd=self.partial_fd)
-            return self._publish(files, seal)
+            return self._publish_tree(files, seal)
         finally:
             os.close(self.partial_fd)
 
-    def _reuse(self, files: list) -> set[str]:  # type: ignore[type-arg]
-        """Copy what other trees on this node have; digests of what none of them has whole."""
+    def _copy_known_files(self, files: list) -> set[str]:  # type: ignore[type-arg]
+        """Copy files that other trees on this node have; return the digests of all other files."""
         sources: dict[str, tuple[int, bytes]] = {}
         opened = []
-        with self._lock(fcntl.LOCK_SH):
-            for name in _sealed(self.store)[:KEPT_TREES]:
+        with self._lock_store(fcntl.LOCK_SH):
+            for name in _list_sealed_trees(self.store)[:KEPT_TREES]:
                 path = os.path.join(self.store, name)
                 if os.path.isdir(path):
-                    opened += [hold(path), os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
+                    opened += [lock_stored_tree(path), os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
                     for row in _read_seal(path) or ():
                         sources.setdefault(row[3], (opened[-1], row[0]))
         missing = set()
         for file in files:
-            if file[1] != LINK_MODE and not (file[3] in sources and self._fill(file, _contents(*sources[file[3]]))):
+            if file[1] != LINK_MODE and not (
+                file[3] in sources and self._write_tree_file(file, _read_file_pieces(*sources[file[3]]))
+            ):
                 missing.add(file[3])
         for fd in opened:
             os.close(fd)
         return missing
 
-    def _fill(self, file: tuple, pieces) -> bool:  # type: ignore[no-untyped-def, type-arg]
-        """Write a file; whether it has become what was announced."""
+    def _write_tree_file(self, file: tuple, pieces) -> bool:  # type: ignore[no-untyped-def, type-arg]
+        """Write a file; return whether its digest is the announced one."""
         import hashlib
 
         total = hashlib.sha256()
@@ -332,11 +336,11 @@ class _Push(BlockReceiver):
         return bool(total.hexdigest() == file[3])
 
     def _is_relayed(self, files: list) -> bool:  # type: ignore[type-arg]
-        """Take the contents in blocks, if that is how they come; return whether it is."""
+        """Receive the contents in blocks if the sender offers this; return whether it does."""
         frame = self.link.receive()
         if frame is None:
             raise PushProblem("protocol", "the sender has gone")
-        document = frames.decode(frame[2]) if frame[0] == frames.JSON else {}
+        document = frames.decode_message(frame[2]) if frame[0] == frames.JSON else {}
         if document.get("op") != PushRelay.op:
             self.link.ready.insert(0, frame)
             return False
@@ -344,7 +348,7 @@ class _Push(BlockReceiver):
 
         request = PushRelay.parse(document)
         packed = b"".join(self.pieces(PushManifestEnd.op))
-        blocks = relay.cut([file[2] for file in files])
+        blocks = relay.split_file_blocks([file[2] for file in files])
         if len(packed) != 32 * len(blocks):
             raise PushProblem("protocol", "the sender cuts the files into other blocks")
         digests = [packed[start : start + 32] for start in range(0, len(packed), 32)]
@@ -366,15 +370,15 @@ class _Push(BlockReceiver):
         return True
 
     def _reuse_blocks(self, files: list, blocks: list, digests: list, store: relay.BlockFiles) -> None:  # type: ignore[type-arg]
-        """Take blocks of large files from where they were in the files of the same name in other trees."""
+        """Copy blocks of large files from the same offsets of files with the same name in other trees."""
         large = {
             (files[segments[0][0]][0], segments[0][1]): digest
             for segments, digest in zip(blocks, digests)  # noqa: B905 - Python 3.8 has no strict
             if len(segments) == 1
         }
-        with self._lock(fcntl.LOCK_SH):
-            trees = [os.path.join(self.store, name) for name in _sealed(self.store)[:KEPT_TREES]]
-            held = [hold(path) for path in trees]
+        with self._lock_store(fcntl.LOCK_SH):
+            trees = [os.path.join(self.store, name) for name in _list_sealed_trees(self.store)[:KEPT_TREES]]
+            held = [lock_stored_tree(path) for path in trees]
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         for tree in trees:
             for (path, offset), digest in large.items():
@@ -392,7 +396,7 @@ class _Push(BlockReceiver):
             os.close(fd)
 
     def _receive_contents(self, files: list) -> None:  # type: ignore[type-arg]
-        """Write what is sent, one file after the other out of one zlib stream."""
+        """Write the files that are sent one after another in one zlib stream."""
         sent = self.pieces(PushEnd.op)
         inflate = zlib.decompressobj()
         data = memoryview(b"")
@@ -410,7 +414,7 @@ class _Push(BlockReceiver):
                 yield piece
 
         for file in files:
-            if not self._fill(file, take(file[2])):
+            if not self._write_tree_file(file, take(file[2])):
                 raise PushProblem(
                     "digest", f"{os.fsdecode(file[0])!r} arrived with contents that differ from those announced"
                 )
@@ -421,8 +425,8 @@ class _Push(BlockReceiver):
         if data or inflate.unused_data or (files and not inflate.eof):
             raise PushProblem("escape", "what was sent differs from what was announced")
 
-    def _publish(self, files: list, seal: _Lock) -> str:  # type: ignore[type-arg]
-        """Seal the folder and give it its name; the folder that another push has made meanwhile, if there is one."""
+    def _publish_tree(self, files: list, seal: _FileLock) -> str:  # type: ignore[type-arg]
+        """Seal the folder and give it its name; return its path, or that of the same tree from another push."""
         rows = []
         for path, mode, size, digest, link in files:
             info = os.stat(path, dir_fd=self.partial_fd, follow_symlinks=False)
@@ -430,35 +434,35 @@ class _Push(BlockReceiver):
             rows.append((*row, info.st_mtime_ns, info.st_ctime_ns, info.st_ino))
         with open(seal.fd, "wb", closefd=False) as file:
             file.write(json.dumps({"files": rows}, separators=(",", ":")).encode())
-        with self._lock(fcntl.LOCK_EX):
-            path = _find(self.store, self.tree)
+        with self._lock_store(fcntl.LOCK_EX):
+            path = _find_unchanged_tree(self.store, self.tree)
             if not path:
                 path, number = os.path.join(self.store, self.tree), 0
-                while os.path.lexists(path):  # that one was changed
+                while os.path.lexists(path):  # The tree in this folder was changed.
                     number += 1
                     path = os.path.join(self.store, f"{self.tree}.{number}")
-                os.rename(self.partial_path, path)  # first, because this fails if it is a folder after all
+                os.rename(self.partial_path, path)  # This is first, because it fails if the target is not empty.
                 os.rename(self.partial_path + ".json", path + ".json")
                 if seal.is_held:
                     fcntl.flock(seal.fd, fcntl.LOCK_UN)
-                _locks_in_use.append(hold(path))
+                _locks_in_use.append(lock_stored_tree(path))
         return path
 
 
-def _find(store: str, tree: str) -> str:
-    """Return a folder that has a tree unchanged, held; empty if there is none. Needs the store's lock."""
-    for name in _sealed(store):
+def _find_unchanged_tree(store: str, tree: str) -> str:
+    """Return and lock the folder of an unchanged tree; empty if there is none. The caller holds the store's lock."""
+    for name in _list_sealed_trees(store):
         path = os.path.join(store, name)
         seal = _read_seal(path) if name.partition(".")[0] == tree else None
-        if seal is not None and not _changed(path, seal):
-            _locks_in_use.append(hold(path))
+        if seal is not None and not _find_changed_files(path, seal):
+            _locks_in_use.append(lock_stored_tree(path))
             os.utime(path + ".json")
             return path
     return ""
 
 
-def _parse_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
-    """Return the rows of a manifest, in which bytes are written as latin-1; refused unless every one is harmless."""
+def _parse_tree_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
+    """Return the rows of a manifest, in which bytes are encoded as latin-1, after checking that all are harmless."""
     import hashlib
 
     total = hashlib.sha256()
@@ -478,7 +482,7 @@ def _parse_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
     except (ValueError, TypeError, AttributeError, RecursionError) as exc:
         raise PushProblem("protocol", f"the manifest is malformed: {exc}") from exc
     rows = list(files.values())
-    if not files.keys().isdisjoint(_folders(rows)):
+    if not files.keys().isdisjoint(_collect_parent_folders(rows)):
         raise PushProblem("escape", "a path that must be a folder is a file or a link")
     links = {row[0]: row[4] for row in rows if row[1] == LINK_MODE}
     for path, link in links.items():
@@ -489,8 +493,8 @@ def _parse_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
     return rows
 
 
-def _folders(files: list) -> set[bytes]:  # type: ignore[type-arg]
-    """Return all folders that the files lie in."""
+def _collect_parent_folders(files: list) -> set[bytes]:  # type: ignore[type-arg]
+    """Return all folders that contain the files."""
     folders = set()
     for file in files:
         folder = file[0].rpartition(b"/")[0]
@@ -500,8 +504,8 @@ def _folders(files: list) -> set[bytes]:  # type: ignore[type-arg]
     return folders
 
 
-def _contents(folder: int, path: bytes):  # type: ignore[no-untyped-def]
-    """Yield the readable contents of a file: the caller compares digests."""
+def _read_file_pieces(folder: int, path: bytes):  # type: ignore[no-untyped-def]
+    """Yield the readable contents of a file, whose digest the caller checks."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags, dir_fd=folder)) as file:
@@ -516,13 +520,13 @@ def _is_file(folder: int, path: bytes, digest: str) -> bool:
     import hashlib
 
     total = hashlib.sha256()
-    for data in _contents(folder, path):
+    for data in _read_file_pieces(folder, path):
         total.update(data)
     return total.hexdigest() == digest
 
 
 def _read_seal(path: str) -> list | None:  # type: ignore[type-arg]
-    """Rows of the files as they were written, each with mtime, ctime and inode; None when there is no seal."""
+    """Return the rows of the written files, each with mtime, ctime and inode; None if there is no seal."""
     try:
         with open(path + ".json", "rb") as file:
             return [(row[0].encode("latin-1"), *row[1:]) for row in json.loads(file.read().decode())["files"]]
@@ -530,8 +534,8 @@ def _read_seal(path: str) -> list | None:  # type: ignore[type-arg]
         return None
 
 
-def _changed(path: str, seal: list) -> set[bytes]:  # type: ignore[type-arg]
-    """Files of a tree that are not as they were written; what was added since does not count."""
+def _find_changed_files(path: str, seal: list) -> set[bytes]:  # type: ignore[type-arg]
+    """Return the files of a tree that have changed since they were written; added files do not count."""
     changed = set()
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -550,13 +554,13 @@ def _changed(path: str, seal: list) -> set[bytes]:  # type: ignore[type-arg]
 
 
 def _is_tree(name: str) -> bool:
-    """Return whether this is how a tree is called: a digest, and a number where that was taken."""
+    """Return whether this is the name of a tree: a digest, with a number if the digest alone was taken."""
     digest, _, number = name.partition(".")
     return len(digest) == 32 and not digest.strip("0123456789abcdef") and (number.isdigit() or name == digest)
 
 
 def _is_part(name: str) -> bool:
-    """Return whether this is how a tree is called while it is written."""
+    """Return whether this is the name of a tree that is being written."""
     fields = name.split("-")
     return len(fields) == 3 and fields[0] == ".part" and fields[1].isdigit() and len(fields[2]) == 8
 
@@ -566,50 +570,50 @@ def _is_ours(name: str) -> bool:
     return name in (".lock", folders.MARKER) or _is_tree(stem) or _is_part(stem)
 
 
-def _sealed(store: str) -> list[str]:
+def _list_sealed_trees(store: str) -> list[str]:
     """Return the names of sealed trees, the most recently used first."""
     names = [name[:-5] for name in os.listdir(store) if name.endswith(".json") and _is_tree(name[:-5])]
     return sorted(names, key=lambda name: -os.stat(os.path.join(store, name + ".json")).st_mtime_ns)
 
 
-def _clean(store: str) -> None:
-    """Make room: remove what killed pushes have left, and old trees that no run uses. Needs the store's lock alone."""
+def _prune_tree_store(store: str) -> None:
+    """Remove the remains of killed pushes, and old unused trees. The caller holds the store's exclusive lock."""
     parts = [name[:-5] for name in os.listdir(store) if name.endswith(".json") and _is_part(name[:-5])]
-    old = _sealed(store)[KEPT_TREES - 1 :] if os.path.basename(store) == "code" else []
+    old = _list_sealed_trees(store)[KEPT_TREES - 1 :] if os.path.basename(store) == "code" else []
     for name in parts + old:
         path = os.path.join(store, name)
         try:
-            lock = _Lock(path + ".json", fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = _FileLock(path + ".json", fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
-            continue  # another push has removed what it need not have written
+            continue  # Another push has removed its own incomplete tree.
         with lock as seal:
             if seal.is_held and name in parts:
                 _remove_part(path)
             elif seal.is_held:
-                _discard(path)
+                _discard_tree(path)
 
 
-def _discard(path: str) -> None:
-    """Remove a tree, but not what a job has written into it or changed, nor what a link in it leads to."""
+def _discard_tree(path: str) -> None:
+    """Remove a tree, except files that a job has added or changed; follow no links."""
     seal = {row[0]: row for row in _read_seal(path) or []}
-    changed = _changed(path, list(seal.values()))
+    changed = _find_changed_files(path, list(seal.values()))
     try:
         top = folders.open_folder(path)
     except OSError:
-        return  # a link, or no folder: not what was sealed
+        return  # A link or another file has replaced the folder.
     try:
-        _empty(top, b"", {name for name in seal if name not in changed})
+        _remove_tree_files(top, b"", {name for name in seal if name not in changed})
     finally:
         os.close(top)
     try:
         os.rmdir(path)
     except OSError:
-        pass  # not empty
+        pass  # The folder is not empty.
     os.unlink(path + ".json")
 
 
-def _empty(folder: int, path: bytes, removable: set[bytes]) -> None:
-    """Remove files of a tree from an open folder, and the folders that are empty then; nothing through a link."""
+def _remove_tree_files(folder: int, path: bytes, removable: set[bytes]) -> None:
+    """Remove files of a tree from an open folder, and folders that become empty; follow no links."""
     compiled = path.rpartition(b"/")[2] == b"__pycache__"
     for name in os.listdir(folder):
         raw = os.fsencode(name)
@@ -620,19 +624,19 @@ def _empty(folder: int, path: bytes, removable: set[bytes]) -> None:
                 continue
             inner = folders.open_folder(name, folder)
         except OSError:
-            continue  # a file that is not ours to remove, or a link
+            continue  # The entry is a link, or a file that must stay.
         try:
             if folders.mount_of(inner) == folders.mount_of(folder):
-                _empty(inner, below, removable)
+                _remove_tree_files(inner, below, removable)
         finally:
             os.close(inner)
         try:
             os.rmdir(name, dir_fd=folder)
         except OSError:
-            pass  # not empty
+            pass  # The folder is not empty.
 
 
 def _remove_part(part: str) -> None:
-    folders.remove_tree(part)
+    folders.remove_folder_tree(part)
     if os.path.lexists(part + ".json"):
         os.unlink(part + ".json")

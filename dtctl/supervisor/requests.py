@@ -1,6 +1,7 @@
 """The requests that the program on nodes answers, by the class that answers them. Stdlib only, Python 3.8.
 
-Such a class is imported by the first of its requests, and sent only to nodes that get one (bootstrap.py).
+A class is imported at the first of its requests, and its module is sent only to nodes that get such a request
+(bootstrap.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ ANSWERED_BY = {
     "outputs.OutputRequests": ("list", "digest", "send"),
     "shared.SharedRequests": (
         "list-shared", "offer-shared", "send-shared", "take-shared", "keep-shared", "set-aside",
+        "remove-shared",
     ),
     "clean.StoredRequests": ("stored", "remove"),
     "node_runs.RunRequests": ("runs", "logs"),
@@ -29,14 +31,14 @@ ANSWERED_BY = {
         "start-python", "round",
     ),
 }  # fmt: skip
-"""Class in this package -> the `op` of each of its requests."""
+"""The `op` of each request, by the class in this package that answers it."""
 
 
-class CannotDo(Exception):
-    """This node cannot do its part; `code` is for the control machine, the text for the user."""
+class RequestFailed(Exception):
+    """This node cannot carry out a request; `code` is for the control machine, the text for the user."""
 
     def __init__(self, code: str, text: str) -> None:
-        """Take the reason."""
+        """Store the code and the text of the failure."""
         super().__init__(text)
         self.code = code
 
@@ -49,16 +51,16 @@ class NodeRequests:
     """Seconds for which the control machine may be silent."""
 
     def __init__(self, link: FdLink, workdir: str) -> None:
-        """Answer over a link; `workdir` is the node's folder, whether or not it exists."""
+        """Answer over a link; `workdir` is the node's folder, which need not exist."""
         self.link = link
         self.workdir = workdir
 
     def answer(self, request: Message) -> int | None:
-        """Answer one; the exit status of the remote command if it was the last one."""
+        """Answer one request; return the exit status of the remote command if it was the last one."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove the files of the answers, and end the processes that they have started."""
 
 
 def find_module(op: object) -> tuple[str, str]:

@@ -1,14 +1,15 @@
-"""A node's end of `job.shared`: files of checkpoints are listed, served to other nodes, and taken from them.
+"""A node's end of `job.shared`: it lists files of checkpoints, serves them to other nodes, and fetches them.
 
     RUN_DIR/work/PATH       a shared folder, in which the run's programs write
-    RUN_DIR/ahead/PATH      the same on a spare, until the run has a working folder there (work.py)
-    RUN_DIR/shared.json     what was copied to this node: path, size, time and the store that it came from
-    RUN_DIR/.incoming-*     copies that are on their way
-    RUN_DIR/aside-N         files that were set aside, since it is unknown whether they are complete
-    WORKDIR/store           name of this node's disk, made by chance
+    RUN_DIR/ahead/PATH      the same on a spare, until the run has a working folder there (run_workdir.py)
+    RUN_DIR/shared.json     versions of files that were copied to this node, or from it: see `read_copy_record`
+    RUN_DIR/.incoming-*     incomplete copies
+    RUN_DIR/aside-N         files that were set aside because they may be incomplete
+    WORKDIR/store           random name of this node's disk
 
-No link is followed, nothing but regular files below the shared folders is read or written, and nothing is removed but
-the version of a file that a newer one replaces. Stdlib only, Python 3.8.
+No link is followed, only regular files below the shared folders are read or written, and only copies are removed: those
+of a version that a newer one replaces, and those of a file that its writer's node has removed.
+Stdlib only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -20,29 +21,31 @@ import stat
 import time
 import zlib
 
-from dtctl import folders
+from dtctl import folders, node_facts
 from dtctl.schema import InvalidMessage
-from dtctl.supervisor import facts, frames, receive, relay, work
+from dtctl.supervisor import facts, frames, receive, relay, run_workdir
 from dtctl.supervisor.messages.base import Message, by_op
 from dtctl.supervisor.messages.setup import PushManifestEnd, PushRelay, PushState
 from dtctl.supervisor.messages.shared import (
     FILES,
-    KeepShared,
+    ROWS,
+    CommitShared,
+    FetchShared,
     ListShared,
     OfferShared,
+    QuarantineShared,
+    RemoveShared,
     SendShared,
-    SetAside,
+    SharedCommitted,
     SharedCopy,
     SharedFile,
-    SharedKept,
     SharedListed,
     SharedOffer,
     SharedOfferEnd,
     SharedRows,
-    TakeShared,
 )
-from dtctl.supervisor.requests import CannotDo, NodeRequests
-from dtctl.supervisor.setup import Reporting
+from dtctl.supervisor.requests import NodeRequests, RequestFailed
+from dtctl.supervisor.setup import WorkReporter
 
 TYPE_CHECKING = False  # typing is slow to import on a node
 if TYPE_CHECKING:
@@ -53,54 +56,63 @@ STORE = "store"
 INCOMING = ".incoming-"
 ASIDE = "aside-"
 ROW_BYTES = 200_000
-"""Bytes of paths in one message, which has to fit into a frame."""
+"""Most bytes of paths in one message, which has to fit into a frame."""
 MARGIN_BYTES = 64 << 20
 """Bytes of the disk that stay free."""
 SKIPPED = 20
-"""Paths that are named as left out, at most."""
+"""Most left-out paths that are reported."""
 CHECKPOINT = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|distcp|index|npz)$|^\.metadata$")
-"""Names of files that are looked at where the spec names no shared folder."""
+"""Names of files that count as checkpoints if the spec names no shared folder, in addition to files of torch.save."""
+ZIP_START = b"PK\x03\x04"
+TORCH_MEMBER = b"/data.pkl"
+"""End of the name of the first member in an archive of torch.save (torch/serialization.py, `_save`)."""
 ZIP_END_BYTES = 66_000
-"""Bytes at the end of a zip archive in which its directory's end stands (APPNOTE.TXT 4.3.16: a comment of 65,535)."""
+"""Bytes at the end of a zip archive that contain the end of its directory (APPNOTE.TXT 4.3.16: comment of 65,535)."""
 
 
 class SharedRequests(NodeRequests):
     """Answers about the shared folders of one run."""
 
-    KINDS = by_op(ListShared, OfferShared, SendShared, TakeShared, KeepShared, SetAside)
+    KINDS = by_op(ListShared, OfferShared, SendShared, FetchShared, CommitShared, QuarantineShared, RemoveShared)
     IDLE_LIMIT_S = 86_400.0
-    """Copies of other nodes may take hours; if the control machine goes away, the link closes."""
+    """Seconds of silence: copies of other nodes may take hours, and the link closes if the control machine is gone."""
 
     def __init__(self, link: frames.FdLink, workdir: str) -> None:
-        """See `NodeRequests`."""
+        """Prepare to answer, see `NodeRequests`."""
         super().__init__(link, workdir)
         self.run_dir = ""
         self.rows: list[SharedFile] = []
         self.places: list[str] = []
         """Path of each row on this node."""
+        self.homes: list[str] = []
+        """Folder of the run that contains each row: this run or an earlier one."""
         self.offered: tuple[relay.BlockFiles, list[bytes]] | None = None
-        self.incoming: Incoming | None = None
+        self.incoming: IncomingCopies | None = None
 
     def answer(self, request: Message) -> None:
-        """Answer one request."""
+        """Carry out a request, and send the answer."""
         if isinstance(request, ListShared):
             self.run_dir = os.path.join(self.workdir, "runs", request.run)
-            with Reporting(self.link):
+            with WorkReporter(self.link):
                 self.list_files(request.paths)
         elif isinstance(request, OfferShared):
-            with Reporting(self.link):
+            with WorkReporter(self.link):
                 self.offer(request)
         elif isinstance(request, SendShared):
             self.send(request.blocks)
-        elif isinstance(request, TakeShared):
-            self.take(request)
-        elif isinstance(request, KeepShared):
-            with Reporting(self.link):
-                kept = self.incoming.keep() if self.incoming is not None else SharedKept(files=0)
+        elif isinstance(request, FetchShared):
+            self.fetch_shared_files(request)
+        elif isinstance(request, CommitShared):
+            with WorkReporter(self.link):
+                kept = self.incoming.keep() if self.incoming is not None else SharedCommitted(files=0)
             self.drop_incoming()
             self.link.send_json(kept)
-        elif isinstance(request, SetAside):
+        elif isinstance(request, QuarantineShared):
             self.link.send_json(self.set_aside(request.files))
+        elif isinstance(request, RemoveShared):
+            with WorkReporter(self.link):
+                done = self.remove_copies(request.files)
+            self.link.send_json(done)
 
     def close(self) -> None:
         """Stop serving, and remove files that have not got their final names."""
@@ -108,43 +120,45 @@ class SharedRequests(NodeRequests):
         self.drop_incoming()
 
     def drop_incoming(self) -> None:
-        """Remove copies that have no name yet."""
+        """Remove copies that have not got their final names."""
         if self.incoming is not None:
             self.incoming.close()
             self.incoming = None
 
     def list_files(self, paths: list[str]) -> None:
         """Send the rows of all files."""
-        self.rows, self.places, self.offered = [], [], None
+        self.rows, self.places, self.homes, self.offered = [], [], [], None
         receive.stop_serving()
         skipped: list[str] = []
-        found = list(find_files(self.run_dir, paths, skipped) if paths else find_checkpoints(self.run_dir))
-        records = {run_dir: read_record(run_dir) for run_dir in {home for _, _, home, _ in found}}
+        found = list(find_shared_files(self.run_dir, paths, skipped) if paths else find_checkpoints(self.run_dir))
+        records = {run_dir: read_copy_record(run_dir) for run_dir in {home for _, _, home, _ in found}}
         batch, size = [], 0
         for path, place, home, info in found[:FILES]:
             known = records[home].get(path)
-            is_copy = known is not None and known[:2] == [info.st_size, info.st_mtime_ns]
             row = SharedFile(
                 path=path,
                 size=info.st_size,
                 mtime_ns=info.st_mtime_ns,
                 age_s=time.time() - info.st_mtime,
-                origin=str(known[2]) if is_copy and known is not None else "",
+                origin=str(known[2]) if known is not None and known[:2] == [info.st_size, info.st_mtime_ns] else "",
                 end=check_end(place, info.st_size),
             )
             self.rows.append(row)
             self.places.append(place)
+            self.homes.append(home)
             batch.append(row)
             size += len(path) + 200
             if size > ROW_BYTES:
                 self.link.send_json(SharedRows(rows=batch))
                 batch, size = [], 0
         self.link.send_json(SharedRows(rows=batch))
+        for part in _cut_paths(find_removed_files(self.run_dir, paths)):
+            self.link.send_json(SharedRows(rows=[], removed=part))
         free = os.statvfs(self.workdir) if os.path.isdir(self.workdir) else None
         self.link.send_json(
             SharedListed(
                 store=name_store(self.workdir),
-                is_prepared=bool(work.folder_of(self.run_dir)),
+                is_prepared=bool(run_workdir.find_working_folder(self.run_dir)),
                 skipped=skipped[:SKIPPED],
                 free_bytes=free.f_bavail * free.f_frsize if free is not None else 0,
             )
@@ -156,7 +170,7 @@ class SharedRequests(NodeRequests):
         indexes, gone = list(dict.fromkeys(request.files)), []
         while True:
             blocks = cut_each([self.rows[index].size for index in indexes])
-            digests, changed = self._digest(indexes, blocks)
+            digests, changed = self._digest_listed_blocks(indexes, blocks)
             if not changed:
                 break
             gone += sorted(changed)
@@ -168,15 +182,29 @@ class SharedRequests(NodeRequests):
         finally:
             os.close(root)
         self.offered = store, digests
+        self._record_own_files(indexes)
         folders.make_private(self.run_dir)
         exchange = receive.BlockReceiver(self.link)
         state, _ = exchange.serve(PushRelay(certificate=request.certificate, key=request.key), store, self.run_dir)
-        self.link.send_json(SharedOffer(gone=gone, address=state.address, port=state.port))
+        self.link.send_json(SharedOffer(gone=gone, address=state.address, port=state.port, code=state.code))
         self.link.send_bytes(b"".join(digests))
         self.link.send_json(SharedOfferEnd())
 
-    def _digest(self, indexes: list[int], blocks: list) -> tuple[list[bytes], set[int]]:  # type: ignore[type-arg]
-        """Return the digests of blocks, and the files that are not as they were listed."""
+    def _record_own_files(self, indexes: list[int]) -> None:
+        """Record files of this node before others fetch them, so that a later removal by the program is detected."""
+        own = [index for index in indexes if not self.rows[index].origin]
+        for home in {self.homes[index] for index in own}:
+            record = read_copy_record(home)
+            before = dict(record)
+            for index in own:
+                if self.homes[index] == home:
+                    row = self.rows[index]
+                    record[row.path] = [row.size, row.mtime_ns, "", node_facts.boot_id()]
+            if record != before:
+                write_copy_record(home, record)
+
+    def _digest_listed_blocks(self, indexes: list[int], blocks: list) -> tuple[list[bytes], set[int]]:  # type: ignore[type-arg]
+        """Return the digests of blocks, and the indexes of files that have changed since the list."""
         import hashlib
 
         changed = {index for index in indexes if not self._is_as_listed(index)}
@@ -202,13 +230,13 @@ class SharedRequests(NodeRequests):
     def send(self, blocks: list[int]) -> None:
         """Send blocks of the offer over this link."""
         if self.offered is None:
-            raise CannotDo("protocol", "no files were offered")
+            raise RequestFailed("protocol", "no files were offered")
         store, digests = self.offered
         for number in blocks:
             self.link.send_bytes(store.read(digests[number]))
 
-    def take(self, request: TakeShared) -> None:
-        """Fetch files into a folder of their own."""
+    def fetch_shared_files(self, request: FetchShared) -> None:
+        """Fetch files into a separate folder."""
         self.drop_incoming()
         run_dir = os.path.join(self.workdir, "runs", request.run)
         exchange = receive.BlockReceiver(self.link)
@@ -220,27 +248,28 @@ class SharedRequests(NodeRequests):
             order = PushRelay.parse(document or {})
             digests = b"".join(exchange.pieces(PushManifestEnd.op))
             folders.make_private(run_dir)
-            with Reporting(self.link):
-                self.incoming = Incoming(run_dir, request.paths, files, name_store(self.workdir))
-            self.incoming.receive(exchange, order, digests, relay.Pace(request.share))
-        except (receive.PushProblem, InvalidMessage, zlib.error, CannotDo) as exc:
-            code = exc.code if isinstance(exc, (receive.PushProblem, CannotDo)) else "protocol"
-            self.refuse(code, str(exc))
+            with WorkReporter(self.link):
+                self.incoming = IncomingCopies(run_dir, request.paths, files, name_store(self.workdir))
+            self.incoming.receive(exchange, order, digests, relay.RateLimiter(request.share))
+        except (receive.PushProblem, InvalidMessage, zlib.error, RequestFailed) as exc:
+            code = exc.code if isinstance(exc, (receive.PushProblem, RequestFailed)) else "protocol"
+            self.report_refusal(code, str(exc))
         except OSError as exc:
-            self.refuse(facts.code_of(exc), facts.describe(exc))
+            self.report_refusal(facts.code_of(exc), facts.describe_os_error(exc))
 
-    def refuse(self, code: str, text: str) -> None:
-        """Report why files cannot be taken; the next list continues from there."""
+    def report_refusal(self, code: str, text: str) -> None:
+        """Report the reason why files cannot be fetched, and drop the incomplete copies."""
         self.drop_incoming()
         self.link.send_json(PushState(state="error", code=code, message=text))
 
-    def set_aside(self, indexes: list[int]) -> SharedKept:
-        """Move files of the last list to a new folder in the run's own."""
+    def set_aside(self, indexes: list[int]) -> SharedCommitted:
+        """Move files of the last list to a new folder in the run's folder."""
         number = 0
         while os.path.lexists(os.path.join(self.run_dir, ASIDE + str(number))):
             number += 1
         aside = os.path.join(self.run_dir, ASIDE + str(number))
         moved, problem = 0, ""
+        self._forget_files(indexes)
         for index in indexes:
             target = os.path.join(aside, self.rows[index].path)
             try:
@@ -250,37 +279,63 @@ class SharedRequests(NodeRequests):
             except OSError as exc:
                 problem = f"{self.rows[index].path}: {exc.strerror}"
         for index in indexes:
-            self._remove_empty(os.path.dirname(self.places[index]), self.rows[index].path)
-        return SharedKept(files=moved, folder=aside, problem=problem)
+            _remove_empty_folders(os.path.dirname(self.places[index]), self.rows[index].path)
+        return SharedCommitted(files=moved, folder=aside, problem=problem)
 
-    def _remove_empty(self, folder: str, path: str) -> None:
-        """Remove folders that are empty now: by its name an empty `step-20` would be a checkpoint."""
-        for _ in range(path.count("/") - 1):
+    def _forget_files(self, indexes: list[int]) -> None:
+        """Remove files from the records, since a recorded file that is missing counts as removed by the program."""
+        for home in {self.homes[index] for index in indexes}:
+            record = read_copy_record(home)
+            for index in indexes:
+                record.pop(self.rows[index].path, None)
+            write_copy_record(home, record)
+
+    def remove_copies(self, indexes: list[int]) -> SharedCommitted:
+        """Remove files of the last list that were copied to this node and have not been changed since."""
+        removed, problem = 0, ""
+        copies = [index for index in indexes if self.rows[index].origin and self._is_as_listed(index)]
+        for index in copies:
             try:
-                os.rmdir(folder)
-            except OSError:
-                return  # not empty
-            folder = os.path.dirname(folder)
+                os.unlink(self.places[index])
+                removed += 1
+            except OSError as exc:
+                problem = f"{self.rows[index].path}: {exc.strerror}"
+        self._forget_files(copies)
+        for index in copies:
+            _remove_empty_folders(os.path.dirname(self.places[index]), self.rows[index].path)
+        return SharedCommitted(files=removed, problem=problem)
 
 
-class Incoming:
-    """Copies on their way to this node."""
+def _remove_empty_folders(folder: str, path: str) -> None:
+    """Remove folders that have become empty, since an empty `step-20` would look like a checkpoint."""
+    for _ in range(path.count("/") - 1):
+        try:
+            os.rmdir(folder)
+        except OSError:
+            return  # The folder is not empty.
+        folder = os.path.dirname(folder)
+
+
+class IncomingCopies:
+    """Incomplete copies that this node fetches."""
 
     def __init__(self, run_dir: str, paths: list[str], files: list[SharedCopy], store: str) -> None:
-        """Make room for files.
+        """Create the files with their sizes.
 
         Raises:
-            CannotDo: there is none.
-            OSError: they cannot be made.
+            RequestFailed: the disk has too little space.
+            OSError: the files cannot be created.
         """
         self.run_dir, self.paths, self.files, self.store = run_dir, paths, files, store
         for name in os.listdir(run_dir):
             if name.startswith(INCOMING) and not os.path.exists("/proc/%s" % name.split("-")[1]):
-                folders.remove_tree(os.path.join(run_dir, name))
+                folders.remove_folder_tree(os.path.join(run_dir, name))
         info = os.statvfs(run_dir)
         free, need = info.f_bavail * info.f_frsize - MARGIN_BYTES, sum(file.size for file in files)
         if need > free:
-            raise CannotDo("disk-full", f"{need >> 20} MiB are to be copied, and {max(0, free) >> 20} MiB are free")
+            raise RequestFailed(
+                "disk-full", f"{need >> 20} MiB are to be copied, and {max(0, free) >> 20} MiB are free"
+            )
         self.folder = os.path.join(run_dir, "%s%d-%s" % (INCOMING, os.getpid(), os.urandom(4).hex()))
         os.mkdir(self.folder, 0o700)
         self.fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -289,11 +344,13 @@ class Incoming:
             os.truncate(fd, file.size)
             os.close(fd)
 
-    def receive(self, exchange: receive.BlockReceiver, order: PushRelay, packed: bytes, pace: relay.Pace) -> None:
-        """Fetch all blocks; they are served to other nodes, too, until the files get their names.
+    def receive(
+        self, exchange: receive.BlockReceiver, order: PushRelay, packed: bytes, pace: relay.RateLimiter
+    ) -> None:
+        """Fetch all blocks, and serve them to other nodes until the files get their final names.
 
         Raises:
-            PushProblem: what came is not what was announced.
+            PushProblem: the received data differ from the announced data.
         """
         blocks = cut_each([file.size for file in self.files])
         if len(packed) != 32 * len(blocks):
@@ -316,10 +373,10 @@ class Incoming:
                 exchange.fetch(store, wanted, fetching, pace)
             exchange.link.send_json(PushState(state="done"))
 
-    def keep(self) -> SharedKept:
-        """Give the files their names, those of a new folder all at once."""
+    def keep(self) -> SharedCommitted:
+        """Give the files their final names; a new folder appears with all of its files in one step."""
         receive.stop_serving()
-        top = work.folder_of(self.run_dir) or os.path.join(self.run_dir, work.AHEAD)
+        top = run_workdir.find_working_folder(self.run_dir) or os.path.join(self.run_dir, run_workdir.AHEAD)
         kept, problem = 0, ""
         new_folders: dict[str, str] = {}
         homes: dict[str, dict] = {}  # type: ignore[type-arg]
@@ -329,30 +386,31 @@ class Incoming:
             try:
                 root, home = find_root(self.run_dir, top, root_of(file.path, self.paths))
                 inner = file.path[len(root_of(file.path, self.paths)) :].strip("/")
-                target = self._target(root, inner, new_folders)
+                target = self._choose_file_target(root, inner, new_folders)
                 os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
                 os.replace(source, target)
-                record = homes.setdefault(home, read_record(home))
+                record = homes.setdefault(home, read_copy_record(home))
                 record.pop(file.path, None)
                 if file.origin != self.store:
                     record[file.path] = [file.size, file.mtime_ns, file.origin]
                 kept += 1
             except OSError as exc:
                 problem = f"{file.path}: {exc.strerror}"
-        for home, record in homes.items():  # first, because an unrecorded copy would seem to be this node's own
-            write_record(home, record)
+        # The records come first, because an unrecorded copy would look like a file of this node.
+        for home, record in homes.items():
+            write_copy_record(home, record)
         for folder, draft in new_folders.items():
             try:
                 os.rename(draft, folder)
             except OSError as exc:
                 problem = f"{folder}: {exc.strerror}"
-        return SharedKept(files=kept, problem=problem)
+        return SharedCommitted(files=kept, problem=problem)
 
-    def _target(self, root: str, inner: str, new_folders: dict[str, str]) -> str:
-        """Return where a file is moved to: its place, or a draft of the first folder above it that does not exist.
+    def _choose_file_target(self, root: str, inner: str, new_folders: dict[str, str]) -> str:
+        """Return the target of a file: its final path, or one in a draft of the first missing folder above it.
 
         Raises:
-            OSError: a link, or a file, stands where a folder is needed.
+            OSError: there is a link or a file in the place of a folder.
         """
         parts = inner.split("/")
         folder = root
@@ -367,22 +425,25 @@ class Incoming:
         return os.path.join(folder, parts[-1])
 
     def close(self) -> None:
-        """Remove what has no name."""
+        """Remove copies without a final name."""
         os.close(self.fd)
-        folders.remove_tree(self.folder)
+        folders.remove_folder_tree(self.folder)
 
 
 def cut_each(sizes: list[int]) -> list:  # type: ignore[type-arg]
-    """Cut files into blocks as `relay.cut` does, but that no two share one: nodes lack different files."""
+    """Cut files into blocks like `relay.split_file_blocks`, but so that no two files share a block.
+
+    This is needed because nodes lack different files.
+    """
     return [
         [(number, offset, length) for _, offset, length in segments]
         for number, size in enumerate(sizes)
-        for segments in relay.cut([size])
+        for segments in relay.split_file_blocks([size])
     ]
 
 
 def name_store(workdir: str) -> str:
-    """Return the name of this node's disk, which is made when it is first asked for."""
+    """Return the name of this node's disk, which is made at the first call."""
     folders.make_private(workdir)
     path = os.path.join(workdir, STORE)
     try:
@@ -396,18 +457,22 @@ def name_store(workdir: str) -> str:
         return file.read(64).decode("ascii", "replace")
 
 
-def read_record(run_dir: str) -> dict[str, list]:  # type: ignore[type-arg]
-    """Return the copies that a run has on this node: path -> size, mtime in ns, and the store of the original."""
+def read_copy_record(run_dir: str) -> dict[str, list]:  # type: ignore[type-arg]
+    """Return the versions of files that were copied to this node for a run, or from it, by path.
+
+    A version is size, mtime in ns, and store of the node that wrote the file. For a file of this node, the store is
+    empty, and the id of the boot follows in which the row was written, since a loss of power may lose files, too.
+    """
     try:
         with open(os.path.join(run_dir, RECORD), "rb") as file:
             record = json.loads(file.read().decode())
     except (OSError, ValueError):
         return {}
-    return {path: row for path, row in record.items() if isinstance(row, list) and len(row) == 3}
+    return {path: row for path, row in record.items() if isinstance(row, list) and len(row) in (3, 4)}
 
 
-def write_record(run_dir: str, record: dict) -> None:  # type: ignore[type-arg]
-    """Write the record of copies, whole or not at all."""
+def write_copy_record(run_dir: str, record: dict) -> None:  # type: ignore[type-arg]
+    """Replace the record of copies in one step."""
     path = os.path.join(run_dir, RECORD)
     with open(path + ".partial", "wb") as file:
         file.write(json.dumps(record, separators=(",", ":")).encode())
@@ -415,60 +480,100 @@ def write_record(run_dir: str, record: dict) -> None:  # type: ignore[type-arg]
 
 
 def root_of(path: str, paths: list[str]) -> str:
-    """Return the shared folder that a path lies in; empty without one."""
+    """Return the shared folder that contains a path; empty without one."""
     return next((root for root in paths if path.startswith(root + "/")), "")
 
 
 def find_root(run_dir: str, top: str, root: str) -> tuple[str, str]:
-    """Return where a shared folder is, and the folder of the run that it belongs to: an earlier one's after a resume.
+    """Return the path of a shared folder and the folder of its run, which after a resume may be an earlier run.
 
     Raises:
-        OSError: it is a link to somewhere else.
+        OSError: the shared folder is a link out of the working folder.
     """
     place = os.path.realpath(os.path.join(top, root))
     if place == os.path.join(os.path.realpath(top), root):
         return place, run_dir
-    home = place[: -len("/%s/%s" % (work.FOLDER, root))]
+    home = place[: -len("/%s/%s" % (run_workdir.FOLDER, root))]
     is_of_run = os.path.dirname(home) == os.path.realpath(os.path.dirname(run_dir))
-    if not is_of_run or place != os.path.join(home, work.FOLDER, root):
+    if not is_of_run or place != os.path.join(home, run_workdir.FOLDER, root):
         raise OSError(40, "it is a link that leads out of the working folder", root)
     return place, home
 
 
-def find_files(run_dir: str, paths: list[str], skipped: list[str]) -> Iterator:  # type: ignore[type-arg]
+def find_shared_files(run_dir: str, paths: list[str], skipped: list[str]) -> Iterator:  # type: ignore[type-arg]
     """Yield each regular file below shared folders: path, place, folder of its run, and the result of `lstat`.
 
     Args:
         run_dir: folder of the run.
         paths: shared folders, relative to the working folder.
-        skipped: what is left out is put there, with the reason.
+        skipped: list to which the left-out paths are added, with the reasons.
     """
-    top = work.folder_of(run_dir) or os.path.join(run_dir, work.AHEAD)
+    top = run_workdir.find_working_folder(run_dir) or os.path.join(run_dir, run_workdir.AHEAD)
     for root in paths:
         try:
             place, home = find_root(run_dir, top, root)
         except OSError as exc:
             skipped.append(f"{root}: {exc.strerror}")
             continue
-        yield from _walk(place, root, home, skipped)
+        yield from _walk_shared_folder(place, root, home, skipped)
 
 
-def _walk(place: str, path: str, home: str, skipped: list[str]) -> Iterator:  # type: ignore[type-arg]
+def find_removed_files(run_dir: str, paths: list[str]) -> Iterator[str]:
+    """Yield files below shared folders that were written here, copied to other nodes, and removed here since.
+
+    No file is yielded if the reason of its removal is unknown: after another boot, or without the working folder.
+    """
+    top, boot = run_workdir.find_working_folder(run_dir), node_facts.boot_id()
+    for root in paths if top else ():
+        try:
+            place, home = find_root(run_dir, top, root)
+        except OSError:
+            continue
+        if not os.path.isdir(os.path.join(home, run_workdir.FOLDER)):
+            continue
+        for path, known in read_copy_record(home).items():
+            if root_of(path, [root]) and known[2:] == ["", boot]:
+                try:
+                    os.lstat(place + path[len(root) :])
+                except (FileNotFoundError, NotADirectoryError):
+                    yield path
+                except OSError:
+                    continue  # The file cannot be checked.
+
+
+def _cut_paths(paths: Iterator[str]) -> Iterator[list[str]]:
+    """Yield lists of paths, each of which fits into a message."""
+    part: list[str] = []
+    size = 0
+    for path in paths:
+        part.append(path)
+        size += len(path)
+        if size > ROW_BYTES or len(part) == ROWS:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _walk_shared_folder(place: str, path: str, home: str, skipped: list[str]) -> Iterator:  # type: ignore[type-arg]
     try:
         with os.scandir(place) as entries:
             names = sorted(entry.name for entry in entries)
+    except NotADirectoryError:
+        skipped.append(f"{path}: a file, and job.shared names folders: let the program write it into one")
+        return
     except OSError:
-        return  # there is none yet, or it has gone
+        return  # The folder does not exist yet, or was removed.
     for name in names:
         inner, below = os.path.join(place, name), path + "/" + name
         try:
             info = os.lstat(inner)
         except OSError:
-            continue  # it has gone
+            continue  # The file was removed.
         if not folders.is_name(name) or len(below) > 4000:
             skipped.append(f"{path}: a name that cannot be passed on")
         elif stat.S_ISDIR(info.st_mode):
-            yield from _walk(inner, below, home, skipped)
+            yield from _walk_shared_folder(inner, below, home, skipped)
         elif stat.S_ISREG(info.st_mode):
             yield below, inner, home, info
         else:
@@ -476,20 +581,35 @@ def _walk(place: str, path: str, home: str, skipped: list[str]) -> Iterator:  # 
 
 
 def find_checkpoints(run_dir: str) -> Iterator:  # type: ignore[type-arg]
-    """Yield files of the working folder that have names of checkpoints, and were written by the run's programs."""
-    top = os.path.join(run_dir, work.FOLDER)
+    """Yield files of the working folder that are checkpoints by name or format, and that the run's programs wrote."""
+    top, runs = os.path.join(run_dir, run_workdir.FOLDER), os.path.dirname(os.path.realpath(run_dir))
     outputs = [
-        name for name in (os.listdir(top) if os.path.isdir(top) else ()) if os.path.islink(os.path.join(top, name))
+        path
+        for path, _ in run_workdir.list_written_links(run_dir, [])
+        if os.path.realpath(os.path.join(top, path)).startswith(runs + "/")  # These are outputs of an earlier run.
     ]
     for paths in ([], outputs) if outputs else ([],):
-        for path, _, _ in work.written(run_dir, paths):
-            place = os.path.join(top, path)
-            name = path.rpartition("/")[2]
-            if CHECKPOINT.search(name) and all(map(folders.is_name, path.split("/"))):
-                try:
+        for path, size, _ in run_workdir.list_written_files(run_dir, paths):
+            place = os.path.realpath(os.path.join(top, path))
+            try:
+                if all(map(folders.is_name, path.split("/"))) and _is_checkpoint(place, path, size):
                     yield path, place, run_dir, os.lstat(place)
-                except OSError:
-                    continue  # it has gone
+            except OSError:
+                continue  # The file was removed.
+
+
+def _is_checkpoint(place: str, path: str, size: int) -> bool:
+    """Return whether a file has the name of a checkpoint, or another name and was written by torch.save.
+
+    Raises:
+        OSError: the file was removed.
+    """
+    if CHECKPOINT.search(path.rpartition("/")[2]):
+        return True
+    # By APPNOTE.TXT 4.3.7, the length of the name is at offset 26, and the name at 30.
+    head = read_part(place, 0, min(size, 512))
+    length = int.from_bytes(head[26:28], "little")
+    return head[:4] == ZIP_START and head[30 : 30 + length].endswith(TORCH_MEMBER)
 
 
 def check_end(place: str, size: int) -> str:
@@ -500,10 +620,10 @@ def check_end(place: str, size: int) -> str:
     """
     name = place.rpartition("/")[2]
     if name.endswith(".distcp"):
-        return ""  # several archives in one file; another file marks it as complete
+        return ""  # The file has several archives, and another file marks the checkpoint as complete.
     try:
         head = read_part(place, 0, min(8, size))
-        if head[:4] == b"PK\x03\x04":
+        if head[:4] == ZIP_START:
             tail = read_part(place, max(0, size - ZIP_END_BYTES), min(size, ZIP_END_BYTES))
             return "whole" if b"PK\x05\x06" in tail else "cut"
         if name.endswith(".safetensors"):
@@ -522,7 +642,7 @@ def read_part(place: str, offset: int, length: int) -> bytes:
     """Return a part of a regular file.
 
     Raises:
-        OSError: it cannot be read, or is shorter.
+        OSError: the file cannot be read, or is shorter.
     """
     fd = folders.open_regular(place, follow=False)
     try:
@@ -539,11 +659,11 @@ def read_part(place: str, offset: int, length: int) -> bytes:
 
 
 def parse_copies(packed: bytes, paths: list[str]) -> list[SharedCopy]:
-    """Return the files that are to be taken; refused unless each lies below one of the shared folders.
+    """Return the files to fetch, after checking that all are below the shared folders.
 
     Raises:
-        PushProblem: one does not, or is named twice.
-        InvalidMessage: it is no list of files.
+        PushProblem: a file is not below a shared folder, or is named twice.
+        InvalidMessage: the data are not a list of files.
     """
     try:
         rows = json.loads(packed.decode())

@@ -1,7 +1,7 @@
-"""Runs Slurm's commands where they are, one request at a time. Stdlib only, Python 3.8.
+"""Execution of Slurm's commands on the machine that has them, one request at a time. Stdlib only, Python 3.8.
 
-Request and answer are JSON, in as many frames as they take. Started twice a second while a job runs, so what takes long
-to import is imported by the requests that need it.
+Request and answer are JSON, in as many frames as needed. The program is started twice a second while a job runs, so
+modules with slow imports are imported only by the requests that need them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import subprocess
 import time
 from datetime import datetime
 
-from dtctl.supervisor import frames, work
+from dtctl.supervisor import frames, run_workdir
 from dtctl.supervisor.messages.base import Message, by_op
-from dtctl.supervisor.messages.slurm import AskSlurm
+from dtctl.supervisor.messages.slurm import SlurmRequest
 from dtctl.supervisor.requests import NodeRequests
 
 TYPE_CHECKING = False  # typing is slow to import on a node
@@ -31,13 +31,13 @@ FIELDS = (
     "Account", "QOS",
 )  # fmt: skip
 PART_BYTES = 1 << 20
-"""Bytes of a file that one answer brings at most."""
+"""Most bytes of a file in one answer."""
 EVENTS_BYTES = 1 << 26
-"""The same of the record of the workers' progress, which is put in order with the job's log: of some weeks."""
+"""Most bytes of the record of events in one answer, which suffice for some weeks."""
 
 
 ASK_S = 15.0
-"""Seconds between two requests to Slurm's controller, from all followers of a run together."""
+"""Seconds between two requests to Slurm's controller by all followers of a run together."""
 ANSWER_S = 10
 """Seconds until a controller that has not reported a job's state counts as down."""
 
@@ -45,14 +45,14 @@ ANSWER_S = 10
 def run(
     *argv: str, env: dict[str, str] | None = None, text: str = "", limit_s: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A command to its end, with `text` on its standard input; exit code 124 if that takes longer than the limit."""
+    """Run a command to its end with `text` as its standard input; the exit code is 124 after the time limit."""
     try:
         return subprocess.run(argv, env=env, input=text, capture_output=True, text=True, check=False, timeout=limit_s)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(argv, 124, "", "%s did not answer within %d s" % (argv[0], limit_s or 0))
 
 
-def offer(_: Json) -> Json:
+def list_partitions(_: Json) -> Json:
     """Return the partitions, and each node of each: name, partition, state, generic resources, features."""
     partitions = run("scontrol", "show", "partition", "-o")
     listed = run("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%f")
@@ -67,8 +67,8 @@ def offer(_: Json) -> Json:
     }
 
 
-def place(request: Json) -> Json:
-    """Make the folder of a run below the work folder, for its user alone; not where nothing can be submitted."""
+def create_run_folder(request: Json) -> Json:
+    """Make the folder of a run below the work folder, private to its user, if jobs can be submitted here."""
     if shutil.which("sbatch") is None:
         return {"error": "sbatch: not found"}
     folder = os.path.join(os.path.realpath(os.path.expanduser(request["workdir"])), "slurm", request["run"])
@@ -76,14 +76,16 @@ def place(request: Json) -> Json:
     return {"folder": folder}
 
 
-def fill(request: Json) -> Json:
-    """Put files, and a copy of the code, into the folder: an edit must not change a job that waits."""
+def fill_run_folder(request: Json) -> Json:
+    """Write files and a copy of the code into the run's folder, so that an edit does not change a waiting job."""
     folder, code = request["folder"], os.path.expanduser(request["code"])
     if code and not os.path.isdir(code):
         return {"error": "%s does not exist, and `job.files.push` is false" % code}
     try:
-        work.prepare(folder, code, request["outputs"], request["earlier"], request["pushed"], may_mount=False)
-    except work.TooLarge as exc:
+        run_workdir.prepare_working_folder(
+            folder, code, request["outputs"], request["earlier"], request["pushed"], may_mount=False
+        )
+    except run_workdir.WorkdirTooLarge as exc:
         return {"error": "%s cannot be copied for a run: %s; name a smaller folder as `job.files.root`" % (code, exc)}
     for name in request["folders"]:
         os.mkdir(os.path.join(folder, name))
@@ -94,26 +96,26 @@ def fill(request: Json) -> Json:
         with open(os.path.join(folder, name), "wb") as file:
             file.write(base64.b64decode(encoded))
     for name in request["folders"]:
-        work.copy_record(folder, os.path.join(folder, name))
+        run_workdir.copy_record(folder, os.path.join(folder, name))
     return {}
 
 
-def outputs(request: Json) -> Json:
-    """Return number and bytes of the files that a run has made or changed, or of those below some paths."""
-    put_out = work.summary(request["folder"], request["paths"])
+def count_run_outputs(request: Json) -> Json:
+    """Return number and bytes of the files that a run has made or changed, or of the files below some paths."""
+    put_out = run_workdir.summarize_outputs(request["folder"], request["paths"])
     return {"files": put_out.files, "bytes": put_out.bytes}
 
 
-def submit(request: Json) -> Json:
-    """Test the batch file and submit it; secrets come with the request, so that no argument list shows them."""
+def submit_batch_file(request: Json) -> Json:
+    """Test the batch file and submit it; secrets are part of the request, so that no argument list shows them."""
     file = os.path.join(request["folder"], "job.sbatch")
-    os.umask(int(os.environ["DTCTL_UMASK"], 8))  # Slurm gives the job that of sbatch
+    os.umask(int(os.environ["DTCTL_UMASK"], 8))  # Slurm gives the umask of sbatch to the job.
     with open(file, encoding="utf-8") as opened:
-        env, ignored, used = environment(opened.read())
+        env, ignored, used = build_sbatch_environment(opened.read())
     env.update(request["env"])
     variables = {"ignored": ignored, "used": used}
-    # Test first: Slurm accepts a job that can never start, for more nodes than there are, and lets it wait. Do not test
-    # where nodes are only temporarily away: the test reports that such a job can never start, too.
+    # Without a test, Slurm accepts a job that can never start, for more nodes than there are, and lets it wait. There
+    # is no test if nodes are only temporarily away: it would report that the job can never start.
     for option in ("--test-only", "--parsable") if request["test"] else ("--parsable",):
         done = run("sbatch", option, file, env=env)
         if done.returncode and option == "--test-only":
@@ -121,7 +123,7 @@ def submit(request: Json) -> Json:
     # A site's own sbatch may print more than the number, or fail after Slurm has taken the job.
     numbers = re.findall(r"^(\d+)(?:;\S+)?\s*$", done.stdout, re.MULTILINE)
     if done.returncode or len(numbers) != 1:
-        numbers = find({"script": file, "folders": ()})["jobs"] or ([] if done.returncode else numbers)
+        numbers = find_submitted_jobs({"script": file, "folders": ()})["jobs"] or ([] if done.returncode else numbers)
     if not numbers:
         return {"code": done.returncode or 1, "said": done.stderr or done.stdout, **variables}
     return {"code": 0, "job": numbers[-1], **variables}
@@ -137,10 +139,11 @@ DEFAULTS = {
 """Variables with which sites and users set options of every job, and these options."""
 
 
-def environment(text: str) -> tuple[dict[str, str], list[str], list[str]]:
-    """The variables for sbatch, which would obey some before the batch file; those that are left out, and that count.
+def build_sbatch_environment(text: str) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return the variables for sbatch, the names of removed ones (they override the batch file), and of used ones.
 
-    Those of an allocation that this process is in (SLURM_*, SRUN_*) would be the new job's, and are left out unsaid.
+    Variables of an allocation around this process (SLURM_*, SRUN_*) would affect the new job, and are left out without
+    a report.
     """
     env: dict[str, str] = {}
     ignored: list[str] = []
@@ -163,36 +166,37 @@ def environment(text: str) -> tuple[dict[str, str], list[str], list[str]]:
     return env, sorted(ignored), sorted(used)
 
 
-def test(request: Json) -> Json:
-    """Slurm's opinion of a batch file that was not written to disk."""
-    done = run("sbatch", "--test-only", env=environment(request["text"])[0], text=request["text"])
+def test_batch_file(request: Json) -> Json:
+    """Return the result of Slurm's test of a batch file, without writing the file to a disk."""
+    done = run("sbatch", "--test-only", env=build_sbatch_environment(request["text"])[0], text=request["text"])
     return {"code": done.returncode, "said": done.stderr}
 
 
-def look(request: Json) -> Json:
-    """Return how the job is, and what its files hold beyond what the requester has."""
+def read_job_progress(request: Json) -> Json:
+    """Return the state of the job, and the parts of its files that the requester does not have."""
     job = known_state(request)
-    return {"job": job, "files": news(request["folder"], request["have"])}
+    return {"job": job, "files": collect_new_output(request["folder"], request["have"])}
 
 
-def standing(request: Json) -> Json:
-    """Return how the job is."""
+def read_job_status(request: Json) -> Json:
+    """Return the state of the job."""
     return {"job": known_state(request)}
 
 
 def known_state(request: Json) -> Json:
     """Return the job's state from Slurm's last answer to any follower of the run, or from a new one.
 
-    The controller gets one request every 15 s for each run, from however many machines. Urgent requests come sooner, up
-    to four times in a minute: when the job's files show that it begins or ends, or when a user ends it.
+    The controller gets one request every 15 s for each run, whatever the number of machines. Urgent requests are sent
+    sooner, up to four times in a minute: when the job's files show that it begins or ends, or when a user ends it.
     """
     job, folder = request["job"], request.get("folder", "")
     path = os.path.join(folder, "slurm-state.json")
     if not folder:
-        return state(job)
+        return query_job_state(job)
     known, now = {}, time.time()
     try:
-        with open(path, encoding="utf-8") as file:  # opened: a folder of the network may show an old state for long
+        # The file is opened, since a network file system may show an old `stat` result for a long time.
+        with open(path, encoding="utf-8") as file:
             known = json.load(file)
     except (OSError, ValueError):
         pass
@@ -203,15 +207,15 @@ def known_state(request: Json) -> Json:
         urgent = (request.get("urgent") or begins) and len(asked) < 4
         if now - asked[-1] < ((0.3 if begins else 1.0) if urgent else ASK_S):
             return dict(known["state"])
-    if asked:  # others are not to ask meanwhile
+    if asked:  # This time prevents further requests by other processes meanwhile.
         write_state(path, {**known, "asked": [*asked, now]})
-    found = state(job)
+    found = query_job_state(job)
     write_state(path, {"job": job, "asked": [*asked, now], "state": found})
     return found
 
 
 def write_state(path: str, document: Json) -> None:
-    """Replace a small file; what cannot be kept is asked again."""
+    """Replace a small file; if it cannot be written, the state is requested again later."""
     try:
         fd = os.open("%s.%d" % (path, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
@@ -221,19 +225,22 @@ def write_state(path: str, document: Json) -> None:
         pass
 
 
-def state(job: str) -> Json:
-    """Some fields of `scontrol show job`; of sacct when the controller has forgotten the job; none when both have."""
+def query_job_state(job: str) -> Json:
+    """Return fields of `scontrol show job`, or of sacct if the controller no longer has the job; empty: neither has."""
     done = run("scontrol", "show", "job", "-o", job, limit_s=ANSWER_S)
     if done.returncode == 0 and done.stdout.strip():
         fields = dict(re.findall(r"(?:^|\s)(%s)=(\S*)" % "|".join(FIELDS), done.stdout.splitlines()[0]))
-        fields["NodeList"] = fields.get("NodeList") or "(null)"  # Slurm writes nothing for a job that never had one
-        # A line for each component of a heterogeneous job; the first stands for all but the nodes.
+        fields["NodeList"] = fields.get("NodeList") or "(null)"  # The field is empty if the job never had nodes.
+        # A heterogeneous job has a line for each component; all fields except the nodes come from the first.
         lists = re.findall(r"\sNodeList=(\S+)", done.stdout)
         if lists and "(null)" not in lists:
             fields["nodes"] = run("scontrol", "show", "hostnames", ",".join(lists)).stdout.split()
         fields["ids"] = re.findall(r"(?:^|\n)JobId=(\d+)", done.stdout)
-        # Slurm writes its own machine's local time; the requester may be in another time zone.
-        fields["start"], fields["end"] = moment(fields.get("StartTime", "")), moment(fields.get("EndTime", ""))
+        # Slurm prints the local time of this machine; the requester may be in another time zone.
+        fields["start"], fields["end"] = (
+            parse_slurm_time(fields.get("StartTime", "")),
+            parse_slurm_time(fields.get("EndTime", "")),
+        )
         return fields
     if "Invalid job id" not in done.stderr:
         return {"JobState": "UNKNOWN", "Reason": (done.stderr.strip().splitlines() or ["scontrol printed nothing"])[-1]}
@@ -244,14 +251,14 @@ def state(job: str) -> Json:
     job_state, code, end, nodes = (accounting.stdout.strip().splitlines() or ["|||"])[-1].split("|")[:4]
     if not job_state:
         return {"JobState": "FORGOTTEN"}
-    known = {"JobState": job_state.split()[0], "ExitCode": code, "end": moment(end)}
+    known = {"JobState": job_state.split()[0], "ExitCode": code, "end": parse_slurm_time(end)}
     if nodes == "None assigned":
         return {**known, "NodeList": "(null)"}
     return {**known, "nodes": run("scontrol", "show", "hostnames", nodes).stdout.split()}
 
 
-def find(request: Json) -> Json:
-    """Return the numbers of the jobs that were submitted from a batch file, or null if Slurm does not answer.
+def find_submitted_jobs(request: Json) -> Json:
+    """Return the numbers of the jobs that were submitted from a batch file; null if Slurm does not answer.
 
     Jobs that Slurm no longer lists are found by the first line of their output.
     """
@@ -276,28 +283,28 @@ def find(request: Json) -> Json:
     return {"jobs": sorted(jobs)}
 
 
-def moment(text: str) -> float | None:
-    """Return seconds since the epoch of a time as Slurm writes it; None of none."""
+def parse_slurm_time(text: str) -> float | None:
+    """Return the seconds since the epoch of a time in Slurm's form; None if it is not a time."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
 
 
-def news(folder: str, have: dict[str, int]) -> Json:
+def collect_new_output(folder: str, have: dict[str, int]) -> Json:
     """Return the new parts of files that have grown or started again: relative path -> [offset, bytes in base64].
 
-    The job's log is left out while earlier attempts' logs are incomplete, for it reports the next attempt's start.
+    The job's log is left out while logs of earlier attempts are incomplete, since it reports the next attempt's start.
     """
     grown: Json = {}
-    add(grown, folder, "job.log", have)
-    add(grown, folder, "metrics.jsonl", have)
+    add_grown_file(grown, folder, "job.log", have)
+    add_grown_file(grown, folder, "metrics.jsonl", have)
     logs = os.path.join(folder, "logs")
-    attempts = sorted(listed(logs), key=lambda name: int(name.partition("-")[2] or 0))
+    attempts = sorted(list_numbered_names(logs), key=lambda name: int(name.partition("-")[2] or 0))
     for attempt in attempts:
         cut = False
-        for name in files(os.path.join(logs, attempt), (".log",)):
-            cut = add(grown, folder, os.path.join("logs", attempt, name), have) or cut
+        for name in list_files_by_suffix(os.path.join(logs, attempt), (".log",)):
+            cut = add_grown_file(grown, folder, os.path.join("logs", attempt, name), have) or cut
         if cut and attempt != attempts[-1]:
             grown.pop("job.log", None)
             break
@@ -305,31 +312,31 @@ def news(folder: str, have: dict[str, int]) -> Json:
     return grown
 
 
-WHOLE = ("plan.json", "ledger.json", "attempt.json")
-"""Records of the launcher inside of a job that are replaced, and do not grow."""
+WHOLE = ("plan.json", "ledger.json", "attempt.json", "attempts.jsonl")
+"""Records of the launcher inside of a job that are replaced as a whole and do not grow."""
 
 
 def control_news(folder: str, have: dict[str, int]) -> Json:
-    """Return the same of the records of the launcher inside of the job, if it has one.
+    """Return the new parts of the records of the launcher inside of the job, as in `collect_new_output`.
 
-    Its events come only with all that was printed before them, so they are read first.
+    The events are read first and left out while other files are incomplete, so that output precedes its events.
     """
     grown: Json = {}
     events, cut = "control/events.jsonl", False
-    add(grown, folder, events, have, EVENTS_BYTES)
-    for each in files(os.path.join(folder, "control"), (".log", ".times", ".txt", ".json", ".jsonl")):
+    add_grown_file(grown, folder, events, have, EVENTS_BYTES)
+    for each in list_files_by_suffix(os.path.join(folder, "control"), (".log", ".times", ".txt", ".json", ".jsonl")):
         name = "control/" + each
         if os.path.basename(name) in WHOLE:
-            replace(grown, folder, name, have)
+            add_replaced_file(grown, folder, name, have)
         elif name != events:
-            cut = add(grown, folder, name, have) or cut
+            cut = add_grown_file(grown, folder, name, have) or cut
     if cut:
         grown.pop(events, None)
     return grown
 
 
-def replace(grown: Json, folder: str, name: str, have: dict[str, int]) -> None:
-    """Add all of a file that was replaced since; what stands for its offset is when."""
+def add_replaced_file(grown: Json, folder: str, name: str, have: dict[str, int]) -> None:
+    """Add the whole contents of a file that was replaced since, with the modification time in place of an offset."""
     try:
         with open(os.path.join(folder, name), "rb") as file:
             when = os.fstat(file.fileno()).st_mtime_ns
@@ -339,8 +346,8 @@ def replace(grown: Json, folder: str, name: str, have: dict[str, int]) -> None:
         return
 
 
-def add(grown: Json, folder: str, name: str, have: dict[str, int], limit: int = PART_BYTES) -> bool:
-    """Add what a file has beyond what is known of it; whether there is more."""
+def add_grown_file(grown: Json, folder: str, name: str, have: dict[str, int], limit: int = PART_BYTES) -> bool:
+    """Add the part of a file that the requester does not have; return whether there is more."""
     path = os.path.join(folder, name)
     try:
         size, known_size = os.path.getsize(path), have.get(name, 0)
@@ -355,8 +362,8 @@ def add(grown: Json, folder: str, name: str, have: dict[str, int], limit: int = 
     return len(data) == limit
 
 
-def files(folder: str, ends: tuple[str, ...]) -> list[str]:
-    """Relative paths of the files below a folder with such names."""
+def list_files_by_suffix(folder: str, ends: tuple[str, ...]) -> list[str]:
+    """Return the relative paths of the files below a folder whose names end in one of `ends`."""
     return [
         os.path.relpath(os.path.join(base, name), folder)
         for base, _, names in os.walk(folder)
@@ -365,8 +372,8 @@ def files(folder: str, ends: tuple[str, ...]) -> list[str]:
     ]
 
 
-def listed(folder: str) -> list[str]:
-    """Return the names in a folder; none where there is none."""
+def list_numbered_names(folder: str) -> list[str]:
+    """Return the names in a folder; empty if it does not exist."""
     try:
         return [name for name in os.listdir(folder) if name.partition("-")[2].isdigit()]
     except OSError:
@@ -383,26 +390,26 @@ for _ in 1 2 3 4 5; do
 done
 echo "left $SLURMD_NODENAME $(look "$1" | wc -l)"
 """
-"""Ends what is left of a job on a node and counts what still is: processes with its number in their environment."""
+"""Shell text that kills and then counts the processes of a job on a node, which have its number as a variable."""
 GONE = ("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING", "FAIL", "UNKNOWN")
 LOOK_S = 20
 COMPLETING_S = 30
-"""Seconds until the nodes of an ended job are free; the kernel's and the site's epilogs come in between."""
+"""Most seconds until the nodes of an ended job are free, after the end of its processes and the site's epilog."""
 SSH = ("BatchMode=yes", "ConnectTimeout=5", "StrictHostKeyChecking=yes", "ForwardAgent=no", "ForwardX11=no")
 """Options of ssh: no prompts, and only nodes with a known host key."""
 
 
-def left(request: Json) -> Json:
-    """Return how many processes of an ended job are left on its nodes, null where unknown, and how this was found.
+def count_left_processes(request: Json) -> Json:
+    """Return the number of an ended job's processes left on each node (null: unknown), and the way of the count.
 
-    A small job counts them if its nodes are free at once. Slurm's report that the job has ended does not show it.
+    A small job counts them if the nodes are free at once. Slurm's report of the job's end does not show this number.
     """
     nodes, counts = request["nodes"], dict.fromkeys(request["nodes"])
     node_records = run("scontrol", "show", "node", "-o", ",".join(nodes))
     deadline, wait_s = time.monotonic() + COMPLETING_S, 0.5
     while re.search(r"\sState=\S*COMPLETING", node_records.stdout) and time.monotonic() < deadline:
         time.sleep(wait_s)
-        wait_s = min(2 * wait_s, 4.0)  # scontrol is given all nodes of the cluster each time
+        wait_s = min(2 * wait_s, 4.0)  # Each call of scontrol loads all nodes of the cluster.
         node_records = run("scontrol", "show", "node", "-o", ",".join(nodes))
     config = run("scontrol", "show", "config").stdout
     if node_records.returncode or not config:
@@ -455,7 +462,7 @@ def left(request: Json) -> Json:
 
 
 def over_ssh(nodes: list[str], ids: str) -> dict[str, int | None]:
-    """Return the same over SSH, where nodes let their users in, as the first one shows; null where they do not."""
+    """Return the same numbers over SSH, if the first node accepts a login; null for a node without one."""
     from concurrent.futures import ThreadPoolExecutor
 
     if not nodes or shutil.which("ssh") is None:
@@ -468,7 +475,7 @@ def over_ssh(nodes: list[str], ids: str) -> dict[str, int | None]:
         return int(told[1]) if told else None
 
     counts = {nodes[0]: look_at(nodes[0])}
-    if counts[nodes[0]] is None:  # a site that refuses logins counts failed ones
+    if counts[nodes[0]] is None:  # A site that refuses logins may count failed ones.
         return counts
     with ThreadPoolExecutor(32) as pool:
         looks = {node: pool.submit(look_at, node) for node in nodes[1:]}
@@ -476,21 +483,29 @@ def over_ssh(nodes: list[str], ids: str) -> dict[str, int | None]:
 
 
 OPS = {
-    "offer": offer, "place": place, "fill": fill, "submit": submit, "find": find, "test": test, "look": look,
-    "state": standing, "left": left, "outputs": outputs,
-}  # fmt: skip
+    "offer": list_partitions,
+    "place": create_run_folder,
+    "fill": fill_run_folder,
+    "submit": submit_batch_file,
+    "find": find_submitted_jobs,
+    "test": test_batch_file,
+    "look": read_job_progress,
+    "state": read_job_status,
+    "left": count_left_processes,
+    "outputs": count_run_outputs,
+}
 
 
 class SlurmRequests(NodeRequests):
-    """Answers to a control machine that submits a job, or follows one."""
+    """Answers to a control machine that submits or follows a job."""
 
-    KINDS = by_op(AskSlurm)
+    KINDS = by_op(SlurmRequest)
     IDLE_LIMIT_S = 60.0
 
     def answer(self, request: Message) -> int:
-        """Answer one, which is the last one."""
+        """Answer one request, which is the last one."""
         asked = b""
-        while isinstance(request, AskSlurm) and len(asked) < request.bytes:
+        while isinstance(request, SlurmRequest) and len(asked) < request.bytes:
             frame = self.link.receive()
             if frame is None:
                 raise frames.BrokenFrame("the stream ended inside a request")
@@ -501,7 +516,7 @@ class SlurmRequests(NodeRequests):
 
 
 def answer_request(request: Json) -> Json:
-    """Answer one of `OPS`."""
+    """Answer a request by its function in `OPS`."""
     os.environ["SLURM_TIME_FORMAT"] = "standard"
     try:
         return OPS[request["op"]](request)

@@ -1,11 +1,12 @@
-"""The supervisor: starts a run's processes on one node, watches them, and leaves nothing behind.
+"""The supervisor, which starts a run's processes on one node, watches them, and leaves no process behind.
 
-It is not a daemon and needs no root: it lives as long as one run, is started over SSH (or by srun), talks over its own
-standard input and output, and listens on no port. It detects the loss of the other end (Ctrl-C, kill -9, a lost link)
-and ends the run's processes and itself. With `keep` it continues alone instead and takes a new link through a unix
-socket in the run's folder. Stdlib only, Python 3.8.
+The supervisor is not a daemon and needs no root: it runs as long as one run, is started over SSH (or by srun),
+communicates over its standard input and output, and listens on no port. It detects the loss of the other end (Ctrl-C,
+kill -9, a lost link), ends the run's processes and exits. With `keep` it continues alone instead and accepts a new link
+through a unix socket in the run's folder. Stdlib only, Python 3.8.
 
-One thread, one poll loop; every wait has a deadline. The messages in both directions are in messages/attempt.py.
+It has one thread with one poll loop, and every wait has a deadline. The messages in both directions are in
+messages/attempt.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 
 from dtctl import node_facts
 from dtctl.supervisor import facts, processes
-from dtctl.supervisor.attempt import Attempt, SupervisedRun
+from dtctl.supervisor.attempt import NodeAttempt, SupervisedRun
 from dtctl.supervisor.frames import FdLink
 from dtctl.supervisor.link import ControlLink
 from dtctl.supervisor.messages.attempt import (
@@ -28,7 +29,7 @@ from dtctl.supervisor.messages.attempt import (
     PortProbed,
     ProbePorts,
     ProgressReport,
-    Stacks,
+    RequestStacks,
     StacksEnd,
     StandBy,
     StartAttempt,
@@ -49,24 +50,24 @@ class Supervisor:
     def __init__(
         self, start: StartAttempt, run_dir: str, setup_link: FdLink | None, listener_fd: int | None, guard: int
     ) -> None:
-        """Serve the run of the first StartAttempt; `listener_fd` takes new links (`keep`), `guard` is our parent."""
+        """Serve the run of the first StartAttempt; `listener_fd` accepts new links (`keep`), `guard` is the parent."""
         self.link = ControlLink(setup_link, listener_fd, start.link_timeout_s)
         self.leaving = False
         self._signals: list[int] = []
-        """Signals that have arrived and were not acted on yet."""
+        """Received signals that were not handled yet."""
         self._wake_fd, write_end = os.pipe()
         os.set_blocking(self._wake_fd, False)
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # The loop acts on the signal, since a worker that is being started right now cannot be stopped yet.
+            # The loop acts on the signal, since a worker that is just being started cannot be stopped yet.
             signal.signal(number, lambda number, _: self._signals.append(number))
-        # Batch systems warn with this signal, often all processes at once. The workers answer it with a snapshot.
+        # Batch systems send this warning, often to all processes at once. The workers save a snapshot upon it.
         signal.signal(signal.SIGUSR1, lambda *_: None)
         self.run = SupervisedRun(start, run_dir, guard)
-        self.attempt: Attempt | None = None
-        """The newest one, also when it has ended."""
+        self.attempt: NodeAttempt | None = None
+        """The newest attempt, also after its end."""
         self.stack_dump: StackDump | None = None
 
     def serve(self) -> None:
@@ -74,32 +75,32 @@ class Supervisor:
         while True:
             while self._signals:
                 self._act_on_signal(self._signals.pop(0))
-            self._watch()
+            self._advance_attempt()
             self._send_stacks()
             if self.attempt is not None:
                 self.attempt.queue_output()
             if not self.link.flush():
                 self._lose_link()
-            if self._finished():
+            if self._is_supervisor_finished():
                 self.run.close()
                 return
-            self._wait()
-            self._receive()
+            self._wait_for_events()
+            self._receive_requests()
 
     def start(self, message: StartAttempt) -> None:
-        """Start an attempt, or stand by for it; if that fails, report the reason and leave."""
+        """Start an attempt, or stand by for it; if this fails, report the reason and exit."""
         try:
             self.run.write_record(message)
             if isinstance(message, StandBy):
                 self._stand_by(message)
             else:
-                self.attempt = Attempt(message, self.run, self.link)
+                self.attempt = NodeAttempt(message, self.run, self.link)
                 self.attempt.start()
         except OSError as exc:
-            self._abort(exc)
+            self._abort_attempt(exc)
 
     def _stand_by(self, message: StandBy) -> None:
-        """Have a fork server for an attempt that this node may come to later.
+        """Start a fork server for an attempt that this node may join later.
 
         Raises:
             OSError: a file could not be written or a process not be made.
@@ -108,12 +109,12 @@ class Supervisor:
             interface = node_facts.interface_towards(message.peer) if message.peer else ""
             self.run.prepare_workers(message, os.path.join(self.run.folder, "standby"), interface).warm_up()
 
-    def _abort(self, exc: OSError) -> None:
-        self.link.send(Refusal(code=facts.code_of(exc), message=facts.describe(exc)))
-        self._leave()
+    def _abort_attempt(self, exc: OSError) -> None:
+        self.link.send(Refusal(code=facts.code_of(exc), message=facts.describe_os_error(exc)))
+        self._end_attempt_and_leave()
 
-    def _leave(self) -> None:
-        """End the attempt; the loop ends when it has ended, and when this was sent to the control machine."""
+    def _end_attempt_and_leave(self) -> None:
+        """End the attempt; the loop ends after the end was reported to the control machine."""
         self.leaving = True
         if self.attempt is not None:
             self.attempt.end()
@@ -121,35 +122,37 @@ class Supervisor:
     def _act_on_signal(self, number: int) -> None:
         if number == signal.SIGHUP and self.run.keep:
             return
+        if number == signal.SIGTERM and self.attempt is not None:  # `dtctl stop` sends it if there is no launcher.
+            self.attempt.is_stop_requested = True
         request = os.path.join(self.run.folder, STOP_REQUEST)
         if number == signal.SIGTERM and os.path.exists(request):
             with open(request, encoding="utf-8") as file:
                 self.link.send(StopRequested(by=file.read(1000)))
-        self._leave()
+        self._end_attempt_and_leave()
 
-    def _watch(self) -> None:
-        """Collect what has ended, start what is to be started, and carry the end of the attempt one step further."""
+    def _advance_attempt(self) -> None:
+        """Collect ended processes, start pending ones, and take the next step of the attempt's end."""
         attempt = self.attempt
         if attempt is None or attempt.stopped is not None:
-            processes.reap()
+            processes.reap_children()
             return
         attempt.collect()
         try:
             attempt.start_workers()
         except OSError as exc:
-            self._abort(exc)
-        attempt.conclude()
+            self._abort_attempt(exc)
+        attempt.advance_end()
 
-    def _receive(self) -> None:
+    def _receive_requests(self) -> None:
         """Act on the control machine's messages."""
         requests = self.link.read()
         if requests is None:
             self._lose_link()
             return
         for request in requests:
-            self._answer(request)
+            self._handle_control_request(request)
 
-    def _answer(self, request: Message) -> None:
+    def _handle_control_request(self, request: Message) -> None:
         attempt = self.attempt
         workers = attempt.read_progress() if attempt is not None and isinstance(request, (Ping, StopAttempt)) else []
         if isinstance(request, Ping):
@@ -159,6 +162,7 @@ class Supervisor:
         elif isinstance(request, StopAttempt):
             self.link.send(ProgressReport(workers=workers, before_stop=True))
             if attempt is not None:
+                attempt.is_stop_requested |= request.requested
                 attempt.end(at_once=request.now)
         elif isinstance(request, Heal) and attempt is not None:
             attempt.heal(request)
@@ -166,8 +170,8 @@ class Supervisor:
             attempt.live.join(request)
         elif isinstance(request, ProbePorts):
             self.link.send(PortProbed(port=node_facts.first_free(request.ports)))
-        elif isinstance(request, Stacks):
-            from dtctl.supervisor.stacks import StackDump  # seldom needed
+        elif isinstance(request, RequestStacks):
+            from dtctl.supervisor.stacks import StackDump  # Few runs need this module.
 
             self.stack_dump = StackDump(attempt.progress_dir if attempt is not None else "", self.run.token)
         elif isinstance(request, Attach):
@@ -175,10 +179,10 @@ class Supervisor:
             if attempt is not None:
                 attempt.rewind(request.offsets)
         elif isinstance(request, Quit):
-            self._leave()
+            self._end_attempt_and_leave()
 
     def _send_stacks(self) -> None:
-        """Send the stacks as soon as all workers have written theirs."""
+        """Send the stacks once all workers have written theirs."""
         if self.stack_dump is None or not self.stack_dump.ready():
             return
         for answer in self.stack_dump.answers():
@@ -187,23 +191,23 @@ class Supervisor:
         self.stack_dump = None
 
     def _lose_link(self) -> None:
-        """Go on alone if the run is to be kept; end it otherwise."""
+        """Continue without a link if the run is kept; end it otherwise."""
         self.link.drop()
         live = self.attempt.live if self.attempt is not None else None
         if not self.run.keep or (live is not None and live.is_open):
-            self._leave()
+            self._end_attempt_and_leave()
 
-    def _finished(self) -> bool:
+    def _is_supervisor_finished(self) -> bool:
         attempt, link = self.attempt, self.link
         if attempt is not None and attempt.stopped is None:
             return False
         if self.run.keep and not link.is_up and attempt is not None:
-            return True  # the exit record and the logs on disk have the rest
+            return True  # The exit record and the logs on the disk have all results.
         heard_out = not link.is_up or (not link.out and (attempt is None or attempt.is_end_sent))
         return self.leaving and heard_out
 
-    def _wait(self) -> None:
-        """Wait for the next event; take in workers' output, and a new link."""
+    def _wait_for_events(self) -> None:
+        """Wait for the next event; read workers' output, and accept a new link."""
         attempt = self.attempt
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)

@@ -1,7 +1,7 @@
-"""The start of one attempt's workers on a node: at once, or forked as soon as the fork server is ready.
+"""The start of one attempt's workers on a node, at once or by a fork as soon as the fork server is ready.
 
 The fork server is an optimization, never a requirement: if it fails, each worker is started on its own, and reports
-itself what is wrong with the program. Stdlib only, Python 3.8.
+errors of the program itself. Stdlib only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 
 from dtctl.supervisor.fork_server import ForkServers, ForkServerUnavailable
-from dtctl.supervisor.group import Group
 from dtctl.supervisor.messages.attempt import WorkerSpec
+from dtctl.supervisor.node_processes import NodeProcesses
 
 
 class WorkerStart:
-    """The workers of one attempt and how far they are."""
+    """The workers of one attempt, and the state of their start."""
 
     def __init__(
         self, servers: ForkServers, modules: list[str], script: str, cwd: str, env: dict[str, str],
@@ -24,11 +24,11 @@ class WorkerStart:
 
         Args:
             servers: fork servers of the run.
-            modules: what a fork server imports; nothing: each worker starts afresh.
+            modules: modules that a fork server imports; empty: each worker starts its own Python.
             script: path of the node script.
-            cwd: folder to start it in.
-            env: variables that all workers have.
-            workers: rank and further variables of each.
+            cwd: folder in which the script is started.
+            env: variables of all workers.
+            workers: rank and further variables of each worker.
         """
         self.servers = servers
         self.modules = modules
@@ -37,16 +37,16 @@ class WorkerStart:
         self.env = env
         self.workers = list(workers)
         self.waiting = False
-        """True if a fork server is to start them as soon as it is ready."""
+        """True if a fork server will start the workers as soon as it is ready."""
         self._missing = list(workers)
 
-    def start(self, group: Group) -> None:
+    def start(self, group: NodeProcesses) -> None:
         """Start the workers, or let a fork server prepare for that; `step` continues it.
 
         Raises:
             OSError: a process could not be made.
         """
-        self.servers.check()  # it may have ended since the attempt before
+        self.servers.check()  # The fork server may have ended since the previous attempt.
         if self.servers.cold_reason:
             self.modules = []
         if self.modules:
@@ -55,8 +55,8 @@ class WorkerStart:
         else:
             self._start_fresh(group)
 
-    def _start_fresh(self, group: Group) -> None:
-        """Start each worker by a node script of its own.
+    def _start_fresh(self, group: NodeProcesses) -> None:
+        """Start each worker by its own node script.
 
         Raises:
             OSError: a process could not be made.
@@ -67,12 +67,12 @@ class WorkerStart:
             group.start(["bash", self.script], self.cwd, {**self.env, **worker.env}, worker.rank)
 
     def warm_up(self) -> None:
-        """Let a fork server import what the workers need, or only take over their program if it does so already.
+        """Let a fork server import the workers' modules, or only capture the program if it has imported them already.
 
         Raises:
             OSError: a process could not be made.
         """
-        server = self.servers.require()
+        server = self.servers.get_or_create()
         output = os.path.join(os.path.dirname(self.script), "warm.txt")
         fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
@@ -83,8 +83,8 @@ class WorkerStart:
         finally:
             os.close(fd)
 
-    def step(self, group: Group) -> str:
-        """Fork the workers if the fork server is ready; why they were started afresh instead, if they were.
+    def step(self, group: NodeProcesses) -> str:
+        """Fork the workers if the fork server is ready; return the reason if they were started without it.
 
         Raises:
             OSError: a process could not be made.
@@ -100,13 +100,13 @@ class WorkerStart:
                     self._missing.pop(0)
                 self.waiting = False
         except ForkServerUnavailable as exc:
-            self.servers.lose(exc)
+            self.servers.give_up_server(exc)
             self._start_fresh(group)
             return str(exc)
         return ""
 
-    def keep_warm(self) -> None:
-        """Have a fork server for the next lost worker, which would have to import everything itself without one.
+    def prepare_fork_server(self) -> None:
+        """Keep a fork server for the next lost worker, whose replacement would otherwise import all modules itself.
 
         Raises:
             OSError: a process could not be made.
@@ -119,16 +119,16 @@ class WorkerStart:
             if servers.server is not None:
                 servers.server.keep_standby()
         except ForkServerUnavailable as exc:
-            servers.lose(exc)
+            servers.give_up_server(exc)
         if servers.server is None and not servers.cold_reason:
             self.warm_up()
 
     def is_importing(self) -> bool:
-        """Return whether a fork server is not ready yet; a fresh worker would take as long for that."""
+        """Return whether a fork server is still importing; a new Python would take as long."""
         return self.servers.server is not None and not self.servers.server.ready
 
-    def start_again(self, rank: int, env: dict[str, str], group: Group) -> bool:
-        """Start a worker in the place of one that has ended, by the fork server if there is one; False: it failed.
+    def restart_worker(self, rank: int, env: dict[str, str], group: NodeProcesses) -> bool:
+        """Start a worker in the place of an ended one, by the fork server if there is one; return False if it fails.
 
         Raises:
             OSError: the process could not be made.
@@ -141,17 +141,17 @@ class WorkerStart:
         try:
             group.add(rank, lambda fd: server.fork(env, fd))
         except ForkServerUnavailable as exc:
-            self.servers.lose(exc)
+            self.servers.give_up_server(exc)
             return False
         return True
 
     def descriptors(self) -> list[int]:
-        """Return where a fork server that workers wait for reports."""
+        """Return the descriptors of a fork server that is not ready or that workers wait for."""
         server = self.servers.server
         return server.descriptors() if server is not None and (self.waiting or not server.ready) else []
 
     def cancel(self) -> None:
-        """The attempt is over; no more workers are started."""
+        """Start no more workers, since the attempt is being ended."""
         self._missing.clear()
         if self.waiting and self.servers.server is not None:
             self.servers.server.cancel_capture()

@@ -1,4 +1,5 @@
-"""The `train:` section of a spec: its schema, and what follows from it for a number of workers. Without torch.
+"""The `train:` section of a spec: its schema, and its consequences for a number of workers. Without torch.
 
-Read by the spec, the plan, the estimates and the workers (`dtctl.runtime`): all refuse the same, in the same words.
+The spec, the plan, the estimates and the workers (`dtctl.runtime`) use it, so all refuse the same settings with the
+same errors.
 """

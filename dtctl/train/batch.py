@@ -10,11 +10,11 @@ from dtctl.train.config import TrainConfig
 
 DEFAULT_MICRO_BATCH: Final = 8
 ENDLESS: Final = 1 << 62
-"""Stands for the number of samples of a data set that has no end."""
+"""Number of samples of a data set without an end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BatchSizes:
     """The three sizes of a batch, and the number of workers that makes them agree."""
 
     micro: int
@@ -37,13 +37,15 @@ class Batch:
         return self.micro * self.parts * self.accumulate
 
     def describe(self) -> str:
-        """Return the sizes in words for people."""
+        """Return the sizes in words."""
         parts = f"({' + '.join(map(str, self.shares))})" if self.shares else self.world_size
         return f"global batch {self.total} = {self.micro} x {parts} x {self.accumulate}"
 
 
-def batch(config: TrainConfig, world_size: int, *, stages: int = 1, shares: tuple[int, ...] = ()) -> Batch:
-    """Sizes such that global_batch = micro_batch * workers * accumulate, where a worker counts as often as its share.
+def compute_batch_sizes(
+    config: TrainConfig, world_size: int, *, stages: int = 1, shares: tuple[int, ...] = ()
+) -> BatchSizes:
+    """Return sizes with global_batch = micro_batch * workers * accumulate, where a worker counts as often as its share.
 
     Args:
         config: of the training.
@@ -52,21 +54,23 @@ def batch(config: TrainConfig, world_size: int, *, stages: int = 1, shares: tupl
         shares: of these workers, if they differ.
 
     Raises:
-        PlanError: the sizes that are set cannot be had with this number of workers.
+        PlanError: the sizes that are set are impossible with this number of workers.
     """
     accumulate = _in_pipeline(config, stages) if stages > 1 else config.accumulate
     parts = sum(shares) or world_size
-    micro, _, accumulate = derive(config.micro_batch, config.global_batch, accumulate, workers=parts)
+    micro, _, accumulate = derive_batch_sizes(config.micro_batch, config.global_batch, accumulate, workers=parts)
     if config.global_batch is not None and micro is None:
         accumulate = accumulate or 1
         micro = config.global_batch // (parts * accumulate)
-    return Batch(micro=micro or DEFAULT_MICRO_BATCH, accumulate=accumulate or 1, world_size=world_size, shares=shares)
+    return BatchSizes(
+        micro=micro or DEFAULT_MICRO_BATCH, accumulate=accumulate or 1, world_size=world_size, shares=shares
+    )
 
 
-def derive(
+def derive_batch_sizes(
     micro: int | None, total: int | None, accumulate: int | None, *, workers: int
 ) -> tuple[int | None, int | None, int | None]:
-    """Micro batch, global batch and accumulation: those that are set, and the third that follows from two of them.
+    """Return micro batch, global batch and accumulation: those that are set, and the third that follows from two.
 
     Args:
         micro: samples per worker and forward pass, if set.
@@ -81,10 +85,10 @@ def derive(
         return micro, micro * workers * accumulate if micro and accumulate else None, accumulate
     if micro is None:
         parts = workers * (accumulate or 1)
-        _divisible(total, parts, f"{workers} workers * accumulate {accumulate or 1}")
+        _require_divisible_batch(total, parts, f"{workers} workers * accumulate {accumulate or 1}")
         return total // parts if accumulate else None, total, accumulate
     if accumulate is None:
-        _divisible(total, micro * workers, f"micro_batch {micro} * {workers} workers")
+        _require_divisible_batch(total, micro * workers, f"micro_batch {micro} * {workers} workers")
         return micro, total, total // (micro * workers)
     if micro * workers * accumulate != total:
         raise PlanError(
@@ -105,7 +109,7 @@ def _in_pipeline(config: TrainConfig, stages: int) -> int | None:
     micro_batches, accumulate = config.pipeline.micro_batches, config.accumulate
     if micro_batches and accumulate and micro_batches != accumulate:
         raise PlanError(
-            f"pipeline.micro_batches is {micro_batches} and accumulate is {accumulate}, and they are the same thing",
+            f"pipeline.micro_batches is {micro_batches} and accumulate is {accumulate}, and both set the same number",
             where="train.pipeline.micro_batches",
             hint="keep one of the two",
         )
@@ -114,7 +118,7 @@ def _in_pipeline(config: TrainConfig, stages: int) -> int | None:
     return 2 * stages
 
 
-def _divisible(total: int, parts: int, made_of: str) -> None:
+def _require_divisible_batch(total: int, parts: int, made_of: str) -> None:
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         candidates = f"{below} or {above}" if below else str(above)
@@ -125,8 +129,8 @@ def _divisible(total: int, parts: int, made_of: str) -> None:
         )
 
 
-def length(config: TrainConfig, *, samples: int, batch: Batch) -> tuple[int, int]:
-    """Optimizer steps of the training, and the number of samples that it ends after.
+def compute_training_length(config: TrainConfig, *, samples: int, batch: BatchSizes) -> tuple[int, int]:
+    """Return the number of optimizer steps of the training, and the number of samples after which it ends.
 
     Raises:
         PlanError: there are no samples, or so few that one would be twice in a step.

@@ -39,7 +39,7 @@ def require(config: TrainConfig, degrees: Degrees, *, accumulate: int | None) ->
             hint="leave them out",
         )
     if degrees.pp > 1:
-        _pipeline(config, degrees, accumulate)
+        _require_valid_pipeline(config, degrees, accumulate)
     if degrees.cp > 1:
         if config.precision == "fp16":
             raise PlanError(
@@ -75,7 +75,7 @@ def not_elastic(reason: str) -> PlanError:
 
 
 def stages_per_worker(options: PipelineConfig) -> int:
-    """Return how many stages of a pipeline each worker has."""
+    """Return the number of stages of a pipeline on each worker."""
     return options.stages_per_worker or (1 if options.schedule in ONE_STAGE else 2)
 
 
@@ -83,14 +83,14 @@ def _sequence_parallel(config: TrainConfig, degrees: Degrees) -> bool:
     return config.tp.sequence_parallel and degrees.tp > 1
 
 
-def _pipeline(config: TrainConfig, degrees: Degrees, micro_batches: int | None) -> None:
+def _require_valid_pipeline(config: TrainConfig, degrees: Degrees, micro_batches: int | None) -> None:
     name, stages = config.pipeline.schedule, stages_per_worker(config.pipeline)
     where = "train.pipeline"
     if degrees.cp > 1:
         raise PlanError(
-            "cp does not go with a pipeline: streams between stages would be parts of sequences",
+            "cp does not go with a pipeline: hidden states between stages would be parts of sequences",
             where="train.strategy",
-            hint="use fsdp instead of pp beside cp",
+            hint="use cp with fsdp instead of pp",
         )
     if name in ONE_STAGE and stages != 1:
         raise PlanError(f"schedule {name} has one stage per worker, not {stages}", where=where, hint="use interleaved")
@@ -99,8 +99,7 @@ def _pipeline(config: TrainConfig, degrees: Degrees, micro_batches: int | None) 
     if name in SPLIT_BACKWARD and degrees.shards > 1:
         axis = "ep" if degrees.ep > 1 else "fsdp"
         raise PlanError(
-            f"schedule {name} with {axis} gives wrong gradients (torch 2.13): those of weights come up past "
-            "fully_shard",
+            f"schedule {name} with {axis} gives wrong gradients (torch 2.13): those of weights bypass fully_shard",
             where=where,
             hint="use 1f1b or interleaved, or dp instead of fsdp",
         )

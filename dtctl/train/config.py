@@ -1,8 +1,8 @@
 """Configuration of a worker: every key of the spec's `train:` section, with default and unit.
 
 Three layers, the later one wins: defaults that the script hands to `load`, the spec (the launcher passes its `train:`
-section as JSON in DTCTL_TRAIN_CONFIG), the command line (`--train.lr=1e-3`). How text becomes typed values, and what is
-said when it cannot, is in settings.py.
+section as JSON in DTCTL_TRAIN_CONFIG), the command line (`--train.lr=1e-3`). How text becomes typed values, and the
+errors when it cannot, are in settings.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _without_secret(place: str) -> None:
         raise ValueError("a URL here has no secrets in it: credentials come from the store's own variables and files")
 
 
-def _positive(shares: Mapping[str, int]) -> None:
+def _require_positive_shares(shares: Mapping[str, int]) -> None:
     for name, share in shares.items():
         if share < 1:
             raise ValueError(f"a share is at least 1, and {name} has {share}")
@@ -40,14 +40,14 @@ def _positive(shares: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpConfig:
-    """Data parallel; strategies ddp and zero1."""
+    """Settings of data parallelism; strategies ddp and zero1."""
 
     bucket_mb: int = field(default=25, metadata={"at_least": 1})
     """Size in MiB of the buckets in which gradients are exchanged."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order; lets DDP overlap more."""
     find_unused_parameters: bool = False
-    """Look in every step for parameters that the loss does not depend on. Needed if there are any, and slower."""
+    """Search in every step for parameters that the loss does not depend on. Slower; necessary if there are any."""
     comm_hook: CommHook = "none"
     """Gradients on the wire: as they are, as bf16 or fp16, or as a low-rank approximation (PowerSGD, not exact)."""
     powersgd_rank: int = field(default=1, metadata={"at_least": 1})
@@ -61,16 +61,16 @@ class FsdpConfig:
     """Sharded parameters, gradients and optimizer state; strategies fsdp and hsdp, and meshes with fsdp or tp."""
 
     reshard_after_forward: bool = True
-    """Give a block's parameters up between forward and backward pass (ZeRO-3). false: keep them (ZeRO-2), which needs
-    more memory and one exchange less."""
+    """Free a block's gathered parameters between forward and backward pass (ZeRO-3). false: keep them (ZeRO-2), which
+    needs more memory and one exchange less."""
     cpu_offload: bool = False
     """Keep shards in the host's memory and bring them to the GPU when they are needed; on GPUs only."""
     reduce_dtype: Reduce = "fp32"
     """Number format in which gradients are added up over workers."""
     param_dtype: Reduce = "fp32"
-    """Number format in which parameters are gathered. fp32: `precision: bf16` computes what it does in one process.
-    bf16, with `precision: bf16`: half the bytes, and no casts that live until the backward pass, 2 bytes for each
-    parameter of the whole model; norms, biases and the stream between blocks are rounded, too."""
+    """Number format in which parameters are gathered. fp32: `precision: bf16` computes the same as in one
+    process. bf16, with `precision: bf16`: half the bytes, and no casts that stay until the backward pass (2 bytes for
+    each parameter of the whole model); norms, biases and hidden states between blocks are rounded, too."""
     exchange_every_pass: bool = False
     """Add gradients up over workers in every pass of a step instead of the last alone. With `accumulate` above 1: 4
     bytes less for each parameter of the whole model, and as many more exchanges."""
@@ -82,8 +82,7 @@ class TpConfig:
 
     plan: Mapping[str, str] = field(default_factory=dict)
     """Pattern of module names (`blocks.*.wide`) -> colwise, rowwise, embedding, replicate, or colwise-3 for a matrix
-    that makes three things at once. Empty: that of the models that dtctl knows (docs/strategies.md), recognized by
-    their names."""
+    with three outputs. Empty: that of the models that dtctl knows (docs/strategies.md), recognized by their names."""
     sequence_parallel: bool = False
     """Split norms and dropout between the matrices along the sequence (dim 1) too: less memory for activations."""
 
@@ -96,8 +95,8 @@ class PipelineConfig:
     """Order of forward and backward passes. interleaved and zero-bubble give each worker two stages or more,
     zbv two."""
     micro_batches: int | None = field(default=None, metadata={"at_least": 1})
-    """Forward passes of a step that are in the pipeline one after another; another word for `accumulate`, which must
-    not contradict. None: `accumulate`, or else twice the number of workers of a pipeline."""
+    """Forward passes of a step that are in the pipeline one after another; another name of `accumulate`; the two must
+    not differ. None: `accumulate`, or else twice the number of workers of a pipeline."""
     split: tuple[int, ...] | None = field(default=None, metadata={"at_least": 1})
     """Blocks per stage, in order; as many numbers as stages. None: balanced by cost."""
     stages_per_worker: int | None = field(default=None, metadata={"at_least": 1})
@@ -106,12 +105,13 @@ class PipelineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySnapshotConfig:
-    """Snapshots in the memory of the nodes, for what is lost between those on disk. `dtctl launch` only."""
+    """Snapshots in the memory of the nodes, more frequent than those on disk. `dtctl launch` only."""
 
     every_steps: Literal["auto"] | int = field(default="auto", metadata={"at_least": 1})
-    """Steps between them. auto: as few as cost at most 2% of the time of a step, measured as the training runs."""
+    """Steps between two of these snapshots. auto: an interval at which they take at most 2% of the time, measured
+    during training."""
     copies: int = field(default=1, metadata={"at_least": 0})
-    """On how many other nodes a copy is kept of what a node has."""
+    """Number of other nodes that keep a copy of what a node has."""
 
     @property
     def most_held(self) -> int:
@@ -127,49 +127,52 @@ class SnapshotConfig:
     """Folder, or a URL that fsspec knows (s3://, gs:// ...). None: that of the run (DTCTL_SNAPSHOT_DIR), else
     `snapshots` in the working folder."""
     every_steps: int | None = field(default=None, metadata={"at_least": 1})
-    """Steps between snapshots."""
+    """Optimizer steps between two snapshots."""
     every_s: float | None = field(default=None, metadata={"above": 0})
-    """Seconds between snapshots."""
+    """Seconds between two snapshots."""
     keep: int = field(default=2, metadata={"at_least": 1})
-    """How many snapshots are kept, the newest ones."""
+    """Number of snapshots that are kept, the newest ones."""
     keep_every_s: float | None = field(default=None, metadata={"above": 0})
-    """Of older ones, those that are at least so many seconds apart are kept as well. None: none of them."""
+    """Seconds between older snapshots that are kept as well, at least. None: none of them."""
     keep_best: int = field(default=1, metadata={"at_least": 0})
-    """And those of so many of the best evaluations, if `train.best` is set."""
+    """Number of snapshots with the best evaluations that are kept as well, if `train.best` is set."""
     layout: Literal["auto", "whole", "sharded"] = "auto"
     """whole: rank 0 gathers the state and writes it; sharded: every worker writes its part. auto: sharded where the
     strategy divides the state (zero1, fsdp, hsdp, tp, pipeline), else whole."""
     replicas: int = field(default=0, metadata={"at_least": 0})
-    """On how many other nodes a copy is kept of what a node writes, where nodes have no folder in common."""
+    """Number of other nodes that keep a copy of what a node writes, where nodes have no folder in common."""
+    trained_only: bool = False
+    """Leave parameters that require no gradient out of snapshots: those of LoRA have the size of the adapter. The
+    program loads the frozen ones itself, before training; a resume with other values of them is refused."""
     memory: MemorySnapshotConfig | None = None
-    """Snapshots in memory beside those on disk: a lost worker goes on from that of its own node, a lost node from its
-    neighbour's. None: none."""
+    """Snapshots in memory, in addition to those on disk: a lost worker continues from that of its own node, a lost node
+    from its neighbour's. None: none."""
     when_busy: Literal["wait", "skip"] = "wait"
-    """What a save does that is due while another one is still being written."""
+    """Action of a save that is due while another one is still being written."""
     max_failed_saves: int = field(default=3, metadata={"at_least": 1})
     """Saves that may fail one after another before training does. One that fails at the end always counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmaConfig:
-    """A moving average of the weights, kept beside them and in snapshots."""
+    """A moving average of the weights, which is also kept in snapshots."""
 
     decay: float = field(default=0.999, metadata={"above": 0, "below": 1})
     """Share of the average that an update leaves; lower in the first updates."""
     every: int = field(default=1, metadata={"at_least": 1})
-    """Steps between updates."""
+    """Steps between updates of the average."""
     evaluate: bool = True
-    """Whether evaluations use the average instead of the weights."""
+    """Use the average instead of the weights in evaluations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestConfig:
-    """Which evaluation is the best; its snapshot is kept beside the newest ones."""
+    """Choice of the best evaluation; its snapshot is kept in addition to the newest ones."""
 
     metric: str = field(default="val_loss", metadata={"not_empty": True})
     """Name of a score as it is logged."""
     mode: Literal["min", "max"] = "min"
-    """Whether low or high values are good."""
+    """Direction of the metric: min if low values are good, max if high ones are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +182,9 @@ class ProfileConfig:
     start: int | None = field(default=None, metadata={"at_least": 1})
     """First step to record, from 1. None: only on SIGUSR2."""
     steps: int = field(default=3, metadata={"at_least": 1})
-    """How many steps to record."""
+    """Number of steps to record."""
     memory: bool = False
-    """Whether memory is recorded too."""
+    """Record the use of memory, too."""
     communication: int = field(default=0, metadata={"at_least": 0})
     """Pairs of passes, with and without exchange of gradients, by whose times the share of communication is measured
     before training begins. 0: it is not measured."""
@@ -192,9 +195,8 @@ class TrainConfig:
     """Settings of a run; read by the runtime, not by the model."""
 
     strategy: StrategyName | Mapping[str, int] = field(default="auto", metadata={"section": Degrees})
-    """How the model is spread over the workers, by name, or by degrees of dp, fsdp, cp, tp and pp: missing is 1, one
-    may be -1 for what is left. auto: the first of ddp, zero1, hsdp and fsdp whose memory fits;
-    single with one worker."""
+    """Division of the model over the workers, by name, or by degrees of dp, fsdp, cp, tp and pp: missing is 1, one may
+    be -1 for what is left. auto: the first of ddp, zero1, hsdp and fsdp whose memory fits; single with one worker."""
     memory_gib: float | None = field(default=None, metadata={"above": 0})
     """GiB of each worker's memory that `strategy: auto` may plan for. None: 90% of its GPU's, or of its share of the
     node's."""
@@ -203,58 +205,59 @@ class TrainConfig:
     ddp: DdpConfig = field(default_factory=DdpConfig)
     """Settings of ddp and zero1."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
-    """Settings of sharding."""
+    """Settings of fsdp, hsdp, and meshes with fsdp or tp."""
     tp: TpConfig = field(default_factory=TpConfig)
     """Settings of tensor parallelism."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    """Settings of pipelines."""
+    """Settings of pipeline, and meshes with pp."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the computation; parameters and optimizer state stay fp32."""
     tf32: bool = False
-    """Whether GPUs may round the factors of fp32 products to 10 bits (TF32), several times as fast; sums stay fp32."""
+    """Let GPUs round the factors of fp32 products to 10 bits (TF32), several times as fast; sums stay fp32."""
     cudnn_benchmark: bool = False
-    """Whether cuDNN measures which of its kernels is the fastest for each shape of convolution. Faster where shapes
-    stay the same; not with deterministic kernels."""
+    """Let cuDNN measure which of its kernels is the fastest for each shape of convolution. Faster where shapes stay the
+    same; not with deterministic kernels."""
     channels_last: bool = False
-    """Whether images lie in memory channel by channel of each pixel, as convolutions in bf16 and fp16 on GPUs want it.
-    For single, ddp and zero1."""
+    """Store images channel by channel of each pixel, as convolutions in bf16 and fp16 on GPUs want it. For single, ddp
+    and zero1."""
     bind_cores: bool = False
-    """Whether each worker stays on the cores of the processor that its GPU is attached to (NUMA)."""
+    """Keep each worker on the cores of the processor that its GPU is attached to (NUMA)."""
     checkpointing: Literal["none", "full", "selective"] | int = field(default="none", metadata={"at_least": 1})
-    """Which blocks of the model forget their activations and compute them again in the backward pass: full, all of
+    """Blocks of the model that free their activations and compute them again in the backward pass: full, all of
     them; a number N, every N-th; selective, all, but results of matrix products and attention are kept."""
     compile: bool | Literal["inductor", "aot_eager", "eager", "cudagraphs"] = False
-    """Whether each block of the model is compiled with torch.compile; true is inductor, or the name of a backend."""
+    """Compile each block of the model with torch.compile; true is inductor, or the name of a backend."""
     on_oom: Literal["halve", "stop"] = "halve"
-    """What to do when a worker runs out of memory in a forward or backward pass. halve: all workers repeat the step
-    with half the micro batch and twice the passes, and stay with it; the global batch is the same (single, ddp)."""
+    """Action when a worker runs out of memory in a forward or backward pass. halve: all workers repeat the step with
+    half the micro batch and twice the passes, and stay with it; the global batch is the same (single, ddp). stop: the
+    worker fails."""
     micro_batch: int | None = field(default=None, metadata={"at_least": 1})
     """Samples per worker and forward pass; see `shares`. None: what the two others leave, else 8."""
-    shares: Mapping[str, int] = field(default_factory=dict, metadata={"check": _positive})
-    """How many times `micro_batch` a worker takes, where GPUs are unequal: by the name of its GPU or a part of it, or
-    that of its node. `{H100: 2}` beside A100s, which take it once. Every sample weighs the same as ever. Not with pp or
-    `exact: elastic`."""
+    shares: Mapping[str, int] = field(default_factory=dict, metadata={"check": _require_positive_shares})
+    """Number of times `micro_batch` that a worker takes, where GPUs are unequal: by the name of its GPU or a part of
+    it, or that of its node. With `{H100: 2}`, other GPUs take it once. The weight of a sample does not change. Not
+    with pp or `exact: elastic`."""
     global_batch: int | None = field(default=None, metadata={"at_least": 1})
     """Samples per optimizer step over all workers. None: micro_batch * workers * accumulate; a worker counts as often
-    as its share says."""
+    as `shares` has for it."""
     accumulate: int | None = field(default=None, metadata={"at_least": 1})
     """Forward passes per optimizer step. None: what the two others leave, else 1."""
     clip_norm: float | None = field(default=None, metadata={"above": 0})
     """Largest 2-norm of the whole gradient; a larger one is scaled down to it. None: no limit."""
     lr: float = field(default=1e-3, metadata={"above": 0})
-    """Highest learning rate."""
+    """Highest learning rate, after the warm-up."""
     min_lr: float = field(default=0.0, metadata={"at_least": 0})
     """Learning rate at the last step (schedules linear and cosine)."""
     warmup_steps: int = field(default=0, metadata={"at_least": 0})
     """Steps over which the learning rate rises linearly to `lr`."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """How the learning rate falls after the warm-up; wsd keeps it until the last `decay_steps`."""
+    """Decay of the learning rate after the warm-up; wsd keeps it until the last `decay_steps`."""
     decay_steps: int | None = field(default=None, metadata={"at_least": 1})
     """Steps over which wsd lets the learning rate fall. None: a tenth of all steps."""
     on_resize: Literal["keep", "linear", "sqrt"] = "keep"
-    """What follows from going on with another number of workers. keep: the global batch stays as it was, by other
-    numbers of samples and passes; linear, sqrt: micro_batch and accumulate stay, and the learning rate is multiplied
-    with the ratio of the global batches, or its root."""
+    """Rule for continuing with another number of workers. keep: the global batch stays as it was, by other numbers of
+    samples and passes; linear, sqrt: micro_batch and accumulate stay, and the learning rate is multiplied with the
+    ratio of the global batches, or its root."""
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
     """AdamW, SGD with momentum, or Muon for matrices and AdamW for vectors and tables of embeddings."""
     beta1: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
@@ -262,18 +265,18 @@ class TrainConfig:
     beta2: float = field(default=0.95, metadata={"at_least": 0, "below": 1})
     """AdamW: decay of the mean of squared gradients."""
     eps: float = field(default=1e-8, metadata={"above": 0})
-    """AdamW: what is added to the root of the mean of squared gradients."""
+    """AdamW: number that is added to the root of the mean of squared gradients."""
     momentum: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
     """SGD and Muon: momentum."""
     kernel: Literal["fused", "foreach", "loop"] = "fused"
-    """How AdamW and SGD compute: one kernel for all parameters, one per operation, or parameter by parameter."""
+    """Computation of AdamW and SGD: one kernel for all parameters, one per operation, or parameter by parameter."""
     weight_decay: float = field(default=0.0, metadata={"at_least": 0})
     """Decay of parameters of two and more dimensions; biases and norms are never decayed."""
     ema: EmaConfig | None = None
     """A moving average of the weights. None: there is none."""
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    """What to do about a gradient that is not finite. skip: the step does not change the weights; rollback: go back
-    to the newest snapshot and on with the samples that come next. A snapshot never holds what was spoilt."""
+    """Action on a gradient that is not finite. skip: the step does not change the weights; rollback: return to the
+    newest snapshot and continue with the next samples. A snapshot never has values that are not finite."""
     steps: int | None = field(default=None, metadata={"at_least": 1})
     """Length of the training in optimizer steps. None: `epochs`."""
     epochs: int | None = field(default=None, metadata={"at_least": 1})
@@ -290,9 +293,9 @@ class TrainConfig:
     eval_every: int | None = field(default=None, metadata={"at_least": 1})
     """Steps between evaluations. None: only after the last step."""
     best: BestConfig | None = None
-    """Which evaluation is the best. None: none is kept."""
+    """Choice of the best evaluation. None: no snapshot is kept for its score."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    """What is recorded with torch's profiler."""
+    """Record of a few steps with torch's profiler."""
     tensorboard: str | None = field(default=None, metadata={"not_empty": True})
     """Folder for TensorBoard's event files; a relative one lies in the run's folder on the first worker's node
     (`DTCTL_RUN_DIR`). None: none are written unless the script asks."""
@@ -304,15 +307,15 @@ class TrainConfig:
     """elastic: the same bits on any number of workers (ddp and single only; slower). None: on the same
     number."""
     require_exact: bool = False
-    """Whether to fail rather than to continue from a snapshot with other bits than a run that was never stopped."""
+    """Fail instead of continuing from a snapshot with other bits than those of a run that was never stopped."""
     deterministic: Literal["auto"] | bool = "auto"
-    """Whether GPUs compute with kernels that give the same bits each time. true: algorithms, attention, cuBLAS, cuDNN
-    and inductor are set so before CUDA starts, training is slower, and an operation without such a kernel is an error.
+    """Compute on GPUs with kernels that give the same bits each time. true: algorithms, attention, cuBLAS, cuDNN and
+    inductor are set so before CUDA starts, training is slower, and an operation without such a kernel is an error.
     auto: true on GPUs with `require_exact` or `exact`, else false."""
     timeout_s: float = field(default=600.0, metadata={"above": 0})
     """Seconds after which a worker that waits for its peers gives up."""
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
-    """When and where the state is kept."""
+    """Times and place of snapshots, and how many are kept."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """For the job's own code; `dtctl.runtime.build` reads it strictly."""
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -333,7 +336,7 @@ def load(
     """Return the configuration of this run.
 
     Args:
-        defaults: what the script prefers where nobody says anything else; keys as in the spec.
+        defaults: values of the script for keys that neither the spec nor the command line sets; keys as in the spec.
         argv: arguments; those that begin with `--train.` are read, the rest is the script's own. None: the process's.
         environ: environment. None: the process's.
 
@@ -344,18 +347,21 @@ def load(
     argv = sys.argv[1:] if argv is None else argv
     layers = [
         ("defaults of the script", dict(defaults or {})),
-        (names.TRAIN_CONFIG, settings.from_json(environ.get(names.TRAIN_CONFIG, ""), where=names.TRAIN_CONFIG)),
+        (
+            names.TRAIN_CONFIG,
+            settings.parse_settings_json(environ.get(names.TRAIN_CONFIG, ""), where=names.TRAIN_CONFIG),
+        ),
         ("command line", settings.from_argv(argv)),
     ]
     merged: dict[str, Any] = {}
     for where, layer in layers:
         settings.build(TrainConfig, layer, at="train", where=where)
-        merged = settings.merge(_yielding(merged, layer), layer)
+        merged = settings.merge_settings(_drop_overridden_keys(merged, layer), layer)
     return settings.build(TrainConfig, merged, at="train", where="train")
 
 
-def _yielding(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is left of a layer under one that settles the same matter with other keys."""
+def _drop_overridden_keys(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layer without the keys that a later layer replaces by other keys."""
     set_keys = {key for key, value in upper.items() if value is not None}
     sizes = {"micro_batch", "global_batch", "accumulate"}
     overridden = sizes if len(sizes & set_keys) >= 2 else set()

@@ -7,8 +7,8 @@
     ep    a part of the experts, which tokens are sent to; all other parameters are shared as in fsdp, other samples
     tp    a part of each matrix, the same samples; of experts, whole ones: ep 4 x tp 2 divides them into 8 parts
 
-Ranks count through tp first, then ep, cp, fsdp, dp and pp: workers that talk most are neighbours, on one node where
-that fits.
+Ranks count through tp first, then ep, cp, fsdp, dp and pp: workers that communicate most are neighbours, on one node
+where possible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILL: Final = -1
 NAMES: Final = ("auto", "single", "ddp", "zero1", "fsdp", "hsdp", "tp", "pipeline")
 
 
-def _degree(value: int) -> None:
+def _require_valid_degree(value: int) -> None:
     if value == 0 or value < FILL:
         raise ValueError(f"expected at least 1, or -1 for what is left, got {value}")
 
@@ -36,27 +36,27 @@ def _degree(value: int) -> None:
 class Degrees:
     """Degrees of parallelism; their product is the number of workers. One may be -1: what the others leave."""
 
-    dp: int = field(default=1, metadata={"check": _degree})
-    """Data parallel replicas."""
-    fsdp: int = field(default=1, metadata={"check": _degree})
+    dp: int = field(default=1, metadata={"check": _require_valid_degree})
+    """Replicas of the model, each of which takes a part of the batch."""
+    fsdp: int = field(default=1, metadata={"check": _require_valid_degree})
     """Workers that share the parameters of one replica."""
-    cp: int = field(default=1, metadata={"check": _degree})
+    cp: int = field(default=1, metadata={"check": _require_valid_degree})
     """Workers that divide the tokens of a sequence."""
-    ep: int = field(default=1, metadata={"check": _degree})
+    ep: int = field(default=1, metadata={"check": _require_valid_degree})
     """Workers that divide the experts of a mixture."""
-    tp: int = field(default=1, metadata={"check": _degree})
-    """Tensor parallel degree."""
-    pp: int = field(default=1, metadata={"check": _degree})
+    tp: int = field(default=1, metadata={"check": _require_valid_degree})
+    """Workers that divide the matrices of a layer (tensor parallelism)."""
+    pp: int = field(default=1, metadata={"check": _require_valid_degree})
     """Workers of a pipeline."""
 
     @property
     def workers(self) -> int:
-        """Their number."""
+        """Number of workers of the mesh."""
         return self.pp * self.dp * self.fsdp * self.cp * self.ep * self.tp
 
     @property
     def data(self) -> int:
-        """Into how many parts a batch is divided."""
+        """Number of parts into which a batch is divided."""
         return self.dp * self.fsdp * self.ep
 
     @property
@@ -69,7 +69,7 @@ class Degrees:
 
     @property
     def has_replicas(self) -> bool:
-        """Return whether every part of the state is on several workers, and no tp, cp or pp divides it."""
+        """Return whether several workers have every part of the state, and no tp, cp or pp divides it."""
         return self.dp > 1 and self.dp * self.fsdp * self.ep == self.workers
 
     @property
@@ -138,7 +138,7 @@ class Coordinate:
         return self.tp == self.cp == 0 and self.stage == self.degrees.pp - 1
 
 
-def resolve(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -> Degrees:
+def resolve_degrees(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -> Degrees:
     """Return the degrees that a strategy means for a number of workers.
 
     Args:
@@ -150,14 +150,14 @@ def resolve(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -
         PlanError: there is no such mesh, with the nearest one that there is.
     """
     if not isinstance(strategy, str):
-        return _filled(strategy, workers)
+        return _fill_free_degrees(strategy, workers)
     if strategy not in NAMES:
         raise PlanError(
-            f"there is no strategy {strategy}", where="train.strategy", hint=f"there are {', '.join(NAMES)}"
+            f"there is no strategy {strategy}", where="train.strategy", hint=f"choose one of {', '.join(NAMES)}"
         )
     if strategy == "single" and workers > 1:
         raise PlanError(
-            f"strategy single with {workers} workers would train {workers} models apart",
+            f"strategy single with {workers} workers would train {workers} separate models",
             where="train.strategy",
             hint="use `ddp`, or one worker",
         )
@@ -185,11 +185,11 @@ def resolve(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -
     return Degrees(dp=workers)
 
 
-def _filled(requested: Mapping[str, int], workers: int) -> Degrees:
+def _fill_free_degrees(requested: Mapping[str, int], workers: int) -> Degrees:
     for axis, degree in requested.items():
         if axis not in AXES:
             raise PlanError(
-                f"there is no axis {axis} in a mesh", where="train.strategy", hint=f"there are {', '.join(AXES)}"
+                f"there is no axis {axis} in a mesh", where="train.strategy", hint=f"choose one of {', '.join(AXES)}"
             )
         if degree < 1 and degree != FILL:
             raise PlanError(
@@ -205,14 +205,14 @@ def _filled(requested: Mapping[str, int], workers: int) -> Degrees:
     text = " * ".join(f"{axis} {degree}" for axis, degree in requested.items() if degree != FILL) or "nothing"
     if free and workers % fixed:
         message = f"{workers} workers cannot be divided by {text} = {fixed}, so nothing whole is left for {free[0]}"
-        raise PlanError(message, where="train.strategy", hint=_nearest(requested, workers))
+        raise PlanError(message, where="train.strategy", hint=_describe_nearest_mesh(requested, workers))
     if not free and fixed != workers:
         message = f"the mesh {text} has {fixed} workers, and the job has {workers}"
-        raise PlanError(message, where="train.strategy", hint=_nearest(requested, workers))
+        raise PlanError(message, where="train.strategy", hint=_describe_nearest_mesh(requested, workers))
     return Degrees(**{**requested, **({free[0]: workers // fixed} if free else {})})
 
 
-def _nearest(requested: Mapping[str, int], workers: int) -> str:
+def _describe_nearest_mesh(requested: Mapping[str, int], workers: int) -> str:
     """Return the mesh of this many workers that is nearest in ratio, over the axes that were asked for, and dp."""
     axes = [axis for axis in AXES if requested.get(axis, 1) != 1 or axis == "dp"]
 
@@ -227,16 +227,16 @@ def _nearest(requested: Mapping[str, int], workers: int) -> str:
         rest = sum(abs(math.log(degree / max(1, want))) for degree, want in pairs)
         return (main, rest)
 
-    best = min(_products(workers, len(axes)), key=distance)
+    best = min(_generate_factorizations(workers, len(axes)), key=distance)
     return "nearest: {" + ", ".join(f"{axis}: {degree}" for axis, degree in zip(axes, best, strict=True)) + "}"
 
 
-def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
+def _generate_factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
     """Yield all ways to write a number as a product of `count` factors."""
     if count == 1:
         yield (number,)
         return
     for factor in range(1, number + 1):
         if number % factor == 0:
-            for rest in _products(number // factor, count - 1):
+            for rest in _generate_factorizations(number // factor, count - 1):
                 yield (factor, *rest)

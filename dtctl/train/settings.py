@@ -24,8 +24,8 @@ MOST: Final = (1 << 63) - 1
 T = TypeVar("T")
 
 
-def from_json(text: str, *, where: str) -> dict[str, Any]:
-    """Return a JSON object; no text is an empty one.
+def parse_settings_json(text: str, *, where: str) -> dict[str, Any]:
+    """Return the JSON object in a text; an empty text is an empty object.
 
     Raises:
         SpecError: the text is not a JSON object.
@@ -35,7 +35,9 @@ def from_json(text: str, *, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as exc:
         raise SpecError(f"the training configuration is not JSON: {exc}", where=where) from exc
     if not isinstance(value, dict):
-        raise SpecError(f"the training configuration is {_kind(value)}, and an object is expected", where=where)
+        raise SpecError(
+            f"the training configuration is {_describe_value_kind(value)}, and an object is expected", where=where
+        )
     return value
 
 
@@ -64,24 +66,24 @@ def from_argv(argv: Sequence[str]) -> dict[str, Any]:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise SpecError(f"{word} is nested in {parent}, which has a value", where="command line")
-        place[last] = _value(value)
+        place[last] = _parse_setting_value(value)
     return values
 
 
-def _value(text: str) -> Any:
+def _parse_setting_value(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
 
 
-def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     """`upper` over `lower`; mappings are merged key by key, everything else is replaced."""
     merged = dict(lower)
     for key, value in upper.items():
         below = merged.get(key)
         if isinstance(value, Mapping) and isinstance(below, Mapping):
-            merged[key] = merge(below, value)
+            merged[key] = merge_settings(below, value)
         else:
             merged[key] = value
     return merged
@@ -117,8 +119,8 @@ def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
             matches = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean `{matches[0]}`?" if matches else f"the keys here are {', '.join(fields)}"
             raise SpecError(f"unknown key `{key}`", where=where, key=key, hint=hint)
-        ready[name] = _convert(value, hints[name], key=key, where=where)
-        _check(ready[name], fields[name].metadata, key=key, where=where)
+        ready[name] = _convert_setting(value, hints[name], key=key, where=where)
+        _check_setting_rules(ready[name], fields[name].metadata, key=key, where=where)
     missing = [
         name
         for name, field in fields.items()
@@ -132,12 +134,12 @@ def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
         raise SpecError(str(exc), where=where, key=at) from None
 
 
-class _WrongType(Exception):
+class _TypeMismatch(Exception):
     """The value does not fit the hint."""
 
 
-def _convert(value: Any, hint: Any, *, key: str, where: str) -> Any:
-    for option in _options(hint):
+def _convert_setting(value: Any, hint: Any, *, key: str, where: str) -> Any:
+    for option in _list_hint_options(hint):
         if dataclasses.is_dataclass(option) and isinstance(option, type):
             if isinstance(value, option):
                 return value
@@ -145,18 +147,18 @@ def _convert(value: Any, hint: Any, *, key: str, where: str) -> Any:
                 return build(option, value, at=key, where=where)
             continue
         try:
-            return _scalar(value, option)
-        except _WrongType:
+            return _convert_scalar(value, option)
+        except _TypeMismatch:
             continue
-    message = f"`{key}` is {_kind(value)}, and {_expected(hint)} is expected"
-    raise SpecError(message, where=where, key=key, hint=_near_choice(value, hint))
+    message = f"`{key}` is {_describe_value_kind(value)}, and {_describe_expected_type(hint)} is expected"
+    raise SpecError(message, where=where, key=key, hint=_suggest_near_choice(value, hint))
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def _list_hint_options(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _scalar(value: Any, option: Any) -> Any:
+def _convert_scalar(value: Any, option: Any) -> Any:
     if option is Any:
         return value
     if option is type(None):
@@ -167,11 +169,11 @@ def _scalar(value: Any, option: Any) -> Any:
         valid = isinstance(value, Mapping)
         if valid:
             _, inner = get_args(option)
-            return {str(name): _scalar(item, inner) for name, item in value.items()}
+            return {str(name): _convert_scalar(item, inner) for name, item in value.items()}
     elif get_origin(option) is tuple:
         valid = isinstance(value, list | tuple)
         if valid:
-            return tuple(_scalar(item, get_args(option)[0]) for item in value)
+            return tuple(_convert_scalar(item, get_args(option)[0]) for item in value)
     elif option is float:
         valid = isinstance(value, int | float) and not isinstance(value, bool)
         value = float(value) if valid else value
@@ -182,11 +184,11 @@ def _scalar(value: Any, option: Any) -> Any:
     else:
         valid = isinstance(value, option)
     if not valid:
-        raise _WrongType
+        raise _TypeMismatch
     return value
 
 
-def _check(value: Any, rules: Mapping[str, Any], *, key: str, where: str) -> None:
+def _check_setting_rules(value: Any, rules: Mapping[str, Any], *, key: str, where: str) -> None:
     if value is None:
         return
     for number in value if isinstance(value, tuple) else (value,):
@@ -217,10 +219,10 @@ def _check_range(value: float, limits: Mapping[str, Any], *, key: str, where: st
             raise SpecError(f"`{key}` is {value}, and must be {words} {limits[limit]}", where=where, key=key)
 
 
-def _expected(hint: Any) -> str:
+def _describe_expected_type(hint: Any) -> str:
     spelt = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     parts = []
-    for option in _options(hint):
+    for option in _list_hint_options(hint):
         if get_origin(option) is Literal:
             parts.append("one of " + ", ".join(get_args(option)))
         else:
@@ -228,15 +230,17 @@ def _expected(hint: Any) -> str:
     return " or ".join(parts)
 
 
-def _near_choice(value: Any, hint: Any) -> str | None:
-    choices = [choice for option in _options(hint) if get_origin(option) is Literal for choice in get_args(option)]
+def _suggest_near_choice(value: Any, hint: Any) -> str | None:
+    choices = [
+        choice for option in _list_hint_options(hint) if get_origin(option) is Literal for choice in get_args(option)
+    ]
     import difflib  # only errors need it
 
     matches = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return f"did you mean `{matches[0]}`?" if matches else None
 
 
-def _kind(value: Any) -> str:
+def _describe_value_kind(value: Any) -> str:
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """Interface of a transport: it starts a command on a node and exchanges bytes with it.
 
-Whoever acts on nodes uses nothing but these protocols, so it runs the same over SSH, on this machine and in tests
-against a fake. One node, one `Connection`; one remote command, one `Stream`.
+Code that acts on nodes uses nothing but these protocols, so it runs the same over SSH, on this machine and in tests
+against a fake. One node, one `Connection`; one remote command, one `ByteStream`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ByteStream(Protocol):
         ...
 
     def close_stdin(self) -> None:
-        """Tell the command that no more input will come."""
+        """Close standard input: no more of it will come."""
         ...
 
     def exit_status(self, timeout_s: float) -> int | None:

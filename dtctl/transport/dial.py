@@ -35,14 +35,14 @@ def open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
 class PendingConnection:
     """The connection to one node, or why there is none."""
 
-    settings: sshconfig.Settings
+    settings: sshconfig.SshSettings
     connection: Any = None
     """The connected socket; None where the way leads through another host or program."""
     error: Exception | None = None
     """Reason why there is no connection, although the way is direct."""
 
 
-class EarlyCalls:
+class EarlyConnections:
     """Connections that are being opened in the background, one per node; each is handed out once."""
 
     def __init__(self, targets: Iterable[Target], connect: OpenSocket = open_socket) -> None:
@@ -57,11 +57,11 @@ class EarlyCalls:
         for target in targets:
             future = self._calls[target.name] = Future()
             thread = threading.Thread(
-                target=_call, args=(target, connect, future), name=f"call {target.name}", daemon=True
+                target=_open_pending_connection, args=(target, connect, future), name=f"call {target.name}", daemon=True
             )
             thread.start()
 
-    def take(self, target: Target) -> PendingConnection | None:
+    def pop_connection(self, target: Target) -> PendingConnection | None:
         """The connection to this node, once it is open or has failed; None if none was started or it was already taken.
 
         Raises:
@@ -72,9 +72,9 @@ class EarlyCalls:
         return future.result() if future is not None else None
 
 
-def _call(target: Target, connect: OpenSocket, future: Future[PendingConnection]) -> None:
+def _open_pending_connection(target: Target, connect: OpenSocket, future: Future[PendingConnection]) -> None:
     try:
-        settings = sshconfig.settings_for(target)
+        settings = sshconfig.resolve_ssh_settings(target)
         if settings.proxy_jump or settings.proxy_command:
             future.set_result(PendingConnection(settings=settings))
             return
@@ -83,5 +83,5 @@ def _call(target: Target, connect: OpenSocket, future: Future[PendingConnection]
             future.set_result(PendingConnection(settings=settings, connection=connection))
         except OSError as exc:
             future.set_result(PendingConnection(settings=settings, error=exc))
-    except Exception as exc:  # noqa: BLE001 - raised again by `take`
+    except Exception as exc:  # noqa: BLE001 - raised again by `pop_connection`
         future.set_exception(exc)

@@ -1,4 +1,4 @@
-"""One action on many nodes at once: one answer each, in the order of the nodes."""
+"""Actions on many nodes at once: one answer each, in the order of the nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Known host keys: what the user's and the system's files have for a node, and whether the key shown is among them.
+"""Known host keys of a node in the user's and the system's files, compared with the key that the node shows.
 
 Reads the format of sshd(8), "SSH_KNOWN_HOSTS FILE FORMAT": lists, wildcards, negation, `[host]:port`, hashed names,
 `@revoked`. Certificates are not checked here; `find_authority` finds the lines of those who sign them. Only the lines
@@ -23,18 +23,18 @@ from dtctl.errors import HostKeyError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownKey:
-    """One line of a known_hosts file for the node."""
+    """A line of a known_hosts file for the node."""
 
     key_type: str
     blob: bytes
     revoked: bool
     place: str
-    """`file:line`"""
+    """Place of the line: `file:line`."""
     confirms_only: bool = False
     """Found under the name without its port: another key is not a changed key."""
 
 
-def fingerprint(blob: bytes) -> str:
+def compute_key_fingerprint(blob: bytes) -> str:
     """`SHA256:...`, as OpenSSH prints it."""
     digest = base64.b64encode(hashlib.sha256(blob).digest()).decode()
     return "SHA256:" + digest.rstrip("=")
@@ -47,7 +47,7 @@ def lookup_name(host: str, port: int, alias: str | None = None) -> str:
 
 
 @lru_cache(maxsize=8)
-def _lines(path: str) -> tuple[tuple[int, str], ...]:
+def _read_host_lines(path: str) -> tuple[tuple[int, str], ...]:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -62,30 +62,30 @@ def known_keys(name: str, files: Sequence[str]) -> list[KnownKey]:
     As in OpenSSH, a name with a port that has no record is looked up without its port. A key found then may confirm the
     node's key but not refuse it, because another server may answer at another port.
     """
-    keys = _look_up(name.lower(), files)
+    keys = _find_recorded_keys(name.lower(), files)
     host, _, port = name.partition("]:")
     if port and not any(not key.revoked for key in keys):
-        keys += [replace(key, confirms_only=True) for key in _look_up(host[1:].lower(), files)]
+        keys += [replace(key, confirms_only=True) for key in _find_recorded_keys(host[1:].lower(), files)]
     return keys
 
 
 def find_authority(name: str, files: Sequence[str]) -> str | None:
     """Return the place of a line that lets an authority vouch for a name, as `file:line`; None if there is none."""
     for path in files:
-        for number, line in _lines(path):
+        for number, line in _read_host_lines(path):
             fields = line.split()
-            if fields[0] == "@cert-authority" and len(fields) > 3 and _matches(fields[1], name.lower()):
+            if fields[0] == "@cert-authority" and len(fields) > 3 and _is_host_match(fields[1], name.lower()):
                 return f"{path}:{number}"
     return None
 
 
-def _look_up(name: str, files: Iterable[str]) -> list[KnownKey]:
+def _find_recorded_keys(name: str, files: Iterable[str]) -> list[KnownKey]:
     keys = []
     for path in files:
-        for number, line in _lines(path):
+        for number, line in _read_host_lines(path):
             fields = line.split()
             marker = fields.pop(0) if fields[0].startswith("@") else ""
-            if len(fields) < 3 or marker == "@cert-authority" or not _matches(fields[0], name):
+            if len(fields) < 3 or marker == "@cert-authority" or not _is_host_match(fields[0], name):
                 continue
             try:
                 blob = base64.b64decode(fields[2], validate=True)
@@ -96,7 +96,7 @@ def _look_up(name: str, files: Iterable[str]) -> list[KnownKey]:
     return keys
 
 
-def _matches(patterns: str, name: str) -> bool:
+def _is_host_match(patterns: str, name: str) -> bool:
     if patterns.startswith("|1|"):
         return _matches_hash(patterns, name)
     matched = False
@@ -133,15 +133,15 @@ def scan_command(name: str) -> str:
 
 def remove_command(name: str, file: str) -> str:
     """Return the command that takes the host keys of a name out of a file."""
-    return shell.join(["ssh-keygen", "-R", name, "-f", file])
+    return shell.join_command(["ssh-keygen", "-R", name, "-f", file])
 
 
 def recorded_fingerprint(file: str, number: int) -> str:
     """Return the fingerprint of the key in a line of a known_hosts file; empty where there is none."""
-    line = dict(_lines(file)).get(number, "")
+    line = dict(_read_host_lines(file)).get(number, "")
     fields = [field for field in line.split() if not field.startswith("@")]
     try:
-        return fingerprint(base64.b64decode(fields[2], validate=True))
+        return compute_key_fingerprint(base64.b64decode(fields[2], validate=True))
     except (IndexError, binascii.Error):
         return ""
 
@@ -162,7 +162,7 @@ def describe_change(presented: str, recorded: str, remedy: str) -> tuple[str, st
     )
 
 
-def check(
+def check_host_key(
     name: str, key_type: str, blob: bytes, recorded_keys: Sequence[KnownKey], *, node: str, files: Sequence[str]
 ) -> None:
     """Refuse a key that is not the one on record.
@@ -178,7 +178,7 @@ def check(
     Raises:
         HostKeyError: the key is unknown, another one, or revoked.
     """
-    node_fingerprint = fingerprint(blob)
+    node_fingerprint = compute_key_fingerprint(blob)
     for key in recorded_keys:
         if key.blob == blob and key.revoked:
             raise HostKeyError(
@@ -186,7 +186,7 @@ def check(
                 node=node,
                 fingerprint=node_fingerprint,
                 where=key.place,
-                hint="do not connect; ask whoever revoked it",
+                hint="do not connect; ask the administrator who revoked it",
             )
     if any(key.blob == blob for key in recorded_keys if not key.revoked):
         return
@@ -195,7 +195,7 @@ def check(
     if valid:
         recorded = next((key for key in valid if key.key_type == key_type), valid[0])
         message, hint = describe_change(
-            f"{key_type} {node_fingerprint}", fingerprint(recorded.blob), remove_command(name, record_file)
+            f"{key_type} {node_fingerprint}", compute_key_fingerprint(recorded.blob), remove_command(name, record_file)
         )
         raise HostKeyError(
             f"{node}: {message}",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from dtctl.errors import ConnectError
-from dtctl.transport.base import Target
+from dtctl.transport.base import ByteStream, Target
 
 PROCESSES_HINT: Final = (
     "you may not start more processes and threads here: raise `ulimit -u`, or the limit of the container (`pids.max`)"
@@ -18,7 +18,7 @@ PROCESSES_HINT: Final = (
 
 
 class LocalStream:
-    """A child process."""
+    """Stream of a child process."""
 
     def __init__(self, process: subprocess.Popen[bytes], *, node: str, noise: bytes = b"") -> None:
         """Wrap a process; `noise` on its standard error is dropped."""
@@ -31,7 +31,7 @@ class LocalStream:
             os.set_blocking(process.stderr.fileno(), False)
 
     def read(self, size: int) -> bytes:
-        """See `dtctl.transport.base.Stream`."""
+        """See `dtctl.transport.base.ByteStream`."""
         stdout = self._process.stdout
         if stdout is None:
             return b""
@@ -50,7 +50,7 @@ class LocalStream:
         return self._process.stdout is None or self._process.stdout.closed
 
     def read_stderr(self) -> bytes:
-        """See `dtctl.transport.base.Stream`."""
+        """See `dtctl.transport.base.ByteStream`."""
         try:
             said = os.read(self._process.stderr.fileno(), 1 << 16) if self._process.stderr else b""
             return said.replace(self._noise, b"") if self._noise else said
@@ -58,7 +58,7 @@ class LocalStream:
             return b""
 
     def write(self, data: bytes) -> None:
-        """See `dtctl.transport.base.Stream`."""
+        """See `dtctl.transport.base.ByteStream`."""
         try:
             if self._process.stdin is None:
                 raise ValueError("closed")
@@ -69,7 +69,7 @@ class LocalStream:
             raise ConnectError("the command no longer reads", node=self._node) from exc
 
     def close_stdin(self) -> None:
-        """See `dtctl.transport.base.Stream`."""
+        """See `dtctl.transport.base.ByteStream`."""
         try:
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -77,7 +77,7 @@ class LocalStream:
             pass  # it has ended, and what was buffered cannot be delivered
 
     def exit_status(self, timeout_s: float) -> int | None:
-        """See `dtctl.transport.base.Stream`."""
+        """See `dtctl.transport.base.ByteStream`."""
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -85,7 +85,7 @@ class LocalStream:
         return 128 - status if status < 0 else status
 
     def close(self) -> None:
-        """See `dtctl.transport.base.Stream`."""
+        """See `dtctl.transport.base.ByteStream`."""
         self._closed = True
         self.close_stdin()
         if self._process.stderr is not None:
@@ -114,11 +114,12 @@ def start_process(argv: list[str], *, node: str, cwd: Path | None = None) -> sub
 
 
 class LocalConnection:
-    """This machine."""
+    """Connection to this machine."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._streams: list[LocalStream] = []
+        self.streams: list[ByteStream] = []
+        """Streams that were opened, which `close` closes."""
 
     @property
     def target(self) -> Target:
@@ -129,7 +130,7 @@ class LocalConnection:
         """See `dtctl.transport.base.Connection`."""
         return "127.0.0.1"
 
-    def open(self, command: str) -> LocalStream:
+    def open(self, command: str) -> ByteStream:
         """See `dtctl.transport.base.Connection`."""
         return self.start(["/bin/sh", "-c", command])
 
@@ -144,7 +145,7 @@ class LocalConnection:
             raise ConnectError(f"the home folder {home_folder} does not exist", node=self._target.name, hint="set HOME")
         process = start_process(argv, node=self._target.name, cwd=home_folder)
         stream = LocalStream(process, node=self._target.name, noise=noise)
-        self._streams.append(stream)
+        self.streams.append(stream)
         return stream
 
     def alive(self) -> bool:
@@ -153,12 +154,12 @@ class LocalConnection:
 
     def close(self) -> None:
         """See `dtctl.transport.base.Connection`."""
-        for stream in self._streams:
+        for stream in self.streams:
             stream.close()
 
 
 class LocalTransport:
-    """Transport to this machine, whatever the target is."""
+    """Transport to this machine, with any target."""
 
     def connect(self, target: Target) -> LocalConnection:
         """See `dtctl.transport.base.Transport`."""

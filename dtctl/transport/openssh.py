@@ -30,14 +30,14 @@ from pathlib import Path
 from typing import Final
 
 from dtctl.errors import ConnectError, LaunchError
-from dtctl.shell import quote
+from dtctl.shell import quote_word
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalStream, start_process
-from dtctl.transport.openssh_errors import Words, explain_login, is_busy, no_session
+from dtctl.transport.openssh_errors import SshMessages, explain_login, is_busy, no_session
 from dtctl.transport.sshconfig import NO_CONFIG
 
 FORCED: Final = (
-    # A launch must not do this, whatever the user's configuration sets.
+    # A launch must not do this, even if the user's configuration allows it.
     "BatchMode yes",
     "StrictHostKeyChecking yes",
     "UpdateHostKeys no",
@@ -59,15 +59,15 @@ FORCED: Final = (
     "LogLevel ERROR",
 )
 WAVE: Final = 64
-"""Most logins under way at once."""
+"""Most concurrent logins."""
 TRIES: Final = 6
 FIRST_WAIT_S: Final = 0.1
 SHELL_LIMIT_S: Final = 120.0
 """Seconds for a login shell to start after the node was reached."""
 COMMAND_LIMIT_S: Final = 300
-"""Seconds that a node's shell waits for the command it shall run."""
+"""Seconds that a node's shell waits for its command."""
 COMMAND_MARGIN_S: Final = 60
-"""Seconds before that from which on a login counts as too old."""
+"""Seconds before the end of that time from which on a login counts as too old."""
 DEBUG_S: Final = 10.0
 END_S: Final = 2.0
 """Seconds for ssh to end after its output has."""
@@ -87,7 +87,7 @@ _PASS_LINE: Final = r'''IFS= read -r line && printf "%s\n" "$line"'''
 _AUTHENTICATED: Final = re.compile(r"^Authenticated to \S+ \((?:\[(?P<address>[^\]]+)\]:\d+|via proxy)\)", re.MULTILINE)
 
 
-class Login:
+class SshLogin:
     """An ssh process; its node waits for the line with the command."""
 
     def __init__(self, target: Target, argv: Sequence[str], log: Path) -> None:
@@ -96,7 +96,7 @@ class Login:
         Args:
             target: the node.
             argv: of ssh.
-            log: where its own words go; a FIFO is made there, apart from the standard error of the command.
+            log: path of a FIFO for its own messages, separate from the standard error of the command.
 
         Raises:
             ConnectError: it cannot be started.
@@ -105,14 +105,14 @@ class Login:
         self.early = b""
         """Output that has been read while the login was under way."""
         self.mark = b"dtctl-%s\n" % secrets.token_hex(8).encode()
-        self.words = Words()
+        self.words = SshMessages()
         os.mkfifo(log, 0o600)
         # Before ssh opens it to write, which would otherwise wait.
         self._log = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._log_path = log
         self._log_lock = threading.Lock()
         self._begun = time.monotonic()
-        command = f"exec /bin/sh -c {quote(waiting_script(self.mark.decode().strip(), COMMAND_LIMIT_S))}"
+        command = f"exec /bin/sh -c {quote_word(waiting_script(self.mark.decode().strip(), COMMAND_LIMIT_S))}"
         try:
             self.process = start_process([*argv, "-E", _log_name(log), "--", target.address, command], node=target.name)
         except BaseException:
@@ -167,12 +167,12 @@ class Login:
 
     @property
     def peer_address(self) -> str:
-        """Numeric address that ssh connected to; empty if it has gone another way."""
+        """Numeric address that ssh connected to; empty if it used a proxy or a shared connection."""
         found = _AUTHENTICATED.search(self.words.log)
         return (found["address"] or "") if found else ""
 
     def read_log(self) -> bool:
-        """Take up what ssh has logged; return False at its end."""
+        """Read the log of ssh; return False at its end."""
         with self._log_lock:
             if self._log < 0:
                 return False
@@ -248,7 +248,7 @@ def waiting_script(mark: str, limit_s: int) -> str:
         limit_s: seconds within which the command has to come. Without effect where there is no `timeout`.
     """
     # `read` has no limit in POSIX. A second shell reads, since only a shell's `read` takes no more than the line.
-    read = f"timeout {limit_s} /bin/sh -c {quote(_PASS_LINE)} 2>/dev/null"
+    read = f"timeout {limit_s} /bin/sh -c {quote_word(_PASS_LINE)} 2>/dev/null"
     # 124: the limit is over. 126, 127: there is no `timeout`. Anything else, such as a signal, ends the shell: a second
     # `read` without a limit could wait for hours.
     otherwise = "case $? in 124) ;; 126 | 127) IFS= read -r dtctl || exit;; *) exit 1;; esac"
@@ -258,7 +258,7 @@ def waiting_script(mark: str, limit_s: int) -> str:
 class OpenSshStream(LocalStream):
     """A command on a node: one ssh process."""
 
-    def __init__(self, login: Login) -> None:
+    def __init__(self, login: SshLogin) -> None:
         super().__init__(login.process, node=login.target.name)
         self._login = login
         self._early = login.early
@@ -310,21 +310,21 @@ class OpenSshStream(LocalStream):
         status = super().exit_status(timeout_s)
         if status != LOST_STATUS:
             return status if status is None or status < 128 or not self._was_killed else None
-        return None if self._lost() else status
+        return None if self._explain_lost_link() else status
 
     def read_stderr(self) -> bytes:
-        """See `dtctl.transport.base.ByteStream`; at the end of a lost link with the words of ssh."""
+        """See `dtctl.transport.base.ByteStream`; at the end of a lost link with the messages of ssh."""
         if self.has_ended_output:
             # ssh closes its output first. Its last messages come after that, and so does the exit status, which shows
             # whether they are its own or the command's.
             super().exit_status(END_S)
         data = super().read_stderr()
-        if self._login.process.poll() == LOST_STATUS and not self._is_told and (lost := self._lost()):
+        if self._login.process.poll() == LOST_STATUS and not self._is_told and (lost := self._explain_lost_link()):
             self._is_told = True
             data += b"ssh: %s\n" % lost.encode()
         return data
 
-    def _lost(self) -> str:
+    def _explain_lost_link(self) -> str:
         """Return why ssh has lost the link; empty if exit status 255 is the command's own."""
         self._login.read_log()
         if not self._login.has_own_connection:
@@ -333,7 +333,7 @@ class OpenSshStream(LocalStream):
 
     @property
     def _was_killed(self) -> bool:
-        """Return whether ssh itself was ended by a signal, which is no result of the command."""
+        """Return whether a signal ended ssh itself, which is not a result of the command."""
         return (self._login.process.returncode or 0) < 0
 
     def close(self) -> None:
@@ -343,7 +343,7 @@ class OpenSshStream(LocalStream):
         super().close()
 
 
-def _usable(login: Login | None) -> Login | None:
+def _discard_expired_login(login: SshLogin | None) -> SshLogin | None:
     """Return the login, unless its node may not wait for a command any more."""
     if login is not None and login.has_expired:
         login.close_process()
@@ -358,12 +358,12 @@ class OpenSshConnection:
     with this object: a login for each of many commands would be slow, and looks like an attack to some servers.
     """
 
-    def __init__(self, transport: OpenSshTransport, login: Login) -> None:
+    def __init__(self, transport: OpenSshTransport, login: SshLogin) -> None:
         self._transport = transport
         self._address = login.peer_address
         self._is_shared_by_user = not login.has_own_connection
-        self._first: Login | None = login
-        self._master: Master | None = None
+        self._first: SshLogin | None = login
+        self._master: MasterConnection | None = None
         self._streams: list[OpenSshStream] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -377,7 +377,7 @@ class OpenSshConnection:
         """See `dtctl.transport.base.Connection`."""
         with self._lock:
             login, self._first = self._first, None
-            login = _usable(login)
+            login = _discard_expired_login(login)
             if login is None and not self._is_shared_by_user and (self._master is None or self._master.has_ended):
                 # One that has expired serves the connections that share it already.
                 self._streams += [OpenSshStream(self._master.login)] if self._master else []
@@ -411,15 +411,15 @@ class OpenSshConnection:
 
 
 @dataclass(frozen=True, slots=True)
-class Master:
+class MasterConnection:
     """A connection that commands share."""
 
-    login: Login
+    login: SshLogin
     socket: Path
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it can be shared no more."""
+        """Return whether it can no longer be shared."""
         return self.login.has_expired or self.login.process.poll() is not None
 
 
@@ -433,13 +433,13 @@ class OpenSshTransport:
             targets: nodes whose logins begin at once; of many, the first ones.
 
         Raises:
-            LaunchError: there is no place for ssh's configuration.
+            LaunchError: there is no folder for ssh's configuration.
         """
         try:
-            self._folder = _make_folder()
+            self._folder = _make_private_folder()
         except OSError as exc:
             raise LaunchError(f"no folder for ssh's configuration can be made: {exc.strerror}", hint=ROOM_HINT) from exc
-        self._begun: dict[str, Login] = {}
+        self._begun: dict[str, SshLogin] = {}
         self._cleanup = weakref.finalize(self, _clean_up, self._folder, self._begun, os.getpid())
         self._lock = threading.Lock()
         self._configs: dict[tuple[str | None, str | None], Path] = {}
@@ -448,13 +448,13 @@ class OpenSshTransport:
         for target in [*targets][:WAVE]:
             # The reason why one cannot begin is reported when its node is connected.
             with contextlib.suppress(ConnectError):
-                self._begun[target.name] = self._begin(target)
+                self._begun[target.name] = self._begin_login(target)
 
     def connect(self, target: Target) -> OpenSshConnection:
         """See `dtctl.transport.base.Transport`."""
         return OpenSshConnection(self, self.log_in(target))
 
-    def open_master(self, target: Target) -> Master | None:
+    def open_master(self, target: Target) -> MasterConnection | None:
         """Open a connection that later commands share; return None where the name of its socket would be too long.
 
         Raises:
@@ -467,15 +467,17 @@ class OpenSshTransport:
             return None
         # Its log is not read later.
         options = ("-o", "LogLevel=VERBOSE", "-o", "ControlMaster=yes", "-S", str(socket))
-        return Master(self.log_in(target, options=options), socket)
+        return MasterConnection(self.log_in(target, options=options), socket)
 
-    def log_in(self, target: Target, *, master: Master | None = None, options: Sequence[str] = ()) -> Login:
+    def log_in(
+        self, target: Target, *, master: MasterConnection | None = None, options: Sequence[str] = ()
+    ) -> SshLogin:
         """Log in to a node; again where a server has too many logins under way to take one more (MaxStartups).
 
         Args:
             target: the node.
             master: an open connection to share.
-            options: of ssh, more than usual.
+            options: further options of ssh.
 
         Raises:
             TransportError: of the class for the reason.
@@ -486,9 +488,9 @@ class OpenSshTransport:
             options = ("-S", str(master.socket))
         for attempt in range(TRIES):
             with self._lock:
-                login = None if options else _usable(self._begun.pop(target.name, None))
+                login = None if options else _discard_expired_login(self._begun.pop(target.name, None))
             with self._wave:
-                login = login or self._begin(target, options)
+                login = login or self._begin_login(target, options)
                 if login.wait():
                     return login
             is_last = attempt == TRIES - 1 or time.monotonic() + wait_s > deadline
@@ -501,12 +503,12 @@ class OpenSshTransport:
             wait_s *= 2
         raise ConnectError("it could not be reached", node=target.name)
 
-    def _begin(self, target: Target, options: Sequence[str] = ()) -> Login:
+    def _begin_login(self, target: Target, options: Sequence[str] = ()) -> SshLogin:
         with self._lock:
             self._count += 1
             log = self._folder / f"log-{self._count}"
         try:
-            return Login(target, self.argv(target, options), log)
+            return SshLogin(target, self.argv(target, options), log)
         except OSError as exc:
             raise ConnectError(
                 f"files for ssh cannot be made in {self._folder}: {exc.strerror}", node=target.name, hint=ROOM_HINT
@@ -532,7 +534,7 @@ class OpenSshTransport:
     def argv(self, target: Target, options: Sequence[str] = ()) -> list[str]:
         """Return the command line of ssh, without the node's address and what it runs; `options` take precedence."""
         # At this level ssh logs the offered keys and the host key, without a second login.
-        argv = ["ssh", *options, "-F", str(self._config(target)), "-T", "-x", "-o", "LogLevel=DEBUG1"]
+        argv = ["ssh", *options, "-F", str(self._prepare_ssh_config(target)), "-T", "-x", "-o", "LogLevel=DEBUG1"]
         argv += ["-o", f"ConnectTimeout={math.ceil(target.connect_timeout_s)}"]
         if target.user:
             argv += ["-l", target.user]
@@ -542,8 +544,8 @@ class OpenSshTransport:
             argv += ["-o", "IdentitiesOnly=yes", "-i", target.identity_file.replace("%", "%%")]
         return argv
 
-    def _config(self, target: Target) -> Path:
-        """Return a configuration file that begins with what must hold."""
+    def _prepare_ssh_config(self, target: Target) -> Path:
+        """Return a configuration file that begins with the options that must hold."""
         key = (target.ssh_config, target.known_hosts)
         with self._lock:
             if key not in self._configs:
@@ -553,7 +555,7 @@ class OpenSshTransport:
             return self._configs[key]
 
 
-def _make_folder() -> Path:
+def _make_private_folder() -> Path:
     """Make a private folder, and remove those that killed processes have left."""
     # It has this name only when it is locked: until then, another process would take it for one that was left.
     unlocked = Path(tempfile.mkdtemp(prefix=NEW_PREFIX))
@@ -583,7 +585,7 @@ def _lock_folder(folder: Path) -> int:
     return fd
 
 
-def _clean_up(folder: Path, begun: dict[str, Login], pid: int) -> None:
+def _clean_up(folder: Path, begun: dict[str, SshLogin], pid: int) -> None:
     """End logins that were begun and not used, and remove the folder of a transport."""
     if os.getpid() != pid:  # a process that was forked
         return
@@ -603,17 +605,17 @@ def config_text(ssh_config: str | None, known_hosts: str | None) -> str:
     """
     lines = [*FORCED]
     if known_hosts is not None:
-        lines += [f"UserKnownHostsFile {_quoted(known_hosts)}", "GlobalKnownHostsFile /dev/null"]
+        lines += [f"UserKnownHostsFile {_quote_config_path(known_hosts)}", "GlobalKnownHostsFile /dev/null"]
     if ssh_config is None:
         lines += ["Include ~/.ssh/config", "Include /etc/ssh/ssh_config"]
     elif ssh_config != NO_CONFIG:
-        lines.append(f"Include {_quoted(ssh_config, is_pattern=True)}")
+        lines.append(f"Include {_quote_config_path(ssh_config, is_pattern=True)}")
     # Workers have the variables that the spec names, and not the locale of the user who launches.
     lines += ["Match all", "SendEnv -*"]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _quoted(path: str, *, is_pattern: bool = False) -> str:
+def _quote_config_path(path: str, *, is_pattern: bool = False) -> str:
     """Return a path as a value of ssh_config(5)."""
     path = str(Path(path).expanduser().absolute())
     # ssh takes one backslash of two away, and glob(3) one of the two that are left.
@@ -623,15 +625,15 @@ def _quoted(path: str, *, is_pattern: bool = False) -> str:
 
 
 def _line_of(command: str) -> bytes:
-    """Return a command as one line for the shell that waits."""
+    """Return a command as one line for the waiting shell."""
     if "\n" in command:
         escaped = command.replace("\\", "\\\\").replace("\n", "\\n")
-        command = f'eval "$(printf %b {quote(escaped)})"'
+        command = f'eval "$(printf %b {quote_word(escaped)})"'
     return command.encode(errors="surrogateescape") + b"\n"
 
 
 def _read_all(fd: int) -> bytes:
-    """Return what a process that has ended has left in a pipe."""
+    """Return the remaining output of a process that has ended."""
     data = b""
     with contextlib.suppress(OSError):
         while (more := os.read(fd, 1 << 16)) and len(data) < EARLY_BYTES:

@@ -1,4 +1,4 @@
-"""The errors that OpenSSH's words mean. Texts choose the class and the hint; the words themselves are always shown."""
+"""Errors for the messages of OpenSSH: a message determines class and hint, and is always shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dtctl.transport.base import Target
 USER_KNOWN_HOSTS: Final = "~/.ssh/known_hosts"
 _LOGGED_IN: Final = re.compile(r"^Authenticated to .*\n", re.MULTILINE)
 _DEBUG: Final = re.compile(r"debug\d: ")
-# What ssh logs at each login and at each end, whatever happened.
+# Lines that ssh logs at each login and at each end, with or without an error.
 _USUAL: Final = re.compile(rf"Authenticated |Transferred: |Bytes per second: |{_DEBUG.pattern}")
 _BUSY: Final = re.compile(r"kex_exchange_identification|banner exchange|Connection reset by|Connection closed by")
 _HOST_KEY: Final = re.compile(r"Host key verification failed|HOST IDENTIFICATION HAS CHANGED|REVOKED HOST KEY")
@@ -34,7 +34,7 @@ _NO_SESSION: Final = re.compile(r"channel \d+: open failed")
 
 
 @dataclass(slots=True)
-class Words:
+class SshMessages:
     """Messages of ssh in one login."""
 
     log: str = ""
@@ -44,37 +44,39 @@ class Words:
 
     def lines(self) -> list[str]:
         """Return the informative lines, those of a jump host first, since it comes first."""
-        return [*_telling(self.stderr), *_telling(self.log)]
+        return [*_find_informative_lines(self.stderr), *_find_informative_lines(self.log)]
 
     def after_login(self) -> str:
         """Return the messages of ssh since it logged in, other than at each end; empty if there are none."""
         _, *after = _LOGGED_IN.split(self.log, maxsplit=1)
-        return "; ".join(_telling("".join(after)))
+        return "; ".join(_find_informative_lines("".join(after)))
 
     def forget_debug(self) -> None:
-        """Drop what ssh logs for debugging; the last line may not be whole yet."""
+        """Drop the debugging lines of ssh; the last line may be incomplete."""
         *lines, last = self.log.splitlines(keepends=True) or [""]
         self.log = "".join([*(line for line in lines if not _DEBUG.match(line)), last])
 
 
-def _telling(text: str) -> list[str]:
+def _find_informative_lines(text: str) -> list[str]:
     """Return the informative lines of a log."""
     lines = [" ".join(line.split()) for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith("@") and not _USUAL.match(line)]
 
 
-def is_busy(words: Words) -> bool:
+def is_busy(words: SshMessages) -> bool:
     """Return whether a server ended the connection before its first line, as one does with too many logins."""
     text = "\n".join(words.lines())
     return _BUSY.search(text) is not None and not _HOST_KEY.search(text) and not _REFUSED.search(text)
 
 
-def no_session(words: Words) -> str:
+def no_session(words: SshMessages) -> str:
     """Return the message of ssh about a server that has accepted a login and opens no session; empty without one."""
     return next((line for line in words.lines() if _NO_SESSION.search(line)), "")
 
 
-def explain_login(words: Words, target: Target, debug: Callable[[], str], jump: Callable[[], str]) -> TransportError:
+def explain_login(
+    words: SshMessages, target: Target, debug: Callable[[], str], jump: Callable[[], str]
+) -> TransportError:
     """Return the error of a login that failed.
 
     Args:
@@ -95,7 +97,7 @@ def explain_login(words: Words, target: Target, debug: Callable[[], str], jump: 
 
 
 def login_command(target: Target, *, batch: bool = True) -> str:
-    """Return the command by which a user can try the login."""
+    """Return the command with which a user can try the login."""
     argv = ["ssh"]
     if batch:
         argv += ["-o", "BatchMode=yes"]
@@ -108,12 +110,12 @@ def login_command(target: Target, *, batch: bool = True) -> str:
     if target.port:
         argv += ["-p", str(target.port)]
     argv.append(f"{target.user}@{target.address}" if target.user else target.address)
-    return shell.join([*argv, "true"])
+    return shell.join_command([*argv, "true"])
 
 
-def _explain_host_key(words: Words, target: Target, debug: Callable[[], str], hop: str) -> HostKeyError:
+def _explain_host_key(words: SshMessages, target: Target, debug: Callable[[], str], hop: str) -> HostKeyError:
     at_jump_host = bool(hop) and _HOST_KEY.search(words.stderr) is not None
-    said = "\n".join(_telling(words.stderr if at_jump_host else words.log))
+    said = "\n".join(_find_informative_lines(words.stderr if at_jump_host else words.log))
     debugged = debug() if at_jump_host else words.log
     node = f"{target.name} (jump host {hop})" if at_jump_host else target.name
     # The last one: a jump host's own stands before that of the node, which is not reached if that is refused.
@@ -127,7 +129,7 @@ def _explain_host_key(words: Words, target: Target, debug: Callable[[], str], ho
             f"{node}: it presents {presented}, which is marked as revoked",
             node=target.name,
             fingerprint=fingerprint,
-            hint="do not connect; ask whoever revoked it",
+            hint="do not connect; ask the administrator who revoked it",
         )
     if found := _CHANGED.search(said):
         file, line = found["file"], int(found["line"])
@@ -153,10 +155,10 @@ def _explain_host_key(words: Words, target: Target, debug: Callable[[], str], ho
     )
 
 
-def _explain_refusal(words: Words, target: Target, hop: str) -> AuthError:
+def _explain_refusal(words: SshMessages, target: Target, hop: str) -> AuthError:
     at_jump_host = bool(hop) and _REFUSED.search(words.stderr) is not None
     said = words.stderr if at_jump_host else words.log or words.stderr
-    last = next(line for line in reversed(_telling(said)) if _REFUSED.search(line))
+    last = next(line for line in reversed(_find_informative_lines(said)) if _REFUSED.search(line))
     name = f"its jump host {hop}" if at_jump_host else "it"
     # The ssh of a jump host does not log which keys it offers.
     tried = "" if at_jump_host else f"; tried: {', '.join(_OFFERED.findall(said)) or 'none'}"

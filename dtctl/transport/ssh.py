@@ -33,12 +33,12 @@ if _HIDDEN:
 from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError  # noqa: E402
 from dtctl.transport import hostkeys, sshconfig  # noqa: E402
 from dtctl.transport.base import Target  # noqa: E402
-from dtctl.transport.dial import EarlyCalls, OpenSocket, PendingConnection, open_socket  # noqa: E402
+from dtctl.transport.dial import EarlyConnections, OpenSocket, PendingConnection, open_socket  # noqa: E402
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 """Ciphers in order of preference: GCM needs no separate MAC, which halves the cost of a push."""
 KEX = ("curve25519-sha256", "curve25519-sha256@libssh.org", "ecdh-sha2-nistp256")
-"""First choices; what else paramiko offers follows. curve25519 costs the least on both sides."""
+"""Preferred key exchanges; the others that paramiko offers follow. curve25519 costs the least on both sides."""
 KEEPALIVE_S = 5
 TRIES = 3
 MAX_JUMPS = 4
@@ -51,8 +51,8 @@ logging.getLogger("paramiko").propagate = False
 
 
 @contextmanager
-def mapped(node: str, *, doing: str) -> Iterator[None]:
-    """Turn the errors of paramiko and of sockets into ours.
+def translate_ssh_errors(node: str, *, doing: str) -> Iterator[None]:
+    """Convert the errors of paramiko and of sockets to those of dtctl.
 
     Raises:
         TransportError: of the class for the reason.
@@ -72,7 +72,7 @@ def mapped(node: str, *, doing: str) -> Iterator[None]:
             hint="set `cluster.user` and `cluster.identity_file` to what `ssh` logs in with",
         ) from exc
     except paramiko.BadHostKeyException as exc:
-        fingerprint = hostkeys.fingerprint(exc.key.asbytes())
+        fingerprint = hostkeys.compute_key_fingerprint(exc.key.asbytes())
         raise HostKeyError(
             f"the node's host key has changed: {fingerprint}",
             node=node,
@@ -94,8 +94,8 @@ def mapped(node: str, *, doing: str) -> Iterator[None]:
             "its SSH port refuses connections", node=node, hint="is its SSH server running, and is `port` right?"
         ) from exc
     except Exception as exc:
-        # Not only SSHException, EOFError and OSError: paramiko's thread hands over whatever a malformed packet has made
-        # it raise (Transport.run, "Unknown exception").
+        # Not only SSHException, EOFError and OSError: paramiko's thread passes on any error that a malformed packet
+        # has caused (Transport.run, "Unknown exception").
         raise ConnectError(
             f"{doing} failed: {_one_line(exc)}", node=node, hint="does `ssh` with the same user, address and port work?"
         ) from exc
@@ -114,43 +114,43 @@ class SshStream:
         self._node = node
 
     def read(self, size: int) -> bytes:
-        """See `dtctl.transport.base.Stream`."""
+        """See `dtctl.transport.base.ByteStream`."""
         try:
             return self._channel.recv(size)
         except (OSError, EOFError, paramiko.SSHException):
             return b""
 
     def read_stderr(self) -> bytes:
-        """See `dtctl.transport.base.Stream`."""
+        """See `dtctl.transport.base.ByteStream`."""
         data = b""
         while self._channel.recv_stderr_ready() and len(data) < STDERR_BYTES:
             data += self._channel.recv_stderr(1 << 16)
         return data
 
     def write(self, data: bytes) -> None:
-        """See `dtctl.transport.base.Stream`."""
-        with mapped(self._node, doing="sending"):
+        """See `dtctl.transport.base.ByteStream`."""
+        with translate_ssh_errors(self._node, doing="sending"):
             self._channel.sendall(data)
 
     def close_stdin(self) -> None:
-        """See `dtctl.transport.base.Stream`."""
-        with mapped(self._node, doing="closing"):
+        """See `dtctl.transport.base.ByteStream`."""
+        with translate_ssh_errors(self._node, doing="closing"):
             self._channel.shutdown_write()
 
     def exit_status(self, timeout_s: float) -> int | None:
-        """See `dtctl.transport.base.Stream`."""
+        """See `dtctl.transport.base.ByteStream`."""
         if not self._channel.status_event.wait(timeout_s):
             return None
         status = self._channel.recv_exit_status()
         return status if status >= 0 else None  # paramiko does not pass on which signal it was
 
     def close(self) -> None:
-        """See `dtctl.transport.base.Stream`."""
+        """See `dtctl.transport.base.ByteStream`."""
         self._channel.close()
 
 
 class SshConnection:
-    """An authenticated connection to a node, and those to the jump hosts before it."""
+    """Authenticated connection to a node, with those to its jump hosts."""
 
     def __init__(self, target: Target, transport: paramiko.Transport, hops: tuple[SshConnection, ...]) -> None:
         self._target = target
@@ -169,7 +169,7 @@ class SshConnection:
 
     def open(self, command: str) -> SshStream:
         """See `dtctl.transport.base.Connection`."""
-        with mapped(self._target.name, doing="opening a channel"):
+        with translate_ssh_errors(self._target.name, doing="opening a channel"):
             channel = self.transport.open_session(window_size=WINDOW_BYTES, timeout=self._target.connect_timeout_s)
             channel.exec_command(command)
             return SshStream(channel, node=self._target.name)
@@ -191,7 +191,7 @@ class SshConnection:
 class SshTransport:
     """Connects to nodes over SSH; keys are read once for all of them."""
 
-    def __init__(self, *, open_socket: OpenSocket = open_socket, early_calls: EarlyCalls | None = None) -> None:
+    def __init__(self, *, open_socket: OpenSocket = open_socket, early_calls: EarlyConnections | None = None) -> None:
         """Prepare to connect.
 
         Args:
@@ -206,17 +206,17 @@ class SshTransport:
 
     def connect(self, target: Target) -> SshConnection:
         """See `dtctl.transport.base.Transport`."""
-        return self._connect(target, via=None, depth=0)
+        return self._connect_target(target, via=None, depth=0)
 
-    def _connect(self, target: Target, *, via: SshConnection | None, depth: int) -> SshConnection:
-        call = self._early_calls.take(target) if self._early_calls is not None and depth == 0 else None
-        settings = call.settings if call else sshconfig.settings_for(target)
+    def _connect_target(self, target: Target, *, via: SshConnection | None, depth: int) -> SshConnection:
+        call = self._early_calls.pop_connection(target) if self._early_calls is not None and depth == 0 else None
+        settings = call.settings if call else sshconfig.resolve_ssh_settings(target)
         if via is not None:  # the list of jump hosts defines how this one is reached
             settings = replace(settings, proxy_jump=(), proxy_command=None)
         hops: list[SshConnection] = []
         try:
             for text in settings.proxy_jump:
-                hops.append(self._hop(text, target, hops[-1] if hops else None, depth))
+                hops.append(self._connect_jump_host(text, target, hops[-1] if hops else None, depth))
             transport = self._log_in(target, call or PendingConnection(settings=settings), hops[-1] if hops else via)
         except BaseException:
             for hop in hops:
@@ -225,7 +225,7 @@ class SshTransport:
         transport.set_keepalive(KEEPALIVE_S)
         return SshConnection(target, transport, tuple(hops))
 
-    def _hop(self, text: str, target: Target, before: SshConnection | None, depth: int) -> SshConnection:
+    def _connect_jump_host(self, text: str, target: Target, before: SshConnection | None, depth: int) -> SshConnection:
         """Return a connection to a jump host, through the one before it; the first may have jump hosts of its own."""
         user, host, port = sshconfig.jump_parts(text)
         if depth == MAX_JUMPS:
@@ -243,7 +243,7 @@ class SshTransport:
             ssh_config=target.ssh_config,
             connect_timeout_s=target.connect_timeout_s,
         )
-        return self._connect(hop, via=before, depth=depth + 1)
+        return self._connect_target(hop, via=before, depth=depth + 1)
 
     def _log_in(self, target: Target, call: PendingConnection, via: SshConnection | None) -> paramiko.Transport:
         """Return a connection to a node that has the host key on record and has accepted one of our keys."""
@@ -252,32 +252,34 @@ class SshTransport:
         host_keys = hostkeys.known_keys(name, settings.known_hosts)
         if not host_keys and (place := hostkeys.find_authority(name, settings.known_hosts)):
             raise ConnectError(
-                "its host key is vouched for by an authority, which paramiko cannot check",
+                "its host key is signed by a certificate authority, which paramiko cannot check",
                 node=target.name,
                 where=place,
                 hint="install OpenSSH's client and set `cluster.ssh: openssh`",
             )
-        transport = self._handshake(target, call, via, [key.key_type for key in host_keys if not key.revoked])
+        transport = self._perform_handshake(target, call, via, [key.key_type for key in host_keys if not key.revoked])
         try:
             key = transport.get_remote_server_key()
-            hostkeys.check(name, key.get_name(), key.asbytes(), host_keys, node=target.name, files=settings.known_hosts)
-            with mapped(target.name, doing="logging in"):
+            hostkeys.check_host_key(
+                name, key.get_name(), key.asbytes(), host_keys, node=target.name, files=settings.known_hosts
+            )
+            with translate_ssh_errors(target.name, doing="logging in"):
                 self._offer_keys(transport, target, settings)
         except BaseException:
             transport.close()
             raise
         return transport
 
-    def _handshake(
+    def _perform_handshake(
         self, target: Target, call: PendingConnection, via: SshConnection | None, key_types: list[str]
     ) -> paramiko.Transport:
-        """Return a connection with keys exchanged; tried again while nothing but the connecting has been done."""
+        """Return a connection after the key exchange; only the connecting is tried again."""
         settings = call.settings
         deadline = time.monotonic() + target.connect_timeout_s
         for attempt in range(TRIES):
             left_s = max(0.1, deadline - time.monotonic())
             try:
-                with mapped(target.name, doing=f"connecting to {settings.host} port {settings.port}"):
+                with translate_ssh_errors(target.name, doing=f"connecting to {settings.host} port {settings.port}"):
                     if attempt == 0 and call.error is not None:
                         raise call.error
                     early = call.connection if attempt == 0 else None
@@ -292,7 +294,7 @@ class SshTransport:
 
     def _try_handshake(
         self,
-        settings: sshconfig.Settings,
+        settings: sshconfig.SshSettings,
         early: socket.socket | None,
         via: SshConnection | None,
         key_types: list[str],
@@ -302,7 +304,7 @@ class SshTransport:
         if early is not None:
             sock = early
         elif via is not None:
-            sock = _through(via)(settings.host, settings.port, timeout_s)
+            sock = _make_channel_opener(via)(settings.host, settings.port, timeout_s)
         elif settings.proxy_command:
             sock = _proxy_command(settings)
         else:
@@ -312,7 +314,7 @@ class SshTransport:
             options = transport.get_security_options()
             options.ciphers = [name for name in CIPHERS if name in options.ciphers]
             options.kex = [*(name for name in KEX if name in options.kex), *(n for n in options.kex if n not in KEX)]
-            options.key_types = _prefer(key_types, list(options.key_types))
+            options.key_types = _prefer_recorded_types(key_types, list(options.key_types))
             transport.auth_timeout = timeout_s
             # Later than the limit of start_client, so that silence is reported as such and not as a wrong first line.
             transport.banner_timeout = transport.handshake_timeout = timeout_s + 5
@@ -324,14 +326,14 @@ class SshTransport:
             raise
         return transport
 
-    def _offer_keys(self, transport: paramiko.Transport, target: Target, settings: sshconfig.Settings) -> None:
+    def _offer_keys(self, transport: paramiko.Transport, target: Target, settings: sshconfig.SshSettings) -> None:
         """Offer keys until one is accepted.
 
         Raises:
             AuthError: none was; lists what was tried.
         """
         tried = []
-        for label, key in self._offers(settings):
+        for label, key in self._list_offered_keys(settings):
             if isinstance(key, str):
                 tried.append(f"{label} ({key})")
                 continue
@@ -347,7 +349,7 @@ class SshTransport:
             hint=_hint_of_refusal(transport, settings),
         )
 
-    def _offers(self, settings: sshconfig.Settings) -> Iterator[tuple[str, paramiko.PKey | str]]:
+    def _list_offered_keys(self, settings: sshconfig.SshSettings) -> Iterator[tuple[str, paramiko.PKey | str]]:
         """Yield keys in the order of OpenSSH: the agent's, then the files'; a text in place of a key is an error."""
         named = [blob for file in settings.identity_files if (blob := _public_blob(file)) is not None]
         agent_keys = [key for key in self._agent_keys() if not settings.identities_only or key.asbytes() in named]
@@ -357,7 +359,7 @@ class SshTransport:
         for file in settings.identity_files:
             if _public_blob(file) in unlocked:
                 continue
-            key = self._key(file)
+            key = self._load_private_key(file)
             if key is not None:
                 yield file, key
 
@@ -370,8 +372,8 @@ class SshTransport:
                     self._agent = ()
             return self._agent
 
-    def _key(self, file: str) -> paramiko.PKey | str | None:
-        """Return the key in a file, why it cannot be used, or None if there is no such file."""
+    def _load_private_key(self, file: str) -> paramiko.PKey | str | None:
+        """Return the key in a file, the reason why it cannot be used, or None if there is no such file."""
         with self._lock:
             if file not in self._keys:
                 try:
@@ -398,8 +400,8 @@ def _public_blob(file: str) -> bytes | None:
         return None
 
 
-def _hint_of_refusal(transport: paramiko.Transport, settings: sshconfig.Settings) -> str:
-    """Hint for a login without an accepted key, by what else the server would take."""
+def _hint_of_refusal(transport: paramiko.Transport, settings: sshconfig.SshSettings) -> str:
+    """Return the hint for a login without an accepted key, by the methods that the server accepts."""
     login = f"-p {settings.port} {settings.user}@{settings.host}"
     methods: Sequence[str] = ()
     try:
@@ -413,8 +415,8 @@ def _hint_of_refusal(transport: paramiko.Transport, settings: sshconfig.Settings
     return f"set `cluster.user` and `cluster.identity_file`, or try `ssh -o BatchMode=yes {login} true`"
 
 
-def _prefer(first: list[str], offered: list[str]) -> list[str]:
-    """`offered` with the key types that are on record in front, so that the server shows a key that can be checked."""
+def _prefer_recorded_types(first: list[str], offered: list[str]) -> list[str]:
+    """Return `offered` with the key types on record first, so that the server sends a key that can be checked."""
     names = []
     for name in first:
         # An RSA key on record is asked for by its signature algorithms.
@@ -423,7 +425,7 @@ def _prefer(first: list[str], offered: list[str]) -> list[str]:
     return [*dict.fromkeys([*preferred, *offered])]
 
 
-def _through(via: SshConnection) -> OpenSocket:
+def _make_channel_opener(via: SshConnection) -> OpenSocket:
     """Opens connections from a jump host."""
 
     def open_channel(address: str, port: int, timeout_s: float) -> paramiko.Channel:
@@ -432,7 +434,7 @@ def _through(via: SshConnection) -> OpenSocket:
     return open_channel
 
 
-def _proxy_command(settings: sshconfig.Settings) -> socket.socket:
+def _proxy_command(settings: sshconfig.SshSettings) -> socket.socket:
     """Return one end of a socket; a process that the user's configuration names has the other end."""
     parent_end, child_end = socket.socketpair()
     # The user's own line for a shell, as OpenSSH runs it. It ends when our end of the socket is closed.

@@ -1,8 +1,8 @@
 """Login of a node by the user's OpenSSH configuration, as `ssh NODE` would do it.
 
-OpenSSH itself is asked (`ssh -G`), so Include, Match and everything else mean what they mean there; only the tokens of
-IdentityFile and ProxyCommand (`%h`), which it prints as they were written, are filled in here. It is asked only when
-there is a configuration to ask about: a process per node is not free.
+`ssh -G` of OpenSSH reads the configuration, so Include, Match and all other keys have their meaning there. Only the
+tokens of IdentityFile and ProxyCommand (`%h`), which it prints unchanged, are filled in here. It runs only if there is
+a configuration, since a process per node takes time.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _INCLUDE = re.compile(r"(?i)include(?:\s*=\s*|\s+)(.*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """All that is needed to connect to a node."""
+class SshSettings:
+    """Everything that is needed to connect to a node."""
 
     host: str
     port: int
@@ -57,14 +57,14 @@ class Settings:
     """Offer only the identity files, not all keys of the agent."""
 
 
-def settings_for(target: Target) -> Settings:
+def resolve_ssh_settings(target: Target) -> SshSettings:
     """Return the spec's settings of a node, with missing ones from the OpenSSH configuration.
 
     Raises:
         ConnectError: OpenSSH does not accept the configuration.
     """
     options = _ask_openssh(target) if _has_config(target.ssh_config) else {}
-    require_known(target, options)
+    require_supported_options(target, options)
     files = [target.identity_file] if target.identity_file else options.get("identityfile", list(DEFAULT_KEYS))
     known_hosts = [target.known_hosts] if target.known_hosts else _known_hosts_files(options)
     jump = _first_value(options, "proxyjump")
@@ -75,8 +75,8 @@ def settings_for(target: Target) -> Settings:
     alias = _first_value(options, "hostkeyalias")
     tokens = {"h": host, "n": target.address, "p": str(port), "r": user, "k": alias or target.address}
     if options and not target.identity_file:
-        files = [_fill_in(_variables(file), tokens) for file in files]
-    return Settings(
+        files = [_fill_in(_expand_variables(file), tokens) for file in files]
+    return SshSettings(
         host=host,
         port=port,
         user=user,
@@ -89,7 +89,7 @@ def settings_for(target: Target) -> Settings:
     )
 
 
-def require_known(target: Target, options: Mapping[str, Sequence[str]]) -> None:
+def require_supported_options(target: Target, options: Mapping[str, Sequence[str]]) -> None:
     """Refuse a configuration that only OpenSSH itself can follow.
 
     Args:
@@ -110,7 +110,7 @@ def require_known(target: Target, options: Mapping[str, Sequence[str]]) -> None:
 
 
 def jump_parts(text: str) -> tuple[str | None, str, int | None]:
-    """User, host and port of a jump host as `ssh -G` writes it: `[user@]host[:port]`, numeric addresses in brackets."""
+    """Return user, host and port of a jump host from `[user@]host[:port]`, with numeric addresses in brackets."""
     user, _, place = text.rpartition("@")
     if place.startswith("["):
         host, _, port = place[1:].partition("]")
@@ -123,14 +123,14 @@ def jump_parts(text: str) -> tuple[str | None, str, int | None]:
 
 
 def _fill_in(text: str, tokens: Mapping[str, str]) -> str:
-    """`text` with the tokens of ssh_config(5) replaced; one that is not known here stays as it is."""
+    """Return `text` with the tokens of ssh_config(5) replaced; unknown ones stay unchanged."""
     system = {"%": "%", "d": str(Path.home()), "u": getpass.getuser(), "i": str(os.getuid()), "l": os.uname().nodename}
     values = {**system, "L": system["l"].partition(".")[0], **tokens}
     return re.sub("%(.)", lambda match: values.get(match[1], match[0]), text)
 
 
-def _variables(text: str) -> str:
-    """`text` with `${NAME}` replaced by environment variables, as OpenSSH does in names of files."""
+def _expand_variables(text: str) -> str:
+    """Return `text` with `${NAME}` replaced by environment variables, as OpenSSH does in names of files."""
     return re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], match[0]), text)
 
 
@@ -157,7 +157,7 @@ def _has_config(named: str | None) -> bool:
 
 
 def _says_something(path: Path, folder: Path) -> bool:
-    """Return whether a file holds more than harmless lines; relative includes begin in `folder`."""
+    """Return whether a file has lines that may have an effect; relative includes begin in `folder`."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -167,12 +167,14 @@ def _says_something(path: Path, folder: Path) -> bool:
         if not text or text.startswith("#") or _HARMLESS.match(text):
             continue
         include = _INCLUDE.match(text)
-        if include is None or any(_says_something(Path(file), folder) for file in _included(include[1], folder)):
+        if include is None or any(
+            _says_something(Path(file), folder) for file in _list_included_files(include[1], folder)
+        ):
             return True
     return False
 
 
-def _included(patterns: str, folder: Path) -> list[str]:
+def _list_included_files(patterns: str, folder: Path) -> list[str]:
     names = [str(folder / Path(pattern.strip('"')).expanduser()) for pattern in patterns.split()]
     return [path for name in names for path in glob.glob(name)]  # noqa: PTH207 - Path.glob takes no absolute pattern
 

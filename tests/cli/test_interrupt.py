@@ -25,7 +25,7 @@ job: {{name: test, script: train.py, kind: direct}}
 """
 MOMENTS = (
     "dtctl.cli", "dtctl.cli.main", "typer", "dtctl.cli.app", "dtctl.cli.launch", "dtctl.spec.load", "pydantic",
-    "dtctl.launch.assemble", "dtctl.launch.control.run", "dtctl.transport.local", "dtctl.cli.common.followed_run",
+    "dtctl.launch.job_builder", "dtctl.launch.control.run", "dtctl.transport.local", "dtctl.cli.common.followed_run",
 )  # fmt: skip
 
 

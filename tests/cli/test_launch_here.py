@@ -105,6 +105,71 @@ def test_arguments_without_two_dashes_are_told_where_they_go(tmp_path: Path, wor
     assert (done.returncode, f"dtctl launch -- {' '.join(words)}" in done.stderr) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "words", [("t.py",), ("t.py", "--lr", "1"), ("other.py",), ("python", "t.py"), ("/usr/bin/torchrun", "t.py")]
+)
+def test_a_program_behind_two_dashes_is_refused_where_the_spec_has_one(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """It would be an argument of the spec's program."""
+    folder = project(tmp_path / "p", "script: t.py, kind: direct", **{"t.py": "print(1)\n"})
+    done = dtctl("launch", "--", *words, cwd=folder)
+    assert (done.returncode, f"dtctl.yaml has a program, and {words[0]} follows" in done.stderr) == (2, True)
+    assert "`dtctl launch -- ARGS`" in done.stderr
+    assert f"`dtctl launch --nodes localhost -- {' '.join(words)}`" in done.stderr
+
+
+def test_arguments_behind_two_dashes_may_be_files_and_names_of_programs(tmp_path: Path) -> None:
+    files = {"t.py": "import sys; print(sys.argv[1:])\n", "a.yaml": ""}
+    folder = project(tmp_path / "p", "script: t.py, kind: direct", **files)
+    for words in (("a.yaml",), ("test", "t.py"), ("--config", "t.py")):
+        done = dtctl("launch", "--", *words, cwd=folder)
+        assert done.stdout == f"[localhost:0] {list(words)}\n", done.stderr
+    done = dtctl("launch", "--set", "job.args=[t.py]", cwd=folder)
+    assert done.stdout == "[localhost:0] ['t.py']\n", done.stderr
+
+
+SPELT = [
+    *[((command, "dtcl.yaml"), 3, "dtctl.yaml") for command in
+      ("launch", "validate", "doctor", "clean", "bench", "sbatch", "render", "advise")],
+    (("runs", "--nodes", "dtcl.yaml"), 3, "dtctl.yaml"), (("nccl", "env", "dtcl.yaml"), 3, "dtctl.yaml"),
+    *[((command, "oen"), 7, "one") for command in ("status", "logs", "watch", "stop", "report", "fetch")],
+    (("launch", "--resume", "oen"), 7, "one"), (("exec", "oen", "localhost", "--", "ls"), 7, "one"),
+    (("snapshot", "ls", "oen"), 10, "one"),
+    (("exec", "one", "lcalhost", "--", "ls"), 7, "localhost"), (("logs", "one", "--node", "lcalhost"), 7, "localhost"),
+    (("fetch", "one", "--node", "lcalhost"), 7, "localhost"), (("launch", "--nodes", "lcalhost"), 3, "localhost"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = project(tmp_path_factory.mktemp("spelt") / "p", "script: t.py, kind: direct", **{"t.py": "print(1)\n"})
+    assert dtctl("launch", "--name", "one", cwd=folder).returncode == 0
+    return folder
+
+
+@pytest.mark.parametrize(("words", "code", "near"), SPELT)
+def test_a_misspelt_spec_run_or_node_is_told_with_the_one_that_may_be_meant(
+    with_a_run: Path, words: tuple[str, ...], code: int, near: str
+) -> None:
+    done = dtctl(*words, cwd=with_a_run)
+    assert (done.returncode, f"did you mean {near}?" in done.stderr) == (code, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "form"),
+    [(("launch", "--resume"), "`dtctl launch --resume RUN`: Continue from"), (("launch", "--name"), "--name RUN`"),
+     (("logs", "--node"), "`dtctl logs --node NODE`: Only this node"), (("clean", "--older"), "--older AGE`")],
+)  # fmt: skip
+def test_an_option_without_its_value_is_told_with_its_form(with_a_run: Path, words: tuple[str, ...], form: str) -> None:
+    done = dtctl(*words, cwd=with_a_run)
+    assert (done.returncode, form in done.stderr, "two dashes" in done.stderr) == (2, True, False), done.stderr
+
+
+@pytest.mark.parametrize("words", [("--resume", "--detach"), ("--resume=",)])
+def test_what_cannot_be_a_run_is_not_looked_for(with_a_run: Path, words: tuple[str, ...]) -> None:
+    done = dtctl("launch", *words, cwd=with_a_run)
+    assert (done.returncode, "is not the name of a run" in done.stderr) == (7, True), done.stderr
+
+
 def test_a_script_in_place_of_the_spec_is_told_from_one(tmp_path: Path) -> None:
     folder = project(tmp_path / "p", "script: t.py", **{"t.py": "print(1)\n"})
     done = dtctl("launch", "t.py", cwd=folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -13,18 +14,51 @@ import pytest
 import yaml
 
 from tests.command_line import dtctl
+from tests.facts import missing
+
+_NEVER = "torch numpy paramiko rich logging asyncio multiprocessing unittest http xml dtctl.runtime dtctl.lint"
+"""Modules that no command below needs."""
+_SPEC = "yaml dtctl.spec dtctl.plan"
+_BACK_ENDS = "dtctl.transport.openssh dtctl.slurm dtctl.kubernetes dtctl.metrics"
+_RUN = f"dtctl.launch.control dtctl.supervisor {_BACK_ENDS}"
+_LAUNCHER = f"dtctl.launch.job_builder dtctl.launch.control.link dtctl.transport {_BACK_ENDS}"
 
 
-def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
+def _list_loaded(names: str, *arguments: str, cwd: Path) -> list[str]:
+    """Return the modules among these that a command has loaded."""
     program = (
-        "import sys\nsys.argv = ['dtctl', '--help']\n"
-        "try:\n    from dtctl.cli.main import main\n    main()\nexcept SystemExit as exc:\n    assert not exc.code\n"
-        "heavy = {'torch', 'paramiko', 'jinja2', 'yaml', 'pydantic', 'rich', 'dtctl.runtime', 'dtctl.spec'}\n"
-        "heavy &= {*sys.modules}\n"
-        "print('HEAVY', sorted(heavy))"
+        "import sys\nfrom dtctl.cli.main import main\n"
+        "try:\n    main(sys.argv[2:])\nexcept SystemExit as exc:\n    assert not exc.code\n"
+        "print('LOADED', *sorted({*sys.argv[1].split()} & {*sys.modules}))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "HEAVY []"
+    argv = [sys.executable, "-c", program, f"{_NEVER} {names}", *arguments]
+    done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unneeded"),
+    [
+        (("--help",), f"pydantic jinja2 json dtctl.launch {_SPEC}"),
+        (("validate",), f"jinja2 encodings.idna dtctl.launch.records dtctl.render dtctl.train dtctl.advise {_RUN}"),
+        (("launch", "--dry-run"), f"encodings.idna dtctl.launch.job_builder dtctl.train {_RUN}"),
+    ],
+)
+def test_a_command_does_not_load_what_it_does_not_need(
+    tmp_path: Path, arguments: tuple[str, ...], unneeded: str
+) -> None:
+    (tmp_path / "dtctl.yaml").write_text(
+        "cluster: {transport: ssh, nodes: ['gpu[01-02].invalid'], slots: 8}\njob: {script: t.py}\n"
+    )
+    (tmp_path / "t.py").write_text("")
+    assert _list_loaded(unneeded, *arguments, cwd=tmp_path) == []
+
+
+def test_a_look_at_a_run_loads_no_launcher(tmp_path: Path) -> None:
+    (tmp_path / "dtctl.yaml").write_text(f"cluster: {{workdir: {tmp_path / 'node'}}}\njob: {{command: ['true']}}\n")
+    assert dtctl("launch", cwd=tmp_path).returncode == 0
+    assert _list_loaded(f"jinja2 {_SPEC} {_LAUNCHER}", "runs", cwd=tmp_path) == []
+    assert _list_loaded(f"jinja2 dtctl.plan {_LAUNCHER}", "status", cwd=tmp_path) == []
 
 
 def test_the_commands() -> None:
@@ -117,6 +151,16 @@ def test_every_new_project_is_valid(tmp_path: Path, template: str, launcher: str
     assert json.loads(found.stdout)["ok"] is True, found.stderr
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_project_for_the_sandbox_names_no_folder_of_this_machine(tmp_path: Path, template: str) -> None:
+    """The hosts of a sandbox see the machine's own /var/tmp: checkpoints stay in the working folder of the run."""
+    made = dtctl("init", "p", "--template", template, "--launcher", "sandbox", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert not re.search(r"[ =\[]/\w", (tmp_path / "p" / "dtctl.yaml").read_text())
+    found = dtctl("validate", "--json", cwd=tmp_path / "p")
+    assert json.loads(found.stdout)["ok"] is True, found.stderr
+
+
 def test_a_wrong_spec_is_told_in_json_too(tmp_path: Path) -> None:
     (tmp_path / "dtctl.yaml").write_text("cluster: {nodez: 3, slots: 99999999999999999999}\njob: {script: a.py}\n")
     done = dtctl("validate", "--json", cwd=tmp_path)
@@ -132,6 +176,8 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "p" / "notes.txt").write_text("mine")
     assert dtctl("init", "p", cwd=tmp_path).returncode == 2
     assert [path.name for path in (tmp_path / "p").iterdir()] == ["notes.txt"]
+    (tmp_path / "p" / "train.py").write_text("mine")
+    assert "--force would replace train.py. For a program" in dtctl("init", "p", cwd=tmp_path).stderr
 
 
 def test_the_schema_is_json(tmp_path: Path) -> None:
@@ -170,7 +216,7 @@ def test_a_key_without_effect_is_named(tmp_path: Path, command: tuple[str, ...])
             ("--dry-run",),
             60,
         ),
-        ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 81),
+        ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 82),
     ],
 )
 def test_a_command_loads_what_it_needs(tmp_path: Path, spec: str, options: tuple[str, ...], most: int) -> None:
@@ -225,6 +271,64 @@ def test_a_spec_whose_script_cannot_run_is_not_right(tmp_path: Path, script: str
     (tmp_path / "p" / "dtctl.yaml").write_text(f"cluster: {{transport: local}}\njob: {{script: {script}}}\n")
     found = dtctl("validate", cwd=tmp_path / "p")
     assert (found.returncode, text in found.stderr) == (4, True), found.stderr
+
+
+@pytest.mark.parametrize("command", [("validate",), ("launch", "--dry-run")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("data", "facts"),
+    [
+        (["{from: ../none, to: data}"], "none exist"),
+        (["{from: ../set, to: data}", "{from: ../set/a.bin, to: data/a.bin}"], "data working folder already"),
+        (["{from: ../set, to: data}", "{from: ../set, to: data}"], "data working folder already"),
+        (["{from: ../set, to: src}"], "src/more.py working folder already"),
+        (["{from: ../set/a.bin, to: t.py/a.bin}"], "t.py working folder already"),
+        (["{from: 'node:/mnt/x', to: t.py}"], "t.py working folder already"),
+        (["{from: own, to: data}"], "link leads data folder"),
+        (["{from: ../links, to: data}"], "link leads data folder"),
+    ],
+)
+def test_data_that_cannot_be_brought_is_found_without_a_launch(
+    tmp_path: Path, command: tuple[str, ...], data: list[str], facts: str
+) -> None:
+    project = tmp_path / "p"
+    for path in ("p/own", "p/src", "set", "links"):
+        (tmp_path / path).mkdir(parents=True)
+    (tmp_path / "set" / "a.bin").write_text("a")
+    (project / "own" / "a.bin").symlink_to(tmp_path / "set" / "a.bin")
+    (tmp_path / "links" / "folder").symlink_to(tmp_path / "set")
+    (project / "t.py").write_text("")
+    (project / "src" / "more.py").write_text("")
+    (project / ".gitignore").write_text("own/\n")
+    rows = "".join(f"    - {row}\n" for row in data)
+    (project / "dtctl.yaml").write_text(
+        f"cluster: {{transport: ssh, nodes: [a, b], slots: 1}}\njob:\n  script: t.py\n  data:\n{rows}"
+    )
+    found = dtctl(*command, cwd=project)
+    assert (found.returncode, missing(found.stderr, facts)) == (4, []), found.stderr
+
+
+def test_validate_neither_fetches_nor_reads_data(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.bin").write_text("a")
+    (tmp_path / "dtctl.yaml").write_text(
+        "cluster: {transport: ssh, nodes: [a, b], slots: 1}\n"
+        "job: {script: t.py, data: [{from: 'no-such-store://x', to: x}, {from: set, to: y}]}\n"
+    )
+    found = dtctl("validate", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert not (tmp_path / ".dtctl" / "data").exists()
+    assert not list(tmp_path.glob(".dtctl/cache/*-data.json"))
+
+
+@pytest.mark.parametrize("command", [("validate",), ("launch", "--dry-run")], ids=" ".join)
+def test_code_that_only_the_nodes_have_is_not_looked_for_here(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "dtctl.yaml").write_text(
+        "cluster: {transport: ssh, nodes: [a, b], slots: 1}\n"
+        "job: {script: there.py, files: {push: false, root: /srv/code}, data: [{from: 'node:/mnt/x', to: x}]}\n"
+    )
+    found = dtctl(*command, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
 
 
 def test_what_was_not_examined_stands_beside_what_was(tmp_path: Path) -> None:

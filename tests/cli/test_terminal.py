@@ -110,3 +110,18 @@ def test_a_sentence_is_folded_at_words(tmp_path: Path) -> None:
     told = [line for line in lines if line.startswith(("note:", "  "))]
     assert sum(line.startswith("  ") for line in told) > 1, lines
     assert max(map(len, told)) <= 80
+
+
+def test_sentences_are_folded_at_words(tmp_path: Path) -> None:
+    """The cause and the failure of a run, its status and the advisor's reasons; words stay whole."""
+    (tmp_path / "t.py").write_text("import quite_unknown\n")
+    (tmp_path / "dtctl.yaml").write_text(
+        f"cluster: {{workdir: {tmp_path}/node, transport: local, slots: 1}}\njob: {{script: t.py, kind: direct}}\n"
+    )
+    # A table and a bar are redrawn.
+    shown = [line for line in on_terminal(tmp_path, "launch") if " localhost  " not in line and "━" not in line]
+    shown += on_terminal(tmp_path, "status")
+    shown += on_terminal(tmp_path, "advise", "--params", "7B", "--gpus", "16", "--gpu", "A100", "--batch", "64")
+    long = [line for line in shown if len(line) > 80 and " " in line.strip() and not line.startswith(("  |", "["))]
+    assert not long
+    assert any(line.startswith("cause: ") for line in shown)

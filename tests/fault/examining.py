@@ -81,7 +81,7 @@ def expect(
 def on(sandbox: Sandbox, node: str, *argv: str, root: bool = True) -> str:
     """Run something on a host with all rights there."""
     host = sandbox.node(node)
-    prefix = faults._administrator(sandbox, host) if root else control.enter_argv(sandbox, host, [])
+    prefix = faults._build_nsenter_argv(sandbox, host) if root else control.enter_argv(sandbox, host, [])
     return subprocess.run([*prefix, *argv], check=True, capture_output=True, text=True).stdout
 
 
@@ -95,7 +95,7 @@ def placed(sandbox: Sandbox, node: str, name: str, text: str) -> str:
 
 def note(sandbox: Sandbox) -> None:
     """Have the sandbox healed when the test is over."""
-    faults.record(sandbox, [*faults.recorded(sandbox), "by a test"])
+    faults.write_recorded_faults(sandbox, [*faults.read_recorded_faults(sandbox), "by a test"])
 
 
 def wrapper(sandbox: Sandbox, node: str, body: str) -> str:

@@ -211,10 +211,10 @@ def main() -> int:
     os.environ["DTCTL_SANDBOX_DIR"] = str(base / "sandbox")
     begun = time.monotonic()
     try:
-        sandbox = control.up("last", nodes=NODES)
+        sandbox = control.start_sandbox("last", nodes=NODES)
         found = strike(sandbox, base / "run", range(options.first, options.first + options.count))
     finally:
-        control.down("last")
+        control.remove_sandbox("last")
         shutil.rmtree(base, ignore_errors=True)
     bad = [ended.seed for ended in found if not ended.is_fine]
     print(f"{len(found)} launches in {time.monotonic() - begun:.0f} s, {len(bad)} misses {bad or ''}".rstrip())

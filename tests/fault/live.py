@@ -256,11 +256,11 @@ def strike(kind: str, run: Run, sandbox: str, folder: Path, source: random.Rando
             return f"{kind} {name}" if soak.kill(sandbox, name, kind, source) else ""
         before = len(run.events("heal")) + len(run.events("restart"))
         up, node = host(sandbox, name)
-        faults.cut(up, node, None)
+        faults.disconnect_host(up, node, None)
         deadline = time.monotonic() + CUT_S
         while time.monotonic() < deadline and len(run.events("heal")) + len(run.events("restart")) == before:
             time.sleep(0.05)
-        faults.heal(up, [node])
+        faults.remove_host_faults(up, [node])
         return f"cut {name}"
     if kind == "evaluation":
         (folder / "traps" / kind).touch()
@@ -393,7 +393,9 @@ def train(
     run = Run(project / names.STATE_DIR / names.RUNS_DIR / name, nodes, parts=parts)
     ended = Ended(seed=seed, code=-1, digest="", attempts=0)
     with (folder / "out").open("w") as out:
-        environ = os.environ | {"DTCTL_SANDBOX": sandbox.name, "PATH": python_path()} | slurm.environment(sandbox)
+        environ = (
+            os.environ | {"DTCTL_SANDBOX": sandbox.name, "PATH": python_path()} | slurm.build_slurm_environment(sandbox)
+        )
         argv = [sys.executable, "-m", "dtctl", "launch", "--json", "--name", name]
         process = subprocess.Popen(argv, cwd=project, stdout=out, stderr=subprocess.STDOUT, env=environ)
     try:
@@ -408,7 +410,7 @@ def train(
     [done] = run.events("done")
     if ended.code:
         print(f"exit code {ended.code}:", (folder / "out").read_text()[-4000:], file=sys.stderr)
-    ended.digest, ended.attempts = str(commands.digest(snapshots)["digest"]), done["attempts"]
+    ended.digest, ended.attempts = str(commands.compute_snapshot_digest(snapshots)["digest"]), done["attempts"]
     ended.heals = run.events("heal")
     ended.notes = [
         f"{row['time']:.1f} {kind} {row.get('node') or ''} {row.get('text') or row.get('reason') or ''}"
@@ -510,7 +512,7 @@ def main() -> int:
     os.environ["DTCTL_SANDBOX_DIR"] = str(base / "sandbox")
     rows: list[Ended] = []
     try:
-        sandbox = control.up("live", nodes=nodes + SPARES, with_slurm=options.slurm)
+        sandbox = control.start_sandbox("live", nodes=nodes + SPARES, with_slurm=options.slurm)
         run = partial(
             train,
             sandbox,
@@ -530,7 +532,7 @@ def main() -> int:
                 kept = summary(shape, kinds, rows, digest) | {"each run": [asdict(row) for row in rows]}
                 options.keep.write_text(json.dumps(kept, indent=1) + "\n")
     finally:
-        control.down("live")
+        control.remove_sandbox("live")
         shutil.rmtree(base, ignore_errors=True)
     return 0 if rows and all(is_fine(row, digest) for row in rows) else 1
 

@@ -194,7 +194,7 @@ def train(
     ended.resumed = [step for step, from_memory in found if from_memory]
     ended.otherwise = len(_rows(record, "restart")) - len(ended.resumed) + printed.count("not exact: ")
     if ended.code == 0:
-        ended.digest = str(commands.digest(folder / "snapshots")["digest"])
+        ended.digest = str(commands.compute_snapshot_digest(folder / "snapshots")["digest"])
     else:
         print((folder / "out").read_text()[-4000:], printed[-4000:], sep="\n")
     ended.left = left_on(sandbox.name, hosts)
@@ -220,7 +220,7 @@ def main() -> int:
     base = Path(tempfile.mkdtemp(dir=Path.home(), prefix=".dtctl-memory-"))
     os.environ["DTCTL_SANDBOX_DIR"] = str(base / "sandbox")
     try:
-        sandbox = control.up("memory", nodes=nodes + 1)
+        sandbox = control.start_sandbox("memory", nodes=nodes + 1)
         straight = train(sandbox, base / "run", (nodes, slots), mesh, None)
         source = random.Random(options.seed)
 
@@ -230,7 +230,7 @@ def main() -> int:
 
         row = train(sandbox, base / "run", (nodes, slots), mesh, attack)
     finally:
-        control.down("memory")
+        control.remove_sandbox("memory")
         shutil.rmtree(base, ignore_errors=True)
     again = max((at - back for at, back in zip(row.at, row.resumed, strict=False)), default=0)
     facts = (row.code, row.digest, len(row.killed), row.otherwise, row.left, row.held)

@@ -29,9 +29,9 @@ def hosts(name: str) -> Iterator[Sandbox]:
     """Three fresh hosts: what a fault has changed goes with them."""
     groups = Path("/sys/fs/cgroup")
     try:
-        yield control.up(name, nodes=len(NODES))
+        yield control.start_sandbox(name, nodes=len(NODES))
     finally:
-        control.down(name)
+        control.remove_sandbox(name)
         for folder in groups.glob(f"*/{name}"):
             with suppress(OSError):  # the kernel is not done with its last process
                 folder.rmdir()
@@ -44,7 +44,12 @@ def administer(sandbox: Sandbox, node: str, script: str) -> None:
     places |= {"HERE": host.address, "SELF": str(sandbox.state / "self"), "LOGIN": str(sandbox.home)}
     places |= {"PY": sys.executable, "GROUP": sandbox.name}
     places["PATH"] = "/usr/sbin:/usr/bin:/sbin:/bin"
-    argv = [*faults._administrator(sandbox, host), "env", "-i", *(f"{key}={value}" for key, value in places.items())]
+    argv = [
+        *faults._build_nsenter_argv(sandbox, host),
+        "env",
+        "-i",
+        *(f"{key}={value}" for key, value in places.items()),
+    ]
     text = PRELUDE + script.replace("@PYTHON@", sys.executable)
     done = subprocess.run([*argv, "bash", "-c", text], capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
@@ -126,11 +131,11 @@ def _while_it_runs(process: subprocess.Popen[str], fault: Fault, sandbox: Sandbo
             left.remove(one)
             host = sandbox.node(one[1])
             if one[2] == "kill":
-                faults.kill(sandbox, host)
+                faults.power_off_host(sandbox, host)
             elif one[2] == "freeze":
-                faults.freeze(host)
+                faults.freeze_host(host)
             else:
-                faults.cut(sandbox, host, None)
+                faults.disconnect_host(sandbox, host, None)
     return "".join(told)
 
 

@@ -143,7 +143,9 @@ def soak(sandbox: Sandbox, folder: Path, shape: Shape, *, seed: int | None, kill
     argv = [sys.executable, "-m", "dtctl", "launch", "--json", "--name", name]
     begun = time.monotonic()
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        environ = os.environ | {"DTCTL_SANDBOX": sandbox.name, "PATH": python_path()} | slurm.environment(sandbox)
+        environ = (
+            os.environ | {"DTCTL_SANDBOX": sandbox.name, "PATH": python_path()} | slurm.build_slurm_environment(sandbox)
+        )
         process = subprocess.Popen(argv, cwd=folder, stdout=out, stderr=err, env=environ)
     killed: list[str] = []
     try:
@@ -159,12 +161,12 @@ def soak(sandbox: Sandbox, folder: Path, shape: Shape, *, seed: int | None, kill
     wall_s = time.monotonic() - begun
     record = folder / names.STATE_DIR / names.RUNS_DIR / name
     ledger = json.loads((record / names.LEDGER_FILE).read_text())
-    rows = commands.verify(snapshots)["snapshots"]
+    rows = commands.verify_snapshots(snapshots)["snapshots"]
     done = json.loads((folder / "out").read_text().splitlines()[-1])
     return Ended(
         seed=seed,
         code=code,
-        digest=str(commands.digest(snapshots)["digest"]),
+        digest=str(commands.compute_snapshot_digest(snapshots)["digest"]),
         killed=killed,
         attempts=int(done.get("attempts", 0)),
         wall_s=round(wall_s, 3),
@@ -233,7 +235,7 @@ class Where:
 
 def where(sandbox_name: str, run: str, folder: Path) -> Where:
     """How far a run is, by what its workers note of themselves in the newest attempt."""
-    sandbox = control.find(sandbox_name)
+    sandbox = control.find_running_sandbox(sandbox_name)
     if sandbox is None:
         raise RuntimeError("the sandbox has gone down")
     top, nodes = sandbox.state, "hosts/*/home/.dtctl/node"
@@ -242,7 +244,10 @@ def where(sandbox_name: str, run: str, folder: Path) -> Where:
     folders = list(top.glob(f"{nodes}/runs/{run}/attempt-*/progress"))
     attempt = max((int(folder.parent.name.partition("-")[2]) for folder in folders), default=-1)
     rows = [
-        row for folder in folders if folder.parent.name == f"attempt-{attempt}" for row in progress.read(str(folder))
+        row
+        for folder in folders
+        if folder.parent.name == f"attempt-{attempt}"
+        for row in progress.read_worker_progress(str(folder))
     ]
     furthest = max(rows, key=lambda row: row.step, default=None)
     if furthest is None:
@@ -255,8 +260,8 @@ def kill(sandbox_name: str, name: str, kind: str, source: random.Random) -> str:
     """SIGKILL to something of a kind on a host; to what, or an empty text if there was nothing."""
     sandbox, node = host(sandbox_name, name)
     if kind == "host":
-        faults.kill(sandbox, node)
-        faults.heal(sandbox, [node])
+        faults.power_off_host(sandbox, node)
+        faults.remove_host_faults(sandbox, [node])
         return kind
     mark = "dtctl=b''" if kind == "agent" else "train.py"
     found = [pid for pid, line in sorted(control.host_processes(node).items()) if mark in line]
@@ -283,7 +288,7 @@ def holds_signals(pid: int) -> bool:
 
 def host(sandbox_name: str, name: str) -> tuple[Sandbox, SandboxNode]:
     """The sandbox and a host as they are now; one that was switched on again has other processes."""
-    sandbox = control.find(sandbox_name)
+    sandbox = control.find_running_sandbox(sandbox_name)
     if sandbox is None:
         raise RuntimeError("the sandbox has gone down")
     return sandbox, next(node for node in sandbox.nodes if node.name == name)
@@ -319,7 +324,7 @@ def main() -> int:
     kept: dict[str, object] = {"date": time.strftime("%Y-%m-%d %H:%M"), "kills per seed": options.kills}
     good = True
     try:
-        sandbox = control.up("soak", nodes=3, with_slurm=options.slurm)
+        sandbox = control.start_sandbox("soak", nodes=3, with_slurm=options.slurm)
         for label, shape in shapes.items():
             if options.only not in (None, label) or time.monotonic() - begun > options.limit_s:
                 continue
@@ -349,7 +354,7 @@ def main() -> int:
                     print(row.said, flush=True)
             kept[label] = {"shape": asdict(shape), "straight": asdict(straight), "seeds": rows}
     finally:
-        control.down("soak")
+        control.remove_sandbox("soak")
         shutil.rmtree(base, ignore_errors=True)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"soak-{time.strftime('%Y%m%d-%H%M')}.json"

@@ -182,7 +182,7 @@ def finish(base: Path) -> str:
     _, err = process.communicate(timeout=600)
     if process.returncode != 0 or "not exact" in err:
         raise RuntimeError(err)
-    return str(commands.digest(snapshots(base))["digest"])
+    return str(commands.compute_snapshot_digest(snapshots(base))["digest"])
 
 
 def stop(base: Path, phase: str, who: str, source: random.Random) -> Stopped:
@@ -215,8 +215,8 @@ def stop(base: Path, phase: str, who: str, source: random.Random) -> Stopped:
 
 def newest_good(base: Path) -> int:
     """Step of the newest snapshot, if it verifies; -1 if there is none, or it is bad."""
-    newest = layout.listing(snapshots(base))
-    good = bool(newest) and commands.verify(snapshots(base))["newest_good"] == str(newest[0][1])
+    newest = layout.list_step_folders(snapshots(base))
+    good = bool(newest) and commands.verify_snapshots(snapshots(base))["newest_good"] == str(newest[0][1])
     return newest[0][0] if good else -1
 
 
@@ -228,7 +228,7 @@ def wait_for(
     after = source.randrange(0, 6)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
-        told = progress.read(str(folder / "attempt-0" / "progress"))
+        told = progress.read_worker_progress(str(folder / "attempt-0" / "progress"))
         if phase == "start":
             if (folder / "supervisor.json").exists():
                 time.sleep(source.random() * START_S)
@@ -248,7 +248,7 @@ def send(base: Path, name: str, who: str, process: subprocess.Popen[str], source
         process.send_signal(number)
         return
     token = json.loads((base / names.STATE_DIR / names.RUNS_DIR / name / RUN_FILE).read_text())["token"]
-    found = [pid for pid in processes.find(token) if processes.carries(pid, token)]
+    found = [pid for pid in processes.find_run_processes(token) if processes.has_run_token(pid, token)]
     # The oldest is the warm process, and stands for the first worker while there is none.
     leaders = [pid for pid in found if os.getsid(pid) == pid]
     for pid in [source.choice(leaders[1:] or leaders)] if who.startswith("one") else found:

@@ -54,7 +54,7 @@ def test_nothing_is_left_on_the_nodes(sandbox: Sandbox, project: Any) -> None:
 
 
 def test_two_faults_at_once_are_both_told(sandbox: Sandbox, project: Any) -> None:
-    faults.block(sandbox, sandbox.node("node2"), ports="32768:60999", source=None, reject=False)
+    faults.block_ports(sandbox, sandbox.node("node2"), ports="32768:60999", source=None, reject=False)
     on(sandbox, "node3", "mount", "-t", "tmpfs", "-o", "size=1m", faults.DISK, "/dev/shm")
     note(sandbox)
     code, said = examine(project)
@@ -64,7 +64,7 @@ def test_two_faults_at_once_are_both_told(sandbox: Sandbox, project: Any) -> Non
 
 
 def test_people_see_the_pair_and_the_fix(sandbox: Sandbox, project: Any) -> None:
-    faults.block(sandbox, sandbox.node("node3"), ports="32768:60999", source=sandbox.node("node1"), reject=False)
+    faults.block_ports(sandbox, sandbox.node("node3"), ports="32768:60999", source=sandbox.node("node1"), reject=False)
     note(sandbox)
     examine(project)
     done = project.run("doctor")
@@ -91,7 +91,7 @@ def test_nccl_env_derives_the_interface_of_each_node_from_its_route(sandbox: San
 
 def test_nccl_env_has_tried_whether_the_nodes_reach_each_other_that_way(sandbox: Sandbox, project: Any) -> None:
     examine(project, None, "--quick")
-    faults.block(sandbox, sandbox.node("node3"), ports="32768:60999", source=sandbox.node("node1"), reject=False)
+    faults.block_ports(sandbox, sandbox.node("node3"), ports="32768:60999", source=sandbox.node("node1"), reject=False)
     note(sandbox)
     nodes = json.loads(project.run("nccl", "env", "--json").out)["nodes"]
     assert [node["unreached"] for node in nodes] == [["node3"], [], ["node1"]], "answers to node3 are dropped too"
@@ -99,7 +99,7 @@ def test_nccl_env_has_tried_whether_the_nodes_reach_each_other_that_way(sandbox:
 
 
 def test_a_launch_that_asks_the_doctor_starts_nothing_on_a_sick_cluster(sandbox: Sandbox, project: Any) -> None:
-    faults.block(sandbox, sandbox.node("node2"), ports="32768:60999", source=None, reject=False)
+    faults.block_ports(sandbox, sandbox.node("node2"), ports="32768:60999", source=None, reject=False)
     note(sandbox)
     examine(project)
     done = project.run("launch", "--doctor")

@@ -27,6 +27,6 @@ def test_it_says_so_and_leaves_no_worker(sandbox: Sandbox, project: Any, words: 
     assert done.code == 130
     assert "stopped before the examination was over" in done.err
     assert done.out == ""
-    current = control.find(sandbox.name)
+    current = control.find_running_sandbox(sandbox.name)
     assert current is not None
     wait_until(lambda: not any(workers(node) for node in current.nodes), what="the probes and workers have ended")

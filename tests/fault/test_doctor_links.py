@@ -18,13 +18,13 @@ pytestmark = pytest.mark.integration
 
 
 def test_a_node_whose_cable_is_slow(sandbox: Sandbox, project: Any) -> None:
-    faults.limit(sandbox, sandbox.node("node2"), rate="200mbit")
+    faults.limit_bandwidth(sandbox, sandbox.node("node2"), rate="200mbit")
     note(sandbox)
     expect(examine(project), "bandwidth", ["node2"], peers=["node1", "node3"], said="Mbit/s")
 
 
 def test_one_pair_whose_way_is_slow(sandbox: Sandbox, project: Any) -> None:
-    faults.limit(sandbox, sandbox.node("node1"), rate="200mbit", peer=sandbox.node("node3"))
+    faults.limit_bandwidth(sandbox, sandbox.node("node1"), rate="200mbit", peer=sandbox.node("node3"))
     note(sandbox)
     code, said = examine(project)
     (first,) = bad(said)
@@ -34,20 +34,20 @@ def test_one_pair_whose_way_is_slow(sandbox: Sandbox, project: Any) -> None:
 
 
 def test_a_node_that_loses_packets(sandbox: Sandbox, project: Any) -> None:
-    faults.lose(sandbox, sandbox.node("node3"), percent=2)
+    faults.drop_packets(sandbox, sandbox.node("node3"), percent=2)
     note(sandbox)
     expect(examine(project), "packet-loss", ["node3"], peers=["node1", "node2"], status="warn", said="ethtool -S")
 
 
 def test_a_pair_that_loses_packets_one_way(sandbox: Sandbox, project: Any) -> None:
-    faults.lose(sandbox, sandbox.node("node2"), percent=3, source=sandbox.node("node1"))
+    faults.drop_packets(sandbox, sandbox.node("node2"), percent=3, source=sandbox.node("node1"))
     note(sandbox)
     expect(examine(project), "packet-loss", ["node2"], peers=["node1"], status="warn", said="node1 -> node2")
 
 
 @pytest.mark.slow
 def test_people_see_the_bandwidth_of_every_way_when_one_is_slow(sandbox: Sandbox, project: Any) -> None:
-    faults.limit(sandbox, sandbox.node("node2"), rate="50mbit")
+    faults.limit_bandwidth(sandbox, sandbox.node("node2"), rate="50mbit")
     note(sandbox)
     examine(project, None, "--quick")
     done = project.run("doctor")
@@ -59,7 +59,15 @@ def test_people_see_the_bandwidth_of_every_way_when_one_is_slow(sandbox: Sandbox
 
 def iperf3(sandbox: Sandbox, caller: str, called: str) -> float:
     """Mbit/s of payload that iperf3 finds."""
-    argv = [*faults._administrator(sandbox, sandbox.node(called)), "iperf3", "-s", "-1", "-p", "5301", "--forceflush"]
+    argv = [
+        *faults._build_nsenter_argv(sandbox, sandbox.node(called)),
+        "iperf3",
+        "-s",
+        "-1",
+        "-p",
+        "5301",
+        "--forceflush",
+    ]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         while "listening" not in server.stdout.readline():
@@ -74,7 +82,7 @@ def iperf3(sandbox: Sandbox, caller: str, called: str) -> float:
     "rate", [pytest.param(50, marks=pytest.mark.slow), 200, pytest.param(800, marks=pytest.mark.slow)]
 )
 def test_the_bandwidth_agrees_with_iperf3_within_a_tenth(sandbox: Sandbox, project: Any, rate: int) -> None:
-    faults.limit(sandbox, sandbox.node("node1"), rate=f"{rate}mbit")
+    faults.limit_bandwidth(sandbox, sandbox.node("node1"), rate=f"{rate}mbit")
     note(sandbox)
     directions = [("node1", "node2"), ("node2", "node1")]
     # A machine that does other things, too, makes iperf3 slower at times, and a slice of the doctor's slower or faster.

@@ -21,28 +21,28 @@ pytestmark = pytest.mark.integration
 PORTS: list[tuple[str, Callable[[Sandbox], object], str, list[str], list[str]]] = [
     (
         "all random ports dropped on one node",
-        lambda s: faults.block(s, s.node("node2"), ports="32768:60999", source=None, reject=False),
+        lambda s: faults.block_ports(s, s.node("node2"), ports="32768:60999", source=None, reject=False),
         "dropped",
         ["node2"],
         ["node1", "node3"],
     ),
     (
         "random ports dropped from one node to another, one way",
-        lambda s: faults.block(s, s.node("node3"), ports="32768:60999", source=s.node("node1"), reject=False),
+        lambda s: faults.block_ports(s, s.node("node3"), ports="32768:60999", source=s.node("node1"), reject=False),
         "dropped",
         ["node3"],
         ["node1"],
     ),
     (
         "random ports rejected",
-        lambda s: faults.block(s, s.node("node1"), ports="32768:60999", source=None, reject=True),
+        lambda s: faults.block_ports(s, s.node("node1"), ports="32768:60999", source=None, reject=True),
         "rejected",
         ["node1"],
         ["node2", "node3"],
     ),
     (
         "nothing passes between two nodes",
-        lambda s: faults.cut(s, s.node("node1"), s.node("node3")),
+        lambda s: faults.disconnect_host(s, s.node("node1"), s.node("node3")),
         "dropped",
         ["node1"],
         ["node3"],
@@ -73,7 +73,7 @@ def test_data_ports(
 
 @pytest.mark.parametrize("reject", [False, True], ids=["dropped", "rejected"])
 def test_the_rendezvous_port_alone_is_blocked(sandbox: Sandbox, project: Any, reject: bool) -> None:
-    faults.block(sandbox, sandbox.node("node1"), ports="29555", source=None, reject=reject)
+    faults.block_ports(sandbox, sandbox.node("node1"), ports="29555", source=None, reject=reject)
     note(sandbox)
     result = examine(project, {"network.rendezvous_port": 29555})
     said = "rejected" if reject else "dropped"
@@ -82,7 +82,7 @@ def test_the_rendezvous_port_alone_is_blocked(sandbox: Sandbox, project: Any, re
 
 def test_the_rendezvous_port_is_taken(sandbox: Sandbox, project: Any) -> None:
     hold = "import socket,sys; s=socket.socket(); s.bind(('',29556)); s.listen(); print(1,flush=True); sys.stdin.read()"
-    argv = [*faults._administrator(sandbox, sandbox.node("node1")), sys.executable, "-c", hold]
+    argv = [*faults._build_nsenter_argv(sandbox, sandbox.node("node1")), sys.executable, "-c", hold]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()

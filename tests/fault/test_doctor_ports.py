@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, needs_root]
 
 def blocked(sandbox: Sandbox, project: Any, node: str, ports: str, **changes: Any) -> dict[str, Any]:
     """The only finding of an examination of hosts of which one drops some ports."""
-    faults.block(sandbox, sandbox.node(node), ports=ports, source=None, reject=False)
+    faults.block_ports(sandbox, sandbox.node(node), ports=ports, source=None, reject=False)
     note(sandbox)
     _, said = examine(project, changes)
     found, *more = [one for one in bad(said) if not one["follows"]]

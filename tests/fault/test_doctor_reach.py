@@ -25,18 +25,18 @@ def test_the_ssh_server_is_dead(sandbox: Sandbox, project: Any) -> None:
     try:
         expect(examine(project), "reach", ["node2"], said="refuses")
     finally:
-        faults.kill(sandbox, host)
+        faults.power_off_host(sandbox, host)
         note(sandbox)
 
 
 def test_a_host_is_off(sandbox: Sandbox, project: Any) -> None:
-    faults.kill(sandbox, sandbox.node("node3"))
+    faults.power_off_host(sandbox, sandbox.node("node3"))
     note(sandbox)
     expect(examine(project), "reach", ["node3"])
 
 
 def test_a_host_is_frozen_and_does_not_delay_the_answer_beyond_its_limit(sandbox: Sandbox, project: Any) -> None:
-    faults.freeze(sandbox.node("node1"))
+    faults.freeze_host(sandbox.node("node1"))
     note(sandbox)
     result = examine(project)
     expect(result, "reach", ["node1"], said="no answer")
@@ -83,7 +83,7 @@ def test_a_host_dies_while_it_is_examined(sandbox: Sandbox, project: Any) -> Non
     for line in process.stderr:
         if "round 1 of 3" in line:
             break
-    faults.kill(sandbox, sandbox.node("node3"))
+    faults.power_off_host(sandbox, sandbox.node("node3"))
     note(sandbox)
     done = project.finish(process)
     found = json.loads(done.out)

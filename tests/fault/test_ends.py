@@ -27,7 +27,7 @@ time.sleep(1000)
 def test_a_worker_that_died_beside_a_full_disk_is_told_as_that(project: Project, sandbox: Sandbox) -> None:
     node = sandbox.nodes[1]
     faults.fill_disk(sandbox, node, path=".dtctl/node", size="24m")
-    faults.record(sandbox, ["fill-disk node2"])
+    faults.write_recorded_faults(sandbox, ["fill-disk node2"])
     project.write("train.py", FILL)
     project.write("dtctl.yaml", SPEC)
     done = project.run("launch", "--json")

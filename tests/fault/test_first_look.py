@@ -22,8 +22,8 @@ def spec_over_ssh(sandbox: Sandbox) -> str:
 
 
 def block(sandbox: Sandbox) -> None:
-    faults.block(sandbox, sandbox.node("node2"), ports="32768:60999", source=None, reject=False)
-    faults.record(sandbox, ["block node2"])
+    faults.block_ports(sandbox, sandbox.node("node2"), ports="32768:60999", source=None, reject=False)
+    faults.write_recorded_faults(sandbox, ["block node2"])
 
 
 def test_nothing_is_started_on_hosts_that_were_hurt_unless_told_so(sandbox: Sandbox, project: Any) -> None:

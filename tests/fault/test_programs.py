@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.programs.judged import BROKEN, FALSE, judge, programs
+from tests.fault.programs.drawn import MISSES, draws, rate
+from tests.fault.programs.judged import BROKEN, FALSE, Program, judge, programs
 
 pytestmark = pytest.mark.torch
 
@@ -41,3 +42,13 @@ def test_nothing_false_is_said_of_a_program(tmp_path: Path, name: str) -> None:
         assert row.verdict != FALSE, row
         assert row.verdict.split(",")[0] not in BROKEN, row
         assert row.kind in ("", "right"), row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program", draws("slow", 40), ids=lambda program: f"{program.name}-{next(iter(program.changes))}"
+)
+def test_nothing_false_is_said_of_a_drawn_change(tmp_path: Path, program: Program) -> None:
+    """40 draws, of which `make soak` makes 300."""
+    [row] = judge(program, tmp_path / "run")
+    assert rate(row) not in MISSES, row

@@ -84,9 +84,9 @@ job: {{name: {name}, script: train.py, max_restarts: 2, {job}}}
 
 @pytest.fixture(scope="module")
 def hosts(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
-    sandbox = control.up(f"frameworks-{secrets.token_hex(3)}", nodes=NODES, with_slurm=True)
+    sandbox = control.start_sandbox(f"frameworks-{secrets.token_hex(3)}", nodes=NODES, with_slurm=True)
     yield sandbox
-    control.down(sandbox.name)
+    control.remove_sandbox(sandbox.name)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def shared(sandbox_env: dict[str, str], hosts: Sandbox) -> Iterator[Project]:
     """A project in a folder that all hosts see, with an empty folder for checkpoints."""
     folder = Path(os.environ["DTCTL_SANDBOX_DIR"]) / f"shared-{secrets.token_hex(3)}"
     (folder / "checkpoints").mkdir(parents=True)
-    project = Project(folder, {**sandbox_env, **slurm.environment(hosts), "DTCTL_SANDBOX": hosts.name})
+    project = Project(folder, {**sandbox_env, **slurm.build_slurm_environment(hosts), "DTCTL_SANDBOX": hosts.name})
     yield project
     project.close()
     shutil.rmtree(folder)

@@ -90,7 +90,7 @@ VERSIONS = sorted(
 def made(spec_text: str) -> str:
     spec = parse_spec(spec_text, source="dtctl.yaml", base_dir=HERE)
     plan = build(spec, resolve_nodes(spec), run="Gpt_1121-0930.k7", facts=PlanFacts(environ={}, address="pod-0"))
-    return re.sub(r"dtctl [0-9.]+", "dtctl VERSION", jobset.text(spec, plan))
+    return re.sub(r"dtctl [0-9.]+", "dtctl VERSION", jobset.render_jobset_file(spec, plan))
 
 
 def jobset_of(text: str) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def test_what_the_cluster_would_refuse(more: str, key: str) -> None:
     )
     plan = build(spec, resolve_nodes(spec), run="r", facts=PlanFacts(environ={}, address="pod-0"))
     with pytest.raises(PlanError) as raised:
-        jobset.text(spec, plan)
+        jobset.render_jobset_file(spec, plan)
     assert raised.value.where in (key, "d.yaml:3")
 
 

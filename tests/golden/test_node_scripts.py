@@ -102,9 +102,9 @@ def test_what_they_start_is_what_the_plan_says(case: str, tmp_path: Path) -> Non
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=env)
         found = json.loads(done.stdout)
         places = {"$LOCAL_RANK": "1", "${HOME}": str(tmp_path)}
-        argv = [places.get(word, word) if isinstance(word, shell.Late) else word for word in node.argv[1:]]
+        argv = [places.get(word, word) if isinstance(word, shell.ShellExpansion) else word for word in node.argv[1:]]
         assert found["argv"] == [word.replace("=$LOCAL_RANK", "=1") for word in argv]
-        late = {v.name for v in node.env if isinstance(v.value, shell.Late)}  # the node decides
+        late = {v.name for v in node.env if isinstance(v.value, shell.ShellExpansion)}  # the node decides
         said = {v.name: v.value for v in node.env if v.name not in late}
         assert {name: found["env"][name] for name in said} == said
         assert {name: found["env"][name] for name in late} == dict.fromkeys(late, "3")

@@ -11,7 +11,7 @@ import pytest
 
 from dtctl.errors import PlanError
 from dtctl.plan.build import PlanFacts, build
-from dtctl.slurm.batch import text
+from dtctl.slurm.batch import render_batch_file
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
 from tests.facts import raises
@@ -68,7 +68,7 @@ FOLDERS = {"plain-mode-most": OWN_FOLDER, "launch": Path("/shared/a 100%/run-1")
 def made(spec_text: str, folder: Path | None = None) -> str:
     spec = parse_spec(spec_text, source="dtctl.yaml", base_dir=HERE)
     plan = build(spec, resolve_nodes(spec), run="run-1", facts=PlanFacts(environ={}))
-    made = text(
+    made = render_batch_file(
         spec,
         plan,
         chdir=folder / "work" if folder == OWN_FOLDER else Path("/code"),

@@ -239,7 +239,7 @@ def train(number: int, mesh: dict[str, int] | None, worker: Worker, folder: Path
             return {"refused": exc.message}
         return {"refused": f"CHANGED THE MODEL: {exc.message}"}
     trainer.run()
-    return {"weights": trainer.full_weights(), "split": getattr(trainer.strategy, "name", "")}
+    return {"weights": trainer.full_weights(), "split": getattr(trainer.training.engine.strategy, "name", "")}
 
 
 def main() -> None:

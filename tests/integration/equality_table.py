@@ -11,17 +11,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HEAD = """# Every strategy trains what one process trains
+HEAD = """# Every strategy gives the weights of one process
 
-The same model (the GPT of the examples: tied embeddings, some parameters frozen, no dropout), data and global batch,
-with clipping, weight decay, accumulation and a short last batch, on gloo and CPUs. Each column has the largest
-difference from one process, relative to the largest entry of its tensor: of losses, gradient norms and validation
-losses; of the final parameters; of the final optimizer state. Each loads a snapshot of one process, and its own, and
-writes it again with the same digest. Rows with `data.mixture` train a mixture of experts: dtctl's own layer with shared
-and idle experts, dropped tokens, losses and a bias that balance (`own`), or layers as Transformers and torchtitan have
-them (`layouts`).
+The strategies differ from one process, and from each other, only by rounding. The table shows the differences that a
+test measured.
 
-Made by `tests/integration/equality_table.py` from the results of `tests/integration/test_equality.py`, torch {torch}.
+Each row trains the same model with the same data and global batch: the GPT of the examples, with tied embeddings,
+some frozen parameters and no dropout, with clipping, weight decay, accumulation and a short last batch, on gloo and
+CPUs. A column shows the largest difference from one process, relative to the largest entry of its tensor: "losses" of
+losses, gradient norms and validation losses, "parameters" of the final parameters, "optimizer state" of its final
+state. Each run also loads a snapshot of one process and one of its own, and writes it again with the same digest.
+Rows with `data.mixture` train a mixture of experts: `own` is dtctl's layer with shared and idle experts, dropped
+tokens, and losses and a bias that balance the experts; `layouts` are layers in the forms of Transformers and
+torchtitan.
+
+`tests/integration/equality_table.py` generates this page from the results of `tests/integration/test_equality.py`,
+torch {torch}.
 
 | workers | strategy | options | optimizer | numbers | losses | parameters | optimizer state | limit |
 |---|---|---|---|---|---|---|---|---|

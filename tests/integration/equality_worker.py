@@ -137,12 +137,13 @@ def train(case: Case, worker: Worker, folder: Path, base: Path) -> None:
 
     single = base / case.alone().key()
     trainer = trainer_of(case, worker, folder, single / "snapshots")
+    snapshots = trainer.training.snapshots
     for origin, target in ((single, folder / "taken"), (folder, folder / "again")):  # each into what differs from it
-        trainer.folder, trainer.saver = origin / "snapshots", Saver(folder / "nothing", keep=2, complain=print)
+        snapshots.folder, snapshots.saver = origin / "snapshots", Saver(folder / "nothing", keep=2, complain=print)
         trainer.run()  # no step is left to be done
-        trainer.saver = Saver(target, keep=2, complain=print)
+        snapshots.saver = Saver(target, keep=2, complain=print)
         trainer.save()
-        trainer.saver.finish()
+        snapshots.saver.finish()
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from dtctl.runtime.strategies import gradients, sharded
 from dtctl.train.mesh import Degrees
 from tests.integration.equality_worker import Case, trainer_of
 
-SCALED, NORM, ADAMW = dispatch.scaled, gradients.norm, torch.optim.AdamW.step
+SCALED, NORM, ADAMW = dispatch.scale_parameter_gradient, gradients.compute_gradient_norm, torch.optim.AdamW.step
 CASE = Case(optimizer="adamw", common={"data": {"mixture": "own"}, "epochs": None, "steps": 3, "clip_norm": 0.1})
 
 
@@ -82,11 +82,11 @@ def idle_left_out(optimizer: torch.optim.AdamW) -> None:
 
 
 BUGS: dict[str, tuple[object, str, Callable[..., object]]] = {
-    "pytorch 160285": (dispatch, "scaled", unscaled),
-    "DeepSpeed 5259": (gradients, "norm", norm_of_unscaled),
+    "pytorch 160285": (dispatch, "scale_parameter_gradient", unscaled),
+    "DeepSpeed 5259": (gradients, "compute_gradient_norm", norm_of_unscaled),
     "transformers 48687": (layer, "by_expert", gradient_of_dropped),
     "transformers 48205": (layer, "by_expert", gradient_of_own),
-    "Megatron-LM 5916": (gradients, "norm", norm_without_experts),
+    "Megatron-LM 5916": (gradients, "compute_gradient_norm", norm_without_experts),
     "NeMo Automodel 2995, router": (layer, "by_expert", detached),
     "NeMo Automodel 2995, idle experts": (torch.optim.AdamW, "step", idle_left_out),
 }
@@ -102,8 +102,9 @@ def main(folder: Path) -> None:
         for name in ["none", *BUGS] if worker.world_size > 1 else ["single"]:
             own = folder / name.replace(" ", "-")
             own.mkdir(exist_ok=True)
-            # Before training some of them are refused (`require_equal`); here they are to be seen in the weights.
-            compared = patch.object(divide, "require_equal") if name in BUGS else nullcontext()
+            # Before training some of them are refused (`require_equal_experts`); here they are to be seen in the
+            # weights.
+            compared = patch.object(divide, "require_equal_experts") if name in BUGS else nullcontext()
             with compared, patch.object(*BUGS[name]) if name in BUGS else nullcontext():
                 train(own, own / "snapshots", worker, {"ep": 2})
         if worker.world_size > 1:
@@ -167,7 +168,7 @@ def train(
     trainer.run()
     weights = trainer.full_weights()
     if worker.is_first:
-        torch.save({**weights, "began_at": torch.tensor([trainer.began_at])}, folder / "weights.pt")
+        torch.save({**weights, "began_at": torch.tensor([trainer.training.position.began_at])}, folder / "weights.pt")
 
 
 if __name__ == "__main__":

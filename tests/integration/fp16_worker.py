@@ -49,7 +49,7 @@ def train(case: dict[str, Any], worker: Worker, folder: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()] if worker.is_first else []
     return {
         "weights": trainer.full_weights(),
-        "scale": trainer.loss_scale and trainer.loss_scale.scale,
+        "scale": trainer.training.trained.loss_scale and trainer.training.trained.loss_scale.scale,
         "skipped": [row["step"] for row in rows if row.get("skipped")],
     }
 

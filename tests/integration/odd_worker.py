@@ -134,7 +134,7 @@ def train(case: dict[str, Any], worker: Worker, folder: Path) -> dict[str, Any]:
             trainer.run()
         except DtctlError as exc:
             return {"refused": f"{exc.message} {exc.where} {exc.hint}"}
-        results = {"weights": trainer.full_weights(), "began_at": trainer.began_at}
+        results = {"weights": trainer.full_weights(), "began_at": trainer.training.position.began_at}
     return results
 
 
@@ -161,7 +161,7 @@ def plateau() -> None:
         scheduler.step(value.item())
         passes += 1
         if passes == int(os.environ.get("KILL", "-1")):
-            trainer.saver.wait()
+            trainer.training.snapshots.saver.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return value
 

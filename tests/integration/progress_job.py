@@ -4,10 +4,10 @@ from __future__ import annotations
 
 BREAKS_AT_30 = """\
 import os, pathlib, signal, time
-from dtctl.runtime.telemetry.progress import Progress, WorkerPhase as Phase
+from dtctl.runtime.telemetry.progress import ProgressFile, WorkerPhase as Phase
 
 attempt, rank, world = (int(os.environ[name]) for name in ("DTCTL_ATTEMPT", "RANK", "WORLD_SIZE"))
-progress = Progress(rank)
+progress = ProgressFile(rank)
 there = pathlib.Path.cwd()  # which all nodes of a Slurm job see
 time.sleep(0.3)
 first = 20 if attempt else 0
@@ -18,7 +18,7 @@ for step in range(first, 40):
     time.sleep(0.05)
     progress.step(step + 1)
     if (step + 1) % 10 == 0:
-        with progress.apart(Phase.SNAPSHOT):
+        with progress.timing_phase(Phase.SNAPSHOT):
             time.sleep(0.1)
     if step + 1 == 30 and attempt == 0:
         (there / f"{rank}-at-30").touch()
@@ -32,9 +32,9 @@ progress.end()
 """
 FAILS_AFTER_7 = """\
 import os, time
-from dtctl.runtime.telemetry.progress import Progress
+from dtctl.runtime.telemetry.progress import ProgressFile
 
-progress = Progress(int(os.environ["RANK"]))
+progress = ProgressFile(int(os.environ["RANK"]))
 progress.begin(0)
 for step in range(1, 8):
     progress.step(step)

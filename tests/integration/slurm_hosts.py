@@ -22,9 +22,9 @@ NO_ANSWER = re.compile(r"Unable to contact slurm controller|Socket timed out|Zer
 
 @pytest.fixture(scope="module")
 def cluster(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
-    sandbox = control.up(f"slurm-{secrets.token_hex(3)}", nodes=2, with_slurm=True)
+    sandbox = control.start_sandbox(f"slurm-{secrets.token_hex(3)}", nodes=2, with_slurm=True)
     yield sandbox
-    control.down(sandbox.name)
+    control.remove_sandbox(sandbox.name)
 
 
 @pytest.fixture
@@ -32,7 +32,12 @@ def shared(sandbox_env: dict[str, str], cluster: Sandbox) -> Iterator[Project]:
     """A project in a folder that all hosts see."""
     folder = Path(os.environ["DTCTL_SANDBOX_DIR"]) / f"shared-{secrets.token_hex(3)}"
     folder.mkdir()
-    env = {**sandbox_env, **slurm.environment(cluster), "DTCTL_SANDBOX": cluster.name, "PATH": python_path()}
+    env = {
+        **sandbox_env,
+        **slurm.build_slurm_environment(cluster),
+        "DTCTL_SANDBOX": cluster.name,
+        "PATH": python_path(),
+    }
     project = Project(folder, dict(env))
     yield project
     project.close()

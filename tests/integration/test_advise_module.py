@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.advise.gather import inspected
+from dtctl.advise.gather import inspect_model_factory
 from dtctl.errors import UsageError
 from tests.facts import raises
 
@@ -29,13 +29,13 @@ def test_a_module_is_built_on_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "def odd():\n    return nn.Conv2d(3, 4, 5)\n"
         "def told():\n    return nn.Conv2d(3, 4, 5), (torch.zeros(1, 3, 8, 8, device='meta'),)\n"
     )
-    found = inspected("mine:Net", seq=128, python=sys.executable)
+    found = inspect_model_factory("mine:Net", seq=128, python=sys.executable)
     block = 64 * 2 + 64 * 256 + 256 + 256 * 64 + 64
     assert (found["params"], found["layers"], found["block_params"]) == (2 * 64_000 + 6 * block, 6, block)
     assert (found["vocab"], found["seq"], found["looked_up"]) == (1000, 128, 64_000)
     # For each block, fp32: input and output of the norm (64 each), 256 before and after GELU, statistics.
     assert found["kept_bytes"] / 6 / 128 / 4 == pytest.approx(64 * 2 + 256 * 2 + 2, rel=0.1)
-    assert inspected("mine:told", seq=8, python=sys.executable)["params"] == 4 * 3 * 25 + 4
+    assert inspect_model_factory("mine:told", seq=8, python=sys.executable)["params"] == 4 * 3 * 25 + 4
     for name, text in (
         ("mine:broken", "cannot be built on the meta device: RuntimeError: no such weights"),
         ("mine:number", "returns int, and not a model"),
@@ -45,6 +45,6 @@ def test_a_module_is_built_on_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("mine", "is not MODULE:FACTORY"),
     ):
         with pytest.raises(UsageError, match=text):
-            inspected(name, seq=8, python=sys.executable)
+            inspect_model_factory(name, seq=8, python=sys.executable)
     with raises(UsageError, "run"):
-        inspected("mine:Net", seq=8, python=str(tmp_path / "no-python"))
+        inspect_model_factory("mine:Net", seq=8, python=str(tmp_path / "no-python"))

@@ -44,7 +44,7 @@ def train(config, worker):
 
     trainer = []
     trainer.append(Trainer(config, worker, Model if "LATER" in os.environ else Model(), loss, data))
-    os.write(1, f"rank {worker.rank}: {trainer[0].strategy.name}\\n".encode())
+    os.write(1, f"rank {worker.rank}: {trainer[0].training.engine.strategy.name}\\n".encode())
     return trainer[0].run()
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from dtctl.launch.records.record import list_runs
-from dtctl.sandbox import faults, slurm
+from dtctl.launch.records.record import list_run_records
+from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
 from tests.hosts import Project, wait_until
 from tests.integration.slurm_hosts import ask, cluster, python_path
@@ -50,8 +50,8 @@ pathlib.Path(os.environ["UP"], os.environ["BACK_END"] + str(rank)).touch()
 time.sleep(1)
 """
 HANGS: Final = """\
-from dtctl.runtime.telemetry.progress import Progress, WorkerPhase
-progress = Progress(rank)
+from dtctl.runtime.telemetry.progress import ProgressFile, WorkerPhase
+progress = ProgressFile(rank)
 progress.begin(0, until=20)
 for step in range(20):
     progress.forward()
@@ -135,7 +135,7 @@ def write(base: Path, env: Mapping[str, str], cluster: Sandbox, back_end: str, f
     """Make the project of a job with a fault, for one back end."""
     folder = base / f"{back_end}-{secrets.token_hex(3)}"
     folder.mkdir()
-    own = {**slurm.environment(cluster), "DTCTL_SANDBOX": cluster.name, "PATH": python_path()}
+    own = {**slurm.build_slurm_environment(cluster), "DTCTL_SANDBOX": cluster.name, "PATH": python_path()}
     project = Project(folder, {**env, **own})
     project.write("train.py", TWO + fault.script)
     where: dict[str, dict[str, Any]] = {
@@ -201,7 +201,7 @@ def normalise(project: Project) -> list[str]:
 
     States of nodes come first, since their order among other events is that of threads.
     """
-    record = list_runs(project.folder)[-1]
+    record = list_run_records(project.folder)[-1]
     lines = [json.loads(line) for line in (record.folder / "events.jsonl").read_text().splitlines()]
     lines.sort(key=lambda line: line["time"])  # a follower of a job tells what it does before what it then reads
     names = sorted({line["node"] for line in lines if line["event"] == "node"})
@@ -293,14 +293,15 @@ def test_a_lost_node_is_recorded_alike_over_ssh_and_under_slurm(
     """There is one machine only with transport local."""
 
     def lose(one: Launched) -> None:
-        if one.is_last:
-            faults.kill(cluster, cluster.nodes[1])
+        now = control.find_running_sandbox(cluster.name)  # a host that was switched on again is another process
+        if one.is_last and now is not None:
+            faults.power_off_host(now, now.nodes[1])
 
     fault = Fault("time.sleep(1000)\n", 8, act=lose, back_ends=("ssh", "slurm"))
 
     def take() -> dict[str, list[str]]:
         found = outcomes(base, sandbox_env, cluster, fault, nodes=2)
-        faults.heal(cluster, [cluster.nodes[1]])
+        faults.remove_host_faults(cluster, [cluster.nodes[1]])
         assert '"node": "NODE1"' in found["ssh"][-1]
         return found
 

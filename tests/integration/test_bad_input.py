@@ -116,8 +116,8 @@ def test_a_port_where_nobody_listens(project: Project, sandbox: Sandbox, client:
 
 
 def test_a_host_that_does_not_answer(project: Project, sandbox: Sandbox) -> None:
-    faults.kill(sandbox, sandbox.nodes[2])
-    faults.record(sandbox, ["kill node3"])
+    faults.power_off_host(sandbox, sandbox.nodes[2])
+    faults.write_recorded_faults(sandbox, ["kill node3"])
     refused(project, sandbox, 6, "node node3", spec=ssh_spec(sandbox))
 
 
@@ -129,7 +129,7 @@ def test_no_python_on_the_node(project: Project, sandbox: Sandbox) -> None:
 
 def test_a_full_disk(project: Project, sandbox: Sandbox) -> None:
     faults.fill_disk(sandbox, sandbox.nodes[1], path=".dtctl", size="200k")
-    faults.record(sandbox, ["full-disk node2"])
+    faults.write_recorded_faults(sandbox, ["full-disk node2"])
     refused(project, sandbox, 6, "the disk is full", "node node2", spec=spec_text())
 
 
@@ -143,11 +143,11 @@ def test_a_rendezvous_port_in_use(project: Project, sandbox: Sandbox) -> None:
 
 
 def test_another_port_is_taken_when_the_first_is_in_use(project: Project, sandbox: Sandbox) -> None:
-    from dtctl.plan.rendezvous import port_candidates
+    from dtctl.plan.rendezvous import list_rendezvous_ports
 
     project.write("dtctl.yaml", spec_text(nodes=1))
     project.write("train.py", "import os; print('port', os.environ['MASTER_PORT'])")
-    first, second = port_candidates(project.unique, 0, None)[:2]
+    first, second = list_rendezvous_ports(project.unique, 0, None)[:2]
     holder = project.start(
         "sandbox", "exec", "node1", "--", "python3", "-c",
         f"import socket,time; s=socket.create_server(('', {first})); print('held', flush=True); time.sleep(1000)",

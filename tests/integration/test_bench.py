@@ -37,8 +37,8 @@ def test_all_operations_over_the_nodes_of_a_spec(sandbox: Sandbox, project: Any)
 
 @pytest.mark.slow
 def test_the_map_of_pairs_shows_the_slow_cable(sandbox: Sandbox, project: Any) -> None:
-    faults.limit(sandbox, sandbox.node("node2"), rate="100mbit")
-    faults.record(sandbox, ["limit node2"])
+    faults.limit_bandwidth(sandbox, sandbox.node("node2"), rate="100mbit")
+    faults.write_recorded_faults(sandbox, ["limit node2"])
     project.write("dtctl.yaml", SPEC.format(kind="torchrun", python=sys.executable))
     done = project.run("bench", "--json", "--op", "p2p", "--sizes", "1M")
     assert done.code == 0, done.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,19 @@ def test_a_sandbox_that_is_down_is_no_bug(project: Project, words: tuple[str, ..
     done = project.run(*words, env={"DTCTL_SANDBOX": "not-up"})
     assert "bug" not in done.err, done.err
     assert "Traceback" not in done.err
+
+
+def test_runs_of_another_folder_stand_apart(project: Project) -> None:
+    workdir = project.folder.parent / "node"
+    other = replace(project, folder=project.folder.parent / "other", _running=[])
+    other.folder.mkdir()
+    for each, run in ((project, "mine"), (other, "theirs")):
+        each.write("dtctl.yaml", f'cluster: {{transport: local, workdir: "{workdir}"}}\njob: {{command: ["true"]}}\n')
+        assert each.run("launch", "--name", run).code == 0
+    rows = items(project, "--older", "0s")
+    assert {str(row["name"]): row["of_other_folder"] for row in rows if row["kind"] == "run"} == {
+        "mine": False, "theirs": True,
+    }  # fmt: skip
+    own, _, others = project.run("clean", "--older", "0s").out.partition("other folders")
+    assert ("mine" in own, "theirs" in own, "theirs" in others, "mine" in others) == (True, False, True, False)
+    assert "other folders" not in other.run("clean", "--older", "100d").out

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dtctl
-from dtctl.launch.records.record import list_runs
+from dtctl.launch.records.record import list_run_records
 from tests.facts import missing
 from tests.hosts import Project, wait_until
 
@@ -71,7 +71,7 @@ def test_the_named_command_goes_on_and_a_plain_launch_begins_anew(project: Proje
     again = project.run(*command.split()[1:], *steps, "--json", "--name", f"{project.unique}-second")
     assert again.code == 0, again.err
     assert f"resumed at step {newest} of {newest + 3}: " in again.err
-    record = (list_runs(project.folder)[-1].folder / "events.jsonl").read_text()
+    record = (list_run_records(project.folder)[-1].folder / "events.jsonl").read_text()
     events = [json.loads(line) for line in record.splitlines()]
     found = {row["event"]: row for row in events if row["event"] in ("resumed", "confirmed")}
     assert found.keys() == {"resumed", "confirmed"}
@@ -87,7 +87,7 @@ def test_the_named_command_goes_on_and_a_plain_launch_begins_anew(project: Proje
         "launch", "--resume", f"{project.unique}-second", "--set", f"train.steps={newest + 5}", "--detach"
     )
     assert third.code == 0, third.err
-    last = list_runs(project.folder)[-1]
+    last = list_run_records(project.folder)[-1]
     wait_until(lambda: json.loads(project.run("status", last.run, "--json").out)["status"] == "succeeded")
     assert f"resumed at step {newest + 3} of {newest + 5}: " in project.run("logs", last.run).out
     anew = project.run("launch", "--set", "train.steps=2", "--json")

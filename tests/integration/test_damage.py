@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dtctl.runtime import TensorData, TrainConfig, Trainer, Worker, build
-from dtctl.runtime.distributed.worker import identify
+from dtctl.runtime.distributed.worker import resolve_worker_from_env
 from dtctl.runtime.exactness import record
 from dtctl.runtime.exactness.randomness import seed_all
 from dtctl.runtime.snapshot import commands
@@ -57,7 +57,7 @@ def run(workers: int, folder: Path, *, until: int | None = None) -> None:
             train(folder, worker, until=until)
 
     if workers == 1:
-        action(identify({}))
+        action(resolve_worker_from_env({}))
     else:
         gang(workers, folder.parent, action)
 
@@ -68,24 +68,26 @@ def test_all_damage_is_noticed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run(workers, tmp_path / "straight")
-    expected = commands.digest(tmp_path / "straight")["digest"]
+    expected = commands.compute_snapshot_digest(tmp_path / "straight")["digest"]
     run(workers, tmp_path / "killed", until=8)
-    assert [step for step, _ in layout.listing(tmp_path / "killed")] == [6, 3]
+    assert [step for step, _ in layout.list_step_folders(tmp_path / "killed")] == [6, 3]
     assert (tmp_path / "killed" / "step-00000006" / "model.00001.safetensors").exists() == (workers > 1)
     source = random.Random(11)
     for index in range(places):
         folder = tmp_path / f"damaged-{index}"
         shutil.copytree(tmp_path / "killed", folder)
-        (layout.folder_of(folder, 6) / record.FILE).unlink()  # no part of the snapshot; it has a digest of its own
-        what = hurt(source.choice(["flip", "truncate", "delete"]), layout.folder_of(folder, 6), source)
-        found = commands.verify(folder)
+        (
+            layout.build_snapshot_path(folder, 6) / record.FILE
+        ).unlink()  # no part of the snapshot; it has a digest of its own
+        what = hurt(source.choice(["flip", "truncate", "delete"]), layout.build_snapshot_path(folder, 6), source)
+        found = commands.verify_snapshots(folder)
         assert [row["status"] == "ok" for row in found["snapshots"]] == [False, True], what
-        assert found["newest_good"] == str(layout.folder_of(folder, 3))
+        assert found["newest_good"] == str(layout.build_snapshot_path(folder, 3))
         capfd.readouterr()
         run(workers, folder)
         out = capfd.readouterr().out
         assert "snapshot skipped: step-00000006 is " in out, what
         assert "resumed at step 3 of 9: nothing known differs\nexact: steps 4 to 5 repeated bit for bit" in out, what
-        assert commands.digest(folder)["digest"] == expected, what
-        assert commands.verify(folder)["newest_good"] == str(layout.folder_of(folder, 9))
+        assert commands.compute_snapshot_digest(folder)["digest"] == expected, what
+        assert commands.verify_snapshots(folder)["newest_good"] == str(layout.build_snapshot_path(folder, 9))
         shutil.rmtree(folder)

@@ -172,3 +172,19 @@ def test_links_of_a_folder_that_came_along_do_not_send_other_files(project: Proj
     done = project.run("launch")
     assert done.code == 4
     assert not missing(done.err, "link leads data folder")
+
+
+def test_a_file_that_was_not_sent_is_the_cause_and_its_folder_the_fix(project: Project, sandbox: Sandbox) -> None:
+    project.write("train.py", "for name in ('a', 'b'):\n    print(name, open(f'data/x/{name}.bin').read())\n")
+    for name in ("a", "b"):
+        project.write(f"data/x/{name}.bin", name)
+    project.write(".gitignore", "data/\n")
+    project.write("dtctl.yaml", spec_of([]))
+    failed = project.run("launch")
+    assert failed.code == 8
+    assert not missing(failed.err, "cause: data/x/a.bin sent 1 other file .gitignore:1 (data/)")
+    (fix,) = [line for line in failed.err.splitlines() if line.strip().startswith("fix:")]
+    assert not missing(fix, "job.files.include: [data/x/] job.data")
+    assert failed.err.count("cause:") == 1, "the more general cause is not stated, too"
+    done = project.run("launch", "--set", "job.files.include=[data/x/]")
+    assert done.code == 0, done.err

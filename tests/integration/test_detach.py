@@ -8,9 +8,9 @@ import re
 import signal
 import subprocess
 
-from dtctl.launch.records.events import TakenUp
+from dtctl.launch.records.events import LauncherReattached
 from dtctl.launch.records.record import RunRecord
-from dtctl.launch.records.state import alive
+from dtctl.launch.records.state import is_launcher_alive
 from dtctl.sandbox.layout import Sandbox
 from tests.facts import missing
 from tests.hosts import Project, spec_text, wait_for_none, wait_until, workers
@@ -94,7 +94,7 @@ def test_the_nodes_go_on_when_the_launcher_is_killed_and_stop_still_ends_them(
     start(project)
     launcher = record(project).info()
     os.kill(launcher.pid, signal.SIGKILL)
-    wait_until(lambda: not alive(launcher))
+    wait_until(lambda: not is_launcher_alive(launcher))
     assert json.loads(project.run("status", "--json").out)["status"] == "running"
     logs = [sandbox.state / "hosts" / node.name / "home" for node in sandbox.nodes]
     sizes = [path.stat().st_size for home in logs for path in home.glob(f".dtctl/node/runs/{project.unique}/*/*.log")]
@@ -135,7 +135,7 @@ def test_a_launch_that_fails_says_so_at_once(project: Project) -> None:
 def kill_launcher(project: Project) -> None:
     launcher = record(project).info()
     os.kill(launcher.pid, signal.SIGKILL)
-    wait_until(lambda: not alive(launcher))
+    wait_until(lambda: not is_launcher_alive(launcher))
 
 
 def test_a_run_whose_launcher_was_killed_is_taken_up_again_and_no_line_is_lost(project: Project) -> None:
@@ -210,12 +210,14 @@ def test_two_who_take_up_a_run_at_once_make_one_launcher(project: Project) -> No
     for process in both:
         assert process.stdout is not None
         assert "line" in process.stdout.readline()  # it follows the run
-    wait_until(lambda: any(isinstance(event, TakenUp) for event in record(project).events()), what="it is taken up")
+    wait_until(
+        lambda: any(isinstance(event, LauncherReattached) for event in record(project).events()), what="it is taken up"
+    )
     for host in ("node1", "node2", "node3"):
         assert project.run("sandbox", "exec", host, "--", "touch", f"/tmp/{project.unique}").code == 0
     for process in both:
         ended = project.finish(process)
         assert ended.code == 0, ended.err
         assert ended.out.count(" line 59\n") == 3
-    events = [event for event in record(project).events() if isinstance(event, TakenUp)]
+    events = [event for event in record(project).events() if isinstance(event, LauncherReattached)]
     assert len(events) == 1

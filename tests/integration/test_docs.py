@@ -34,7 +34,7 @@ from tests.hosts import wait_until, workers
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ["README.md", "examples/README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PROGRAMS = ("dtctl", "cat", "make", "cd", "source", "python", "pip", "sudo", "export")
+PROGRAMS = ("dtctl", "cat", "make", "cd", "uv", "python", "pip", "sudo", "export")
 NOT_RUN = {
     "make test": "it runs this test",
     "make check": "it stands in front of this test in `make test`",
@@ -44,14 +44,17 @@ NOT_RUN = {
     "make bench": "it takes minutes and needs an idle machine; tests/unit/benchmarks runs its parts",
     "pip install '.[train]'": "it needs the network",
     "pip install .": "test_install.py installs the packages",
-    "uv tool install .": "likewise",
+    "uv tool install .": "`make dist-check` installs the packages",
     "pipx install .": "likewise",
+    "uv tool install dtctl": "likewise",
+    "pipx install dtctl": "likewise",
+    "uvx dtctl --version": "likewise",
     "kubectl apply --filename job.yaml": "there is no Kubernetes here; schemas are checked elsewhere",
     "srun --overlap --nodes=1 --ntasks=1 bash job.sbatch": "it is inside an allocation; test_slurm_allocation.py",
     "dtctl render --apply": "likewise; tests/cli/test_render.py shows what kubectl is given",
     "dtctl render --logs": "likewise",
     "dtctl render --delete": "likewise",
-    "source .venv/bin/activate": "tests choose their Python themselves",
+    "uv tool install 'dtctl[train]'": "`make dist-check` installs the packages",
 }
 """Command lines that this test cannot run, and why."""
 CODES = {
@@ -177,10 +180,10 @@ class Shell:
 @pytest.fixture(scope="module")
 def hosts(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
     """Four hosts that OpenSSH's configuration calls gpu01 to gpu04."""
-    sandbox = control.up("docs", nodes=4)
+    sandbox = control.start_sandbox("docs", nodes=4)
     yield sandbox
     left = {node.name: workers(node) for node in sandbox.nodes}
-    control.down(sandbox.name)
+    control.remove_sandbox(sandbox.name)
     assert not any(left.values()), "a command has left processes behind"
 
 
@@ -193,7 +196,7 @@ def shell(sandbox_env: dict[str, str], request: pytest.FixtureRequest) -> Iterat
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**sandbox_env, "PATH": path, "PYTHONPATH": str(ROOT), "DTCTL_SANDBOX": "own", "PWD": str(folder)}
     yield Shell(folder, env)
-    control.down("own")
+    control.remove_sandbox("own")
     subprocess.run(["rm", "-rf", str(base)], check=True)
 
 
@@ -271,6 +274,15 @@ def own_machines(shell: Shell, lines: list[str], request: pytest.FixtureRequest)
     shell.shown = following.shown
     shown = [shell.type(line) for line in following.commands]
     assert "gpu04" in shown[1]
+
+
+def own_loop(shell: Shell, lines: list[str], _: pytest.FixtureRequest) -> None:
+    """The script of the page, without and with the launcher of dtctl."""
+    text = (ROOT / "docs/guides/own-loop.md").read_text()
+    (shell.folder / "train.py").write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    for line in lines:
+        shell.type(line)
+    assert (shell.folder / "final.pt").exists()
 
 
 def past_runs(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> None:
@@ -440,10 +452,10 @@ def watched(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> N
 
 SCENES: dict[tuple[str, str], Scene] = {
     ("README.md", "make demo"): demo,
-    ("README.md", "source .venv/bin/activate"): five_minutes,
+    ("README.md", "uv tool install 'dtctl[train]'"): five_minutes,
     ("README.md", "dtctl doctor"): over_ssh,
     ("examples/README.md", "cd examples/gpt"): plain,
-    ("docs/index.md", "pip install '.[train]'"): plain,
+    ("docs/index.md", "uv tool install 'dtctl[train]'"): plain,
     ("docs/guides/advise.md", "dtctl advise"): to_advise,
     ("docs/guides/bench.md", "dtctl bench"): to_examine,
     ("docs/guides/debugging.md", "python train.py"): one_script,
@@ -469,10 +481,12 @@ SCENES: dict[tuple[str, str], Scene] = {
         "docs/guides/process-groups.md",
         "dtctl nccl explain MASTER_ADDR NCCL_TIMEOUT TORCH_NCCL_ASYNC_ERROR_HANDLING",
     ): plain,
+    ("docs/guides/own-loop.md", "torchrun --nproc-per-node 2 train.py"): own_loop,
     ("docs/guides/report.md", "dtctl report"): past_runs,
     ("docs/guides/sandbox.md", "dtctl sandbox up --nodes 4"): plain,
     ("docs/guides/sandbox.md", "dtctl sandbox fault cut node2"): faults_on_hosts,
     ("docs/guides/sandbox.md", "sudo dtctl sandbox up --nodes 4 --slurm"): with_slurm,
+    ("docs/guides/install.md", "uv tool install dtctl"): plain,
     ("docs/guides/install.md", "uv tool install ."): plain,
     ("docs/guides/install.md", "dtctl --version"): plain,
     ("docs/guides/install.md", "pip install '.[train]'"): plain,
@@ -540,19 +554,19 @@ CODE = [
 
 @pytest.mark.parametrize(("name", "code"), CODE, ids=[name for name, _ in CODE])
 def test_code_of_a_document_has_no_mistake_that_the_linter_knows(name: str, code: str, tmp_path: Path) -> None:
-    from dtctl.lint.engine import lint
+    from dtctl.lint.engine import lint_paths
     from dtctl.lint.model import ClusterFacts
 
     (tmp_path / "train.py").write_text(code)
     compile(code, name, "exec")
     assert [
-        problem for problem in lint([tmp_path / "train.py"], cluster=ClusterFacts()) if problem.severity != "info"
+        problem for problem in lint_paths([tmp_path / "train.py"], cluster=ClusterFacts()) if problem.severity != "info"
     ] == []
 
 
 @pytest.mark.torch
 def test_the_ten_lines_of_the_readme_learn_and_leave_what_it_says(tmp_path: Path) -> None:
-    from dtctl.launch.files.tree import scan
+    from dtctl.launch.files.tree import scan_push_tree
 
     text = (ROOT / "README.md").read_text()
     (tmp_path / "train.py").write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
@@ -562,10 +576,10 @@ def test_the_ten_lines_of_the_readme_learn_and_leave_what_it_says(tmp_path: Path
     assert losses[-1] < losses[0] / 100
     left = {path.name for path in tmp_path.iterdir()} - {"train.py", "__pycache__"}
     assert left == {"snapshots", "metrics.jsonl"}
-    assert "`python train.py` leaves `snapshots/` and `metrics.jsonl`" in text
-    assert len(scan(tmp_path).files) > 2
+    assert "`python train.py` writes `snapshots/` and `metrics.jsonl`" in text
+    assert len(scan_push_tree(tmp_path).files) > 2
     (tmp_path / ".gitignore").write_text("snapshots/\nmetrics.jsonl\n")
-    assert {os.fsdecode(file.path) for file in scan(tmp_path).files} == {".gitignore", "train.py"}
+    assert {os.fsdecode(file.path) for file in scan_push_tree(tmp_path).files} == {".gitignore", "train.py"}
 
 
 INLINE = sorted({found for name in DOCS for found in re.findall(r"`(dtctl [^`\n]+)`", (ROOT / name).read_text())})

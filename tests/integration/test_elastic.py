@@ -31,7 +31,7 @@ def train(config, worker):
     inputs = torch.randn(250, 16, generator=torch.Generator().manual_seed(5))
 
     def loss(model, batch):
-        if worker.is_first and trainer.step == trainer.began_at + int(os.environ["STOP_AFTER"]):
+        if worker.is_first and trainer.step == trainer.training.position.began_at + int(os.environ["STOP_AFTER"]):
             os.kill(os.getpid(), signal.SIGTERM)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
@@ -57,7 +57,7 @@ def launch(folder: Path, workers: int, *settings: str, stop_after: int = -1) -> 
 def test_any_number_of_workers_ends_with_the_same_bits(tmp_path: Path) -> None:
     straight = launch(tmp_path / "straight", 4)
     assert straight.code == 0, straight.output
-    expected = commands.digest(tmp_path / "straight" / "snapshots")
+    expected = commands.compute_snapshot_digest(tmp_path / "straight" / "snapshots")
     assert expected["step"] == 42  # 1,000 samples: the last step has 16, in shards of which one is short and two empty
 
     folder = tmp_path / "elastic"
@@ -68,7 +68,7 @@ def test_any_number_of_workers_ends_with_the_same_bits(tmp_path: Path) -> None:
         assert "not exact" not in ended.output
     assert "of 42: nothing known differs" in ended.output
     assert re.search(r"exact: steps \d+ to \d+ repeated bit for bit", ended.output)
-    assert commands.digest(folder / "snapshots")["digest"] == expected["digest"]
+    assert commands.compute_snapshot_digest(folder / "snapshots")["digest"] == expected["digest"]
 
 
 def test_what_would_not_be_exact_is_refused(tmp_path: Path) -> None:

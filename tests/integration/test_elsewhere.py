@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.launch.records.record import RunRecord
-from dtctl.launch.records.state import alive
+from dtctl.launch.records.state import is_launcher_alive
 from dtctl.sandbox.layout import Sandbox
 from tests.hosts import Project, spec_text, wait_for_none, wait_until
 
@@ -68,7 +68,44 @@ def test_it_is_listed_shown_and_stopped(project: Project, other: Project, sandbo
     state = lambda: json.loads(project.run("status", "--json").out)  # noqa: E731
     wait_until(lambda: state()["done"], what="the launcher has ended")
     assert (state()["status"], state()["done"]["attempts"], state()["done"]["first_failure"]) == ("stopped", 1, None)
-    assert found(other, project.unique)["status"] != "running"
+    assert {statuses(project, project.unique), statuses(other, project.unique, here=False)} == {"stopped"}
+
+
+def statuses(project: Project, run: str, *, here: bool = True) -> str:
+    """What all commands say of a run's end; all of it, where they do not agree."""
+    told = {str(found(project, run)["status"]), json.loads(project.run("status", run, "--json").out)["status"]}
+    lines = project.run("runs", "--nodes").out.splitlines()
+    if here:
+        lines += project.run("runs").out.splitlines()
+        told.add(
+            next(row["status"] for row in json.loads(project.run("runs", "--json").out)["runs"] if row["run"] == run)
+        )
+    told |= {line.split()[1] for line in lines if line.startswith(run)}
+    return " and ".join(sorted(told))
+
+
+@pytest.mark.parametrize("how", ["stop", "interrupt", "fail", "succeed"])
+def test_all_commands_agree_on_how_a_run_has_ended(project: Project, other: Project, how: str) -> None:
+    start(project, other, lines=100_000 if how in ("stop", "interrupt") else 3, code=3 * (how == "fail"), detach=False)
+    launched = project.start("launch", "--name", project.unique, "--set", "job.max_restarts=0")
+    if how in ("stop", "interrupt"):
+        wait_until(lambda: "line 0" in project.printed(project.unique), what="it runs")
+        if how == "stop":
+            assert project.run("stop", project.unique).code == 0
+        else:
+            launched.send_signal(signal.SIGINT)
+    project.finish(launched)
+    expected = {"fail": "failed", "succeed": "succeeded"}.get(how, "stopped")
+    assert {statuses(project, project.unique), statuses(other, project.unique, here=False)} == {expected}
+
+
+def test_a_run_that_is_stopped_without_its_launcher_counts_as_stopped(project: Project, other: Project) -> None:
+    start(project, other)
+    launcher = RunRecord(project.folder / ".dtctl" / "runs" / project.unique).info()
+    os.kill(launcher.pid, signal.SIGKILL)
+    wait_until(lambda: not is_launcher_alive(launcher))
+    assert project.run("stop", project.unique).code == 0
+    assert {statuses(project, project.unique), statuses(other, project.unique, here=False)} == {"stopped"}
 
 
 def test_it_is_watched_to_its_end(project: Project, other: Project) -> None:
@@ -95,7 +132,7 @@ def test_a_detached_run_without_launcher_is_not_called_abandoned(project: Projec
     record = RunRecord(project.folder / ".dtctl" / "runs" / project.unique)
     launcher = record.info()
     os.kill(launcher.pid, signal.SIGKILL)
-    wait_until(lambda: not alive(launcher))
+    wait_until(lambda: not is_launcher_alive(launcher))
     shown = project.run("status")
     assert "abandoned" not in shown.out
     assert json.loads(project.run("status", "--json").out)["status"] == "running"

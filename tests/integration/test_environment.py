@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -19,9 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.files.environment import find_uv
+from dtctl.launch.files.environment import require_local_uv
 from dtctl.sandbox import control
 from dtctl.sandbox.layout import Sandbox, SandboxNode
+from tests.facts import missing
 from tests.hosts import Project, wait_until, workers
 
 pytestmark = pytest.mark.usefixtures("sandbox")
@@ -34,23 +36,27 @@ print("has", {first}.VERSION, flush=True)
 """
 
 
-def make_wheel(folder: Path, name: str, version: str, needs: Sequence[str] = (), tag: str = "py3-none-any") -> Path:
-    """Write a wheel with one module."""
+def make_wheel(
+    folder: Path, name: str, version: str, needs: Sequence[str] = (), tag: str = "py3-none-any", data: bytes = b""
+) -> Path:
+    """Write a wheel with one module, and a file with `data` next to it."""
     folder.mkdir(parents=True, exist_ok=True)
     path, info = folder / f"{name}-{version}-{tag}.whl", f"{name}-{version}.dist-info"
     needed = "".join(f"Requires-Dist: {each}\n" for each in needs)
     files = {
-        f"{name}.py": f"VERSION = '{name} {version}'\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}",
-        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
+        f"{name}.py": f"VERSION = '{name} {version}'\n".encode(),
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}".encode(),
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),
     }
+    if data:
+        files[f"{name}.bin"] = data
     rows = []
-    for inner, text in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        rows.append(f"{inner},sha256={digest},{len(text)}\n")
+    for inner, contents in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(contents).digest()).rstrip(b"=").decode()
+        rows.append(f"{inner},sha256={digest},{len(contents)}\n")
     with zipfile.ZipFile(path, "w") as wheel:
-        for inner, text in {**files, f"{info}/RECORD": f"{''.join(rows)}{info}/RECORD,,\n"}.items():
-            wheel.writestr(zipfile.ZipInfo(inner), text)
+        for inner, contents in {**files, f"{info}/RECORD": f"{''.join(rows)}{info}/RECORD,,\n".encode()}.items():
+            wheel.writestr(zipfile.ZipInfo(inner), contents)
     return path
 
 
@@ -137,8 +143,8 @@ def test_a_file_with_hashes_is_its_own_lock(project: Project, sandbox: Sandbox, 
     project.write("requirements.txt", f"beta==1.2 --hash=sha256:{digest[::-1]}\n")
     refused = project.run("launch")
     assert refused.code == 6
-    assert "node1: requirements.txt:1: beta: uv:" in refused.err
-    assert "Hash mismatch" in refused.err
+    assert "node1, node2, node3: requirements.txt:1: beta: uv:" in " ".join(refused.err.split())
+    assert refused.err.count("Hash mismatch") == 1, "what nodes have in common is said once"
 
 
 def test_a_wheel_of_the_project_is_brought(project: Project, sandbox: Sandbox, index: Path) -> None:
@@ -168,19 +174,45 @@ def test_requirements_may_change_between_launches(project: Project, sandbox: San
     assert "not sent" not in done.err, "the wheels go along"
 
 
-@pytest.fixture
-def served(sandbox: Sandbox, index: Path) -> Iterator[str]:
-    """The same wheels as an index of the network (PEP 503), at an address that the hosts reach."""
-    for wheel in [*index.glob("*.whl")]:
-        page = index / "simple" / wheel.name.partition("-")[0] / "index.html"
-        page.parent.mkdir(parents=True)
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        page.write_text(f'<a href="../../{wheel.name}#sha256={digest}">{wheel.name}</a>')
-    server = ThreadingHTTPServer((sandbox.bridge_address, 0), partial(SimpleHTTPRequestHandler, directory=str(index)))
+class AskingHandler(SimpleHTTPRequestHandler):
+    """A server of files that asks for a password."""
+
+    password = ""
+
+    def do_GET(self) -> None:
+        """Send a file to those who have the password."""
+        expected = "Basic " + base64.b64encode(f"ann:{self.password}".encode()).decode()
+        if not self.password or self.headers.get("Authorization") == expected:
+            super().do_GET()
+            return
+        self.send_response(401)
+        self.send_header("WWW-Authenticate", 'Basic realm="packages"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@contextlib.contextmanager
+def serve(index: Path, address: str, password: str = "") -> Iterator[str]:
+    """The same files as an index of the network (PEP 503), for all or for user `ann`."""
+    for path in [*index.glob("*.whl"), *index.glob("*.tar.gz")]:
+        page = index / "simple" / path.name.partition("-")[0] / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        with page.open("a") as file:
+            file.write(f'<a href="../../{path.name}#sha256={digest}">{path.name}</a>\n')
+    handler = type("Handler", (AskingHandler,), {"password": password})
+    server = ThreadingHTTPServer((address, 0), partial(handler, directory=str(index)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://{sandbox.bridge_address}:{server.server_port}/simple"
+    yield f"http://{address}:{server.server_port}/simple"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def served(sandbox: Sandbox, index: Path) -> Iterator[str]:
+    """An index at an address that the hosts reach."""
+    with serve(index, sandbox.bridge_address) as url:
+        yield url
 
 
 def test_a_project_with_uv_lock(project: Project, sandbox: Sandbox, served: str) -> None:
@@ -195,7 +227,7 @@ def test_a_project_with_uv_lock(project: Project, sandbox: Sandbox, served: str)
     assert "uv.lock cannot be read" in missing.err
     assert "uv lock" in missing.err
     env = {**os.environ, "UV_DEFAULT_INDEX": served}
-    subprocess.run([find_uv(), "lock", "--quiet"], cwd=project.folder, env=env, check=True)
+    subprocess.run([require_local_uv(), "lock", "--quiet"], cwd=project.folder, env=env, check=True)
     project.write("train.py", SHOW.format(first="alpha"))
     done = project.run("launch")
     assert done.code == 0, done.err
@@ -204,9 +236,138 @@ def test_a_project_with_uv_lock(project: Project, sandbox: Sandbox, served: str)
     assert project.run("launch").err.count("uv installs") == 0
 
 
+def with_wheels(project: Project, text: str) -> None:
+    """Write pyproject.toml, its lock made of the folder, and the folder."""
+    project.write("pyproject.toml", text)
+    argv = [require_local_uv(), "lock", "--quiet", "--no-index", "--find-links"]
+    subprocess.run([*argv, str(Path.home() / ".cache" / f"dtctl-index-{os.getpid()}")], cwd=project.folder, check=True)
+
+
+def test_the_index_of_the_spec_replaces_variables_of_nodes(project: Project, index: Path, tmp_path: Path) -> None:
+    job = {"script": "train.py", "kind": "direct"}
+    project.write("requirements.txt", "alpha\n")
+    project.write("train.py", SHOW.format(first="alpha"))
+    # The local node has the variables of the launch.
+    env = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_HTTP_RETRIES": "0"}
+    with serve(index, "127.0.0.1") as url:
+        environment = {"requirements": "requirements.txt", "index": url}
+        cluster = {"transport": "local", "slots": 1, "workdir": str(tmp_path / "node")}
+        project.write("dtctl.yaml", json.dumps({"cluster": cluster, "job": job | {"environment": environment}}))
+        done = project.run("launch", env=env)
+    assert done.code == 0, done.err
+    assert "has alpha 1.0" in done.out
+
+
+def test_extras_and_groups_of_a_project(project: Project, sandbox: Sandbox, index: Path) -> None:
+    """A folder of wheels is the index, of which uv.lock has no digests."""
+    make_wheel(index, "gamma", "2.0")
+    make_wheel(index, "delta", "3.0")
+    with_wheels(
+        project,
+        '[project]\nname = "job"\nversion = "1"\nrequires-python = ">=3.10"\ndependencies = ["alpha"]\n'
+        '[project.optional-dependencies]\ngpu = ["gamma"]\n[dependency-groups]\ntrain = ["delta"]\n',
+    )
+    project.write("train.py", "import gamma, delta, alpha; print('has', gamma.VERSION, delta.VERSION)\n")
+    write_spec(project, project=".", index=[str(index)], extras=["gpu"], groups=["train"])
+    shown = project.run("launch", "--dry-run")
+    assert "environment: 4 packages of uv.lock with gpu, train for Python" in shown.err
+    done = project.run("launch")
+    assert done.code == 0, done.err
+    assert done.out.count("has gamma 2.0 delta 3.0") == 3
+    write_spec(project, project=".", index=[str(index)])
+    without = project.run("launch")
+    assert without.code == 8, "another environment, which lacks them"
+    assert "No module named 'gamma'" in without.out + without.err
+
+
+def test_an_index_that_nodes_do_not_reach_is_said_once(project: Project, sandbox: Sandbox, index: Path) -> None:
+    """This machine reaches its own 127.0.0.1, where the hosts have nothing."""
+    with serve(index, "127.0.0.1") as url:
+        write_spec(project, requirements="requirements.txt", index=url)
+        project.write("requirements.txt", "alpha\n")
+        project.write("train.py", SHOW.format(first="alpha"))
+        done = project.run("launch")
+    assert done.code == 6, done.err
+    host = url.split("/")[2]
+    assert f"node1, node2, node3: the node cannot reach the package index {host}: connection refused" in " ".join(
+        done.err.split()
+    )
+    assert done.err.count("connection refused") == 1
+    assert done.err.count("set `job.environment.index` to an index that nodes reach") == 1
+    assert "requirements.txt:" not in done.err, "the file is not wrong"
+
+
+def make_uv_wheel(folder: Path, machine: str) -> str:
+    """Write a wheel of the local uv's version with the static program for a processor; return the program's text."""
+    said = subprocess.run([require_local_uv(), "--version"], capture_output=True, text=True, check=True).stdout
+    wheel = make_wheel(folder, "uv", said.split()[1], tag=f"py3-none-musllinux_1_1_{machine}")
+    text = f"#!/bin/sh\necho uv for {machine}\n"
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr(f"uv-{said.split()[1]}.data/scripts/uv", text)
+    return text
+
+
+def test_nodes_of_another_processor_get_the_static_uv_for_it(project: Project, sandbox: Sandbox, index: Path) -> None:
+    project.write("requirements.txt", "beta  # for another processor\n")
+    project.write("train.py", "")
+    write_spec(project, requirements="requirements.txt", index=[str(index)], platform="aarch64")
+    without = project.run("launch")
+    assert without.code == 4, without.err
+    assert not missing(" ".join(without.err.split()), "uv aarch64 musllinux wheel `job.environment.index`")
+    text = make_uv_wheel(index, "aarch64")
+    done = project.run("launch")
+    assert done.code == 6, done.err
+    assert not missing(" ".join(done.err.split()), "processor x86_64 aarch64")
+    for node in sandbox.nodes:
+        brought = on_node(sandbox, node, f"grep -rlF 'uv for aarch64' {sandbox.home}/.dtctl/node/data")
+        assert on_node(sandbox, node, f"cat {brought}; test -x {brought} && echo is executable").endswith(
+            f"{text.strip()}\nis executable"
+        )
+
+
+PASSWORD = "s3cret-of-the-index"
+
+
+def list_files_with(text: str, folders: Sequence[str]) -> list[str]:
+    """Return the files that hold a text."""
+    found = subprocess.run(["grep", "-rlF", text, *folders], capture_output=True, text=True, check=False)
+    return found.stdout.split()
+
+
+@pytest.mark.parametrize("named_by", ["spec", "project"])
+def test_an_index_that_asks_for_a_password(project: Project, sandbox: Sandbox, index: Path, named_by: str) -> None:
+    variables = {"UV_INDEX_MY_CORP_USERNAME": "ann", "UV_INDEX_MY_CORP_PASSWORD": PASSWORD}
+    show = "\nimport os\nprint('knows', [name for name in os.environ if name.startswith('UV_')], flush=True)\n"
+    project.write("train.py", SHOW.format(first="alpha") + show)
+    with serve(index, sandbox.bridge_address, PASSWORD) as url:
+        if named_by == "spec":
+            project.write("requirements.txt", "alpha  # with a password\n")
+            write_spec(project, requirements="requirements.txt", index=[f"my.corp={url}"])
+            refused = project.run("launch")
+            assert refused.code == 4, refused.err
+            assert "401" in refused.err
+        else:
+            project.write(
+                "pyproject.toml",
+                '[project]\nname = "job"\nversion = "1"\nrequires-python = ">=3.10"\ndependencies = ["alpha"]\n'
+                f'[[tool.uv.index]]\nname = "my-corp"\nurl = "{url}"\ndefault = true\n',
+            )
+            write_spec(project, project=".")
+            argv = [require_local_uv(), "lock", "--quiet"]
+            subprocess.run(argv, cwd=project.folder, env={**os.environ, **variables}, check=True)
+        done = project.run("launch", env=variables)
+        assert done.code == 0, done.err
+        assert done.out.count("has alpha 1.0") == 3
+        assert done.out.count("knows []") == 3, "it is for uv alone"
+        assert PASSWORD not in done.out + done.err + project.run("launch", "--dry-run", env=variables).out
+    assert list_files_with(PASSWORD, [str(project.folder)]) == []
+    for node in sandbox.nodes:
+        assert on_node(sandbox, node, f"grep -rlF {PASSWORD} {sandbox.home}/.dtctl || true") == ""
+
+
 def slow_uv(sandbox: Sandbox, seconds: float) -> str:
     """Give all nodes a uv that takes its time; its folder."""
-    script = f'#!/bin/sh\necho $$ >> ~/uv-calls\nsleep {seconds}\nexec {find_uv()} "$@"\n'
+    script = f'#!/bin/sh\necho $$ >> ~/uv-calls\nsleep {seconds}\nexec {require_local_uv()} "$@"\n'
     for node in sandbox.nodes:
         quoted = shlex.quote(script)
         on_node(sandbox, node, f"mkdir -p {sandbox.home}/.local/bin; printf %s {quoted} > {sandbox.home}/.local/bin/uv")
@@ -260,3 +421,58 @@ def test_what_a_kill_has_left_is_made_again(project: Project, sandbox: Sandbox, 
     assert again.code == 0, again.err
     assert again.out.count("has alpha 1.0") == 3
     assert on_node(sandbox, node, f"ls {folder_of(sandbox)}/*.claim* 2>/dev/null || true") == ""
+
+
+def test_wheels_are_relayed_to_nodes_that_reach_no_index(project: Project, sandbox: Sandbox, index: Path) -> None:
+    """This machine reaches its own 127.0.0.1, where the hosts have nothing."""
+    make_wheel(project.folder / "wheels", "private", "0.4", ["beta"])
+    project.write("requirements.txt", "alpha  # relayed\n./wheels/private-0.4-py3-none-any.whl\n")
+    project.write("train.py", SHOW.format(first="alpha") + "import private; print('and', private.VERSION)\n")
+    with serve(index, "127.0.0.1") as url:
+        write_spec(project, requirements="requirements.txt", index=url)
+        without = project.run("launch")
+        assert without.code == 6, without.err
+        assert "the node cannot reach the package index" in " ".join(without.err.split())
+        assert "`job.environment.wheels: relay`" in " ".join(without.err.split())
+
+        write_spec(project, requirements="requirements.txt", index=url, wheels="relay")
+        assert "3 packages of requirements.txt" not in project.run("validate").out
+        shown = project.run("launch", "--dry-run")
+        assert "whose wheels this machine downloads and sends" in " ".join(shown.err.split())
+        done = project.run("launch")
+    assert done.code == 0, done.err
+    assert done.out.count("has alpha 1.0") == 3
+    assert done.out.count("and private 0.4") == 3
+    again = project.run("launch")
+    assert again.code == 0, again.err
+    assert "uv " not in again.err
+    assert "3 packages of requirements.txt" in project.run("validate").out
+
+
+def test_a_project_is_relayed(project: Project, sandbox: Sandbox, index: Path) -> None:
+    """uv.lock names an index of this machine; the nodes have variables about another one."""
+    make_wheel(index, "gamma", "2.1+cpu")
+    make_wheel(index, "gamma", "2.1+cpu", tag="cp310-cp310-macosx_11_0_arm64")  # whose digest is in the lock as well
+    with serve(index, "127.0.0.1") as url:
+        project.write(
+            "pyproject.toml",
+            '[project]\nname = "job"\nversion = "1"\nrequires-python = ">=3.10"\ndependencies = ["gamma", "alpha"]\n'
+            f'[[tool.uv.index]]\nurl = "{url}"\ndefault = true\n',
+        )
+        subprocess.run([require_local_uv(), "lock", "--quiet"], cwd=project.folder, check=True)
+        write_spec(project, project=".", wheels="relay")
+        project.write("train.py", SHOW.format(first="gamma"))
+        done = project.run("launch")
+    assert done.code == 0, done.err
+    assert done.out.count("has gamma 2.1+cpu") == 3
+
+
+def test_a_python_that_nodes_lack_is_named(project: Project, sandbox: Sandbox, index: Path) -> None:
+    write_spec(project, requirements="requirements.txt", index=[str(index)], wheels="relay", python="3.77")
+    project.write("requirements.txt", "beta\n")
+    project.write("train.py", SHOW.format(first="beta"))
+    done = project.run("launch")
+    assert done.code == 6, done.err
+    text = " ".join(done.err.split())
+    assert "node1, node2, node3: the node has no Python 3.77 that uv can use" in text
+    assert "set `job.environment.python` to a version that nodes have" in text

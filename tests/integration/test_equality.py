@@ -228,18 +228,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
 
 def parts(folder: Path) -> dict[str, Any]:
-    ((_, newest), *_) = layout.listing(folder)
-    return load.load(read.verify(newest))
+    ((_, newest), *_) = layout.list_step_folders(folder)
+    return load.load(read.verify_snapshot(newest))
 
 
 def digest(folder: Path) -> str:
     found = parts(folder)
-    return state.digest(found["model"], found["optimizer"])
+    return state.compute_state_digest(found["model"], found["optimizer"])
 
 
 def state_sum_of(folder: Path) -> str:
-    ((_, newest), *_) = layout.listing(folder)
-    manifest = read.record(newest).manifest
+    ((_, newest), *_) = layout.list_step_folders(folder)
+    manifest = read.verify_commit_record(newest).manifest
     assert manifest is not None
     return str(manifest.facts[state_sum.FACT])
 
@@ -255,7 +255,7 @@ def differences(found: Path, expected: Path) -> dict[str, float]:
     one, two = torch.load(found / "result.pt"), torch.load(expected / "result.pt")
     assert one["weights"].keys() == two["weights"].keys()
     kept = [parts(path / "snapshots") for path in (found, expected)]
-    states = [dict(state.tensors([one["optimizer"]["state"], one.get("ema", {})])) for one in kept]
+    states = [dict(state.iter_named_tensors([one["optimizer"]["state"], one.get("ema", {})])) for one in kept]
     assert states[0].keys() == states[1].keys()
     return {
         "losses": apart(one["losses"], two["losses"]),

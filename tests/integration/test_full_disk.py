@@ -29,12 +29,12 @@ def train(config, worker):
 
     def loss(model, batch):
         if trainer.step == 2:  # the snapshot of step 2 is whole; that of step 4 finds room for a third
-            trainer.saver.wait()
+            trainer.training.snapshots.saver.wait()
             free = os.statvfs("disk").f_bavail * os.statvfs("disk").f_frsize
             ballast.write_bytes(bytes(free - 150_000))
         if trainer.step == 5:
-            trainer.saver.wait()
-            found = commands.verify(folder)
+            trainer.training.snapshots.saver.wait()
+            found = commands.verify_snapshots(folder)
             print("AT 5", json.dumps([[row["step"], row["status"]] for row in found["snapshots"]]),
                   [path.name for path in folder.iterdir() if path.name.endswith(".draft")], flush=True)
             ballast.unlink()
@@ -42,7 +42,8 @@ def train(config, worker):
 
     trainer = Trainer(config, worker, model, loss, TensorData(inputs, inputs.sum(1, keepdim=True)))
     outcome = trainer.run()
-    print("AT END", json.dumps([[row["step"], row["status"]] for row in commands.verify(folder)["snapshots"]]))
+    verified = commands.verify_snapshots(folder)["snapshots"]
+    print("AT END", json.dumps([[row["step"], row["status"]] for row in verified]))
     return outcome
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def counted(descriptor):
         os.kill(os.getpid(), signal.SIGKILL)
     fsync(descriptor)
 os.fsync = counted
-write.save(Path(sys.argv[1]), 2, {"model": {"w": torch.ones(9)}, "random": {"r": torch.ones(9)}}, facts={}, keep=1)
+parts = {"model": {"w": torch.ones(9)}, "random": {"r": torch.ones(9)}}
+write.save_snapshot_parts(Path(sys.argv[1]), 2, parts, facts={}, keep=1)
 print(calls)
 """
 
@@ -38,7 +39,7 @@ def test_killed_anywhere_in_a_save(tmp_path: Path) -> None:
     (tmp_path / "save.py").write_text(KILLED)
     for point in (1, 3, 5, 6, 7):
         folder = tmp_path / str(point)
-        write.save(folder, 1, PARTS, facts={}, keep=1)
+        write.save_snapshot_parts(folder, 1, PARTS, facts={}, keep=1)
         ended = forked.launch(["save.py", folder, str(point)], 1, cwd=tmp_path)
         assert ended.code == (0 if point == 7 else 1), ended.output
         assert ("rank 0 ended by SIGKILL" in ended.output) == (point < 7)
@@ -46,7 +47,7 @@ def test_killed_anywhere_in_a_save(tmp_path: Path) -> None:
         assert good is not None
         assert rejected == []
         assert good.step == (2 if point >= 6 else 1)  # renamed, and only then made durable
-        write.save(folder, 3, PARTS, facts={}, keep=1)
+        write.save_snapshot_parts(folder, 3, PARTS, facts={}, keep=1)
         assert [path.name for path in folder.iterdir()] == ["step-00000003"]
 
 
@@ -60,5 +61,5 @@ def test_a_loop_of_ones_own_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "straight", tmp_path / "killed")
     (tmp_path / "killed" / "step-00000060" / "COMMIT").unlink()
     assert train(tmp_path / "killed") == "going on from step 40 step-00000060 is incomplete: COMMIT is missing\n"
-    digests = {commands.digest(tmp_path / name)["digest"] for name in ("straight", "killed")}
+    digests = {commands.compute_snapshot_digest(tmp_path / name)["digest"] for name in ("straight", "killed")}
     assert len(digests) == 1

@@ -294,14 +294,14 @@ def test_without_a_spec(project: Project, sandbox: Sandbox) -> None:
 def test_a_node_that_is_off_is_told_with_the_command_that_runs_without_it(project: Project, sandbox: Sandbox) -> None:
     project.write("dtctl.yaml", spec_text() + "train: {lr: 1.0}\n")
     project.write("train.py", SHOW)
-    faults.kill(sandbox, sandbox.nodes[1])
+    faults.power_off_host(sandbox, sandbox.nodes[1])
     done = project.run("launch", "--no-doctor", "--set", "cluster.connect_timeout_s=3", "--", "--lr", "2 x")
     assert done.code == 6, done.err
     (command,) = re.findall(r"without: `dtctl (.*)`$", done.err, re.MULTILINE)
     assert command == "launch --nodes node1,node3 --set cluster.connect_timeout_s=3 -- --lr '2 x'"
     again = project.run(*shlex.split(command))
     assert (again.code, [item["argv"] for item in shown(again.out)]) == (0, [["--lr", "2 x"]] * 2), again.err
-    faults.kill(sandbox, sandbox.nodes[2])
+    faults.power_off_host(sandbox, sandbox.nodes[2])
     both = project.run("launch", "--no-doctor", "--set", "cluster.connect_timeout_s=3")
     assert "without: `dtctl launch --nodes node1 --set" in both.err
 

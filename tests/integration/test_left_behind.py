@@ -191,7 +191,7 @@ def test_the_link_to_a_node_is_cut(project: Project, sandbox: Sandbox, other_run
     for port in ports:
         for way in (["INPUT", "-p", "tcp", "--sport", port], ["OUTPUT", "-p", "tcp", "--dport", port]):
             faults.in_network(sandbox, node, ["iptables", "-w", "-A", *way, "-j", "DROP"])
-    faults.record(sandbox, ["cut by the test"])
+    faults.write_recorded_faults(sandbox, ["cut by the test"])
     begun = time.monotonic()
     nothing_left(sandbox, other_run, 3 + LIMIT_S + GRACE_S)  # 3: the link time-out of the spec
     assert time.monotonic() - begun > 2, "it was not the cut link that ended the run"
@@ -215,8 +215,8 @@ def _client_ports(launcher: int, address: str) -> list[str]:
 
 def test_a_host_loses_power(project: Project, sandbox: Sandbox) -> None:
     process = launch(project, sandbox, POLITE, {node.name: set() for node in sandbox.nodes})
-    faults.kill(sandbox, sandbox.nodes[2])
-    faults.record(sandbox, ["kill node3"])
+    faults.power_off_host(sandbox, sandbox.nodes[2])
+    faults.write_recorded_faults(sandbox, ["kill node3"])
     done = project.finish(process)
     assert done.code == 8
     assert done.done["first_failure"]["node"] == "node3"  # type: ignore[index]
@@ -227,13 +227,13 @@ def test_a_host_loses_power(project: Project, sandbox: Sandbox) -> None:
 
 def test_a_frozen_host_is_named_and_the_others_are_stopped(project: Project, sandbox: Sandbox) -> None:
     process = launch(project, sandbox, POLITE, {node.name: set() for node in sandbox.nodes})
-    faults.freeze(sandbox.nodes[1])
-    faults.record(sandbox, ["freeze node2"])
+    faults.freeze_host(sandbox.nodes[1])
+    faults.write_recorded_faults(sandbox, ["freeze node2"])
     done = project.finish(process)
     assert done.done["first_failure"]["node"] == "node2"  # type: ignore[index]
     wait_for_none(sandbox.nodes[0])
-    faults.heal(sandbox, sandbox.nodes)
-    current = control.find("main")
+    faults.remove_host_faults(sandbox, sandbox.nodes)
+    current = control.find_running_sandbox("main")
     assert current is not None
     wait_until(lambda: all(workers(node) == {} for node in current.nodes), LIMIT_S + GRACE_S, "the thawed run ended")
 

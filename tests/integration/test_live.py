@@ -124,7 +124,7 @@ def train(config, worker):
         published(*arguments)
 
     if FIRST and KILL.get("publish") == str(worker.rank):
-        published, write.publish = write.publish, publish
+        published, write.publish_draft = write.publish_draft, publish
     trainer = Trainer(config, worker, model, loss, data, validation=data, score=score)
     lose_in_last_exchange(trainer, worker.rank)
     outcome = trainer.run()
@@ -298,11 +298,11 @@ def test_a_lost_node_is_replaced_by_a_spare_and_can_be_one_itself(project: Proje
     wait_until(
         lambda: any("switched off" in path.read_text() for path in logs.glob("*/logs/node2/rank-1.log")), what="step 9"
     )
-    faults.kill(sandbox, sandbox.nodes[1])
+    faults.power_off_host(sandbox, sandbox.nodes[1])
     try:
         done, healed = ended(project, project.finish(process))
     finally:
-        faults.heal(sandbox, [sandbox.nodes[1]])
+        faults.remove_host_faults(sandbox, [sandbox.nodes[1]])
     assert healed == straight
     assert done.done["attempts"] == 1, done.err
     heals = [event for event in done.events if event["event"] == "heal"]

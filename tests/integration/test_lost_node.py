@@ -46,7 +46,7 @@ def train(config, worker):
 
     def loss(model, batch):
         if where == ("1", "0") and trainer.step == 10:
-            trainer.saver.finish()  # that of step 8
+            trainer.training.snapshots.saver.finish()  # that of step 8
             print("HALTED", flush=True)
             time.sleep(1000)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
@@ -77,8 +77,8 @@ def test_a_spare_goes_on_from_copies_of_what_the_lost_node_had(
     wait_until(lambda: project.printed(project.unique).count("HALTED") == 2, 60, "both have saved and wait")
     # With ddp the first node has everything, and is the one that goes; with fsdp each has a half.
     lost = sandbox.nodes[0 if strategy == "ddp" else 1]
-    faults.kill(sandbox, lost)
-    faults.record(sandbox, [f"kill {lost.name}"])
+    faults.power_off_host(sandbox, lost)
+    faults.write_recorded_faults(sandbox, [f"kill {lost.name}"])
     done = project.finish(process)
     assert done.code == 0, done.err
     assert not missing(done.err, f"{lost.name} replaced node3")
@@ -97,10 +97,10 @@ def test_a_node_that_is_lost_while_the_next_attempt_is_prepared(project: Project
     wait_until(lambda: project.printed(project.unique).count("HALTED") == 2, 60, "both have saved and wait")
     events = project.folder / ".dtctl" / "runs" / project.unique / "events.jsonl"
     second, first = sandbox.nodes[1], sandbox.nodes[0]
-    faults.kill(sandbox, second)
+    faults.power_off_host(sandbox, second)
     wait_until(lambda: "retrying in" in events.read_text(), 60, "it is called")
-    faults.kill(sandbox, first)
-    faults.heal(sandbox, [first, second])
+    faults.power_off_host(sandbox, first)
+    faults.remove_host_faults(sandbox, [first, second])
     done = project.finish(process)
     assert done.code == 0, done.err
     assert "resumed at step 8 of 14: nothing known differs" in project.printed(project.unique)
@@ -118,8 +118,8 @@ def test_a_node_that_was_lost_with_the_only_copy_is_missed(project: Project, san
     for _ in range(2):  # it is written of what nodes tell each second, so that all have told by the second time
         before = ledger.stat().st_mtime_ns if ledger.exists() else 0
         wait_until(lambda before=before: ledger.exists() and ledger.stat().st_mtime_ns > before, 60, "the ledger grows")
-    faults.kill(sandbox, sandbox.nodes[0])
-    faults.record(sandbox, [f"kill {sandbox.nodes[0].name}"])
+    faults.power_off_host(sandbox, sandbox.nodes[0])
+    faults.write_recorded_faults(sandbox, [f"kill {sandbox.nodes[0].name}"])
     done = project.finish(process)
     assert done.code == 8, done.err
     assert "this run has written a snapshot of step 8, and there is none now" in done.err + project.printed(

@@ -11,7 +11,7 @@ from tests.hosts import DTCTL, Finished, Project
 
 SPEC = """\
 cluster: {{transport: local, slots: {slots}, workdir: "{workdir}"}}
-job: {{name: test, script: train.py, kind: direct, preload: []}}
+job: {{name: test, script: train.py, kind: direct, preload: [], log_mib: {log_mib}}}
 """
 PRINTS = """\
 import os, pathlib, time
@@ -25,10 +25,10 @@ while not done.exists():
 """
 
 
-def launch(project: Project, small: Path, *, mib: int, slots: int = 2) -> Finished:
+def launch(project: Project, small: Path, *, mib: int, slots: int = 2, log_mib: int = 0) -> Finished:
     """A launch whose folder `small` is a disk of so many MiB."""
     project.write("train.py", PRINTS)
-    project.write("dtctl.yaml", SPEC.format(workdir=project.folder.parent / "work", slots=slots))
+    project.write("dtctl.yaml", SPEC.format(workdir=project.folder.parent / "work", slots=slots, log_mib=log_mib))
     small.mkdir(parents=True)
     mount = f'mount -t tmpfs -o size={mib}m,mode=755 none "$1" && shift && "$@"; code=$?; '
     mount += "cat .dtctl/runs/*/events.jsonl; mkdir ../exit; cp -r ../work/runs/*/attempt-* ../exit; exit $code"
@@ -85,3 +85,20 @@ def test_nothing_is_lost_where_there_is_room(project: Project) -> None:
     assert done.code == 0, done.err
     assert "lost_output" not in last_event(done)
     assert "output is lost" not in done.err
+
+
+def test_a_node_and_this_machine_cut_alike(project: Project) -> None:
+    done = launch(project, project.folder.parent / "work", mib=64, log_mib=8)
+    assert done.code == 0, done.err
+    printed = sum(len(f"{n} ") + 991 for n in range(32_000))
+    (node_s,) = (project.folder.parent / "exit").rglob("rank-0.log")
+    (here,) = (project.folder / ".dtctl").rglob("rank-0.log")
+    for log in (node_s, here):
+        text = log.read_bytes()
+        assert len(text) <= 8 << 20
+        (mark,) = [line for line in text.splitlines() if line.startswith(b"[dtctl: ")]
+        kept = len(text) - len(mark) - 2
+        assert kept + int(mark.split()[1]) == printed, "the node waits for the link before it cuts"
+        assert (text[:2], text.splitlines()[-1][:6]) == (b"0 ", b"31999 ")
+    cut = last_event(done)["cut_output"]
+    assert cut == {"localhost": printed - (len(here.read_bytes()) - len(mark) - 2)}

@@ -45,7 +45,7 @@ def train(config, worker):
 
     def loss(model, batch):
         if FAULT and os.environ["DTCTL_ATTEMPT"] == "0" and trainer.step == 10:
-            trainer.in_memory.saver.wait()  # that of step 9
+            trainer.training.snapshots.in_memory.saver.wait()  # that of step 9
             print("HALTED", flush=True)
             if FAULT == "worker" and worker.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -95,8 +95,8 @@ def test_what_was_lost_comes_from_memory(
     wait_until(lambda: project.printed(project.unique).count("HALTED") == 2, 60, "both have saved and wait")
     if fault == "node":
         lost = sandbox.nodes[1]
-        faults.kill(sandbox, lost)
-        faults.record(sandbox, [f"kill {lost.name}"])
+        faults.power_off_host(sandbox, lost)
+        faults.write_recorded_faults(sandbox, [f"kill {lost.name}"])
     done = project.finish(process)
     assert done.code == 0, done.err
     assert "resumed at step 9 of 14 from memory: nothing known differs" in project.printed(project.unique)

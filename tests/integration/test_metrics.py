@@ -34,10 +34,10 @@ metrics: {metrics}
 """
 SCRIPT = """\
 import json, os, pathlib, sys, time
-from dtctl.runtime.telemetry.progress import Progress
+from dtctl.runtime.telemetry.progress import ProgressFile
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["DTCTL_ATTEMPT"])
-progress = Progress(rank)
+progress = ProgressFile(rank)
 progress.begin(10 * attempt)
 rows = open(os.environ["DTCTL_METRICS"], "a") if rank == 0 else None
 step = 10 * attempt
@@ -365,7 +365,7 @@ def test_a_run_goes_on_without_it(project: Project, signals: Path) -> None:
 
 def test_a_process_that_cannot_be_started_harms_nothing(tmp_path: Path) -> None:
     """A folder in the way stands for a disk that is full, or processes that are used up."""
-    from dtctl.cli.common.followed_run import measured
+    from dtctl.cli.common.followed_run import sending_run_metrics
     from dtctl.spec.load import parse_spec
     from tests.unit.metrics.following import WrittenRun
 
@@ -373,7 +373,7 @@ def test_a_process_that_cannot_be_started_harms_nothing(tmp_path: Path) -> None:
     (run.record.folder / "metrics.log").mkdir()
     spec = parse_spec("job: {script: t.py}\nmetrics: {port: auto}\n", source="dtctl.yaml", base_dir=tmp_path)
     events: list[Event] = []
-    with measured(spec, run.record, events.append):
+    with sending_run_metrics(spec, run.record, events.append):
         pass
     (note,) = events
     assert isinstance(note, Note)

@@ -13,7 +13,7 @@ from typing import Final
 
 import pytest
 
-from dtctl.launch.records.record import list_runs
+from dtctl.launch.records.record import list_run_records
 from dtctl.sandbox.layout import Sandbox
 from tests.hosts import LIMIT_S, Project, wait_until
 from tests.integration.slurm_hosts import cluster, shared
@@ -60,7 +60,7 @@ def write(project: Project, transport: str, *, seconds: float) -> None:
 
 def check_ended(project: Project) -> None:
     """Read a run that has ended."""
-    (run,) = [record.run for record in list_runs(project.folder)]
+    (run,) = [record.run for record in list_run_records(project.folder)]
     assert run in project.run("runs").out
     told = json.loads(project.run("status", run, "--json").out)
     assert (told["status"], told["done"]["exit_code"], told["done"]["left_behind"]) == ("succeeded", 0, 0)
@@ -72,7 +72,7 @@ def check_ended(project: Project) -> None:
 
 def check_running(project: Project) -> None:
     """Follow a run that is under way, and stop it."""
-    (run,) = [record.run for record in list_runs(project.folder)]
+    (run,) = [record.run for record in list_run_records(project.folder)]
     wait_until(lambda: project.run("logs", run).out.count(" is up") == 2, what="the workers have printed")
     told = json.loads(project.run("status", run, "--json").out)
     assert told["status"] == "running"

@@ -39,7 +39,7 @@ def test_a_disk_that_fills_up_during_a_push_leaves_nothing(project: Project, san
     project.write("train.py", "print('started')")
     (project.folder / "weights.bin").write_bytes(os.urandom(40 << 20))
     faults.fill_disk(sandbox, sandbox.nodes[1], path=".dtctl", size="24m")
-    faults.record(sandbox, ["full-disk node2"])
+    faults.write_recorded_faults(sandbox, ["full-disk node2"])
     done = project.run("launch")
     assert done.code == 6
     assert "the disk is full" in done.err
@@ -54,8 +54,8 @@ def test_a_launcher_that_is_killed_during_a_push_leaves_nothing(project: Project
     project.write("dtctl.yaml", spec_text())
     project.write("train.py", "print('started')")
     (project.folder / "weights.bin").write_bytes(os.urandom(4 << 20))
-    faults.limit(sandbox, sandbox.nodes[0], rate="4mbit")
-    faults.record(sandbox, ["limit node1"])
+    faults.limit_bandwidth(sandbox, sandbox.nodes[0], rate="4mbit")
+    faults.write_recorded_faults(sandbox, ["limit node1"])
     process = project.start("launch")
     wait_until(lambda: parts(sandbox, sandbox.nodes[0]), what="a push is under way")
     process.send_signal(signal.SIGKILL)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from dtctl.report.page import page
-from dtctl.report.run import facts
+from dtctl.report.page import render_report_page
+from dtctl.report.run import collect_run_facts
 from tests.unit.report.runs import BEGAN, make_run, row
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -74,7 +74,7 @@ def report(tmp_path: Path) -> Path:
     """The page of a run with 40 steps, and long series among its plots."""
     rows = [row(step, val_loss=2.0) if step % 1000 == 0 else row(step) for step in range(1, 5001)]
     path = tmp_path / "report.html"
-    path.write_text(page([facts(make_run(tmp_path, rows=rows))], now=BEGAN))
+    path.write_text(render_report_page([collect_run_facts(make_run(tmp_path, rows=rows))], now=BEGAN))
     return path
 
 
@@ -124,9 +124,9 @@ def test_the_log_button_draws_anew(seen: Seen, report: Path) -> None:
 
 
 def test_two_runs_lie_over_each_other(seen: Seen, tmp_path: Path) -> None:
-    runs = [facts(make_run(tmp_path, name)) for name in ("r1", "r2")]
+    runs = [collect_run_facts(make_run(tmp_path, name)) for name in ("r1", "r2")]
     path = tmp_path / "both.html"
-    path.write_text(page(runs, now=BEGAN))
+    path.write_text(render_report_page(runs, now=BEGAN))
     seen.open(path)
     assert seen.page.locator("h1").all_inner_texts() == ["r1 succeeded", "r2 succeeded"]
     assert "r2" in seen.page.locator("figure:first-child .u-legend").inner_text()
@@ -135,7 +135,7 @@ def test_two_runs_lie_over_each_other(seen: Seen, tmp_path: Path) -> None:
 
 def test_a_run_without_metrics_has_a_page_too(seen: Seen, tmp_path: Path) -> None:
     path = tmp_path / "none.html"
-    path.write_text(page([facts(make_run(tmp_path, rows=[]))], now=BEGAN))
+    path.write_text(render_report_page([collect_run_facts(make_run(tmp_path, rows=[]))], now=BEGAN))
     seen.open(path)
     assert seen.complaints == []
     assert "This run has no metrics" in seen.page.inner_text("#plots")

@@ -25,6 +25,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece, since all workers share a pipe
 
+def find_differences(model):
+    return diagnose.find_differing_parameters(model), diagnose.find_differing_gradients(model)
+
 def network(norm):
     return nn.Sequential(nn.Linear(16, 32), *([nn.BatchNorm1d(32)] if norm else []), nn.ReLU(), nn.Linear(32, 1))
 
@@ -52,25 +55,25 @@ def train(config, worker):
 
     trainer = Trainer(config, worker, network(wish.get("norm")), loss, data)
     if wish.get("slow") == worker.rank:
-        read = trainer.feed.batch
-        trainer.feed.batch = lambda *args: (time.sleep(0.02), read(*args))[1]
+        read = trainer.training.engine.feed.batch
+        trainer.training.engine.feed.batch = lambda *args: (time.sleep(0.02), read(*args))[1]
     moved = 0
     def count(_, bucket):
         nonlocal moved
         moved += bucket.buffer().numel() * bucket.buffer().element_size()
         return default_hooks.allreduce_hook(None, bucket)
     if wish.get("count"):
-        trainer.strategy.module.register_comm_hook(None, count)
+        trainer.training.engine.strategy.module.register_comm_hook(None, count)
     outcome = trainer.run()
     tell("moved", worker.rank, moved)
     if wish.get("diagnose"):
-        tell("first", worker.rank, diagnose.parameters(trainer.model), diagnose.gradients(trainer.model))
+        tell("first", worker.rank, *find_differences(trainer.model))
         if worker.rank == 1:
             trainer.model[0].bias.data[3] += 1e-6
             trainer.model[2].weight.grad = None
-        tell("then", worker.rank, diagnose.parameters(trainer.model), diagnose.gradients(trainer.model))
+        tell("then", worker.rank, *find_differences(trainer.model))
     tree = state.optimizer_tree(trainer.model, trainer.optimizer)
-    tell("digest", worker.rank, state.digest(dict(trainer.model.named_parameters()), tree))
+    tell("digest", worker.rank, state.compute_state_digest(dict(trainer.model.named_parameters()), tree))
     return outcome
 
 if __name__ == "__main__":
@@ -237,12 +240,12 @@ from dtctl.runtime.distributed import process_group
 from dtctl.runtime import determinism
 from dtctl.runtime.main import run
 from dtctl.runtime.stop import Outcome
-real = process_group.identify
+real = process_group.resolve_worker_from_env
 def identify(environ):  # the first that asks for CUDA
     print(json.dumps([torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic,
                       torch.cuda.is_initialized(), *map(os.environ.get, determinism.VARIABLES)]))
     return real(environ)
-process_group.identify = identify
+process_group.resolve_worker_from_env = identify
 def train(config, worker):
     from torch._inductor import config as inductor
     print(json.dumps(inductor.deterministic))

@@ -63,7 +63,7 @@ def train(config, worker):
     outcome = trainer.run()
     if worker.is_first and outcome is Outcome.FINISHED:
         tree = state.optimizer_tree(trainer.model, trainer.optimizer)
-        print("digest", state.digest(trainer.model.state_dict(), tree), flush=True)
+        print("digest", state.compute_state_digest(trainer.model.state_dict(), tree), flush=True)
     return outcome
 
 if __name__ == "__main__":
@@ -140,7 +140,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
     killed = launch(tmp_path / "killed", workers, hurt=hurt)
     assert killed.code != 0
     assert "SIGKILL" in killed.output
-    snapshots = layout.listing(tmp_path / "killed" / "snapshots")
+    snapshots = layout.list_step_folders(tmp_path / "killed" / "snapshots")
     newest = (int(hurt.split(":")[1]) - 1) // 2 // 4 * 4
     assert snapshots[0][0] == newest
     if damage:
@@ -166,7 +166,7 @@ def test_one_signal_stops_all_and_other_numbers_of_workers_go_on(tmp_path: Path)
     epochs = ("steps=null", "epochs=4", "global_batch=24", "accumulate=null")
     three = launch(tmp_path, 3, *epochs, "micro_batch=4", hurt="1:10", hurt_with="SIGTERM")
     assert three.output.count("ended with exit code 75") == 3, three.output
-    ((stopped, _), *_) = layout.listing(tmp_path / "snapshots")
+    ((stopped, _), *_) = layout.list_step_folders(tmp_path / "snapshots")
     assert not missing(three.output, f"stopped {stopped} 42 snapshot")
     assert 5 <= stopped < 42
     seen = Counter(take_seen(tmp_path, 0, stopped))
@@ -175,7 +175,7 @@ def test_one_signal_stops_all_and_other_numbers_of_workers_go_on(tmp_path: Path)
     known = "known to differ: micro_batch changed from 4 to 3"
     assert f"resumed at step {stopped} of 42: {known}" in two.output, two.output
     assert not missing(two.output, "workers 3 2")
-    ((again, _), *_) = layout.listing(tmp_path / "snapshots")
+    ((again, _), *_) = layout.list_step_folders(tmp_path / "snapshots")
     assert "ended with exit code 75" in two.output, two.output
     assert not missing(two.output, f"stopped {again} 42 snapshot")
     assert stopped < again < 42
@@ -208,7 +208,7 @@ def test_four_two_three_and_four_workers_see_each_sample_once_per_epoch_whoever_
         ended = launch(tmp_path, workers, *epochs, f"micro_batch={micro}", hurt=hurt, saved=True)
         assert (ended.code == 0) == (hurt == ""), ended.output
         assert (f"resumed at step {begun} of 21" in ended.output) == (begun > 0)
-        ((kept, _), *_) = layout.listing(tmp_path / "snapshots")
+        ((kept, _), *_) = layout.list_step_folders(tmp_path / "snapshots")
         assert kept > begun
         for path in tmp_path.glob("seen.*"):
             # A resume throws one pass away, with the samples of the first that counts: the same line twice.

@@ -53,6 +53,34 @@ def test_hosts_are_apart(sandbox: Sandbox) -> None:
     sh(sandbox, "node1", "rm ~/mine")
 
 
+@pytest.mark.parametrize("below_tmp", [False, True])
+def test_hosts_have_their_own_tmp_whatever_tmpdir_is(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, below_tmp: bool
+) -> None:
+    folder = tmp_path / "mine" if below_tmp else Path.home() / ".cache" / f"dtctl-tmpdir-{os.getpid()}"
+    folder.mkdir()
+    (folder / "of-this-machine").touch()
+    env = {"DTCTL_SANDBOX": "tmpdir", "TMPDIR": str(folder)}
+    monkeypatch.setenv("TMPDIR", str(folder))
+    try:
+        up = project.run("sandbox", "up", "--nodes", "2", env=env)
+        assert up.code == 0, up.err
+        sandbox = control.find_running_sandbox("tmpdir")
+        assert sandbox is not None
+        mine = f"/tmp/dtctl-mine-{os.getpid()}"
+        for node in sandbox.nodes:
+            assert sh(sandbox, node.name, f"ls {mine}* 2>/dev/null; touch {mine}-{node.name}; ls {mine}*") == (
+                f"{mine}-{node.name}"
+            )
+            seen = "" if below_tmp else "of-this-machine"
+            assert sh(sandbox, node.name, f"ls {folder} 2>/dev/null") == seen, "the machine's own folder"
+            assert sh(sandbox, node.name, "mktemp -u").startswith("/tmp/")
+        assert not list(Path("/tmp").glob(f"{Path(mine).name}*"))
+    finally:
+        control.remove_sandbox("tmpdir")
+        shutil.rmtree(folder)
+
+
 def test_openssh_logs_in_with_what_status_says(project: Project, sandbox: Sandbox) -> None:
     status = json.loads(project.run("sandbox", "status", "--json").out)
     assert status["slurm"] is False
@@ -74,28 +102,28 @@ def test_hosts_reach_each_other_by_name(sandbox: Sandbox) -> None:
 
 
 def test_a_cut_cable(sandbox: Sandbox) -> None:
-    faults.cut(sandbox, sandbox.node("node2"), None)
+    faults.disconnect_host(sandbox, sandbox.node("node2"), None)
     assert reach(sandbox, "node1", "node2") != "connected 3"
     assert reach(sandbox, "node1", "node3") == "connected 3"
-    faults.heal(sandbox, sandbox.nodes)
+    faults.remove_host_faults(sandbox, sandbox.nodes)
     assert reach(sandbox, "node1", "node2") == "connected 3"
 
 
 def test_a_cut_between_two(sandbox: Sandbox) -> None:
-    faults.cut(sandbox, sandbox.node("node1"), sandbox.node("node2"))
+    faults.disconnect_host(sandbox, sandbox.node("node1"), sandbox.node("node2"))
     assert reach(sandbox, "node1", "node2") == "TimeoutError"
     assert reach(sandbox, "node2", "node1") == "TimeoutError"
     assert reach(sandbox, "node3", "node2") == "connected 3"
-    faults.heal(sandbox, sandbox.nodes)
+    faults.remove_host_faults(sandbox, sandbox.nodes)
 
 
 def test_silence_is_told_from_refusal(sandbox: Sandbox) -> None:
     one, two = sandbox.node("node1"), sandbox.node("node2")
-    faults.block(sandbox, one, ports="22", source=two, reject=False)
-    faults.block(sandbox, one, ports="20:23", source=sandbox.node("node3"), reject=True)
+    faults.block_ports(sandbox, one, ports="22", source=two, reject=False)
+    faults.block_ports(sandbox, one, ports="20:23", source=sandbox.node("node3"), reject=True)
     assert reach(sandbox, "node2", "node1") == "TimeoutError"
     assert reach(sandbox, "node3", "node1") == "ConnectionRefusedError"
-    faults.heal(sandbox, sandbox.nodes)
+    faults.remove_host_faults(sandbox, sandbox.nodes)
     assert reach(sandbox, "node2", "node1") == "connected 3"
 
 
@@ -108,14 +136,14 @@ def test_large_packets_are_lost(sandbox: Sandbox) -> None:
     faults.lose_large(sandbox, sandbox.node("node1"), sandbox.node("node2"))
     assert sh(sandbox, "node2", send.format(size=10)) == "True"
     assert "timed out" in sh(sandbox, "node2", send.format(size=3000))
-    faults.heal(sandbox, sandbox.nodes)
+    faults.remove_host_faults(sandbox, sandbox.nodes)
     assert "timed out" not in sh(sandbox, "node2", send.format(size=3000))
 
 
 def test_a_limited_cable(sandbox: Sandbox) -> None:
-    faults.limit(sandbox, sandbox.node("node2"), rate="10mbit")
+    faults.limit_bandwidth(sandbox, sandbox.node("node2"), rate="10mbit")
     assert "tbf" in sh(sandbox, "node2", "tc qdisc show dev eth0 || /sbin/tc qdisc show dev eth0")
-    faults.heal(sandbox, sandbox.nodes)
+    faults.remove_host_faults(sandbox, sandbox.nodes)
     assert "tbf" not in sh(sandbox, "node2", "tc qdisc show dev eth0 || /sbin/tc qdisc show dev eth0")
 
 
@@ -124,7 +152,7 @@ def test_a_full_disk(sandbox: Sandbox) -> None:
     assert "No space left" in sh(sandbox, "node3", "head -c 100000 /dev/zero > ~/small/x || cat 2>&1", 5) or (
         sh(sandbox, "node3", "stat -c %s ~/small/x") == "65536"
     )
-    faults.heal(sandbox, sandbox.nodes)
+    faults.remove_host_faults(sandbox, sandbox.nodes)
     assert sh(sandbox, "node3", "ls ~/small") == ""
 
 
@@ -138,7 +166,7 @@ def test_two_who_want_a_sandbox_at_once_get_the_same_one(sandbox_env: dict[str, 
         ]
         keepers = [process.communicate(timeout=600)[0] for process in started]
     finally:
-        control.down(name)
+        control.remove_sandbox(name)
     assert len(set(keepers)) == 1, keepers
     assert int(keepers[0]) > 0
 
@@ -170,41 +198,41 @@ def test_exec_passes_everything_through(project: Project, sandbox: Sandbox) -> N
 
 @pytest.mark.parametrize("record", ["kept", "of an older version"])
 def test_up_and_down_leave_nothing(sandbox_env: dict[str, str], record: str) -> None:
-    made = control.up("leftovers", nodes=4 if record == "kept" else 1)
+    made = control.start_sandbox("leftovers", nodes=4 if record == "kept" else 1)
     pids = [made.keeper, *(pid for node in made.nodes for pid in control.host_processes(node))]
     with raises(Exception, "already"):
-        control.up("leftovers", nodes=2)
-    faults.freeze(made.nodes[0])
+        control.start_sandbox("leftovers", nodes=2)
+    faults.freeze_host(made.nodes[0])
     if record != "kept":
         (made.state / "keeper.pid").write_text(str(made.keeper))
-    assert control.down("leftovers")
+    assert control.remove_sandbox("leftovers")
     wait_until(lambda: not any(node_facts.start_ticks(pid) for pid in pids), what="no process is left")
     assert not made.state.exists()
     if os.getuid() == 0:
         links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
-        assert layout.tag(made.state) not in links
-    assert not control.down("leftovers")
+        assert layout.compute_sandbox_tag(made.state) not in links
+    assert not control.remove_sandbox("leftovers")
 
 
 def test_two_sandboxes_do_not_meet(sandbox: Sandbox) -> None:
-    other = control.up("other", nodes=2)
+    other = control.start_sandbox("other", nodes=2)
     try:
         assert not {node.address for node in other.nodes} & {node.address for node in sandbox.nodes}
         assert sh(other, "node1", "hostname") == "node1"
         assert reach(other, "node1", "node2") == "connected 3"
     finally:
-        control.down("other")
+        control.remove_sandbox("other")
     assert sh(sandbox, "node1", "hostname") == "node1"
 
 
 def test_a_dead_keeper_takes_its_hosts_along(sandbox_env: dict[str, str]) -> None:
-    made = control.up("crash", nodes=2)
+    made = control.start_sandbox("crash", nodes=2)
     os.kill(made.keeper, signal.SIGKILL)
     wait_until(lambda: not any(node_facts.start_ticks(node.pid) for node in made.nodes), what="the hosts have ended")
-    assert control.find("crash") is None
-    again = control.up("crash", nodes=1)
+    assert control.find_running_sandbox("crash") is None
+    again = control.start_sandbox("crash", nodes=1)
     assert len(again.nodes) == 1
-    control.down("crash")
+    control.remove_sandbox("crash")
 
 
 PACKAGES = """
@@ -298,3 +326,23 @@ def test_tmp_of_a_host_is_its_own_wherever_the_files_lie(tmp_path: Path, sandbox
         assert not Path("/tmp/of-node1").exists()
     finally:
         project.run("sandbox", "down")
+
+
+def test_a_sandbox_on_which_a_run_is_running_is_not_removed_unasked(
+    tmp_path: Path, sandbox_env: dict[str, str]
+) -> None:
+    project = Project(tmp_path, {**sandbox_env, "DTCTL_SANDBOX": "busy"})
+    project.write(
+        "dtctl.yaml", "cluster: {transport: sandbox, nodes: 1}\njob: {command: [sleep, '10000'], grace_s: 1}\n"
+    )
+    assert project.run("sandbox", "up", "--nodes", "1").err.startswith("sandbox busy: 1 host up")
+    try:
+        assert project.run("launch", "--detach", "--name", project.unique).code == 0
+        refused = project.run("sandbox", "down")
+        assert (refused.code, project.unique in refused.err, "--yes" in refused.err) == (7, True, True), refused.err
+        assert json.loads(project.run("status", "--json").out)["status"] == "running"
+        assert project.run("stop").code == 0
+        down = project.run("sandbox", "down")
+        assert (down.code, "is removed" in down.err) == (0, True), down.err
+    finally:
+        assert project.run("sandbox", "down", "--force").code == 0

@@ -158,15 +158,15 @@ time.sleep(1000)
 
 def test_slurm_takes_every_kept_batch_file(sandbox_env: dict[str, str], tmp_path: Path) -> None:
     """The files of tests/golden, on a cluster of 6 nodes that have 8 GPUs each by Slurm's count."""
-    mine = control.up(f"slurm-{secrets.token_hex(3)}", nodes=6, with_slurm=True)
+    mine = control.start_sandbox(f"slurm-{secrets.token_hex(3)}", nodes=6, with_slurm=True)
     try:
-        env = {**sandbox_env, **slurm.environment(mine)}
+        env = {**sandbox_env, **slurm.build_slurm_environment(mine)}
         for kept in sorted(GOLDEN.glob("*.sbatch")):
             argv = ["sbatch", "--test-only", f"--chdir={tmp_path}", str(kept)]
             done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
             assert (done.returncode, "to start at" in done.stderr) == (0, True), (kept.name, done.stderr)
     finally:
-        control.down(mine.name)
+        control.remove_sandbox(mine.name)
 
 
 @pytest.mark.parametrize("launcher", ["auto", "none"])

@@ -50,21 +50,67 @@ def shared_files(sandbox: Sandbox, node: SandboxNode, run: str) -> list[str]:
     return sorted(path.partition("/")[2] for path in found.split())
 
 
-def test_a_resume_without_the_key_names_it(project: Project, sandbox: Sandbox) -> None:
-    write = (
-        "import os, pathlib, sys, time\n"
-        "if os.environ['RANK'] == '0' and os.environ['DTCTL_ATTEMPT'] == '0':\n"
-        "    pathlib.Path('saved').mkdir()\n"
-        "    pathlib.Path('saved/step-1.pt').write_bytes(bytes(9000))\n"
-        "    time.sleep(1)\n"
-        "    sys.exit(3)\n"
-        "time.sleep(5)\n"
-    )
-    project.write("train.py", write)
-    project.write("dtctl.yaml", spec_of(["node1", "node2"], [], [], shared=[]))
-    done = project.run("launch", "--name", project.unique)
+UNSHARED = """\
+import os, pathlib, socket, sys, time, zipfile
+rank, first = os.environ["RANK"], "again" not in sys.argv and os.environ["DTCTL_ATTEMPT"] == "0"
+
+def save(path):
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(path.stem + "/data.pkl", bytes(9000))
+
+def save_all():
+    for path in ("one/last.pt", "folder/step-1/model.pt", "out/run/below/last.pt", "imagenet/checkpoint.pth.tar",
+                 "plain/newest", "top.pt"):
+        save(path)
+
+def meet():
+    if rank == "0":
+        return socket.create_server(("", int(os.environ["MASTER_PORT"]))).accept()
+    while True:
+        try:
+            return socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        except OSError:
+            time.sleep(0.1)
+
+if first:
+    save(f"ranks/last-{rank}.pt")
+    save("both/last.pt")
+    if rank == "0":
+        save_all()
+    met = meet()
+    sys.exit(3)
+ends = time.monotonic() + 4
+while rank == "0" and time.monotonic() < ends:
+    save_all()
+    time.sleep(0.05)
+"""
+"""Checkpoints of rank 0 are written again and again, as by programs that keep the newest in one file."""
+
+
+@pytest.mark.parametrize("again", ["restart", "resume"])
+def test_checkpoints_that_other_nodes_lack_are_reported_with_the_key(
+    project: Project, sandbox: Sandbox, again: str
+) -> None:
+    project.write("train.py", UNSHARED)
+    outputs = ["one/", "ranks/", "both/", "folder/", "out/run/", "imagenet", "plain", "top.pt"]
+    job = {"shared": [], "outputs": outputs, "max_restarts": 1}
+    if again == "restart":
+        project.write("dtctl.yaml", spec_of(["node1", "node2"], [], [], **job))
+        done = project.run("launch", "--name", project.unique)
+    else:
+        job["max_restarts"] = 0
+        project.write("dtctl.yaml", spec_of(["node1", "node2"], [], [], **job))
+        assert project.run("launch", "--name", project.unique).code == 8
+        project.write("dtctl.yaml", spec_of(["node1", "node2"], [], ["again"], **job))
+        done = project.run("launch", "--resume", project.unique, "--name", f"{project.unique}-again")
     assert done.code == 0, done.err
-    assert not missing(done.err, "saved/ node1 only `job.shared: [saved/]`")
+    for folder in ("one", "folder", "out", "imagenet", "plain"):
+        assert not missing(done.err, f"{folder}/ node1 only `job.shared: [{folder}/]`")
+    assert not missing(done.err, "ranks/ different each node `job.shared: [ranks/]`")
+    assert not missing(done.err, "top.pt node1 only job.shared folders")
+    assert "both/" not in done.err, done.err
 
 
 def test_fetch_takes_the_absolute_paths_that_outputs_allow(project: Project, sandbox: Sandbox) -> None:
@@ -123,6 +169,48 @@ def test_a_folder_below_an_overlay_shows_what_other_nodes_wrote(project: Project
     assert ledger["copied_s"] > 0
 
 
+def test_what_a_program_removes_is_gone_on_all_nodes_before_the_next_attempt(
+    project: Project, sandbox: Sandbox
+) -> None:
+    """Rank 0 keeps the last three of its checkpoints, and rank 1 all of its own."""
+    write = (
+        "import os, pathlib, shutil, sys, time\n"
+        "folder, rank = pathlib.Path('checkpoints'), os.environ['RANK']\n"
+        "if os.environ['DTCTL_ATTEMPT'] == '1':\n"
+        "    print('FOUND', rank, *sorted(str(path.relative_to(folder)) for path in folder.rglob('*')), flush=True)\n"
+        "    sys.exit(0)\n"
+        "for step in range(1, 6):\n"
+        "    (folder / f'step-{step}').mkdir(parents=True, exist_ok=True)\n"
+        "    (folder / f'step-{step}' / f'rank-{rank}.bin').write_bytes(bytes(9000))\n"
+        "    (folder / f'step-{step}' / f'DONE-{rank}').write_text('')\n"
+        "begun = time.monotonic()\n"
+        "while len(list(folder.rglob('rank-*'))) < 10 and time.monotonic() - begun < 300:\n"
+        "    time.sleep(0.1)\n"
+        "time.sleep(12)\n"
+        "if rank == '0':\n"
+        "    for step in (1, 2):\n"
+        "        shutil.rmtree(folder / f'step-{step}')\n"
+        "    os._exit(3)\n"
+        "time.sleep(1000)\n"
+    )
+    project.write("train.py", write)
+    shared = [{"path": "checkpoints", "complete": "DONE-*"}]
+    project.write("dtctl.yaml", spec_of(["node1", "node2"], ["node3"], [], shared=shared, max_restarts=1))
+    done = project.run("launch", "--name", project.unique)
+    assert done.code == 0, done.err
+    found = {
+        words[1]: {*words[2:]}
+        for line in project.printed(project.unique).splitlines()
+        if (words := line.split())[:1] == ["FOUND"]
+    }
+    kept = {f"step-{step}/{name}" for step in (3, 4, 5) for name in ("rank-0.bin", "DONE-0", "rank-1.bin", "DONE-1")}
+    kept |= {f"step-{step}" for step in (3, 4, 5)}
+    of_rank_1 = {f"step-{step}{name}" for step in (1, 2) for name in ("", "/rank-1.bin", "/DONE-1")}
+    assert found == {"0": kept, "1": kept | of_rank_1}
+    on_spare = {path.removeprefix("checkpoints/") for path in shared_files(sandbox, sandbox.nodes[2], project.unique)}
+    assert on_spare == {path for path in kept | of_rank_1 if "/" in path}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_goes_on_from_its_newest_checkpoint_though_a_host_is_gone(
     project: Project, sandbox: Sandbox, layout: str
@@ -138,7 +226,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_though_a_host_is_gone(
         return bool(names[0]) and names[0] == names[1] == names[2] and "12" in " ".join(names[2])
 
     wait_until(is_copied, 60)
-    faults.kill(sandbox, lost)
+    faults.power_off_host(sandbox, lost)
     done = project.finish(process)
     assert done.code == 0, done.err
     assert sorted(resumed(project.printed(project.unique))) == [(0, 0), (0, 12), (1, 0), (1, 12)]

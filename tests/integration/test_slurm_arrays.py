@@ -10,6 +10,7 @@ import pytest
 
 from dtctl.sandbox import control
 from dtctl.sandbox.layout import Sandbox
+from tests.facts import missing
 from tests.hosts import Project, wait_until
 from tests.integration.slurm_hosts import ask, clean, cluster, fields, hasten, shared, state
 
@@ -152,3 +153,45 @@ def test_the_other_nodes_look_after_the_first_one_of_each_task(shared: Project, 
     argv = control.enter_argv(cluster, cluster.nodes[1], ["pgrep", "-f", f"guard {job_of(shared, run)} "])
     wait_until(lambda: subprocess.run(argv, capture_output=True, check=False).returncode == 0, 60, "it is looked after")
     assert shared.run("stop", "many").code == 0
+
+
+def test_a_sweep_is_an_array_in_which_each_task_has_its_settings(shared: Project) -> None:
+    shared.write("train.py", "import os, sys\nprint('has', sys.argv[1:], os.environ['SEED'], flush=True)\n")
+    shared.write(
+        "dtctl.yaml", spec("1").replace(', array: "1"', "").replace("kind: direct", "kind: direct, env: {SEED: 0}")
+    )
+    sweep = ("--sweep", "job.args=[--lr,1],[--lr,3]", "--sweep", "job.env.SEED=4,5")
+    shown = shared.run("launch", *sweep, "--dry-run")
+    assert shown.code == 0, shown.err
+    assert "#SBATCH --array=1-4" in shown.out
+    assert not missing(shown.out, "task 4 [--lr,3] 5")
+    done = shared.run("launch", "--name", "many", *sweep)
+    assert done.code == 0, done.err
+    assert not missing(done.out, "RUN job.args job.env.SEED")
+    assert not missing(done.out, "many.4 [--lr,3] 5")
+    told = {}
+    for run in (f"many.{number}" for number in range(1, 5)):
+        wait_until(lambda run=run: is_over(shared, run), 120, f"{run} ends")
+        assert status(shared, run)["status"] == "succeeded"
+        (text,) = [each.read_text() for each in (shared.folder / ".dtctl/runs" / run / "logs").glob("*/rank-0.log")]
+        told[run] = text.strip()
+    assert told == {
+        "many.1": "has ['--lr', '1'] 4", "many.2": "has ['--lr', '1'] 5",
+        "many.3": "has ['--lr', '3'] 4", "many.4": "has ['--lr', '3'] 5",
+    }  # fmt: skip
+    listed = json.loads(shared.run("runs", "--json").out)["runs"]
+    assert [each["sweep"]["job.env.SEED"] for each in listed] == ["4", "5", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "where"),
+    [("slurm.time=1,2", 4, "array"), ("job.name=a,b", 4, "array"), ("job.max_restarts=1,x", 3, "max_restarts"),
+     ("slurm.launcher=none,none", 4, "slurm.launcher")],
+)  # fmt: skip
+def test_what_one_array_cannot_sweep(shared: Project, key: str, code: int, where: str) -> None:
+    shared.write("train.py", TELL)
+    shared.write("dtctl.yaml", spec("1").replace(', array: "1"', ""))
+    done = shared.run("launch", "--sweep", key)
+    assert done.code == code, done.err
+    assert where in done.err
+    assert not (shared.folder / ".dtctl" / "runs").exists()

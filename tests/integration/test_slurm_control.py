@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import pytest
 
 from dtctl.launch.records.events import JobSubmitted, JobSubmitting, RunEnded
-from dtctl.launch.records.record import RunRecord, list_runs
+from dtctl.launch.records.record import RunRecord, list_run_records
 from dtctl.sandbox.layout import Sandbox
-from dtctl.slurm.follow import reference
+from dtctl.slurm.job_watcher import read_job_reference
 from tests.facts import missing
 from tests.hosts import Project, wait_until
 from tests.integration.slurm_hosts import ask, clean, cluster, fields, hasten, shared, state
@@ -55,7 +55,7 @@ def write(
 
 
 def record(project: Project) -> RunRecord:
-    return list_runs(project.folder)[-1]
+    return list_run_records(project.folder)[-1]
 
 
 def scontrol(project: Project, *words: str) -> None:
@@ -84,7 +84,7 @@ def test_a_job_for_drained_nodes_is_queued(shared: Project) -> None:
         assert (doctor.code, finding["status"], finding["nodes"]) == (0, "warn", ["node2"])
         assert launched.code == 0, launched.err
         assert "node2" in launched.err
-        job = reference(record(shared)).job
+        job = read_job_reference(record(shared)).job
         assert state(shared, job) == "PENDING"
     finally:
         scontrol(shared, "update", "nodename=node2", "state=resume")
@@ -94,7 +94,7 @@ def test_a_job_for_drained_nodes_is_queued(shared: Project) -> None:
 def test_stop_says_what_is_known_when_the_controller_is_down(shared: Project, cluster: Sandbox) -> None:
     write(shared)
     assert shared.run("launch", "--detach").code == 0
-    job = reference(record(shared)).job
+    job = read_job_reference(record(shared)).job
     # Not only Slurm's word for it: srun, which starts the workers, asks the controller, and gives up without an answer.
     logs = lambda: (shared.folder / ".dtctl" / "slurm").rglob("rank-0.log")  # noqa: E731
     wait_until(lambda: any("up" in log.read_text() for log in logs()), 60, "its worker runs")
@@ -125,7 +125,7 @@ def test_a_job_waits_for_a_controller_that_is_silent_when_its_workers_are_to_sta
     write(shared, nodes=2, script="print('ran', flush=True)\n", python=str(python), job=keys, more=more)
     launched = shared.run("launch", "--detach")
     assert launched.code == 0, launched.err
-    job = reference(record(shared)).job
+    job = read_job_reference(record(shared)).job
     wait_until((here / "reached").exists, 60, "the batch script has begun")
     log = lambda: "".join(one.read_text() for one in (here / ".dtctl" / "slurm").rglob("job.log"))  # noqa: E731
     with silent_controller(cluster):
@@ -140,9 +140,12 @@ def test_the_terminal_goes_and_the_job_stays(shared: Project) -> None:
     write(shared)
     launcher = shared.start("launch")
     wait_until(
-        lambda: any(isinstance(event, JobSubmitted) for run in list_runs(shared.folder) for event in run.events()), 60
+        lambda: any(
+            isinstance(event, JobSubmitted) for run in list_run_records(shared.folder) for event in run.events()
+        ),
+        60,
     )
-    job = reference(record(shared)).job
+    job = read_job_reference(record(shared)).job
     wait_until(lambda: state(shared, job) == "RUNNING", 60, "it runs")
     launcher.send_signal(signal.SIGHUP)
     assert launcher.wait(timeout=600) == 128 + signal.SIGHUP
@@ -164,12 +167,12 @@ def without_the_answer(project: Project) -> None:
 def test_a_job_that_no_launcher_knows_is_found(shared: Project, command: str) -> None:
     write(shared)
     assert shared.run("launch", "--detach").code == 0
-    job = reference(record(shared)).job
+    job = read_job_reference(record(shared)).job
     assert isinstance(list(record(shared).events())[1], JobSubmitting)
     without_the_answer(shared)
     done = shared.run(command)
     assert done.code == 0, done.err
-    assert reference(record(shared)).job == job
+    assert read_job_reference(record(shared)).job == job
     if command == "stop":
         assert state(shared, job) == "CANCELLED"
     else:
@@ -181,7 +184,7 @@ def test_a_submission_that_never_was_is_over(shared: Project) -> None:
     """The launcher was killed before it had asked Slurm."""
     write(shared)
     assert shared.run("launch", "--detach").code == 0
-    job = reference(record(shared)).job
+    job = read_job_reference(record(shared)).job
     shared.run("stop")
     without_the_answer(shared)
     path = record(shared).folder / "events.jsonl"
@@ -260,7 +263,10 @@ def test_a_job_looks_for_itself_what_it_has_left(shared: Project) -> None:
     write(shared, nodes=2, script=DAEMON.replace("FOLDER", repr(str(shared.folder))))
     launcher = shared.start("launch", "--json")
     wait_until(
-        lambda: list_runs(shared.folder) and any(isinstance(event, JobSubmitted) for event in record(shared).events())
+        lambda: (
+            list_run_records(shared.folder)
+            and any(isinstance(event, JobSubmitted) for event in record(shared).events())
+        )
     )
     argv = ["sbatch", "--parsable", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap", "sleep 60"]
     other = subprocess.run(argv, env=shared.env, capture_output=True, text=True, check=True).stdout.strip()
@@ -286,7 +292,9 @@ def test_what_kept_the_workers_from_starting_is_named(shared: Project, wrong: st
         wait_until(lambda: state(shared, blocker) == "RUNNING", 60, "the nodes are taken")
         launcher = shared.start("launch", "--json")
         wait_until(
-            lambda: list_runs(shared.folder) and any(isinstance(e, JobSubmitted) for e in record(shared).events())
+            lambda: (
+                list_run_records(shared.folder) and any(isinstance(e, JobSubmitted) for e in record(shared).events())
+            )
         )
         folder = next(path for path in (shared.folder / ".dtctl" / "slurm").iterdir())
         (folder / "control").touch()  # no folder can be made there, by root neither
@@ -310,7 +318,7 @@ def test_a_job_that_can_never_start_does_not_wait_for_ever(shared: Project) -> N
     failure = done.done["first_failure"]
     assert isinstance(failure, dict)
     assert not missing(str(failure["summary"]), "DependencyNeverSatisfied slurm.extra")
-    assert state(shared, reference(record(shared)).job) == "CANCELLED"
+    assert state(shared, read_job_reference(record(shared)).job) == "CANCELLED"
 
 
 def begun(project: Project, workers: int) -> subprocess.Popen[str]:
@@ -325,7 +333,7 @@ def test_what_others_do_to_a_job_is_told(shared: Project) -> None:
     """Requeued and held by somebody, released, and cancelled by scancel."""
     write(shared)
     launcher = begun(shared, 1)
-    job = reference(record(shared)).job
+    job = read_job_reference(record(shared)).job
     scontrol(shared, "requeuehold", job)
     wait_until(lambda: f"scontrol release {job}" in shared.run("status").out, 60, "it is held, and told so")
     scontrol(shared, "release", job)
@@ -345,7 +353,7 @@ def test_what_others_do_to_a_job_is_told(shared: Project) -> None:
 def test_a_stopped_slurmd_is_a_lost_node(shared: Project, cluster: Sandbox) -> None:
     write(shared, nodes=2)
     launcher = begun(shared, 2)
-    job = reference(record(shared)).job
+    job = read_job_reference(record(shared)).job
     argv = ["pgrep", "-f", f"slurmd -D -N node2 -f {cluster.state}"]
     daemons = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
     for daemon in daemons:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.records.record import list_runs
-from dtctl.slurm.follow import reference
+from dtctl.launch.records.record import list_run_records
+from dtctl.slurm.job_watcher import read_job_reference
 from tests.hosts import Project, wait_until
 from tests.integration.progress_job import breaks_at_30
 from tests.integration.slurm_hosts import cluster, fields, shared, state
@@ -104,7 +104,7 @@ def test_files_of_progress_lie_in_the_folder_of_the_job(shared: Project) -> None
         os.umask(before)
     assert done.code == 0, done.err
     assert done.err.count("UMASK 0o2") == 2, done.err
-    job = Path(reference(list_runs(shared.folder)[-1]).folder)
+    job = Path(read_job_reference(list_run_records(shared.folder)[-1]).folder)
     found = {Path(line.split()[-1]) for line in done.err.splitlines() if "FOLDER" in line}
     assert len(found) == 2, "one for each node"
     assert all(job in folder.parents for folder in found)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dtctl.launch.records.record import RunRecord, list_runs
+from dtctl.launch.records.record import RunRecord, list_run_records
 from dtctl.sandbox import control
 from dtctl.sandbox.layout import Sandbox, SandboxNode
-from dtctl.slurm.follow import reference
+from dtctl.slurm.job_watcher import read_job_reference
 from tests.facts import missing
 from tests.hosts import Project, wait_until
 from tests.integration.progress_job import breaks_at_30, fails_after_7
@@ -33,7 +33,7 @@ def write(project: Project, act: str, *, kind: str = "direct", restarts: int = 1
 
 
 def record(project: Project) -> RunRecord:
-    return list_runs(project.folder)[-1]
+    return list_run_records(project.folder)[-1]
 
 
 def ledger(project: Project) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_a_job_that_hangs_is_started_again_and_its_culprit_named(shared: Project
 def test_a_job_that_nobody_follows_is_judged_all_the_same(shared: Project) -> None:
     write(shared, STOP)
     assert shared.run("launch", "--detach").code == 0
-    wait_until(lambda: state(shared, reference(record(shared)).job) == "COMPLETED", 90, "the job is over")
+    wait_until(lambda: state(shared, read_job_reference(record(shared)).job) == "COMPLETED", 90, "the job is over")
     said = json.loads(shared.run("status", "--json").out)
     events = [event.to_json() for event in record(shared).events()]
     check_hang(shared, said["done"], events)

@@ -18,12 +18,12 @@ import pytest
 
 import dtctl
 from dtctl.launch.records.events import JobSubmitted, Note
-from dtctl.launch.records.record import RunRecord, list_runs
+from dtctl.launch.records.record import RunRecord, list_run_records
 from dtctl.launch.records.run_writer import RunWriter
-from dtctl.launch.records.state import alive
+from dtctl.launch.records.state import is_launcher_alive
 from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
-from dtctl.slurm.follow import reference
+from dtctl.slurm.job_watcher import read_job_reference
 from tests.facts import missing
 from tests.hosts import Finished, Project, wait_until
 from tests.integration.progress_job import breaks_at_30
@@ -50,7 +50,7 @@ def spec(*, kind: str = "direct", restarts: int = 0, more: str = "") -> str:
 
 
 def record(project: Project) -> RunRecord:
-    return list_runs(project.folder)[-1]
+    return list_run_records(project.folder)[-1]
 
 
 def events(project: Project) -> list[object]:
@@ -86,6 +86,36 @@ def test_a_launch_is_followed_to_its_end(shared: Project, kind: str) -> None:
     assert sum(line.endswith(" line 4") for line in done.err.splitlines()) == 4
     said = json.loads(shared.run("status", "--json").out)
     assert (said["status"], said["nodes"]) == ("succeeded", {"node1": "stopped", "node2": "stopped"})
+
+
+def test_all_nodes_are_reached_by_one_job_step(shared: Project) -> None:
+    shared.write("dtctl.yaml", spec())
+    shared.write("train.py", "import time\ntime.sleep(600)\n")
+    assert shared.run("launch", "--detach").code == 0
+
+    def list_steps() -> list[str]:
+        said = ask(shared, "squeue", "--steps", "--noheader", "--jobs", job_of(shared), "--format=%j %N")
+        return [line for line in said.splitlines() if line.startswith("dtctl-node ")]
+
+    wait_until(list_steps, what="the launcher reaches the nodes")
+    control = record(shared).folder.parents[1] / "slurm" / record(shared).run / "control" / "events.jsonl"
+    wait_until(lambda: '"event":"started"' in control.read_text(), what="the workers run")
+    assert list_steps() == ["dtctl-node node[1-2]"]
+    assert shared.run("stop").code == 0
+
+
+def test_a_site_whose_srun_starts_no_common_step_gets_one_for_each_node(shared: Project, tmp_path: Path) -> None:
+    real = shutil.which("srun", path=shared.env["PATH"])
+    refusing = f'#!/bin/sh\ncase " $* " in *" --label "*) echo refused >&2; exit 3;; esac\nexec {real} "$@"\n'
+    shared.write("bin/srun", refusing)
+    (shared.folder / "bin" / "srun").chmod(0o755)
+    shared.write(
+        "dtctl.yaml", spec().replace("name: test", f"name: test, setup: ['export PATH={shared.folder}/bin:$PATH']")
+    )
+    shared.write("train.py", COUNT.format(count=5))
+    done = shared.run("launch", "--json")
+    assert (done.code, done.done["attempts"], done.done["left_behind"]) == (0, 1, 0), done.err
+    assert sum(line.endswith(" line 4") for line in done.err.splitlines()) == 4
 
 
 @pytest.mark.slow
@@ -336,7 +366,7 @@ def test_where_nobody_can_look_nothing_is_said(shared: Project, cluster: Sandbox
         assert shared.run("launch", "--detach", "--name", f"{shared.unique}-{name}").code == 0
     wait_until(lambda: fields(shared, job_of(shared))["Reason"] in ("Resources", "Priority"), what="the second waits")
     first = RunRecord(shared.folder / ".dtctl" / "runs" / f"{shared.unique}-first")
-    job = reference(first)
+    job = read_job_reference(first)
     argv = control.enter_argv(cluster, cluster.nodes[0], ["pkill", "-KILL", "-f", f"{job.folder}/launcher.zip"])
     subprocess.run(argv, check=True)
     wait_until(lambda: state(shared, job.job) not in ("RUNNING", "COMPLETING"), 60, "the job is over")
@@ -359,7 +389,7 @@ def test_a_job_is_found_again_after_its_launcher_was_killed(shared: Project) -> 
     wait_until(lambda: list(shared.folder.glob(".dtctl/runs/*/logs/*/rank-0.log")), what="output has come")
     launcher = record(shared).info()
     os.kill(launcher.pid, signal.SIGKILL)
-    wait_until(lambda: not alive(launcher))
+    wait_until(lambda: not is_launcher_alive(launcher))
     followed = shared.run("logs", "-f")
     assert followed.code == 0, followed.err
     assert [followed.out.count(f" line {n}\n") for n in range(150)] == [4] * 150
@@ -378,6 +408,20 @@ def test_a_detached_job_is_looked_at_when_somebody_asks(shared: Project) -> None
     assert shared.run("logs").out.count(" line 4\n") == 4
 
 
+def test_a_detached_job_that_never_stops_printing_can_be_looked_at_and_stopped(shared: Project) -> None:
+    """There is news at each look, so waiting until there is none would not end."""
+    shared.write("dtctl.yaml", spec())
+    shared.write("train.py", COUNT.format(count=1_000_000))
+    assert shared.run("launch", "--detach").code == 0
+    wait_until(lambda: "line 50" in shared.run("logs", timeout_s=60).out, what="it prints")
+    said = json.loads(shared.run("status", "--json", timeout_s=60).out)
+    assert (said["status"], set(said["nodes"].values())) == ("running", {"running"})
+    assert "has ended" not in shared.run("status", timeout_s=60).err
+    assert shared.run("stop", timeout_s=90).code == 0
+    assert state(shared, job_of(shared)) == "CANCELLED"
+    assert json.loads(shared.run("status", "--json", timeout_s=60).out)["status"] == "stopped"
+
+
 @pytest.mark.slow
 def test_people_see_what_a_job_waits_for(shared: Project, cluster: Sandbox) -> None:
     shared.write("dtctl.yaml", spec(more=", extra: {exclusive: true}"))
@@ -388,7 +432,7 @@ def test_people_see_what_a_job_waits_for(shared: Project, cluster: Sandbox) -> N
     said = shared.run("status")
     assert "queued" in said.out
     assert "waits: Resources" in said.out or "waits: Priority" in said.out
-    for run in list_runs(shared.folder):
+    for run in list_run_records(shared.folder):
         assert shared.run("stop", run.run).code == 0
 
 
@@ -470,7 +514,8 @@ class Training:
     def launch(self) -> None:
         self.process = self.project.start("launch", "--json")
         wait_until(
-            lambda: list_runs(self.project.folder) and "submitted" in events(self.project), what="it is submitted"
+            lambda: list_run_records(self.project.folder) and "submitted" in events(self.project),
+            what="it is submitted",
         )
 
     def trains(self) -> bool:
@@ -534,8 +579,10 @@ def trainings(sandbox_env: dict[str, str]) -> Iterator[dict[str, Training]]:
     more = {"time limit": limit, "time limit, live": limit, "preempted": "", "preempted, live": ""}
     interrupted = {**more, **dict.fromkeys(LOST, "")}
     # Those that have lost a node need another one.
-    mine = control.up(f"slurm-{secrets.token_hex(3)}", nodes=2 * len(interrupted) + len(LOST), with_slurm=True)
-    env = {**sandbox_env, **slurm.environment(mine), "DTCTL_SANDBOX": mine.name, "PATH": python_path()}
+    mine = control.start_sandbox(
+        f"slurm-{secrets.token_hex(3)}", nodes=2 * len(interrupted) + len(LOST), with_slurm=True
+    )
+    env = {**sandbox_env, **slurm.build_slurm_environment(mine), "DTCTL_SANDBOX": mine.name, "PATH": python_path()}
     base = Path(os.environ["DTCTL_SANDBOX_DIR"]) / f"trainings-{secrets.token_hex(3)}"
     made = {name: training(base, env, name, more=more) for name, more in {"alone": "", **interrupted}.items()}
     try:
@@ -544,7 +591,7 @@ def trainings(sandbox_env: dict[str, str]) -> Iterator[dict[str, Training]]:
         at_once = [name for name in interrupted if "time limit" not in name]
         wait_until(lambda: all(made[name].trains() for name in at_once), 90, "they train")
         for name, place in LOST.items():
-            faults.kill(mine, mine.node(made[name].nodes()[place]))
+            faults.power_off_host(mine, mine.node(made[name].nodes()[place]))
         for name in at_once:
             if name not in LOST:
                 nodes = ",".join(made[name].nodes())
@@ -566,7 +613,7 @@ def trainings(sandbox_env: dict[str, str]) -> Iterator[dict[str, Training]]:
     finally:
         for one in made.values():
             one.project.close()
-        control.down(mine.name)
+        control.remove_sandbox(mine.name)
         shutil.rmtree(base)
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.records.events import Healed, WorkerExited
-from dtctl.launch.records.record import RunRecord, list_runs
+from dtctl.launch.records.events import WorkerExited, WorkersReplaced
+from dtctl.launch.records.record import RunRecord, list_run_records
 from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
-from dtctl.slurm.follow import reference
 from dtctl.slurm.job_state import RUNNING, WAITING
+from dtctl.slurm.job_watcher import read_job_reference
 from tests.hosts import Project, wait_until
 from tests.integration import test_live
 from tests.integration.slurm_hosts import python_path, state
@@ -37,9 +37,9 @@ train:
 
 @pytest.fixture(scope="module")
 def cluster(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
-    sandbox = control.up(f"slurm-{secrets.token_hex(3)}", nodes=3, with_slurm=True)
+    sandbox = control.start_sandbox(f"slurm-{secrets.token_hex(3)}", nodes=3, with_slurm=True)
     yield sandbox
-    control.down(sandbox.name)
+    control.remove_sandbox(sandbox.name)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,9 @@ def project(
 ) -> Project:
     folder = base / name
     folder.mkdir()
-    made = Project(folder, {**env, **slurm.environment(cluster), "DTCTL_SANDBOX": cluster.name, "PATH": python_path()})
+    made = Project(
+        folder, {**env, **slurm.build_slurm_environment(cluster), "DTCTL_SANDBOX": cluster.name, "PATH": python_path()}
+    )
     made.write("train.py", test_live.TRAIN)
     spec = SPEC.format(
         spares="[spare]" if spare else "[]", python=json.dumps(sys.executable), here=test_live.HERE, kill=kill,
@@ -75,7 +77,7 @@ def project(
 
 
 def record(project: Project) -> RunRecord:
-    return list_runs(project.folder)[-1]
+    return list_run_records(project.folder)[-1]
 
 
 def digest(project: Project) -> object:
@@ -99,11 +101,11 @@ def test_a_killed_worker_and_a_killed_supervisor_are_replaced_though_nobody_foll
     killed = project(base, sandbox_env, cluster, "killed", kill="3:1 supervisor9:0")
     assert killed.run("launch", "--detach").code == 0
     job_log = killed.folder / ".dtctl" / "slurm" / record(killed).run / "job.log"
-    job = reference(record(killed)).job
+    job = read_job_reference(record(killed)).job
     wait_until(lambda: state(killed, job) not in WAITING | RUNNING, what="Slurm says that the job is over")
     told = killed.run("status", "--json")
     assert json.loads(told.out)["status"] == "succeeded", job_log.read_text()
-    heals = [event for event in record(killed).events() if isinstance(event, Healed)]
+    heals = [event for event in record(killed).events() if isinstance(event, WorkersReplaced)]
     replaced = [[(each.rank, each.node, each.by) for each in heal.replaced] for heal in heals]
     assert replaced == [[(1, "node2", "node2")], [(0, "node1", "node1")]], job_log.read_text()
     assert [[each.rank for each in heal.survivors] for heal in heals] == [[0], [1]]
@@ -128,11 +130,11 @@ def test_a_node_of_the_allocation_takes_the_place_of_a_lost_one(
     wait_until(
         lambda: any("switched off" in path.read_text() for path in logs.glob("*/logs/node2/rank-1.log")), what="step 9"
     )
-    faults.kill(cluster, cluster.nodes[1])
+    faults.power_off_host(cluster, cluster.nodes[1])
     try:
         done = lost.finish(process)
     finally:
-        faults.heal(cluster, [cluster.nodes[1]])
+        faults.remove_host_faults(cluster, [cluster.nodes[1]])
     job_log = (record(lost).folder / "job.log").read_text()
     assert done.code == 0, done.err + job_log
     assert digest(lost) == straight

@@ -22,9 +22,9 @@ from tests.hosts import wait_until
 @pytest.fixture
 def cluster(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
     """Two hosts that are a Slurm cluster, of a test's own."""
-    sandbox = control.up(f"slurm-{secrets.token_hex(3)}", nodes=2, with_slurm=True)
+    sandbox = control.start_sandbox(f"slurm-{secrets.token_hex(3)}", nodes=2, with_slurm=True)
     yield sandbox
-    control.down(sandbox.name)
+    control.remove_sandbox(sandbox.name)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def shared(sandbox_env: dict[str, str]) -> Iterator[Path]:
 
 def said(sandbox: Sandbox, *argv: str, cwd: Path) -> str:
     """Output of one of Slurm's commands, run on this machine."""
-    environ = {**os.environ, **slurm.environment(sandbox)}
+    environ = {**os.environ, **slurm.build_slurm_environment(sandbox)}
     done = subprocess.run(argv, cwd=cwd, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -60,18 +60,18 @@ def test_whoever_logs_in_finds_the_commands(cluster: Sandbox, shared: Path) -> N
 
 
 def test_a_node_that_was_off_takes_jobs_again(cluster: Sandbox, shared: Path) -> None:
-    faults.kill(cluster, cluster.nodes[1])
-    faults.heal(cluster, cluster.nodes)
+    faults.power_off_host(cluster, cluster.nodes[1])
+    faults.remove_host_faults(cluster, cluster.nodes)
     slurm.wait_ready(cluster)
     assert sorted(said(cluster, "srun", "--nodes=2", "hostname", cwd=shared).split()) == ["node1", "node2"]
 
 
 def test_nothing_is_left(sandbox_env: dict[str, str], shared: Path) -> None:
-    sandbox = control.up(f"slurm-{secrets.token_hex(3)}", nodes=1, with_slurm=True)
+    sandbox = control.start_sandbox(f"slurm-{secrets.token_hex(3)}", nodes=1, with_slurm=True)
     said(sandbox, "sbatch", "--output=none", "--wrap", "sleep 60", cwd=shared)
     wait_until(lambda: said(sandbox, "squeue", "--noheader", "--format=%T", cwd=shared).strip() == "RUNNING")
     folder = os.fsencode(sandbox.state)
-    control.down(sandbox.name)
+    control.remove_sandbox(sandbox.name)
 
     def left() -> list[str]:
         lines = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
@@ -84,4 +84,4 @@ def test_nothing_is_left(sandbox_env: dict[str, str], shared: Path) -> None:
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "PATH", "/nowhere")
     with raises(SandboxError, "munge slurm-client slurmctld slurmd"):
-        slurm.check_requirements()
+        slurm.check_slurm_requirements()

@@ -19,7 +19,7 @@ from pathlib import Path
 from dtctl.runtime.snapshot import write
 for step in (5, 10):
     parts = {"model": {"w": torch.full((4,), float(step))}, "optimizer": {"state": {}, "groups": []}}
-    write.save(Path(sys.argv[1]), step, parts, facts={}, keep=9)
+    write.save_snapshot_parts(Path(sys.argv[1]), step, parts, facts={}, keep=9)
 """
 JOB = """
 import os, shutil

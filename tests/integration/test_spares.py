@@ -49,8 +49,8 @@ def launch_and_lose(project: Project, sandbox: Sandbox, lost: int) -> Finished:
     process = project.start("launch", "--json", "--name", project.unique)
     # Every worker has said its words: what a host prints in the moment of its death is lost with it.
     wait_until(lambda: 0 < events_of(project).count('"state":"started"') <= words(project), what="it runs")
-    faults.kill(sandbox, sandbox.nodes[lost])
-    faults.record(sandbox, [f"kill {sandbox.nodes[lost].name}"])
+    faults.power_off_host(sandbox, sandbox.nodes[lost])
+    faults.write_recorded_faults(sandbox, [f"kill {sandbox.nodes[lost].name}"])
     return project.finish(process)
 
 
@@ -98,10 +98,10 @@ def test_a_node_that_is_needed_is_waited_for_until_it_has_booted(project: Projec
     project.write("train.py", WAIT)
     process = project.start("launch", "--json", "--name", project.unique)
     wait_until(lambda: 0 < events_of(project).count('"state":"started"') <= _running(project), what="it runs")
-    faults.kill(sandbox, sandbox.nodes[1])
-    faults.record(sandbox, [f"kill {sandbox.nodes[1].name}"])
+    faults.power_off_host(sandbox, sandbox.nodes[1])
+    faults.write_recorded_faults(sandbox, [f"kill {sandbox.nodes[1].name}"])
     wait_until(lambda: "retrying in 1 s, since the run needs this node" in events_of(project), what="it is waited for")
-    faults.heal(sandbox, [sandbox.nodes[1]])
+    faults.remove_host_faults(sandbox, [sandbox.nodes[1]])
     done = project.finish(process)
     assert done.code == 0, done.err
     assert ranks(done, 1) == {"node1": ("0", "2"), "node2": ("1", "2")}

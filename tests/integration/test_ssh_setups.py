@@ -607,8 +607,8 @@ def test_a_login_that_was_not_used_ends_on_a_node_whose_link_was_cut(rig: Rig, m
         return [line for line in workers(node).values() if "echo dtctl-" in line]
 
     wait_until(waiting, what="the shell on the node waits")
-    faults.cut(rig.sandbox, node, None)
-    faults.record(rig.sandbox, ["cut node1"])
+    faults.disconnect_host(rig.sandbox, node, None)
+    faults.write_recorded_faults(rig.sandbox, ["cut node1"])
     del transport
     time.sleep(1)
     assert waiting(), "nothing tells it that the link was cut"

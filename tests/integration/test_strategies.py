@@ -72,7 +72,7 @@ def train(config, worker):
         nonlocal calls
         calls += 1
         if os.environ.get("HURT") == f"{worker.rank}:{calls}":
-            trainer.saver.wait()  # the snapshot before is whole, however busy the disk
+            trainer.training.snapshots.saver.wait()  # the snapshot before is whole, however busy the disk
             os.kill(os.getpid(), signal.SIGKILL)
         if "THAWED" in os.environ:
             trainer.model.first.requires_grad_(trainer.step == 2)
@@ -103,9 +103,9 @@ def launch(folder: Path, workers: int, *settings: str, **environment: str) -> fo
 
 
 def digest(folder: Path) -> str:
-    ((_, newest), *_) = layout.listing(folder / "snapshots")
-    parts = load.load(read.verify(newest))
-    return state.digest(parts["model"], parts["optimizer"])
+    ((_, newest), *_) = layout.list_step_folders(folder / "snapshots")
+    parts = load.load(read.verify_snapshot(newest))
+    return state.compute_state_digest(parts["model"], parts["optimizer"])
 
 
 @pytest.mark.parametrize(

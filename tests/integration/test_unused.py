@@ -92,8 +92,8 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> float:
 
 
 def optimizer_state(folder: Path) -> dict[str, torch.Tensor]:
-    ((_, newest), *_) = layout.listing(folder / "snapshots")
-    tree = load.load(read.verify(newest))["optimizer"]["state"]
+    ((_, newest), *_) = layout.list_step_folders(folder / "snapshots")
+    tree = load.load(read.verify_snapshot(newest))["optimizer"]["state"]
     return {f"{name}.{key}": value for name, values in tree.items() for key, value in values.items()}
 
 
@@ -162,5 +162,5 @@ def test_what_a_key_resolves_is_said_with_the_key_on_every_worker(
     told = [line for line in ended.output.splitlines() if line.startswith("told ")]
     assert len(told) == 2, ended.output
     assert all(said in line and key in line for line in told), told
-    taken = layout.listing(tmp_path / case.key() / "snapshots")
+    taken = layout.list_step_folders(tmp_path / case.key() / "snapshots")
     assert not taken, "a step was taken with gradients of one worker alone"

@@ -22,14 +22,14 @@ from dtctl.runtime import TensorData, Trainer, run
 from dtctl.runtime.snapshot import commands
 from dtctl.runtime.snapshot.storage import place
 
-writes, asked = 0, place.Remote._asked
+writes, asked = 0, place.RemotePath._query_store
 def counted(self, verb, action):
     global writes
     writes += verb == "written"
     if verb == "written" and os.environ.get("HURT_WRITING") == f"{os.environ['RANK']}:{writes}":
         os.kill(os.getpid(), signal.SIGKILL)
     return asked(self, verb, action)
-place.Remote._asked = counted
+place.RemotePath._query_store = counted
 
 def train(config, worker):
     inputs = torch.randn(128, 16, generator=torch.Generator().manual_seed(5))
@@ -39,7 +39,7 @@ def train(config, worker):
         nonlocal calls
         calls += 1
         if os.environ.get("HURT") == f"{worker.rank}:{calls}":
-            trainer.saver.wait()
+            trainer.training.snapshots.saver.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
@@ -47,7 +47,7 @@ def train(config, worker):
     trainer = Trainer(config, worker, model, loss, TensorData(inputs, inputs.sum(1, keepdim=True)))
     outcome = trainer.run()
     if worker.is_first:
-        print("digest", commands.digest(trainer.folder)["digest"])
+        print("digest", commands.compute_snapshot_digest(trainer.training.snapshots.folder)["digest"])
     return outcome
 
 if __name__ == "__main__":
@@ -66,14 +66,14 @@ url, step, point, patience_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), 
 if patience_s:
     place.PATIENCE_S, place.IMPATIENCE_S = patience_s, patience_s / 4
 place.BLOCK_BYTES = 5 << 20  # so that 12 MiB are uploaded in parts
-calls, asked = 0, place.Remote._asked
+calls, asked = 0, place.RemotePath._query_store
 def counted(self, verb, action):
     global calls
     calls += verb == "written"
     if verb == "written" and calls == point:
         os.kill(os.getpid(), signal.SIGKILL)
     return asked(self, verb, action)
-place.Remote._asked = counted
+place.RemotePath._query_store = counted
 with Saver(url, keep=1, complain=lambda error: None) as saver:
     found = newest(url)
     print("newest", found and found.step, *(found.rejected if found else ()), flush=True)

@@ -113,7 +113,7 @@ def train(case: dict[str, Any], worker: Worker, folder: Path) -> dict[str, Any]:
         return {"refused": exc.message}
     own = "_dtctl_dependent" in vars(type(trainer.optimizer))
     trainer.run()
-    return {"weights": trainer.full_weights(), "together": own, "began_at": trainer.began_at}
+    return {"weights": trainer.full_weights(), "together": own, "began_at": trainer.training.position.began_at}
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from dtctl.errors import DtctlError
-from dtctl.launch.control import deadlines, gang
+from dtctl.launch.control import deadlines, node_sessions
 from tests.security.inputs import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ def fuzz(
     only: Collection[int] | None = None,
 ) -> dict[str, Any]:
     """Read so many inputs, or `only` those of these numbers: how often each outcome of a kind, and which were wrong."""
-    gang.START_SILENCE_S = gang.PUSH_SILENCE_S = deadlines.START_LIMIT_S = 5.0
+    node_sessions.START_SILENCE_S = node_sessions.PUSH_SILENCE_S = deadlines.START_LIMIT_S = 5.0
     guard = Guard(folder)
     readers = {}
     for name in kinds:

@@ -21,13 +21,13 @@ import torch
 from dtctl.doctor.explain.diagnose import explain_all
 from dtctl.errors import DtctlError
 from dtctl.launch import snapshot_answers, trust
-from dtctl.launch.assemble import CodePush, job_of
 from dtctl.launch.cluster import ResolvedCluster, cluster_of, first_plan
 from dtctl.launch.control import link
-from dtctl.launch.control.run import launch
+from dtctl.launch.control.run import run_launch_job
+from dtctl.launch.job_builder import CodePush, build_launch_job
 from dtctl.launch.records.events import Event
 from dtctl.launch.records.ledger import Ledger
-from dtctl.launch.records.record import RunInfo, RunRecord, find_run, list_runs
+from dtctl.launch.records.record import RunInfo, RunRecord, find_run, list_run_records
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import state_of
 from dtctl.lint import source
@@ -74,7 +74,7 @@ def specs(_: Path) -> One:
         if chance.random() < 0.3:
             text += "\n" + chance.choice(real).decode()
         spec = parse_spec(text, source="dtctl.yaml", base_dir=folder)
-        trust.reach(spec)
+        trust.list_required_agreements(spec)
         trust.sent_items(spec)
         parse_spec(dump_spec(spec), source="again", base_dir=folder)
         if spec.cluster.transport in ("local", "slurm"):  # the others look names up
@@ -122,8 +122,8 @@ def programs(_: Path) -> One:
         path, data = chance.choice(real)
         data = bent(data, chance)
         try:
-            kind = source.kind_of(path, data)
-            text = source.decoded(data, python=kind == "python").text
+            kind = source.detect_file_kind(path, data)
+            text = source.decode_source(data, python=kind == "python").text
         except (UnicodeDecodeError, SyntaxError):
             return None
         found = lint_text(path, text, cluster=ClusterFacts(), project=Project(), kind=kind)
@@ -138,7 +138,9 @@ def programs(_: Path) -> One:
 def snapshots(real: Path) -> One:
     for step in (1, 2):
         state = {"state": {"0": {"m": torch.ones(2, 3)}}, "groups": [{"lr": 0.1, "params": [0]}]}
-        write.save(real, step, {"model": {"w": torch.full((4,), 1.0)}, "optimizer": state}, facts={"a": [1]}, keep=9)
+        write.save_snapshot_parts(
+            real, step, {"model": {"w": torch.full((4,), 1.0)}, "optimizer": state}, facts={"a": [1]}, keep=9
+        )
 
     def one(folder: Path, chance: random.Random) -> object:
         shutil.copytree(real, folder / "s")
@@ -166,14 +168,20 @@ def snapshots(real: Path) -> One:
         if chance.random() < 0.3:
             with contextlib.suppress(DtctlError):
                 load.newest(folder / "s", into={"model": {"w": torch.zeros(4)}})
-        for verb in (commands.ls, commands.verify, commands.show, commands.digest, commands.pieces):
+        for verb in (
+            commands.list_snapshots,
+            commands.verify_snapshots,
+            commands.describe_newest_snapshot,
+            commands.compute_snapshot_digest,
+            commands.list_good_files,
+        ):
             with contextlib.suppress(DtctlError):
                 verb(folder / "s")
         with contextlib.suppress(DtctlError):
-            commands.export(folder / "s", part="model", out=folder / "w.safetensors")
+            commands.export_snapshot_part(folder / "s", part="model", out=folder / "w.safetensors")
         with contextlib.suppress(DtctlError):
-            commands.prune(folder / "s", keep=1)
-        assert (folder / "s" / "step-00000001").is_dir() or read.verify(newest).status == "ok", (
+            commands.prune_snapshot_folder(folder / "s", keep=1)
+        assert (folder / "s" / "step-00000001").is_dir() or read.verify_snapshot(newest).status == "ok", (
             "the last good one is gone"
         )
         return None
@@ -217,12 +225,12 @@ def records(real: Path) -> One:
             else:
                 data = bent(data, chance)
             path.write_bytes(data)
-        for record in list_runs(folder):
+        for record in list_run_records(folder):
             with contextlib.suppress(DtctlError):
                 state_of(record)
             with contextlib.suppress(DtctlError):
-                page.page([run.facts(record)], now=0.0)
-            record.code_folders()
+                page.render_report_page([run.collect_run_facts(record)], now=0.0)
+            record.read_code_folders()
         return find_run(folder, "one").info()
 
     return one
@@ -266,15 +274,18 @@ def told(_: Path) -> One:
             for kinds in messages.answers():
                 with contextlib.suppress(DtctlError):
                     link.parse_message(message, kinds, node="a")
-        for kind, answer in ((snapshot_answers.Parts, {"rows": [row]}), (snapshot_answers.Contents, shown)):
+        for kind, answer in (
+            (snapshot_answers.SnapshotParts, {"rows": [row]}),
+            (snapshot_answers.SnapshotContents, shown),
+        ):
             with contextlib.suppress(DtctlError, InvalidMessage):
                 told = as_json(odd(answer, chance)).decode("utf-8", "replace")
                 snapshot_answers.parse_answer(kind, told, node="a")
-        parser = frames.Parser()
+        parser = frames.FrameParser()
         with contextlib.suppress(frames.BrokenFrame):
             for kind, _, payload in parser.feed(bent(b"".join(map(frames.pack_json, REAL_MESSAGES)), chance)):
                 if kind == frames.JSON:
-                    frames.decode(payload)
+                    frames.decode_message(payload)
         return None
 
     return one
@@ -371,7 +382,7 @@ def launched(project: Path, way: Way) -> RunRecord:
     spec = parse_spec(SPEC, source="dtctl.yaml", base_dir=project)
     code, found = CodePush(spec), cluster_of(spec, start=False)
     cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: way)
-    job = replace(job_of(spec, cluster, run="one", keep=False, code=code), token="f" * 32)
+    job = replace(build_launch_job(spec, cluster, run="one", keep=False, code=code), token="f" * 32)
     info = RunInfo(run="one", token=job.token, pid=1, started=0.0, spec="", command=[], detached=False)
     record = RunWriter.create(project, info)
     record.write_spec(dump_spec(spec))
@@ -380,7 +391,7 @@ def launched(project: Path, way: Way) -> RunRecord:
         if event.recorded:
             record.append_event(replace(event, time=1.0))
 
-    launch(job, record, emit=emit, signals=[], ledger=Ledger(lambda: 0.0, begun=0.0))
+    run_launch_job(job, record, emit=emit, signals=[], ledger=Ledger(lambda: 0.0, begun=0.0))
     return record
 
 
@@ -401,11 +412,11 @@ def session(real: Path) -> Session:
 
 
 def sessions(real: Path) -> One:
-    said = {name: frames.Parser().feed(data) for name, data in session(real).said.items()}
+    said = {name: frames.FrameParser().feed(data) for name, data in session(real).said.items()}
 
     def one(folder: Path, chance: random.Random) -> object:
         told = {
-            name: b"".join(frames.pack(kind, payload, rank) for kind, rank, payload in every)
+            name: b"".join(frames.pack_frame(kind, payload, rank) for kind, rank, payload in every)
             for name, every in said.items()
         }
         for name in chance.choice((["b"], ["b"], ["a"], ["a", "b"])):

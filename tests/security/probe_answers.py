@@ -12,10 +12,10 @@ from typing import Any, cast
 from dtctl.doctor import answers, coverage, tables
 from dtctl.doctor.checks import collective, environment, gpu_speed, hardware, links, network, node
 from dtctl.doctor.examine import Examination
-from dtctl.doctor.findings import ordered
+from dtctl.doctor.findings import order_findings
 from dtctl.doctor.node_report import NodeReport
 from dtctl.supervisor.messages.base import Message
-from dtctl.supervisor.messages.probe import AskFacts
+from dtctl.supervisor.messages.probe import QueryFacts
 from dtctl.supervisor.probe import facts, python
 
 Answers = dict[str, dict[str, Any]]
@@ -24,8 +24,8 @@ Answers = dict[str, dict[str, Any]]
 
 def real_answers() -> Answers:
     """Return what a probe answers on this machine, with GPUs, and with every key that it may have."""
-    asked = AskFacts(names=["localhost"], peers=["127.0.0.1"], workdir="~/.dtctl", paths=[], env={}, code="")
-    told = json.loads(json.dumps(facts.gather(asked)))
+    asked = QueryFacts(names=["localhost"], peers=["127.0.0.1"], workdir="~/.dtctl", paths=[], env={}, code="")
+    told = json.loads(json.dumps(facts.gather_probe_facts(asked)))
     told |= {
         "gpus": 2, "gpu": "0, H100, 10, 80000, 550, 0\n1, H100, 9000, 80000, 550, 1",
         "vendor": "nvidia", "state": "0, Enabled, 500, 700, 0x48, 8, 16, Enabled, Enabled",
@@ -80,7 +80,7 @@ def take(report: NodeReport, op: str, value: Mapping[str, Any]) -> None:
         NodeError: it has not the form that was asked for.
     """
     message = SimpleNamespace(op=op, ports=[0, 0], wanted=[], asks=[0, 0])
-    found = answers.answer(cast("Message", message), {**value, "op": op}, node=report.name)
+    found = answers.check_probe_answer(cast("Message", message), {**value, "op": op}, node=report.name)
     if op in ("facts", "job-python"):
         report.facts = {**report.facts, **found}
     elif op == "call":
@@ -95,28 +95,37 @@ def take(report: NodeReport, op: str, value: Mapping[str, Any]) -> None:
 
 def _read_worker(name: str, found: Mapping[str, Any]) -> None:
     """Read what the job's Python says, as the checks do that let it compute."""
-    said = {name: collective.merged(found)}
-    collective.culprits(said)
+    said = {name: collective.merge_worker_reports(found)}
+    collective.find_faulty_nodes(said)
     list(collective.apart_failed(said, {name: 2}))
     list(collective.other_nccl({name: ("2.21.5", str(said[name].get("nccl", "")))}))
-    if collective.well(said):
-        collective._figures("gloo", said, 2)
+    if collective.is_all_reduce_correct(said):
+        collective._compute_all_reduce_figures("gloo", said, 2)
     measured = {name: found}
-    list(gpu_speed.judge(measured))
-    rows = gpu_speed.rows(measured)
+    list(gpu_speed.check_gpu_speed(measured))
+    rows = gpu_speed.build_gpu_speed_rows(measured)
     tables.gpu_table(Examination(findings=(), seen=(), gpus=rows))
 
 
 def judge(seen: Sequence[NodeReport]) -> str:
     """Return all findings about the nodes as JSON, after people's tables were made of them."""
     found = [
-        *node.reach(seen), *node.limits(seen), *node.storage(seen, "~/d"), *node.alike(seen), *node.clock(seen),
-        *node.python(seen, {}), *hardware.hardware(seen, {"a": 2, "b": 2}), *environment.environment(seen, {}),
-        *network.names(seen), *network.addresses(seen), *network.ports(seen),
-        *network.pairs(seen[::-1], rendezvous=(1,), fixed=True), *links.links(seen),
-    ]  # fmt: skip
-    links.doubtful(seen)
-    lost = coverage.unexamined(seen, skip=(), ran=(), rendezvous=True, found=found)
-    done = Examination(findings=tuple(ordered(found, ran=(), unexamined=lost)), seen=tuple(seen))
+        *node.check_reachability(seen),
+        *node.check_process_limits(seen),
+        *node.check_storage(seen, "~/d"),
+        *node.check_software_versions(seen),
+        *node.check_node_clocks(seen),
+        *node.check_job_python(seen, {}),
+        *hardware.check_hardware(seen, {"a": 2, "b": 2}),
+        *environment.check_environment_variables(seen, {}),
+        *network.check_host_names(seen),
+        *network.check_node_addresses(seen),
+        *network.check_ephemeral_ports(seen),
+        *network.check_node_pairs(seen[::-1], rendezvous=(1,), fixed=True),
+        *links.check_links(seen),
+    ]
+    links.choose_doubtful_links(seen)
+    lost = coverage.find_unexamined_needs(seen, skip=(), ran=(), rendezvous=True, found=found)
+    done = Examination(findings=tuple(order_findings(found, ran=(), unexamined=lost)), seen=tuple(seen))
     tables.node_table(done), tables.pair_table(done), tables.link_table(done), tables.links_of(seen)
     return json.dumps([finding.as_json() for finding in done.findings], allow_nan=False)

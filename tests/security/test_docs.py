@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dtctl.doctor.explain import content
 from dtctl.launch import snapshot_answers, snapshots
-from dtctl.launch.control import gang, session
+from dtctl.launch.control import node_sessions, session
 from dtctl.launch.records import logs, record
 from dtctl.lint import source
 from dtctl.metrics import follow
@@ -41,7 +41,12 @@ def test_the_limits_are_those_of_the_code() -> None:
             (64 * mib, 60.0, 3600.0) == (snapshot_answers.ANSWER_BYTES, snapshots.SILENCE_S, snapshots.READING_S)
         ),
         "an answer of Slurm's machine | 256 MiB": 256 * mib == answers.BYTES,
-        "120 s of silence, then 30 s": (gang.START_SILENCE_S, gang.PUSH_SILENCE_S, gang.WORK_LIMIT_S) == (120, 30, 600),
+        "120 s of silence, then 30 s": (
+            node_sessions.START_SILENCE_S,
+            node_sessions.PUSH_SILENCE_S,
+            node_sessions.WORK_LIMIT_S,
+        )
+        == (120, 30, 600),
         "a spec | 4 MiB": 4 * mib == load.MAX_BYTES,
         "commit record of a snapshot | 64 MiB": 64 * mib == layout.RECORD_BYTES,
         "32 MiB from its beginning and 32 MiB from its end": content.HEAD_BYTES == content.TAIL_BYTES == 32 * mib,

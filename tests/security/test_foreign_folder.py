@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.doctor.explain.content import content
+from dtctl.doctor.explain.content import read_log_content
 from dtctl.errors import LaunchError, RenderError, SpecError
 from dtctl.launch import trust
-from dtctl.render import limited, render
+from dtctl.render import limited, render_template
 from dtctl.render.templates import MAX_CHARACTERS
 from dtctl.spec.load import load_spec, parse_spec
 from tests import command_line
@@ -127,7 +127,7 @@ def test_a_line_that_runs_commands_is_seen_however_it_is_written(tmp_path: Path,
     config.write_text(long + "Host a\n  User me\n" + LINES[kind].format(tmp_path / "it-ran") + "\n")
     spec = load_spec(folder / "dtctl.yaml")
     with raises(LaunchError, "beyond"):
-        trust.check(spec)
+        trust.require_user_agreement(spec)
 
 
 def test_an_ordinary_configuration_is_not_asked_about(tmp_path: Path) -> None:
@@ -136,22 +136,22 @@ def test_an_ordinary_configuration_is_not_asked_about(tmp_path: Path) -> None:
         "# mine\nHost gpu*\n  User=me\n  Port 22\n  IdentityFile ~/.ssh/id\n  ProxyJump gate\n"
         "  UserKnownHostsFile ~/.ssh/known\n  ServerAliveInterval 5\n\nMatch host a,b user me\n  HostName 10.0.0.1\n"
     )
-    trust.check(load_spec(folder / "dtctl.yaml"))
+    trust.require_user_agreement(load_spec(folder / "dtctl.yaml"))
 
 
 def test_files_from_elsewhere_are_sent_only_when_agreed_to(tmp_path: Path) -> None:
     (tmp_path / "secrets").mkdir()
     spec = project(tmp_path / "p", "transport: ssh, nodes: [a]", "script: t.py, files: {root: ../secrets}")
     loaded = load_spec(spec / "dtctl.yaml")
-    assert [str(tmp_path / "secrets") in text for text in trust.reach(loaded)] == [True]
+    assert [str(tmp_path / "secrets") in text for text in trust.list_required_agreements(loaded)] == [True]
     with raises(LaunchError, "beyond"):
-        trust.check(loaded)
-    trust.agree(loaded)
-    trust.check(loaded)
+        trust.require_user_agreement(loaded)
+    trust.record_agreement(loaded)
+    trust.require_user_agreement(loaded)
     (tmp_path / "q").mkdir()
     (tmp_path / "q" / "dtctl.yaml").write_bytes((spec / "dtctl.yaml").read_bytes())
     with raises(LaunchError, "beyond"):
-        trust.check(load_spec(tmp_path / "q" / "dtctl.yaml"))
+        trust.require_user_agreement(load_spec(tmp_path / "q" / "dtctl.yaml"))
 
 
 @pytest.mark.parametrize("pattern", ["*", "**", "?*", "*?*"])
@@ -171,7 +171,7 @@ def test_a_template_that_is_a_link_to_a_file_elsewhere_is_not_sent(tmp_path: Pat
     (tmp_path / "templates").mkdir()
     (tmp_path / "templates" / "node.sh.j2").symlink_to(tmp_path / "id_rsa")
     with raises(RenderError, "elsewhere"):
-        render("node.sh.j2", {}, folders=[tmp_path / "templates"])
+        render_template("node.sh.j2", {}, folders=[tmp_path / "templates"])
 
 
 ENDLESS = {
@@ -206,9 +206,9 @@ ENDLESS = {
 def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Templates have a second, in a process that is started with it."""
     monkeypatch.setattr(limited, "LIMIT_S", 1)
-    limited._renderer().close()
+    limited._open_renderer().close()
     yield
-    limited._renderer().close()
+    limited._open_renderer().close()
 
 
 @pytest.mark.usefixtures("_soon")
@@ -217,16 +217,16 @@ def test_a_template_without_an_end_has_one(tmp_path: Path, kind: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (tmp_path / "t.j2").write_text(ENDLESS[kind])
     with pytest.raises(RenderError):
-        render("t.j2", {}, folders=[tmp_path])
+        render_template("t.j2", {}, folders=[tmp_path])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
     (tmp_path / "good.j2").write_text("{{ x }}")
-    assert render("good.j2", {"x": "a b"}, folders=[tmp_path]) == "'a b'", "and the next one is rendered"
+    assert render_template("good.j2", {"x": "a b"}, folders=[tmp_path]) == "'a b'", "and the next one is rendered"
 
 
 def test_a_template_longer_than_scripts_are_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "big.j2").write_text("x" * (MAX_CHARACTERS + 1))
     with raises(RenderError, "larger"):
-        render("big.j2", {}, folders=[tmp_path])
+        render_template("big.j2", {}, folders=[tmp_path])
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge"])
@@ -242,20 +242,20 @@ def test_a_template_that_is_no_file_is_not_waited_for(tmp_path: Path, kind: str)
         with path.open("wb") as file:
             file.truncate(1 << 40)
     with pytest.raises(RenderError):
-        render("t.j2", {}, folders=[tmp_path])
+        render_template("t.j2", {}, folders=[tmp_path])
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     for name in ("a.log", "dtctl.yaml", "a.py"):
         os.mkfifo(tmp_path / name)
-    assert "nobody writes" in content(tmp_path / "a.log").trouble
+    assert "nobody writes" in read_log_content(tmp_path / "a.log").trouble
     with raises(SpecError, "pipe"):
         load_spec(tmp_path / "dtctl.yaml")
     assert dtctl(tmp_path, "lint", "a.py").returncode in (0, 9)
 
 
 def test_a_device_without_an_end_is_read_in_part_and_said_so() -> None:
-    assert "not ended" in content(Path("/dev/zero")).trouble
+    assert "not ended" in read_log_content(Path("/dev/zero")).trouble
 
 
 def test_a_small_file_that_unpacks_to_anything_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_a_small_file_that_unpacks_to_anything_is_read_in_part(tmp_path: Path, m
 
     monkeypatch.setattr(module, "PATIENCE_S", 0.2)
     (tmp_path / "a.log.gz").write_bytes(gzip.compress(b"0123456789abcdef" * (1 << 20)) * 125)
-    assert "left out" in content(tmp_path / "a.log.gz").trouble
+    assert "left out" in read_log_content(tmp_path / "a.log.gz").trouble
 
 
 def test_a_program_larger_than_programs_are_is_not_parsed(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from dtctl.doctor import answers as doctor
 from dtctl.errors import DtctlError, NodeError, SnapshotError
 from dtctl.launch import snapshot_answers
-from dtctl.launch.collect_snapshot import PruneRule, combine, removable
+from dtctl.launch.collect_snapshot import PruneRule, list_removable_snapshots, merge_node_snapshots
 from dtctl.launch.control import link
-from dtctl.launch.records.logs import Lines
-from dtctl.printable import printable
+from dtctl.launch.records.logs import LineSplitter
+from dtctl.printable import make_printable
 from dtctl.runtime.snapshot import assembly
 from dtctl.runtime.snapshot.format import headers, layout
 from dtctl.schema import InvalidMessage
@@ -83,17 +83,19 @@ def test_messages_of_a_supervisor(message: dict[str, Any]) -> None:
 @MANY
 @given(st.lists(st.binary(max_size=40)))
 def test_frames(pieces: list[bytes]) -> None:
-    parser = frames.Parser()
+    parser = frames.FrameParser()
     with contextlib.suppress(frames.BrokenFrame):
         for piece in pieces:
             for kind, _, payload in parser.feed(piece):
                 if kind == frames.JSON:
-                    assert isinstance(frames.decode(payload), dict)
+                    assert isinstance(frames.decode_message(payload), dict)
 
 
 @MANY
 @given(
-    st.sampled_from([snapshot_answers.Listing, snapshot_answers.Parts, snapshot_answers.Contents]),
+    st.sampled_from(
+        [snapshot_answers.SnapshotListing, snapshot_answers.SnapshotParts, snapshot_answers.SnapshotContents]
+    ),
     JSON,
     st.binary(max_size=30),
 )
@@ -104,17 +106,17 @@ def test_answers_about_snapshots(kind: type[snapshot_answers.SnapshotAnswer], va
 
 
 @MANY
-@given(st.sampled_from(slurm.AgentAnswer.__subclasses__()), JSON)
-def test_answers_of_slurms_machine(kind: type[slurm.AgentAnswer], value: Any) -> None:
-    with contextlib.suppress(NodeError, InvalidMessage, slurm.AgentRefused):
-        slurm.parse(kind, {"run": "one"}, json.dumps(value), node="login")
+@given(st.sampled_from(slurm.SlurmAnswer.__subclasses__()), JSON)
+def test_answers_of_slurms_machine(kind: type[slurm.SlurmAnswer], value: Any) -> None:
+    with contextlib.suppress(NodeError, InvalidMessage, slurm.SlurmRequestRefused):
+        slurm.parse_login_answer(kind, {"run": "one"}, json.dumps(value), node="login")
 
 
 @MANY
 @given(st.sampled_from(sorted(doctor._ANSWERS)), st.dictionaries(WORDS, JSON, max_size=5))
 def test_answers_of_a_probe(op: str, value: dict[str, Any]) -> None:
     with contextlib.suppress(NodeError):
-        doctor.answer(cast("Message", SimpleNamespace(op=op, wanted=[], ports=[])), value, node="a")
+        doctor.check_probe_answer(cast("Message", SimpleNamespace(op=op, wanted=[], ports=[])), value, node="a")
 
 
 @MANY
@@ -122,12 +124,12 @@ def test_answers_of_a_probe(op: str, value: dict[str, Any]) -> None:
 def test_manifests_and_headers(value: Any, raw: bytes) -> None:
     text = json.dumps(value).encode()
     for found in (text, raw):
-        with contextlib.suppress(headers.Malformed, SnapshotError):
+        with contextlib.suppress(headers.MalformedFile, SnapshotError):
             layout.Manifest.from_bytes(found, where="here")
         for data in (len(found).to_bytes(8, "little") + found, found):
-            with contextlib.suppress(headers.Malformed, SnapshotError):
-                header = headers.parse(memoryview(data))
-                assembly.assembled([("model", "model.safetensors", header)])
+            with contextlib.suppress(headers.MalformedFile, SnapshotError):
+                header = headers.parse_header(memoryview(data))
+                assembly.assemble_part_trees([("model", "model.safetensors", header)])
 
 
 @MANY
@@ -135,25 +137,25 @@ def test_manifests_and_headers(value: Any, raw: bytes) -> None:
 def test_the_tree_of_a_header(tree: Any, entry: Any) -> None:
     document = {"__metadata__": {"tree": json.dumps({"w": {"$tensor": "w", "$of": tree}})}, "w": entry}
     text = json.dumps(document).encode()
-    with contextlib.suppress(headers.Malformed, SnapshotError):
-        header = headers.parse(memoryview(len(text).to_bytes(8, "little") + text))
-        assembly.assembled([("model", "model.safetensors", header)])
+    with contextlib.suppress(headers.MalformedFile, SnapshotError):
+        header = headers.parse_header(memoryview(len(text).to_bytes(8, "little") + text))
+        assembly.assemble_part_trees([("model", "model.safetensors", header)])
 
 
 @MANY
 @given(JSON, st.booleans())
 def test_what_nodes_say_of_their_pieces(value: Any, all_told: bool) -> None:
     row = {"path": "/s", "step": 1, "record": "x", "manifest": json.dumps(value), "good": ["a"], "bad": [], "made_s": 0}
-    found = combine({node: snapshot_answers.Parts.parse({"rows": [row]}) for node in "ab"})
-    assert removable(found, PruneRule(), "a", all_answered=all_told) == []
+    found = merge_node_snapshots({node: snapshot_answers.SnapshotParts.parse({"rows": [row]}) for node in "ab"})
+    assert list_removable_snapshots(found, PruneRule(), "a", all_answered=all_told) == []
 
 
 @MANY
 @given(st.binary(max_size=200), st.text())
 def test_output(data: bytes, text: str) -> None:
-    lines = Lines()
+    lines = LineSplitter()
     for line in [*lines.feed(data), lines.flush(), text]:
-        assert "\x1b" not in printable(line)
+        assert "\x1b" not in make_printable(line)
 
 
 def test_what_is_real_and_changed_ends_as_an_answer_or_an_error(tmp_path: Path) -> None:

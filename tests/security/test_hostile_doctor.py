@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dtctl.cli.common import doctor_view
-from dtctl.doctor import observe
-from dtctl.doctor.examine import Examination, examine
+from dtctl.doctor import node_probes
+from dtctl.doctor.examine import Examination, examine_spec_nodes
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
 from dtctl.spec.load import parse_spec
 from tests.security import liar
@@ -22,10 +22,10 @@ HONEST = "no lie"
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observe, "ANSWER_LIMIT_S", 4.0)
-    monkeypatch.setattr(observe, "MEASURE_LIMIT_S", 1.0)
-    monkeypatch.setattr(observe, "HELLO_LIMIT_S", 8.0)
-    monkeypatch.setattr(observe, "FACTS_LIMIT_S", 8.0)
+    monkeypatch.setattr(node_probes, "ANSWER_LIMIT_S", 4.0)
+    monkeypatch.setattr(node_probes, "MEASURE_LIMIT_S", 1.0)
+    monkeypatch.setattr(node_probes, "HELLO_LIMIT_S", 8.0)
+    monkeypatch.setattr(node_probes, "FACTS_LIMIT_S", 8.0)
     monkeypatch.setattr("dtctl.doctor.examine.MEASURE_S", 0.05)
 
 
@@ -39,7 +39,7 @@ def examined(folder: Path, lie: str) -> Examination:
     found, transport = cluster_of(spec, start=False), HostileTransport(folder / "homes", lie)
     cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
     try:
-        return examine(spec, cluster, skip=("collective",), progress=lambda _: None)
+        return examine_spec_nodes(spec, cluster, skip=("collective",), progress=lambda _: None)
     finally:
         transport.bury()
 

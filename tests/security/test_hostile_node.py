@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import DtctlError, TransportError
-from dtctl.launch.assemble import CodePush, job_of
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
-from dtctl.launch.control import deadlines, gang
+from dtctl.launch.control import deadlines, node_sessions
 from dtctl.launch.control.controller import Result
-from dtctl.launch.control.run import launch
+from dtctl.launch.control.run import run_launch_job
+from dtctl.launch.job_builder import CodePush, build_launch_job
 from dtctl.launch.records.events import Event, NodeChanged
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.record import RunInfo
@@ -80,7 +80,9 @@ class Run:
         code = CodePush(spec)
         found, transport = cluster_of(spec, start=False), HostileTransport(folder / "homes", lie)
         cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
-        job = replace(job_of(spec, cluster, run="one", keep=False, code=code), token="0" * 32 + os.urandom(4).hex())
+        job = replace(
+            build_launch_job(spec, cluster, run="one", keep=False, code=code), token="0" * 32 + os.urandom(4).hex()
+        )
         info = RunInfo(run="one", token=job.token, pid=1, started=0.0, spec="", command=[], detached=False)
         self.record = RunWriter.create(project, info)
         self.project = project
@@ -90,7 +92,7 @@ class Run:
         self.error: DtctlError | None = None
         ledger = Ledger(lambda: 0.0, begun=0.0)
         try:
-            self.result = launch(job, self.record, emit=self.emit, signals=self.signals, ledger=ledger)
+            self.result = run_launch_job(job, self.record, emit=self.emit, signals=self.signals, ledger=ledger)
         except DtctlError as exc:
             self.error = exc
         finally:
@@ -114,8 +116,8 @@ def outside(folder: Path) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gang, "START_SILENCE_S", 5.0)
-    monkeypatch.setattr(gang, "PUSH_SILENCE_S", 5.0)
+    monkeypatch.setattr(node_sessions, "START_SILENCE_S", 5.0)
+    monkeypatch.setattr(node_sessions, "PUSH_SILENCE_S", 5.0)
     monkeypatch.setattr(deadlines, "START_LIMIT_S", 5.0)
 
 

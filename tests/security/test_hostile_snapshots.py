@@ -39,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for node, lacks in (("a", "optimizer.safetensors"), ("b", "model.safetensors")):
         kept = homes / node / "work" / "runs" / "one" / "snapshots"
         for step in (1, 2):
-            write.save(kept, step, PARTS, facts={"retention": {"keep": 1}}, keep=9)
+            write.save_snapshot_parts(kept, step, PARTS, facts={"retention": {"keep": 1}}, keep=9)
             (kept / f"step-{step:08d}" / lacks).unlink()
     spec = parse_spec(SPEC.replace("PYTHON", sys.executable), source="dtctl.yaml", base_dir=project)
     found = cluster_of(spec, start=False)

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from dtctl.launch.records.record import find_run, list_runs
+from dtctl.launch.records.record import find_run, list_run_records
 from dtctl.runtime.snapshot import load, write
 from tests import forked
 from tests.security import power
@@ -23,7 +23,7 @@ import torch
 from dtctl.runtime.snapshot import write
 for step, salt in {steps}:
     parts = {{"model": {{"w": torch.full((9,), float(step * 1000 + salt))}}, "random": {{"r": torch.ones(9)}}}}
-    write.save(folder / "run" / "snapshots", step, parts, facts={{"salt": salt}}, keep={keep})
+    write.save_snapshot_parts(folder / "run" / "snapshots", step, parts, facts={{"salt": salt}}, keep={keep})
     say(f"{{step}} {{salt}}")
 """
 RECORDS = """
@@ -78,7 +78,7 @@ def test_a_snapshot_that_was_saved_is_there_and_no_other_is_taken_for_it(
             assert found.parts["model"]["w"].tolist() == [float(step * 1000 + salt)] * 9
             last = tuple(map(int, done[-1].split())) if done else (0, 0)
             assert (step, salt) >= last, f"{disk}: {last} was saved"
-        write.save(folder, 9, {"model": {"w": torch.ones(9)}}, facts={"salt": 9}, keep=1)
+        write.save_snapshot_parts(folder, 9, {"model": {"w": torch.ones(9)}}, facts={"salt": 9}, keep=1)
         again = load.newest(folder)
         assert again is not None
         assert again.step == 9
@@ -92,7 +92,7 @@ def test_a_run_that_was_written_down_is_found_again(tmp_path: Path) -> None:
             record = find_run(disk / "project", name)
             assert record.info().started >= float(started), disk
             assert not spec or (record.folder / "spec.yaml").read_text().startswith("job:")
-        for record in list_runs(disk / "project"):
+        for record in list_run_records(disk / "project"):
             assert record.info().token == "x"
             assert record.plan() == {}
 

@@ -35,21 +35,21 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder_that_is_no_sandbox_is_not_emptied(tmp_path: Path, sandbox: Path) -> None:
     mine = kept(sandbox.parent / "projects")
     with raises(SandboxError, "belong sandbox"):
-        control.down("projects")
+        control.remove_sandbox("projects")
     with raises(SandboxError, "belong sandbox"):
-        control.up("projects", nodes=1)
+        control.start_sandbox("projects", nodes=1)
     assert mine.read_text() == "mine"
     mine = kept(tmp_path / "elsewhere")
     (sandbox.parent / "linked").symlink_to(mine.parent.parent)
     with raises(SandboxError, "belong sandbox"):
-        control.down("linked")
+        control.remove_sandbox("linked")
     assert mine.read_text() == "mine"
 
 
 def test_links_in_a_hosts_home_are_removed_and_not_followed(tmp_path: Path, sandbox: Path) -> None:
     mine = kept(tmp_path / "data")
     (sandbox / "hosts" / "node1" / "home" / "data").symlink_to(mine.parent)
-    assert control.down("one")
+    assert control.remove_sandbox("one")
     assert not sandbox.exists()
     assert mine.read_text() == "mine"
 
@@ -61,28 +61,28 @@ def test_what_is_mounted_in_a_hosts_home_stays(tmp_path: Path, sandbox: Path) ->
     subprocess.run(["mount", "--bind", mine.parent, inside], check=True)
     try:
         with raises(SandboxError, "mounted") as caught:
-            control.down("one")
+            control.remove_sandbox("one")
         assert caught.value.where == str(inside)
         assert mine.read_text() == "mine"
     finally:
         subprocess.run(["umount", inside], check=True)
-    assert control.down("one")
+    assert control.remove_sandbox("one")
     assert not sandbox.exists()
 
 
 def test_a_folder_with_a_foreign_file_is_not_marked_as_ours(tmp_path: Path) -> None:
     (tmp_path / "foreign").touch()
-    assert not folders.mark(str(tmp_path), lambda name: name == "ours")
+    assert not folders.mark_own_folder(str(tmp_path), lambda name: name == "ours")
     (tmp_path / "foreign").rename(tmp_path / "ours")
-    assert folders.mark(str(tmp_path), lambda name: name == "ours")
+    assert folders.mark_own_folder(str(tmp_path), lambda name: name == "ours")
     (tmp_path / "foreign").touch()
-    assert folders.mark(str(tmp_path), lambda name: name == "ours"), "once marked, it stays so"
+    assert folders.mark_own_folder(str(tmp_path), lambda name: name == "ours"), "once marked, it stays so"
 
 
 def test_a_link_is_no_marker(tmp_path: Path) -> None:
     (tmp_path / folders.MARKER).symlink_to("/etc/passwd")
     (tmp_path / "mine").touch()
-    assert not folders.mark(str(tmp_path), lambda name: name == "ours")
+    assert not folders.mark_own_folder(str(tmp_path), lambda name: name == "ours")
 
 
 @given(st.recursive(st.sampled_from(["file", "link out", "link in"]), lambda inner: st.lists(inner, max_size=4)))
@@ -103,7 +103,7 @@ def test_whatever_a_tree_has_it_goes_and_nothing_else(tmp_path: Path, shape: obj
             path.symlink_to(mine if what == "link out" else tmp_path)
 
     make(tmp_path / "gone", shape)
-    assert folders.remove_tree(str(tmp_path / "gone")) == []
+    assert folders.remove_folder_tree(str(tmp_path / "gone")) == []
     assert not os.path.lexists(tmp_path / "gone")
     assert (mine / "mine").read_text() == "mine"
 

@@ -27,7 +27,7 @@ Change = Callable[[dict[str, Any]], Any]
 def made(folder: Path, *steps: int, **facts: Any) -> None:
     for step in steps:
         parts = {"model": {"w": torch.full((4,), float(step))}, "optimizer": {"state": {}, "groups": []}}
-        write.save(folder, step, parts, facts=facts, keep=9)
+        write.save_snapshot_parts(folder, step, parts, facts=facts, keep=9)
 
 
 def sealed(snapshot: Path, manifest: bytes) -> None:
@@ -109,9 +109,9 @@ HEADERS: dict[str, Change] = {
 def falls_back(folder: Path) -> None:
     """Every way to read a snapshot passes over the newest one, and says that it is corrupt."""
     newest = folder / "step-00000010"
-    assert read.verify(newest).status == "corrupt"
-    assert commands.verify(folder)["newest_good"] == str(folder / "step-00000005")
-    for verb in (commands.show, commands.digest):
+    assert read.verify_snapshot(newest).status == "corrupt"
+    assert commands.verify_snapshots(folder)["newest_good"] == str(folder / "step-00000005")
+    for verb in (commands.describe_newest_snapshot, commands.compute_snapshot_digest):
         answer = verb(folder)
         assert (answer["step"], len(answer["rejected"])) == (5, 1)
     loaded = load.newest(folder)
@@ -160,15 +160,15 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str, kind: str)
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero" if kind == "device" else path)
-    assert commands.verify(tmp_path)["newest_good"] == str(tmp_path / "step-00000005")
-    assert commands.show(tmp_path)["step"] == 5
+    assert commands.verify_snapshots(tmp_path)["newest_good"] == str(tmp_path / "step-00000005")
+    assert commands.describe_newest_snapshot(tmp_path)["step"] == 5
 
 
 @pytest.mark.parametrize("keep", [-100, 0, None, "x", True])
 def test_a_rule_in_a_manifest_never_takes_the_last_good_one(tmp_path: Path, keep: Any) -> None:
     made(tmp_path, 5, 10, retention={"keep": keep, "every_s": "x", "best": 3})
-    commands.prune(tmp_path)
-    assert commands.verify(tmp_path)["newest_good"] == str(tmp_path / "step-00000010")
+    commands.prune_snapshot_folder(tmp_path)
+    assert commands.verify_snapshots(tmp_path)["newest_good"] == str(tmp_path / "step-00000010")
 
 
 def tree_of(folder: Path) -> dict[str, bytes]:
@@ -180,7 +180,7 @@ def test_an_archive_that_a_step_is_a_link_to_stays_whole(tmp_path: Path) -> None
     made(tmp_path / "run", 10)
     (tmp_path / "run" / "step-00000005").symlink_to(tmp_path / "archive" / "step-00000005")
     before = tree_of(tmp_path / "archive")
-    answer = commands.prune(tmp_path / "run", keep=1)
+    answer = commands.prune_snapshot_folder(tmp_path / "run", keep=1)
     assert tree_of(tmp_path / "archive") == before
     assert (answer["removed"], answer["left"]) == ([], [str(tmp_path / "run" / "step-00000005")])
     done = dtctl("snapshot", "prune", "run", "--keep", "1", cwd=tmp_path)
@@ -198,12 +198,14 @@ def test_what_is_mounted_in_a_snapshot_stays(tmp_path: Path) -> None:
     inside.mkdir()
     subprocess.run(["mount", "--bind", tmp_path / "data", inside], check=True)  # the same file system
     try:
-        answer = commands.prune(tmp_path / "run", keep=1)
+        answer = commands.prune_snapshot_folder(tmp_path / "run", keep=1)
         assert answer["left"] == [str(tmp_path / "run" / "step-00000005")]
         assert (tmp_path / "data" / "mine").read_text() == "mine"
     finally:
         subprocess.run(["umount", inside], check=True)
-    assert commands.prune(tmp_path / "run", keep=1)["removed"] == [str(tmp_path / "run" / "step-00000005")]
+    assert commands.prune_snapshot_folder(tmp_path / "run", keep=1)["removed"] == [
+        str(tmp_path / "run" / "step-00000005")
+    ]
 
 
 SHADOWS = ("argparse", "json", "runpy", "typer", "blake3", "subprocess", "dtctl", "encodings", "hashlib", "tarfile")
@@ -239,5 +241,5 @@ def test_modules_beside_a_snapshot_are_not_run_by_an_export(tmp_path: Path) -> N
 
 def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
-    with (tmp_path / "x").open("rb") as file, pytest.raises(headers.Malformed):
-        headers.read(file, 10)
+    with (tmp_path / "x").open("rb") as file, pytest.raises(headers.MalformedFile):
+        headers.read_header(file, 10)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from dtctl.errors import ConnectError
 from dtctl.launch.control.link import NodeLink
-from dtctl.launch.files.push import Payloads, PushResult, push
-from dtctl.launch.files.tree import Tree, scan
+from dtctl.launch.files.push import PayloadCache, PushResult, push_tree_to_node
+from dtctl.launch.files.tree import FileTree, scan_push_tree
 from dtctl.supervisor import frames, receive
 from dtctl.supervisor.messages.setup import PushTree
 
@@ -54,8 +54,8 @@ def serve(sock: socket.socket, workdir: Path) -> None:
     link = frames.FdLink(sock.fileno(), sock.fileno(), 20)
     try:
         while (request := link.receive_json()) is not None:
-            receive.receive(link, str(workdir), PushTree.parse(request).tree)
-    except (receive.Refused, BrokenPipeError, frames.BrokenFrame):
+            receive.receive_tree(link, str(workdir), PushTree.parse(request).tree)
+    except (receive.PushRefused, BrokenPipeError, frames.BrokenFrame):
         pass
     finally:
         sock.close()
@@ -82,12 +82,12 @@ def node(workdir: Path, *, spoil: Callable[[bytes], bytes] | None = None) -> Ite
 
 def bring(root: Path, workdir: Path) -> PushResult:
     """Scan and push."""
-    return bring_tree(scan(root), workdir)
+    return bring_tree(scan_push_tree(root), workdir)
 
 
-def bring_tree(tree: Tree, workdir: Path) -> PushResult:
+def bring_tree(tree: FileTree, workdir: Path) -> PushResult:
     with node(workdir) as link:
-        return push(link, tree, shared=Payloads())
+        return push_tree_to_node(link, tree, shared=PayloadCache())
 
 
 def release() -> None:

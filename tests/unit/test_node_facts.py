@@ -77,15 +77,15 @@ def test_an_address_and_its_interface_are_each_other_s() -> None:
 
 
 def test_a_process_is_told_from_its_remains_and_from_none() -> None:
-    state, parent, start = node_facts.process(os.getpid()) or ("", 0, 0)
+    state, parent, start = node_facts.read_process_stat(os.getpid()) or ("", 0, 0)
     assert (state, parent) == ("R", os.getppid())
     assert node_facts.start_ticks(os.getpid()) == start > 0
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and not waited for
-    assert node_facts.state(child.pid) == "Z"
+    assert node_facts.read_process_state(child.pid) == "Z"
     assert node_facts.start_ticks(child.pid) == 0
     child.wait()
-    assert node_facts.process(child.pid) is None
+    assert node_facts.read_process_stat(child.pid) is None
     assert node_facts.start_ticks(child.pid) == 0
 
 
@@ -95,7 +95,7 @@ def test_a_command_with_parentheses_and_spaces_in_its_name_is_read(tmp_path: Pat
     odd.chmod(0o700)
     child = subprocess.Popen([odd], stdin=subprocess.PIPE)
     try:
-        found = node_facts.process(child.pid)
+        found = node_facts.read_process_stat(child.pid)
         assert found is not None
         assert found[1] == os.getpid()
     finally:
@@ -103,8 +103,8 @@ def test_a_command_with_parentheses_and_spaces_in_its_name_is_read(tmp_path: Pat
 
 
 def test_ports_depend_on_the_seed_alone_and_lie_below_those_that_the_kernel_gives_out() -> None:
-    ports = node_facts.port_candidates("run/0")
-    assert ports == node_facts.port_candidates("run/0") != node_facts.port_candidates("run/1")
+    ports = node_facts.compute_port_candidates("run/0")
+    assert ports == node_facts.compute_port_candidates("run/0") != node_facts.compute_port_candidates("run/1")
     assert len(set(ports)) == node_facts.PORT_CANDIDATES
     assert all(node_facts.FIRST_PORT <= port <= node_facts.LAST_PORT for port in ports)
 
@@ -125,15 +125,15 @@ def test_gpus_are_those_that_a_worker_is_shown(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], count: int
 ) -> None:
     monkeypatch.setattr(node_facts, "nvidia_devices", lambda: [f"nvidia{index}" for index in range(8)])
-    monkeypatch.setattr(node_facts, "_listed", lambda _: [])
+    monkeypatch.setattr(node_facts, "_list_folder", lambda _: [])
     assert node_facts.count_gpus(environ) == count
 
 
 def test_gpus_that_cannot_be_opened_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a job of Slurm, whose control group forbids the GPUs of others."""
     dev = ["nvidia0", "nvidia1", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"]
-    monkeypatch.setattr(node_facts, "_listed", lambda folder: dev if folder == "/dev" else [])
-    monkeypatch.setattr(node_facts, "_opens", lambda path: path in ("/dev/nvidia2", "/dev/nvidia10"))
+    monkeypatch.setattr(node_facts, "_list_folder", lambda folder: dev if folder == "/dev" else [])
+    monkeypatch.setattr(node_facts, "_can_open_device", lambda path: path in ("/dev/nvidia2", "/dev/nvidia10"))
     assert node_facts.nvidia_devices() == ["nvidia2", "nvidia10"]
     assert node_facts.count_gpus({}) == 2
 
@@ -143,13 +143,13 @@ def test_gpus_in_parts_and_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = {
         "/dev": ["nvidia0", "nvidia1"], capabilities: ["gpu0", "gpu1", "mig"], f"{capabilities}/gpu0/mig": ["gi7"],
     }  # fmt: skip
-    monkeypatch.setattr(node_facts, "_listed", lambda folder: folders.get(folder, []))
-    monkeypatch.setattr(node_facts, "_opens", lambda _: True)
+    monkeypatch.setattr(node_facts, "_list_folder", lambda folder: folders.get(folder, []))
+    monkeypatch.setattr(node_facts, "_can_open_device", lambda _: True)
     assert node_facts.count_gpus({}) == 1, "CUDA shows a process one instance"
     folders.clear()
     folders["/dev/dri"] = ["card0", "renderD128", "renderD129"]
     vendors = {"renderD128": "0x1002\n", "renderD129": "0x1a03\n"}
-    monkeypatch.setattr(node_facts, "read", lambda path: vendors.get(path.split("/")[4], ""))
+    monkeypatch.setattr(node_facts, "read_system_file", lambda path: vendors.get(path.split("/")[4], ""))
     assert node_facts.count_gpus({}) == 1
 
 
@@ -161,10 +161,10 @@ def test_rdma_devices_that_a_process_may_open(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        node_facts, "_listed", lambda folder: files if folder.endswith("mlx5_0/device/infiniband_verbs") else []
+        node_facts, "_list_folder", lambda folder: files if folder.endswith("mlx5_0/device/infiniband_verbs") else []
     )
-    monkeypatch.setattr(node_facts, "_opens", lambda path: asked.append(path) or opens)
-    assert node_facts.verbs("mlx5_0") == said
+    monkeypatch.setattr(node_facts, "_can_open_device", lambda path: asked.append(path) or opens)
+    assert node_facts.check_rdma_access("mlx5_0") == said
     assert asked == ["/dev/infiniband/uverbs3"] * len(files)
 
 
@@ -207,5 +207,5 @@ def test_cores_that_may_be_used(monkeypatch: pytest.MonkeyPatch, files: dict[str
         for name, text in files.items()
     }
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr(node_facts, "read", lambda path: places.get(path, ""))
+    monkeypatch.setattr(node_facts, "read_system_file", lambda path: places.get(path, ""))
     assert node_facts.usable_cores() == cores

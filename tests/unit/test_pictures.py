@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.train.mesh import Coordinate, resolve
+from dtctl.train.mesh import Coordinate, resolve_degrees
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -22,7 +22,7 @@ def test_meshes_and_what_workers_hold_are_as_drawn(monkeypatch: pytest.MonkeyPat
                 committed = (meshes.PICTURES / f"{draw.__name__}.{theme}.svg").read_text(encoding="utf-8")
                 assert meshes.drawn(draw, theme) == committed, "run docs/meshes.py"
         for name, strategy in meshes.STRATEGIES.items():
-            degrees = resolve(strategy, workers=4, per_node=2)
+            degrees = resolve_degrees(strategy, workers=4, per_node=2)
             for what in meshes.HELD:
                 copies = [0] * 4
                 for rank in range(4):

@@ -11,7 +11,7 @@ import pytest
 
 from dtctl.lint.engine import lint_text
 from dtctl.lint.model import ClusterFacts
-from dtctl.python_source import NestedTooDeeply, parse_python, run_on_large_stack
+from dtctl.python_source import NestingTooDeepError, parse_python, run_on_large_stack
 
 ROOT = Path(__file__).parents[2]
 SUMS, SIGNS, CALLS = "x = 1" + " + 1" * 5000, "x = " + "-" * 5000 + "1", "x = f" + "()" * 5000
@@ -48,7 +48,7 @@ def test_what_is_not_read_is_a_syntax_error(text: str) -> None:
 def test_millions_of_levels_are_read_or_refused(text: str) -> None:
     try:
         tree = parse_python(text)
-    except NestedTooDeeply:
+    except NestingTooDeepError:
         return
     assert isinstance(tree, ast.Module)
 
@@ -59,7 +59,7 @@ def test_what_a_function_raises_on_the_large_stack_is_raised_here() -> None:
 
     limit = sys.getrecursionlimit()
     assert run_on_large_stack(lambda: sink(20_000)) == 20_000
-    with pytest.raises(NestedTooDeeply):
+    with pytest.raises(NestingTooDeepError):
         run_on_large_stack(lambda: sink(1_000_000))
     with pytest.raises(ZeroDivisionError):
         run_on_large_stack(lambda: 1 / 0)

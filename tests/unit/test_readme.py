@@ -137,3 +137,9 @@ def test_pages_that_mkdocs_makes_are_linked_in_what_it_makes() -> None:
         assert [title for title in titles if f"[{title}](../reference/" not in made] == []
         named += len(titles)
     assert named == 3
+
+
+@pytest.mark.parametrize("key", ["script", "module", "command"])
+def test_each_way_to_name_a_program_stands_in_a_guide(key: str) -> None:
+    guides = [ROOT / name for name in PAGES if name.startswith("docs/guides/")]
+    assert any(re.search(rf"\b(job\.)?{key}: \S", path.read_text()) for path in guides)

@@ -11,31 +11,31 @@ import pytest
 from dtctl.schema import (
     InvalidMessage,
     Record,
-    integer,
+    check_number,
+    check_prose,
+    define_record_key,
     list_of,
+    make_integer_check,
+    make_nullable_check,
+    make_text_check,
     mapping_of,
-    nullable,
-    number,
-    prose,
-    text,
     valid_items,
-    value,
 )
 
 
 class Inner(Record):
-    rank: int = value(integer(0, 9))
+    rank: int = define_record_key(make_integer_check(0, 9))
 
 
 class Outer(Record):
-    name: str = value(text(5))
-    inner: list[Inner] = value(list_of(Inner.parse, 2))
-    seconds: float | None = value(nullable(number), default=None)
+    name: str = define_record_key(make_text_check(5))
+    inner: list[Inner] = define_record_key(list_of(Inner.parse, 2))
+    seconds: float | None = define_record_key(make_nullable_check(check_number), default=None)
 
 
 class More(Outer):
-    lenient: list[Inner] = value(valid_items(Inner.parse, 9), default=[])
-    counts: dict[str, int] = value(mapping_of(text(3), integer(0)), default={})
+    lenient: list[Inner] = define_record_key(valid_items(Inner.parse, 9), default=[])
+    counts: dict[str, int] = define_record_key(mapping_of(make_text_check(3), make_integer_check(0)), default={})
 
 
 GOOD: dict[str, Any] = {"name": "a", "inner": [{"rank": 3}]}
@@ -79,7 +79,7 @@ def test_what_is_not_in_order_is_refused_with_its_place(document: object, place:
 
 
 def test_a_text_for_people_is_cut() -> None:
-    assert len(prose("x" * 100_000)) < 5000
+    assert len(check_prose("x" * 100_000)) < 5000
 
 
 def test_a_mistake_of_our_own_is_a_type_error() -> None:

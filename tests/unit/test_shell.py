@@ -15,7 +15,7 @@ WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categori
 @given(WORDS)
 @example(["$(id)", "`id`", "a'b", 'a"b', "a\nb", "", "-n", "*", "~", "a,b", "é", "!x", "\\"])
 def test_any_words_arrive_in_a_real_shell(words: list[str]) -> None:
-    command = shell.join(["printf", r"%s\0", *words])
+    command = shell.join_command(["printf", r"%s\0", *words])
     done = subprocess.run(["sh", "-c", command], capture_output=True, check=True)
     assert done.stdout.split(b"\0")[:-1] == [word.encode() for word in words]
 
@@ -28,7 +28,7 @@ VALUE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 @given(st.dictionaries(st.from_regex(r"DT_[A-Za-z0-9_]{0,8}", fullmatch=True), VALUE, max_size=5))
 @example({"DT_A": "$(id) `id` 'x' \"y\" \\ ! a,b\n\n", "DT_": "", "DT_b": "-n", "DT_c": "é \u2028 \x1b[0m"})
 def test_any_value_of_a_variable_survives_a_real_shell(program: str, values: dict[str, str]) -> None:
-    lines = "".join(f"export {name}={shell.quote(value)}\n" for name, value in values.items())
+    lines = "".join(f"export {name}={shell.quote_word(value)}\n" for name, value in values.items())
     env = {"PATH": os.environ["PATH"], "LC_ALL": "C"}
     done = subprocess.run([*program.split(), "-c", lines + "exec env -0"], capture_output=True, check=True, env=env)
     found = dict(line.split(b"=", 1) for line in done.stdout.split(b"\0") if line.startswith(b"DT_"))
@@ -37,7 +37,7 @@ def test_any_value_of_a_variable_survives_a_real_shell(program: str, values: dic
 
 def test_nul_is_refused() -> None:
     with raises(ValueError, "NUL"):
-        shell.quote("a\0b")
+        shell.quote_word("a\0b")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_operators_among_words(argv: list[str], found: str) -> None:
 
 
 def test_a_program_may_lie_in_the_home_folder_of_whoever_runs_it() -> None:
-    command = shell.join(["~/it's here/python", "~/x"])
+    command = shell.join_command(["~/it's here/python", "~/x"])
     done = subprocess.run(
         ["sh", "-c", f"printf '%s ' {command}"], capture_output=True, text=True, env={"HOME": "/h"}, check=True
     )
@@ -123,6 +123,6 @@ def test_a_program_may_lie_in_the_home_folder_of_whoever_runs_it() -> None:
     ],
 )  # fmt: skip
 def test_the_home_folder_of_the_node(text: str, expected: str) -> None:
-    command = f"printf %s {shell.quote(shell.expand_home(text))}"
+    command = f"printf %s {shell.quote_word(shell.expand_home(text))}"
     done = subprocess.run(["sh", "-uc", command], capture_output=True, text=True, env={"HOME": "/h o"}, check=True)
     assert done.stdout.removeprefix("--out=") == expected

@@ -1,4 +1,4 @@
-"""The options of `dtctl advise`, each as the type of a parameter."""
+"""Options of `dtctl advise`, each as the type of a parameter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 class PrecisionName(str, Enum):
-    """Number formats."""
+    """Number formats of a computation."""
 
     bf16 = "bf16"
     fp16 = "fp16"
@@ -18,15 +18,13 @@ class PrecisionName(str, Enum):
 
 
 class FrameworkName(str, Enum):
-    """Frameworks whose way to hold a model is known; those of `dtctl.estimate.frameworks`."""
+    """Frameworks whose memory for a model is known; those of `dtctl.estimate.frameworks`."""
 
     runtime = "runtime"
     fsdp = "fsdp"
     megatron = "megatron"
     deepspeed = "deepspeed"
-    internevo = "internevo"
     accelerate = "accelerate"
-    pure = "pure"
 
 
 class OptimizerName(str, Enum):
@@ -39,14 +37,13 @@ class OptimizerName(str, Enum):
 
 
 class RecomputeName(str, Enum):
-    """Activations that the backward pass computes again."""
+    """Extents of recomputation: the activations that the backward pass computes again."""
 
     none = "none"
     selective = "selective"
     full = "full"
 
 
-# The model
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A config.json in Hugging Face's format.")]
 ModelFactory = Annotated[
     str | None,
@@ -65,7 +62,6 @@ Experts = Annotated[
 ]
 Seq = Annotated[int | None, typer.Option("--seq", help="Tokens of a sample.")]
 
-# The cluster
 Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs of all nodes.")]
 PerNode = Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs of a node.")]
 GpuName = Annotated[str | None, typer.Option("--gpu", help="H100, A100, ...")]
@@ -78,7 +74,6 @@ HostMemory = Annotated[
     typer.Option("--host-memory", help="Memory of a node, for offloading. Default: twice that of its GPUs."),
 ]
 
-# Numbers and framework
 Precision = Annotated[
     PrecisionName | None,
     typer.Option("--precision", help="Number format. Default: the spec's, else bf16, or fp16 where GPUs lack it."),
@@ -99,7 +94,6 @@ Framework = Annotated[
 Compiled = Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")]
 Fp8 = Annotated[bool, typer.Option("--fp8", help="Matrix products in fp8.")]
 
-# One layout instead of a search
 Mesh = Annotated[
     str | None,
     typer.Option(
@@ -116,7 +110,6 @@ Recompute = Annotated[RecomputeName | None, typer.Option("--recompute", help="Ac
 Stages = Annotated[int | None, typer.Option("--stages-per-worker", help="More than 1: an interleaved pipeline.")]
 Offload = Annotated[bool | None, typer.Option("--offload/--no-offload", help="Shards in the host's memory.")]
 
-# What to do
 SpecPath = Annotated[Path | None, typer.Argument(help="The spec. Default: ./dtctl.yaml, if it exists.")]
 Batch = Annotated[int | None, typer.Option("--batch", help="Samples of a step, over all GPUs.")]
 Beyond = Annotated[

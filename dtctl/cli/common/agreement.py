@@ -1,4 +1,4 @@
-"""Agreement of the user, before a command acts on a spec, to everything that it reaches beyond its own folder."""
+"""Consent of the user to everything outside of a spec's folder that the spec uses."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Yes = Annotated[
 ]
 
 
-def agreed(spec: Spec, *, yes: bool, launching: bool = False) -> None:
-    """Ask for what the spec reaches beyond its folder, the first time that a command acts on this folder.
+def require_spec_agreement(spec: Spec, *, yes: bool, launching: bool = False) -> None:
+    """Ask the user to agree to what the spec uses outside of its folder, at the first command for this folder.
 
     Args:
-        spec: The spec.
-        yes: Agree to all of it.
-        launching: The command runs the job of the folder, which is the user's consent that its programs may run.
+        spec: the checked spec.
+        yes: whether the user agrees to everything.
+        launching: whether the command runs the job, by which the user agrees that the folder's programs run.
 
     Raises:
         LaunchError: the user does not agree, or there is no terminal for the question.
@@ -33,7 +33,7 @@ def agreed(spec: Spec, *, yes: bool, launching: bool = False) -> None:
 
     for name in trust.likely_secrets(spec, dict(os.environ)):
         hint = "named in job.secrets it is kept out of scripts and plans"
-        output.err(f"warning: {name} looks like a secret and is sent by job.env_from: {hint}", "yellow")
+        output.print_stderr(f"warning: {name} looks like a secret and is sent by job.env_from: {hint}", "yellow")
     if launching:
         trust.agree_to_launch(spec)
     missing = trust.list_open(spec)
@@ -41,9 +41,9 @@ def agreed(spec: Spec, *, yes: bool, launching: bool = False) -> None:
         return
     if not yes and sys.stdin.isatty() and sys.stderr.isatty():
         for text in missing:
-            output.err(text, "yellow")
-        output.err("agree to this, for this folder? [y/N] ")
+            output.print_stderr(text, "yellow")
+        output.print_stderr("agree to this, for this folder? [y/N] ")
         yes = sys.stdin.readline().strip().lower() in ("y", "yes")
     if yes:
-        trust.agree(spec)
-    trust.check(spec)
+        trust.record_agreement(spec)
+    trust.require_user_agreement(spec)

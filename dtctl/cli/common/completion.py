@@ -11,14 +11,14 @@ from dtctl.errors import DtctlError
 
 
 def run_names(incomplete: str) -> list[str]:
-    """Runs of this folder that begin so, the newest first."""
-    from dtctl.launch.records.record import list_runs
+    """Return the runs of this folder whose names begin with the text, the newest first."""
+    from dtctl.launch.records.record import list_run_records
 
-    return [record.run for record in reversed(list_runs(Path.cwd())) if record.run.startswith(incomplete)]
+    return [record.run for record in reversed(list_run_records(Path.cwd())) if record.run.startswith(incomplete)]
 
 
 def node_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Nodes of the run that the line names, or of the newest one, that begin so."""
+    """Return the nodes, whose names begin with the text, of the run on the command line or of the newest run."""
     from dtctl.launch.records.record import find_run
     from dtctl.launch.records.state import state_of
 
@@ -33,7 +33,7 @@ Run = Annotated[
     str | None,
     typer.Argument(help="The run.  [default: the newest]", show_default=False, autocompletion=run_names),
 ]
-"""The argument of commands about one run, ended or not."""
+"""Argument of commands about one run, which may have ended."""
 CurrentRun = Annotated[
     str | None,
     typer.Argument(
@@ -42,4 +42,4 @@ CurrentRun = Annotated[
         autocompletion=run_names,
     ),
 ]
-"""The argument of commands about a run that is most often running; `run_argument.name_run` reads it."""
+"""Argument of commands about a run that is usually running; `run_argument.name_run` evaluates it."""

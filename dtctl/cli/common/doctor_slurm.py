@@ -1,4 +1,4 @@
-"""`dtctl doctor` for a job that is to be submitted to Slurm: the cluster's offer next to the spec's request."""
+"""`dtctl doctor` for a job of Slurm: compare the cluster's offer with the spec's request."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dtctl.cli.common.doctor_view import show_findings
 
 if TYPE_CHECKING:
     from dtctl.doctor.findings import Finding
-    from dtctl.slurm.site import Site
+    from dtctl.slurm.site import CommandHost
     from dtctl.spec.model import Spec
 
 
 def examine_offer(spec: Spec, *, json_lines: bool) -> int:
-    """Print what prevents the job from starting, and Slurm's estimate of its start; the exit code."""
-    from dtctl.doctor.findings import ordered
+    """Print the reasons why the job cannot start, and Slurm's estimate of its start; return the exit code."""
+    from dtctl.doctor.findings import order_findings
     from dtctl.errors import DoctorFailed
     from dtctl.slurm.partition_checks import CHECKS
     from dtctl.slurm.site import site_of
@@ -26,7 +26,7 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
     begun = time.monotonic()
     with closing(site_of(spec)) as site:
         problems, estimate = _query_slurm(spec, site)
-    findings = ordered(problems, ran=CHECKS)
+    findings = order_findings(problems, ran=CHECKS)
     ok = not any(finding.status == "fail" for finding in findings)
     took_s = round(time.monotonic() - begun, 2)
     if json_lines:
@@ -35,26 +35,28 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
     else:
         show_findings(findings)
         if estimate:
-            output.out(f"Slurm: {estimate}")
+            output.print_stdout(f"Slurm: {estimate}")
         verdict = "can be submitted" if ok else "can never start as specified"
-        output.out(f"the job {verdict}; {took_s:.1f} s", "green" if ok else "red", "bold")
+        output.print_stdout(f"the job {verdict}; {took_s:.1f} s", "green" if ok else "red", "bold")
         if ok:
-            output.out("not examined: the nodes themselves (inside an allocation, `dtctl doctor` examines them)", "dim")
+            output.print_stdout(
+                "not examined: the nodes themselves (inside an allocation, `dtctl doctor` examines them)", "dim"
+            )
     return 0 if ok else DoctorFailed.exit_code
 
 
-def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
-    """Return what the job lacks, and Slurm's own words about it."""
+def _query_slurm(spec: Spec, site: CommandHost) -> tuple[list[Finding], str]:
+    """Return findings about requests that the cluster does not fulfil, and Slurm's estimate of the start."""
     from dtctl.doctor.findings import Finding
     from dtctl.launch.cluster import cluster_of, first_plan
-    from dtctl.slurm import batch, login_client
-    from dtctl.slurm.answers import Offer, Tested
-    from dtctl.slurm.partition_checks import lacks
-    from dtctl.slurm.submit import python_at, words
+    from dtctl.slurm import batch, remote_commands
+    from dtctl.slurm.answers import ClusterResources, SbatchTestResult
+    from dtctl.slurm.partition_checks import check_job_offer
+    from dtctl.slurm.submit import format_sbatch_messages, python_at
 
     plan = first_plan(spec, cluster_of(spec, start=False), run="doctor")
     python = python_at(spec, site)
-    offer = login_client.ask(site, python, Offer)
+    offer = remote_commands.send_login_request(site, python, ClusterResources)
     findings = [
         Finding(
             check=lack.check,
@@ -64,16 +66,16 @@ def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
             fix=f"{lack.key}: {lack.fix}",
             evidence=lack.evidence,
         )
-        for lack in lacks(batch.asked_of_slurm(spec, plan), len(plan.nodes), offer)
+        for lack in check_job_offer(batch.asked_of_slurm(spec, plan), len(plan.nodes), offer)
     ]
     if any(finding.status == "fail" for finding in findings):
         return findings, ""
     if any(finding.check == "job-nodes" for finding in findings):
-        # Slurm would report that it can never start, and accept it all the same: the nodes may be back by then.
+        # Slurm would report that the job can never start, but accept it, since the nodes may be back later.
         return findings, "the job is queued until enough nodes work again"
-    text = batch.text(spec, plan, chdir=Path("/"), output=Path("/dev/null"), folder=Path("/"))
-    answer = login_client.ask(site, python, Tested, text=text)
-    estimate = words(answer.said)
+    text = batch.render_batch_file(spec, plan, chdir=Path("/"), output=Path("/dev/null"), folder=Path("/"))
+    answer = remote_commands.send_login_request(site, python, SbatchTestResult, text=text)
+    estimate = format_sbatch_messages(answer.said)
     if answer.code:
         fix = "Slurm's message names the reason; `dtctl sbatch` prints the file"
         findings.append(Finding(check="submit", status="fail", nodes=(site.name,), summary=estimate, fix=fix))

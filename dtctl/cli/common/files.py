@@ -1,4 +1,4 @@
-"""Files that a user has named for a result."""
+"""Files for results whose paths the user has given."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dtctl.errors import UsageError
 
 
 def write_named(path: Path, text: str, *, option: str, private: bool = False) -> None:
-    """Write a result to a path from the user: whole or not at all, without changing the type of the path.
+    """Write a result to a path from the user completely or not at all, without changing the type of the path.
 
-    A file is replaced in one step; so is the target of a link; a device or a pipe is written to.
+    A file, or the target of a link, is replaced in one step; a device or a pipe receives the text.
 
     Args:
-        path: as it was given.
-        text: what to write.
-        option: that named the path, for errors.
-        private: whether it holds a job's environment, and so is for this user alone.
+        path: path in the user's words.
+        text: content of the file.
+        option: option of the command line with the path, for errors.
+        private: whether only this user may read the file, since it has a job's environment.
 
     Raises:
-        UsageError: it cannot be written; what was there is untouched.
+        UsageError: the file cannot be written; an existing file is unchanged.
     """
     target = Path(os.path.realpath(path))
     partial = None
@@ -40,7 +40,7 @@ def write_named(path: Path, text: str, *, option: str, private: bool = False) ->
         if target.exists() and not private:
             partial.chmod(target.stat().st_mode & 0o777)
         partial.replace(target)
-        folders.sync_folder(str(target.parent))
+        folders.sync_folder_entries(str(target.parent))
     except OSError as exc:
         if partial is not None:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Output about the files of the working tree: those that are pushed, and those that are not."""
+"""Output about the files of the working tree: those that are pushed, and those that are left out."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dtctl.cli import output
+from dtctl.printable import format_count
 
 if TYPE_CHECKING:
-    from dtctl.launch.files.not_sent import NotSent
-    from dtctl.launch.files.tree import Tree, TreeFile
+    from dtctl.launch.files.excluded_files import UnsentFiles
+    from dtctl.launch.files.tree import FileTree, TreeFile
     from dtctl.spec.model import Spec
 
 
@@ -18,81 +19,83 @@ SHOWN = 5
 SHOWN_FOLDERS = 3
 
 
-def describe_push(spec: Spec, tree: Tree) -> list[str]:
-    """Return lines about the tree that the user should know before it is sent."""
+def describe_push(spec: Spec, tree: FileTree) -> list[str]:
+    """Return lines about the tree that the user should read before the push."""
     lines = [*_describe_withheld(tree), *_describe_not_sent(_folders_not_sent(spec, tree, chosen=False))]
     if tree.is_large:
         lines.append(
-            f"{_amount(tree)} are sent to every node that lacks them, the largest: {_largest(tree)}; "
-            "name what the job does not need in .dtctlignore"
+            f"{_format_tree_size(tree)} are sent to every node that lacks them, the largest: "
+            f"{_describe_largest_files(tree)}; name what the job does not need in .dtctlignore"
         )
     return lines
 
 
-def _describe_withheld(tree: Tree) -> list[str]:
-    """Name the files that are not pushed although they are not excluded."""
+def _describe_withheld(tree: FileTree) -> list[str]:
+    """Return lines about files that are not pushed although no rule excludes them."""
     kinds = (("looks like a secret", tree.withheld), ("neither a file nor a folder", tree.skipped))
-    return [f"not pushed, {kind}: {_listed(paths)}" for kind, paths in kinds if paths]
+    return [f"not pushed, {kind}: {_format_short_list(paths)}" for kind, paths in kinds if paths]
 
 
-def _folders_not_sent(spec: Spec, tree: Tree, *, chosen: bool) -> list[NotSent]:
-    """Return the folders with files that are not sent, the largest first.
+def _folders_not_sent(spec: Spec, tree: FileTree, *, chosen: bool) -> list[UnsentFiles]:
+    """Return the folders with files that are left out, the largest first.
 
     Args:
         spec: the checked spec.
-        tree: its scanned files.
-        chosen: whether rules that were written for dtctl count, too.
+        tree: the scanned working tree.
+        chosen: whether to include files that dtctl's own rules exclude.
     """
     if not tree.left_out:
         return []
-    from dtctl.launch.files.not_sent import list_not_sent
+    from dtctl.launch.files.excluded_files import list_not_sent
 
     return [each for each in list_not_sent(spec, tree, most=4 * SHOWN_FOLDERS) if chosen or not each.is_chosen]
 
 
-def _describe_not_sent(folders: Sequence[NotSent]) -> list[str]:
-    """Return a line about each of the largest folders, and one about the others."""
+def _describe_not_sent(folders: Sequence[UnsentFiles]) -> list[str]:
+    """Return one line for each of the largest folders, and one for the others."""
     lines = [_not_sent(each) for each in folders[:SHOWN_FOLDERS]]
     if rest := folders[SHOWN_FOLDERS:]:
-        total = output.size(sum(each.bytes for each in rest))
+        total = output.format_size(sum(each.bytes for each in rest))
         others = "1 other folder" if len(rest) == 1 else f"{len(rest)} other folders"
         lines.append(f"not sent: {total} in {others}, such as {rest[0].folder or '.'}")
     return lines
 
 
-def _not_sent(each: NotSent) -> str:
+def _not_sent(each: UnsentFiles) -> str:
     """Return `not sent: 3 files, 2.1 MiB in data/x (.gitignore); job.files.include: [data/x/], or job.data`."""
     over = "over " if each.is_partial else ""
-    count = "1 file" if each.files == 1 and not over else f"{over}{each.files:,} files"
+    count = f"{over}{format_count(each.files, 'file')}"
     is_one = each.files == 1 and not each.is_whole
     place = f": {each.path}" if is_one else f" in {each.folder or '.'}"
     source = each.rule.partition(" (")[0]
     pattern = f": [{each.path}]" if is_one or each.is_whole else ""
-    what = f"{count}, {over}{output.size(each.bytes)}{place}"
+    what = f"{count}, {over}{output.format_size(each.bytes)}{place}"
     return f"not sent: {what} ({source}); job.files.include{pattern}, or job.data"
 
 
-def show_files(spec: Spec, tree: Tree) -> None:
+def show_files(spec: Spec, tree: FileTree) -> None:
     """Print the files that are pushed and those that are not, for the dry run."""
-    output.out(f"files: {_amount(tree)}" + (f"; the largest: {_largest(tree)}" if tree.files else ""))
+    output.print_stdout(
+        f"files: {_format_tree_size(tree)}" + (f"; the largest: {_describe_largest_files(tree)}" if tree.files else "")
+    )
     folders = _folders_not_sent(spec, tree, chosen=True)
     for line in _describe_not_sent(folders):
-        output.out(line)
-    others = [path for path in tree.left_out if not any(_covers(each, path) for each in folders)]
+        output.print_stdout(line)
+    others = [path for path in tree.left_out if not any(_is_path_covered(each, path) for each in folders)]
     if others:
         rows = [f"{row['path']} by {row['rule']}" for row in _left_out(spec, tree, others)]
-        output.out(f"left out: {_listed(rows, len(others))}")
+        output.print_stdout(f"left out: {_format_short_list(rows, len(others))}")
     for line in _describe_withheld(tree):
-        output.out(line, "yellow")
+        output.print_stdout(line, "yellow")
 
 
-def _covers(each: NotSent, path: str) -> bool:
+def _is_path_covered(each: UnsentFiles, path: str) -> bool:
     """Return whether a line about a folder covers a path that is left out."""
     return path == each.path if each.is_whole else path.rpartition("/")[0] == each.folder
 
 
-def as_json(spec: Spec, tree: Tree) -> dict[str, Any]:
-    """Return the same for `launch --dry-run --json`."""
+def build_tree_json(spec: Spec, tree: FileTree) -> dict[str, Any]:
+    """Return the files that are pushed and left out as JSON, for `launch --dry-run --json`."""
     return {
         "count": len(tree.files),
         "bytes": tree.total_bytes,
@@ -105,32 +108,34 @@ def as_json(spec: Spec, tree: Tree) -> dict[str, Any]:
     }
 
 
-def _left_out(spec: Spec, tree: Tree, paths: Sequence[str]) -> list[dict[str, str]]:
-    from dtctl.launch.files import left_out
+def _left_out(spec: Spec, tree: FileTree, paths: Sequence[str]) -> list[dict[str, str]]:
+    from dtctl.launch.files import exclusion_reason
 
     root, files = os.fsencode(os.path.realpath(tree.root)), spec.job.files
     return [
         {
             "path": path,
-            "rule": left_out.reason(root, os.fsencode(path), include=files.include, exclude=files.exclude),
+            "rule": exclusion_reason.find_exclusion_reason(
+                root, os.fsencode(path), include=files.include, exclude=files.exclude
+            ),
         }
         for path in paths[:SHOWN]
     ]
 
 
-def _by_size(tree: Tree) -> list[TreeFile]:
+def _by_size(tree: FileTree) -> list[TreeFile]:
     return sorted(tree.files, key=lambda file: -file.size)[:3]
 
 
-def _largest(tree: Tree) -> str:
-    return ", ".join(f"{os.fsdecode(file.path)} ({output.size(file.size)})" for file in _by_size(tree))
+def _describe_largest_files(tree: FileTree) -> str:
+    return ", ".join(f"{os.fsdecode(file.path)} ({output.format_size(file.size)})" for file in _by_size(tree))
 
 
-def _amount(tree: Tree) -> str:
+def _format_tree_size(tree: FileTree) -> str:
     count = len(tree.files)
-    return f"{count} file{'' if count == 1 else 's'}, {output.size(tree.total_bytes)}"
+    return f"{count} file{'' if count == 1 else 's'}, {output.format_size(tree.total_bytes)}"
 
 
-def _listed(texts: Sequence[str], count: int | None = None) -> str:
+def _format_short_list(texts: Sequence[str], count: int | None = None) -> str:
     more = (len(texts) if count is None else count) - SHOWN
     return ", ".join(texts[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Common part of the commands that launch or follow a run: its signals, its events, and its last lines."""
+"""Common part of the commands that launch or follow a run: signals, events, and the last lines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 
 from dtctl import names, node_facts
 from dtctl.cli import output
+from dtctl.printable import format_count
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from dtctl.cli.common.run_display import LaunchView
     from dtctl.launch.control.controller import Result
-    from dtctl.launch.records.events import Emit, Event, Outputs, RunEnded
+    from dtctl.launch.files.environment import EnvironmentPush
+    from dtctl.launch.records.events import Emit, Event, NodeOutputs, RunEnded
     from dtctl.launch.records.record import RunRecord
     from dtctl.launch.records.run_writer import RunWriter
     from dtctl.spec.model import Spec
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Signals that ask to stop are written down, for the launcher to act upon between two messages."""
+    """Collect signals that request a stop in a list, which the launcher reads between two messages."""
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _frame: received.append(number))
@@ -41,8 +43,11 @@ def caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def emitter(record: RunWriter, view: LaunchView | None = None, *, json_lines: bool = False) -> Emit:
-    """Passes every event to the record, to JSON output and to the terminal, from any thread; the last is the end."""
+def make_event_emitter(record: RunWriter, view: LaunchView | None = None, *, json_lines: bool = False) -> Emit:
+    """Return a function that passes each event to the record, to JSON output and to the terminal.
+
+    Any thread may call the function. Events after the end of the run are ignored, except for notes.
+    """
     from dtctl.launch.records.events import Note, RunEnded
 
     lock = threading.Lock()
@@ -53,7 +58,7 @@ def emitter(record: RunWriter, view: LaunchView | None = None, *, json_lines: bo
         with lock:
             if over:
                 if isinstance(event, Note):
-                    output.err(event.text, "dim")
+                    output.print_stderr(event.text, "dim")
                 return
             over = isinstance(event, RunEnded)
             pass_on(event)
@@ -70,24 +75,40 @@ def emitter(record: RunWriter, view: LaunchView | None = None, *, json_lines: bo
 
 
 @contextmanager
-def measured(spec: Spec, record: RunRecord, emit: Emit) -> Iterator[None]:
-    """Send figures of the run to the receivers in section `metrics` of its spec, if it has one, while the body runs."""
+def sending_run_metrics(spec: Spec, record: RunRecord, emit: Emit) -> Iterator[None]:
+    """Send figures of the run to the receivers in section `metrics` of its spec, if it has one, during the context."""
     if spec.metrics is None:
         yield
         return
     from dtctl.launch.records.events import Note
-    from dtctl.metrics.beside import Beside
+    from dtctl.metrics.metrics_process import MetricsProcess
 
     beside = None
     try:
-        beside = Beside(record, emit)
-    except OSError as exc:  # no process, no disk: the run is worth more
+        beside = MetricsProcess(record, emit)
+    except OSError as exc:  # without a process or disk space for metrics, the run itself can continue
         emit(Note(text=f"metrics are not sent: {exc.strerror}"))
     try:
         yield
     finally:
         if beside is not None:
             beside.finish()
+
+
+def build_environment_push(spec: Spec) -> EnvironmentPush | None:
+    """Return the push of a job's environment, whose lock is made if it is missing; None without an environment."""
+    if spec.job.environment is None:
+        return None
+    from dtctl.launch.files.environment import EnvironmentPush, lock_environment
+
+    try:
+        locked = lock_environment(spec, write=True, report=output.set_status_line)
+    finally:
+        output.set_status_line("")
+    output.print_stderr(f"environment: {locked.short_summary}{'; its lock was made' if locked.is_new else ''}")
+    if locked.doubt:
+        output.print_stderr(f"warning: {locked.doubt}", "yellow")
+    return EnvironmentPush(spec, locked)
 
 
 def create_run(
@@ -103,9 +124,9 @@ def create_run(
     sweep: Mapping[str, str] | None = None,
     environment: str = "",
 ) -> RunWriter:
-    """Return the folder of a new run with this process as its launcher; see `RunInfo` for the arguments.
+    """Create the folder of a new run, with this process as its launcher; see `RunInfo` for the arguments.
 
-    It began when this process did, unless `started` is given.
+    The run's start is that of this process, unless `started` is given.
 
     Raises:
         LaunchError: a run of this name exists, or the folder cannot be written to.
@@ -138,31 +159,31 @@ def create_run(
     return record
 
 
-def take_up(record: RunWriter, *, attempt: int | None = None) -> Emit:
-    """Become the launcher of a run of another process, with its lock held; return the receiver of its events."""
-    from dtctl.launch.records.events import TakenUp
+def take_over_run(record: RunWriter, *, attempt: int | None = None) -> Emit:
+    """Make this process the launcher of another process's run, whose lock it holds; return the receiver of events."""
+    from dtctl.launch.records.events import LauncherReattached
 
     pid = os.getpid()
     mine = replace(record.info(), pid=pid, pid_started=node_facts.start_ticks(pid), boot=node_facts.boot_id())
     with contextlib.suppress(OSError):
-        record.reserve()
+        record.reserve_disk_space()
     record.write_info(mine)
-    emit = emitter(record)
-    emit(TakenUp(attempt=attempt, pid=pid))
+    emit = make_event_emitter(record)
+    emit(LauncherReattached(attempt=attempt, pid=pid))
     return emit
 
 
-def finish(result: Result, emit: Emit, record: RunWriter) -> int:
-    """Report how the run ended, with the cause if its logs show one; return the exit code."""
+def report_run_end(result: Result, emit: Emit, record: RunWriter) -> int:
+    """Report the end of the run, with the cause if its logs show one; return the exit code."""
     emit(result.to_event())
-    if result.status == "failed":  # the cause first, then what was printed, which may be long
+    if result.status == "failed":  # the cause stands before the output, which may be long
         from dtctl.cli.common.doctor_view import show_cause
 
-        show_cause(record.folder / names.LOGS_DIR, result.first_failure)
-        _show_left_out(record, result)
-    show_end(result)
+        known = ("missing-file", "hub-missing") if _show_left_out(record, result) else ()
+        show_cause(record.folder / names.LOGS_DIR, result.first_failure, known=known)
+    print_run_end(result)
     if record.lost_events:
-        output.err(
+        output.print_stderr(
             f"{record.lost_events} events of the run could not be written into {record.folder}: what `dtctl status`, "
             "`runs` and `report` say of it lacks them",
             "red",
@@ -172,17 +193,24 @@ def finish(result: Result, emit: Emit, record: RunWriter) -> int:
     return result.exit_code
 
 
-def _show_left_out(record: RunRecord, result: Result) -> None:
-    """Files that the program missed and that lie here, with the rule that kept them from being sent."""
-    from dtctl.launch.assemble import spec_of_run
+def _show_left_out(record: RunRecord, result: Result) -> bool:
+    """Print the files that the program missed and that rules left out of the push; return whether there are any."""
     from dtctl.launch.files.missing import left_out_here
+    from dtctl.launch.run_spec import spec_of_run
 
     if result.first_failure is None or not (spec := spec_of_run(record)).pushes:
-        return
-    folders = {*record.code_folders().values(), f"/runs/{record.run}/work"}
-    for file in left_out_here(result.first_failure.tail, spec, folders=folders):
-        output.err(f"{file.path} was not sent to the nodes: {file.rule} leaves it out", "bold")
-        output.err(f"  fix: job.files.include: [{file.path}]")
+        return False
+    folders = {*record.read_code_folders().values(), f"/runs/{record.run}/work"}
+    missing = left_out_here(result.first_failure.tail, spec, folders=folders)
+    for file in missing:
+        others = f", nor {'was 1 other file' if file.others == 1 else f'were {file.others} other files'} of its folder"
+        output.print_stderr(
+            f"cause: {file.path} was not sent to the nodes{others if file.others else ''}: {file.rule}", "bold"
+        )
+        output.print_stderr(
+            f"  fix: job.files.include: [{file.include_pattern}], or job.data for data that seldom changes"
+        )
+    return bool(missing)
 
 
 def has_snapshot(record: RunRecord) -> bool:
@@ -193,38 +221,43 @@ def has_snapshot(record: RunRecord) -> bool:
 
 
 def _show_continuation(record: RunRecord) -> None:
-    """Show the command that continues where a run was stopped, by what the run has saved."""
-    from dtctl.launch.assemble import spec_of_run
-    from dtctl.launch.continuation import command, shared_folder
+    """Print the command that continues a stopped run, depending on what the run has saved."""
+    from dtctl.launch.continuation import format_resume_command, shared_folder
+    from dtctl.launch.run_spec import spec_of_run
 
     folder = shared_folder(record)
     if not has_snapshot(record):
         spec = spec_of_run(record)
         keeps = spec.train is None and bool(spec.job.outputs or spec.job.shared)
-        again = f"`{command(record.run)}` starts in its outputs" if keeps else "the next launch starts over"
-        output.err(f"it has reported no snapshot: {again}")
+        again = (
+            f"`{format_resume_command(record.run)}` starts in its outputs" if keeps else "the next launch starts over"
+        )
+        output.print_stderr(f"it has reported no snapshot: {again}")
     elif folder is not None:
-        output.err(f"the next `dtctl launch` continues from the newest good snapshot in {folder}, if there is one")
+        output.print_stderr(
+            f"the next `dtctl launch` continues from the newest good snapshot in {folder}, if there is one"
+        )
     else:
-        output.err(
-            f"to continue from its newest good snapshot: {command(record.run)}  (without --resume it starts over)"
+        output.print_stderr(
+            f"to continue from its newest good snapshot: {format_resume_command(record.run)}"
+            "  (without --resume it starts over)"
         )
 
 
-def outputs_line(run: str, outputs: Mapping[str, Outputs], *, is_local: bool, fetched: Path | None = None) -> str:
-    """Place of a run's outputs, and the command that brings them here; empty when there are none.
+def outputs_line(run: str, outputs: Mapping[str, NodeOutputs], *, is_local: bool, fetched: Path | None = None) -> str:
+    """Return a line with the place of a run's outputs and the command to fetch them; empty if there are none.
 
     Args:
-        run: its name.
-        outputs: by node.
-        is_local: whether they are on this machine already.
-        fetched: folder that `dtctl fetch` puts them into by default.
+        run: name of the run.
+        outputs: outputs by node.
+        is_local: whether the outputs are on this machine already.
+        fetched: default folder of `dtctl fetch` for them.
     """
     there = {node: each for node, each in outputs.items() if each.files}
     if not there:
         return ""
     files, size = sum(each.files for each in there.values()), sum(each.bytes for each in there.values())
-    amount = f"{files:,} {'file' if files == 1 else 'files'}, {output.size(size)}"
+    amount = f"{files:,} {'file' if files == 1 else 'files'}, {output.format_size(size)}"
     if is_local:
         return f"outputs: {amount} in {next(iter(there.values())).folder}"
     if fetched is not None and all((fetched / node).is_dir() for node in there):
@@ -246,27 +279,27 @@ def failure_lines(end: RunEnded) -> list[str]:
     return [f"first failure: {subject}{f' ({ended})' if ended else ''}: {failure.summary}", *log]
 
 
-def show_end(result: Result) -> None:
-    """Print the last lines for the user: how it ended, which worker caused it, and that nothing is left."""
-    from dtctl.launch.control.failure import describe
+def print_run_end(result: Result) -> None:
+    """Print the last lines of a run: its end, the worker that caused it, and the number of remaining processes."""
+    from dtctl.launch.control.failure import describe_failure
     from dtctl.launch.records.events import subject_of
 
     failure = result.first_failure
     if failure is not None:
         subject = subject_of(failure.node, failure.rank, failure.exit_code)
-        output.err(f"first failure: {subject} {describe(failure)}", "red", "bold")
+        output.print_stderr(f"first failure: {subject} {describe_failure(failure)}", "red", "bold")
         for line in failure.tail:
-            output.err(f"  | {line}")
+            output.print_stderr(f"  | {line}", fold=False)
         if failure.summary and (failure.exit_code is None or not failure.tail):
-            output.err(f"  | {failure.summary}")
+            output.print_stderr(f"  | {failure.summary}")
         if failure.log:
-            output.err(f"  log: {failure.log}")
+            output.print_stderr(f"  log: {failure.log}")
     colour = {"succeeded": "green", "failed": "red"}.get(result.status, "yellow")
     attempts = f" in {result.attempts} attempts" if result.attempts > 1 else ""
     goodput = f", {result.goodput:.0%} of it spent on useful steps" if result.goodput is not None else ""
-    output.err(f"{result.status} after {result.duration_s:.1f} s{attempts}{goodput}", colour, "bold")
+    output.print_stderr(f"{result.status} after {result.duration_s:.1f} s{attempts}{goodput}", colour, "bold")
     for node, lost in sorted(result.lost_output.items()):
-        output.err(
+        output.print_stderr(
             f"output lost: {lost:,} bytes from {node} could not be stored on this machine; "
             "what its own disk took is there",
             "red",
@@ -275,11 +308,11 @@ def show_end(result: Result) -> None:
     for node, cut in sorted(result.cut_output.items()):
         least = "at least " if node in result.lost_output or result.left_behind is None else ""
         limit = f"{result.log_mib} MiB a rank (job.log_mib)"
-        output.err(f"output of {node} was cut to {limit}: {least}{cut:,} bytes are left out", "yellow")
+        output.print_stderr(f"output of {node} was cut to {limit}: {least}{cut:,} bytes are left out", "yellow")
     if line := outputs_line(result.run, result.outputs, is_local=result.is_local):
-        output.err(line)
+        output.print_stderr(line)
     if result.left_behind is None:
-        output.err("a node could not be checked for remaining processes; `dtctl stop` checks again", "red")
+        output.print_stderr("a node could not be checked for remaining processes; `dtctl stop` checks again", "red")
     else:
-        nodes = "1 node" if result.nodes == 1 else f"{result.nodes} nodes"
-        output.err(f"{result.left_behind} processes left on {nodes}")
+        nodes = format_count(result.nodes, "node")
+        output.print_stderr(f"{format_count(result.left_behind, 'process', 'processes')} left on {nodes}")

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from dtctl import names, node_facts, shell
 from dtctl.cli import output
-from dtctl.cli.common.agreement import agreed
+from dtctl.cli.common.agreement import require_spec_agreement
 from dtctl.cli.common.followed_run import caught_signals
 from dtctl.errors import ConnectError, DtctlError, Interrupted, LaunchError, NodeFailures, UsageError
+from dtctl.printable import format_count
 
 if TYPE_CHECKING:
     from dtctl.cli.common.run_display import LaunchView
     from dtctl.launch.control.launch_job import LaunchJob
     from dtctl.launch.files.data import DataItem, DataPush
-    from dtctl.launch.files.environment import EnvironmentPush
-    from dtctl.launch.files.tree import Tree
+    from dtctl.launch.files.tree import FileTree
     from dtctl.launch.records.events import Emit, Event, RunProgress
     from dtctl.launch.records.run_writer import RunWriter
     from dtctl.plan.model import Plan
@@ -36,45 +36,45 @@ class LaunchOptions:
     slots: int | None
     overrides: tuple[str, ...]
     rest: list[str] | None
-    """Words after `--`; None without one."""
+    """Words after `--`; None if the command line has no `--`."""
     name: str | None
     detach: bool
     doctor: bool | None
-    """True to examine the nodes first; None: as `first_look.is_due` decides."""
+    """True to examine the nodes first; None: `preflight.look_first` decides."""
     json_lines: bool
     resume: str | None = None
-    """Run that training continues from."""
+    """Run whose outputs this run continues."""
     sweep: Mapping[str, str] = field(default_factory=dict)
-    """Key -> value, of a run that is one of a sweep; among the overrides, too."""
+    """Key -> value of the settings that a sweep has chosen for this run; `overrides` has them, too."""
     started: float | None = None
-    """Time when the run began, in seconds since the epoch. None: with this process."""
+    """Time when the run began, in seconds since the epoch; None: the start of this process."""
     yes: bool = False
-    """True if what the spec reaches beyond its folder is agreed to."""
+    """True if the user agrees to everything outside of its folder that the spec uses."""
 
     @property
     def has_spec(self) -> bool:
-        """Return whether there is a spec: named, in the working folder, or missing there with nothing in its place."""
+        """Return whether the launch uses a spec: a named one, or dtctl.yaml, which `--nodes` makes optional."""
         return self.nodes is None or self.spec is not None or Path(names.SPEC_FILE).exists()
 
     @property
     def spec_name(self) -> str:
-        """Path of the spec as it was given; empty for a job without one."""
+        """Return the path of the spec in the user's words; empty for a job without a spec."""
         return str(self.spec or names.SPEC_FILE) if self.has_spec else ""
 
     def command_on(self, nodes: Sequence[str]) -> str:
-        """Return the command line of this launch on other nodes; without its name, which is taken."""
+        """Return the command line of this launch on other nodes, without the run's name, which is taken."""
         from dtctl.spec import nodeset
 
-        listed = min(",".join(nodes), nodeset.fold(nodes), key=lambda text: len(shell.quote(text)))
+        listed = min(",".join(nodes), nodeset.fold_node_names(nodes), key=lambda text: len(shell.quote_word(text)))
         words = ["dtctl", "launch", *([str(self.spec)] if self.spec else []), "--nodes", listed]
         words += ["--slots", str(self.slots)] if self.slots is not None else []
         words += [word for override in self.overrides for word in ("--set", override)]
         words += ["--detach"] if self.detach else []
         words += ["--resume", self.resume] if self.resume is not None else []
-        return shell.join([*words, *(["--", *self.rest] if self.rest else [])])
+        return shell.join_command([*words, *(["--", *self.rest] if self.rest else [])])
 
 
-def spec_of(options: LaunchOptions) -> Spec:
+def load_launch_spec(options: LaunchOptions) -> Spec:
     """Return the spec that the options name or describe.
 
     Raises:
@@ -97,10 +97,10 @@ def spec_of(options: LaunchOptions) -> Spec:
     if options.slots is not None:
         overrides = (*overrides, f"cluster.slots={options.slots}")
     spec = load_spec(options.spec or Path(names.SPEC_FILE), overrides)
+    _check_arguments(options, spec)
     if options.nodes is not None:
         from dtctl.spec.narrow import narrow_nodes
 
-        _check_arguments(options, spec)
         spec = narrow_nodes(spec, options.nodes)
     if not options.rest:
         return spec
@@ -108,61 +108,74 @@ def spec_of(options: LaunchOptions) -> Spec:
     return spec.model_copy(update={"job": job})
 
 
+INTERPRETERS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "bash", "sh")
+"""Programs that start a script, and therefore are no argument of one."""
+
+
 def _check_arguments(options: LaunchOptions, spec: Spec) -> None:
-    """Refuse a program after `--nodes LIST --` where a spec has the program already.
+    """Refuse a program after `--` if the spec has one already: the spec's program would get it as an argument.
 
     Raises:
-        UsageError: the first word names a file or a program.
+        UsageError: the first word is a script or starts one. With `--nodes`, which has another meaning without a spec,
+            any other file or program is an error, too.
     """
     import shutil
 
     first = options.rest[0] if options.rest else ""
-    names_file = any((folder / first).is_file() for folder in (Path.cwd(), spec.base_dir / spec.job.files.root))
-    is_program = first.endswith((".py", ".sh")) or names_file or shutil.which(first) is not None
-    if not first or first.startswith("-") or not is_program:
+    if not first or first.startswith("-"):
         return
-    nodes = options.nodes or ""
-    narrowing = shell.join(["dtctl", "launch", "--nodes", nodes])
+    is_program = first.endswith((".py", ".sh")) or first.rpartition("/")[2] in INTERPRETERS
+    if options.nodes is not None and not is_program:
+        folders = (Path.cwd(), spec.base_dir / spec.job.files.root)
+        is_program = any((folder / first).is_file() for folder in folders) or shutil.which(first) is not None
+    if not is_program:
+        return
+    given = ["dtctl", "launch", *([str(options.spec)] if options.spec else [])]
+    launch = [*given, *(["--nodes", options.nodes] if options.nodes is not None else [])]
+    where = " on these nodes" if options.nodes is not None else ""
+    without = ["dtctl", "launch", "--nodes", options.nodes or "localhost", "--", *(options.rest or ())]
     raise UsageError(
         f"{options.spec_name} has a program, and {first} follows `--`",
-        hint=f"the job of the spec on these nodes: `{narrowing} -- ARGS`, or an argument that names a file with "
-        f"`--set {shell.quote(f'job.args=[{first}]')}`; a job without a spec, in a folder that has no "
-        f"{names.SPEC_FILE}: `{shell.join(['dtctl', 'launch', '--nodes', nodes, '--', *(options.rest or ())])}`",
+        where="the command line",
+        hint=f"the job of the spec{where}: `{shell.join_command(launch)} -- ARGS`, or an argument that names a file "
+        f"with `--set {shell.quote_word(f'job.args=[{first}]')}`; a job without a spec, in a folder that has no "
+        f"{names.SPEC_FILE}: `{shell.join_command(without)}`",
     )
 
 
 def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
-    """Print, or write to `folder`, exactly what a launch would send."""
+    """Print, or write to `folder`, exactly the files that a launch would send."""
     import time
 
     from dtctl.launch import trust
     from dtctl.launch.cluster import cluster_of, first_plan, with_environment
+    from dtctl.launch.files.tree import scan_pushed_files
     from dtctl.launch.records.record import check_run_name, new_run_id
     from dtctl.render import node_scripts
 
-    spec = spec_of(options)
-    tree = _tree(spec)
-    for text in (*trust.reach(spec), *trust.sent_items(spec)):
-        output.err(text, "yellow")
+    spec = load_launch_spec(options)
+    tree = scan_pushed_files(spec)
+    for text in (*trust.list_required_agreements(spec), *trust.sent_items(spec)):
+        output.print_stderr(text, "yellow")
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     cluster = cluster_of(spec, start=False)
-    plan = first_plan(spec, cluster, run=run)  # refuses what no environment is made for
+    plan = first_plan(spec, cluster, run=run)  # refuses a spec for which no environment would be made
     if spec.job.environment is not None:
         from dtctl.launch.files.environment import lock_environment
 
         locked = lock_environment(spec, write=False)
-        output.err(f"environment: {locked.short_summary}")
-        plan = first_plan(spec, with_environment(cluster, locked.digest), run=run)
+        output.print_stderr(f"environment: {locked.short_summary}")
+        plan = first_plan(spec, with_environment(cluster, locked.digest, _locate_environments(spec)), run=run)
     batch = _batch_file(spec, plan)
-    # In plain mode the batch file is all that there is.
+    # In plain mode the batch file is the whole job.
     scripts = {} if spec.is_plain else node_scripts(plan, base_dir=spec.base_dir)
     if folder is not None:
         write_scripts(folder, plan, scripts, batch)
-        output.err(f"wrote {len(scripts) + bool(batch)} scripts and plan.json to {folder}")
+        output.print_stderr(f"wrote {format_count(len(scripts) + bool(batch), 'script')} and plan.json to {folder}")
     if options.json_lines:
-        from dtctl.cli.common.files_view import as_json
+        from dtctl.cli.common.files_view import build_tree_json
 
-        files = as_json(spec, tree) if tree is not None else None
+        files = build_tree_json(spec, tree) if tree is not None else None
         document = {"event": "plan", "time": time.time(), **asdict(plan), "files": files, "scripts": scripts}
         output.emit_json(document | ({"batch": batch} if batch else {}))
     elif folder is None:
@@ -179,47 +192,39 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     return 0
 
 
-def show_data(items: Sequence[DataItem], code: Tree | None) -> None:
-    """Print what of `job.data` is brought to the nodes.
+def show_data(items: Sequence[DataItem], code: FileTree | None) -> None:
+    """Print the part of `job.data` that a launch copies to the nodes.
 
     Raises:
-        PlanError: the code has something where data is to appear.
+        PlanError: the code has a file at a place for data.
     """
     from dtctl.launch.files.data import check_places
 
     check_places(items, code)
     for item in items:
         if item.tree is None:
-            output.err(f"data: {item.to} is {item.path} on every node")
+            output.print_stderr(f"data: {item.to} is {item.path} on every node")
         else:
-            count = len(item.tree.files)
-            amount = f"{count} file{'' if count == 1 else 's'}, {output.size(item.tree.total_bytes)}"
-            output.err(f"data: {item.to} is {item.source} ({amount}); nodes keep it between runs")
+            amount = f"{format_count(len(item.tree.files), 'file')}, {output.format_size(item.tree.total_bytes)}"
+            output.print_stderr(f"data: {item.to} is {item.source} ({amount}); nodes keep it between runs")
+
+
+def _locate_environments(spec: Spec) -> str:
+    """Return the folder with the environments of all nodes of a Slurm job; empty for other transports."""
+    if spec.cluster.transport != "slurm":
+        return ""
+    from dtctl.slurm.submit import locate_folder
+
+    return str(locate_folder(spec, "").parent)
 
 
 def _batch_file(spec: Spec, plan: Plan) -> str:
-    """Return the batch file that Slurm would get; empty on other ways."""
+    """Return the batch file for Slurm; empty for other transports."""
     if plan.transport != "slurm":
         return ""
     from dtctl.slurm.submit import locate_folder, make_files
 
     return make_files(spec, plan, locate_folder(spec, plan.run), followed=True)[0]
-
-
-def _tree(spec: Spec) -> Tree | None:
-    """Return the files that would be pushed; None where none are.
-
-    Raises:
-        PlanError: the script is not among them.
-    """
-    if not spec.pushes:
-        return None
-    from dtctl.launch.files.tree import check_program_files, scan
-
-    files = spec.job.files
-    tree = scan(spec.base_dir / files.root, include=files.include, exclude=files.exclude)
-    check_program_files(spec, tree)
-    return tree
 
 
 def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str], batch: str) -> None:
@@ -247,42 +252,42 @@ def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str], batch: str)
 
 
 def show_plan(plan: Plan) -> None:
-    """Print what will run where."""
-    output.out(
+    """Print the plan: each node with its workers and command."""
+    output.print_stdout(
         f"run {plan.run}: {plan.job}, {plan.kind} over {plan.transport}, rendezvous {plan.rendezvous.endpoint}", "bold"
     )
     rows = [[n.name, n.address, str(n.node_rank), str(n.slots), f"{n.ranks[0]}-{n.ranks[-1]}"] for n in plan.nodes]
-    output.table(rows, header=["NODE", "ADDRESS", "NODE RANK", "SLOTS", "RANKS"])
+    output.print_table(rows, header=["NODE", "ADDRESS", "NODE RANK", "SLOTS", "RANKS"])
     for note in ("no node was contacted; `dtctl doctor` does that", *plan.notes):
-        output.out(f"note: {note}", "cyan", fold=True)
+        output.print_stdout(f"note: {note}", "cyan")
 
 
 def show_scripts(scripts: dict[str, str], batch: str) -> None:
     """Print the batch file, if there is one, and the script of every node."""
     if batch:
-        output.out(f"\n--- {names.BATCH_FILE}", "bold")
-        output.raw(batch)
+        output.print_stdout(f"\n--- {names.BATCH_FILE}", "bold")
+        output.print_raw_text(batch)
     for node, text in scripts.items():
-        output.out(f"\n--- {node}: node.sh", "bold")
-        output.raw(text)
+        output.print_stdout(f"\n--- {node}: node.sh", "bold")
+        output.print_raw_text(text)
 
 
 def real_launch(options: LaunchOptions) -> int:
-    """Launch, watch, and report; the exit code."""
+    """Launch the job, follow it, and report its end; return the exit code."""
     from dtctl.launch.records.record import check_run_name, new_run_id
 
-    spec = spec_of(options)
-    agreed(spec, yes=options.yes, launching=True)
+    spec = load_launch_spec(options)
+    require_spec_agreement(spec, yes=options.yes, launching=True)
     if spec.metrics is not None:
-        from dtctl.metrics.secrets import read_secrets
+        from dtctl.metrics.secrets import read_metrics_secrets
 
-        read_secrets(spec)  # a missing one is found now, not when something is wrong
+        read_metrics_secrets(spec)  # a missing one is an error now, not when the first message has to be sent
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     background = os.environ.pop(names.BACKGROUND, None)
     snapshots: Mapping[str, str] = {}
     slurm = spec.cluster.transport == "slurm"
     if options.resume is not None and (slurm or background is not None or not options.detach):
-        spec, snapshots = _continued(spec, options.resume)
+        spec, snapshots = _resolve_continuation(spec, options.resume)
     if slurm:
         from dtctl.cli.common.slurm_runs import launch_job
 
@@ -291,26 +296,31 @@ def real_launch(options: LaunchOptions) -> int:
             resume=options.resume,
         )  # fmt: skip
     if background is None and (options.doctor or spec.cluster.transport != "local"):
-        from dtctl.cli.common.first_look import look_first
+        from dtctl.cli.common.preflight import look_first
 
         look_first(spec, options.doctor)
     if options.detach and background is None:
         return background_launch(options, spec, run)
     run = background or run
-    from dtctl.cli.common.followed_run import create_run, emitter, measured
+    from dtctl.cli.common.followed_run import (
+        build_environment_push,
+        create_run,
+        make_event_emitter,
+        sending_run_metrics,
+    )
     from dtctl.cli.common.run_display import LaunchView, list_push_warnings
-    from dtctl.launch.assemble import CodePush, job_of
     from dtctl.launch.cluster import cluster_of, with_environment
+    from dtctl.launch.job_builder import CodePush, build_launch_job
     from dtctl.launch.records.events import Note, RunPlanned, RunProgress
     from dtctl.plan.warnings import list_warnings
 
-    environment = _environment(spec)  # before the files are listed: its lock may be one of them
+    environment = build_environment_push(spec)  # before the scan of the files, since the lock may be one of them
     code = CodePush(spec) if spec.pushes else None
     data = _data_push(spec)
     cluster = cluster_of(spec, start=True)
     if environment is not None:
         cluster = with_environment(cluster, environment.locked.digest)
-    job = job_of(
+    job = build_launch_job(
         spec, cluster, run=run, keep=options.detach, code=code, data=data, environment=environment,
         snapshots=snapshots, earlier=options.resume or "",
     )  # fmt: skip
@@ -326,7 +336,7 @@ def real_launch(options: LaunchOptions) -> int:
     )  # fmt: skip
     view = LaunchView(json_lines=options.json_lines, record=record)
     progress = RunProgress()
-    pass_on = emitter(record, view, json_lines=options.json_lines)
+    pass_on = make_event_emitter(record, view, json_lines=options.json_lines)
 
     def emit(event: Event) -> None:
         progress.apply(event)
@@ -339,12 +349,12 @@ def real_launch(options: LaunchOptions) -> int:
     view.begin(job.first_plan)
     for text in list_warnings(spec, cluster.nodes, per_worker=plan.per_worker):
         emit(Note(text=text))
-    with measured(spec, record, emit):
-        return _run(job, record, emit, view, progress, options)
+    with sending_run_metrics(spec, record, emit):
+        return _run_job_to_end(job, record, emit, view, progress, options)
 
 
 def _data_push(spec: Spec) -> DataPush | None:
-    """Return what brings the data of a job; None without any."""
+    """Return the push of a job's data; None if it has none."""
     if not spec.job.data:
         return None
     from dtctl.launch.files.data import DataPush
@@ -352,19 +362,8 @@ def _data_push(spec: Spec) -> DataPush | None:
     return DataPush(spec)
 
 
-def _environment(spec: Spec) -> EnvironmentPush | None:
-    """Return the push of a job's environment, and make its lock where it is missing; None without an environment."""
-    if spec.job.environment is None:
-        return None
-    from dtctl.launch.files.environment import EnvironmentPush, lock_environment
-
-    locked = lock_environment(spec, write=True)
-    output.err(f"environment: {locked.short_summary}{'; its lock was made' if locked.is_new else ''}")
-    return EnvironmentPush(spec, locked)
-
-
 def _name_way_without(error: DtctlError, options: LaunchOptions, nodes: Sequence[str]) -> None:
-    """Add to the hint of an error about nodes that do not answer the command that runs without them."""
+    """Add the command that omits the nodes which do not answer to the hint of the error about them."""
     failures = error.failures if isinstance(error, NodeFailures) else {getattr(error, "node", ""): error}
     others = [name for name in nodes if name not in failures]
     if not others or not all(isinstance(failure, ConnectError) for failure in failures.values()):
@@ -373,19 +372,19 @@ def _name_way_without(error: DtctlError, options: LaunchOptions, nodes: Sequence
     last.hint = "; ".join(filter(None, (last.hint, f"without: `{options.command_on(others)}`")))
 
 
-def _run(
+def _run_job_to_end(
     job: LaunchJob, record: RunWriter, emit: Emit, view: LaunchView, progress: RunProgress, options: LaunchOptions
 ) -> int:
-    """Run the job from the first connection to the last line; return the exit code."""
-    from dtctl.cli.common.followed_run import finish
-    from dtctl.launch.control.run import launch
-    from dtctl.launch.records.events import RunEnded
+    """Run the job from the first connection to the last line of output; return the exit code."""
+    from dtctl.cli.common.followed_run import report_run_end
+    from dtctl.launch.control.run import run_launch_job
+    from dtctl.launch.records.events import RunEnded, decide_end_status
     from dtctl.launch.records.ledger import Ledger
 
     with record.launcher_lock(), caught_signals() as signals:
         try:
             ledger = Ledger(time.monotonic, begun=node_facts.process_start())
-            result = launch(job, record, emit=emit, signals=signals, ledger=ledger)
+            result = run_launch_job(job, record, emit=emit, signals=signals, ledger=ledger)
         except DtctlError as exc:
             view.close()
             if progress.attempt < 0:
@@ -395,35 +394,35 @@ def _run(
             error = exc.summary if isinstance(exc, NodeFailures) else str(exc)
             emit(
                 RunEnded(
-                    run=job.run, status="stopped" if number else "failed", exit_code=code_of_end,
-                    attempts=progress.attempt + 1, left_behind=progress.left_behind, error=error,
+                    run=job.run, status=decide_end_status(is_stopped=number is not None, has_failed=True),
+                    exit_code=code_of_end, attempts=progress.attempt + 1, left_behind=progress.left_behind, error=error,
                 )
             )  # fmt: skip
             when = "before the job was started" if progress.attempt < 0 else "while it was being restarted"
             raise Interrupted(f"stopped {when}", signal=number) if number else exc from None
         finally:
             view.close()
-    return finish(result, emit, record)
+    return report_run_end(result, emit, record)
 
 
-def _continued(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
-    """Return the spec and, by node, the folders of snapshots of a run that continues from an earlier one."""
+def _resolve_continuation(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
+    """Return the spec of a run that continues from an earlier one, and its folders of snapshots by node."""
     from dtctl.launch import continuation
     from dtctl.launch.records.record import find_run
 
     record = find_run(spec.base_dir, earlier)
     continuation.require_over(record)
     if record.info().slurm:
-        from dtctl.slurm.follow import snapshot_folder
+        from dtctl.slurm.job_watcher import snapshot_folder
 
         if spec.train is None and spec.job.outputs:
             return spec, {}
         return continuation.with_folder(spec, snapshot_folder(record)), {}
-    return continuation.continued(spec, record)
+    return continuation.build_continuation_spec(spec, record)
 
 
 def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
-    """Start a launcher in the background, and return when it reports that the job runs."""
+    """Start a launcher in the background, and return when that launcher reports that the job runs."""
     from dtctl.cli.common.run_display import LaunchView
     from dtctl.launch.background import launch_in_background
     from dtctl.spec.nodes import resolve_nodes
@@ -439,9 +438,9 @@ def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
     exit_code, text = launch_in_background(spec.base_dir, run, on_event=on_event)
     view.close()
     if text:
-        output.err(text.rstrip())
+        output.print_stderr(text.rstrip())
     if exit_code == 0:
-        if not options.json_lines:  # its events have the name
-            output.out(run)
-        output.err("it continues in the background: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
+        if not options.json_lines:  # the events contain the name
+            output.print_stdout(run)
+        output.print_stderr("it continues in the background: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
     return exit_code

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from dtctl.launch.records.record import RunRecord
 
 PRINTED = "is_printed"
-"""Key of a row with figures that were read from the output."""
+"""Key that marks a row whose figures were read from the output."""
 
 
 def steps_of(record: RunRecord) -> int | None:
-    """Return the length of the training, if its spec has it."""
-    from dtctl.launch.assemble import spec_of_run
+    """Return the number of training steps; None if the spec does not have it."""
+    from dtctl.launch.run_spec import spec_of_run
 
     try:
         steps = spec_of_run(record).settings.get("steps")
@@ -29,7 +29,7 @@ def steps_of(record: RunRecord) -> int | None:
 
 
 def metrics_of(record: RunRecord) -> list[dict[str, Any]]:
-    """Return the last rows of a run's metrics, with what is a number there; else what the program has printed."""
+    """Return the numbers in the last rows of a run's metrics; without metrics, those that the program has printed."""
     rows = read_last_rows(record.folder / names.METRICS_FILE)
     if not rows:
         return _read_printed(record)
@@ -37,9 +37,9 @@ def metrics_of(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _read_printed(record: RunRecord) -> list[dict[str, Any]]:
-    """Return rows of what the program has printed of its progress."""
-    from dtctl.launch.assemble import spec_of_run
+    """Return rows with the progress that the program has printed."""
     from dtctl.launch.records.printed_figures import read_figures
+    from dtctl.launch.run_spec import spec_of_run
 
     try:
         pattern = spec_of_run(record).job.progress
@@ -53,19 +53,19 @@ def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
     """Return `step 100 of 400  25%  1:15 to go  250.0 ms/step  4,000 tokens/s`.
 
     Args:
-        row: the last one of the metrics.
-        steps: length of the training, if it is known.
-        runs: whether it is still running, so that some time is left.
+        row: last row of the metrics.
+        steps: number of training steps; None if it is not known.
+        runs: whether the run continues, so that the line has a remaining time.
     """
     step, step_s = int(row["step"]), float(row.get("step_s") or "nan")
     steps = steps or int(row.get("steps") or 0)
     facts = [f"step {step:,}"]
     if steps:
         facts[0] += f" of {steps:,}"
-    if steps and not row.get(PRINTED):  # a bar that is printed may be that of one epoch
+    if steps and not row.get(PRINTED):  # a progress bar may be that of one epoch
         facts.append(f"{step / steps:.0%}")
         if runs and math.isfinite(step_s):
-            facts.append(f"{clock((steps - step) * step_s)} to go")
+            facts.append(f"{format_elapsed_time((steps - step) * step_s)} to go")
     if math.isfinite(step_s):
         facts.append(f"{step_s * 1e3:.1f} ms/step")
     tokens, samples = row.get("tokens_per_s"), row.get("samples_per_s")
@@ -75,7 +75,7 @@ def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
 
 
 def source_text(row: dict[str, Any]) -> str:
-    """Return the source of a row's figures, if it has to be mentioned."""
+    """Return the source of a row's figures; empty if it needs no mention."""
     return "  (read from the output)" if row.get(PRINTED) else ""
 
 
@@ -88,10 +88,10 @@ def loss_text(row: dict[str, Any]) -> str:
 
 
 def experts_line(row: dict[str, Any]) -> str:
-    """`experts: 256 tokens each  busiest 1.45 x mean  0.0% idle  2.5% dropped`; empty if the model has none.
+    """Return `experts: 256 tokens each  busiest 1.45 x mean  0.0% idle  2.5% dropped`; empty if the model has none.
 
     Args:
-        row: the last one of the metrics.
+        row: last row of the metrics.
     """
     load = row.get("expert_load")
     if load is None:
@@ -105,7 +105,7 @@ def experts_line(row: dict[str, Any]) -> str:
     return f"experts: {'  '.join(facts)}"
 
 
-def clock(seconds: float) -> str:
+def format_elapsed_time(seconds: float) -> str:
     """Return a human-readable time span: 0:07, 12:34, 3:04:05."""
     total_s = max(0, int(seconds))
     hours, minutes = divmod(total_s // 60, 60)

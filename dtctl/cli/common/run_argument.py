@@ -1,4 +1,4 @@
-"""The argument RUN of `status`, `logs`, `watch` and `stop`: a name, the number of a job, or the current run."""
+"""Argument RUN of `status`, `logs`, `watch` and `stop`: a name, the number of a job, or none for the current run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMBER: Final = re.compile(r"\d{1,18}(_\d{1,9})?\Z")
 
 
 def name_run(run: str | None) -> str | None:
-    """Return the name of the run that a command is about; None where there is no run to choose from.
+    """Return the name of the run that a command is about; None if the folder has no run.
 
     Args:
         run: name of a run or number of a job. None: the newest run that is running, else the newest.
@@ -38,36 +38,36 @@ def name_run(run: str | None) -> str | None:
 def list_running() -> Iterator[RunRecord]:
     """Yield the runs of this folder that are running, the newest first."""
     from dtctl.errors import DtctlError
-    from dtctl.launch.records.record import list_runs
-    from dtctl.launch.records.state import alive, state_of
+    from dtctl.launch.records.record import list_run_records
+    from dtctl.launch.records.state import is_launcher_alive, state_of
 
-    for record in reversed(list_runs(Path.cwd())):
+    for record in reversed(list_run_records(Path.cwd())):
         info = record.info()
-        # Reading events takes longer, and a folder may have hundreds of runs.
-        if not (info.slurm or alive(info)):
+        # This check comes first: reading events takes longer, and a folder may have hundreds of runs.
+        if not (info.slurm or is_launcher_alive(info)):
             continue
         if info.slurm and not state_of(record).over:
-            from dtctl.cli.common.slurm_runs import refresh
+            from dtctl.cli.common.slurm_runs import update_job_record
 
-            with contextlib.suppress(DtctlError):  # Slurm is silent: the record is all there is
-                refresh(record)
+            with contextlib.suppress(DtctlError):  # Slurm may not answer; the record is then the only source
+                update_job_record(record)
         if not state_of(record).over:
             yield record
 
 
 def _name_current_run() -> str | None:
     """Return the newest run if its end is not recorded, else the newest that is running, else the newest."""
-    from dtctl.launch.records.record import list_runs
+    from dtctl.launch.records.record import list_run_records
     from dtctl.launch.records.state import state_of
 
-    records = list_runs(Path.cwd())
+    records = list_run_records(Path.cwd())
     if not records:
         return None
     newest = records[-1]
-    # A newest run without an end may still be running on its nodes, although its launcher is gone.
+    # The launcher of a newest run without an end may be gone while the run continues on its nodes.
     if not newest.info().slurm and state_of(newest).done is None:
         return newest.run
     chosen = next(list_running(), newest)
-    if chosen is not newest:
-        output.err(f"{chosen.run} is running; {newest.run}, the newest, has ended", "dim")
+    if chosen.run != newest.run:
+        output.print_stderr(f"{chosen.run} is running; {newest.run}, the newest, has ended", "dim")
     return chosen.run

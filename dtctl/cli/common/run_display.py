@@ -1,7 +1,7 @@
-"""Display of a run while it is launched and runs: a table of nodes until it runs, then its lines as they come.
+"""Display of a run during its launch and afterwards: a table of nodes until the workers run, then lines as they arrive.
 
-Listens to the events of `dtctl.launch`; decides nothing. On a terminal the table is redrawn in place, elsewhere every
-change of state is one line.
+It receives the events of `dtctl.launch` and decides nothing. On a terminal the table is redrawn in place; elsewhere
+each change of state is one line.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from typing import TYPE_CHECKING, Any
 from dtctl.cli import output
 from dtctl.launch.records.events import (
     AlertChanged,
+    AttemptRestarting,
     AttemptRunning,
     Event,
-    Healed,
-    Hung,
+    HangDetected,
     JobQueued,
     JobSubmitted,
-    LauncherAway,
+    LauncherPaused,
     NodeChanged,
-    NodeLeftOut,
+    NodeDropped,
     NodeReplaced,
     NodesAllocated,
     Note,
     OutputLine,
+    PushAdvanced,
     PushProgress,
-    Restarting,
     RunEnded,
     RunProgress,
-    Stopping,
-    TimeIsUp,
+    RunStopping,
+    TimeLimitReached,
     WorkerExited,
+    WorkersReplaced,
 )  # fmt: skip
-from dtctl.printable import printable
+from dtctl.printable import format_count, make_printable
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from dtctl.cli.common.folding import Folding
-    from dtctl.launch.files.tree import Tree
+    from dtctl.cli.common.traceback_filter import TracebackFilter
+    from dtctl.launch.files.tree import FileTree
     from dtctl.launch.records.record import RunRecord
     from dtctl.plan.model import Plan
     from dtctl.spec.model import Spec
@@ -62,8 +63,8 @@ STATES = {
 }
 
 
-def list_push_warnings(spec: Spec, tree: Tree) -> list[Note]:
-    """Return what the user should know about a tree before it is pushed; mostly nothing."""
+def list_push_warnings(spec: Spec, tree: FileTree) -> list[Note]:
+    """Return the notes about a tree that the user should read before the push; usually none."""
     if not (tree.withheld or tree.skipped or tree.left_out or tree.is_large):
         return []
     from dtctl.cli.common.files_view import describe_push
@@ -71,8 +72,8 @@ def list_push_warnings(spec: Spec, tree: Tree) -> list[Note]:
     return [Note(text=text, warning=True) for text in describe_push(spec, tree)]
 
 
-def waits(event: JobQueued) -> str:
-    """Return why a job of Slurm waits, and until when Slurm thinks that it does."""
+def describe_job_wait(event: JobQueued) -> str:
+    """Return the reason why a job of Slurm waits, and Slurm's estimate of its start."""
     when = f", expected to start at {time.strftime('%H:%M:%S', time.localtime(event.start))}" if event.start else ""
     reason = event.reason if event.reason not in (None, "", "None") else "for Slurm"
     from dtctl.slurm.wait_reasons import explain_wait
@@ -80,8 +81,8 @@ def waits(event: JobQueued) -> str:
     return f"{explain_wait(event.job, reason)}{when}"
 
 
-def _line(event: Event) -> tuple[str, str]:
-    """Colour and text of the line of an event; no text where it has none."""
+def _format_event_line(event: Event) -> tuple[str, str]:
+    """Return colour and text of the line for an event; an empty text if the event has no line."""
     match event:
         case JobSubmitted() | JobQueued() | NodesAllocated():
             return _job_line(event)
@@ -91,54 +92,56 @@ def _line(event: Event) -> tuple[str, str]:
             if event.killed:
                 return "dim", f"{event.node}: {process} was killed by dtctl: it did not end when it was asked to"
             return "yellow", f"{event.node}: {process} ended with {cause}"
-        case Stopping():
+        case RunStopping():
             return "yellow", f"stopping all nodes: {event.reason}"
         case Note():
             return "yellow" if event.warning else "dim", f"{event.node}: {event.text}" if event.node else event.text
         case AlertChanged():
             colour = "red" if event.state == "firing" else "green"
-            return colour, event.told
-        case Hung():
+            return colour, event.event_text
+        case HangDetected():
             return "yellow", f"no progress for {event.silent_s:.0f} s: collecting the stacks of all workers"
-        case TimeIsUp():
+        case TimeLimitReached():
             return "yellow", "the job's time limit is reached (job.time_s)"
-        case LauncherAway():
+        case LauncherPaused():
             return "yellow", (
                 f"this launcher did not run for {event.away_s:.0f} s (it was stopped, or the machine slept), so the "
                 "nodes ended the job; it starts again, which is no restart. With `--detach` a job continues meanwhile"
             )
-        case Restarting():
+        case AttemptRestarting():
             wait = f", in {event.wait_s:g} s" if event.wait_s else ""
             return "yellow", f"restart {event.attempt} of {event.of}{wait}: {event.cause}"
-        case Healed() | NodeReplaced() | NodeLeftOut():
-            return "yellow", _change(event)
+        case WorkersReplaced() | NodeReplaced() | NodeDropped():
+            return "yellow", _describe_node_change(event)
     return "", ""
 
 
 def _job_line(event: JobSubmitted | JobQueued | NodesAllocated) -> tuple[str, str]:
-    """Return the colour and text of the line of a job of Slurm."""
+    """Return colour and text of the line for an event of a Slurm job."""
     if isinstance(event, JobSubmitted):
         return "", f"job {event.job} of Slurm on {event.site}"
     if isinstance(event, JobQueued):
-        return "dim", f"  waits: {waits(event)}"
+        return "dim", f"  waits: {describe_job_wait(event)}"
     return "dim", f"  on {', '.join(event.nodes)}"
 
 
-def _change(event: Healed | NodeReplaced | NodeLeftOut) -> str:
-    """Return the worker or node that has replaced another one, or the node that is left out."""
+def _describe_node_change(event: WorkersReplaced | NodeReplaced | NodeDropped) -> str:
+    """Return the worker or node that has replaced another one, or the node that is no longer used."""
     if isinstance(event, NodeReplaced):
         return f"{event.node} is replaced by {event.by}: {event.reason}"
-    if isinstance(event, NodeLeftOut):
-        return f"on with {_count(event.nodes, 'node')}, without {event.node}: {event.reason}"
-    return event.told
+    if isinstance(event, NodeDropped):
+        return f"on with {format_count(event.nodes, 'node')}, without {event.node}: {event.reason}"
+    return event.event_text
 
 
-_IN_TABLE = (JobSubmitted, JobQueued, NodesAllocated, Restarting, Healed, NodeReplaced, NodeLeftOut)
+_IN_TABLE = (
+    JobSubmitted, JobQueued, NodesAllocated, AttemptRestarting, WorkersReplaced, NodeReplaced, NodeDropped, Note,
+)  # fmt: skip
 """Events that print a line above the table without ending it."""
 
 
-class TrainingLine:
-    """Last line of the terminal, with the newest row of the run's metrics, as `status` shows it."""
+class TrainingProgressLine:
+    """Last line of the terminal, which shows the newest row of the run's metrics like `status`."""
 
     EVERY_S = 0.5
 
@@ -148,9 +151,9 @@ class TrainingLine:
         self._looked_s = 0.0
 
     def follow(self, event: Event) -> None:
-        """See whether an event has brought news; what a training prints comes with its metrics."""
-        if isinstance(event, Restarting | RunEnded | Stopping):
-            output.stand("")
+        """Redraw the line after new output, and remove it when the run stops or restarts."""
+        if isinstance(event, AttemptRestarting | RunEnded | RunStopping):
+            output.set_status_line("")
             return
         now = time.monotonic()
         if not isinstance(event, OutputLine) or now - self._looked_s < self.EVERY_S:
@@ -165,32 +168,40 @@ class TrainingLine:
             return
         loss = loss_text(rows[-1])
         line = progress_line(rows[-1], steps=self._steps, runs=True)
-        output.stand((f"{line}  loss {loss}" if loss else line) + source_text(rows[-1]))
+        output.set_status_line((f"{line}  loss {loss}" if loss else line) + source_text(rows[-1]))
 
 
 class LaunchView:
-    """Shows one run."""
+    """View of a run, printed as its events arrive."""
+
+    PUSH_LINE_S = 5.0
+    """Seconds between two lines about a push if standard error is no terminal."""
 
     def __init__(self, *, json_lines: bool, record: RunRecord | None = None) -> None:
-        """Show nothing yet.
+        """Create the view without printing anything.
 
         Args:
-            json_lines: whether standard output is for programs.
-            record: the run's, to show how far its training is. None: that is not shown.
+            json_lines: whether standard output has JSON for programs.
+            record: record of the run, for the progress of its training; None: the progress is not shown.
         """
         self._json = json_lines
-        self._training = TrainingLine(record) if record and output.is_terminal(sys.stderr) and not json_lines else None
+        self._training = (
+            TrainingProgressLine(record) if record and output.is_terminal(sys.stderr) and not json_lines else None
+        )
         self._progress = RunProgress()
         self._details: dict[str, str] = {}
         self._live: Live | None = None
-        self._begun = time.monotonic()
-        self._folding: Folding | None = None
+        self._begun = self._push_line = time.monotonic()
+        self._push: PushAdvanced | None = None
+        """Progress of the files to all nodes; None after all nodes have them."""
+        self._folding: TracebackFilter | None = None
 
     def begin(self, plan: Plan) -> None:
-        """Say what is about to be launched."""
+        """Print a line about the launch, and start the table of nodes."""
         nodes, workers = len(plan.nodes), plan.world_size
-        output.err(
-            f"run {plan.run}: {_count(nodes, 'node')}, {_count(workers, 'worker')} ({plan.kind} over {plan.transport})",
+        output.print_stderr(
+            f"run {plan.run}: {format_count(nodes, 'node')}, {format_count(workers, 'worker')} "
+            f"({plan.kind} over {plan.transport})",
             "bold",
         )
         self._progress.nodes = {node.name: "connecting" for node in plan.nodes}
@@ -199,108 +210,123 @@ class LaunchView:
             from rich.live import Live
 
             self._live = Live(
-                console=Console(stderr=True), auto_refresh=False, transient=True, get_renderable=self._table
+                console=Console(stderr=True), auto_refresh=False, transient=True, get_renderable=self._build_node_table
             )
             self._live.start(refresh=True)
 
     def expect(self, nodes: Iterable[str]) -> None:
-        """Show these nodes, of a run that another process has begun."""
+        """Show these nodes of a run that another process has started."""
         self._progress.nodes = dict.fromkeys(nodes, "connecting")
 
     def event(self, event: Event) -> None:
-        """Show one event."""
+        """Show an event of the run."""
         before = self._progress.nodes.get(event.node) if isinstance(event, NodeChanged) else None
-        if not isinstance(event, NodeChanged) or before is not None:  # a node that was replaced may have a last word
+        if not isinstance(event, NodeChanged) or before is not None:  # a last event of a replaced node does not count
             self._progress.apply(event)
         match event:
             case OutputLine():
-                self._log(event)
-            case NodeChanged() if before is not None and (before != event.state or event.state == "pushing"):
-                self._node(event)
+                self._print_output_line(event)
+            case NodeChanged() if before is not None and before != event.state:
+                self._update_node_line(event)
+            case PushAdvanced():
+                self._update_push(event)
             case AttemptRunning():
                 self.end_table()
-                nodes = _count(len(self._progress.nodes), "node")
+                nodes = format_count(len(self._progress.nodes), "node")
                 first = not event.attempt and event.launch_s is not None
                 when = f"after {event.launch_s:.2f} s" if first else f"again, attempt {event.attempt}"
-                output.err(f"started on {nodes} {when}", "green")
+                output.print_stderr(f"started on {nodes} {when}", "green")
             case _:
-                if isinstance(event, Restarting | RunEnded):
+                if isinstance(event, AttemptRestarting | RunEnded):
                     self._show_held()
-                colour, text = _line(event)
+                colour, text = _format_event_line(event)
                 if text and not isinstance(event, _IN_TABLE):
                     self.end_table()
                 if text:
-                    output.err(text, *([colour] if colour else []))
+                    output.print_stderr(text, *([colour] if colour else []))
 
         if self._training is not None:
             self._training.follow(event)
 
     def end_table(self) -> None:
-        """Print lines from now on instead of the table."""
+        """Remove the table and print lines from now on."""
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Remove the table of nodes and the status line, and print the lines that were held back."""
         self.end_table()
-        output.stand("")
+        output.set_status_line("")
         self._show_held()
 
-    def _log(self, event: OutputLine) -> None:
+    def _print_output_line(self, event: OutputLine) -> None:
         self.end_table()
         if self._folding is None:
-            from dtctl.cli.common.folding import Folding
+            from dtctl.cli.common.traceback_filter import TracebackFilter
 
-            self._folding = Folding()
+            self._folding = TracebackFilter()
         for text in self._folding.feed(event.node, event.rank, event.text):
-            self._print(event.node, event.rank, text)
-
-    def _print(self, node: str, rank: int, text: str) -> None:
-        line = f"[{node}:{rank if rank >= 0 else 'agent'}] {text}"
-        if self._json:
-            output.err(line)
-        else:
-            output.out(line)
+            output.print_worker_line(event.node, event.rank, text, err=self._json)
 
     def _show_held(self) -> None:
-        """Print the lines that were held back as part of a traceback that has not ended."""
+        """Print the lines that were held back as part of an incomplete traceback."""
         for node, rank, text in self._folding.flush() if self._folding is not None else ():
-            self._print(node, rank, text)
+            output.print_worker_line(node, rank, text, err=self._json)
 
-    def _node(self, event: NodeChanged) -> None:
-        push = event.push or PushProgress()
-        if event.state == "pushing":
-            self._details[event.node] = output.size(push.sent or 0)
-        elif event.state == "pushed":
-            self._details[event.node] = _pushed(push)
+    def _update_node_line(self, event: NodeChanged) -> None:
+        if event.state == "pushed":
+            self._details[event.node] = _describe_push_result(event.push or PushProgress())
         elif event.state == "failed":
             self._details[event.node] = event.error or ""
         if self._live is not None:
             self._live.refresh()
         elif event.state in ("pushed", "ready", "lost", "away") and not self._json:
             detail = self._details.get(event.node, "") if event.state == "pushed" else ""
-            output.err(f"  {event.node}: {STATES[event.state]}{f' ({detail})' if detail else ''}", "dim")
+            output.print_stderr(f"  {event.node}: {STATES[event.state]}{f' ({detail})' if detail else ''}", "dim")
 
-    def _table(self) -> Any:
+    def _update_push(self, event: PushAdvanced) -> None:
+        """Show the progress of all pushes in the table, else in the terminal's last line, else in a line of output."""
+        self._push = event if event.nodes_done < event.nodes else None
+        text = f"files: {_format_push(event)}"
+        if self._live is not None:
+            self._live.refresh()
+        elif output.is_terminal(sys.stderr):
+            output.set_status_line(text if self._push is not None else "")
+        elif not self._json and time.monotonic() - self._push_line >= self.PUSH_LINE_S:
+            self._push_line = time.monotonic()
+            output.print_stderr(f"  {text}", "dim")
+
+    def _build_node_table(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         table = Table(box=None, pad_edge=False, show_header=False)
         for node, state in self._progress.nodes.items():
             colour = {"ready": "green", "running": "green", "failed": "red", "lost": "red"}.get(state, "yellow")
-            # Text, and no markup: an error from a node may have brackets in it.
-            detail = Text(printable(self._details.get(node, "")), style="dim")
-            table.add_row(Text(f"  {printable(node)}"), Text(STATES.get(state, "?"), style=colour), detail)
+            # A plain text without markup, since an error from a node may have brackets in it.
+            detail = Text(make_printable(self._details.get(node, "")), style="dim")
+            table.add_row(Text(f"  {make_printable(node)}"), Text(STATES.get(state, "?"), style=colour), detail)
         table.add_row(Text(f"  {time.monotonic() - self._begun:.1f} s", style="dim"), "", "")
-        return table
+        if self._push is None:
+            return table
+        bar = Table.grid(padding=(0, 1))
+        part = ProgressBar(total=max(1, self._push.of), completed=self._push.bytes, width=20)
+        bar.add_row(Text(" "), part, Text(_format_push(self._push), style="dim"))
+        return Group(bar, table)  # the bar stands first, since there may be more nodes than lines
 
 
-def _pushed(push: PushProgress) -> str:
+def _format_push(event: PushAdvanced) -> str:
+    """Return the progress of a push in the form `48.1 of 122.1 MiB, 3 of 8 nodes, 11.2 MiB/s`."""
+    whole, got = output.format_size(event.of), output.format_size(event.bytes)
+    amount = f"{got.removesuffix(whole[-4:])} of {whole}" if got[-4:] == whole[-4:] else f"{got} of {whole}"
+    nodes = f"{event.nodes_done:,} of {format_count(event.nodes, 'node')}"
+    return f"{amount}, {nodes}, {output.format_size(event.bytes_per_s)}/s"
+
+
+def _describe_push_result(push: PushProgress) -> str:
     if push.state == "have":
         return "unchanged"
-    return f"{_count(push.files or 0, 'file')}, {output.size(push.bytes or 0)} sent"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{format_count(push.files or 0, 'file')}, {output.format_size(push.bytes or 0)} sent"

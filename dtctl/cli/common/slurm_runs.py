@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -11,32 +11,38 @@ from typing import TYPE_CHECKING
 from dtctl import node_facts
 from dtctl.cli import output
 from dtctl.cli.common.followed_run import (
+    build_environment_push,
     caught_signals,
     create_run,
-    emitter,
-    finish,
-    measured,
-    take_up,
+    make_event_emitter,
+    report_run_end,
+    sending_run_metrics,
+    take_over_run,
 )  # fmt: skip
 from dtctl.cli.common.run_display import LaunchView, list_push_warnings
 from dtctl.errors import ConnectError, DtctlError, LaunchError
 from dtctl.launch.records.events import Emit, JobSubmitted, Note, RunEnded, RunPlanned
+from dtctl.printable import format_count
 
 if TYPE_CHECKING:
+    from dtctl.launch.files.environment import EnvironmentPush
     from dtctl.launch.records.record import RunRecord
     from dtctl.launch.records.run_writer import RunWriter
     from dtctl.slurm.answers import JobFacts
-    from dtctl.slurm.follow import Follower
     from dtctl.slurm.job_ref import JobRef
-    from dtctl.slurm.site import Site
+    from dtctl.slurm.job_watcher import JobWatcher
+    from dtctl.slurm.site import CommandHost
     from dtctl.spec.model import Spec
 
 POLL_S = 0.5
-"""Seconds between two questions whether a job that was cancelled has ended."""
+"""Seconds between two queries for the end of a job that was cancelled."""
 SILENT_S = 5.0
-"""Seconds without an answer from Slurm about a job that is to be stopped, in addition to the time of one request."""
+"""Seconds without an answer from Slurm about a job to stop, in addition to the time limit of one request."""
+CATCH_UP_S = 10.0
+"""Longest time to read the records of a running job that prints faster than they can be copied, in seconds."""
 CANCEL_LIMIT_S = 120.0
-"""Slurm gives workers KillWait (30 s unless configured) between SIGTERM and SIGKILL."""
+"""Longest wait for the end of a cancelled job, in seconds. Slurm waits for KillWait (30 s by default) between SIGTERM
+and SIGKILL."""
 
 
 def launch_job(
@@ -44,34 +50,42 @@ def launch_job(
 ) -> int:
     """Submit the job, follow it to its end unless it is detached, and report; return the exit code.
 
-    `resume` is the run whose outputs it continues.
+    `resume` is the run whose outputs this one continues.
     """
-    from dtctl.launch.assemble import CodePush
     from dtctl.launch.cluster import cluster_of, first_plan
-    from dtctl.slurm.adopt import intent
+    from dtctl.launch.job_builder import CodePush
+    from dtctl.slurm.recover_submission import build_submission_intent
     from dtctl.slurm.site import site_of
-    from dtctl.slurm.submit import array_of, submit
+    from dtctl.slurm.submit import array_of, submit_job
 
-    if array_of(spec):
-        return _launch_array(spec, run, spec_name=spec_name, json_lines=json_lines)
-    code = CodePush(spec) if spec.pushes else None
+    if tasks := array_of(spec):
+        return launch_array(dict.fromkeys(tasks, spec), run, spec_name=spec_name, json_lines=json_lines, sweep={})
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
+    environment = build_environment_push(spec)  # before the scan of the files, since the lock may be one of them
+    code = CodePush(spec) if spec.pushes else None
     with closing(site_of(spec)) as site:
-        record = create_run(spec, run, spec_name=spec_name, detached=detach, slurm=True)
+        record = create_run(
+            spec, run, spec_name=spec_name, detached=detach, slurm=True, environment=_digest_of(environment)
+        )
         record.write_plan(plan)
-        emit = emitter(record, LaunchView(json_lines=json_lines, record=record), json_lines=json_lines)
+        emit = make_event_emitter(record, LaunchView(json_lines=json_lines, record=record), json_lines=json_lines)
         emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size))
         for note in list_push_warnings(spec, code.tree) if code is not None else ():
             emit(note)
-        output.err(f"run {run}: {len(plan.nodes)} nodes, {plan.world_size} workers ({plan.kind} over slurm)", "bold")
+        output.print_stderr(
+            f"run {run}: {format_count(len(plan.nodes), 'node')}, {format_count(plan.world_size, 'worker')} "
+            f"({plan.kind} over slurm)",
+            "bold",
+        )
         with record.launcher_lock(), caught_signals() as signals:
             try:
-                submission = submit(
-                    spec, site, run, code, followed=True, earlier=_folder_of(spec, resume),
-                    before=lambda ref: emit(intent(ref, site.name)),
+                submission = submit_job(
+                    spec, site, run, code, followed=True, earlier=_find_job_folder(spec, resume),
+                    environment=environment,
+                    before=lambda ref: emit(build_submission_intent(ref, site.name)),
                 )  # fmt: skip
             except DtctlError as exc:
-                # Where the link was lost, Slurm may have the job all the same.
+                # Slurm may have the job although the connection was lost.
                 left = None if isinstance(exc, ConnectError) else 0
                 emit(RunEnded(run=run, status="failed", exit_code=exc.exit_code, left_behind=left, error=str(exc)))
                 raise
@@ -79,58 +93,90 @@ def launch_job(
             for text in submission.notes:
                 emit(Note(node=site.name, text=text))
             if not detach:
-                with measured(spec, record, emit):
-                    return _follow(record, site, emit, signals)
+                with sending_run_metrics(spec, record, emit):
+                    return _follow_job(record, site, emit, signals)
             if spec.metrics is not None:
-                output.err("metrics are sent while `dtctl watch` follows the job", "dim")
-    if not json_lines:  # its events have the name
-        output.out(run)
-    output.err("it continues in the background: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
+                output.print_stderr("metrics are sent while `dtctl watch` follows the job", "dim")
+    if not json_lines:  # the events contain the name
+        output.print_stdout(run)
+    output.print_stderr("it continues in the background: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
     return 0
 
 
-def _folder_of(spec: Spec, run: str | None) -> str:
-    """Folder of an earlier run, where Slurm's commands are; empty for none, and for one that was no job."""
+def _digest_of(environment: EnvironmentPush | None) -> str:
+    return environment.locked.digest if environment is not None else ""
+
+
+def _find_job_folder(spec: Spec, run: str | None) -> str:
+    """Return an earlier run's folder on the machine with Slurm's commands; empty without such a run or job."""
     from dtctl.launch.records.record import find_run
-    from dtctl.slurm.follow import reference
+    from dtctl.slurm.job_watcher import read_job_reference
 
     if run is None:
         return ""
     record = find_run(spec.base_dir, run)
-    return reference(record).folder if record.info().slurm else ""
+    return read_job_reference(record).folder if record.info().slurm else ""
 
 
-def _launch_array(spec: Spec, run: str, *, spec_name: str, json_lines: bool) -> int:
-    """Submit an array, with a run for each task; no launcher follows them until the user runs a command on one."""
-    from dtctl.launch.assemble import CodePush
+def launch_array(
+    specs: Mapping[int, Spec],
+    run: str,
+    *,
+    spec_name: str,
+    json_lines: bool,
+    sweep: Mapping[int, Mapping[str, str]],
+) -> int:
+    """Submit an array with a run for each task; no launcher follows them until the user runs a command on one.
+
+    Args:
+        specs: specs of the tasks by their index, which differ only in the settings of the sweep.
+        run: name of the array, which is the prefix of the names of its runs.
+        spec_name: path of the spec as it was given.
+        json_lines: whether events go to standard output.
+        sweep: settings of the tasks by their index; empty for no sweep.
+    """
     from dtctl.launch.cluster import cluster_of, first_plan
+    from dtctl.launch.job_builder import CodePush
     from dtctl.launch.records.record import check_run_name
-    from dtctl.slurm.adopt import intent
     from dtctl.slurm.arrays import run_of_task
+    from dtctl.slurm.recover_submission import build_submission_intent
     from dtctl.slurm.site import site_of
-    from dtctl.slurm.submit import array_of, submit
+    from dtctl.slurm.submit import require_equal_jobs, submit_job
 
-    runs = {index: check_run_name(run_of_task(run, index)) for index in array_of(spec)}
+    spec = next(iter(specs.values()))
+    runs = {index: check_run_name(run_of_task(run, index)) for index in specs}
+    plans = {  # refuses a job that cannot run, before anything is created
+        index: first_plan(each, cluster_of(each, start=False), run=runs[index]) for index, each in specs.items()
+    }
+    if sweep:
+        require_equal_jobs(specs, plans)
+    environment = build_environment_push(spec)
     code = CodePush(spec) if spec.pushes else None
     for note in list_push_warnings(spec, code.tree) if code is not None else ():
-        output.err(note.text, "yellow")
+        output.print_stderr(note.text, "yellow")
     emits: dict[int, Emit] = {}
     with closing(site_of(spec)) as site, ExitStack() as locks:
 
         def before(ref: JobRef) -> None:
             begun = node_facts.launch_time()
             for position, (index, name) in enumerate(runs.items()):
-                plan = first_plan(spec, cluster_of(spec, start=False), run=name)
-                started = begun + position / 1e6  # runs are listed by that
-                record = create_run(spec, name, spec_name=spec_name, detached=True, slurm=True, started=started)
+                plan = plans[index]
+                started = begun + position / 1e6  # lists of runs are sorted by this time
+                record = create_run(
+                    specs[index], name, spec_name=spec_name, detached=True, slurm=True, started=started,
+                    sweep=sweep.get(index), environment=_digest_of(environment),
+                )  # fmt: skip
                 locks.enter_context(record.launcher_lock())
                 record.write_plan(plan)
-                emits[index] = emitter(record, json_lines=json_lines)
+                emits[index] = make_event_emitter(record, json_lines=json_lines)
                 emits[index](RunPlanned(run=name, kind=plan.kind, world_size=plan.world_size))
-                emits[index](intent(ref, site.name, index=index))
+                emits[index](build_submission_intent(ref, site.name, index=index))
 
         try:
-            submission = submit(spec, site, run, code, followed=True, before=before)
+            submission = submit_job(
+                spec, site, run, code, followed=True, environment=environment, specs=specs if sweep else None,
+                before=before,
+            )  # fmt: skip
         except DtctlError as exc:
             left = None if isinstance(exc, ConnectError) else 0
             for index, name in runs.items():
@@ -139,30 +185,44 @@ def _launch_array(spec: Spec, run: str, *, spec_name: str, json_lines: bool) -> 
                     emits[index](end)
             raise
         for index, emit in emits.items():
-            emit(JobSubmitted(site=site.name, **asdict(submission.job_of(index))))
+            emit(JobSubmitted(site=site.name, **asdict(submission.get_array_task(index))))
     for text in submission.notes:
-        output.err(text, "yellow")
+        output.print_stderr(text, "yellow")
     names = list(runs.values())
     if not json_lines:
-        for name in names:
-            output.out(name)
-    output.err(
-        f"job {submission.ref.job}, {len(names)} tasks, a run each: `dtctl runs`, `dtctl status {names[0]}`, "
-        f"`dtctl logs -f {names[0]}`; `dtctl stop {run}` stops all"
+        _print_array_runs(runs, sweep)
+    output.print_stderr(
+        f"job {submission.ref.job}, {format_count(len(names), 'task')}, a run each: `dtctl runs`, "
+        f"`dtctl status {names[0]}`, `dtctl logs -f {names[0]}`; `dtctl stop {run}` stops all"
     )
     return 0
 
 
-def adopt(record: RunRecord) -> None:
+def _print_array_runs(runs: Mapping[int, str], sweep: Mapping[int, Mapping[str, str]]) -> None:
+    """Print the runs of an array, with their settings if the array is a sweep."""
+    if sweep:
+        rows = [[name, *sweep[index].values()] for index, name in runs.items()]
+        output.print_table(rows, header=["RUN", *next(iter(sweep.values()))])
+        return
+    for name in runs.values():
+        output.print_stdout(name)
+
+
+def resolve_open_submission(record: RunRecord) -> None:
     """Find the job of a run whose launcher ended before it got the job's number; end the run if there is none.
 
     Raises:
-        LaunchError: Slurm does not report it.
+        LaunchError: Slurm does not report the outcome of the submission.
     """
-    from dtctl.launch.assemble import spec_of_run
     from dtctl.launch.records.run_writer import RunWriter
-    from dtctl.launch.records.state import alive
-    from dtctl.slurm.adopt import begins, never, open_intent, outcome
+    from dtctl.launch.records.state import is_launcher_alive
+    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.slurm.recover_submission import (
+        build_unsubmitted_end,
+        find_submission_outcome,
+        is_before_submission,
+        open_intent,
+    )
     from dtctl.slurm.site import site_of
 
     submitting, writer = open_intent(record), RunWriter(record.folder)
@@ -170,89 +230,96 @@ def adopt(record: RunRecord) -> None:
         return
     if submitting is not None:
         with closing(site_of(spec_of_run(record))) as site, writer.launcher_lock():
-            emitter(writer)(outcome(record.run, submitting, site))
-    elif begins(record) and not alive(record.info()):
+            make_event_emitter(writer)(find_submission_outcome(record.run, submitting, site))
+    elif is_before_submission(record) and not is_launcher_alive(record.info()):
         with writer.launcher_lock():
-            emitter(writer)(never(record.run))
+            make_event_emitter(writer)(build_unsubmitted_end(record.run))
 
 
 def take_up_job(record: RunWriter) -> int:
-    """Follow a job that no launcher follows to its end; the exit code."""
-    from dtctl.launch.assemble import spec_of_run
+    """Follow a job without a follower to its end; return the exit code."""
+    from dtctl.launch.run_spec import spec_of_run
     from dtctl.slurm.job_files import drop_unnoted
     from dtctl.slurm.site import site_of
 
-    adopt(record)
+    resolve_open_submission(record)
     spec = spec_of_run(record)
     with closing(site_of(spec)) as site, record.launcher_lock():
         drop_unnoted(record.folder)
-        emit = take_up(record)
-        with measured(spec, record, emit), caught_signals() as signals:
-            return _follow(record, site, emit, signals)
+        emit = take_over_run(record)
+        with sending_run_metrics(spec, record, emit), caught_signals() as signals:
+            return _follow_job(record, site, emit, signals)
 
 
-def refresh(record: RunRecord) -> None:
+def update_job_record(record: RunRecord) -> None:
     """Update the record of a job that no launcher follows."""
-    adopt(record)
-    if not _unfollowed(record):
+    resolve_open_submission(record)
+    if not _is_job_unfollowed(record):
         return
-    with _follower(record) as follower:
+    with _open_job_follower(record) as follower:
         _catch_up(follower)
         if follower.slurm.facts.state == "UNKNOWN":
-            output.err(
+            output.print_stderr(
                 f"Slurm does not answer, so this is what the job's files say: {follower.slurm.facts.reason}", "yellow"
             )
-        _close(follower, None)
+        _record_job_end(follower, None)
 
 
 def stop_job(record: RunRecord, *, as_json: bool) -> int:
-    """`dtctl stop` for a job of Slurm: cancel it, wait until it is over, and check for remaining processes."""
+    """Stop a job of Slurm for `dtctl stop`: cancel it, wait for its end, and check for remaining processes."""
     from dtctl.launch import stop as stopping
     from dtctl.launch.records.state import state_of
-    from dtctl.slurm.follow import nodes_of
-    from dtctl.slurm.left import look
+    from dtctl.slurm.job_watcher import list_job_nodes
+    from dtctl.slurm.leftover_processes import end_left_processes
 
-    adopt(record)
+    resolve_open_submission(record)
     if state_of(record).over and not state_of(record).job:
         if as_json:
             output.emit_json({"run": record.run, "left_behind": 0, "nodes": {}})
         else:
-            output.out("0 processes left: Slurm never had the job")
+            output.print_stdout("0 processes left: Slurm never had the job")
         return 0
-    if not stopping.by_launcher(record, wait_s=CANCEL_LIMIT_S) and _unfollowed(record):
-        with _follower(record) as follower:
-            _end(follower.site, follower.ref)
+    if not stopping.request_launcher_stop(record, wait_s=CANCEL_LIMIT_S) and _is_job_unfollowed(record):
+        with _open_job_follower(record) as follower:
+            _cancel_and_wait(follower.site, follower.ref)
             follower.is_asked_to_stop = True
             _catch_up(follower)
-            _close(follower, None)
-    # Regardless of the record: a launcher on another machine may follow it, or the record of its end may be wrong.
-    with _site(record) as (site, ref):
-        state = _end(site, ref)
-        processes_left = look(site, ref.python, ref.job, state, sorted({*nodes_of(record), *state.nodes}))
+            _record_job_end(follower, None)
+    # This does not depend on the record: a launcher on another machine may follow the job, or the recorded end may be
+    # wrong.
+    with _open_job_site(record) as (site, ref):
+        state = _cancel_and_wait(site, ref)
+        processes_left = end_left_processes(
+            site, ref.python, ref.job, state, sorted({*list_job_nodes(record), *state.nodes})
+        )
     if as_json:
-        if processes_left.total is None:  # the reason, for the user
-            output.err(processes_left.describe())
+        if processes_left.total is None:  # the user needs the reason
+            output.print_stderr(processes_left.describe())
         nodes = {node: "nobody could look" if count is None else count for node, count in processes_left.counts.items()}
         output.emit_json({"run": record.run, "left_behind": processes_left.total, "nodes": nodes})
     else:
-        output.out(processes_left.describe())
+        output.print_stdout(processes_left.describe())
     return 0
 
 
-def _end(site: Site, ref: JobRef) -> JobFacts:
-    """Cancel a job if it is not over, and wait until it is; return Slurm's facts about it then.
+def _cancel_and_wait(site: CommandHost, ref: JobRef) -> JobFacts:
+    """Cancel a job if it is not over, and wait for its end; return Slurm's facts about it afterwards.
 
     Raises:
-        LaunchError: it does not end, or Slurm does not answer.
+        LaunchError: the job does not end, or Slurm does not answer.
     """
-    from dtctl.slurm import login_client
-    from dtctl.slurm.answers import JobAsked
-    from dtctl.slurm.follow import cancel
-    from dtctl.slurm.job_state import is_on
+    from dtctl.slurm import remote_commands
+    from dtctl.slurm.answers import JobStatus
+    from dtctl.slurm.job_state import is_job_active
+    from dtctl.slurm.job_watcher import cancel_job
 
     deadline, cancelled = time.monotonic() + CANCEL_LIMIT_S, False
     silent_until = time.monotonic() + SILENT_S
-    while is_on(state := login_client.ask(site, ref.python, JobAsked, job=ref.job, folder=ref.folder, urgent=True).job):
+    while is_job_active(
+        state := remote_commands.send_login_request(
+            site, ref.python, JobStatus, job=ref.job, folder=ref.folder, urgent=True
+        ).job
+    ):
         if state.state == "UNKNOWN":
             if time.monotonic() > silent_until:
                 raise LaunchError(
@@ -261,7 +328,7 @@ def _end(site: Site, ref: JobRef) -> JobFacts:
                     hint=f"is slurmctld up? try sinfo; then: scancel {ref.job}",
                 )
         elif not cancelled:
-            cancel(site, ref.job)
+            cancel_job(site, ref.job)
             cancelled = True
         elif time.monotonic() > deadline:
             raise LaunchError(
@@ -274,50 +341,56 @@ def _end(site: Site, ref: JobRef) -> JobFacts:
 
 
 @contextmanager
-def _site(record: RunRecord) -> Iterator[tuple[Site, JobRef]]:
-    from dtctl.launch.assemble import spec_of_run
-    from dtctl.slurm.follow import reference
+def _open_job_site(record: RunRecord) -> Iterator[tuple[CommandHost, JobRef]]:
+    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.slurm.job_watcher import read_job_reference
     from dtctl.slurm.site import site_of
 
     with closing(site_of(spec_of_run(record))) as site:
-        yield site, reference(record)
+        yield site, read_job_reference(record)
 
 
-def _unfollowed(record: RunRecord) -> bool:
-    """Return whether the job was submitted, is not known to be over, and no launcher follows it."""
+def _is_job_unfollowed(record: RunRecord) -> bool:
+    """Return whether a job was submitted, has no recorded end, and has no launcher that follows it."""
     from dtctl.launch.records.state import state_of
 
     return bool(state_of(record).job) and not state_of(record).over and not record.has_launcher()
 
 
 @contextmanager
-def _follower(record: RunRecord) -> Iterator[Follower]:
+def _open_job_follower(record: RunRecord) -> Iterator[JobWatcher]:
     from dtctl.launch.records.run_writer import RunWriter
-    from dtctl.slurm.follow import Follower
+    from dtctl.slurm.job_watcher import JobWatcher
 
     writer = RunWriter(record.folder)
-    with _site(record) as (site, ref), writer.launcher_lock():
-        yield Follower(writer, ref, site, emitter(writer))
+    with _open_job_site(record) as (site, ref), writer.launcher_lock():
+        yield JobWatcher(writer, ref, site, make_event_emitter(writer))
 
 
-def _catch_up(follower: Follower) -> bool:
-    """Look until there is nothing new, and it is known whether the job is over: that is the answer."""
+def _catch_up(follower: JobWatcher) -> bool:
+    """Read what the job has written so far; return whether the job has ended for good."""
     from dtctl.slurm.job_backend import FIRST_POLL_S
 
-    while follower.look() or (follower.slurm.is_over and not follower.settled):
-        time.sleep(FIRST_POLL_S)
-    return follower.settled
+    deadline = time.monotonic() + CATCH_UP_S
+    follower.poll_job()
+    while follower.slurm.is_over or (follower.has_more and time.monotonic() < deadline):
+        if not follower.has_more:
+            if follower.has_ended_finally:
+                break
+            time.sleep(FIRST_POLL_S)
+        follower.poll_job()
+    return follower.has_ended_finally
 
 
-def _close(follower: Follower, stopped_by: int | None) -> None:
-    """Record the end, if there is one."""
-    if follower.settled:
+def _record_job_end(follower: JobWatcher, stopped_by: int | None) -> None:
+    """Record the end of the job, if it has ended."""
+    if follower.has_ended_finally:
         follower.emit(follower.result(stopped_by=stopped_by).to_event())
 
 
-def _follow(record: RunWriter, site: Site, emit: Emit, signals: list[int]) -> int:
-    """Follow a job until it is over."""
-    from dtctl.launch.control.controller import control
+def _follow_job(record: RunWriter, site: CommandHost, emit: Emit, signals: list[int]) -> int:
+    """Follow a job until its end; return the exit code."""
+    from dtctl.launch.control.controller import run_backend_to_end
     from dtctl.slurm.job_backend import JobBackend
 
-    return finish(control(JobBackend(record, site, emit, signals), signals), emit, record)
+    return report_run_end(run_backend_to_end(JobBackend(record, site, emit, signals), signals), emit, record)

@@ -1,4 +1,4 @@
-"""`dtctl launch --sweep KEY=A,B`: one run after another, for each combination of values."""
+"""`dtctl launch --sweep KEY=A,B`: a run for each combination of values, one after another or as an array of Slurm."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from dtctl.errors import DtctlError, UsageError
 
 if TYPE_CHECKING:
     from dtctl.cli.common.launch_steps import LaunchOptions
+    from dtctl.spec.model import Spec
 
 MOST_RUNS = 1000
 STOPPED = (130, 143)
-"""Exit codes after which no further run begins."""
+"""Exit codes of a run after which the sweep ends."""
 
 
 def parse_sweep(texts: Sequence[str]) -> list[dict[str, str]]:
-    """Return the settings of each run, in the order in which they are launched: the last key changes fastest.
+    """Return the settings of each run in the order of the launches; the last key changes fastest.
 
     Args:
-        texts: `KEY=A,B` each; commas in brackets and quotes do not separate.
+        texts: values of `--sweep` such as `KEY=A,B`; commas in brackets and quotes do not separate.
 
     Raises:
-        UsageError: one is something else, a key stands twice, or there would be too many runs.
+        UsageError: a text has another form, a key appears twice, or there would be too many runs.
     """
     values: dict[str, list[str]] = {}
     for text in texts:
@@ -37,14 +38,14 @@ def parse_sweep(texts: Sequence[str]) -> list[dict[str, str]]:
             raise UsageError(f"--sweep {text}: expected KEY=A,B", hint="dtctl launch --sweep train.lr=1e-3,3e-3")
         if key in values:
             raise UsageError(f"--sweep has {key} twice", hint=f"--sweep {key}=A,B,C")
-        values[key] = _split(rest)
+        values[key] = _split_sweep_values(rest)
     rows = [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
     if len(rows) > MOST_RUNS:
         raise UsageError(f"these are {len(rows):,} runs; at most {MOST_RUNS:,} are launched one after another")
     return rows
 
 
-def _split(text: str) -> list[str]:
+def _split_sweep_values(text: str) -> list[str]:
     """Return the parts between commas that are neither in brackets nor in quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
@@ -61,34 +62,34 @@ def _split(text: str) -> list[str]:
 
 
 def launch_sweep(options: LaunchOptions, rows: Sequence[dict[str, str]], *, dry: bool = False) -> int:
-    """Launch a run for each row of settings, one after another; the first exit code that is not 0.
+    """Launch a run for each row of settings, one after another; return the first exit code that is not 0.
 
     Args:
-        options: of all runs.
-        rows: key -> value, for each run.
-        dry: whether to show the runs alone, and what the first one would send.
+        options: options of all runs.
+        rows: settings of each run, as key -> value.
+        dry: whether to print only the runs, and the files that the first one would send.
 
     Raises:
-        DtctlError: a run cannot be launched; those before it were.
-        UsageError: the options do not go together with a sweep.
+        DtctlError: a run cannot be launched; earlier runs have ended by themselves.
+        UsageError: an option cannot be combined with a sweep.
     """
-    from dtctl.cli.common.launch_steps import dry_launch, real_launch, spec_of
+    from dtctl.cli.common.launch_steps import dry_launch, load_launch_spec, real_launch
     from dtctl.launch.records.record import check_run_name, new_run_id
 
-    if options.detach or options.resume is not None:
-        raise UsageError("--sweep launches one run after another, which neither --detach nor --resume does")
-    runs = []
+    if options.resume is not None:
+        raise UsageError("--sweep launches new runs, and --resume continues one")
+    runs, specs = [], []
     for number, settings in enumerate(rows):
         overrides = tuple(f"{key}={value}" for key, value in settings.items())
         one = replace(options, overrides=(*options.overrides, *overrides), sweep=settings)
-        spec = spec_of(one)  # a wrong value is found now, and not after the runs before it
-        if spec.cluster.transport == "slurm":
-            raise UsageError(
-                "--sweep does not go with Slurm, whose jobs wait each for itself",
-                hint="submit each with --set and --detach, or use `slurm.array`",
-            )
+        spec = load_launch_spec(one)  # a wrong value is an error now, not after the runs before it
+        specs.append(spec)
         name = f"{options.name}-{number + 1}" if options.name else new_run_id(spec.job.name, now=time.time())
         runs.append(replace(one, name=check_run_name(name)))
+    if any(spec.cluster.transport == "slurm" for spec in specs):
+        return _launch_array_sweep(options, runs, specs, dry=dry)
+    if options.detach:
+        raise UsageError("--sweep launches one run after another, which --detach does not")
     if dry:
         if not options.json_lines:
             show_sweep(runs, {})
@@ -96,19 +97,56 @@ def launch_sweep(options: LaunchOptions, rows: Sequence[dict[str, str]], *, dry:
     codes: dict[str, int] = {}
     for number, one in enumerate(runs):
         shown = ", ".join(f"{key}={value}" for key, value in one.sweep.items())
-        output.err(f"run {number + 1} of {len(runs)}: {shown}", "bold")
+        output.print_stderr(f"run {number + 1} of {len(runs)}: {shown}", "bold")
         try:
             codes[one.name or ""] = real_launch(replace(one, started=time.time()) if number else one)
         except DtctlError as exc:
             if number == 0:
                 raise
-            output.error(exc)
+            output.print_error_with_hint(exc)
             codes[one.name or ""] = exc.exit_code
         if codes[one.name or ""] in STOPPED:
             break
     if not options.json_lines:
         show_sweep(runs, codes)
     return next((code for code in codes.values() if code), 0)
+
+
+def _launch_array_sweep(
+    options: LaunchOptions, runs: Sequence[LaunchOptions], specs: Sequence[Spec], *, dry: bool
+) -> int:
+    """Submit all runs as one array of Slurm, which decides how many of them run at the same time.
+
+    Raises:
+        UsageError: the spec requests an array itself.
+        PlanError: one array cannot have tasks with these settings.
+    """
+    from dtctl.cli.common.agreement import require_spec_agreement
+    from dtctl.cli.common.launch_steps import dry_launch
+    from dtctl.cli.common.slurm_runs import launch_array
+    from dtctl.launch.records.record import check_run_name, new_run_id
+    from dtctl.spec.model import Slurm
+
+    first = specs[0]
+    if any(spec.slurm is not None and spec.slurm.array is not None for spec in specs):
+        raise UsageError("--sweep makes an array, and the spec has one", where=first.written_at("slurm.array"))
+    array = f"1-{len(runs)}"  # the same numbers as in the names of runs without Slurm
+    if dry:
+        if not options.json_lines:
+            show_sweep([replace(one, name=f"task {number}") for number, one in enumerate(runs, 1)], {})
+        return dry_launch(
+            replace(runs[0], name=options.name, overrides=(*runs[0].overrides, f"slurm.array={array}")), None
+        )
+    tasks = {
+        number: spec.model_copy(update={"slurm": (spec.slurm or Slurm()).model_copy(update={"array": array})})
+        for number, spec in enumerate(specs, 1)
+    }
+    require_spec_agreement(tasks[1], yes=options.yes, launching=True)
+    run = check_run_name(options.name) if options.name else new_run_id(first.job.name, now=time.time())
+    return launch_array(
+        tasks, run, spec_name=options.spec_name, json_lines=options.json_lines,
+        sweep={number: one.sweep for number, one in enumerate(runs, 1)},
+    )  # fmt: skip
 
 
 def show_sweep(runs: Sequence[LaunchOptions], codes: dict[str, int]) -> None:
@@ -126,4 +164,4 @@ def show_sweep(runs: Sequence[LaunchOptions], codes: dict[str, int]) -> None:
         status = "not launched" if code is None else "succeeded" if code == 0 else f"exit code {code}"
         step = f"{newest['step']:.0f}" if newest else ""
         rows.append([name, *one.sweep.values(), status, step, loss_text(newest)])
-    output.table(rows, header=["RUN", *runs[0].sweep, "STATUS", "STEP", "LOSS"])
+    output.print_table(rows, header=["RUN", *runs[0].sweep, "STATUS", "STEP", "LOSS"])

@@ -1,6 +1,6 @@
-"""Screen of `dtctl watch` on a terminal, drawn again and again from the run's folder.
+"""Screen of `dtctl watch` on a terminal, redrawn from the run's folder.
 
-Reads only what the launcher has written, so any number of people may watch, also from another terminal.
+It reads only files that the launcher has written, so several users can watch a run from several terminals.
 """
 
 from __future__ import annotations
@@ -11,12 +11,21 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from dtctl.cli.common.folding import Folding
+from dtctl.cli import output
 from dtctl.cli.common.log_reader import LogFilter, LogReader
-from dtctl.cli.common.progress_line import clock, experts_line, loss_text, metrics_of, progress_line, source_text
+from dtctl.cli.common.progress_line import (
+    experts_line,
+    format_elapsed_time,
+    loss_text,
+    metrics_of,
+    progress_line,
+    source_text,
+)
 from dtctl.cli.common.run_display import STATES
+from dtctl.cli.common.traceback_filter import TracebackFilter
+from dtctl.launch.records.progress_bars import shorten_progress_bar
 from dtctl.launch.records.state import RunState, state_of, where_the_time_went
-from dtctl.printable import printable
+from dtctl.printable import make_printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,74 +35,75 @@ if TYPE_CHECKING:
 REFRESH_S = 0.25
 LOG_LINES = 10
 TAIL_BYTES = 4096
-"""Bytes of each log, when the picture is drawn for the first time."""
+"""Number of bytes at the end of each log that are read for the first picture."""
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {"running": "green", "succeeded": "green", "ready": "green", "failed": "red", "lost": "red"}
 
 
-class Screen:
-    """The picture of one run; remembers how far it has read."""
+class WatchScreen:
+    """Picture of one run; the object stores the offset up to which each file was read."""
 
     def __init__(self, record: RunRecord, *, steps: int | None) -> None:
-        """Show `record`, with a training of `steps` steps if that is known."""
+        """Create the screen of `record`; `steps` is the number of training steps, None if it is not known."""
         self._record = record
         self._steps = steps
         self._reader = LogReader(record, LogFilter(tail_bytes=TAIL_BYTES))
         self._lines: deque[tuple[str, str]] = deque(maxlen=LOG_LINES)
-        self._folding = Folding()
+        self._folding = TracebackFilter()
         self.state: RunState = state_of(record)
 
     def draw(self, *, width: int) -> RenderableType:
-        """Return the picture as of now, `width` columns wide."""
+        """Return the current picture, `width` columns wide."""
         from rich.console import Group
         from rich.text import Text
 
         self.state = state_of(self._record)
         for line in self._reader.read_new():
             shown = self._folding.feed(line.node, line.rank, line.text)
-            self._lines.extend((f"{line.origin} ", text) for text in shown)
+            self._lines.extend((f"{output.format_line_origin(line.node, line.rank)} ", text) for text in shown)
         rows = metrics_of(self._record)
-        parts: list[RenderableType] = [self._head(), Text(), self._nodes()]
+        parts: list[RenderableType] = [self._render_run_header(), Text(), self._render_node_states()]
         if self.state.restarts:
             reason = f"restart {len(self.state.restarts)}: {self.state.restarts[-1]}"
-            parts.append(Text(printable(reason), style="yellow"))
+            parts.append(Text(make_printable(reason), style="yellow"))
         if self.state.heals:
-            parts.append(Text(printable(f"heal {len(self.state.heals)}: {self.state.heals[-1]}"), style="yellow"))
+            parts.append(Text(make_printable(f"heal {len(self.state.heals)}: {self.state.heals[-1]}"), style="yellow"))
         if rows:
-            parts += [Text(), *self._progress(rows, width)]
+            parts += [Text(), *self._render_progress(rows, width)]
         if self.state.ledger is not None and self.state.ledger.goodput is not None:
             parts.append(Text(where_the_time_went(self.state.ledger), style="dim", no_wrap=True, overflow="ellipsis"))
         if self._lines:
             parts.append(Text())
             for origin, text in self._lines:
-                parts.append(
-                    Text.assemble((printable(origin), "dim"), printable(text), no_wrap=True, overflow="ellipsis")
-                )
+                fitting = shorten_progress_bar(make_printable(text), width - len(origin))
+                parts.append(Text.assemble((make_printable(origin), "dim"), fitting, no_wrap=True, overflow="ellipsis"))
         return Group(*parts)
 
-    def _head(self) -> RenderableType:
+    def _render_run_header(self) -> RenderableType:
         from rich.text import Text
 
         state = self.state
         again = f", attempt {state.attempt}" if state.attempt else ""
         return Text.assemble(
-            ("run ", "dim"), (printable(state.run), "bold"), "  ",
-            (printable(state.status), COLOURS.get(state.status, "yellow")),
-            (f"  {clock(state.duration_s)}{again}", "dim"),
+            ("run ", "dim"), (make_printable(state.run), "bold"), "  ",
+            (make_printable(state.status), COLOURS.get(state.status, "yellow")),
+            (f"  {format_elapsed_time(state.duration_s)}{again}", "dim"),
         )  # fmt: skip
 
-    def _nodes(self) -> RenderableType:
-        """Return every node with its state; many nodes side by side."""
+    def _render_node_states(self) -> RenderableType:
+        """Return each node with its state; many nodes share a row."""
         from rich.columns import Columns
         from rich.text import Text
 
         cells = [
-            Text.assemble(printable(node), " ", (STATES.get(state, printable(state)), COLOURS.get(state, "yellow")))
+            Text.assemble(
+                make_printable(node), " ", (STATES.get(state, make_printable(state)), COLOURS.get(state, "yellow"))
+            )
             for node, state in self.state.nodes.items()
         ]
         return Columns(cells, padding=(0, 3))
 
-    def _progress(self, rows: list[dict[str, Any]], width: int) -> list[RenderableType]:
+    def _render_progress(self, rows: list[dict[str, Any]], width: int) -> list[RenderableType]:
         from rich.text import Text
 
         facts = progress_line(rows[-1], steps=self._steps, runs=self.state.status == "running") + source_text(rows[-1])
@@ -105,20 +115,20 @@ class Screen:
         lines: list[RenderableType] = [Text(facts, no_wrap=True, overflow="ellipsis")]
         for name, value, values in bars:
             if name == "loss " or any(map(math.isfinite, values)):
-                line = sparkline(values, width - 20)
+                line = render_sparkline(values, width - 20)
                 lines.append(Text.assemble(name, (value.rjust(wide), "bold"), "  ", (line, "cyan"), no_wrap=True))
         if experts := experts_line(rows[-1]):
             lines.append(Text(experts, no_wrap=True, overflow="ellipsis"))
         return lines
 
 
-def sparkline(values: list[float], width: int) -> str:
-    """Values as bars, the newest last, averaged if there are more than `width`; a gap where there is no number."""
+def render_sparkline(values: list[float], width: int) -> str:
+    """Return values as bars, the newest last, averaged if there are more than `width`; a missing number is a gap."""
     width = max(8, width)
     count = len(values)
     if count > width:
         edges = [index * count // width for index in range(width + 1)]
-        values = [_mean(values[low:high]) for low, high in itertools.pairwise(edges)]
+        values = [_compute_finite_mean(values[low:high]) for low, high in itertools.pairwise(edges)]
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -130,18 +140,18 @@ def sparkline(values: list[float], width: int) -> str:
     )
 
 
-def _mean(values: list[float]) -> float:
+def _compute_finite_mean(values: list[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else float("nan")
 
 
-def show(record: RunRecord, *, steps: int | None) -> RunState:
-    """Draw the run until it is over; its last state."""
+def display_live_run(record: RunRecord, *, steps: int | None) -> RunState:
+    """Redraw the run's screen until the run is over; return its last state."""
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
-    screen = Screen(record, steps=steps)
+    screen = WatchScreen(record, steps=steps)
     with Live(console=console, auto_refresh=False) as live:
         while True:
             live.update(screen.draw(width=console.width), refresh=True)

@@ -1,5 +1,6 @@
-"""The checks of a cluster, a module per layer: `RAN` in each names its checks, and `examine.py` calls them in order.
+"""Checks of a cluster, one module per layer: `RAN` lists the checks of a module, and `examine.py` calls them in order.
 
-Most only judge what the probes have reported and are pure; `shared_folders` and `collective` ask the probes for more.
-Checks that are possible before a Slurm job has nodes are in `dtctl.slurm.partition_checks`; a submission runs them too.
+Most are pure functions of the probes' reports; `shared_folders` and `collective` send further requests to the probes.
+Checks that are possible before a Slurm job has nodes are in `dtctl.slurm.partition_checks`; a submission also runs
+them.
 """

@@ -1,7 +1,7 @@
-"""Finds the members of a group that keep it from working, by trying parts of the group. Pure.
+"""Search for the members that make a group fail, by tests of parts of the group. Pure.
 
-`works` is asked of groups of two and more; a group of one always works. A bad member spoils every group that it is in,
-a bad pair only those that hold both.
+`works` is called with groups of two or more; a group of one always works. A bad member makes every group fail that has
+it, a bad pair only groups that have both members.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ Works = Callable[[Sequence[str]], bool]
 
 
 def smallest_failing(members: Sequence[str], works: Works) -> list[str]:
-    """Return a minimal failing part of `members`, which do not work together: every smaller part of it works.
+    """Return a minimal part of `members` that fails: every smaller part of it works.
 
-    Halves are left out first, then quarters, and so on: for one bad member among N, about 2 log2 N groups are tried.
+    Halves are removed first, then quarters, and so on: for one bad member among N, about 2 log2 N groups are tested.
     """
     left = list(members)
     size = len(left) // 2
@@ -32,11 +32,11 @@ def smallest_failing(members: Sequence[str], works: Works) -> list[str]:
 
 
 def bad_ones(members: Sequence[str], works: Works) -> list[str]:
-    """Return the members to act on: of two that fail together the one that fails with a third as well; else both.
+    """Return the bad members: if a pair fails, the one that also fails with a third member, or else both.
 
     Args:
         members: a group that does not work.
-        works: whether the members of a group of at least two work together.
+        works: function that returns whether a group of at least two members works.
     """
     failing = smallest_failing(members, works)
     others = [member for member in members if member not in failing]
@@ -44,7 +44,7 @@ def bad_ones(members: Sequence[str], works: Works) -> list[str]:
         return failing
     bad = [member for member in failing if not works([others[0], member])]
     if len(bad) == 2 and len(others) > 1 and all(not works([others[1], member]) for member in bad):
-        return bad  # both fail with all others
-    if len(bad) == 2:  # the third is bad itself
+        return bad  # each of the two also fails with two other members
+    if len(bad) == 2:  # the third member itself is bad
         return [others[0]]
     return bad or failing

@@ -1,7 +1,8 @@
 """All-reduce with torch over all nodes, and search for the nodes that make it fail, by their reports or by bisection.
 
-It runs only if the nodes reach each other, and all have the same torch. One process of each node takes part, with its
-first GPU. If every GPU is to be tested, there is one process for each, and each node is tested by itself first.
+The all-reduce runs only if the nodes reach each other and all have the same torch. One process of each node takes part,
+with the node's first GPU. For a test of every GPU there is one process per GPU, and each node is tested by itself
+first.
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ from typing import Any
 
 from dtctl.doctor.checks.bisect import bad_ones
 from dtctl.doctor.findings import Finding
+from dtctl.doctor.node_probes import NodeProbes, Progress
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.observe import Probes, Progress
 from dtctl.plan import rendezvous
-from dtctl.supervisor.messages.probe import AskPython, StartPython
+from dtctl.printable import format_count
+from dtctl.supervisor.messages.probe import QueryPython, StartPython
 
 RAN = ("collective",)
 STAGES = ("start", "store", "group", "sum", "done")
 LOAD_LIMIT_S = 90.0
-"""Seconds for `import torch`, which takes long on a cold file system, or when many nodes share one."""
+"""Longest time for `import torch` in seconds, which is slow on a cold file system, or if many nodes share one."""
 TIMEOUT_S = {"gloo": 8.0, "nccl": 60.0}
-"""Seconds until a round has to end. The first context on each of eight GPUs takes 30 s without persistence mode."""
+"""Longest duration of a round in seconds. The first context on each of eight GPUs takes 30 s without persistence
+mode."""
 GRACE_S = 6.0
-"""Seconds that torch may take beyond its own limit."""
+"""Seconds that torch may take in addition to its own limit."""
 SUSPECTS = ("GLOO_", "TORCH_", "NCCL_", "RCCL_", "HSA_", "PYTHONPATH", "TP_", "OMP_", "MKL_", "USE_", "LD_")
-"""Beginnings of variables without which a group that fails is tried again, before anything else is blamed."""
+"""Prefixes of variables; a failing group is tested again without these variables before a node is blamed."""
 MAX_ROUNDS = 24
-"""Rounds after which every node that has not been cleared is named."""
+"""Number of rounds after which every node without a successful round is reported."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,15 +44,15 @@ class AllReduceResult:
     figures: dict[str, Any] = field(default_factory=dict)
     """`backend`, `workers`, `bytes`, `seconds` and `busbw_gb_s` of an all_reduce over all nodes."""
     uses: dict[str, list[str]] = field(default_factory=dict)
-    """Node -> of the modules that something hides there, those that torch imports."""
+    """Node -> modules that torch imports and that another module with the same name hides on this node."""
 
 
-class _Gang:
-    """One worker per node, or one per GPU, and rounds of those of some nodes."""
+class _CollectiveWorkers:
+    """Workers, one per node or one per GPU, and rounds with the workers of some nodes."""
 
     def __init__(
         self,
-        probes: Probes,
+        probes: NodeProbes,
         reports: Sequence[NodeReport],
         *,
         backend: str,
@@ -58,7 +61,7 @@ class _Gang:
         progress: Progress,
         counts: Mapping[str, int] | None = None,
     ) -> None:
-        """`counts`: node -> its workers, each with a GPU of its own; None: one, and on a GPU it takes the first."""
+        """Store the settings; `counts` has each node's workers, one per GPU. None: one, on the first GPU."""
         self._counts = counts
         self._probes = probes
         self._python, self._env = python, env
@@ -68,40 +71,40 @@ class _Gang:
         self._progress = progress
         self.rounds = 0
         self.broken: set[str] = set()
-        """Nodes whose worker was killed or has ended; it is started again before its next round."""
+        """Nodes whose worker was killed or has ended; it is restarted before the node's next round."""
 
     def start(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Load torch on these nodes; the answers."""
+        """Load torch on these nodes; return their answers."""
         text = resources.files("dtctl.doctor").joinpath("worker.py").read_text(encoding="utf-8")
         messages = {
             name: StartPython(
                 python=self._python[name],
                 text=text,
-                hidden=self._hidden(name),
+                hidden=self._list_shadowed_modules(name),
                 unset=self._unset,
                 env=dict(self._env[name]),
-                interface=self._interface(name),
-                count=self._count(name),
+                interface=self._find_node_interface(name),
+                count=self._count_node_workers(name),
                 limit_s=LOAD_LIMIT_S,
             )
             for name in names
         }
-        said = self._probes.ask(messages, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
-        return {name: merged(one) for name, one in said.items()}
+        said = self._probes.send_requests(messages, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
+        return {name: merge_worker_reports(one) for name, one in said.items()}
 
-    def _count(self, name: str) -> int:
+    def _count_node_workers(self, name: str) -> int:
         return self._counts[name] if self._counts else 1
 
-    def _hidden(self, name: str) -> list[str]:
+    def _list_shadowed_modules(self, name: str) -> list[str]:
         return [row[0] for row in self._seen[name].facts["job"].get("shadows", ())]
 
-    def _interface(self, name: str) -> str:
+    def _find_node_interface(self, name: str) -> str:
         ways = self._seen[name].facts["ways"]
         others = [node.address for node in self._seen.values() if node.name != name]
         return next((ways[address] for address in others if ways.get(address)), "")
 
     def variables(self) -> dict[str, dict[str, str]]:
-        """Node -> variables that change what torch's collectives do, from the spec and the login."""
+        """Return node -> variables from the spec and the login that change torch's collectives."""
         return {
             name: {
                 key: value
@@ -111,14 +114,14 @@ class _Gang:
             for name, node in self._seen.items()
         }
 
-    def without(self, names: Iterable[str]) -> None:
+    def exclude_variables(self, names: Iterable[str]) -> None:
         """Restart the workers in the next round, without these variables."""
         self._unset = list(names)
         self.broken |= {*self._seen}
 
     def used(self, name: str, said: Mapping[str, Any]) -> list[str]:
-        """Return the hidden modules that torch imports; all of them where torch could not be loaded."""
-        return list(said["uses"]) if "uses" in said else self._hidden(name)
+        """Return the hidden modules that torch imports, or all hidden modules if torch could not be loaded."""
+        return list(said["uses"]) if "uses" in said else self._list_shadowed_modules(name)
 
     def round(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Run one all_reduce over these nodes; return the report of each."""
@@ -126,22 +129,22 @@ class _Gang:
         if again:
             self.start(again)
             self.broken -= {*again}
-        self._progress(f"adding up numbers with torch ({self._backend}) on {len(names)} nodes")
-        return self._together([names])
+        self._progress(f"adding up numbers with torch ({self._backend}) on {format_count(len(names), 'node')}")
+        return self._run_group_round([names])
 
-    def apart(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Run an all_reduce over the workers of each of these nodes, all at once; return the report of each."""
-        self._progress(f"adding up numbers with torch ({self._backend}) on each of {len(names)} nodes")
-        return self._together([[name] for name in names])
+    def run_all_reduce_per_node(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Run an all_reduce on each of these nodes by itself, at the same time; return the report of each."""
+        self._progress(f"adding up numbers with torch ({self._backend}) on each of {format_count(len(names), 'node')}")
+        return self._run_group_round([[name] for name in names])
 
-    def _together(self, groups: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
+    def _run_group_round(self, groups: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
         self.rounds += 1
-        port = rendezvous.port_candidates("doctor-sums", self.rounds, None)[0]
+        port = rendezvous.list_rendezvous_ports("doctor-sums", self.rounds, None)[0]
         limit_s = TIMEOUT_S[self._backend] + GRACE_S
-        messages: dict[str, AskPython] = {}
+        messages: dict[str, QueryPython] = {}
         for names in groups:
             asked = {
-                "world": sum(map(self._count, names)),
+                "world": sum(map(self._count_node_workers, names)),
                 "address": self._seen[names[0]].data_address,
                 "port": port,
                 "backend": self._backend,
@@ -149,20 +152,20 @@ class _Gang:
             }
             rank = 0
             for name in names:
-                places = range(self._count(name))
+                places = range(self._count_node_workers(name))
                 asks = [{**asked, "rank": rank + place, **({"gpu": place} if self._counts else {})} for place in places]
-                messages[name] = AskPython(asks=asks, limit_s=limit_s)
+                messages[name] = QueryPython(asks=asks, limit_s=limit_s)
                 rank += len(asks)
-        said = self._probes.ask(messages, limit_s=limit_s + GRACE_S, doing="waiting for torch")
-        answers = {name: merged(said[name]) if name in said else {"silent": True} for name in messages}
+        said = self._probes.send_requests(messages, limit_s=limit_s + GRACE_S, doing="waiting for torch")
+        answers = {name: merge_worker_reports(said[name]) if name in said else {"silent": True} for name in messages}
         self.broken |= {name for name, one in answers.items() if one.get("silent") or "complained" in one}
         return answers
 
 
-def merged(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reports of a node's workers as one: the stage that all have reached, and the worst of the rest.
+def merge_worker_reports(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the reports of a node's workers: the stage that all have reached, and the worst of the rest.
 
-    A message that is kept begins with the place of its worker among them.
+    A message begins with the position of its worker.
     """
     if "each" not in said:
         return dict(said)
@@ -182,13 +185,13 @@ def merged(said: Mapping[str, Any]) -> dict[str, Any]:
     return merged_answer
 
 
-def well(answers: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether all have come to the end, and with the right sums."""
+def is_all_reduce_correct(answers: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether all workers have finished with the right sums."""
     return all(answer.get("stage") == "done" and not answer.get("wrong") for answer in answers.values())
 
 
-def culprits(answers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the nodes that caused the failure: wrong where others are right, silent, or behind; else none."""
+def find_faulty_nodes(answers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the nodes that caused a failure: a minority with wrong sums, no answer or an earlier stage."""
     few = len(answers) / 2
     wrong = tuple(name for name, one in answers.items() if one.get("wrong"))
     silent = tuple(name for name, one in answers.items() if one.get("silent"))
@@ -201,8 +204,8 @@ def culprits(answers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     return ()
 
 
-def add_up(
-    probes: Probes,
+def check_all_reduce(
+    probes: NodeProbes,
     reports: Sequence[NodeReport],
     *,
     python: Mapping[str, str],
@@ -210,22 +213,24 @@ def add_up(
     progress: Progress,
     every_gpu: bool = False,
 ) -> AllReduceResult:
-    """Add up numbers on all nodes, with gloo, and with NCCL where all nodes have GPUs.
+    """Run an all-reduce over all nodes with gloo, and also with NCCL if all nodes have GPUs.
 
     Args:
-        probes: the links to the nodes.
-        reports: the nodes that are well, the head node first.
-        python: node -> Python of the job there.
-        env: node -> variables of the job there.
+        probes: connections to the nodes' probes.
+        reports: reports of the nodes without errors, the head node first.
+        python: node -> Python of the job on that node.
+        env: node -> variables of the job on that node.
         progress: called with the current activity.
-        every_gpu: whether all GPUs take part, first those of each node by themselves; else one of each node does.
+        every_gpu: whether all GPUs take part, after a test of each node by itself; otherwise one GPU per node does.
     """
     done = AllReduceResult()
     names = [node.name for node in reports]
     counts: dict[str, int] | None = None
     for backend in ("gloo", "nccl") if all(node.facts["gpus"] for node in reports) else ("gloo",):
         counts = counts if backend == "nccl" and every_gpu else None
-        gang = _Gang(probes, reports, backend=backend, python=python, env=env, progress=progress, counts=counts)
+        gang = _CollectiveWorkers(
+            probes, reports, backend=backend, python=python, env=env, progress=progress, counts=counts
+        )
         loaded = gang.start(names)
         failed = {name: loaded.get(name, {}) for name in names if loaded.get(name, {}).get("stage") != "torch"}
         done.uses = {name: gang.used(name, loaded.get(name, {})) for name in names}
@@ -243,19 +248,19 @@ def add_up(
         if backend == "gloo":
             counts = {name: max(1, int(loaded[name].get("devices") or 0)) for name in names}
         elif counts:
-            done.findings += apart_failed(gang.apart(names), counts)
+            done.findings += apart_failed(gang.run_all_reduce_per_node(names), counts)
             if done.findings:
                 return done
         answers = gang.round(names)
-        if not well(answers):
-            done.findings += _failed(gang, names, answers, backend)
+        if not is_all_reduce_correct(answers):
+            done.findings += _locate_all_reduce_failure(gang, names, answers, backend)
             return done
         workers = sum(counts.values()) if backend == "nccl" and counts else len(names)
-        done.figures = _figures(backend, answers, workers)
+        done.figures = _compute_all_reduce_figures(backend, answers, workers)
     return done
 
 
-def _figures(backend: str, answers: Mapping[str, Mapping[str, Any]], workers: int) -> dict[str, Any]:
+def _compute_all_reduce_figures(backend: str, answers: Mapping[str, Mapping[str, Any]], workers: int) -> dict[str, Any]:
     seconds = max(float(answer["seconds"]) for answer in answers.values())
     size = int(next(iter(answers.values()))["bytes"])
     bus = size / seconds / 1e9 * 2 * (workers - 1) / workers
@@ -263,13 +268,13 @@ def _figures(backend: str, answers: Mapping[str, Mapping[str, Any]], workers: in
 
 
 def apart_failed(answers: Mapping[str, Mapping[str, Any]], counts: Mapping[str, int]) -> Iterator[Finding]:
-    """Yield a finding for nodes where an all_reduce over their own GPUs fails, with a process for each. Pure.
+    """Yield a finding about nodes on which an all_reduce over their own GPUs fails, with one process per GPU. Pure.
 
     Args:
-        answers: node -> reports of its workers, merged.
-        counts: node -> its workers.
+        answers: node -> merged reports of its workers.
+        counts: node -> number of its workers.
     """
-    bad = {name: one for name, one in answers.items() if not well({name: one})}
+    bad = {name: one for name, one in answers.items() if not is_all_reduce_correct({name: one})}
     if bad:
         yield Finding(
             check="gpu-nccl",
@@ -279,17 +284,19 @@ def apart_failed(answers: Mapping[str, Mapping[str, Any]], counts: Mapping[str, 
             fix="NCCL_DEBUG=WARN in job.env says why; often: /dev/shm that is too small for a container "
             "(--shm-size=16g, --ipc=host), an nvidia-fabricmanager that does not run, ACS or an IOMMU between the "
             "GPUs (NCCL_P2P_DISABLE=1 as a trial)",
-            evidence=tuple(f"{name}, {counts[name]} GPUs: {_told(one, 'nccl')}" for name, one in bad.items()),
+            evidence=tuple(
+                f"{name}, {counts[name]} GPUs: {_describe_worker_progress(one, 'nccl')}" for name, one in bad.items()
+            ),
         )
 
 
 def other_nccl(versions: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
-    """Nodes on which torch has loaded another NCCL than its wheel brought.
+    """Yield a finding about nodes on which torch has loaded another NCCL than its wheel contains.
 
     Args:
-        versions: node -> version of the wheel, version that was loaded; empty where there is none.
+        versions: node -> version in the wheel and loaded version; a version is empty if there is none.
     """
-    other = {node: said for node, said in versions.items() if all(said) and not _same(*said)}
+    other = {node: said for node, said in versions.items() if all(said) and not _is_same_nccl_version(*said)}
     if other:
         yield Finding(
             check="nccl",
@@ -301,13 +308,13 @@ def other_nccl(versions: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
         )
 
 
-def _same(wheel: str, loaded: str) -> bool:
+def _is_same_nccl_version(wheel: str, loaded: str) -> bool:
     return wheel.split(".")[:3] == loaded.split(".")[:3]
 
 
 def _no_torch(failed: Mapping[str, Mapping[str, Any]], variables: Mapping[str, Mapping[str, str]]) -> Finding:
-    told = {name: _said(one) for name, one in failed.items()}
-    # A message that names a variable set there, its value, or a file in its folders, shows which variable to remove.
+    told = {name: _format_worker_error(one) for name, one in failed.items()}
+    # The variable to remove is the one whose name, value or folder appears in the message.
     named = dict.fromkeys(
         key for name, text in told.items() for key, value in variables[name].items() if _is_about(text, key, value)
     )
@@ -330,26 +337,26 @@ def _is_about(text: str, key: str, value: str) -> bool:
     ]
     if key in text or any(f"{folder}/" in text or text.endswith(folder) for folder in folders if folder):
         return True
-    # The value itself, if it is a word and no number that may stand for anything.
+    # The value itself counts if it is a word; a number would match by chance.
     return len(value) > 2 and not value.isdigit() and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) is not None
 
 
-def _failed(
-    gang: _Gang, names: Sequence[str], answers: Mapping[str, Mapping[str, Any]], backend: str
+def _locate_all_reduce_failure(
+    gang: _CollectiveWorkers, names: Sequence[str], answers: Mapping[str, Mapping[str, Any]], backend: str
 ) -> Iterator[Finding]:
     set_there = gang.variables()
     suspects = list(dict.fromkeys(name for variables in set_there.values() for name in variables))
     if suspects:
-        gang.without(suspects)
-        if well(gang.round(names)):
+        gang.exclude_variables(suspects)
+        if is_all_reduce_correct(gang.round(names)):
             yield _by_variables(names, answers, backend, set_there)
             return
-        gang.without(())
-    nodes, how = culprits(answers), "by what the nodes say"
+        gang.exclude_variables(())
+    nodes, how = find_faulty_nodes(answers), "by what the nodes say"
     if not nodes:
 
         def works(group: Sequence[str]) -> bool:
-            return gang.rounds >= MAX_ROUNDS or well(gang.round(group))
+            return gang.rounds >= MAX_ROUNDS or is_all_reduce_correct(gang.round(group))
 
         nodes, how = tuple(bad_ones(names, works)), f"by bisection, in {gang.rounds} rounds"
     wrong = any(one.get("wrong") for one in answers.values())
@@ -364,7 +371,7 @@ def _failed(
         if wrong
         else f"on {', '.join(nodes)}: compare torch's build and the job's variables with the others' (dtctl nccl env), "
         f"then dtctl launch with TORCH_DISTRIBUTED_DEBUG=DETAIL",
-        evidence=tuple(f"{name}: {_told(one, backend)}" for name, one in list(answers.items())[:8]),
+        evidence=tuple(f"{name}: {_describe_worker_progress(one, backend)}" for name, one in list(answers.items())[:8]),
     )
 
 
@@ -384,20 +391,20 @@ def _by_variables(
         summary=f"an all_reduce over {len(names)} nodes ({backend}) fails with {', '.join(told)}, and works without",
         fix=f"take {', '.join(keys)} out of job.env, cluster.nodes[].env and the login"
         + (", one after the other" if len(keys) > 1 else ""),
-        evidence=tuple(f"{name}: {_told(one, backend)}" for name, one in list(answers.items())[:8]),
+        evidence=tuple(f"{name}: {_describe_worker_progress(one, backend)}" for name, one in list(answers.items())[:8]),
     )
 
 
-def _told(one: Mapping[str, Any], backend: str) -> str:
+def _describe_worker_progress(one: Mapping[str, Any], backend: str) -> str:
     if one.get("wrong"):
         return f"{one['wrong']} numbers are wrong"
     stage = f"reached stage {one.get('stage', 'none')!r}"
     return (
         f"{stage}, then nothing for {TIMEOUT_S[backend] + GRACE_S:g} s"
         if one.get("silent")
-        else f"{stage}; {_said(one)}"
+        else f"{stage}; {_format_worker_error(one)}"
     )
 
 
-def _said(one: Mapping[str, Any]) -> str:
+def _format_worker_error(one: Mapping[str, Any]) -> str:
     return str(one.get("complained") or one.get("error") or "it says nothing more")

@@ -1,4 +1,4 @@
-"""Variables of NCCL, RCCL, torch and gloo: different, misspelt, dead or dangerous ones. Pure."""
+"""Checks of variables of NCCL, RCCL, torch and gloo: different, misspelt, unused or dangerous ones. Pure."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dtctl.doctor.findings import Finding, Status, odd_ones
 from dtctl.doctor.node_report import NodeReport
-from dtctl.nccl.catalogue import catalogue, closest_name
+from dtctl.nccl.catalogue import closest_name, load_variable_catalogue
 
 RAN = ("env-differs", "env-unknown", "env-dead", "env-dangerous")
 COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""Numbers of threads; what is no number is not refused but counts as none, and all cores are taken by every worker."""
+"""Variables with a number of threads; libraries ignore a wrong value, and every worker then uses all cores."""
 _OURS = ("NCCL_", "RCCL_", "TORCH_", "GLOO_")
 Environment = dict[str, tuple[str, str]]
-"""variable -> (value, where it is set)"""
+"""Variable -> its value, and the place that sets it."""
 
 
-def effective(node: NodeReport, job: Mapping[str, str]) -> Environment:
-    """Return what a worker on this node would see, and where it comes from.
+def resolve_worker_variables(node: NodeReport, job: Mapping[str, str]) -> Environment:
+    """Return the variables of a worker on this node, with their origins.
 
     Args:
         node: the node.
-        job: what the spec sets there.
+        job: variables that the spec sets on the node.
     """
     values: Environment = {}
     for path, text in node.facts["conf"].items():
@@ -29,25 +29,27 @@ def effective(node: NodeReport, job: Mapping[str, str]) -> Environment:
             name, equals, value = line.partition("#")[0].strip().partition("=")
             if equals:
                 values[name.strip()] = (value.strip(), path)
-    # NCCL lets the environment win over its files.
+    # For NCCL, the environment takes precedence over its configuration files.
     values.update({name: (value, "the login environment") for name, value in node.facts["env"].items()})
     values.update({name: (value, "the spec") for name, value in job.items()})
     return {name: said for name, said in values.items() if name.startswith(_OURS)}
 
 
-def environment(reports: Sequence[NodeReport], jobs: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+def check_environment_variables(
+    reports: Sequence[NodeReport], jobs: Mapping[str, Mapping[str, str]]
+) -> Iterator[Finding]:
     """Yield all findings about variables.
 
     Args:
         reports: the nodes.
-        jobs: node -> what the spec sets there.
+        jobs: node -> variables that the spec sets on it.
     """
-    said = {node.name: effective(node, jobs.get(node.name, {})) for node in reports}
+    said = {node.name: resolve_worker_variables(node, jobs.get(node.name, {})) for node in reports}
     for name in COUNTS:
         odd = {
             node.name: text
             for node in reports
-            if (text := _value(node, jobs.get(node.name, {}), name)) and not _counts(text)
+            if (text := _read_variable_value(node, jobs.get(node.name, {}), name)) and not _is_thread_count(text)
         }
         if odd:
             yield Finding(
@@ -61,22 +63,22 @@ def environment(reports: Sequence[NodeReport], jobs: Mapping[str, Mapping[str, s
     amd = {node.name for node in reports if node.facts["vendor"] == "amd"}
     for name in dict.fromkeys(name for variables in said.values() for name in variables):
         where = {node: variables[name] for node, variables in said.items() if name in variables}
-        yield from _one(name, where, said, by_rccl={*where} <= amd)
+        yield from _check_variable_values(name, where, said, by_rccl={*where} <= amd)
 
 
-def _value(node: NodeReport, job: Mapping[str, str], name: str) -> str:
+def _read_variable_value(node: NodeReport, job: Mapping[str, str], name: str) -> str:
     return job.get(name) or str(node.facts["env"].get(name, ""))
 
 
-def _counts(text: str) -> bool:
-    """Return whether a text is a number from 1, or a list of them, one for each level of OpenMP's nesting."""
+def _is_thread_count(text: str) -> bool:
+    """Return whether a text is a number from 1, or a list with one such number for each level of OpenMP's nesting."""
     return all(part.strip().isdecimal() and int(part) > 0 for part in text.split(","))
 
 
-def _one(
+def _check_variable_values(
     name: str, where: Mapping[str, tuple[str, str]], said: Mapping[str, Environment], *, by_rccl: bool
 ) -> Iterator[Finding]:
-    variable = catalogue().get(name)
+    variable = load_variable_catalogue().get(name)
     evidence = tuple(f"{node}: {name}={value} (from {origin})" for node, (value, origin) in where.items())
     nodes = tuple(where)
 

@@ -1,7 +1,7 @@
-"""Measures every GPU of every node, and compares it with what is normal for its kind and with others like it.
+"""Measurement of every GPU of every node, and comparison with the data sheet and with GPUs of the same kind.
 
-The job's own Python does it, on all nodes at once: products in half precision, copies from and to the host, and a sum
-over the GPUs of the node by NCCL (RCCL on AMD), each timed until the GPU is through.
+The job's own Python measures all nodes at the same time: products in half precision, copies from and to the host, and
+an all_reduce over the GPUs of the node by NCCL (RCCL on AMD), each until the GPU has finished.
 """
 
 from __future__ import annotations
@@ -12,32 +12,34 @@ from importlib import resources
 from typing import Any
 
 from dtctl.doctor.checks.collective import GRACE_S, LOAD_LIMIT_S
-from dtctl.doctor.checks.known_gpus import normal
+from dtctl.doctor.checks.known_gpus import find_gpu_datasheet
 from dtctl.doctor.checks.node import per_node
 from dtctl.doctor.findings import Finding
+from dtctl.doctor.node_probes import NodeProbes, Progress
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.observe import Probes, Progress
-from dtctl.supervisor.messages.probe import AskPython, StartPython
+from dtctl.printable import format_count
+from dtctl.supervisor.messages.probe import QueryPython, StartPython
 
 RAN = ("gpu-speed", "gpu-copies", "gpu-nccl")
 LIMIT_S = 120.0
-"""Seconds for all GPUs of a node: some for each, the first context without persistence mode, and NCCL's start."""
+"""Longest time for all GPUs of a node in seconds, including first contexts without persistence mode and NCCL's
+start."""
 PRODUCTS = 0.9
-"""Share of the data sheet's peak that large products are known to reach on a kind of GPU."""
+"""Share of the rate that large products are known to reach on a kind of GPU; a slower GPU is reported."""
 WITHIN = 0.6
-"""Share of the memory's rate that copies within a GPU reach; 75% to 90% is usual."""
+"""Share of the memory's rate that copies within a GPU must reach; 75% to 90% is usual."""
 COPIES = 0.6
-"""Share of the data sheet's rate that copies from and to page-locked memory reach; 80% to 95% is usual."""
+"""Share of the data sheet's rate that copies from and to page-locked memory must reach; 80% to 95% is usual."""
 SUMS = 0.5
-"""Share of the rate of the links that a sum of 256 MiB over all GPUs reaches; 60% to 80% is usual."""
+"""Share of the links' rate that an all_reduce of 256 MiB over all GPUs must reach; 60% to 80% is usual."""
 LIKE_OTHERS = 0.9
-"""Share of the median of its kind below which a GPU is slow, regardless of the data sheet."""
+"""Share of the median of GPUs of the same kind below which a GPU is slow, regardless of the data sheet."""
 LEAST_LINK_GB_S = 100.0
-"""Links below this are PCIe, over which a sum depends on how the board was built."""
+"""Rate below which links are PCIe, whose bandwidth for an all_reduce depends on the board."""
 
 
-def required(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Nodes without a GPU, where GPUs were asked about."""
+def check_gpus_present(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield a finding about nodes without a GPU, for an examination with `--gpu`."""
     none = {
         report.name: "no GPU that this user may open"
         for report in reports
@@ -52,8 +54,8 @@ def required(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     )
 
 
-def measure(
-    probes: Probes,
+def measure_node_gpus(
+    probes: NodeProbes,
     reports: Sequence[NodeReport],
     *,
     python: Mapping[str, str],
@@ -63,10 +65,10 @@ def measure(
     """Measure the GPUs of all nodes that have some, with torch; return node -> report of its worker.
 
     Args:
-        probes: the links to the nodes.
+        probes: connections to the nodes' probes.
         reports: the nodes.
-        python: node -> Python of the job there.
-        env: node -> variables of the job there.
+        python: node -> Python of the job on that node.
+        env: node -> variables of the job on that node.
         progress: called with the current activity.
     """
     names = [report.name for report in reports if report.error is None and report.facts["gpus"]]
@@ -77,33 +79,35 @@ def measure(
         name: StartPython(python=python[name], text=text, env=dict(env[name]), interface="", limit_s=LOAD_LIMIT_S)
         for name in names
     }
-    loaded = probes.ask(starts, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
+    loaded = probes.send_requests(starts, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
     ready = [name for name in names if loaded.get(name, {}).get("stage") == "torch"]
-    progress(f"measuring the GPUs of {len(ready)} nodes")
-    asked = {name: AskPython(asks=[{"what": "gpus"}], limit_s=LIMIT_S) for name in ready}
-    said = probes.ask(asked, limit_s=LIMIT_S + GRACE_S, doing="measuring GPUs")
+    progress(f"measuring the GPUs of {format_count(len(ready), 'node')}")
+    asked = {name: QueryPython(asks=[{"what": "gpus"}], limit_s=LIMIT_S) for name in ready}
+    said = probes.send_requests(asked, limit_s=LIMIT_S + GRACE_S, doing="measuring GPUs")
     return {name: said.get(name) or loaded.get(name) or {"silent": True} for name in names}
 
 
-def judge(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield what is not as it should be: torch that cannot use a GPU, GPUs and links that are slow. Pure.
+def check_gpu_speed(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Yield findings about GPUs that torch cannot use, and about slow GPUs and links. Pure.
 
     Args:
-        measured: as `measure` returns it.
+        measured: result of `measure_node_gpus`.
     """
-    yield from _failed(measured)
-    gpus = rows(measured)
-    yield from _slow(gpus)
+    yield from _check_failed_measurements(measured)
+    gpus = build_gpu_speed_rows(measured)
+    yield from _check_slow_gpus(gpus)
     yield from per_node(
         "gpu-copies",
-        _by_node(_copies(gpus)),
+        _by_node(_find_slow_copies(gpus)),
         "nvidia-smi -q -d PCIE under load: a link that has trained down (width, generation), or memory of the other "
         "processor (numactl, cluster.env)",
         summary="copies are slow",
         status="warn",
     )
     sums = {
-        name: text for name, one in measured.items() if (text := _sum(one.get("busbw_gb_s"), one.get("gpus") or []))
+        name: text
+        for name, one in measured.items()
+        if (text := _describe_slow_sum(one.get("busbw_gb_s"), one.get("gpus") or []))
     }
     yield from per_node(
         "gpu-nccl",
@@ -115,7 +119,7 @@ def judge(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     )
 
 
-def _failed(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def _check_failed_measurements(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     unusable = {
         name: str(one.get("complained") or one.get("error") or "it says nothing more")
         for name, one in measured.items()
@@ -138,7 +142,7 @@ def _failed(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
             "dmesg | grep -iE 'xid|nvlink|amdgpu'; reset the GPU or restart the node",
             summary="a measurement never finishes",
         )
-    errors = _by_node((one, one["error"]) for one in rows(measured) if one["error"])
+    errors = _by_node((one, one["error"]) for one in build_gpu_speed_rows(measured) if one["error"])
     yield from per_node(
         "gpu-speed",
         errors,
@@ -147,7 +151,7 @@ def _failed(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     )
 
 
-def _slow(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _check_slow_gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     kinds: dict[str, list[float]] = {}
     for gpu in gpus:
         if gpu.get("tflops"):
@@ -155,7 +159,7 @@ def _slow(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     usual = {name: statistics.median(values) for name, values in kinds.items()}
     slow = []
     for gpu in gpus:
-        value, known = gpu.get("tflops"), normal(gpu["name"])
+        value, known = gpu.get("tflops"), find_gpu_datasheet(gpu["name"])
         if not value:
             continue
         if value < LIKE_OTHERS * usual[gpu["name"]]:
@@ -172,9 +176,9 @@ def _slow(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     )
 
 
-def _copies(gpus: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _find_slow_copies(gpus: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
     for gpu in gpus:
-        known = normal(gpu["name"])
+        known = find_gpu_datasheet(gpu["name"])
         for name, way in (("to_gb_s", "from the host"), ("from_gb_s", "to the host")):
             value = gpu.get(name)
             if known and value and value < COPIES * known["host"]:
@@ -184,12 +188,12 @@ def _copies(gpus: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, An
             yield gpu, f"{within:.0f} GB/s within it, its memory is made for {known['hbm']:g}"
 
 
-def _sum(busbw_gb_s: float | None, gpus: Sequence[Mapping[str, Any]]) -> str:
-    known = normal(str(gpus[0]["name"])) if gpus else None
+def _describe_slow_sum(busbw_gb_s: float | None, gpus: Sequence[Mapping[str, Any]]) -> str:
+    known = find_gpu_datasheet(str(gpus[0]["name"])) if gpus else None
     if not busbw_gb_s or known is None or known["link"] < LEAST_LINK_GB_S or busbw_gb_s >= SUMS * known["link"]:
         return ""
     least = SUMS * known["link"]
-    return f"{busbw_gb_s:.0f} GB/s bus bandwidth over {len(gpus)} GPUs, {least:.0f} or more are normal"
+    return f"{busbw_gb_s:.0f} GB/s bus bandwidth over {format_count(len(gpus), 'GPU')}, {least:.0f} or more are normal"
 
 
 def _by_node(told: Any) -> dict[str, str]:
@@ -200,8 +204,8 @@ def _by_node(told: Any) -> dict[str, str]:
     return text_of_node
 
 
-def rows(measured: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return a row for each GPU: `node`, `gpu`, `name`, its figures, and `busbw_gb_s` of the sum over its node."""
+def build_gpu_speed_rows(measured: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return a row for each GPU: `node`, `gpu`, `name`, its figures, and `busbw_gb_s` of the all_reduce on its node."""
     return tuple(
         {
             "node": node,

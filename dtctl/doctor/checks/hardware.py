@@ -1,7 +1,7 @@
-"""GPUs, their links, and network cards: broken, busy, or not like those of the other nodes. Pure.
+"""Checks of GPUs, their links, and network cards: broken, busy, or different from those of other nodes. Pure.
 
-Reads the output of nvidia-smi, amd-smi, dmesg, AMD's driver and /sys/class/infiniband; nothing is concluded from a tool
-that is not installed.
+The checks read the output of nvidia-smi, amd-smi, dmesg, AMD's driver and /sys/class/infiniband; they conclude nothing
+from a missing tool.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from dtctl.doctor.checks.node import differ, per_node
+from dtctl.doctor.checks.node import compare_node_values, per_node
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport
+from dtctl.printable import format_count
 
 RAN = (
     *("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy"),
@@ -36,7 +37,7 @@ XID = {
     **dict.fromkeys(range(144, 151), "NVLink error"),
     154: "it must be reset, or the node restarted",
 }
-"""Numbers of errors of the hardware. Source: https://docs.nvidia.com/deploy/xid-errors/"""
+"""Numbers of errors of the GPU's hardware. Source: https://docs.nvidia.com/deploy/xid-errors/"""
 DEADLY_XID = (48, 64, 74, 79, 95, 119, 120, 140, 154)
 SLOWED = {
     0x08: "the hardware slows it down",
@@ -44,7 +45,7 @@ SLOWED = {
     0x80: "the power supply holds it back",
     0x20: "the driver slows it down because of heat",
 }
-"""Bits of clocks_event_reasons.active that are faults; idle, and the power cap under load, are not."""
+"""Bits of clocks_event_reasons.active that are faults; idleness and the power cap under load are none."""
 HELD = {
     "low": "its driver is told to keep the lowest clocks",
     "manual": "its clocks are set by hand",
@@ -52,30 +53,30 @@ HELD = {
     "profile_min_mclk": "its driver is told to keep the lowest clocks of the memory",
     "profile_standard": "its driver keeps the clocks fixed, for profiling",
 }
-"""Levels of amdgpu's power_dpm_force_performance_level other than auto, high and the peak."""
+"""Levels of amdgpu's power_dpm_force_performance_level other than auto, high and the peak levels."""
 _XID = re.compile(r"NVRM: Xid \((?P<gpu>[^)]*)\): (?P<number>\d+)")
 _ROW = re.compile(r"GPU\d+\s")
 
 
-def hardware(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Finding]:
-    """GPUs, RDMA ports and network cards.
+def check_hardware(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield findings about GPUs, RDMA ports and network cards.
 
     Args:
         reports: the nodes.
-        slots: workers per node, where the spec gives a number.
+        slots: node -> number of its workers, for nodes whose number is in the spec.
     """
-    yield from _counts(reports, slots)
-    yield from _tools(reports)
-    yield from _health(reports)
+    yield from _check_gpu_counts(reports, slots)
+    yield from _check_gpu_drivers(reports)
+    yield from _check_gpu_health(reports)
     gpus = {node.name: rows for node in reports if (rows := gpu_rows(node.facts["gpu"]))}
-    yield from differ(
+    yield from compare_node_values(
         "gpu-driver",
         {name: rows[0].get("driver", "") for name, rows in gpus.items()},
         "install the same driver on every node",
         what="driver of the GPUs",
         status="warn",
     )
-    yield from differ(
+    yield from compare_node_values(
         "gpu-model",
         {
             name: ", ".join(f"{n} x {model}" for model, n in Counter(r["name"] for r in rows).items())
@@ -85,8 +86,8 @@ def hardware(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterato
         what="kind of GPU",
         status="warn",
     )
-    yield from _links(reports)
-    yield from _state(reports)
+    yield from _check_nvlinks(reports)
+    yield from _check_gpu_state(reports)
     yield from per_node(
         "gpu-busy",
         {n.name: text for n in reports if (text := ", ".join(busy_gpus(n.facts["gpu"])))},
@@ -95,24 +96,24 @@ def hardware(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterato
         summary="GPU memory is in use already",
         status="warn",
     )
-    yield from _network(reports)
+    yield from _check_network_hardware(reports)
 
 
-def _counts(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Finding]:
+def _check_gpu_counts(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Finding]:
     fix = "if a GPU should be there, read `dmesg | grep Xid` (79: it fell off the bus) and `nvidia-smi -L`"
     few = {
-        n.name: f"{n.facts['gpus']} GPUs for {slots[n.name]} workers"
+        n.name: f"{format_count(n.facts['gpus'], 'GPU')} for {format_count(slots[n.name], 'worker')}"
         for n in reports
         if n.name in slots and 0 < n.facts["gpus"] < slots[n.name]
     }
     yield from per_node("gpus", few, f"lower cluster.slots; {fix}", summary="fewer GPUs than workers")
     if not few:
         counts = {n.name: str(n.facts["gpus"]) for n in reports}
-        yield from differ("gpus", counts, fix, what="number of GPUs", status="warn")
+        yield from compare_node_values("gpus", counts, fix, what="number of GPUs", status="warn")
 
 
-def _tools(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Yield GPUs whose device files exist, but whose driver does not answer or does not list them."""
+def _check_gpu_drivers(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about GPUs that have device files, but whose driver does not answer or does not list them."""
     yield from per_node(
         "gpus",
         {n.name: n.facts["gpu_error"] for n in reports if n.facts["gpus"] and n.facts["gpu_error"]},
@@ -138,7 +139,7 @@ def _tools(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     )
 
 
-def _health(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+def _check_gpu_health(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     xids = {n.name: found for n in reports if (found := xid_errors(n.facts["xid"]))}
     for status, deadly in (("fail", True), ("warn", False)):
         yield from per_node(
@@ -177,9 +178,9 @@ def _health(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     )
 
 
-def _links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """NVLinks: of GPUs that should be alike, those with fewer. Some models have dead links by design, on every GPU."""
-    active = {(n.name, gpu): links for n in reports for gpu, links in nvlinks(n.facts["nvlink"]).items()}
+def _check_nvlinks(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about GPUs with fewer NVLinks than others; some models have unused links on every GPU."""
+    active = {(n.name, gpu): links for n in reports for gpu, links in count_active_nvlinks(n.facts["nvlink"]).items()}
     usual = Counter(active.values()).most_common(1)
     few: dict[str, str] = {}
     for (node, gpu), links in active.items():
@@ -202,8 +203,8 @@ def _links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             status="warn",
         )
     if not few:
-        maps = {n.name: text for n in reports if (text := topology(n.facts["topology"]))}
-        yield from differ(
+        maps = {n.name: text for n in reports if (text := parse_gpu_topology(n.facts["topology"]))}
+        yield from compare_node_values(
             "gpu-links",
             maps,
             "nvidia-smi topo -m shows which; leave such nodes out",
@@ -212,7 +213,7 @@ def _links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         )
 
 
-def _state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+def _check_gpu_state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Yield findings about the settings and the state of each GPU, from its driver."""
     states = {n.name: state_rows(n.facts["state"]) for n in reports}
     few = {
@@ -273,12 +274,12 @@ def _state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _of_maker(reports: Sequence[NodeReport], nodes: Mapping[str, str], nvidia: str, amd: str) -> str:
-    """Return what to type on the nodes with a text, by the maker of their GPUs."""
+    """Return the text for the maker of the GPUs on the nodes in `nodes`."""
     makers = {n.facts["vendor"] for n in reports if nodes.get(n.name)}
     return amd if makers == {"amd"} else nvidia
 
 
-def _network(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+def _check_network_hardware(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     closed = {
         n.name: ", ".join(dict.fromkeys(p["device"] for p in n.facts["rdma"] if p.get("verbs") == "no"))
         for n in reports
@@ -301,21 +302,21 @@ def _network(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     if not dead:
         ports = {n.name: ", ".join(f"{p['device']}:{p['port']} {p['rate']}" for p in n.facts["rdma"]) for n in reports}
         fix = "check cables and switch ports (ibstat): a port that has trained down runs at half or a quarter"
-        yield from differ("rdma", ports, fix, what="rate or number of RDMA ports", status="warn")
-    speeds = {n.name: f"{speed} Mbit/s" for n in reports if (speed := _speed(n, reports))}
+        yield from compare_node_values("rdma", ports, fix, what="rate or number of RDMA ports", status="warn")
+    speeds = {n.name: f"{speed} Mbit/s" for n in reports if (speed := _read_interface_speed(n, reports))}
     fix = "ethtool INTERFACE shows what it has agreed on with the switch; check cable and port"
-    yield from differ("link-speed", speeds, fix, what="speed of the network card", status="warn")
+    yield from compare_node_values("link-speed", speeds, fix, what="speed of the network card", status="warn")
 
 
-def _speed(node: NodeReport, reports: Sequence[NodeReport]) -> int:
-    """Return the speed in Mbit/s that the interface towards the other nodes reports; 0 if it reports none."""
+def _read_interface_speed(node: NodeReport, reports: Sequence[NodeReport]) -> int:
+    """Return the speed in Mbit/s of the interface towards the other nodes; 0 if the interface reports none."""
     speeds = {interface["name"]: int(interface.get("mbit_s", 0)) for interface in node.facts["interfaces"]}
     ways = [node.facts["ways"].get(other.address, "") for other in reports if other is not node]
     return next((speeds[way] for way in ways if way in speeds), 0)
 
 
 def gpu_rows(said: str) -> list[dict[str, str]]:
-    """`index`, `name`, `used`, `total` (MiB), `driver`, `ecc` of each GPU, from the probe's query of nvidia-smi."""
+    """Return `index`, `name`, `used`, `total` (MiB), `driver`, `ecc` of each GPU, from the query of nvidia-smi."""
     names = ("index", "name", "used", "total", "driver", "ecc")
     rows = (line.split(",") for line in said.splitlines())
     return [dict(zip(names, (word.strip() for word in row), strict=False)) for row in rows if len(row) >= 4]
@@ -331,7 +332,7 @@ def busy_gpus(said: str) -> list[str]:
 
 
 def ecc_errors(said: str, remapped: str) -> list[str]:
-    """GPUs with errors of memory that could not be corrected since the last reset, or rows that wait for one."""
+    """Return GPUs with uncorrected memory errors since the last reset, or with rows that wait for remapping."""
     errors = [
         f"GPU {row['index']} has {row['ecc']} uncorrected errors"
         for row in gpu_rows(said)
@@ -347,11 +348,12 @@ def ecc_errors(said: str, remapped: str) -> list[str]:
 
 
 def state_rows(said: str) -> list[dict[str, str]]:
-    """Return how each GPU is set up, from the probe's query of nvidia-smi.
+    """Return the settings of each GPU, from the probe's query of nvidia-smi.
 
     Returns:
         Rows of `index`, `awake` (persistence mode), power `limit` and the board's `usual` limit in W, `reasons` of its
-        clocks (a bit mask; of AMD's GPUs the level that is kept), PCIe lanes `width` and `widest`, `mig` and `ecc`.
+        clocks (a bit mask; for AMD's GPUs the forced performance level), PCIe lanes `width` and `widest`, `mig` and
+        `ecc`.
     """
     names = ("index", "awake", "limit", "usual", "reasons", "width", "widest", "mig", "ecc")
     rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
@@ -359,10 +361,10 @@ def state_rows(said: str) -> list[dict[str, str]]:
 
 
 def is_capped(row: Mapping[str, str]) -> bool:
-    """Return whether the power limit of a GPU was set below its board's own."""
+    """Return whether the power limit of a GPU is below the default of its board."""
     try:
         return float(row["limit"]) < 0.98 * float(row["usual"])
-    except ValueError:  # [N/A]
+    except ValueError:  # the value is [N/A]
         return False
 
 
@@ -378,12 +380,12 @@ def slowed_by(reasons: str) -> list[str]:
 
 
 def amd_errors(said: str) -> list[str]:
-    """Return the kernel's messages of GPUs of AMD that were reset or have errors, without their times; each once."""
+    """Return the kernel's messages about AMD GPUs that were reset or have errors, without times and repetitions."""
     return list(dict.fromkeys(line[line.find("amdgpu") :] for line in said.splitlines() if "amdgpu" in line))[:4]
 
 
 def fabric_errors(said: str) -> list[str]:
-    """GPUs that have not joined the NVSwitch fabric, from their index, state and status; N/A is of those without."""
+    """Return GPUs that have not joined the NVSwitch fabric, from index, state and status; N/A means no fabric."""
     rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
     return [
         f"GPU {row[0]} is {row[1]} ({row[2]})"
@@ -394,14 +396,15 @@ def fabric_errors(said: str) -> list[str]:
 
 
 def xid_errors(said: str) -> list[tuple[str, int]]:
-    """Return (GPU, number) of the kernel's messages about hardware errors, each once."""
-    lines = [line for line in said.splitlines() if "Xid" in line and "to 0x0 (None)" not in line]  # 154 that is over
+    """Return (GPU, number) for each hardware error in the kernel's messages, without repetitions."""
+    # Xid 154 with this text reports the end of an error.
+    lines = [line for line in said.splitlines() if "Xid" in line and "to 0x0 (None)" not in line]
     errors = [(match["gpu"], int(match["number"])) for line in lines for match in _XID.finditer(line)]
     return [one for one in dict.fromkeys(errors) if one[1] in XID]
 
 
-def nvlinks(said: str) -> dict[str, int]:
-    """GPU -> active links, from `nvidia-smi nvlink --status`; without GPUs that have none."""
+def count_active_nvlinks(said: str) -> dict[str, int]:
+    """Return GPU -> active links, from `nvidia-smi nvlink --status`; GPUs without links are omitted."""
     found: dict[str, int] = {}
     gpu = ""
     for line in said.splitlines():
@@ -413,11 +416,15 @@ def nvlinks(said: str) -> dict[str, int]:
 
 
 def missing_links(gpus: str, said: str) -> list[str]:
-    """Return GPUs with fewer active links than boards of their kind have; none if nvidia-smi reports no links."""
-    from dtctl.doctor.checks.known_gpus import normal
+    """Return GPUs with fewer active links than boards of their kind; empty if nvidia-smi reports no links."""
+    from dtctl.doctor.checks.known_gpus import find_gpu_datasheet
 
-    active = nvlinks(said)
-    kinds = [(row["index"], normal(row["name"]) or {}) for row in gpu_rows(gpus) if "PCI" not in row["name"].upper()]
+    active = count_active_nvlinks(said)
+    kinds = [
+        (row["index"], find_gpu_datasheet(row["name"]) or {})
+        for row in gpu_rows(gpus)
+        if "PCI" not in row["name"].upper()
+    ]
     return [
         f"GPU {index} has {active.get(index, 0)} of {kind['nvlinks']}"
         for index, kind in kinds
@@ -425,16 +432,16 @@ def missing_links(gpus: str, said: str) -> list[str]:
     ]
 
 
-def topology(said: str) -> str:
-    """Return the GPUs' part of `nvidia-smi topo -m`: how each reaches each, a row each."""
-    # Before the matrix stands its header, set off by an escape sequence or nothing but a tab.
+def parse_gpu_topology(said: str) -> str:
+    """Return the GPUs' part of `nvidia-smi topo -m`, with one row per GPU."""
+    # The header before the matrix begins with an escape sequence, or only with a tab.
     rows = [line.split() for line in said.splitlines() if _ROW.match(line)]
     rows = [row for row in rows if not row[1].startswith("GPU")]
     return "; ".join(" ".join(row[1 : len(rows) + 1]) for row in rows)
 
 
 def dead_ports(ports: Sequence[Mapping[str, str]]) -> list[str]:
-    """RDMA ports that are down although others of the node are up."""
+    """Return RDMA ports that are down although other ports of the node are up."""
     states = {f"{port['device']}:{port['port']}": port["state"] for port in ports}
     up = [name for name, state in states.items() if "ACTIVE" in state]
     return [f"{name} {state}" for name, state in states.items() if up and "ACTIVE" not in state]

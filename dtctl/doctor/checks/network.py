@@ -8,16 +8,16 @@ from typing import Any
 
 from dtctl import node_facts
 from dtctl.doctor.checks import links
-from dtctl.doctor.findings import Finding, cover, odd_ones
+from dtctl.doctor.findings import Finding, choose_covering_nodes, odd_ones
 from dtctl.doctor.node_report import MEETING, REACHED, NodeReport
-from dtctl.doctor.used import is_loopback, route
+from dtctl.doctor.planned_addresses import find_route_interface, is_loopback
 
 RAN = ("duplicate-mac", "duplicate-address", "duplicate-hostname", "loopback-name", "names", "ephemeral-ports",
        "neighbour-table", "data-ports", "rendezvous-port", "large-packets", "nat", "mtu")  # fmt: skip
 FEW_PORTS = 256
 SCARCE_PORTS = 2048
 NO_ROOM = "no-room"
-"""Result of a call that the caller's own kernel has dropped."""
+"""Result of a call that the kernel of the calling node has dropped."""
 """Below the first a job of some nodes runs out of them: every connection takes one, and keeps it for a minute after."""
 _WORDS = {
     "dropped": "are dropped silently",
@@ -28,12 +28,12 @@ _WORDS = {
 }
 
 
-def names(reports: Sequence[NodeReport], wanted: Sequence[str] = ()) -> Iterator[Finding]:
-    """Host names: no node may take its own for a loopback address, and all have to mean the same by each.
+def check_host_names(reports: Sequence[NodeReport], wanted: Sequence[str] = ()) -> Iterator[Finding]:
+    """Yield findings about host names that resolve to a loopback address, or differently on the nodes.
 
     Args:
         reports: the nodes.
-        wanted: other names that they have looked up, and that matter.
+        wanted: further names that all nodes have looked up and must resolve alike.
     """
     looped = {}
     for node in reports:
@@ -81,7 +81,7 @@ def names(reports: Sequence[NodeReport], wanted: Sequence[str] = ()) -> Iterator
             for node in reports
             if (found := node.facts["looked_up"].get(name)) is not None and not (found and is_loopback(found[0]))
         }
-        # Between two nodes, what is really the address of one of them is right.
+        # If two nodes differ, the result that is an address of a node is the right one.
         real = {address for node in reports for address in node.facts["addresses"]}
         odd, usual = odd_ones(said)
         if odd and usual is None:
@@ -135,10 +135,10 @@ def _same_names(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             )
 
 
-def addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Yield addresses that several nodes have, and interfaces with packets of different sizes.
+def check_node_addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about addresses that several nodes have, and about interfaces with different packet sizes.
 
-    An address that is on every node and that no traffic uses (docker0) is no problem.
+    An address that every node has and that no traffic uses (docker0) is not reported.
     """
     used = {node.address for node in reports}
     owners: dict[str, list[str]] = {}
@@ -156,7 +156,7 @@ def addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 fix=f"take it from all but one: sudo ip addr del {address}/PREFIX dev INTERFACE",
                 evidence=tuple(f"{owner} has {address}" for owner in who),
             )
-    yield from _macs(reports)
+    yield from _check_duplicate_macs(reports)
     nowhere = tuple(
         node.name for node in reports if node.facts["addresses"] and "127.0.0.1" not in node.facts["addresses"]
     )
@@ -171,7 +171,7 @@ def addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 f"{node.name}: {', '.join(node.facts['addresses'])}" for node in reports if node.name in nowhere
             ),
         )
-    mtu = {node.name: size for node in reports if (size := _mtu(node, reports))}
+    mtu = {node.name: size for node in reports if (size := _read_interface_mtu(node, reports))}
     odd, usual = odd_ones(mtu)
     if odd:
         yield Finding(
@@ -188,11 +188,11 @@ def addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         )
 
 
-def _macs(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Network cards with one hardware address, of the interfaces that the nodes reach each other by."""
+def _check_duplicate_macs(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about equal MAC addresses of interfaces through which nodes reach each other."""
     owners: dict[str, list[tuple[str, str]]] = {}
     for node in reports:
-        way = route(node, reports)
+        way = find_route_interface(node, reports)
         for interface in node.facts["interfaces"]:
             if interface["name"] == way and interface["mac"].strip("0:"):
                 owners.setdefault(interface["mac"], []).append((node.name, way))
@@ -212,11 +212,11 @@ def _macs(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _way_of(name: str, reports: Sequence[NodeReport]) -> str:
-    return next((route(node, reports) for node in reports if node.name == name), "") or "INTERFACE"
+    return next((find_route_interface(node, reports) for node in reports if node.name == name), "") or "INTERFACE"
 
 
-def ports(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Ranges of ephemeral ports that are too small for a job's connections."""
+def check_ephemeral_ports(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about ranges of ephemeral ports that are too small for a job's connections."""
     sizes = {node.name: (have[1] - have[0] + 1, have) for node in reports if len(have := node.facts["ports"]) == 2}
     for status, low, high in (("fail", 0, FEW_PORTS), ("warn", FEW_PORTS, SCARCE_PORTS)):
         few = {name: have for name, (size, have) in sizes.items() if low <= size < high}
@@ -235,44 +235,44 @@ def ports(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             )
 
 
-def _mtu(node: NodeReport, reports: Sequence[NodeReport]) -> int:
-    """MTU of the interface towards the other nodes; 0 when not known."""
+def _read_interface_mtu(node: NodeReport, reports: Sequence[NodeReport]) -> int:
+    """Return the MTU of the interface towards the other nodes; 0 if it is not known."""
     sizes = {interface["name"]: int(interface["mtu"]) for interface in node.facts["interfaces"]}
     ways = [node.facts["ways"].get(other.address, "") for other in reports if other is not node]
     return next((sizes[way] for way in ways if way in sizes), 0)
 
 
-def pairs(
+def check_node_pairs(
     reports: Sequence[NodeReport], *, rendezvous: Sequence[int], fixed: bool, explained: Collection[str] = ()
 ) -> Iterator[Finding]:
     """Yield findings from the calls between all ordered pairs of nodes.
 
     Args:
         reports: the nodes that took part, the head node first.
-        rendezvous: the rendezvous port, or candidates for it.
-        fixed: whether the spec demands that port.
-        explained: nodes that are not reached for another reason, which is reported already.
+        rendezvous: rendezvous port, or candidates for it.
+        fixed: whether the spec requires that port.
+        explained: nodes that cannot be reached for a reason that another finding reports.
     """
     head = reports[0]
     port = head.ports.get("rendezvous", 1)
     if port < 0:
-        yield _taken(head, rendezvous[0], -port, fixed=fixed)
+        yield _build_bind_error_finding(head, rendezvous[0], -port, fixed=fixed)
     failed, alone = _failed_calls(reports, {node.name for node in reports} - {*explained})
     yield from _full_tables(failed)
-    # Where the data ports fail too, the rendezvous port is only one more of them.
+    # If the data ports of a pair also fail, the rendezvous port is no separate fault.
     also = {(caller, called) for caller, called, _ in failed["data"]}
     for kind in ("rendezvous", "later"):
         failed[kind] = [one for one in failed[kind] if one[:2] not in also]
     blamed: set[str] = set()
     for kind, calls in failed.items():
         if calls:
-            finding = _blocked(kind, calls, reports, fixed=fixed)
+            finding = _build_blocked_ports_finding(kind, calls, reports, fixed=fixed)
             blamed |= {*finding.nodes}
             yield finding
     for name, call in alone.items():
         if name not in blamed:
-            yield _itself(next(node for node in reports if node.name == name), call)
-    yield from _through(reports)
+            yield _build_self_call_finding(next(node for node in reports if node.name == name), call)
+    yield from _check_answered_calls(reports)
 
 
 _Call = tuple[str, str, Mapping[str, Any]]
@@ -281,34 +281,34 @@ _Call = tuple[str, str, Mapping[str, Any]]
 def _failed_calls(
     reports: Sequence[NodeReport], alive: Collection[str]
 ) -> tuple[dict[str, list[_Call]], dict[str, Mapping[str, Any]]]:
-    """Return the calls of other nodes that have failed, by the kind of port, and those of nodes to themselves."""
+    """Return the failed calls between nodes by the kind of port, and the failed calls of nodes to themselves."""
     head = reports[0].name
     failed: dict[str, list[_Call]] = {"data": [], "rendezvous": [], "later": []}
     alone: dict[str, Mapping[str, Any]] = {}
     for node in reports:
         for answer in node.answers:
-            # A node that was lost in the meantime does not answer, which is reported already.
+            # A node that was lost in the meantime does not answer; another finding reports this.
             if answer["result"] not in (*_WORDS, NO_ROOM) or answer["node"] not in alive or answer["kind"] == REACHED:
                 continue
             if answer["node"] == node.name:
-                if answer["result"] != "stranger":  # its address is another's, too, which is reported already
+                if answer["result"] != "stranger":  # the duplicate address is reported elsewhere
                     alone.setdefault(node.name, answer)
                 continue
             kind = "rendezvous" if answer["kind"] in ("rendezvous", MEETING) else "data"
             if answer["kind"] == MEETING and answer["node"] != head:
                 kind = "later"
             failed[kind].append((node.name, answer["node"], answer))
-        failed["data"] += [one for one in _never_begun(node, reports) if one[1] in alive]
+        failed["data"] += [one for one in _find_unmeasured_calls(node, reports) if one[1] in alive]
     return failed, alone
 
 
 def _full_tables(failed: dict[str, list[_Call]]) -> Iterator[Finding]:
-    """Yield the nodes that have no room for addresses, and take the calls out that this explains."""
+    """Yield a finding about nodes with a full neighbour table, and remove the failed calls that it explains."""
     ways = [one[:2] for calls in failed.values() for one in calls if one[2]["result"] == NO_ROOM]
     nodes = tuple(dict.fromkeys(caller for caller, _ in ways))
     if not nodes:
         return
-    for kind, calls in failed.items():  # such a node does not answer, either
+    for kind, calls in failed.items():  # such a node also does not answer calls
         explained = [one for one in calls if one[2]["result"] in ("dropped", NO_ROOM) and {*nodes} & {*one[:2]}]
         failed[kind] = [one for one in calls if one not in explained]
     yield Finding(
@@ -327,19 +327,19 @@ def _full_tables(failed: dict[str, list[_Call]]) -> Iterator[Finding]:
     )
 
 
-def _never_begun(node: NodeReport, reports: Sequence[NodeReport]) -> Iterator[_Call]:
-    """Yield ways on which calls went well, but then no connection was made to measure them.
+def _find_unmeasured_calls(node: NodeReport, reports: Sequence[NodeReport]) -> Iterator[_Call]:
+    """Yield pairs whose calls succeeded, but which could not connect for the measurement.
 
-    A firewall rule may depend on the caller's port, which is another one in each call, or be added in between.
+    A firewall rule may depend on the caller's port, which changes with each call, or may have been added in between.
     """
     for other in reports:
         tries = node.measured.get(other.name, [])
-        if links.never_begun(tries):
+        if links.has_never_connected(tries):
             last = {**tries[-1], "said": tries[-1]["error"], "port": other.ports["data-0"]}
             yield node.name, other.name, last
 
 
-def _itself(node: NodeReport, answer: Mapping[str, Any]) -> Finding:
+def _build_self_call_finding(node: NodeReport, answer: Mapping[str, Any]) -> Finding:
     down = any(interface["name"] == "lo" and not interface["up"] for interface in node.facts["interfaces"])
     return Finding(
         check="data-ports",
@@ -356,7 +356,7 @@ def _itself(node: NodeReport, answer: Mapping[str, Any]) -> Finding:
     )
 
 
-def _taken(head: NodeReport, port: int, number: int, *, fixed: bool) -> Finding:
+def _build_bind_error_finding(head: NodeReport, port: int, number: int, *, fixed: bool) -> Finding:
     hint = "or let dtctl choose: network.rendezvous_port: auto" if fixed else "or end what uses it"
     return Finding(
         check="rendezvous-port",
@@ -368,19 +368,24 @@ def _taken(head: NodeReport, port: int, number: int, *, fixed: bool) -> Finding:
     )
 
 
-def _blocked(kind: str, failed: Sequence[_Call], reports: Sequence[NodeReport], *, fixed: bool) -> Finding:
+def _build_blocked_ports_finding(
+    kind: str, failed: Sequence[_Call], reports: Sequence[NodeReport], *, fixed: bool
+) -> Finding:
     ways = list(dict.fromkeys((caller, called) for caller, called, _ in failed))
-    routed = [(caller, text) for caller, called in ways if (text := _misrouted(caller, called, reports))]
-    nodes = tuple(dict.fromkeys(caller for caller, _ in routed)) or cover(ways)
+    routed = [(caller, text) for caller, called in ways if (text := _describe_route_fix(caller, called, reports))]
+    nodes = tuple(dict.fromkeys(caller for caller, _ in routed)) or choose_covering_nodes(ways)
     peers = tuple(dict.fromkeys(name for way in ways for name in way if name not in nodes))
     numbers = sorted({int(answer["port"]) for _, _, answer in failed})
-    which, range_ = _which(kind, numbers, ways, reports, fixed=fixed)
+    which, range_ = _describe_blocked_ports(kind, numbers, ways, reports, fixed=fixed)
     by_result: dict[str, list[tuple[str, str]]] = {}
     for caller, called, answer in failed:
         by_result.setdefault(str(answer["result"]), []).append((caller, called))
-    # A refusal shows more than silence: a filter without state also drops the answers to outgoing connections.
-    told = "; ".join(f"{_WORDS[word]}: {_ways(by_result[word])}" for word in reversed(_WORDS) if word in by_result)
-    typed = [text for _, text in routed] or _opened(ways, nodes, reports, range_)
+    # A refused connection is better evidence than a dropped one, since a stateless filter also drops the answers to
+    # outgoing connections.
+    told = "; ".join(
+        f"{_WORDS[word]}: {_format_node_pairs(by_result[word])}" for word in reversed(_WORDS) if word in by_result
+    )
+    typed = [text for _, text in routed] or _build_firewall_commands(ways, nodes, reports, range_)
     return Finding(
         check="data-ports" if kind == "data" else "rendezvous-port",
         status="warn" if kind == "later" else "fail",
@@ -399,10 +404,10 @@ def _blocked(kind: str, failed: Sequence[_Call], reports: Sequence[NodeReport], 
     )
 
 
-def _which(
+def _describe_blocked_ports(
     kind: str, numbers: Sequence[int], ways: Sequence[tuple[str, str]], reports: Sequence[NodeReport], *, fixed: bool
 ) -> tuple[str, str]:
-    """Return which ports it is about, in words, and those to let through; empty for all that the kernel gives out."""
+    """Return a description of the blocked ports, and the range of ports to allow; empty: the ephemeral ports."""
     tried = ", ".join(map(str, numbers[:4])) + (" ..." if len(numbers) > 4 else "")
     if kind == "data":
         passed = any(
@@ -421,10 +426,10 @@ def _which(
     return f"ports of which each launch takes one for its rendezvous ({range_}, tried {tried})", range_
 
 
-def _opened(
+def _build_firewall_commands(
     ways: Sequence[tuple[str, str]], nodes: Sequence[str], reports: Sequence[NodeReport], port: str
 ) -> list[str]:
-    """Commands that let these ways through, on the nodes to act on; of a single way on either of its ends."""
+    """Return commands that allow these connections on the nodes to fix, or on both ends of a single pair."""
     of = {node.name: node for node in reports}
     commands = []
     for name in nodes if len(ways) > 1 else dict.fromkeys(name for way in ways for name in reversed(way)):
@@ -447,8 +452,8 @@ def _opened(
     return commands
 
 
-def _misrouted(caller: str, called: str, reports: Sequence[NodeReport]) -> str:
-    """Return what to type where a node's own table leads its packets astray; empty where it does not."""
+def _describe_route_fix(caller: str, called: str, reports: Sequence[NodeReport]) -> str:
+    """Return the command that corrects a wrong route or neighbour entry of the calling node; empty without one."""
     of = {node.name: node for node in reports}
     one, other = of[caller], of[called]
     address = other.data_address
@@ -483,13 +488,13 @@ def _misrouted(caller: str, called: str, reports: Sequence[NodeReport]) -> str:
     return ""
 
 
-def _ways(ways: Sequence[tuple[str, str]]) -> str:
+def _format_node_pairs(ways: Sequence[tuple[str, str]]) -> str:
     told = list(dict.fromkeys(f"{caller} to {called}" for caller, called in ways))
     return ", ".join(told[:6]) + (" ..." if len(told) > 6 else "")
 
 
-def _through(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Calls that were answered, and yet: large packets lost, another node answered, addresses translated."""
+def _check_answered_calls(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about successful calls: lost large packets, another node that answered, translated addresses."""
     large, strange, seen_as = [], [], []
     for node in reports:
         for answer in node.answers:
@@ -503,14 +508,14 @@ def _through(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             if answer.get("seen") and answer["seen"] != answer["own"]:
                 seen_as.append((*way, str(answer["seen"]), str(answer["own"])))
     if large:
-        nodes = cover(large)
+        nodes = choose_covering_nodes(large)
         ways = list(dict.fromkeys(large))
         yield Finding(
             check="large-packets",
             status="fail",
             nodes=nodes,
             peers=tuple(dict.fromkeys(name for way in ways for name in way if name not in nodes)),
-            summary=f"large packets are lost, small ones arrive: {_ways(ways)}",
+            summary=f"large packets are lost, small ones arrive: {_format_node_pairs(ways)}",
             fix=f"set the same MTU everywhere on the way (ip link show {_way_of(nodes[0], reports)}; switch, tunnel), "
             "let ICMP `fragmentation needed` pass, or on both ends: sudo sysctl -w net.ipv4.tcp_mtu_probing=1",
             evidence=tuple(f"{caller} -> {called}: connected, 256 KiB did not arrive" for caller, called in ways[:8]),

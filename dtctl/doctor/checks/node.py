@@ -1,4 +1,4 @@
-"""Checks of single nodes: reach, limits, storage; and what differs between them. Pure."""
+"""Checks of single nodes: reachability, limits, storage; and comparison of the nodes. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from dtctl.doctor.findings import Finding, Status, odd_ones
 from dtctl.doctor.node_report import NodeReport
 from dtctl.errors import AuthError, ConnectError, DtctlError, HostKeyError, NodeError
+from dtctl.printable import format_count
 from dtctl.supervisor.frames import BrokenFrame
 from dtctl.supervisor.probe.places import WRITTEN, WRITTEN_ENDS
 
@@ -21,14 +22,14 @@ MIN_INODES = 1000
 MIN_MEMLOCK = 64 * MIB
 CLOCK_WARN_S = 1.0
 CLOCK_FAIL_S = 300.0
-"""munge, Slurm's authentication, refuses credentials older than this."""
+"""Largest difference of clocks in seconds: munge, Slurm's authentication, refuses older credentials."""
 RAN_REACH = ("reach", "host-key", "login", "start-up", "python", "shell-output", "slow-login")
 RAN = ("clock", "workdir", "disk", "tmpdir", "nofile", "processes", "memory", "limits", "memlock", "shm", "cpus",
        "python-environment", "shadowing", "python-version", "torch", "nccl", "architecture", "code", "path", "cache",
        "file-variable")  # fmt: skip
 GIB = 1 << 30
 WORKER_BYTES = 300 * MIB
-"""Bytes of a worker that has only imported torch."""
+"""Memory of a worker that has only imported torch, in bytes."""
 COMFORT_BYTES = GIB
 MIN_PIDS, WORKER_PIDS = 64, 16
 MIN_ADDRESS_SPACE = 16 * GIB
@@ -36,24 +37,24 @@ MIN_FILE = GIB
 MIN_CPU_S = 24 * 3600
 TMP_FULL, TMP_LOW = 16 * MIB, 256 * MIB
 FEW_WORKERS_PER_CORE = 4
-"""Workers per core above which they wait for each other's Python, whatever the GPUs do."""
+"""Workers per core above which their Python code slows each other down, however fast the GPUs are."""
 LATE_LOGIN_S = 2.5
 
 
-def reach(reports: Sequence[NodeReport], neighbours: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Yield nodes that did not answer, one finding for each reason, and logins that take long.
+def check_reachability(reports: Sequence[NodeReport], neighbours: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    """Yield findings about nodes that did not answer, one for each reason, and about slow logins.
 
     Args:
         reports: the nodes.
-        neighbours: address -> hardware address, as this machine knows them.
+        neighbours: address -> MAC address, from this machine's neighbour table.
     """
-    twins = _twins(reports, neighbours or {})
+    twins = _find_mac_conflict(reports, neighbours or {})
     if twins:
         yield twins
     for node in reports:
         if node.error is not None:
             check = _reach_check(node.error)
-            yield _start(node) or Finding(
+            yield _check_program_start(node) or Finding(
                 check=check,
                 status="fail",
                 nodes=(node.name,),
@@ -84,7 +85,7 @@ def reach(reports: Sequence[NodeReport], neighbours: Mapping[str, str] | None = 
 
 
 def _slow_python(reports: Sequence[NodeReport], usual: float) -> Iterator[Finding]:
-    """Yield nodes with a fast shell and a slow Python in every attempt."""
+    """Yield a finding about nodes with a fast shell whose Python starts slowly every time."""
     late = {
         node.name: min(node.python_s)
         for node in reports
@@ -101,8 +102,8 @@ def _slow_python(reports: Sequence[NodeReport], usual: float) -> Iterator[Findin
     )
 
 
-def _twins(reports: Sequence[NodeReport], neighbours: Mapping[str, str]) -> Finding | None:
-    """Return a finding if a node that does not answer has the hardware address of another one, as seen from here."""
+def _find_mac_conflict(reports: Sequence[NodeReport], neighbours: Mapping[str, str]) -> Finding | None:
+    """Return a finding if a node that does not answer has the MAC address of another one in this machine's table."""
     lost = [node for node in reports if isinstance(node.error, ConnectError)]
     cards = {node.name: neighbours.get(node.target) for node in reports}
     for node in lost:
@@ -132,7 +133,7 @@ def _fix_of(check: str, node: NodeReport) -> str:
 
 
 def _login_fix(error: DtctlError) -> str:
-    """Return what to try if the server refuses the login; only the server's own log has the reason."""
+    """Return the next step if the server refuses the login; only the server's own log has the reason."""
     return (
         f"{error.hint or 'try another key'}; the server's log has the reason (sudo journalctl -u ssh -n 20): a key "
         f"that is "
@@ -152,8 +153,8 @@ def _reach_check(error: DtctlError) -> str:
     return "reach"
 
 
-def _start(node: NodeReport) -> Finding | None:
-    """Return what keeps programs from being started behind a login that was accepted, by what a plain `echo` did."""
+def _check_program_start(node: NodeReport) -> Finding | None:
+    """Return a finding if programs cannot be started after a successful login, by the result of a plain `echo`."""
     shell, error = node.shell, node.error
     if shell is None or error is None:
         return None
@@ -202,7 +203,7 @@ def _start(node: NodeReport) -> Finding | None:
 def per_node(
     check: str, said: Mapping[str, str], fix: str, *, summary: str, status: Status = "fail"
 ) -> Iterator[Finding]:
-    """Yield one finding for all nodes that have the same trouble."""
+    """Yield one finding for all nodes that have the same problem."""
     if said:
         evidence = tuple(f"{node}: {text}" for node, text in said.items())
         where = ", ".join(said)
@@ -211,8 +212,8 @@ def per_node(
         )
 
 
-def limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Limits of a process started over the link, which is what workers get."""
+def check_process_limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about the limits of a process that is started over SSH, which apply to workers."""
     nofile = {n.name: n.facts["limits"]["nofile"] for n in reports}
     low = {name: f"soft {soft}, hard {hard}" for name, (soft, hard) in nofile.items() if 0 <= soft < MIN_NOFILE}
     yield from per_node(
@@ -228,7 +229,7 @@ def limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         "set `* - memlock unlimited` in /etc/security/limits.conf and restart sshd (or slurmd)",
         summary="RDMA may not lock enough memory",
     )
-    yield from _allowed(reports)
+    yield from _check_worker_resources(reports)
     shm = {n.name: n.facts["shm"] for n in reports if n.facts["shm"]["total"]}
     small = {name: one for name, one in shm.items() if one["total"] <= MIN_SHM}
     full = {
@@ -258,15 +259,19 @@ def limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     )
 
 
-def _allowed(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Yield what control groups and limits leave to the workers."""
-    free = {n.name: _memory(n) for n in reports}
+def _check_worker_resources(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about cores and memory that control groups and limits leave to the workers."""
+    free = {n.name: _compute_worker_memory(n) for n in reports}
     short = {n.name for n in reports if 0 <= free[n.name] < WORKER_BYTES * n.slots}
     tight = {n.name for n in reports if n.name not in short and 0 <= free[n.name] < COMFORT_BYTES * n.slots}
     for status, names in (("fail", short), ("warn", tight)):
         yield from per_node(
             "memory",
-            {n.name: f"{free[n.name] // MIB} MiB for {n.slots} workers" for n in reports if n.name in names},
+            {
+                n.name: f"{free[n.name] // MIB} MiB for {format_count(n.slots, 'worker')}"
+                for n in reports
+                if n.name in names
+            },
             "raise the memory limit of the control group: --mem of Slurm, MemoryMax= of the systemd slice, --memory "
             "of the "
             "container (cat /proc/self/cgroup; memory.max); or end what takes the memory: free -g",
@@ -283,10 +288,10 @@ def _allowed(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         "raise TasksMax= of the systemd slice, --pids-limit of the container (pids.max of the control group)",
         summary="too few processes and threads may be started; a worker of torch takes a dozen",
     )
-    cores = {n.name: _cores(n) for n in reports}
+    cores = {n.name: _compute_usable_cores(n) for n in reports}
     most = max(cores.values(), default=0.0)
     few = {
-        n.name: f"{cores[n.name]:.3g} of {n.facts['machine_cpus']} cores, for {n.slots} workers"
+        n.name: f"{cores[n.name]:.3g} of {n.facts['machine_cpus']} cores, for {format_count(n.slots, 'worker')}"
         for n in reports
         if cores[n.name] * FEW_WORKERS_PER_CORE < n.slots or cores[n.name] <= most / 2
     }
@@ -319,22 +324,22 @@ def _allowed(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         )
 
 
-def _memory(node: NodeReport) -> int:
-    """Return the bytes that the workers may have; -1 if the kernel does not report them."""
+def _compute_worker_memory(node: NodeReport) -> int:
+    """Return the memory that the workers may use in bytes; -1 if the kernel does not report it."""
     known = [value for value in (node.facts["memory_limit"], node.facts["memory_free"]) if value >= 0]
     return min(known) if known else -1
 
 
-def _cores(node: NodeReport) -> float:
+def _compute_usable_cores(node: NodeReport) -> float:
     cores = float(node.facts["cpus"] or 0)
     quota = float(node.facts["cpu_quota"])
     return min(cores, quota) if quota > 0 else cores
 
 
-def storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
-    """Yield whether each node has room and the right to write, and the files that the job needs."""
+def check_storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
+    """Yield findings about full or read-only disks, and about files that the job needs."""
     disks = {n.name: n.facts["disk"] for n in reports}
-    # Some file systems do not report their number of inodes: 0.
+    # Some file systems report 0 inodes instead of their number.
     none_left = {
         n: d for n, d in disks.items() if d["inodes"] and d["free_inodes"] < MIN_INODES and d["free"] >= MIN_DISK
     }
@@ -342,7 +347,7 @@ def storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
     low = {n: d for n, d in disks.items() if n not in {**full, **none_left} and d["free"] < LOW_DISK and d["total"]}
     yield from per_node(
         "disk",
-        _spaces(none_left),
+        _format_free_space(none_left),
         f"df -i {workdir}; remove many small files (caches of pip, conda, Hugging Face), or set cluster.workdir to "
         f"another "
         "disk",
@@ -352,11 +357,13 @@ def storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
     read_only = {n.name for n in reports if "Read-only" in n.facts["writable"]}
     yield from per_node(
         "disk",
-        _spaces({n: d for n, d in full.items() if n not in read_only}),
+        _format_free_space({n: d for n, d in full.items() if n not in read_only}),
         fix,
         summary=f"the disk of {workdir} is full",
     )
-    yield from per_node("disk", _spaces(low), fix, summary=f"the disk of {workdir} is nearly full", status="warn")
+    yield from per_node(
+        "disk", _format_free_space(low), fix, summary=f"the disk of {workdir} is nearly full", status="warn"
+    )
     yield from per_node(
         "workdir",
         {
@@ -376,7 +383,7 @@ def storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
         summary=f"nothing in {workdir} can be executed",
         status="warn",
     )
-    yield from _tmp(reports)
+    yield from _check_temporary_folder(reports)
     for check, kind, fix in (
         ("cache", "written to", "set {names} to a folder that the login user may write to, or leave it out"),
         ("file-variable", "found", "set {names} to a file that is there on every node, or unset it"),
@@ -403,8 +410,8 @@ def storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
     )
 
 
-def _tmp(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Yield where temporary files go: compilers, torch's inductor and data loaders use it."""
+def _check_temporary_folder(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about the folder for temporary files, which compilers, torch's inductor and data loaders use."""
     tmp = {n.name: n.facts["tmp"] for n in reports}
     bad = {name: one["why"] for name, one in tmp.items() if one["why"]}
     for name, one in tmp.items():
@@ -438,12 +445,12 @@ def _tmp(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     )
 
 
-def python(reports: Sequence[NodeReport], confirmed: Mapping[str, Collection[str]]) -> Iterator[Finding]:
-    """Yield findings on whether the job's Python starts with the job's variables, and finds its own modules.
+def check_job_python(reports: Sequence[NodeReport], confirmed: Mapping[str, Collection[str]]) -> Iterator[Finding]:
+    """Yield findings about a job's Python that does not start with the job's variables, or finds wrong modules.
 
     Args:
         reports: the nodes.
-        confirmed: node -> hidden modules; torch is known to need one of them.
+        confirmed: node -> hidden modules that torch has been observed to import.
     """
     dead = {n.name: n.facts["job"] for n in reports if n.facts["job"].get("error")}
     by_cause: dict[tuple[str, ...], dict[str, str]] = {}
@@ -482,17 +489,17 @@ def python(reports: Sequence[NodeReport], confirmed: Mapping[str, Collection[str
         )
 
 
-def _spaces(disks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _format_free_space(disks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return {
         name: f"{disk['path']}: {disk['free'] // MIB} MiB and {disk['free_inodes']} inodes free"
         for name, disk in disks.items()
     }
 
 
-def alike(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Software that has to be the same everywhere; the odd node out is named."""
+def check_software_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about software with different versions; they name the nodes that differ from the majority."""
     job = {n.name: n.facts["job"] for n in reports if n.facts["job"].get("python")}
-    yield from differ(
+    yield from compare_node_values(
         "python-version",
         {n: ".".join(said["python"].split(".")[:2]) for n, said in job.items() if said},
         "install the same minor version everywhere, or set cluster.python to one path that has it",
@@ -501,28 +508,30 @@ def alike(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     torch = {
         n: f"{said['torch']} (CUDA {said['cuda']})" if said["torch"] else "none"
         for n, said in job.items()
-        if said["torch"] != "unknown"  # a later import shows the version
+        if said["torch"] != "unknown"  # a later import shows an unknown version
     }
     fix = "pip install torch==VERSION, the same on every node"
-    for finding in differ("torch", torch, fix, what="torch"):
+    for finding in compare_node_values("torch", torch, fix, what="torch"):
         paths = [f"{n}: it lies in {job[n].get('torch_path')}" for n in finding.nodes if job[n].get("torch_path")]
         places = ", ".join(f"{job[n]['torch_path']} on {n}" for n in finding.nodes[:2] if job[n].get("torch_path"))
         other = f"; it is found in {places}: is that folder meant, or to be taken out of PYTHONPATH?" if places else ""
         yield replace(finding, fix=fix + other, evidence=(*finding.evidence, *paths))
     nccl = {n: said.get("nccl") or "none" for n, said in job.items() if said}
-    yield from differ(
+    yield from compare_node_values(
         "nccl", nccl, "pip install --force-reinstall torch==VERSION, the same on every node", what="NCCL's wheel"
     )
     machine = {n.name: n.facts["machine"] for n in reports}
-    yield from differ("architecture", machine, "train on nodes of one kind", what="processor architecture")
+    yield from compare_node_values("architecture", machine, "train on nodes of one kind", what="processor architecture")
     code = {n.name: n.facts["code"] for n in reports}
-    yield from differ(
+    yield from compare_node_values(
         "code", code, "bring the same code to every node: rsync -a, or job.files.push: true", what="code of the job"
     )
 
 
-def differ(check: str, values: Mapping[str, str], fix: str, *, what: str, status: Status = "fail") -> Iterator[Finding]:
-    """Yield one finding when nodes differ in what has to be alike; the odd ones are named."""
+def compare_node_values(
+    check: str, values: Mapping[str, str], fix: str, *, what: str, status: Status = "fail"
+) -> Iterator[Finding]:
+    """Yield a finding if nodes differ in a value that must be equal; it names those that differ from the majority."""
     odd, usual = odd_ones(values)
     if odd:
         told = f"; the others have {usual}" if usual is not None else ""
@@ -532,8 +541,8 @@ def differ(check: str, values: Mapping[str, str], fix: str, *, what: str, status
         yield Finding(check=check, status=status, nodes=odd, summary=summary, fix=fix, evidence=evidence)
 
 
-def clock(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Clocks that are off by more than the way there and back explains."""
+def check_node_clocks(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about clocks that are off by more than the round trip explains."""
     off = {n.name: n.offset_s for n in reports if abs(n.offset_s) - n.offset_error_s > CLOCK_WARN_S}
     worst = max((abs(offset) for offset in off.values()), default=0.0)
     yield from per_node(

@@ -1,4 +1,4 @@
-"""Facts of Slurm about this process: time that is left, requeueing, tasks and nodes."""
+"""Checks of the Slurm job that this process is part of: remaining time, requeueing, tasks and nodes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import subprocess
 from collections.abc import Iterator, Mapping
 
 from dtctl.doctor.findings import Finding
+from dtctl.printable import format_count
 
 RAN = ("time-left", "tasks", "requeue")
 SHORT_S = 900.0
 NO_TIME_S = 60.0
 LIMIT_S = 5.0
-"""Seconds to wait for the answer of a controller, which is late if it is busy."""
+"""Longest wait for an answer of Slurm's controller in seconds, which is slow if it is busy."""
 
 
-def scheduler(
+def check_slurm_job(
     environ: Mapping[str, str],
     job: Mapping[str, str],
     *,
@@ -25,16 +26,16 @@ def scheduler(
     now: float,
     fixed_port: int | None,
 ) -> Iterator[Finding]:
-    """Yield findings inside a Slurm job; none outside.
+    """Yield findings about the Slurm job of this process; none outside of a job.
 
     Args:
-        environ: of this process.
-        job: Slurm's facts about the job, by its own names; empty if it does not answer.
-        node: the head node, which findings are about.
-        nodes: how many the spec has.
-        kind: `job.kind`.
-        now: seconds since the epoch.
-        fixed_port: the rendezvous port, where the spec demands one.
+        environ: environment of this process.
+        job: Slurm's facts about the job, by Slurm's names; empty if Slurm does not answer.
+        node: name of the head node, for the findings.
+        nodes: number of nodes in the spec.
+        kind: value of `job.kind`.
+        now: current time in seconds since the epoch.
+        fixed_port: rendezvous port that the spec requires; None if it requires none.
     """
     number = environ.get("SLURM_JOB_ID")
     if not number:
@@ -49,12 +50,12 @@ def scheduler(
     if ends.isdigit() and (left := int(ends) - now) < SHORT_S:
         yield finding(
             "time-left",
-            f"job {number} ends in {max(0.0, left) / 60:.0f} minutes",
+            f"job {number} ends in {format_count(round(max(0.0, left) / 60), 'minute')}",
             "ask for more (sbatch --time), or let it go on from a snapshot: sbatch --requeue --signal=B:TERM@120",
             "SLURM_JOB_END_TIME",
             fail=left < NO_TIME_S,
         )
-    # An interactive allocation (salloc) has nothing that could be started again.
+    # An interactive allocation (salloc) has no batch script that could be restarted.
     if job.get("BatchFlag") == "1" and job.get("Requeue") == "0":
         yield finding(
             "requeue",
@@ -74,7 +75,7 @@ def scheduler(
     if given.isdigit() and int(given) < nodes:
         yield finding(
             "tasks",
-            f"the spec has {nodes} nodes and job {number} has {given}",
+            f"the spec has {format_count(nodes, 'node')} and job {number} has {given}",
             f"#SBATCH --nodes={nodes}, or fewer nodes in the spec",
             "SLURM_JOB_NUM_NODES",
             fail=True,
@@ -88,8 +89,8 @@ def scheduler(
         )
 
 
-def job_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """The fields of `scontrol show job`, by Slurm's names; none outside a job, or if Slurm does not answer in time."""
+def read_slurm_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the fields of `scontrol show job` by Slurm's names; empty outside a job, or if Slurm does not answer."""
     number = environ.get("SLURM_JOB_ID")
     if not number:
         return {}

@@ -1,4 +1,4 @@
-"""Folders that a job needs on all nodes: are they one folder, and how soon does one node see what another writes?"""
+"""Checks of folders that a job needs on all nodes: if they are one folder, and how fast other nodes see a new file."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import secrets
 from collections.abc import Iterator, Sequence
 
 from dtctl.doctor.findings import Finding
+from dtctl.doctor.node_probes import NodeProbes
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.observe import Probes
-from dtctl.supervisor.messages.probe import LeaveMarks, LookForMarks, RemoveMarks
+from dtctl.supervisor.messages.probe import FindMarks, RemoveMarks, WriteMarks
 
 RAN = ("shared", "visibility")
 LIMIT_S = 12.0
 LATE_S = 1.0
 Sights = dict[tuple[str, str, str], float | None]
-"""(folder, node that looks, node that wrote the mark) -> seconds until the mark was seen; None if it never was"""
+"""(folder, reading node, writing node) -> seconds until the reader saw the writer's file; None if it never did."""
 
 
-def look(probes: Probes, reports: Sequence[NodeReport], folders: Sequence[str]) -> Sights:
-    """Let each node leave a mark in each folder and look for those of all others; no mark is left.
+def measure_folder_sharing(probes: NodeProbes, reports: Sequence[NodeReport], folders: Sequence[str]) -> Sights:
+    """Let each node write a file into each folder and look for the other nodes' files; all files are removed.
 
-    Only folders that several nodes can write to are looked at.
+    Folders that fewer than two nodes can write to are skipped.
     """
     names = [node.name for node in reports if node.error is None]
     token = secrets.token_hex(6)
     sights: Sights = {}
-    place = {name: LeaveMarks(token=token, node=name, folders=list(folders)) for name in names}
-    placed = probes.ask(place, limit_s=LIMIT_S, doing="writing to the job's folders")
+    place = {name: WriteMarks(token=token, node=name, folders=list(folders)) for name in names}
+    placed = probes.send_requests(place, limit_s=LIMIT_S, doing="writing to the job's folders")
     wanted = {
         name: [
             (folder, other)
@@ -37,17 +37,19 @@ def look(probes: Probes, reports: Sequence[NodeReport], folders: Sequence[str]) 
         for name in placed
     }
     try:
-        messages = {name: LookForMarks(wanted=ways) for name, ways in wanted.items() if ways}
-        for name, answer in probes.ask(messages, limit_s=LIMIT_S, doing="looking into the job's folders").items():
+        messages = {name: FindMarks(wanted=ways) for name, ways in wanted.items() if ways}
+        for name, answer in probes.send_requests(
+            messages, limit_s=LIMIT_S, doing="looking into the job's folders"
+        ).items():
             for (folder, other), after_s in zip(wanted[name], answer["seen"], strict=True):
                 sights[folder, name, other] = after_s
     finally:
-        probes.ask({name: RemoveMarks() for name in placed}, limit_s=LIMIT_S, doing="removing marks")
+        probes.send_requests({name: RemoveMarks() for name in placed}, limit_s=LIMIT_S, doing="removing marks")
     return sights
 
 
-def judge(sights: Sights) -> Iterator[Finding]:
-    """Yield a folder that some nodes share and others do not, and files that appear late. Pure."""
+def check_shared_folders(sights: Sights) -> Iterator[Finding]:
+    """Yield findings about folders that only some nodes share, and about files that appear late. Pure."""
     for folder in dict.fromkeys(folder for folder, _, _ in sights):
         here = {(who, whose): after_s for (where, who, whose), after_s in sights.items() if where == folder}
         names = list(dict.fromkeys(name for pair in here for name in pair))

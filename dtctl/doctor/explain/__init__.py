@@ -1,1 +1,1 @@
-"""Diagnosis of a failed job from the output of its workers. It needs no cluster and guesses nothing."""
+"""Diagnosis of a failed job from the output of its workers, without a cluster and without guesses."""

@@ -1,4 +1,4 @@
-"""Last activity of a program before it fell silent, from the last lines of its own output. Pure."""
+"""Last activity of a program before its output stopped, from the last lines of that output. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtctl.doctor.explain.lines import parse
+from dtctl.doctor.explain.lines import parse_log_line
 
 LOOK_BACK = 60
-"""Lines before a failure that are looked at."""
+"""Number of lines before a failure that are searched."""
 _DOING = (
     ("saving a checkpoint", re.compile(r"(?i)\bsav(?:ing|e[ds]?|e_)\b.*|checkpoint(?:ing)?\b.*(?:sav|writ)|"
                                        r"(?:writing|wrote) .*(?:checkpoint|\.pt|\.safetensors)"),
@@ -46,25 +46,25 @@ _NOT_OWN = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activity:
-    """Last line that the program itself printed, and the activity that it shows."""
+class ProgramActivity:
+    """Last line that the program itself printed, and the activity that the line shows."""
 
     line: str
     doing: str = ""
     fix: str = ""
 
 
-def before(lines: Sequence[str], index: int) -> Activity | None:
-    """Return what stands before a line of a file; None where nothing of the program's own does."""
+def find_last_activity(lines: Sequence[str], index: int) -> ProgramActivity | None:
+    """Return the program's activity before a line of a file; None if the program has printed nothing of its own."""
     last = ""
     for raw in reversed(lines[max(0, index - LOOK_BACK) : index]):
-        text = parse(raw[:400], file="", number=0, rank=None, node=None).text.strip()
+        text = parse_log_line(raw[:400], file="", number=0, rank=None, node=None).text.strip()
         if not text or _NOT_OWN.search(text):
             continue
         for doing, words, fix in _DOING:
             if words.search(text):
-                return Activity(line=(last or text)[:200], doing=doing, fix=fix)
-        if last:  # further back nothing is "just before" any more, unless it is the same thing
+                return ProgramActivity(line=(last or text)[:200], doing=doing, fix=fix)
+        if last:  # earlier lines only count if they show an activity
             break
         last = text
-    return Activity(line=last[:200]) if last else None
+    return ProgramActivity(line=last[:200]) if last else None

@@ -1,9 +1,9 @@
-"""Rank that kept the others waiting in a collective, from the output of the watchdogs of all ranks. Pure.
+"""Search for the rank that made others wait in a collective, from the output of all ranks' watchdogs. Pure.
 
-Every rank counts its collectives. One table of all reports about them (rank, process group, number, operation, sizes)
-shows which ranks differ. If the counts of the ranks that gave up differ, the one with the lowest is late. If one has
-not given up at all, the others waited for it. If they gave up on different operations of the same number, the program
-calls them in different order. If only a few ranks have logs, a rank is not blamed for its absence from them.
+Every rank counts its collectives. One table of all reports (rank, process group, number, operation, sizes) shows which
+ranks differ. If the ranks timed out at different numbers, the rank with the lowest number is late. If one rank has not
+timed out, the others waited for it. If ranks timed out in different operations of the same number, the program calls
+collectives in different order. If the logs of some ranks are missing, a rank is not blamed for having no report.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LAGGING = re.compile(
     r"ranks? \[(?P<ranks>[\d, ]+)\] (?:are|is) the lagging|lagging(?:/dead/mismatched)? ranks? .*?\[(?P<more>[\d, ]+)\]"
 )
 _FIXED_SIZE = ("ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "ALLGATHER_BASE")
-"""Operations in which every rank brings as many numbers as the others."""
+"""Operations for which every rank contributes the same number of elements."""
 _WORLD = re.compile(
     r"\b(?:world[_ ]?size|nranks|nRanks|WORLD_SIZE)['\"]?\s*[=: ]\s*(?P<world>\d{1,6})\b|\d+/(?P<clients>\d+) "
     r"clients joined"
@@ -40,7 +40,7 @@ _WORLD = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveVerdict:
-    """Conclusion on which the watchdogs of all ranks agree."""
+    """Conclusion from the reports of all ranks' watchdogs."""
 
     kind: str
     """mismatch, behind, silent or unfinished"""
@@ -49,8 +49,8 @@ class CollectiveVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """The collective that a rank gave up on."""
+class TimedOutCollective:
+    """Collective in which a rank has timed out."""
 
     group: str
     number: int
@@ -58,36 +58,36 @@ class Call:
     size: str
 
     @property
-    def said(self) -> str:
-        """`ALLREDUCE of 112 elements`."""
+    def call_text(self) -> str:
+        """Return the operation and its size, such as `ALLREDUCE of 112 elements`."""
         return f"{self.op} of {self.size} elements" if self.size and self.op in _FIXED_SIZE else self.op
 
 
 @dataclass(slots=True)
-class CollectiveTable:
-    """All reports of the watchdogs."""
+class WatchdogReports:
+    """Reports of all watchdogs."""
 
-    calls: dict[int, Call]
+    calls: dict[int, TimedOutCollective]
     enqueued: dict[str, dict[int, int]]
     lagging: tuple[int, ...] = ()
 
     @property
-    def told(self) -> str:
+    def timed_out_call(self) -> str:
         """Return the collective that timed out, if all reports agree; empty otherwise."""
-        said = {(call.number, call.said) for call in self.calls.values()}
+        said = {(call.number, call.call_text) for call in self.calls.values()}
         if len(said) != 1:
             return ""
         number, what = next(iter(said))
         return f"collective {number}, {what}" if number >= 0 else what
 
     @property
-    def apart(self) -> tuple[tuple[int, ...], str] | None:
-        """The ranks of the smaller side and what both sides wait in, where they wait in different collectives."""
+    def diverging_ranks(self) -> tuple[tuple[int, ...], str] | None:
+        """Return the smaller group of ranks and a description, if ranks wait in different collectives."""
         sides: dict[tuple[int, str], list[int]] = {}
         if len({call.group for call in self.calls.values()}) > 1:
             return None
         for rank, call in self.calls.items():
-            sides.setdefault((call.number, call.said), []).append(rank)
+            sides.setdefault((call.number, call.call_text), []).append(rank)
         if len(sides) < 2:
             return None
         told = "; ".join(
@@ -99,7 +99,7 @@ class CollectiveTable:
 
 
 def rank_in(line: LogLine) -> int | None:
-    """Return the rank that a watchdog's line is of."""
+    """Return the rank whose watchdog printed a line."""
     if line.rank is not None:
         return line.rank
     found = _SPOKEN_RANK.search(line.raw)
@@ -107,14 +107,14 @@ def rank_in(line: LogLine) -> int | None:
 
 
 def world_in(text: str) -> int:
-    """Return the number of ranks that a line names, or 0."""
+    """Return the number of ranks in a line; 0 if the line has none."""
     found = _WORLD.search(text)
     return int(found["world"] or found["clients"]) if found else 0
 
 
-def table_of(lines: Iterable[LogLine]) -> CollectiveTable:
-    """Return the table of the reports in the lines of watchdogs."""
-    table = CollectiveTable(calls={}, enqueued={})
+def table_of(lines: Iterable[LogLine]) -> WatchdogReports:
+    """Return the reports in the lines of watchdogs as a table."""
+    table = WatchdogReports(calls={}, enqueued={})
     for line in lines:
         if found := _LAGGING.search(line.text):
             table.lagging = tuple(int(word) for word in re.findall(r"\d+", found["ranks"] or found["more"]))
@@ -125,30 +125,37 @@ def table_of(lines: Iterable[LogLine]) -> CollectiveTable:
         name = group["group"] if group else ""
         if found := _TIMEOUT.search(line.text):
             size = found["numel"] or (found["shape"] or "").replace(" ", "")
-            table.calls.setdefault(rank, Call(group=name, number=int(found["seq"] or -1), op=found["op"], size=size))
+            table.calls.setdefault(
+                rank, TimedOutCollective(group=name, number=int(found["seq"] or -1), op=found["op"], size=size)
+            )
         if found := _LAST.search(line.text):
             table.enqueued.setdefault(name, {}).setdefault(rank, int(found["enqueued"]))
     return table
 
 
-def judge(table: CollectiveTable, ranks: set[int], world: int = 0) -> CollectiveVerdict | None:
+def diagnose_collective_timeout(table: WatchdogReports, ranks: set[int], world: int = 0) -> CollectiveVerdict | None:
     """Return the ranks that caused the timeout of a collective; None if the logs do not show it.
 
     Args:
         table: the reports of the watchdogs of all ranks.
-        ranks: all ranks of the job that have printed anything, or that its plan has.
-        world: how many ranks there should be; 0 if the logs do not show it.
+        ranks: all ranks of the job that have printed anything, or that are in its plan.
+        world: number of ranks of the job; 0 if the logs do not show it.
     """
     if table.lagging:
         return CollectiveVerdict(kind="behind", ranks=table.lagging, said="torch itself calls it the one that lags")
     if len(table.calls) < 2:
         return None
-    return _mismatch(table.calls) or _behind(table) or _silent(table, ranks, world) or _unfinished(table, world)
+    return (
+        _find_call_mismatch(table.calls)
+        or _find_ranks_behind(table)
+        or _find_silent_ranks(table, ranks, world)
+        or _find_unfinished_collective(table, world)
+    )
 
 
-def _mismatch(calls: dict[int, Call]) -> CollectiveVerdict | None:
+def _find_call_mismatch(calls: dict[int, TimedOutCollective]) -> CollectiveVerdict | None:
     for number in sorted({call.number for call in calls.values() if call.number >= 0}):
-        said = {rank: call.said for rank, call in calls.items() if call.number == number}
+        said = {rank: call.call_text for rank, call in calls.items() if call.number == number}
         if len({call.group for call in calls.values() if call.number == number}) > 1:
             continue
         counted = Counter(said.values()).most_common()
@@ -157,16 +164,18 @@ def _mismatch(calls: dict[int, Call]) -> CollectiveVerdict | None:
         most = counted[0]
         tied = most[1] == counted[1][1]
         odd = sorted(rank for rank, call in said.items() if tied or call != most[0])
-        told = "; ".join(f"rank {rank} called {said[rank]}" for rank in (odd if tied else [*odd, *_one(said, most[0])]))
+        told = "; ".join(
+            f"rank {rank} called {said[rank]}" for rank in (odd if tied else [*odd, *_find_first_caller(said, most[0])])
+        )
         return CollectiveVerdict(kind="mismatch", ranks=tuple(odd), said=f"at collective {number}, {told}")
     return None
 
 
-def _one(calls: dict[int, str], call: str) -> list[int]:
+def _find_first_caller(calls: dict[int, str], call: str) -> list[int]:
     return [min(rank for rank, called in calls.items() if called == call)]
 
 
-def _behind(table: CollectiveTable) -> CollectiveVerdict | None:
+def _find_ranks_behind(table: WatchdogReports) -> CollectiveVerdict | None:
     counts = [counted for counted in table.enqueued.values() if len(counted) > 1]
     by_group: dict[str, dict[int, int]] = {}
     for rank, call in table.calls.items():
@@ -183,8 +192,8 @@ def _behind(table: CollectiveTable) -> CollectiveVerdict | None:
     return None
 
 
-def _silent(table: CollectiveTable, ranks: set[int], world: int) -> CollectiveVerdict | None:
-    if world and len(ranks) < world:  # the logs of some ranks are not here: absence means nothing
+def _find_silent_ranks(table: WatchdogReports, ranks: set[int], world: int) -> CollectiveVerdict | None:
+    if world and len(ranks) < world:  # the logs of some ranks are missing, so a missing report means nothing
         return None
     spoken = set(table.calls).union(*table.enqueued.values())
     silent = sorted(ranks - spoken)
@@ -195,8 +204,8 @@ def _silent(table: CollectiveTable, ranks: set[int], world: int) -> CollectiveVe
     return None
 
 
-def _unfinished(table: CollectiveTable, world: int) -> CollectiveVerdict | None:
-    """Return that all ranks of the job were in one collective; nothing where the logs of some are not here."""
-    if not world or len(table.calls) < world or not table.told:
+def _find_unfinished_collective(table: WatchdogReports, world: int) -> CollectiveVerdict | None:
+    """Return a verdict if all ranks of the job wait in one collective; None if the logs of some ranks are missing."""
+    if not world or len(table.calls) < world or not table.timed_out_call:
         return None
-    return CollectiveVerdict(kind="unfinished", ranks=(), said=f"all {world} ranks waited in {table.told}")
+    return CollectiveVerdict(kind="unfinished", ranks=(), said=f"all {world} ranks waited in {table.timed_out_call}")

@@ -1,4 +1,4 @@
-"""Rules that combine the message of an error with other facts of the same logs. Pure."""
+"""Rules that combine the message of an error with other facts from the same logs. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from dtctl.doctor.explain import signatures
 from dtctl.doctor.explain.diagnosis import Diagnosis, Evidence
-from dtctl.doctor.explain.found import Found, Hit
-from dtctl.doctor.explain.lines import shown
-from dtctl.doctor.explain.timeline import Candidate
+from dtctl.doctor.explain.lines import render_terminal_line
+from dtctl.doctor.explain.log_findings import LogFindings, SignatureMatch
+from dtctl.doctor.explain.timeline import CauseCandidate
 
 _BY_VERSIONS = frozenset(
     ("nccl-address", "nccl-settings-differ", "nccl-error", "remote-error", "collective-mismatch", "no-interface",
@@ -20,22 +20,27 @@ _BY_VERSIONS = frozenset(
 _CRASHES = frozenset(("segfault", "aborted", "bus-error", "crashed", "signalled"))
 _KEYS = re.compile(r"(?P<kind>Missing|Unexpected) key\(s\) in state_dict: (?P<keys>.*)")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.", "model.", "_forward_module.")
-"""Prefixes that DDP, torch.compile, FSDP, adapters and trainers put before the names of parameters."""
+"""Prefixes of parameter names from DDP, torch.compile, FSDP, adapters and trainers."""
 _OF_FILES = frozenset(("missing-file", "storage-failed", "missing-library", "bad-data", "checkpoint-damaged"))
 _CACHE = re.compile(
     r"(?P<path>/[^'\": ]*(?:torch_extensions|torchinductor_\w*|\.triton|torch_compile_cache|inductor_cache)/[^'\": ]*)"
 )
-"""Files in which compilers of kernels keep what they have built."""
+"""Pattern of paths in which compilers of kernels cache their results."""
 _REASON = re.compile(
     r"\[ERROR\] (?!/etc/)|nvidia-container-cli: |failed to execute|[Dd]enied|No such file|[Uu]nauthorized|not found"
 )
 _SAID_BEFORE = 40
-"""Lines before an exception in which the program may have printed its reason."""
+"""Number of lines before an exception in which the program may have printed the reason."""
 
 
-def combine(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
-    """Return a diagnosis with other facts about it added."""
-    if found.id in _BY_VERSIONS and all_.facts.conflict:
+def replace_signature(found: Diagnosis, signature: signatures.Signature, cause: str) -> Diagnosis:
+    """Return a diagnosis with another signature, to which other facts point, and with its cause."""
+    return replace(found, id=signature.id, cause=cause, fix=signature.fix, source=signature.source, confidence="medium")
+
+
+def apply_combination_rules(found: Diagnosis, candidate: CauseCandidate, all_: LogFindings) -> Diagnosis:
+    """Return a diagnosis, extended by other facts about it."""
+    if found.id in _BY_VERSIONS and all_.facts.conflicting_nccl_versions:
         return _by_versions(found, all_)
     for ids, rule in _RULES:
         if found.id in ids:
@@ -45,57 +50,38 @@ def combine(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
     return found
 
 
-def _by_versions(found: Diagnosis, all_: Found) -> Diagnosis:
-    signature, versions = signatures.by_id("nccl-version-mismatch"), all_.facts.conflict
+def _by_versions(found: Diagnosis, all_: LogFindings) -> Diagnosis:
+    signature, versions = signatures.by_id("nccl-version-mismatch"), all_.facts.conflicting_nccl_versions
     lines = [all_.facts.versions[version] for version in versions][:2]
-    evidence = tuple(Evidence(file=line.file, line=line.number, text=shown(line.raw).strip()[:400]) for line in lines)
-    return replace(
-        found,
-        id=signature.id,
-        cause=f"{signature.cause}: these logs name {' and '.join(versions)}",
-        fix=signature.fix,
-        source=signature.source,
-        confidence="medium",
-        evidence=(*found.evidence[:2], *evidence),
+    evidence = tuple(
+        Evidence(file=line.file, line=line.number, text=render_terminal_line(line.raw).strip()[:400]) for line in lines
     )
+    found = replace_signature(found, signature, f"{signature.cause}: these logs name {' and '.join(versions)}")
+    return replace(found, evidence=(*found.evidence[:2], *evidence))
 
 
-def _in_a_cache(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
-    """Distinguish a missing file of a compiler's cache from one of the user's, which the user has to provide."""
+def _in_a_cache(found: Diagnosis, candidate: CauseCandidate, all_: LogFindings) -> Diagnosis:
+    """Replace the diagnosis of a missing file by that of a compiler's damaged cache, if the file is in one."""
     del all_
     texts = [hit.raised.text if hit.raised is not None else hit.line.text for hit in candidate.hits]
     path = next((named["path"] for text in texts if (named := _CACHE.search(text)) is not None), "")
     if not path:
         return found
     signature = signatures.by_id("compile-cache")
-    return replace(
-        found,
-        id=signature.id,
-        cause=signature.cause.replace("{path}", path),
-        fix=signature.fix,
-        source=signature.source,
-        confidence="medium",
-    )
+    return replace_signature(found, signature, signature.cause.replace("{path}", path))
 
 
-def _without_interface(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
-    """Tell an interface that no process found from an address that a peer wrote."""
+def _without_interface(found: Diagnosis, candidate: CauseCandidate, all_: LogFindings) -> Diagnosis:
+    """Report a missing interface instead, if no process found the one that NCCL was set to use."""
     del candidate
     facts, signature = all_.facts, signatures.by_id("no-interface")
     if not facts.wanted_interface or facts.found_interface:
         return found
-    return replace(
-        found,
-        id=signature.id,
-        cause=f"{signature.cause}; it is {facts.wanted_interface}",
-        fix=signature.fix,
-        source=signature.source,
-        confidence="medium",
-    )
+    return replace_signature(found, signature, f"{signature.cause}; it is {facts.wanted_interface}")
 
 
-def _which_device(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
-    """Tell too many workers from a global rank that is used as the number of a device."""
+def _which_device(found: Diagnosis, candidate: CauseCandidate, all_: LogFindings) -> Diagnosis:
+    """Distinguish too many workers from a global rank that is used as a device number."""
     local = _local_rank(candidate.hits, all_)
     rank = next(iter(found.ranks), None)
     gpus = all_.facts.gpus
@@ -112,8 +98,8 @@ def _which_device(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagno
     )
 
 
-def _local_rank(hits: list[Hit], all_: Found) -> int | None:
-    """Return the local rank that a launcher prints for the process of these lines."""
+def _local_rank(hits: list[SignatureMatch], all_: LogFindings) -> int | None:
+    """Return the local rank that a launcher prints for the process of these lines; None without one."""
     ranks = {hit.rank for hit in hits if hit.rank is not None}
     for rank in sorted(ranks):
         if rank in all_.facts.local_of:
@@ -121,7 +107,7 @@ def _local_rank(hits: list[Hit], all_: Found) -> int | None:
     return None
 
 
-def _which_keys(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
+def _which_keys(found: Diagnosis, candidate: CauseCandidate, all_: LogFindings) -> Diagnosis:
     """Name the prefix by which the keys of a checkpoint differ from those of the model."""
     del all_
     texts = [hit.raised.text if hit.raised is not None else hit.line.text for hit in candidate.hits]
@@ -142,14 +128,14 @@ def _which_keys(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosi
     return found
 
 
-def _in_which_library(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
+def _in_which_library(found: Diagnosis, candidate: CauseCandidate, all_: LogFindings) -> Diagnosis:
     del candidate
     native = all_.facts.native
     return replace(found, cause=f"{found.cause}; its native stack leads into {native[0]}") if native else found
 
 
-def _said_before(found: Diagnosis, first: Hit, all_: Found) -> Diagnosis:
-    """Add what the program itself called an error just before it raised an exception of no known meaning."""
+def _said_before(found: Diagnosis, first: SignatureMatch, all_: LogFindings) -> Diagnosis:
+    """Add the error that the program printed before it raised an exception without a known meaning."""
     start = first.line.number - (len(first.raised.frames) * 2 + 1 if first.raised is not None else 0)
     said = [
         hit
@@ -163,14 +149,14 @@ def _said_before(found: Diagnosis, first: Hit, all_: Found) -> Diagnosis:
     return replace(found, cause=f"{found.cause}; before that it printed: {said[-1].line.text.strip()[:200]!r}")
 
 
-def _why_no_container(found: Diagnosis, candidate: Candidate, all_: Found) -> Diagnosis:
-    """Add the line with the reason why a container cannot be started; most lines only report the failure."""
+def _why_no_container(found: Diagnosis, candidate: CauseCandidate, all_: LogFindings) -> Diagnosis:
+    """Add the line with the reason why a container cannot start; most lines only report the failure."""
     del all_
     why = next((hit.line.text for hit in candidate.hits if _REASON.search(hit.line.text)), "")
     return replace(found, cause=f"{found.cause}: {why.strip()[:240]}") if why else found
 
 
-_Rule = Callable[[Diagnosis, Candidate, Found], Diagnosis]
+_Rule = Callable[[Diagnosis, CauseCandidate, LogFindings], Diagnosis]
 _RULES: tuple[tuple[frozenset[str], _Rule], ...] = (
     (_OF_FILES, _in_a_cache),
     (frozenset(["nccl-address"]), _without_interface),

@@ -1,8 +1,8 @@
-"""Confidence of a diagnosis: the one rule that all causes pass through. Pure.
+"""Confidence of a diagnosis, by one rule for all causes. Pure.
 
-High: a text that has one meaning, or two facts of independent sources, if the process died from it and nothing in the
-logs contradicts it. Low: a consequence, or a diagnosis from the class of an exception, a signal or a library's report
-alone. Ambiguous: a text with several causes. Medium: the rest.
+High: a text with one meaning, or two facts from independent sources, if the process died from this cause and nothing in
+the logs contradicts it. Low: a consequence, or a diagnosis from the class of an exception, a signal or a library's
+report alone. Ambiguous: a text with several possible causes. Medium: all others.
 """
 
 from __future__ import annotations
@@ -11,27 +11,37 @@ from collections.abc import Sequence
 
 from dtctl.doctor.explain import signatures
 from dtctl.doctor.explain.diagnosis import UNKNOWN, Confidence
-from dtctl.doctor.explain.found import Found, Hit
-from dtctl.doctor.explain.timeline import AFTERWARDS, DEFINITE, EFFECT, NOTE, OPEN, REFUTED, WARNED, Candidate, voice_of
+from dtctl.doctor.explain.log_findings import LogFindings, SignatureMatch
+from dtctl.doctor.explain.timeline import (
+    AFTERWARDS,
+    DEFINITE,
+    EFFECT,
+    NOTE,
+    OPEN,
+    REFUTED,
+    WARNED,
+    CauseCandidate,
+    voice_of,
+)
 
 NEAR = 400
-"""Lines before a diagnosis within which an error that is not understood may be its cause."""
+"""Number of lines before a diagnosis within which an unknown error may be its cause."""
 _BY_SIGNAL = frozenset(
     ("killed", "segfault", "crashed", "signalled", "bus-error", "aborted", "cancelled", "agent-signalled")
 )
-"""Kinds that show how a process or a job was ended, and not why."""
+"""Kinds that show how a process or a job ended, but not why."""
 _BY_CLASS = frozenset(
     ("bad-data", "bad-sample", "bad-configuration", "compile-failed", "download-failed", "gpu-error", "network-error")
 )
-"""Kinds that an exception is given for its class and its module, whatever its message is."""
+"""Kinds that follow from the class and the module of an exception, regardless of its message."""
 LAST_LINES = 12
-"""Lines behind the last one of a cause, at the end of a log, that are what a process still prints while it ends."""
+"""Number of lines at the end of a log that a process may still print after the cause, while it ends."""
 
 
-def rate(
-    candidate: Candidate,
-    found: Found,
-    rivals: Sequence[Candidate] = (),
+def compute_confidence(
+    candidate: CauseCandidate,
+    found: LogFindings,
+    rivals: Sequence[CauseCandidate] = (),
     *,
     earliest: bool = True,
     combined: Confidence | None = None,
@@ -41,11 +51,11 @@ def rate(
     Args:
         candidate: the cause with its lines.
         found: all findings from the logs.
-        rivals: the other definite causes.
-        earliest: whether it certainly comes before all of the rivals, or a launcher reports it as the first.
-        combined: the most that combined facts allow; None if there are only the lines of the cause.
+        rivals: other definite causes.
+        earliest: whether the cause certainly precedes all rivals, or a launcher reports it as the first failure.
+        combined: highest confidence that combined facts allow; None if there are only the lines of the cause.
     """
-    most = _limit(candidate) if combined is None else combined
+    most = _compute_confidence_limit(candidate) if combined is None else combined
     if most != "high":
         return most
     supported = combined == "high" or _is_fatal(candidate.hits, found)
@@ -53,8 +63,8 @@ def rate(
     return "high" if supported and not open_ else "medium"
 
 
-def say_again(candidate: Candidate, confidence: Confidence) -> str:
-    """Return what to run again with, where the lines of a cause do not suffice; empty where they do."""
+def say_again(candidate: CauseCandidate, confidence: Confidence) -> str:
+    """Return settings for another run that would show more, if the lines of a cause do not suffice; else empty."""
     if confidence in ("high", "medium"):
         return ""
     signature, raised = candidate.signature, candidate.first.raised
@@ -67,8 +77,8 @@ def say_again(candidate: Candidate, confidence: Confidence) -> str:
     return "" if raised is not None and raised.frames else "the standard error of every rank, with whole tracebacks"
 
 
-def _limit(candidate: Candidate) -> Confidence:
-    """Return what the kind of the cause and the sources of its lines allow at most."""
+def _compute_confidence_limit(candidate: CauseCandidate) -> Confidence:
+    """Return the highest confidence that the kind of the cause and the sources of its lines allow."""
     signature, place, hits = candidate.signature, candidate.place, candidate.hits
     if place == OPEN and signature.ambiguous:
         return "ambiguous"
@@ -76,34 +86,34 @@ def _limit(candidate: Candidate) -> Confidence:
         return "low"
     if place != DEFINITE:
         return "medium"
-    if all(hit.raised is not None and hit.weight < 3 for hit in hits):  # of a kind, by its structure
+    if all(hit.raised is not None and hit.weight < 3 for hit in hits):  # the exception has a kind by its structure only
         return "medium"
     one_meaning = signature.sure and not signature.yields
     return "high" if one_meaning or _has_two_sources(hits) else "medium"
 
 
-def _rests_on_class(hits: Sequence[Hit]) -> bool:
-    """Return whether all that is known is the class of an exception, or the signal of an end."""
+def _rests_on_class(hits: Sequence[SignatureMatch]) -> bool:
+    """Return whether only the class of an exception, or the signal that ended a process, is known."""
     if hits[0].signature.id in _BY_SIGNAL:
         return True
     return all(hit.raised is not None and hit.weight < (3 if _is_of_class(hit) else 2) for hit in hits)
 
 
-def _is_of_class(hit: Hit) -> bool:
+def _is_of_class(hit: SignatureMatch) -> bool:
     """Return whether the kind of an exception shows only its class; an unexpected argument has many reasons."""
     if hit.raised is not None and hit.signature.id == "version-conflict":
         return hit.raised.short not in ("ImportError", "ModuleNotFoundError")
     return hit.signature.id in _BY_CLASS
 
 
-def _has_two_sources(hits: Sequence[Hit]) -> bool:
-    """Return whether both the kernel and the process report the error; a launcher only repeats what a process did."""
+def _has_two_sources(hits: Sequence[SignatureMatch]) -> bool:
+    """Return whether kernel and process both report the error; a launcher only repeats the process."""
     voices = {voice_of(hit) for hit in hits if not hit.survived}
     return "kernel" in voices and bool(voices & {"program", "library", "traceback"})
 
 
-def _is_fatal(hits: Sequence[Hit], found: Found) -> bool:
-    """Return whether anything shows that the process has died of it."""
+def _is_fatal(hits: Sequence[SignatureMatch], found: LogFindings) -> bool:
+    """Return whether the logs show that the process died of this error."""
     return (
         any(hit.uncaught for hit in hits)
         or signatures.SPOKEN_BY_TOOLS.search(hits[0].signature.source) is not None
@@ -115,14 +125,14 @@ def _is_fatal(hits: Sequence[Hit], found: Found) -> bool:
     )
 
 
-def _is_last_word(last: Hit, found: Found) -> bool:
+def _is_last_word(last: SignatureMatch, found: LogFindings) -> bool:
     """Return whether the program prints nothing more after a line."""
     ended = last.line.number + LAST_LINES >= found.length.get(last.line.file, 0)
     return ended and not any(hit.order > last.order and hit.raised is not None for hit in found.hits)
 
 
-def _is_contradicted(hits: Sequence[Hit], found: Found) -> bool:
-    """Return whether the text is only mentioned or cut, something else failed just before, or it is of another run."""
+def _is_contradicted(hits: Sequence[SignatureMatch], found: LogFindings) -> bool:
+    """Return whether the text is only a mention or incomplete, follows another failure, or may be of another run."""
     first = hits[0]
     cut = first.raised is not None and first.raised.cut
     return (
@@ -134,8 +144,8 @@ def _is_contradicted(hits: Sequence[Hit], found: Found) -> bool:
     )
 
 
-def _just_before(hit: Hit, first: Hit) -> bool:
-    """Return whether something else went wrong shortly before, and was not survived."""
+def _just_before(hit: SignatureMatch, first: SignatureMatch) -> bool:
+    """Return whether another error occurred shortly before and was not survived."""
     return (
         hit.line.file == first.line.file
         and 0 < first.line.number - hit.line.number <= NEAR
@@ -144,8 +154,8 @@ def _just_before(hit: Hit, first: Hit) -> bool:
     )
 
 
-def _has_several_runs(hits: Sequence[Hit], found: Found) -> bool:
-    """Return whether one process seems to have ended twice: what stands in one file is then of several runs."""
+def _has_several_runs(hits: Sequence[SignatureMatch], found: LogFindings) -> bool:
+    """Return whether one process seems to have ended twice, so that the file has lines of several runs."""
     first = next((hit for hit in hits if hit.uncaught), None)
     return first is not None and any(
         hit.uncaught

@@ -1,4 +1,4 @@
-"""Diagnoses next to a primary cause: they have to agree with it. Pure."""
+"""Diagnoses next to a primary cause, which must agree with it. Pure."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dtctl.doctor.explain import kinds
+from dtctl.doctor.explain import exception_classes
 from dtctl.doctor.explain.diagnosis import Diagnosis
-from dtctl.doctor.explain.found import Found, Hit
 from dtctl.doctor.explain.lines import run_of
+from dtctl.doctor.explain.log_findings import LogFindings, SignatureMatch
 
 _ERROR_ELSEWHERE = ("worker-failed", "torchrun-no-traceback")
-"""Message of a launcher about a worker whose own error it has not seen; the worker's output may have it."""
+"""Messages of a launcher about a worker whose own error the launcher has not seen; the worker's output may have it."""
 _OF_LAUNCHERS = frozenset((*_ERROR_ELSEWHERE, "agent-signalled", "stopped", "hangup", "derived", "cancelled"))
 _TOLD_TO_STOP = frozenset(["agent-signalled", "stopped", "cancelled", "hangup", "interrupted"])
-"""Kinds that are no failure which could have ended the rest: the job was stopped on purpose."""
+"""Kinds that cannot have caused other failures, since the job was stopped on purpose."""
 _AGENT = re.compile(r"/torch/distributed/(?:run\.py|launch|elastic/(?:agent|rendezvous))")
-"""Files of torchrun's agent: an exception from there is not a worker's."""
+"""Pattern of torchrun's own files: an exception from there is not a worker's."""
 
 
-def without_errors_that_are_here(group: Sequence[Hit], found: Found) -> list[Hit]:
-    """Return a group without what claims of a worker that its error is not in these logs, although it is."""
+def without_errors_that_are_here(group: Sequence[SignatureMatch], found: LogFindings) -> list[SignatureMatch]:
+    """Return a group without launchers' messages about ranks whose own error is in these logs."""
     if group[0].signature.id not in _ERROR_ELSEWHERE:
         return list(group)
     here = {(run_of(hit.line.file), hit.rank) for hit in found.hits if _error_of_a_worker(hit)}
-    left: list[Hit] = []
+    left: list[SignatureMatch] = []
     for hit in group:
         run = run_of(hit.line.file)
         if (run, None) in here:  # an error without a rank
@@ -39,24 +39,24 @@ def without_errors_that_are_here(group: Sequence[Hit], found: Found) -> list[Hit
     return left
 
 
-def _error_of_a_worker(hit: Hit) -> bool:
+def _error_of_a_worker(hit: SignatureMatch) -> bool:
     signature = hit.signature
     if hit.end is not None or hit.survived or hit.warned or signature.role == "note" or signature.id in _OF_LAUNCHERS:
         return False
     if hit.raised is None:
         return hit.rank is not None
     of_agent = any(_AGENT.search(frame.path) for frame in hit.raised.frames)
-    return hit.raised.short not in kinds.PASSING_ON and not (hit.rank is None and of_agent)
+    return hit.raised.short not in exception_classes.PASSING_ON and not (hit.rank is None and of_agent)
 
 
-def in_one_run(one: Hit, other: Hit) -> bool:
-    """Return whether two findings may be of the same run of dtctl: their paths do not name two runs."""
+def in_one_run(one: SignatureMatch, other: SignatureMatch) -> bool:
+    """Return whether two findings may come from the same run of dtctl: their paths do not name different runs."""
     runs = {run_of(hit.line.file) for hit in (one, other)} - {None}
     return len(runs) < 2
 
 
-def told_as_consequence(one: Diagnosis, group: Sequence[Hit], first: Diagnosis) -> Diagnosis:
-    """Return a diagnosis that follows from the first, in words that do not look for another cause of it."""
+def told_as_consequence(one: Diagnosis, group: Sequence[SignatureMatch], first: Diagnosis) -> Diagnosis:
+    """Return a diagnosis as a consequence of the first one, with a text that suggests no other cause."""
     one, cause = replace(one, follows=True), group[0].signature.follows
     if not cause or first.id in _TOLD_TO_STOP:
         return one

@@ -1,4 +1,4 @@
-"""The text of a log file, however it was put away: compressed, in UTF-16, cut off; or why there is none."""
+"""Text of a log file that may be compressed, in UTF-16 or cut off, or the reason why it cannot be read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dtctl.errors import UsageError
 
 HEAD_BYTES = 32 << 20
 TAIL_BYTES = 32 << 20
-"""Bytes at the beginning and at the end that are read of a longer file: the failure is there."""
+"""Number of bytes that are read at the beginning and at the end of a longer file, where the failure is."""
 CHUNK = 1 << 20
 PATIENCE_S = 5.0
-"""Seconds that what is no file, or is compressed, is read."""
+"""Longest time to read a compressed file, or a path that is no regular file, in seconds."""
 MOST_BYTES = 16 << 30
-"""Bytes of compressed data, unpacked: a small file may hold any amount."""
+"""Limit on the unpacked bytes of compressed data, since a small file may contain any amount."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LOOK = 64 << 10
 _NO_TEXT = bytes([*range(1, 7), *range(14, 27), *range(28, 32)])
@@ -32,52 +32,52 @@ _NO_TEXT_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """Lines of a file."""
+class LogContent:
+    """Lines of a log file."""
 
     text: str
     trouble: str
-    """Reason why it was not read, or not to its end; empty when all is well."""
+    """Reason why the file was not read, or not to its end; empty if it was read completely."""
 
 
-def content(file: Path) -> Content:
+def read_log_content(file: Path) -> LogContent:
     """Return the text of a log.
 
     Raises:
-        UsageError: the system does not let it be read.
+        UsageError: the system does not allow to read the file.
     """
     try:
         if not file.is_file():
-            data, trouble = _streamed(file)
-            return Content(text=data.replace(b"\0", b"").decode(errors="replace"), trouble=trouble)
+            data, trouble = _read_pipe_data(file)
+            return LogContent(text=data.replace(b"\0", b"").decode(errors="replace"), trouble=trouble)
         with file.open("rb") as opened:
             magic = opened.peek(6)[:6]
             if magic.startswith(b"\x28\xb5\x2f\xfd"):
-                return Content(text="", trouble="it is compressed with zstd, which is not read; unpack it first")
-            packed = _unpacking(opened, magic)
-            data, trouble = _plain(opened, file) if packed is None else _unpacked(packed)
+                return LogContent(text="", trouble="it is compressed with zstd, which is not read; unpack it first")
+            packed = _open_decompressor(opened, magic)
+            data, trouble = _read_plain_file(opened, file) if packed is None else _read_compressed_file(packed)
     except OSError as exc:
         raise UsageError(f"it cannot be read: {exc.strerror or exc}", where=str(file)) from exc
     if not data:
-        return Content(text="", trouble=trouble or "it is empty")
+        return LogContent(text="", trouble=trouble or "it is empty")
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return Content(text=data.decode("utf-16", errors="replace"), trouble=trouble)
-    data = data.replace(b"\0", b"")  # holes that a rotation has left
+        return LogContent(text=data.decode("utf-16", errors="replace"), trouble=trouble)
+    data = data.replace(b"\0", b"")  # holes that a log rotation has left
     first = data[:_LOOK]
     if len(first) - len(first.translate(None, _NO_TEXT)) > _NO_TEXT_SHARE * len(first) or not first:
-        return Content(text="", trouble="it is not text")
-    return Content(text=data.decode(errors="replace"), trouble=trouble)
+        return LogContent(text="", trouble="it is not text")
+    return LogContent(text=data.decode(errors="replace"), trouble=trouble)
 
 
-def _streamed(file: Path) -> tuple[bytes, str]:
-    """Return the data that a pipe or a device has at once, without waiting for a missing writer or end."""
+def _read_pipe_data(file: Path) -> tuple[bytes, str]:
+    """Return the data that a pipe or a device has now, without waiting for a missing writer or the end."""
     fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     data, deadline = bytearray(), time.monotonic() + PATIENCE_S
     try:
         while len(data) < HEAD_BYTES and (left_s := deadline - time.monotonic()) > 0:
             try:
                 piece = os.read(fd, CHUNK)
-            except BlockingIOError:  # a writer has it open, and has not written yet
+            except BlockingIOError:  # a writer is connected, but has not written yet
                 select.select([fd], [], [], left_s)
                 continue
             if not piece:
@@ -88,7 +88,7 @@ def _streamed(file: Path) -> tuple[bytes, str]:
     return bytes(data), f"it is no file, and has not ended after {len(data) >> 20} MiB and {PATIENCE_S:g} s"
 
 
-def _unpacking(opened: BufferedReader, magic: bytes) -> gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile | None:
+def _open_decompressor(opened: BufferedReader, magic: bytes) -> gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile | None:
     if magic.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=opened)
     if magic.startswith(b"BZh"):
@@ -96,7 +96,7 @@ def _unpacking(opened: BufferedReader, magic: bytes) -> gzip.GzipFile | bz2.BZ2F
     return lzma.LZMAFile(opened) if magic == b"\xfd7zXZ\x00" else None
 
 
-def _plain(opened: BufferedReader, file: Path) -> tuple[bytes, str]:
+def _read_plain_file(opened: BufferedReader, file: Path) -> tuple[bytes, str]:
     data = opened.read(HEAD_BYTES)
     size = file.stat().st_size if file.is_file() else 0
     if size > HEAD_BYTES + TAIL_BYTES:
@@ -104,14 +104,14 @@ def _plain(opened: BufferedReader, file: Path) -> tuple[bytes, str]:
     return data + opened.read(), ""
 
 
-def _unpacked(packed: gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile) -> tuple[bytes, str]:
-    """Beginning and end of what was compressed, and what is wrong with it."""
+def _read_compressed_file(packed: gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile) -> tuple[bytes, str]:
+    """Return beginning and end of the unpacked data, and the error if the data is damaged."""
     head = bytearray()
     tail: deque[bytes] = deque()
     total, kept, trouble = 0, 0, ""
     deadline = time.monotonic() + PATIENCE_S
     try:
-        while chunk := packed.read1(CHUNK):  # gives what there is before it complains
+        while chunk := packed.read1(CHUNK):  # returns the data before an error, unlike read
             total += len(chunk)
             if len(head) < HEAD_BYTES:
                 head += chunk

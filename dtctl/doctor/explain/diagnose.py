@@ -1,9 +1,9 @@
-"""Diagnosis: from all that was found in the logs to one cause, its consequences, and the nodes to look at. Pure.
+"""Diagnosis of all findings in the logs: one cause, its consequences, and the nodes to look at. Pure.
 
-There are three answers: what failed and why; that it failed, and why is not understood; no failure in these logs. A
-definite cause beats one that a library only reports, that beats the end of a process and a text that has several
-causes, that what a line itself calls a warning or what training has survived, and that a consequence; last comes what
-launchers printed after an error. Among equals a launcher's own "first observed failure" wins, then the earliest.
+There are three verdicts: the failure is explained; the job failed for an unknown reason; the logs have no failure.
+Candidates are ranked in this order: definite causes, causes that only a library reports, ends of processes and texts
+with several causes, warnings and survived errors, consequences, messages of launchers after an error. Among equal
+candidates, a launcher's own "first observed failure" comes first, then the earliest.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtctl.doctor.explain import signatures
-from dtctl.doctor.explain.confidence import rate, say_again
+from dtctl.doctor.explain.confidence import compute_confidence, say_again
 from dtctl.doctor.explain.consequences import in_one_run, told_as_consequence, without_errors_that_are_here
 from dtctl.doctor.explain.diagnosis import UNKNOWN, Diagnosis, Evidence, Explanation, Verdict
-from dtctl.doctor.explain.dumps import Dump, judge_dumps, read_dump
-from dtctl.doctor.explain.found import Found, Hit, Source
-from dtctl.doctor.explain.hits import collect
-from dtctl.doctor.explain.lines import LogLine, shown
-from dtctl.doctor.explain.read import LogLayout, Unread, dump_files, layout_of, log_files, read
-from dtctl.doctor.explain.sharpen import blame, sharpen
+from dtctl.doctor.explain.dumps import FlightRecorderDump, judge_dumps, read_dump
+from dtctl.doctor.explain.lines import LogLine, render_terminal_line
+from dtctl.doctor.explain.log_findings import LogFindings, LogSource, SignatureMatch
+from dtctl.doctor.explain.log_scan import collect_log_hits
+from dtctl.doctor.explain.read import JobNodeMap, UnreadFile, dump_files, layout_of, log_files, read_log_sources
+from dtctl.doctor.explain.refine import apply_collective_verdict, refine_diagnosis
 from dtctl.doctor.explain.timeline import (
     AFTERWARDS,
     DEFINITE,
@@ -34,13 +34,13 @@ from dtctl.doctor.explain.timeline import (
     SURVIVED,
     VAGUE,
     WARNED,
-    Candidate,
+    CauseCandidate,
+    build_hit_sort_key,
     error_before,
     is_before,
     is_earliest,
     own_complaints,
     rank_candidates,
-    when,
 )
 from dtctl.launch.records.host_names import HostNames
 
@@ -64,8 +64,8 @@ _NAMELESS = {
 }
 
 
-def explain(paths: Sequence[Path]) -> list[Diagnosis]:
-    """Return the diagnoses of a job from its logs, the primary cause first; none is primary where nothing failed.
+def diagnose_log_files(paths: Sequence[Path]) -> list[Diagnosis]:
+    """Return the diagnoses of a job from its logs, the primary cause first; none is primary without a failure.
 
     Raises:
         UsageError: a path cannot be read.
@@ -74,20 +74,20 @@ def explain(paths: Sequence[Path]) -> list[Diagnosis]:
 
 
 def explain_all(paths: Sequence[Path]) -> Explanation:
-    """Return the verdict, the diagnoses, and the files that could not be read to their end, with the reasons.
+    """Return the verdict, the diagnoses, and the files that could not be read completely, with the reasons.
 
     Raises:
-        UsageError: a path does not exist, or the system does not let it be read.
+        UsageError: a path does not exist, or the system does not allow to read it.
     """
-    unread: list[Unread] = []
+    unread: list[UnreadFile] = []
     layout = layout_of(paths)
     dumps = [dump for file in dump_files(paths) if (dump := read_dump(file)) is not None]
-    verdict, found = _with_dumps(*diagnose(read(log_files(paths, unread), unread), layout), dumps, layout)
+    verdict, found = _with_dumps(*diagnose(read_log_sources(log_files(paths, unread), unread), layout), dumps, layout)
     return Explanation(verdict=verdict, diagnoses=found, unread=unread)
 
 
 def _with_dumps(
-    verdict: Verdict, found: list[Diagnosis], dumps: Sequence[Dump], layout: LogLayout
+    verdict: Verdict, found: list[Diagnosis], dumps: Sequence[FlightRecorderDump], layout: JobNodeMap
 ) -> tuple[Verdict, list[Diagnosis]]:
     """Add the verdict of flight recorders; they show late ranks better than watchdogs, but not why a program ended."""
     verdict_ = judge_dumps(dumps)
@@ -97,7 +97,9 @@ def _with_dumps(
         Evidence(file=dump.file, line=0, text=f"rank {dump.rank}: {dump.last}")
         for dump in sorted(dumps, key=lambda dump: dump.rank not in verdict_.ranks)[:MAX_EVIDENCE]
     )
-    blamed = blame(replace(UNKNOWN, primary=False, source=DUMPS_SOURCE, evidence=told), verdict_, layout.node_of)
+    blamed = apply_collective_verdict(
+        replace(UNKNOWN, primary=False, source=DUMPS_SOURCE, evidence=told), verdict_, layout.node_of
+    )
     first = found[0] if found and found[0].primary else None
     if first is not None and first.confidence == "high" and first.id not in _BY_WATCHDOG:
         return verdict, [first, blamed, *found[1:]]
@@ -105,30 +107,30 @@ def _with_dumps(
     return "explained", [replace(blamed, primary=True), *rest]
 
 
-def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, list[Diagnosis]]:
-    """Return what `explain_all` returns, of files that were read."""
-    found = collect(sources)
+def diagnose(sources: Iterable[LogSource], layout: JobNodeMap) -> tuple[Verdict, list[Diagnosis]]:
+    """Return the verdict and the diagnoses of files that were read; see `explain_all`."""
+    found = collect_log_hits(sources)
     _name_nodes(found, HostNames(layout.hosts))
     found.ranks |= set(layout.node_of)
     found.node_of = {**found.node_of, **layout.node_of}
     _settle_ranks(found.hits)
-    groups: dict[tuple[str, str], list[Hit]] = {}
+    groups: dict[tuple[str, str], list[SignatureMatch]] = {}
     many = len({hit.line.file for hit in found.hits}) > 1
-    for hit in sorted(found.hits, key=lambda hit: when(hit, many)):
-        groups.setdefault((hit.signature.id, _fill(hit.signature.cause, hit.groups)), []).append(hit)
+    for hit in sorted(found.hits, key=lambda hit: build_hit_sort_key(hit, many)):
+        groups.setdefault((hit.signature.id, _fill_placeholders(hit.signature.cause, hit.groups)), []).append(hit)
     roots = {hit.rank for hit in found.hits if hit.root}
-    candidates = rank_candidates(_merged(groups), found, roots, many=many)
-    diagnoses = [_diagnosis(one, found, layout) for one in candidates]
-    if not _failed(found, candidates):
+    candidates = rank_candidates(_merge_hit_groups(groups), found, roots, many=many)
+    diagnoses = [_build_diagnosis(one, found, layout) for one in candidates]
+    if not _has_job_failed(found, candidates):
         return "no-failure", diagnoses
-    if not candidates or not _explains(candidates, found):
+    if not candidates or not _is_failure_explained(candidates, found):
         return "failed-unknown", [_not_understood(found, candidates), *diagnoses]
     candidates, diagnoses = _named_first(candidates, diagnoses)
     cause, others = candidates[0], candidates[1:]
-    first, combined = sharpen(_with_exit(diagnoses[0], cause.hits, found), cause, found)
+    first, combined = refine_diagnosis(_with_exit(diagnoses[0], cause.hits, found), cause, found)
     rivals = [one for one in others if one.place == DEFINITE and one.signature.id != cause.signature.id]
     earliest = bool(roots) or is_earliest(cause, rivals)
-    confidence = rate(cause, found, rivals, earliest=earliest, combined=combined)
+    confidence = compute_confidence(cause, found, rivals, earliest=earliest, combined=combined)
     first = replace(first, confidence=confidence, again=say_again(cause, confidence))
     if not first.nodes and len(found.nodes) == 1 and cause.signature.role in ("cause", "symptom"):
         first = replace(first, nodes=tuple(found.nodes))  # these are the logs of one node
@@ -138,33 +140,33 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
     rest: list[Diagnosis] = []
     for one in others:
         if left := without_errors_that_are_here(one.hits, found):
-            left_ = Candidate(left, one.place)
-            told = _diagnosis(left_, found, layout)
-            rest.append(told_as_consequence(told, left, first) if _follows(left_, cause) else told)
+            left_ = CauseCandidate(left, one.place)
+            told = _build_diagnosis(left_, found, layout)
+            rest.append(told_as_consequence(told, left, first) if _is_later_consequence(left_, cause) else told)
     if cause.place in (EFFECT, AFTERWARDS, WARNED, REFUTED) and combined is None:
         return "failed-unknown", [_with_last_words(first, found), *rest]
     return "explained", [first, *rest]
 
 
-def _explains(candidates: list[Candidate], found: Found) -> bool:
-    """Return whether the best candidate explains more than that a process ended, or that an error was survived."""
+def _is_failure_explained(candidates: list[CauseCandidate], found: LogFindings) -> bool:
+    """Return whether the best candidate explains more than the end of a process or a survived error."""
     best = candidates[0]
     if best.place in (NOTE, SURVIVED, WARNED, REFUTED):
         ended = any(one.place in (EFFECT, AFTERWARDS) and not one.survived for one in candidates)
-        return best.place != NOTE and (ended or _insists(best.hits, found))
+        return best.place != NOTE and (ended or _is_warning_repeated(best.hits, found))
     ends = best.place == AFTERWARDS or (best.place == EFFECT and best.signature.ends)
     return not ends or error_before(best.first, own_complaints(found)) is None
 
 
-def _name_nodes(found: Found, host_names: HostNames) -> None:
-    """Replace the names of nodes in all findings by those of the spec."""
+def _name_nodes(found: LogFindings, host_names: HostNames) -> None:
+    """Replace the names of nodes in all findings by the names in the spec."""
     if not host_names.nodes:
         return
     for hit in (*found.hits, *found.complaints):
         hit.node = host_names.node_of(hit.node) if hit.node is not None else None
         named = {key: host_names.node_of(text) for key, text in hit.groups.items() if key in ("node", "head")}
         hit.groups = {key: host_names.replace_names(text) for key, text in hit.groups.items()} | named
-        hit.line = replace(hit.line, text=host_names.replace_names(hit.line.text))  # which may be quoted
+        hit.line = replace(hit.line, text=host_names.replace_names(hit.line.text))  # a diagnosis may quote the line
         if hit.before is not None:
             hit.before = replace(hit.before, line=host_names.replace_names(hit.before.line))
     if found.last_said is not None:
@@ -173,8 +175,8 @@ def _name_nodes(found: Found, host_names: HostNames) -> None:
     found.node_of = {rank: host_names.node_of(node) for rank, node in found.node_of.items()}
 
 
-def _with_exit(first: Diagnosis, group: list[Hit], found: Found) -> Diagnosis:
-    """Add the rank and the node that a launcher names, if the error itself names none."""
+def _with_exit(first: Diagnosis, group: list[SignatureMatch], found: LogFindings) -> Diagnosis:
+    """Add the rank and the node that a launcher reports, if the error itself has none."""
     if first.ranks or group[0].signature.blames != "self" or group[0].signature.role != "cause":
         return first
     ends = [
@@ -190,18 +192,20 @@ def _with_exit(first: Diagnosis, group: list[Hit], found: Found) -> Diagnosis:
     return replace(first, ranks=tuple(ranks), nodes=tuple(sorted(nodes)) if not first.nodes else first.nodes)
 
 
-def _told_of(found: Found) -> tuple[str, ...]:
-    """Return the nodes on which a process is reported to have ended, if they are few; the error itself names none."""
+def _told_of(found: LogFindings) -> tuple[str, ...]:
+    """Return the nodes with a reported end of a process if they are few, for an error that names no node."""
     ends = [hit for hit in found.hits if hit.end is not None and not hit.survived]
     nodes = {hit.node for hit in ends if hit.node is not None}
     nodes = nodes or {hit.node for hit in (*found.hits, *found.complaints) if hit.node is not None and not hit.survived}
     return tuple(sorted(nodes)) if len(nodes) <= MAX_EVIDENCE else ()
 
 
-def _named_first(candidates: list[Candidate], diagnoses: list[Diagnosis]) -> tuple[list[Candidate], list[Diagnosis]]:
-    """Move a candidate that explains the first before it, although the program only warned of it.
+def _named_first(
+    candidates: list[CauseCandidate], diagnoses: list[Diagnosis]
+) -> tuple[list[CauseCandidate], list[Diagnosis]]:
+    """Move a candidate that explains the first one in front of it, even if the program only warned of it.
 
-    If a store was not reached since its name cannot be resolved, for example, the name is the cause.
+    For example, if a store was not reached because its name cannot be resolved, the name is the cause.
     """
     first = candidates[0].signature
     heads = {hit.groups.get("head") for hit in candidates[0].hits}
@@ -216,10 +220,10 @@ def _named_first(candidates: list[Candidate], diagnoses: list[Diagnosis]) -> tup
     return candidates, diagnoses
 
 
-def _settle_ranks(hits: list[Hit]) -> None:
+def _settle_ranks(hits: list[SignatureMatch]) -> None:
     """Keep the most reliable of the ranks that launchers report.
 
-    torchrun's table comes before local ranks, and both before Slurm's tasks, which are nodes under torchrun.
+    torchrun's table is preferred to local ranks, and both to Slurm's tasks, which are nodes under torchrun.
     """
     torchrun = any(hit.end is not None and hit.end.local for hit in hits)
     table = any(hit.root for hit in hits)
@@ -228,31 +232,34 @@ def _settle_ranks(hits: list[Hit]) -> None:
         if hit.end is None:
             continue
         if table and not hit.root and hit.end.ranks and hit.end.signal in (9, 15) and not first:
-            hit.signature = signatures.by_id("worker-failed")  # the agent ends the others after the first failure
+            # The agent ends the other workers after the first failure.
+            hit.signature = signatures.by_id("worker-failed")
         srun = hit.line.text.startswith("srun:")
         if (srun and (torchrun or table)) or (hit.end.local and table):
             hit.rank, hit.ranks = None, ()
 
 
-def _merged(groups: dict[tuple[str, str], list[Hit]]) -> list[list[Hit]]:
-    """Return one group for each id, but several for different exceptions of one id."""
-    found: dict[object, list[Hit]] = {}
+def _merge_hit_groups(groups: dict[tuple[str, str], list[SignatureMatch]]) -> list[list[SignatureMatch]]:
+    """Return one group per id, but separate groups for different exceptions with the same id."""
+    found: dict[object, list[SignatureMatch]] = {}
     for (id_, cause), hits in groups.items():
         generic = hits[0].raised is not None and hits[0].weight < 3
         found.setdefault((id_, cause) if generic else id_, []).extend(hits)
     return list(found.values())
 
 
-def _failed(found: Found, candidates: list[Candidate]) -> bool:
-    """Return whether a line shows that the job failed, and is not only a warning, or an error that was survived."""
-    if any(_insists(one.hits, found) for one in candidates):
+def _has_job_failed(found: LogFindings, candidates: list[CauseCandidate]) -> bool:
+    """Return whether a line shows that the job failed, other than a warning or a survived error."""
+    if any(_is_warning_repeated(one.hits, found) for one in candidates):
         return True
     telling = (DEFINITE, LIKELY, OPEN, VAGUE, EFFECT, AFTERWARDS)
-    return any(one.place in telling and not one.survived for one in candidates) or bool(_complaints(found))
+    return any(one.place in telling and not one.survived for one in candidates) or bool(
+        _list_unsurvived_complaints(found)
+    )
 
 
-def _insists(group: list[Hit], found: Found) -> bool:
-    """Return whether a warning is repeated until the log ends: it is waited for, and nothing else happens."""
+def _is_warning_repeated(group: list[SignatureMatch], found: LogFindings) -> bool:
+    """Return whether a warning repeats until the log ends, since the program waits and does nothing else."""
     last = group[-1]
     return (
         len(group) >= 3
@@ -263,12 +270,12 @@ def _insists(group: list[Hit], found: Found) -> bool:
     )
 
 
-def _complaints(found: Found) -> list[Hit]:
+def _list_unsurvived_complaints(found: LogFindings) -> list[SignatureMatch]:
     return [hit for hit in found.complaints if not hit.survived]
 
 
-def _follows(one: Candidate, cause: Candidate) -> bool:
-    """Return whether a candidate is a consequence of the cause: by its kind, and if it is not printed before it."""
+def _is_later_consequence(one: CauseCandidate, cause: CauseCandidate) -> bool:
+    """Return whether a candidate is a consequence of the cause, by its kind and because it is not printed earlier."""
     follows = one.place in (EFFECT, OPEN, AFTERWARDS) and not any(hit.survived for hit in cause.hits)
     return follows and in_one_run(cause.first, one.first) and not is_before(one.first, cause.first)
 
@@ -277,19 +284,19 @@ def _is_address(text: str) -> bool:
     return (text.count(".") == 3 and text.replace(".", "").isdigit()) or ":" in text
 
 
-def _fill(text: str, groups: dict[str, str]) -> str:
+def _fill_placeholders(text: str, groups: dict[str, str]) -> str:
     for name, value in groups.items():
         text = text.replace(f"{{{name}}}", value)
     return _OPEN_PLACE.sub(lambda place: _NAMELESS.get(place[1], "it"), " ".join(text.split()))
 
 
-def _diagnosis(candidate: Candidate, found: Found, layout: LogLayout) -> Diagnosis:
+def _build_diagnosis(candidate: CauseCandidate, found: LogFindings, layout: JobNodeMap) -> Diagnosis:
     group, place = candidate.hits, candidate.place
     signature = group[0].signature
     ranks: set[int] = set()
     nodes: set[str] = set()
     counted = group
-    if any(hit.root for hit in group):  # the launcher itself names the rank of the first
+    if any(hit.root for hit in group):  # the launcher itself reports the first rank
         counted = [hit for hit in group if hit.root]
     if signature.blames == "self":
         for hit in counted:
@@ -297,7 +304,7 @@ def _diagnosis(candidate: Candidate, found: Found, layout: LogLayout) -> Diagnos
                 hit.rank = int(hit.groups["rank"])
         ranks = {hit.rank for hit in counted if hit.rank is not None} | {rank for hit in counted for rank in hit.ranks}
         ranks |= {int(hit.groups["other"]) for hit in counted if hit.groups.get("other", "").isdigit()}
-        nodes = {node for hit in counted for node in _nodes_of(hit, found)}
+        nodes = {node for hit in counted for node in _find_hit_nodes(hit, found)}
     elif signature.blames == "group":
         for hit in group:
             words = (hit.groups.get("rank", "") + " " + hit.groups.get("ranks", "")).replace(",", " ").split()
@@ -306,7 +313,7 @@ def _diagnosis(candidate: Candidate, found: Found, layout: LogLayout) -> Diagnos
             nodes |= {hit.groups["head"]} if "head" in hit.groups and not _is_address(hit.groups["head"]) else set()
         nodes = nodes or {hit.node for hit in group if hit.node is not None and hit.line.node is None}
     seen = {(hit.node, hit.rank) for hit in group} - {(None, None)}
-    if signature.blames == "all" and len(seen) == 1:  # where it was seen
+    if signature.blames == "all" and len(seen) == 1:  # the only node on which it was seen
         ranks |= {hit.rank for hit in group if hit.rank is not None}
         nodes |= {hit.node for hit in group if hit.node is not None}
     if signature.id in _SCHEDULER and not nodes:
@@ -315,8 +322,8 @@ def _diagnosis(candidate: Candidate, found: Found, layout: LogLayout) -> Diagnos
     nodes |= {layout.address_of[hit.groups[key]] for hit in group for key in ("address", "head", "peer")
               if hit.groups.get(key) in layout.address_of}  # fmt: skip
     best = max(group, key=lambda hit: (not hit.survived, not hit.bare, len(hit.groups)))
-    cause = _fill(signature.cause, best.groups)
-    fix = _fill(signature.fix, best.groups)
+    cause = _fill_placeholders(signature.cause, best.groups)
+    fix = _fill_placeholders(signature.fix, best.groups)
     if best.raised is not None and best.weight >= 2 and "{text}" not in signature.cause and signature.role == "cause":
         said = best.groups.get("text", "")
         cause = f"{cause}: {said if len(said) <= 240 else said[:240] + '…'}" if said else cause
@@ -324,36 +331,39 @@ def _diagnosis(candidate: Candidate, found: Found, layout: LogLayout) -> Diagnos
         fix = f"ambiguous; rerun with {signature.ambiguous}; {fix}"
     return Diagnosis(
         id=signature.id,
-        cause=f"{cause}; {_after(group)}" if place in (SURVIVED, REFUTED) else cause,
+        cause=f"{cause}; {_describe_recovery(group)}" if place in (SURVIVED, REFUTED) else cause,
         nodes=tuple(sorted(nodes)),
         ranks=tuple(sorted(ranks)),
         primary=False,
-        confidence=rate(candidate, found),
+        confidence=compute_confidence(candidate, found),
         survived=place in (SURVIVED, REFUTED),
         fix=fix,
         source=signature.source,
-        evidence=_evidences(group),
+        evidence=_collect_evidence(group),
     )
 
 
-def _after(group: list[Hit]) -> str:
+def _describe_recovery(group: list[SignatureMatch]) -> str:
     return "the program was started again after it" if group[-1].restarted else "training went on after it"
 
 
-def _evidences(group: list[Hit]) -> tuple[Evidence, ...]:
+def _collect_evidence(group: list[SignatureMatch]) -> tuple[Evidence, ...]:
     lines: dict[tuple[str, int], LogLine] = {}
     for hit in group:
         lines.setdefault((hit.line.file, hit.line.number), hit.line)
-    return tuple(_evidence(line) for line in list(lines.values())[:MAX_EVIDENCE])
+    return tuple(_build_evidence(line) for line in list(lines.values())[:MAX_EVIDENCE])
 
 
-def _evidence(line: LogLine) -> Evidence:
-    return Evidence(file=line.file, line=line.number, text=shown(line.raw).strip()[:400])
+def _build_evidence(line: LogLine) -> Evidence:
+    return Evidence(file=line.file, line=line.number, text=render_terminal_line(line.raw).strip()[:400])
 
 
-def _not_understood(found: Found, candidates: list[Candidate]) -> Diagnosis:
-    """Return that the job failed, with the first lines that complain and the last line before the silence."""
-    first = _complaints(found)[:MAX_EVIDENCE] or [hit for hit in found.hits if not hit.survived][:MAX_EVIDENCE]
+def _not_understood(found: LogFindings, candidates: list[CauseCandidate]) -> Diagnosis:
+    """Return a diagnosis without a cause, with the first error lines and the last line before the output stopped."""
+    first = (
+        _list_unsurvived_complaints(found)[:MAX_EVIDENCE]
+        or [hit for hit in found.hits if not hit.survived][:MAX_EVIDENCE]
+    )
     said = first[0].line.text.strip()[:200] if first else ""
     ended = [hit for one in candidates for hit in one.hits if hit.end is not None and not hit.survived]
     who = [hit for hit in (*first[:1], *ended) if hit.rank is not None or hit.node is not None][:1]
@@ -362,20 +372,20 @@ def _not_understood(found: Found, candidates: list[Candidate]) -> Diagnosis:
         cause=f"the job failed, and why is not understood; the first complaint is: {said}" if said else UNKNOWN.cause,
         ranks=tuple(hit.rank for hit in who if hit.rank is not None),
         nodes=tuple(hit.node for hit in who if hit.node is not None),
-        evidence=_evidences(first),
+        evidence=_collect_evidence(first),
     )
     return _with_last_words(diagnosis, found)
 
 
-def _with_last_words(diagnosis: Diagnosis, found: Found) -> Diagnosis:
+def _with_last_words(diagnosis: Diagnosis, found: LogFindings) -> Diagnosis:
     said = next((hit.before for hit in found.hits if hit.before is not None), None) or found.last_said
     if said is None:
         return diagnosis
     return replace(diagnosis, cause=f"{diagnosis.cause}; the last line of the program before it: {said.line!r}")
 
 
-def _nodes_of(hit: Hit, found: Found) -> set[str]:
-    """Nodes of a hit by the names that logs are kept under; a host's own name only if its rank has no such node."""
+def _find_hit_nodes(hit: SignatureMatch, found: LogFindings) -> set[str]:
+    """Return the nodes of a hit by the names in the logs' paths; the host name counts if its rank has no such node."""
     ranks = hit.ranks if hit.rank is None else (hit.rank,)
     known = {found.node_of[rank] for rank in ranks if rank in found.node_of}
     return known or ({hit.node} if hit.node is not None else set())

@@ -1,11 +1,11 @@
-"""Output of `dtctl doctor --log`: diagnoses with their evidence, and one of three verdicts."""
+"""Result of `dtctl doctor --log`: diagnoses with their evidence, and one of three verdicts."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dtctl.doctor.explain.read import Unread
+from dtctl.doctor.explain.read import UnreadFile
 
 Confidence = Literal["high", "medium", "low", "ambiguous", "unknown"]
 Verdict = Literal["explained", "failed-unknown", "no-failure"]
@@ -13,7 +13,7 @@ Verdict = Literal["explained", "failed-unknown", "no-failure"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """A line that a diagnosis rests on."""
+    """Line of a log that supports a diagnosis."""
 
     file: str
     line: int
@@ -22,7 +22,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """One thing that went wrong."""
+    """Cause of a failure, with its evidence."""
 
     id: str
     cause: str
@@ -34,11 +34,11 @@ class Diagnosis:
     source: str
     evidence: tuple[Evidence, ...]
     survived: bool = False
-    """True if training continued after it."""
+    """True if training continued after this error."""
     again: str = ""
-    """Settings and outputs with which the same failure leaves more information; empty if the cause is known."""
+    """Settings and outputs with which the same failure would show more; empty if the cause is known."""
     follows: bool = False
-    """True if it is a consequence of the primary cause, going by its text or its time."""
+    """True if this is a consequence of the primary cause, by its text or its time."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `dtctl doctor --log --json` prints."""
@@ -51,8 +51,8 @@ class Explanation:
 
     verdict: Verdict
     diagnoses: list[Diagnosis]
-    """The primary one first; where nothing failed none is primary, and there may be none."""
-    unread: list[Unread]
+    """Diagnoses, the primary one first; without a failure none is primary, and the list may be empty."""
+    unread: list[UnreadFile]
 
 
 UNKNOWN = Diagnosis(

@@ -1,4 +1,4 @@
-"""Facts that lines state besides failures: versions of NCCL, the command line, libraries in native stacks. Pure."""
+"""Facts in log lines other than failures: versions of NCCL, the command line, libraries in native stacks. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VERSIONS = (
     re.compile(r"\blib(?P<name>nccl)\.so\.(?P<version>\d+\.\d+\.\d+)"),
     re.compile(r"\bnvidia-(?P<name>nccl)-cu\d+(?:==|\s+)(?P<version>\d+\.\d+\.\d+)"),
 )
-"""Forms in which the version of the library is printed that has to be the same on all ranks."""
+"""Patterns of the version of NCCL, which must be the same on all ranks."""
 _WANTED = re.compile(r"NCCL_SOCKET_IFNAME (?:set (?:by environment )?to|=) ?(?P<name>\S+)")
 _USED = re.compile(r"\b(?:Bootstrap ?: Using|NET/Socket ?: Using|Using network) ")
 _COMMAND = re.compile(r"--nproc[-_]per[-_]node[= ]+(?P<per_node>\d+)|--nnodes[= ]+(?P<nodes>\d+)(?![:\d])")
@@ -33,17 +33,17 @@ MOST = 16
 
 
 @dataclass(slots=True)
-class Facts:
-    """Statements of all lines together."""
+class LogFacts:
+    """Facts from all lines together."""
 
     versions: dict[str, LogLine] = field(default_factory=dict)
-    """Version of NCCL -> the first line that names it."""
+    """Version of NCCL -> first line that names this version."""
     per_node: int = 0
-    """Workers on a node, as the command line has them; 0 where it is not here."""
+    """Workers per node, by the command line; 0 if the logs do not have it."""
     gpus: int = 0
-    """GPUs of a node that a line names; 0 without."""
+    """GPUs per node in a line; 0 if there is no such line."""
     local_of: dict[int, int] = field(default_factory=dict)
-    """rank -> its number on its node"""
+    """Rank -> local rank."""
     native: list[str] = field(default_factory=list)
     """Libraries in native stacks, the innermost first."""
 
@@ -51,8 +51,8 @@ class Facts:
     """Interfaces that NCCL was set to use, if no process has found any of them."""
     found_interface: bool = False
 
-    def note(self, line: LogLine) -> None:
-        """Take in a line."""
+    def add_log_line(self, line: LogLine) -> None:
+        """Record the facts in a line."""
         text = line.text
         if ("NCCL" in text or "nccl" in text) and len(self.versions) < MOST:
             if (wanted := _WANTED.search(text)) is not None:
@@ -60,7 +60,7 @@ class Facts:
             self.found_interface = self.found_interface or _USED.search(text) is not None
             for form in _VERSIONS:
                 for named in form.finditer(text):
-                    self.versions.setdefault(_version(named), line)
+                    self.versions.setdefault(_parse_reported_version(named), line)
         if "ank" in line.raw and (found := _LOCAL.search(line.raw)) is not None:
             rank, local = (
                 found["rank"] or found["of"] or found["spoken"],
@@ -80,13 +80,13 @@ class Facts:
                 self.native.append(name)
 
     @property
-    def conflict(self) -> tuple[str, ...]:
-        """Versions of NCCL, where these logs name several."""
+    def conflicting_nccl_versions(self) -> tuple[str, ...]:
+        """Return the versions of NCCL, if these logs name several."""
         return tuple(sorted(self.versions)) if len(self.versions) > 1 else ()
 
 
-def _version(found: re.Match[str]) -> str:
-    """Return a version in the form 2.20.5, also of NCCL's number 22005."""
+def _parse_reported_version(found: re.Match[str]) -> str:
+    """Return a version in the form 2.20.5, also for NCCL's number 22005."""
     code = found.groupdict().get("code")
     if code is None:
         return found["version"]

@@ -1,4 +1,4 @@
-"""Network interfaces that NCCL and gloo report to use, and the one that a failing address belongs to. Pure."""
+"""Network interfaces that NCCL and gloo report, and the interface of an address that failed. Pure."""
 
 from __future__ import annotations
 
@@ -26,56 +26,56 @@ _ADDRESS = re.compile(r"(?<![\d.])(?P<address>(?:\d{1,3}\.){3}\d{1,3}|fe80::[0-9
 VIRTUAL = re.compile(
     r"^(?:lo|docker|br-|veth|virbr|cni|flannel|cali|tunl|vmnet|kube|podman|lxc|lxd|dummy|ovs|tailscale|zt|wg|tun|tap|usb|incusbr|nerdctl)"
 )
-"""Names of interfaces that lead to no other node, or to containers only."""
+"""Pattern of interfaces that lead to no other node, or only to containers."""
 
 
 @dataclass(slots=True)
-class Interfaces:
-    """Network interfaces that the lines have named so far."""
+class ReportedInterfaces:
+    """Network interfaces in the lines that were read."""
 
     address_of: dict[str, set[str]] = field(default_factory=dict)
-    """interface -> its addresses on all nodes"""
+    """Interface -> its addresses on all nodes."""
     settings: dict[str, str] = field(default_factory=dict)
-    """variable -> value"""
+    """Variable that names interfaces -> its value."""
 
-    def note(self, text: str) -> None:
-        """Record the interfaces that a line names."""
+    def record_interfaces(self, text: str) -> None:
+        """Record the interfaces in a line."""
         if any(word in text for word in _ANNOUNCES):
             for found in _USED.finditer(text):
                 self.address_of.setdefault(found["name"], set()).add(found["address"])
         if "IFNAME" in text and (setting := _SET.search(text)) is not None:
             self.settings.setdefault(setting["variable"], setting["value"])
 
-    def of(self, address: str) -> str:
-        """Return the interface that has this address or one of its network, empty where none is known."""
+    def find_interface_of(self, address: str) -> str:
+        """Return the interface with this address, or with one of the same network; empty if none is known."""
         for name, addresses in self.address_of.items():
             if address in addresses:
                 return name
         for name, addresses in self.address_of.items():
-            if any(_near(address, own) for own in addresses):
+            if any(_is_same_subnet(address, own) for own in addresses):
                 return name
         return ""
 
     @property
     def usable(self) -> list[str]:
-        """Interfaces that may lead to other nodes."""
+        """Return interfaces that may lead to other nodes."""
         return [
             name
             for name, addresses in self.address_of.items()
-            if not VIRTUAL.match(name) and not all(map(_unroutable, addresses))
+            if not VIRTUAL.match(name) and not all(map(_is_unroutable_address, addresses))
         ]
 
     @property
     def virtual(self) -> list[str]:
-        """Return those that do not."""
+        """Return interfaces that lead to no other node."""
         return [name for name in self.address_of if VIRTUAL.match(name)]
 
 
-def _near(one: str, other: str) -> bool:
+def _is_same_subnet(one: str, other: str) -> bool:
     return one.count(".") == 3 and one.rsplit(".", 1)[0] == other.rsplit(".", 1)[0]
 
 
-def _unroutable(address: str) -> bool:
+def _is_unroutable_address(address: str) -> bool:
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -83,9 +83,9 @@ def _unroutable(address: str) -> bool:
     return parsed.is_loopback or parsed.is_link_local
 
 
-def what_is(address: str, interfaces: Interfaces) -> tuple[str, str]:
-    """Return what is odd about an address that could not be reached, and its interface; empty when nothing is."""
-    name = interfaces.of(address)
+def what_is(address: str, interfaces: ReportedInterfaces) -> tuple[str, str]:
+    """Return the problem with an address that could not be reached, and its interface; both may be empty."""
+    name = interfaces.find_interface_of(address)
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -106,7 +106,7 @@ def what_is(address: str, interfaces: Interfaces) -> tuple[str, str]:
 
 
 def addresses_in(texts: Iterable[str]) -> list[str]:
-    """IPv4 and link-local addresses in texts, each once, in order."""
+    """Return IPv4 and link-local addresses in texts in order, without repetitions."""
     found: dict[str, None] = {}
     for text in texts:
         for match in _ADDRESS.finditer(text):
@@ -115,8 +115,8 @@ def addresses_in(texts: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def advice(interfaces: Interfaces) -> str:
-    """Return the variables to set, with the name of an interface where one is known."""
+def format_interface_advice(interfaces: ReportedInterfaces) -> str:
+    """Return the variables to set, with the name of an interface if one is known."""
     usable = interfaces.usable
     if usable:
         return f"export NCCL_SOCKET_IFNAME={usable[0]} GLOO_SOCKET_IFNAME={usable[0]} on every node"

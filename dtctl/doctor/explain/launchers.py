@@ -1,7 +1,7 @@
-"""Ends of processes, as launchers, schedulers, shells and fault handlers report them: rank, signal or exit code.
+"""Ends of processes in messages of launchers, schedulers, shells and fault handlers: rank, signal or exit code.
 
-torchrun's table, srun, mpirun, DeepSpeed, Lightning, spawn, Ray, Kubernetes and shells report the same in many forms.
-Here they become one: rank, node, exit code, signal, and whether the launcher reports it as the first. Pure.
+torchrun's table, srun, mpirun, DeepSpeed, Lightning, spawn, Ray, Kubernetes and shells report ends in many forms. Here
+they become one form: rank, node, exit code, signal, and a mark if the launcher reports the end as the first. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIGNALS = {
     "Quit": 3, "Trace/breakpoint trap": 5, "User defined signal 1": 10, "User defined signal 2": 12,
     "Broken pipe": 13, "Alarm clock": 14, "CPU time limit exceeded": 24, "Cputime limit exceeded": 24,
     "File size limit exceeded": 25, "Filesize limit exceeded": 25, "Bad system call": 31,
-    # Messages of shells in other languages
+    # Messages of shells in other languages.
     "已杀死": 9, "段错误": 11, "总线错误": 7, "已终止": 15, "已放弃": 6, "強制終了": 9, "죽었음": 9,
     "세그멘테이션 오류": 11, "Getötet": 9, "Speicherzugriffsfehler": 11, "Processus arrêté": 9,
     "Erreur de segmentation": 11, "Violación de segmento": 11, "Falha de segmentação": 11, "Ucciso": 9,
@@ -36,10 +36,10 @@ MEANINGS = {
     25: "the limit of the size of a file was reached (ulimit -f)",
     31: "a system call that its container or sandbox does not allow (seccomp)",
 }
-"""Signal -> reason for which the system sends it, or its sender."""
+"""Signal -> reason for which the system sends the signal, or the sender."""
 _NAMED = "|".join(SIGNALS)
 _FATAL = (2, 3, 4, 5, 6, 7, 8, 9, 11, 15, 24, 25, 31)
-"""Signals that a shell's 128+N stands for."""
+"""Signals that an exit code 128+N of a shell means."""
 _SRUN = re.compile(
     r"srun: error: (?P<nodes>[\w.,\[\]-]+): tasks? (?P<tasks>[\d,-]+): (?P<how>Exited with exit code "
     r"(?P<code>\d+)|Out Of Memory|"
@@ -111,31 +111,31 @@ _GATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedExit:
-    """Exit of a process, as a launcher reports it."""
+    """Exit of a process in a launcher's message."""
 
     code: int
-    """Exit code as a shell would print it; 0 where only a signal is known."""
+    """Exit code as a shell reports it, 128 + N for signal N; 0 if only a signal is known."""
     signal: int
-    """0 without one."""
+    """Number of the signal that has ended the process; 0 if no signal has."""
     ranks: tuple[int, ...] = ()
     node: str | None = None
     root: bool = False
-    """True if its launcher calls it the first failure."""
+    """True if the launcher reports this exit as the first failure."""
     out_of_memory: bool = False
     local: bool = False
-    """True if the rank is only the rank within its node."""
+    """True if the launcher reports only the local rank."""
 
 
 @dataclass(slots=True)
-class Table:
-    """State of a launcher's summary while its lines are read."""
+class LauncherSummary:
+    """State of the parser of a launcher's summary, such as torchrun's table."""
 
     host: str | None = None
     rank: int | None = None
     root: bool = False
 
-    def follow(self, text: str) -> ReportedExit | None:
-        """Return the exit that a line of torchrun's or an mpirun's summary completes."""
+    def read_summary_line(self, text: str) -> ReportedExit | None:
+        """Return the exit that is completed by a line of torchrun's or mpirun's summary; None if there is none."""
         if text.startswith("Root Cause (first observed failure)"):
             self.root = True
         elif text.startswith("====="):
@@ -150,28 +150,28 @@ class Table:
             elif row["key"] == "rank" and (who := _TABLE_RANK.match(row["value"])) is not None:
                 self.rank = int(who["rank"])
             elif row["key"] == "exitcode" and (code := re.match(r"-?\d+", row["value"])) is not None:
-                return _exit(int(code[0]), 0, ranks=self._ranks, node=self.host, root=self.root)
+                return _build_reported_exit(int(code[0]), 0, ranks=self._row_ranks, node=self.host, root=self.root)
         return None
 
     def has(self, text: str) -> bool:
-        """Return whether a line is a row of a summary: it is about the process that the rows before it name."""
+        """Return whether a line is a row of the summary, so that it concerns the process of the rows above it."""
         return text[:1].isspace() and _TABLE.match(text) is not None
 
     @property
-    def _ranks(self) -> tuple[int, ...]:
+    def _row_ranks(self) -> tuple[int, ...]:
         return () if self.rank is None else (self.rank,)
 
 
-def exit_of(line: LogLine, table: Table) -> ReportedExit | None:
-    """Return the end of a process that this line reports; None if it reports none or a successful one."""
+def parse_reported_exit(line: LogLine, table: LauncherSummary) -> ReportedExit | None:
+    """Return the end of a process that this line reports; None without one, or if the process succeeded."""
     text = line.text
     if not any(word in text for word in _GATE):
         return None
-    if (row := table.follow(text)) is not None:
+    if (row := table.read_summary_line(text)) is not None:
         return row
     if text.startswith("srun") and (srun := _SRUN.search(text)) is not None:
-        return _srun(srun)
-    if "potential root causes" in text:  # Ray lists what it cannot determine
+        return _parse_srun_exit(srun)
+    if "potential root causes" in text:  # Ray lists reasons here that it cannot determine
         return None
     for form in _FORMS:
         found = form.search(text)
@@ -180,17 +180,17 @@ def exit_of(line: LogLine, table: Table) -> ReportedExit | None:
     return None
 
 
-def _srun(found: re.Match[str]) -> ReportedExit | None:
-    tasks = expand(found["tasks"])
+def _parse_srun_exit(found: re.Match[str]) -> ReportedExit | None:
+    tasks = parse_slurm_tasks(found["tasks"])
     number = SIGNALS.get(found["how"], 0)
     nodes = found["nodes"]
     node = nodes if "[" not in nodes and "," not in nodes else None
     if found["how"] == "Out Of Memory":
         return ReportedExit(code=0, signal=9, ranks=tasks, node=node, out_of_memory=True)
-    return _exit(int(found["code"] or 0), number, ranks=tasks, node=node, root=False)
+    return _build_reported_exit(int(found["code"] or 0), number, ranks=tasks, node=node, root=False)
 
 
-def _of_form(groups: dict[str, str], table: Table) -> ReportedExit | None:
+def _of_form(groups: dict[str, str], table: LauncherSummary) -> ReportedExit | None:
     if "OOMKilled" in groups.values():
         return ReportedExit(code=137, signal=9, out_of_memory=True)
     number = int(groups.get("signal", 0))
@@ -198,8 +198,8 @@ def _of_form(groups: dict[str, str], table: Table) -> ReportedExit | None:
         number = getattr(signal, name, signal.Signals(9)).value
     number = number or SIGNALS.get(groups.get("what", ""), 0)
     ranks = [int(groups[key]) for key in ("rank", "local") if key in groups][:1]
-    known = tuple(ranks) if ranks else table._ranks
-    return _exit(
+    known = tuple(ranks) if ranks else table._row_ranks
+    return _build_reported_exit(
         int(groups.get("code", 0)),
         number,
         ranks=known,
@@ -209,7 +209,7 @@ def _of_form(groups: dict[str, str], table: Table) -> ReportedExit | None:
     )
 
 
-def _exit(
+def _build_reported_exit(
     code: int, number: int, *, ranks: tuple[int, ...], node: str | None, root: bool, local: bool = False
 ) -> ReportedExit | None:
     if code < 0:
@@ -221,8 +221,8 @@ def _exit(
     return ReportedExit(code=code, signal=number, ranks=ranks, node=node, root=root, local=local)
 
 
-def expand(tasks: str) -> tuple[int, ...]:
-    """`0-2,5` as Slurm writes it; at most a thousand."""
+def parse_slurm_tasks(tasks: str) -> tuple[int, ...]:
+    """Return the tasks of `0-2,5` in Slurm's notation, at most a thousand."""
     found: list[int] = []
     for part in tasks.split(","):
         first, _, last = part.partition("-")
@@ -231,8 +231,8 @@ def expand(tasks: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def name_of(number: int) -> str:
-    """`SIGKILL` of 9."""
+def format_signal_name(number: int) -> str:
+    """Return the name of a signal, such as `SIGKILL` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

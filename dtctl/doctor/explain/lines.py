@@ -1,4 +1,4 @@
-"""Lines of logs without the prefixes of launchers, and the facts in those prefixes: rank, node, time. Pure."""
+"""Log lines without the prefixes of launchers, and the facts in those prefixes: rank, node, time. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LONGEST = 10_000
-"""Characters of a line that are looked at."""
+"""Largest number of characters of a line that are read."""
 _DECORATION = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x9b[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\^_=>78c]?"
 )
 _UNSHOWN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-"""Characters that a terminal would obey instead of showing them; a tab is none."""
+"""Pattern of characters that a terminal interprets instead of showing them, except for tabs."""
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _ISO = r"\[?(?P<iso>\d{4}[-/]\d\d[-/]\d\d[T_ ]" + _CLOCK + r")(?:Z|[+-]\d\d:?\d\d)?\]?[ |:-]*"
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -21,11 +21,12 @@ _STARTS = (
     r"(?=\[|Traceback|  |[A-Z]\w*Error|During handling|The above|20\d\d-|[IWEF]\d{4} |File |NCCL |"
     r"RuntimeError|\w+\.\w+\.?\w*Error)"
 )
-"""Beginnings of a program's output behind a name that a launcher put before it."""
+"""Patterns of a program's first words after the name in a launcher's prefix."""
 _STAMP = r"(?:\d{4})?(?P<date>\d{4}) (?P<clock>" + _CLOCK + r")(?: +(?P<pid>\d+)(?= ))?"
-"""The date without or with its year, the time and the process or thread, as glog, absl and torch write them."""
+"""Pattern of the date, with or without a year, the time and the process or thread, in the form of glog, absl and
+torch."""
 _LINE_OF = r"(?:\w[\w.-]*\.(?:pyx?|c|cc|cpp|cu|h|hpp|rs|go)|NOTSET|DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL|root)"
-"""Words that loggers put before the number of a line, and that no machine is called."""
+"""Pattern of words before a line number in loggers' prefixes; no machine has such a name."""
 _BRACKETS = (
     r"\[rank(?P<rank>\d+)\]:(?: |$)?",  # torch
     r"\[(?P<node>\w[\w.-]*):(?P<pid>\d{5,})\] ",  # Open MPI: [node1:01234]
@@ -49,10 +50,10 @@ _BRACKETS = (
     r"\[(?P<label>\d{1,4})\] (?=Traceback|  File|(?:\w+\.)*\w+Error: )",  # hydra -l, mpirun -l
 )
 _NUMBERS = (
-    r"(?P<node>\w[\w.-]*):(?P<pid>\d+):\d+ \[(?:\d+|\w+)\] ",  # NCCL, where a node is called by a number
+    r"(?P<node>\w[\w.-]*):(?P<pid>\d+):\d+ \[(?:\d+|\w+)\] ",  # NCCL, if the name of a node is a number
     r" *\| +(?=\d{4}-\d\d-\d\d[T ])",  # CloudWatch, where it was copied from a table
     _ISO,
-    r"(?P<clock>" + _CLOCK + r")[ |:,-]+",  # a time of day is no number of a task
+    r"(?P<clock>" + _CLOCK + r")[ |:,-]+",  # a time of day, which is no task number
     r" *(?P<label>\d{1,5}):(?!\d) ?(?=\S|  )",  # srun --label
     r"(?P<node>(?:\d{1,3}\.){3}\d{1,3}): " + _STARTS,  # pdsh
 )
@@ -85,13 +86,13 @@ _PREFIXES = {
     )
     for start in starts
 }
-"""Prefixes that launchers put before a line, by their first character."""
+"""Prefixes of launchers, by their first character."""
 PROGRESS = re.compile(
     r"^\W*(?:global_?)?(?:step|iter(?:ation)?|epoch)\b\W{0,3}\d|\b(?:loss|lr|grad_norm|tokens_per_s|samples_per_s)"
     r"['\"]?\s*[=: ]\s*[-+]?\.?\d|\d(?:it/s|s/it)\b",
     re.IGNORECASE,
 )
-"""Lines that a run prints while it makes progress."""
+"""Pattern of lines that a run prints while it makes progress."""
 _PATH_RANK = re.compile(r"(?:^|[._/-])rank[-_.]?(\d+)(?=[._/-]|$)")
 _TORCHRUN_PATH = re.compile(r"attempt_\d+/(\d+)/std(?:out|err)\.log$")
 _DTCTL_PATH = re.compile(r"(?:(?P<run>.*)/)?logs/(?P<node>[^/]+)/(?:rank-\d+|agent)\.log$")
@@ -100,33 +101,34 @@ _MONTH_DAYS = 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """One line of a log."""
+    """Line of a log, with the facts in its prefixes."""
 
     file: str
     number: int
     """Number of the line, from 1."""
     raw: str
     text: str
-    """Text without prefixes."""
+    """Text of the line without prefixes."""
     rank: int | None
     node: str | None
     time: float | None
-    """Seconds since the year began, months counted as 31 days: enough to order lines. None where none was printed."""
+    """Seconds since the beginning of the year, with months of 31 days, which suffices to order lines; None without a
+    time."""
     pid: str | None = None
-    """The process, where a prefix names it."""
+    """Process id, if a prefix has one."""
 
 
-def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | None) -> LogLine:
+def parse_log_line(raw: str, *, file: str, number: int, rank: int | None, node: str | None) -> LogLine:
     """Return a line and the facts in its prefixes.
 
     Args:
-        raw: as it stands in the file, without its line end.
-        file: where.
-        number: which line, from 1.
-        rank: the rank of the file, if the file is one rank's.
-        node: the node of the file, if the file is one node's.
+        raw: line of the file, without its line end.
+        file: path of the file.
+        number: number of the line, from 1.
+        rank: rank of the file; None if the file has several ranks.
+        node: node of the file; None if the file has several nodes.
     """
-    text = shown(raw)
+    text = render_terminal_line(raw)
     time: float | None = None
     local: str | None = None
     pid: str | None = None
@@ -148,25 +150,25 @@ def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | Non
         pid = pid or groups.get("pid")
         by_logger = by_logger or _of_logger(groups)
         if time is None:
-            time = _time(groups)
+            time = _parse_log_time(groups)
         text = text[found.end() :]
-    if rank is None and local is not None:  # right on one node, and all that there is
+    if rank is None and local is not None:  # the local rank is right on one node, and nothing better is known
         rank = int(local)
     return LogLine(file=file, number=number, raw=raw, text=text, rank=rank, node=node, time=time, pid=pid)
 
 
 def _of_logger(groups: dict[str, str | None]) -> bool:
-    """Return whether a prefix is of a logger inside of the process.
+    """Return whether a prefix comes from a logger inside of the process.
 
-    A launcher's label stands before it, so a mere number behind it is a process or the line of a file. Who collects
-    lines may put a time before the label, and writes it with a T.
+    A launcher's label precedes that of a logger, so a number after it is a process or the line of a file. A collector
+    of lines may put a time in front of the label, in the format with a T.
     """
     iso = groups.get("iso")
     return groups.get("clock") is not None or (iso is not None and iso[10] != "T")
 
 
-def shown(text: str) -> str:
-    """Return a line as a terminal would show it in the end, cut off, and without anything that a terminal obeys."""
+def render_terminal_line(text: str) -> str:
+    """Return a line as a terminal would finally show it, shortened and without control characters."""
     if len(text) > LONGEST:
         text = text.rstrip("\r").rsplit("\r", 1)[-1][:LONGEST]
     if text.isprintable():
@@ -174,11 +176,11 @@ def shown(text: str) -> str:
     return _UNSHOWN.sub("", _DECORATION.sub("", text).rstrip("\r").rsplit("\r", 1)[-1])
 
 
-def _time(groups: dict[str, str | None]) -> float | None:
+def _parse_log_time(groups: dict[str, str | None]) -> float | None:
     iso, date, clock = groups.get("iso"), groups.get("date"), groups.get("clock")
     if iso is not None:
         month, day, clock = int(iso[5:7]), int(iso[8:10]), iso[11:]
-    elif date is not None:  # E1206 and E321 alike: the day has two digits, the month what is left
+    elif date is not None:  # in E1206 and E321 the last two digits are the day, the others the month
         month, day = int(date[:-2]), int(date[-2:])
     elif groups.get("month") is not None:
         month, day = _MONTHS.index(groups["month"] or "") + 1, int(groups["day"] or 0)
@@ -189,7 +191,7 @@ def _time(groups: dict[str, str | None]) -> float | None:
 
 
 def owner_of(path: Path) -> tuple[int | None, str | None]:
-    """Return the rank and the node that a log file belongs to, going by its path."""
+    """Return the rank and the node of a log file, by its path."""
     text = path.as_posix()
     node = _DTCTL_PATH.search(text)
     rank = _PATH_RANK.search("/".join(text.split("/")[-2:])) or _TORCHRUN_PATH.search(text)
@@ -197,6 +199,6 @@ def owner_of(path: Path) -> tuple[int | None, str | None]:
 
 
 def run_of(file: str) -> str | None:
-    """Return the folder of the run of dtctl that a log file belongs to, by its path; None if it contains none."""
+    """Return the folder of the dtctl run that a log file belongs to, by its path; None if the path has none."""
     found = _DTCTL_PATH.search(file)
     return found["run"] if found else None

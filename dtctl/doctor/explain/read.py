@@ -1,4 +1,4 @@
-"""Reading of paths: log files, folders of them, and the folders of dtctl's runs."""
+"""Reading of paths: log files, folders of log files, and folders of dtctl's runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dtctl import folders, names
-from dtctl.doctor.explain.content import COMPRESSED, content
+from dtctl.doctor.explain.content import COMPRESSED, read_log_content
 from dtctl.doctor.explain.dumps import is_dump
-from dtctl.doctor.explain.found import Source
 from dtctl.doctor.explain.lines import owner_of
+from dtctl.doctor.explain.log_findings import LogSource
 from dtctl.errors import UsageError
 from dtctl.launch.records import validate_records
 from dtctl.launch.records.record import PLAN_BYTES
@@ -23,27 +23,27 @@ SUFFIXES = (".log", ".out", ".err", ".txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unread:
-    """File that could not be read completely, or a folder without files."""
+class UnreadFile:
+    """File that could not be read completely, or folder without files."""
 
     file: str
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogLayout:
+class JobNodeMap:
     """Facts about a job that are known without its output."""
 
     node_of: dict[int, str] = field(default_factory=dict)
-    """rank -> node"""
+    """Rank -> its node."""
     address_of: dict[str, str] = field(default_factory=dict)
-    """address -> node"""
+    """Address -> its node."""
     hosts: dict[str, str] = field(default_factory=dict)
-    """node -> how it calls itself, as far as known"""
+    """Node -> its host name, if known."""
 
 
 def dump_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the flight-recorder dumps that these paths mean, each once, in order."""
+    """Return the flight-recorder dumps at these paths in order, without repetitions."""
     found: dict[Path, None] = {}
     for path in paths:
         inside = _files_in(path) if path.is_dir() else [path]
@@ -51,13 +51,13 @@ def dump_files(paths: Iterable[Path]) -> list[Path]:
     return list(found)
 
 
-def log_files(paths: Sequence[Path], unread: list[Unread]) -> list[Path]:
-    """Return the log files that these paths mean, each once, in order; without dumps.
+def log_files(paths: Sequence[Path], unread: list[UnreadFile]) -> list[Path]:
+    """Return the log files at these paths in order, without repetitions and dumps.
 
-    Folders without any are added to `unread`.
+    Folders without log files are added to `unread`.
 
     Raises:
-        UsageError: a path does not exist, or they are all folders without logs.
+        UsageError: a path does not exist, or all paths are folders without logs.
     """
     found: dict[Path, None] = {}
     empty: list[Path] = []
@@ -74,12 +74,12 @@ def log_files(paths: Sequence[Path], unread: list[Unread]) -> list[Path]:
     if empty and len(empty) == len(paths):
         what = "there are no logs in this folder" if len(empty) == 1 else "there are no logs in these folders"
         raise UsageError(what, where=", ".join(map(str, empty)), hint="name the files themselves")
-    unread += [Unread(file=str(path), why="there are no logs in this folder") for path in empty]
+    unread += [UnreadFile(file=str(path), why="there are no logs in this folder") for path in empty]
     return list(found)
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The regular files of a folder and of those in it; without links that lead nowhere or have impossible names."""
+    """Return the regular files of a folder and its subfolders, without links to nothing or with invalid names."""
     found = (Path(inside, name) for inside, _, names in os.walk(folder) for name in names)
     return sorted(file for file in found if os.path.isfile(file))  # noqa: PTH113  # is_file() fails at such a link
 
@@ -89,14 +89,14 @@ def _is_log(file: Path) -> bool:
     return suffix in SUFFIXES
 
 
-def layout_of(paths: Iterable[Path]) -> LogLayout:
-    """Return the facts of the plans, if the paths belong to runs of dtctl; nothing on which several plans disagree."""
+def layout_of(paths: Iterable[Path]) -> JobNodeMap:
+    """Return the facts in the plans of the paths' dtctl runs, without facts on which several plans disagree."""
     plans = dict.fromkeys(plan for path in paths if (plan := _plan_of(path)) is not None)
-    layouts = [_layout(plan) for plan in plans]
-    return LogLayout(
-        node_of=_agreed([layout.node_of for layout in layouts]),
-        address_of=_agreed([layout.address_of for layout in layouts]),
-        hosts=_agreed([layout.hosts for layout in layouts]),
+    layouts = [_read_log_layout(plan) for plan in plans]
+    return JobNodeMap(
+        node_of=_merge_agreed_entries([layout.node_of for layout in layouts]),
+        address_of=_merge_agreed_entries([layout.address_of for layout in layouts]),
+        hosts=_merge_agreed_entries([layout.hosts for layout in layouts]),
     )
 
 
@@ -105,8 +105,8 @@ def _plan_of(path: Path) -> Path | None:
     return next((plan for folder in (path, *path.parents[:3]) if (plan := folder / names.PLAN_FILE).is_file()), None)
 
 
-def _agreed(tables: Sequence[dict[_Key, str]]) -> dict[_Key, str]:
-    """Return the entries of several tables that none of them contradicts."""
+def _merge_agreed_entries(tables: Sequence[dict[_Key, str]]) -> dict[_Key, str]:
+    """Return the entries of several tables that no other table contradicts."""
     said: dict[_Key, set[str]] = {}
     for table in tables:
         for key, value in table.items():
@@ -114,29 +114,29 @@ def _agreed(tables: Sequence[dict[_Key, str]]) -> dict[_Key, str]:
     return {key: values.pop() for key, values in said.items() if len(values) == 1}
 
 
-def _layout(plan: Path) -> LogLayout:
+def _read_log_layout(plan: Path) -> JobNodeMap:
     try:
         found = json.loads(folders.read_regular(str(plan), PLAN_BYTES))
         nodes: list[dict[str, Any]] = validate_records.PLAN(found)["nodes"]
         node_of = {node["first_rank"] + i: node["name"] for node in nodes for i in range(node["slots"])}
-        return LogLayout(
+        return JobNodeMap(
             node_of=node_of,
             address_of={node["address"]: node["name"] for node in nodes},
             hosts={node["name"]: node["host"] for node in nodes if node.get("host")},
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return LogLayout()
+        return JobNodeMap()
 
 
-def read(files: Iterable[Path], unread: list[Unread]) -> Iterator[Source]:
-    """Yield the lines of all files; those that could not be read, or not to their end, are added to `unread`.
+def read_log_sources(files: Iterable[Path], unread: list[UnreadFile]) -> Iterator[LogSource]:
+    """Yield the lines of all files; files that could not be read completely are added to `unread`.
 
     Raises:
-        UsageError: the system does not let one be read.
+        UsageError: the system does not allow to read a file.
     """
     for file in files:
-        found = content(file)
+        found = read_log_content(file)
         if found.trouble:
-            unread.append(Unread(file=str(file), why=found.trouble))
+            unread.append(UnreadFile(file=str(file), why=found.trouble))
         rank, node = owner_of(file.absolute())
-        yield Source(file=str(file), rank=rank, node=node, lines=found.text.split("\n"))
+        yield LogSource(file=str(file), rank=rank, node=node, lines=found.text.split("\n"))

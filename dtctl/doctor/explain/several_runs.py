@@ -1,4 +1,4 @@
-"""Several runs of a program in one file, one after the other: only the last one is to be explained. Pure."""
+"""Several runs of a program in one log file, of which only the last one is explained. Pure."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dtctl.doctor.explain import kinds
-from dtctl.doctor.explain.found import Found, Hit
+from dtctl.doctor.explain import exception_classes
+from dtctl.doctor.explain.log_findings import LogFindings, SignatureMatch
 
 LASTING = frozenset(["time-limit", "cancelled", "preempted", "requeued", "node-failed", "agent-signalled", "hangup"])
-"""Faults that a line of progress, printed while it was under way, does not show to be survived."""
+"""Faults for which lines of progress, printed while the job was being ended, do not mean survival."""
 ANOTHER_RUN = 100
-"""Lines of progress after a job was ended from outside that only another one can have printed."""
+"""Number of lines of progress after the end of a job that only another run can have printed."""
 OPENING = 2
-"""Lines at the beginning of a file; where they come again, the program was started again."""
+"""Number of lines at the beginning of a file whose repetition means that the program was restarted."""
 _PRINTED_BY_ALL = re.compile(r"arning|Traceback|^\s*$|^\s*[=*#-]+\s*$|NCCL|^\[|(?i:rank)")
-"""Lines that each of several processes may print first."""
+"""Pattern of lines that each of several processes may print first."""
 
 
 @dataclass(slots=True)
-class Starts:
-    """Positions at which the first lines of a file repeat."""
+class RunStartFinder:
+    """Finder of positions at which the first lines of a file repeat."""
 
     opening: tuple[str, ...] = ()
-    """Forms of the lines that the file begins with."""
+    """Forms of the first lines of the file."""
     begun_again: list[tuple[int, bool]] = field(default_factory=list)
-    """Lines at which the first of them stands again, and whether all of them do."""
+    """Lines at which the first of these lines repeats, and True if all of them do."""
     steps: int = 0
-    """Lines of progress since the job was last ended from outside."""
+    """Number of lines of progress since the job was last ended from outside."""
     went_on: int = 0
-    """The last line of progress."""
+    """Number of the last line of progress."""
 
-    def follow(self, form: str, number: int) -> bool:
-        """Process a line of a file, without its digits; return whether a new run may begin with it."""
+    def check_run_start(self, form: str, number: int) -> bool:
+        """Process a line of a file, without its digits; return whether a new run may begin with this line."""
         if len(self.opening) < OPENING:
             if self.opening or form.strip():
                 self.opening += (form,)
@@ -43,17 +43,17 @@ class Starts:
         self.begun_again.append((number, False))
         return True
 
-    def follow_up(self, form: str) -> None:
+    def confirm_run_start(self, form: str) -> None:
         """Process the line after one with which a new run may begin."""
         if form == self.opening[1] and not _PRINTED_BY_ALL.search(form):
             self.begun_again[-1] = (self.begun_again[-1][0], True)
 
 
-def mark_earlier_runs(found: Found, file: str, starts: Starts, *, lines: int) -> None:
-    """Mark what stands before the last start in a file into which several runs of a program have written.
+def mark_earlier_runs(found: LogFindings, file: str, starts: RunStartFinder, *, lines: int) -> None:
+    """Mark findings before the last start in a file into which several runs of a program have written.
 
-    A start shows by the lines that the file begins with (the first is enough where only one process writes), or, in the
-    file of one process, by an exception that has ended it and another one after it.
+    A start is a repetition of the file's first lines (or of the first line, if only one process writes), or, in the
+    file of one process, a fatal exception that is followed by another one.
     """
     hits = [hit for hit in found.hits if hit.line.file == file]
     ended = [hit for hit in hits if (hit.uncaught and not _passed_on(hit)) or hit.signature.id in LASTING]
@@ -70,22 +70,24 @@ def mark_earlier_runs(found: Found, file: str, starts: Starts, *, lines: int) ->
             hit.survived = hit.restarted = True
 
 
-def _says_more(start: int, hits: Sequence[Hit], starts: Starts, lines: int) -> bool:
-    """Return whether a run prints anything of interest after its first lines."""
+def _says_more(start: int, hits: Sequence[SignatureMatch], starts: RunStartFinder, lines: int) -> bool:
+    """Return whether a run prints relevant lines after its first ones."""
     long = lines - start > 3 * OPENING
     return long or starts.went_on > start or any(hit.line.number > start for hit in hits)
 
 
-def _of_a_parent(hit: Hit) -> bool:
-    """Return whether an exception only passes on that another process has ended, or was made to end."""
-    return hit.raised is not None and (hit.raised.short in kinds.PASSING_ON or hit.raised.short == "SignalException")
+def _of_a_parent(hit: SignatureMatch) -> bool:
+    """Return whether an exception only reports that another process has ended, or was ended."""
+    return hit.raised is not None and (
+        hit.raised.short in exception_classes.PASSING_ON or hit.raised.short == "SignalException"
+    )
 
 
-def _of_several_processes(hit: Hit) -> bool:
-    """Return whether a finding is about one process among others: a rank that ended, or a peer that was lost."""
+def _of_several_processes(hit: SignatureMatch) -> bool:
+    """Return whether a finding shows several processes: the exit of a rank, or the loss of a peer."""
     lost = hit.raised is not None and hit.signature.role in ("effect", "symptom") and not _of_a_parent(hit)
     return (hit.end is not None and bool(hit.end.ranks)) or (lost and hit.signature.id != "interrupted")
 
 
-def _passed_on(hit: Hit) -> bool:
+def _passed_on(hit: SignatureMatch) -> bool:
     return hit.raised is not None and (hit.raised.passed_on or hit.raised.ignored)

@@ -1,8 +1,8 @@
-"""Candidates for the cause of a failure, with what each was printed by and after. Pure.
+"""Candidates for the cause of a failure, ranked by their source and order. Pure.
 
-A line has a process, a time or a place in its file, and a voice: the program, a library, a traceback, a launcher or
-scheduler, or the kernel. What launchers and schedulers print about the end of a job never outranks an error that was
-printed before it.
+A line has a process, a time or a position in its file, and a source (`Voice`): the program, a library, a traceback, a
+launcher or scheduler, or the kernel. A message of a launcher or scheduler about the end of a job never outranks an
+error that was printed before it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dtctl.doctor.explain.found import Found, Hit
+from dtctl.doctor.explain.log_findings import LogFindings, SignatureMatch
 from dtctl.doctor.explain.signatures import Signature
 
 Voice = Literal["program", "library", "traceback", "launcher", "kernel"]
 DEFINITE, LIKELY, OPEN, VAGUE, WARNED, SURVIVED, EFFECT, AFTERWARDS, REFUTED, NOTE = range(10)
-"""Places of candidates, the best first."""
+"""Places of candidates in the ranking, the best first."""
 _KERNEL = re.compile(r"\bkernel: |\bNVRM: |oom[-_]kill|Out of memory: Killed process|\bXid\b")
 _LAUNCHER = re.compile(
     r"\b(?:srun|slurmstepd|slurmctld|sbatch|salloc|mpirun|mpiexec|prterun|orted|torchrun|horovodrun|pdsh|kubelet)\b\S*:|"
@@ -36,36 +36,36 @@ PEER_LOST = frozenset(
 _OF_AN_END = re.compile(
     r"(?i)exit ?code|child process|(?:container|process) (?:has )?(?:failed|exited|died)|launch error"
 )
-"""A complaint that a process has ended, in words of a launcher."""
+"""Pattern of a launcher's message about the end of a process."""
 LATE_S = 1.0
-"""Seconds by which the clock of one machine may be behind that of another."""
+"""Largest assumed difference between the clocks of two machines, in seconds."""
 _NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One cause with the lines that show it, the earliest first."""
+class CauseCandidate:
+    """Cause with the lines that show it, the earliest first."""
 
-    hits: list[Hit]
+    hits: list[SignatureMatch]
     place: int
 
     @property
-    def first(self) -> Hit:
-        """The earliest line."""
+    def first(self) -> SignatureMatch:
+        """Earliest line that shows the cause."""
         return self.hits[0]
 
     @property
     def signature(self) -> Signature:
-        """Return the signature of all of the lines."""
+        """Return the signature that all of the lines have."""
         return self.hits[0].signature
 
     @property
     def survived(self) -> bool:
-        """Return whether training continued after all of it."""
+        """Return whether training continued after all of the lines."""
         return all(hit.survived for hit in self.hits)
 
 
-def voice_of(hit: Hit) -> Voice:
+def voice_of(hit: SignatureMatch) -> Voice:
     """Return the source of a finding: the kind of process that has printed it."""
     if hit.end is not None:
         return "launcher"
@@ -78,13 +78,13 @@ def voice_of(hit: Hit) -> Voice:
     return "library" if _LIBRARY.search(hit.line.raw) else "program"
 
 
-def when(hit: Hit, many: bool) -> tuple[float, int]:
-    """Return the key for sorting: the time where several files are compared, the place within one."""
+def build_hit_sort_key(hit: SignatureMatch, many: bool) -> tuple[float, int]:
+    """Return the key for sorting: the time if several files are compared, otherwise the position."""
     return (hit.time if many and hit.time is not None else _NEVER if many else 0.0, hit.order)
 
 
-def is_before(one: Hit, other: Hit) -> bool | None:
-    """Return whether one line was printed before another; None if neither a file nor clocks show it."""
+def is_before(one: SignatureMatch, other: SignatureMatch) -> bool | None:
+    """Return whether one line was printed before another; None if neither file nor clocks show it."""
     if one.line.file == other.line.file:
         return one.order < other.order
     if one.time is None or other.time is None:
@@ -93,8 +93,8 @@ def is_before(one: Hit, other: Hit) -> bool | None:
 
 
 def rank_candidates(
-    groups: Iterable[list[Hit]], found: Found, roots: set[int | None], *, many: bool
-) -> list[Candidate]:
+    groups: Iterable[list[SignatureMatch]], found: LogFindings, roots: set[int | None], *, many: bool
+) -> list[CauseCandidate]:
     """Return the candidates, the best one first.
 
     Args:
@@ -105,19 +105,19 @@ def rank_candidates(
     """
     known = {hit.signature.id for hit in found.hits if not hit.survived}
     errors = [hit for hit in found.hits if _is_error(hit)] + own_complaints(found)
-    candidates = [Candidate(hits, _place(hits, known, errors)) for hits in groups]
+    candidates = [CauseCandidate(hits, _classify_hit_group(hits, known, errors)) for hits in groups]
 
-    def key(one: Candidate) -> tuple[int, bool, tuple[float, int]]:
+    def key(one: CauseCandidate) -> tuple[int, bool, tuple[float, int]]:
         not_root = bool(roots) and not any(hit.rank in roots or roots & set(hit.ranks) for hit in one.hits)
         told_to = one.signature.id == "stopped"  # a consequence of another failure, even if it is printed first
         place = LIKELY if one.place == OPEN else one.place
-        return (place, told_to or not_root, when(one.first, many))
+        return (place, told_to or not_root, build_hit_sort_key(one.first, many))
 
     return sorted(candidates, key=key)
 
 
-def own_complaints(found: Found) -> list[Hit]:
-    """Return the lines that complain in unknown words and were not survived, without those of launchers about ends."""
+def own_complaints(found: LogFindings) -> list[SignatureMatch]:
+    """Return unknown error messages that were not survived, without launchers' messages about ends."""
     return [
         hit
         for hit in found.complaints
@@ -125,29 +125,29 @@ def own_complaints(found: Found) -> list[Hit]:
     ]
 
 
-def error_before(hit: Hit, errors: Sequence[Hit]) -> Hit | None:
-    """Return an error that was printed before what a launcher or scheduler printed about an end; None without one."""
+def error_before(hit: SignatureMatch, errors: Sequence[SignatureMatch]) -> SignatureMatch | None:
+    """Return an error that precedes a launcher's or scheduler's message about an end; None without one."""
     own_end = hit.end is not None and (hit.root or not hit.signature.ends)
     for error in errors:
         if error.signature.id == hit.signature.id:
             continue
         lost = error.signature.id in PEER_LOST
         if own_end and (lost or (error.rank is not None and hit.rank not in (None, error.rank))):
-            continue  # one process crashed, and others printed that they lost it
+            continue  # one process crashed, and other processes reported the loss
         before = is_before(error, hit)
         if before or (before is None and not lost):
             return error
     return None
 
 
-def _is_error(hit: Hit) -> bool:
+def _is_error(hit: SignatureMatch) -> bool:
     signature = hit.signature
     told = signature.ends or signature.role == "note" or hit.end is not None
     return not (told or hit.survived or hit.warned)
 
 
-def _place(hits: Sequence[Hit], known: set[str], errors: Sequence[Hit]) -> int:
-    """Return the place of a group; `known` are the ids of what was found and not survived."""
+def _classify_hit_group(hits: Sequence[SignatureMatch], known: set[str], errors: Sequence[SignatureMatch]) -> int:
+    """Return the place of a group in the ranking; `known` has the ids of findings that were not survived."""
     signature = hits[0].signature
     if signature.role == "note" or (signature.role == "effect" and all(hit.warned or hit.survived for hit in hits)):
         return NOTE
@@ -166,6 +166,6 @@ def _place(hits: Sequence[Hit], known: set[str], errors: Sequence[Hit]) -> int:
     return LIKELY if max(hit.weight for hit in hits) < 1 else DEFINITE
 
 
-def is_earliest(one: Candidate, rivals: Iterable[Candidate]) -> bool:
-    """Return whether a candidate is certainly earlier than all of the others: by times, or in one file."""
+def is_earliest(one: CauseCandidate, rivals: Iterable[CauseCandidate]) -> bool:
+    """Return whether a candidate certainly precedes all others, by times or within one file."""
     return all(is_before(one.first, rival.first) for rival in rivals)

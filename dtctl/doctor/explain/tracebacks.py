@@ -1,7 +1,8 @@
-"""Exceptions as Python prints them: tracebacks, also those of several processes mixed line by line, and their chains.
+"""Exceptions in Python's output: tracebacks, which may be interleaved with other processes' lines, and chains.
 
-A traceback is known by its structure and not by the name of its exception: a header or a frame, further frames, and
-the first line that is not indented. What stands before the header (a log's prefix) is taken off the lines that follow.
+A traceback is recognized by its structure and not by the name of its exception: a header or a frame, further frames,
+and the first line that is not indented. The text before the header (a log's prefix) is removed from the lines that
+follow.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from dtctl.doctor.explain.lines import PROGRESS, LogLine
 Link = Literal["", "cause", "context", "inner"]
 HEADER = "Traceback (most recent call last)"
 LONGEST_GAP = 120
-"""Lines of others that may come between a frame and the exception that it belongs to."""
+"""Largest number of other lines between a frame and its exception."""
 LONGEST_REPORT = 600
-"""Most lines of a logger's report of an error of its own."""
+"""Largest number of lines of a logger's report of its own error."""
 MAX_DETAIL = 16
-"""Lines of a message that are kept, beyond its first."""
+"""Number of further lines of a message that are kept."""
 _FRAME = re.compile(r'^[\s>|+^]*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?\s*$')
 _CELL_FRAME = re.compile(r"^(?:File )?(?P<path>[~/][^\s:]+\.py)(?::(?P<line>\d+),)? in (?P<function>[\w<>.]+)\(")
 _RICH_FRAME = re.compile(r"^[│|]\s+(?P<path>/?[\w~./<>@+ -]+\.py):(?P<line>\d+) in (?P<function>[\w<>.]+)")
 _NAME = re.compile(r"^(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_<][\w<>]*)*)(?:\((?P<of>\w+)\))?(?:: ?(?P<message>.*)|\s*)$")
-"""Names that may be an exception where one has to come."""
+"""Pattern of names that count as an exception if they stand after frames."""
 _BUILTIN = frozenset(
     [
         "ArithmeticError",
@@ -63,13 +64,13 @@ _SURE = re.compile(
     r"^(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z_]\w*" + _ENDS + r"|" + "|".join(_BUILTIN) + r"))"
     r"(?:\((?P<of>\w+)\))?(?:: ?(?P<message>.*)|:?\s*)$"
 )
-"""Names that are an exception wherever they stand in a traceback, by custom."""
+"""Pattern of names that by convention are an exception anywhere in a traceback."""
 _BARE = re.compile(
     r"^(?:(?:[|> E]\s+)|(?:\s*\"message\": \")|(?:(?:\S+ )?(?:ERROR|CRITICAL|FATAL|Error|error|"
     r"Exception)\b[\]:\s|-]+))?"
     r"(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt)))(?:\((?P<of>\w+)\))?: ?(?P<message>\S.*)$"
 )
-"""Exception without a traceback: with a message, or it may be any word."""
+"""Pattern of an exception without a traceback; it needs a message, since any word could be a name."""
 _LEVELS = frozenset(
     [
         "INFO",
@@ -125,14 +126,14 @@ _NEW_THOUGHT = re.compile(
     r"default|trainer|E |W ))"
 )
 _SOURCE = re.compile(r"^\s{4,}(?:raise|return|with|for|if|self\.|await|yield|\w[\w.]*\()")
-"""A line of a program, which no message is."""
+"""Pattern of a source line, which is not part of a message."""
 _TOLD = re.compile(r"\b(?:INFO|DEBUG|WARN(?:ING)?)\b")
 _NUMBERS = re.compile(r"\d+(?:[:.,/-]\d+)+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracebackFrame:
-    """One call of a traceback."""
+    """Call in a traceback."""
 
     path: str
     line: int
@@ -141,54 +142,54 @@ class TracebackFrame:
 
     @property
     def where(self) -> str:
-        """`/job/train.py:17`."""
+        """Return the place of the call as text: `/job/train.py:17`."""
         return f"{self.path}:{self.line}"
 
 
 @dataclass(slots=True, kw_only=True)
-class Raised:
-    """An exception that was printed."""
+class PrintedException:
+    """Exception in the output."""
 
     name: str
-    """Name with its modules, as it was printed."""
+    """Name with its modules, as printed."""
     message: str
     line: LogLine
     frames: tuple[TracebackFrame, ...] = ()
-    """The innermost last."""
+    """Calls of the traceback, the innermost last."""
     detail: list[str] = field(default_factory=list)
-    """Further lines of its message."""
+    """Further lines of the message."""
     bare: bool = False
-    """True if it stands there without a traceback."""
+    """True if the exception has no traceback."""
     ignored: bool = False
-    """True if Python itself, or a logger, reports it as without effect."""
+    """True if Python or a logger reports that the exception has no effect."""
     rank: int | None = None
-    """The process that it comes from, where a parent passes it on."""
+    """Rank of the process that raised the exception, if a parent passes it on."""
     node: str | None = None
-    before: Raised | None = None
-    """The exception that this one was raised from, or while handling which it was raised."""
+    before: PrintedException | None = None
+    """Exception from which this one was raised, or during whose handling it was raised."""
     link: Link = ""
     """Relation to the exception before it."""
     passed_on: bool = False
-    """True if a later exception of the chain has taken its place."""
+    """True if a later exception of the chain replaces this one."""
     told: bool = False
-    """True if what printed its traceback called it information or a warning."""
+    """True if the traceback was printed as information or a warning."""
     cut: bool = False
-    """True if the beginning of its traceback is missing."""
+    """True if the beginning of the traceback is missing."""
 
     @property
     def short(self) -> str:
-        """Return its name without the modules."""
+        """Return the name without the modules."""
         return self.name.rpartition(".")[2]
 
     @property
     def text(self) -> str:
-        """Return the exception as in its last line, with the rest of the message in that line."""
+        """Return the last line of the exception, with the whole message in that line."""
         said = f"{self.name}: {self.message}" if self.message else self.name
         return " ".join([said, *(line.strip() for line in self.detail)]).strip()
 
     @property
-    def alone(self) -> str:
-        """Return its last line, with the lines that are certainly of its message: later ones may be other output."""
+    def message_lines(self) -> str:
+        """Return the last line and lines that certainly belong to the message; later ones may be other output."""
         parts = [f"{self.name}: {self.message}" if self.message else self.name]
         for line in self.detail:
             is_first = len(parts) == 1 and not self.message
@@ -198,9 +199,9 @@ class Raised:
             parts.append(line.strip())
         return " ".join(parts)
 
-    def chain(self) -> list[Raised]:
-        """Return the exceptions from the first one to this one."""
-        found: list[Raised] = [self]
+    def chain(self) -> list[PrintedException]:
+        """Return the exceptions of the chain from the first one to this one."""
+        found: list[PrintedException] = [self]
         while found[-1].before is not None and len(found) < 20:
             found.append(found[-1].before)
         return found[::-1]
@@ -208,42 +209,42 @@ class Raised:
 
 @dataclass(slots=True)
 class TracebackReader:
-    """Finds the exceptions in the lines of one process, or of several that write into one stream."""
+    """Reader that finds exceptions in the lines of one process, or of several that write into one stream."""
 
     opened: int = 0
-    """Number of tracebacks that have begun, and whose exception is not printed yet."""
+    """Number of tracebacks that have begun and whose exception is not printed yet."""
     frames: list[TracebackFrame] = field(default_factory=list)
     gap: int = 0
-    """Lines since the last one that belongs to a traceback."""
+    """Number of lines since the last one that belongs to a traceback."""
     adjacent: bool = False
     rich: bool = False
     link: Link = ""
-    last: Raised | None = None
-    saying: Raised | None = None
+    last: PrintedException | None = None
+    saying: PrintedException | None = None
     """Exception whose message may continue."""
     ignored: int = 0
-    """Lines within which a traceback is one that Python ignores."""
+    """Number of lines within which a traceback is one that Python ignores."""
     rank: int | None = None
     node: str | None = None
     prefix: re.Pattern[str] | None = None
-    """Prefix of each line of the traceback that the line's own prefixes did not explain."""
+    """Prefix of each line of the traceback that the general prefixes do not cover."""
     indent: int = 0
     at: LogLine | None = None
-    """The last frame."""
+    """Line of the last frame of the traceback so far."""
     told: bool = False
-    """True if the header stands behind a word like INFO."""
+    """True if the header follows a word like INFO."""
     cut: bool = False
     """True if the header is missing."""
     of_logger: int = 0
-    """Lines within which a logger reports that it could not log: a traceback, a call stack, and the message itself."""
+    """Number of lines within which a logger reports an error of its own: a traceback, a call stack, and the message."""
 
     @property
-    def inside(self) -> bool:
-        """Return whether an exception, or the rest of a message, may come next."""
+    def is_in_traceback(self) -> bool:
+        """Return whether the next line may be an exception, or the rest of a message."""
         return self.opened > 0 or self.saying is not None or self.ignored > 0
 
-    def feed(self, line: LogLine) -> tuple[bool, Raised | None]:
-        """Return whether the line only belongs to a traceback; and the exception that it ends with."""
+    def feed(self, line: LogLine) -> tuple[bool, PrintedException | None]:
+        """Return whether the line only belongs to a traceback, and the exception that the line completes."""
         text = self._without_prefix(line.text)
         self.ignored = max(0, self.ignored - 1)
         if self.of_logger:
@@ -253,7 +254,7 @@ class TracebackReader:
                 self.of_logger = 0 if text.startswith("Arguments: ") else self.of_logger
                 return True, None
         if HEADER in text:
-            self._begin(text)
+            self._begin_traceback(text)
             return True, None
         if self._is_frame(text):
             self.at = line
@@ -266,19 +267,19 @@ class TracebackReader:
                 return found is None, found
         elif self.saying is not None and self._goes_on(text, line):
             return False, None
-        if text[:1] in "│╭╰┃┏┗" and len(text) > 1:  # a box of rich without its beginning
+        if text[:1] in "│╭╰┃┏┗" and len(text) > 1:  # a box of rich whose beginning is missing
             return True, None
         if (remote := _REMOTE.search(text)) is not None:
             self.opened, self.adjacent, self.gap, self.frames, self.node = 1, True, 0, [], remote["node"]
             return True, None
         bare = _BARE.match(text)
         if bare is not None:
-            return False, self._end(bare, line, bare_=True)
+            return False, self._close_traceback(bare, line, bare_=True)
         return False, None
 
-    def cut_off(self) -> Raised | None:
-        """Return the traceback whose exception was never printed, or None."""
-        if len(self.frames) == 1 and "/lib/python" in self.frames[0].path:  # a scrap of one
+    def get_unfinished_traceback(self) -> PrintedException | None:
+        """Return the traceback whose exception was never printed; None without one."""
+        if len(self.frames) == 1 and "/lib/python" in self.frames[0].path:  # a fragment of a traceback
             return None
         launcher = self.frames and any(
             part in self.frames[-1].path for part in ("/torch/distributed/run", "/torch/distributed/launch", "runpy")
@@ -292,7 +293,7 @@ class TracebackReader:
             or _at_the_end(self.frames)
         ):
             return None
-        return Raised(name="an exception", message="", line=self.at, frames=tuple(self.frames))
+        return PrintedException(name="an exception", message="", line=self.at, frames=tuple(self.frames))
 
     def _without_prefix(self, text: str) -> str:
         if self.prefix is not None and (found := self.prefix.match(text)):
@@ -301,7 +302,7 @@ class TracebackReader:
             return text[self.indent :]
         return text
 
-    def _begin(self, text: str) -> None:
+    def _begin_traceback(self, text: str) -> None:
         head = text[: text.index(HEADER)]
         self.saying = None
         self.told, self.cut = _TOLD.search(head) is not None, False
@@ -332,7 +333,7 @@ class TracebackReader:
             found = _CELL_FRAME.match(text)
         if found is None:
             return False
-        if not self.opened:  # what was copied begins in the middle
+        if not self.opened:  # the copied text begins in the middle of a traceback
             self.opened, self.frames, self.cut = 1, [], True
         groups = found.groupdict()
         self.frames.append(
@@ -361,7 +362,7 @@ class TracebackReader:
             return True
         return _THREAD.match(text) is not None
 
-    def _in_traceback(self, text: str, line: LogLine) -> tuple[Raised | None, bool]:
+    def _in_traceback(self, text: str, line: LogLine) -> tuple[PrintedException | None, bool]:
         if self.rich and text[:1] in "│|╰└":
             self.adjacent = True
             return None, True
@@ -374,7 +375,7 @@ class TracebackReader:
             indented = re.match(r"^[\s|+]+(?=\S)", text)
             if indented is None or (sure := _SURE.match(text[indented.end() :])) is None or "|" not in indented[0]:
                 return None, self.adjacent
-            return self._end(sure, line), False
+            return self._close_traceback(sure, line), False
         found = _SURE.match(text)
         if found is None and self.adjacent and self.frames:
             found = _NAME.match(text)
@@ -384,15 +385,15 @@ class TracebackReader:
             ):
                 found = None
         if found is not None:
-            return self._end(found, line), False
+            return self._close_traceback(found, line), False
         self.adjacent = False
         self.gap += 1
         if self.gap > LONGEST_GAP:
             self.opened, self.frames, self.rich = 0, [], False
         return None, False
 
-    def _end(self, found: re.Match[str], line: LogLine, *, bare_: bool = False) -> Raised:
-        raised = Raised(
+    def _close_traceback(self, found: re.Match[str], line: LogLine, *, bare_: bool = False) -> PrintedException:
+        raised = PrintedException(
             name=found["name"],
             message=(found["message"] or "").strip().removesuffix('",'),
             line=line,
@@ -422,7 +423,7 @@ class TracebackReader:
             return False
         if (
             len(said.detail) >= MAX_DETAIL
-            or (line.time is not None and said.line.time is None)  # a logger's line, and the message was printed
+            or (line.time is not None and said.line.time is None)  # a logger's line cannot continue a printed message
             or _NEW_THOUGHT.match(text)
             or PROGRESS.search(text)
             or _BARE.match(text) is not None
@@ -441,7 +442,7 @@ _AT_THE_END = ("_run_exitfuncs", "_exit_function", "_cleanup")
 
 
 def _at_the_end(frames: list[TracebackFrame]) -> bool:
-    """Return whether the exception came at the end of an object or of the process, where Python ignores it."""
+    """Return whether the exception occurred in a destructor or at exit, where Python ignores it."""
     if not frames:
         return False
     return frames[0].function in _AT_THE_END or any(

@@ -1,7 +1,7 @@
 """Run a job from its first attempt to its final result, independent of the back end.
 
-Nodes over SSH (run.py) and a job of Slurm (dtctl/slurm/job_backend.py) are back ends of this loop. It decides for both
-what an end means, and the exit code of the launcher.
+Nodes over SSH (run.py) and a job of Slurm (dtctl/slurm/job_backend.py) are back ends of this loop. For both, it decides
+how the run has ended, and the exit code of the launcher.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from dtctl import names
 from dtctl.launch.control.failure import Failure
-from dtctl.launch.records.events import FirstFailure, Outputs, RunEnded
+from dtctl.launch.records.events import FirstFailure, NodeOutputs, RunEnded, decide_end_status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,49 +22,49 @@ class Result:
 
     run: str
     failure: Failure | None
-    """Failure that ended the last attempt; None when it ended well, or for no fault of its own."""
+    """Failure that ended the last attempt; None if the attempt succeeded or was stopped."""
     stopped_by: int | None
-    """Signal that ended it; None without one."""
+    """Signal that ended the run; None without one."""
     asked_to_stop: bool
-    """True if its workers got a request to end, saved a snapshot and are to be launched again."""
+    """True if the workers got a request to end and saved a snapshot, so that the run should be launched again."""
     attempts: int
     launch_s: float | None
-    """Seconds from the launcher's start to the last node's processes started; None if that was never reached."""
+    """Seconds from the launcher's start until all nodes had started their processes; None if that was never reached."""
     duration_s: float
     left_behind: int | None
-    """Processes of the run left on all nodes; None when a node could not be asked."""
+    """Number of the run's processes left on all nodes; None if a node could not be queried."""
     lost_output: Mapping[str, int] = field(default_factory=dict)
-    """Node -> bytes of its workers' output that could not be stored, there or here; empty when all was."""
+    """Bytes of the workers' output, by node, that could not be stored there or here; empty if all was stored."""
     cut_output: Mapping[str, int] = field(default_factory=dict)
-    """Node -> bytes of its workers' output that `log_mib` has cut out."""
+    """Bytes of the workers' output, by node, that were removed because of the limit `log_mib`."""
     log_mib: int = 0
-    """`job.log_mib`."""
-    outputs: Mapping[str, Outputs] = field(default_factory=dict)
-    """Node -> what the run has put out there; without nodes that were lost."""
+    """Limit of a worker's output in MiB, `job.log_mib`."""
+    outputs: Mapping[str, NodeOutputs] = field(default_factory=dict)
+    """Outputs of the run on each node, except lost nodes."""
     is_local: bool = False
     """True if the run's only node was this machine."""
     nodes: int
     goodput: float | None
-    """Share of the time that was spent on steps which count; None when the job reports no progress."""
+    """Share of the time that was spent on steps that were not lost; None if the job reports no progress."""
 
     @property
     def status(self) -> str:
-        """One of succeeded, failed and stopped."""
-        if self.stopped_by is not None or self.asked_to_stop:
-            return "stopped"
-        return "succeeded" if self.failure is None else "failed"
+        """Result as a word: succeeded, failed or stopped."""
+        return decide_end_status(
+            is_stopped=self.stopped_by is not None or self.asked_to_stop, has_failed=self.failure is not None
+        )
 
     @property
     def exit_code(self) -> int:
         """Return the exit code of the launcher."""
-        # Batch systems send SIGUSR1 when the time is nearly up: the run is to be launched again.
+        # Batch systems send SIGUSR1 shortly before the time limit; the run should then be launched again.
         if self.stopped_by is not None and self.stopped_by != signal.SIGUSR1:
             return 128 + self.stopped_by
         return {"stopped": names.REQUEUE_EXIT, "failed": 8}.get(self.status, 0)
 
     @property
     def first_failure(self) -> Failure | None:
-        """Return what a run that has failed failed of."""
+        """Return the failure that a failed run reports; None for any other run."""
         return self.failure if self.status == "failed" else None
 
     def to_event(self) -> RunEnded:
@@ -98,16 +98,16 @@ class Result:
 
 
 class Backend(Protocol):
-    """Place where the workers of a run are, and the way to reach them. It emits an event for everything that it sees.
+    """Back end that runs the workers of a run, and emits an event for everything that happens.
 
-    Methods return soon, but for those that start an attempt.
+    All methods return soon, except those that start an attempt.
     """
 
     def start(self) -> bool:
-        """Start the first attempt, or take up the running one; return False after an earlier request to stop.
+        """Start the first attempt, or reattach to the running one; return False after an earlier request to stop.
 
         Raises:
-            DtctlError: nothing could be started anywhere.
+            DtctlError: nothing could be started on any node.
         """
         ...
 
@@ -117,39 +117,39 @@ class Backend(Protocol):
         ...
 
     def poll(self) -> None:
-        """Take in what has happened, or wait for a moment."""
+        """Process the next message, or wait for a moment."""
         ...
 
     def interrupt(self, number: int, *, again: bool) -> None:
-        """End the attempt because of a signal; `again`: there was one before. Called until nothing runs any more."""
+        """End the attempt because of a signal; `again`: an earlier signal did so already. Called until nothing runs."""
         ...
 
     def restart(self) -> bool:
-        """Return the attempt is over: start another one in its place; False when there is to be none.
+        """Start the next attempt after the end of one; return False if none follows.
 
         Raises:
-            DtctlError: another one could not be started.
+            DtctlError: the next attempt could not be started.
         """
         ...
 
     def close(self) -> None:
-        """Let go of everything, however it ended."""
+        """Close all links and files, whatever the result of the run."""
         ...
 
     def result(self) -> Result:
-        """Return how it ended; called last."""
+        """Return the result of the run; called last."""
         ...
 
 
-def control(backend: Backend, signals: list[int]) -> Result:
+def run_backend_to_end(backend: Backend, signals: list[int]) -> Result:
     """Run a job to its end.
 
     Args:
-        backend: where its workers are.
+        backend: back end that runs the workers.
         signals: signals that this process receives are appended here by its handlers.
 
     Raises:
-        DtctlError: what `Backend.start` and `Backend.restart` raise.
+        DtctlError: `Backend.start` or `Backend.restart` failed.
     """
     try:
         goes_on = backend.start()

@@ -1,4 +1,4 @@
-"""The states of an attempt, and how long each may last."""
+"""The states of an attempt, and their time limits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from enum import Enum
 from typing import Final
 
 from dtctl.launch.control.attempt_nodes import STOP_MARGIN_S, AttemptNodes
-from dtctl.launch.control.failure import AGENT, Failure
-from dtctl.launch.control.gang import PING_S
-from dtctl.launch.control.losses import Losses
-from dtctl.launch.control.session import Session
-from dtctl.launch.records.events import Hung
-from dtctl.supervisor.messages.attempt import Stacks
+from dtctl.launch.control.failure import Failure
+from dtctl.launch.control.lost_workers import LostWorkerHandler
+from dtctl.launch.control.node_sessions import PING_S
+from dtctl.launch.control.session import NodeSession
+from dtctl.launch.records.events import HangDetected
+from dtctl.supervisor.frames import AGENT
+from dtctl.supervisor.messages.attempt import RequestStacks
 
 START_LIMIT_S: Final = 30.0
 """Seconds that a node may take from the start message to its answer."""
@@ -23,7 +24,7 @@ CLOSE_SILENCE_S: Final = 120.0
 """Seconds without output after which nodes whose workers have all ended are stopped."""
 
 
-class State(Enum):
+class AttemptState(Enum):
     """State of an attempt."""
 
     STARTING = "starting"
@@ -36,104 +37,104 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateRule:
-    """Exits of a state. In each state, a node that is silent for `cluster.link_timeout_s` is lost."""
+class AttemptStateRule:
+    """Exits of a state; in each state, a node that is silent for `cluster.link_timeout_s` is lost."""
 
     ended_by: str
     limit: str
-    """Name or formula of the longest time in it."""
+    """Name or formula of the longest time in the state."""
     check: str
-    """Method of `Deadlines` that looks at that time."""
-    next: tuple[State, ...]
+    """Method of `AttemptDeadlines` that checks this limit."""
+    next: tuple[AttemptState, ...]
     open_ended: str = ""
-    """Reason why only the program and its user bound the state; empty: something else does."""
+    """Reason why only the program and its user end the state; empty: the state has a time limit."""
 
 
-STATES: Final[Mapping[State, StateRule]] = {
-    State.STARTING: StateRule(
+STATES: Final[Mapping[AttemptState, AttemptStateRule]] = {
+    AttemptState.STARTING: AttemptStateRule(
         ended_by="the answer of the last node to its start message",
         limit=f"{START_LIMIT_S:g} s",
         check="check_start",
-        next=(State.RUNNING, State.STOPPING, State.OVER),
+        next=(AttemptState.RUNNING, AttemptState.STOPPING, AttemptState.OVER),
     ),
-    State.RUNNING: StateRule(
+    AttemptState.RUNNING: AttemptStateRule(
         ended_by="the end of a worker, or its loss",
         limit="job.hang_s without a step, where the job tells its steps; job.time_s",
         check="check_progress",
-        next=(State.HEALING, State.ENDING, State.CLOSING, State.STOPPING),
+        next=(AttemptState.HEALING, AttemptState.ENDING, AttemptState.CLOSING, AttemptState.STOPPING),
         open_ended="the program tells no steps, and the spec has no job.time_s",
     ),
-    State.HEALING: StateRule(
+    AttemptState.HEALING: AttemptStateRule(
         ended_by="the news that all workers have joined, or that one has ended: it cannot join any more",
         limit="job.heal_s",
         check="check_healing",
-        next=(State.RUNNING, State.STOPPING),
+        next=(AttemptState.RUNNING, AttemptState.STOPPING),
     ),
-    State.ENDING: StateRule(
+    AttemptState.ENDING: AttemptStateRule(
         ended_by="the end of the last worker",
         limit="job.hang_s without a step, where the job tells its steps; job.time_s",
         check="check_progress",
-        next=(State.CLOSING, State.STOPPING),
+        next=(AttemptState.CLOSING, AttemptState.STOPPING),
         open_ended="the program tells no steps, and the spec has no job.time_s",
     ),
-    State.CLOSING: StateRule(
+    AttemptState.CLOSING: AttemptStateRule(
         ended_by="the report of the last node",
         limit=f"{CLOSE_SILENCE_S:g} s without output",
         check="check_close",
-        next=(State.OVER, State.STOPPING),
+        next=(AttemptState.OVER, AttemptState.STOPPING),
     ),
-    State.STOPPING: StateRule(
+    AttemptState.STOPPING: AttemptStateRule(
         ended_by="the report of the last node",
         limit=f"job.grace_s + {STOP_MARGIN_S:g} s",
         check="check_stop",
-        next=(State.OVER,),
+        next=(AttemptState.OVER,),
     ),
 }
-"""All states but the last one, which has no end. `Deadlines` looks at the clock by this table alone."""
+"""All states but the last one, which has no end; `AttemptDeadlines` checks only the limits of this table."""
 
 
-class Deadlines:
-    """Looks at the clock for an attempt."""
+class AttemptDeadlines:
+    """Time limits of an attempt."""
 
-    def __init__(self, nodes: AttemptNodes, losses: Losses, *, confirms_silence: bool) -> None:
-        """Look at the clock for all nodes.
+    def __init__(self, nodes: AttemptNodes, losses: LostWorkerHandler, *, confirms_silence: bool) -> None:
+        """Prepare to check the limits of all nodes.
 
-        With `confirms_silence` a silent node is lost only if it does not answer a new connection either, or not for
-        twice as long: no other node would take its place.
+        With `confirms_silence`, a silent node is lost only if it does not answer a new connection either, or has been
+        silent for twice the limit: no other node would take its place.
         """
         self.nodes, self.losses = nodes, losses
         self.confirms_silence = confirms_silence
 
     @property
-    def state(self) -> State:
-        """State of the table above."""
+    def state(self) -> AttemptState:
+        """Current state, as in the table above."""
         if not self.nodes.open:
-            return State.OVER
+            return AttemptState.OVER
         if self.nodes.stop_deadline is not None:
-            return State.STOPPING
-        if self.losses.healing is not None and self.losses.healing.is_on:
-            return State.HEALING
+            return AttemptState.STOPPING
+        if self.losses.healing is not None and self.losses.healing.is_replacing:
+            return AttemptState.HEALING
         if self.nodes.starting:
-            return State.STARTING
+            return AttemptState.STARTING
         if not self.nodes.ended_workers:
-            return State.RUNNING
+            return AttemptState.RUNNING
         agent = self.nodes.plan.kind == "torchrun"
         processes = {
             (node.name, AGENT if agent else node.first_rank + number)
             for node in self.nodes.plan.nodes
             for number in range(node.processes)
         }
-        return State.CLOSING if processes <= self.nodes.ended_workers else State.ENDING
+        return AttemptState.CLOSING if processes <= self.nodes.ended_workers else AttemptState.ENDING
 
     def check(self) -> None:
-        """Act on deadlines that have passed: of a start, a heartbeat, a stop."""
-        self.nodes.gang.notice_absence()
-        self.nodes.excuse_absence()
+        """Act on deadlines that have passed, for example of a start, a heartbeat or a stop."""
+        self.nodes.gang.detect_launcher_pause()
+        self.nodes.reset_node_deadlines()
         now = time.monotonic()
-        if self.state is not State.OVER:
+        if self.state is not AttemptState.OVER:
             getattr(self, STATES[self.state].check)(now)
         if self.losses.pool is not None and self.nodes.keeps_nodes:
-            self.losses.check_kept(self.losses.pool, now)
+            self.losses.check_detached_nodes(self.losses.pool, now)
         for name in sorted(self.nodes.open - self.losses.vacant):
             session = self.nodes.gang.sessions[name]
             self._check_silence(session, now - max(session.last_heard, self.nodes.begun_at))
@@ -149,26 +150,26 @@ class Deadlines:
         """Act on a job whose workers make no progress."""
         can_heal = self.losses.healing is not None and not self.nodes.ended_workers
         if can_heal:
-            self.losses.heal(lambda healing: healing.check(self.nodes.link_timeout_s + 2 * PING_S))
-        if self.losses.healing is not None and self.losses.healing.is_on:
+            self.losses.run_replacement_step(lambda healing: healing.check(self.nodes.link_timeout_s + 2 * PING_S))
+        if self.losses.healing is not None and self.losses.healing.is_replacing:
             return
         if self.nodes.hang_monitor.hangs(now):
-            self.nodes.gang.emit(Hung(silent_s=round(self.nodes.hang_monitor.silent_s or 0.0, 1)))
-            nodes = {name for name in self.nodes.open if self.nodes.gang.sessions[name].send(Stacks())}
+            self.nodes.gang.emit(HangDetected(silent_s=round(self.nodes.hang_monitor.silent_s or 0.0, 1)))
+            nodes = {name for name in self.nodes.open if self.nodes.gang.sessions[name].send(RequestStacks())}
             self.nodes.hang_monitor.begin_collecting(nodes)
         failure = self.nodes.hang_monitor.verdict(now)
         if failure is not None and failure.rank is not None and can_heal:
-            self.losses.replace_hung(failure, detect_s=self.nodes.hang_monitor.silent_until(now))
+            self.losses.replace_hung(failure, detect_s=self.nodes.hang_monitor.compute_silence_s(now))
         elif failure is not None:
             self.nodes.outcome.failures.append(failure)
             self.nodes.outcome.hung_s = self.nodes.hang_monitor.silent_s or 0.0
-            self.nodes.stop_others(failure.summary, at_once=True)  # a worker that hangs does not react to SIGTERM
+            self.nodes.stop_others(failure.summary, at_once=True)  # A hung worker ignores SIGTERM.
 
     def check_healing(self, _now: float) -> None:
-        """Act on a healing that takes too long, and on survivors that do not react, which would hold up the others."""
+        """Act on a replacement that takes too long, and on survivors that do not react and so hold up the others."""
         healing = self.losses.healing
         assert healing is not None  # noqa: S101  # for the type checker
-        self.losses.heal(lambda healing: healing.check(self.nodes.link_timeout_s + 2 * PING_S))
+        self.losses.run_replacement_step(lambda healing: healing.check(self.nodes.link_timeout_s + 2 * PING_S))
         for rank, asked_s in healing.late().items():
             if self.nodes.hang_monitor.is_stuck(rank, asked_s=asked_s, again=healing.newest_step >= 0):
                 node = self.nodes.hang_monitor.node_of_rank[rank]
@@ -188,9 +189,9 @@ class Deadlines:
         if self.nodes.stop_deadline is not None and now > self.nodes.stop_deadline:
             self._lose_late(self.nodes.open, "it did not stop in time")
 
-    def _check_silence(self, session: Session, silent_s: float) -> None:
+    def _check_silence(self, session: NodeSession, silent_s: float) -> None:
         if silent_s <= self.nodes.link_timeout_s:
-            session.second_call.forget()
+            session.second_call.discard_answer()
             return
         text = f"no message arrived from it for {self.nodes.link_timeout_s:g} s"
         if self.confirms_silence:
@@ -203,9 +204,9 @@ class Deadlines:
             else:
                 text += ", and it does not answer a new connection"
         session.close()
-        self.losses.lose(session.name, text)
+        self.losses.handle_node_loss(session.name, text)
 
     def _lose_late(self, nodes: AbstractSet[str], text: str) -> None:
         for name in sorted((nodes & self.nodes.open) - self.losses.vacant):
             self.nodes.gang.sessions[name].close()
-            self.losses.lose(name, text)
+            self.losses.handle_node_loss(name, text)

@@ -1,8 +1,8 @@
-"""Choice of the worker that failed first. Pure: from the reports of nodes to one answer.
+"""Choice of the worker that failed first, by pure functions over the reports of nodes.
 
 When one worker dies, the others fail a moment later because their peer is gone. The reports arrive almost together, so
-time alone is a poor judge. A worker that a signal ended did not fail because of a peer, and a traceback that ends in a
-lost connection did; between equals the earlier one wins, by the control machine's clock.
+their times do not suffice. A worker that a signal ended did not fail because of a peer; a worker whose traceback ends
+in a lost connection did. Of several candidates, the earliest by the control machine's clock is chosen.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dtctl.names import REQUEUE_EXIT
-
-AGENT = -1
 
 _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):\s*\[\d+\]:(?P<body>.*?)(?:\n\s*={10,}|\Z)",
@@ -35,39 +33,39 @@ CONSEQUENCES = (
     "SIGTERM",
     "SignalException",
 )
-"""Texts in the last lines of a worker that failed because another one had."""
+"""Texts in the last lines of a worker that failed because another worker had failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One worker, or one node, that failed."""
+    """A worker, or a node, that failed."""
 
     node: str
     rank: int | None
     """Global rank; None when the node as a whole failed, or torchrun did not name the worker."""
     exit_code: int | None
-    """Exit code as a shell counts it, 128 + N for signal N; None when the node was lost."""
+    """Exit code in the form of a shell (128 + N for signal N); None when the node was lost."""
     signal: int | None
     time: float
-    """Time when it happened, seconds since the epoch by the control machine's clock."""
+    """Time of the failure in seconds since the epoch, by the control machine's clock."""
     log: str = ""
-    """The log to read, a path on the control machine."""
+    """Path of the worker's log on the control machine."""
     summary: str = ""
-    """One line for the user."""
+    """Cause on a single line, for the user."""
     tail: tuple[str, ...] = ()
     """Last lines of the log."""
     node_reason: str = ""
     """Cause that the node has determined and the log does not show: lack of memory, a full disk."""
     hang: bool = False
-    """True if it was ended because it made no progress."""
+    """True if the worker was ended because it made no progress."""
     early_exit: str = ""
-    """Way in which it left the run without an error while the others continued: `ended while others ran`."""
+    """Way in which the worker left the run without an error before the others, such as `ended while others ran`."""
     asked_to_stop: bool = False
-    """True if it was ended by a signal from outside that asks to stop, SIGTERM or SIGUSR1."""
+    """True if a signal from outside that requests a stop (SIGTERM or SIGUSR1) ended the worker."""
 
 
-def describe(failure: Failure) -> str:
-    """Return what happened, in one line without a place: `was ended by signal 9 (SIGKILL)`."""
+def describe_failure(failure: Failure) -> str:
+    """Describe a failure in one line without its place: `was ended by signal 9 (SIGKILL)`."""
     if failure.hang:
         return "made no progress"
     if failure.early_exit:
@@ -100,14 +98,14 @@ def from_torchrun(failure: Failure, agent_log: str) -> Failure:
     except (KeyError, ValueError, IndexError):
         return failure
     if code < 0:
-        # The agent ends workers with SIGTERM too, but not the one that it names here.
+        # The agent also sends SIGTERM to workers, but not to the root cause that its table names.
         asked_to_stop = -code in (signal.SIGTERM, signal.SIGUSR1)
         return replace(failure, rank=rank, exit_code=128 - code, signal=-code, asked_to_stop=asked_to_stop)
     return replace(failure, rank=rank, exit_code=code, signal=None)
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Return whether the worker failed because another one had, going by its last lines."""
+    """Return whether the worker failed because another one had failed, by its signal and its last lines."""
     if failure.asked_to_stop:
         return False
     if failure.signal in (signal.SIGTERM, signal.SIGHUP):
@@ -120,17 +118,17 @@ def is_consequence(failure: Failure) -> bool:
 def from_early_exit(
     failure: Failure, *, node: str, rank: int, early_exit: str, tail: tuple[str, ...]
 ) -> Failure | None:
-    """Return the failure of a worker that left early, given `failure`, the error of a worker that lost it.
+    """Return the failure of a worker that left early and to which another worker lost its connection.
 
     Args:
-        failure: the first of those that are reported.
-        node: of the worker that has left.
-        rank: its rank.
-        early_exit: how it left the training.
-        tail: last lines of its log.
+        failure: the first reported failure, of the other worker.
+        node: node of the worker that has left.
+        rank: rank of the worker that has left.
+        early_exit: description of how the worker left the run.
+        tail: last lines of the log of that worker.
 
     Returns:
-        None if its log has an error, so that it is one of those that have lost another.
+        None if the log has an error: then that worker may have failed because it lost a connection itself.
     """
     if any(_ERROR.search(line) or any(text in line for text in CONSEQUENCES) for line in tail):
         return None
@@ -149,23 +147,23 @@ def from_early_exit(
 
 
 def is_stop(failure: Failure, *, trains: bool) -> bool:
-    """Return whether the training was stopped on request, and nothing is wrong with it.
+    """Return whether a failure is the result of a request to stop.
 
     Args:
-        failure: the first one of an attempt.
-        trains: whether the job is a training run with dtctl.runtime. Its workers answer such a signal with a snapshot;
-            it ends them only before their first step, and after their last, and then nothing is lost.
+        failure: the first failure of an attempt.
+        trains: whether the job is a training run with dtctl.runtime. Its workers save a snapshot upon such a signal;
+            the signal ends them only before their first step and after their last, when nothing is lost.
     """
     return failure.exit_code == REQUEUE_EXIT or (trains and failure.asked_to_stop)
 
 
-def first(failures: Iterable[Failure]) -> Failure | None:
-    """Return the failure that the others follow from; None when there was none."""
+def find_root_failure(failures: Iterable[Failure]) -> Failure | None:
+    """Return the failure that caused the others; None if there are no failures."""
 
     def order(failure: Failure) -> tuple[int, float]:
         if is_consequence(failure):
             return (2, failure.time)
-        # SIGABRT is what gloo ends a worker with when a peer breaks the protocol: a signal, but seldom the cause.
+        # gloo ends a worker with SIGABRT when a peer breaks the protocol, so this signal is seldom the cause.
         by_signal = failure.signal is not None and failure.signal != signal.SIGABRT
         return (0 if by_signal or failure.exit_code is None else 1, failure.time)
 
@@ -177,7 +175,7 @@ def last_lines(text: str, count: int = 12) -> tuple[str, ...]:
     return tuple(line for line in text.splitlines() if line.strip())[-count:]
 
 
-def summary(tail: Iterable[str]) -> str:
+def find_error_line(tail: Iterable[str]) -> str:
     """Return the most informative line: the exception at the end of a traceback, else the last line."""
     lines = [re.sub(r"^\[rank\d+\]:\s?", "", line) for line in tail]
     for line in reversed(lines):

@@ -1,13 +1,13 @@
-"""Detection of hangs and of the worker that caused one; and the monitor that requests the workers' stacks.
+"""Detection of hangs and of the worker that caused one, and the monitor that requests the workers' stacks.
 
-In synchronous training one worker that is stuck soon holds up all others, which wait for it in a collective. So a
-run hangs when no worker has noted progress for longer than steps can take, and the culprit is the one that is behind;
-where all are at the same place, the one whose stack shows that it does not wait for others.
+In synchronous training, one worker that is stuck soon holds up all others, which wait for it in a collective. So a
+run hangs when no worker has recorded progress for longer than steps can take, and the cause is the worker that is
+behind; if all are at the same place, it is the worker whose stack shows that it does not wait for others.
 
-Between one step and the next, time is measured by the steps before. What has no measure (the start, compilation, the
-first batches and steps) has a generous limit; evaluation and a snapshot on a slow disk are left to the time-outs of the
-collectives. There is no excuse for a process that is stopped (SIGSTOP), nor for a wait for one that has left early: it
-has ended, or takes no more steps, though its training has some left.
+The limit for a step follows from the steps before it. Phases that cannot be compared with earlier ones (the start,
+compilation, the first batches and steps) have a generous limit; evaluation and snapshots, which may go to a slow disk,
+are limited only by the time-outs of the collectives. These exceptions do not apply to a process that is stopped
+(SIGSTOP), nor to workers that wait for one that left early: one that takes no more steps although steps remain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 
 from dtctl.errors import LaunchError
 from dtctl.launch.control.failure import Failure
-from dtctl.launch.control.progress import ReportedPhase, Standing, unheard
+from dtctl.launch.control.progress import RankProgress, ReportedPhase, build_unreported_standing
 from dtctl.launch.records.run_writer import write_private
 from dtctl.supervisor.messages.attempt import WorkerStack
 
@@ -30,17 +30,17 @@ ANSWER_S = 10.0
 FRESH_S = 4.0
 """Seconds after which a node's report is too old for a verdict; other code decides whether the node is lost."""
 
-Watched = Callable[[Sequence[Standing]], None]
+Watched = Callable[[Sequence[RankProgress]], None]
 
 HangLimit = float | Literal["auto", "off"]
 FLOOR_S = 30.0
-"""auto: no shorter silence is a hang, since file servers and switches have hiccups."""
+"""Least seconds of silence that count as a hang with `auto`, since file servers and switches can stall for a while."""
 FACTOR = 10.0
-"""auto: nor one that is shorter than this many of the slowest step so far."""
+"""Least silence that counts as a hang with `auto`, in multiples of the slowest step so far."""
 START_S = 1800.0
-"""auto: how long a start, a compilation, or one of the first steps may be silent."""
+"""Seconds that a start, a compilation, or one of the first steps may be silent with `auto`."""
 MEASURED_STEPS = 4
-"""auto: steps of an attempt after which there is a measure."""
+"""Steps of an attempt after which `auto` compares with the slowest step."""
 
 _WAITING = (
     "/torch/distributed/", "/torch/autograd/graph.py", "/torch/nn/parallel/", "/dtctl/runtime/distributed/agreement.py",
@@ -48,22 +48,22 @@ _WAITING = (
     "/dtctl/runtime/telemetry/report.py", "/dtctl/runtime/strategies/gradients.py",
     "/dtctl/runtime/distributed/worker.py",
 )  # fmt: skip
-"""Files of code that waits for other workers, if it is the innermost Python code that runs; with GPUs also by waiting
-for a number that depends on an exchange."""
+"""Paths of code that waits for other workers, if it is the innermost Python code on the stack. With GPUs this can also
+be code that waits for a number that depends on an exchange."""
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _SPY_FRAME = re.compile(r"^ {4}(?P<name>.+) \((?P<file>[^()]+):(?P<line>\d+)\)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class StackTrace:
     """Position of a worker when its stack was taken."""
 
     state: str
     tool: str
-    """py-spy, faulthandler or none"""
+    """Tool that took the stack: py-spy, faulthandler or none."""
     text: str
     flight: str
-    """The last collectives, JSON of torch's flight recorder; empty when it did not answer."""
+    """The last collectives, as JSON of torch's flight recorder; empty if the recorder returned nothing."""
 
     @property
     def frames(self) -> list[tuple[str, int, str]]:
@@ -79,19 +79,19 @@ class Stack:
 
     @property
     def is_waiting(self) -> bool | None:
-        """Return whether it waits for other workers; None when unknown."""
+        """Return whether the worker waits for other workers; None when unknown."""
         frames = self.frames
         return any(marker in frames[0][0] for marker in _WAITING) if frames else None
 
 
-def silence(
-    workers: Collection[Standing], *, world_size: int, limit: HangLimit, start_limit: HangLimit = "auto"
+def compute_hang_duration(
+    workers: Collection[RankProgress], *, world_size: int, limit: HangLimit, start_limit: HangLimit = "auto"
 ) -> float | None:
-    """Return the seconds for which the run has been hanging; None if it does not, or if that is not known.
+    """Return the seconds for which the run has been hanging; None if it does not hang, or if that is not known.
 
     Args:
-        workers: those that have reported their progress, also if they have ended since.
-        world_size: workers that there should be.
+        workers: workers that have reported their progress, also if they have ended since.
+        world_size: number of workers of the attempt.
         limit: `job.hang_s`.
         start_limit: `job.hang_start_s`.
     """
@@ -116,18 +116,18 @@ def silence(
     return silent_s if silent_s >= limit_s else None
 
 
-def left_early(workers: Collection[Standing]) -> list[Standing]:
-    """Workers that take no more steps although their training has some left, by rank.
+def left_early(workers: Collection[RankProgress]) -> list[RankProgress]:
+    """Return the workers that take no more steps although steps remain, by rank.
 
-    One that never began is none if others have taken steps since: they can do without it.
+    A worker that never began does not count if others have taken steps since: they do not depend on it.
     """
     trained = any(worker.step > worker.first for worker in workers if not worker.left_early)
     leavers = [worker for worker in workers if worker.left_early and (worker.until or not trained)]
     return sorted(leavers, key=lambda worker: worker.rank)
 
 
-def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list[Standing]:
-    """Return the workers that the others wait for, by rank; none when all are in the same place and all wait."""
+def find_blocking_workers(workers: Collection[RankProgress], stacks: Mapping[int, StackTrace]) -> list[RankProgress]:
+    """Return the workers that the others wait for, by rank; none if all are at the same place and all wait."""
     everyone = sorted(workers, key=lambda worker: worker.rank)
     stopped = [worker for worker in everyone if worker.state == "T"]
     if stopped:
@@ -141,15 +141,15 @@ def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list
     lowest = min(worker.position for worker in everyone)
     behind = [worker for worker in everyone if worker.position == lowest]
     if len(behind) < len(everyone):
-        # One that is ahead and computes holds up those that are behind and wait: it went past a collective of theirs.
+        # A worker that is ahead and computes holds up waiting workers behind it: it skipped a collective of theirs.
         all_wait = all(waits.get(worker.rank) for worker in behind)
         return awake if all_wait and awake else behind
     return awake if len(awake) < len(everyone) else []
 
 
 def hang_failure(
-    workers: Collection[Standing],
-    stacks: Mapping[int, Stack],
+    workers: Collection[RankProgress],
+    stacks: Mapping[int, StackTrace],
     *,
     silent_s: float,
     now: float,
@@ -158,17 +158,17 @@ def hang_failure(
     """Return the failure that describes a run that hangs.
 
     Args:
-        workers: those that have reported their progress, also if they have ended since.
+        workers: workers that have reported their progress, also if they have ended since.
         stacks: the workers' stacks.
-        silent_s: for how long nothing had moved.
-        now: the time of day.
+        silent_s: seconds without progress of any worker.
+        now: the time, in seconds since the epoch.
         silent: workers that have reported no progress yet, rank -> node.
     """
     active = [worker for worker in workers if not worker.finished]
     begun = [worker for worker in active if worker.phase != ReportedPhase.STARTING]
     text = f"no progress for {silent_s:.0f} s "
     text += f"in step {min(worker.step for worker in begun) + 1}" if begun else "before the first step"
-    blamed = culprits(workers, stacks)
+    blamed = find_blocking_workers(workers, stacks)
     if silent and not any(worker.state == "T" or worker.left_early for worker in blamed):
         culprit_names = ", ".join(f"rank {rank} on {node}" for rank, node in sorted(silent.items())[:8])
         rank, node = min(silent.items())
@@ -201,18 +201,19 @@ def hang_failure(
     )
 
 
-def early_exit(worker: Standing) -> str:
+def early_exit(worker: RankProgress) -> str:
     """Describe a worker that left early: `left the training after step 3 of 12, before the others`.
 
-    The text leaves open whether its process has ended, too: the others lose their connections to it while it is still
-    ending, and which of the two is noticed first is chance.
+    The text leaves open whether the worker's process has ended, too: the others lose their connections to it while it
+    is still ending, and either event may be noticed first.
     """
-    if not worker.until:  # it reports no steps: maybe it is no training, or has not come so far
+    # A worker without steps may be no training, or has ended before the first step.
+    if not worker.until:
         return "ended while others ran"
     return f"left the training after step {worker.step} of {worker.until}, before the others"
 
 
-def _state_text(worker: Standing) -> str:
+def _state_text(worker: RankProgress) -> str:
     if worker.state == "T":
         return "is stopped (SIGSTOP)"
     return early_exit(worker) if worker.left_early else f"is stuck {worker.place_text}"
@@ -222,11 +223,11 @@ def _waiting_text(waiting: int) -> str:
     return {0: "", 1: "; the other one waits for it"}.get(waiting, f"; the {waiting} others wait for it")
 
 
-def write_stack(folder: Path, node: str, rank: int, stack: Stack) -> Path:
-    """Write what a worker has shown below `folder`; where its stack is.
+def write_stack(folder: Path, node: str, rank: int, stack: StackTrace) -> Path:
+    """Write the stack and the last collectives of a worker below `folder`; return the path of the stack.
 
     Raises:
-        LaunchError: it cannot be written.
+        LaunchError: a file cannot be written.
     """
     below = folder / node
     below.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -234,12 +235,12 @@ def write_stack(folder: Path, node: str, rank: int, stack: Stack) -> Path:
     head = f"state {stack.state or 'gone'}, stack by {stack.tool}\n\n"
     write_private(path, head + stack.text)
     if stack.flight:
-        write_private(below / f"trace_rank_{rank}.json", stack.flight)  # which `dtctl doctor --log` knows
+        write_private(below / f"trace_rank_{rank}.json", stack.flight)  # `dtctl doctor --log` reads files of this name.
     return path
 
 
 class HangMonitor:
-    """The last report of each worker of one attempt, and the stacks that are requested if they hang."""
+    """The last report of each worker of one attempt, and the stacks that are requested if the attempt hangs."""
 
     def __init__(
         self,
@@ -251,74 +252,74 @@ class HangMonitor:
         folder: Path,
         on_progress: Watched | None,
     ) -> None:
-        """Create a detector without reports.
+        """Create a monitor without reports.
 
         Args:
             node_of_rank: workers of the attempt, rank -> node.
             limit: `job.hang_s`.
             start_limit: `job.hang_start_s`.
             output_limit_s: `job.hang_output_s`.
-            folder: where stacks are kept, if there will be any.
-            on_progress: called with the workers' progress, whenever a node reports it.
+            folder: folder for stacks, if any are requested.
+            on_progress: called with the workers' progress whenever a node reports it.
         """
         self.node_of_rank = node_of_rank
         self.limit: HangLimit = limit
         self.start_limit: HangLimit = start_limit
         self.output_limit_s = output_limit_s
         self.printed_at = time.monotonic()
-        """Time when a worker last printed something, or none had begun."""
+        """Time when a worker last printed something, or when the attempt began or workers were replaced."""
         self.folder = folder
         self.on_progress = on_progress
-        self.workers: dict[int, Standing] = {}
+        self.workers: dict[int, RankProgress] = {}
         self.silent_s: float | None = None
-        """Seconds for which nothing had moved when the question was asked; None: it was not."""
+        """Seconds without progress when the stacks were requested; None: they were not requested."""
         self._ended: set[int] = set()
-        """Ranks that have ended well."""
-        self._before_stop: dict[int, Standing] | None = None
+        """Ranks of the workers that have ended successfully."""
+        self._before_stop: dict[int, RankProgress] | None = None
         self._last_report: dict[str, float] = {}
-        self._stacks: dict[int, Stack] = {}
+        self._stacks: dict[int, StackTrace] = {}
         self._awaited: set[str] = set()
         self._deadline = 0.0
         self._asked = 0.0
 
-    def update(self, reports: Sequence[Standing], *, node: str, before_stop: bool = False) -> None:
-        """Take in a node's report of its workers' progress; `before_stop`: before it has asked them to end."""
+    def update(self, reports: Sequence[RankProgress], *, node: str, before_stop: bool = False) -> None:
+        """Record a node's report of its workers' progress; `before_stop`: from before the node sent them SIGTERM."""
         if before_stop and self._before_stop is not None:
             self._before_stop |= {worker.rank: self._as_ended(worker) for worker in reports}
         if self.silent_s is not None:
-            return  # what is judged is how things stood when the question was asked
+            return  # The verdict is about the state when the stacks were requested.
         self._last_report[node] = time.monotonic()
         self.workers |= {worker.rank: self._as_ended(worker) for worker in reports}
         if reports and self.on_progress is not None:
             self.on_progress(reports)
 
-    def _as_ended(self, worker: Standing) -> Standing:
-        """Return its number may be another process's by now."""
+    def _as_ended(self, worker: RankProgress) -> RankProgress:
+        """Return the worker without its process state if it has ended, since the process id may be in use again."""
         return replace(worker, state="") if worker.rank in self._ended else worker
 
-    def worker_ended(self, rank: int) -> None:
+    def record_worker_end(self, rank: int) -> None:
         """Record that a worker has ended successfully; the others may continue without it, or wait for it."""
         if rank not in self.node_of_rank:
-            return  # torchrun's agent
+            return  # The process is torchrun's agent.
         self._ended.add(rank)
-        worker = self.workers.get(rank) or unheard(self.node_of_rank[rank], rank)
+        worker = self.workers.get(rank) or build_unreported_standing(self.node_of_rank[rank], rank)
         self.workers[rank] = self._as_ended(worker)
 
-    def left_early(self) -> list[Standing]:
-        """Workers that had left, when the attempt was ended, though their training had steps left; by rank.
+    def left_early(self) -> list[RankProgress]:
+        """Return the workers that had left before the attempt was ended although steps remained, by rank.
 
-        Their exit codes may be any; torchrun keeps them to itself.
+        They may have any exit code; torchrun does not report it.
         """
         workers = self.workers if self._before_stop is None else self._before_stop
         return left_early(workers.values())
 
-    def stopping(self) -> None:
-        """Record that the nodes are asked to end the attempt: workers may end because of that from now on."""
+    def record_stop_request(self) -> None:
+        """Record that the nodes got the request to end the attempt: workers may end because of it from now on."""
         if self._before_stop is None:
             self._before_stop = dict(self.workers)
 
     def hangs(self, now: float) -> bool:
-        """Return whether the attempt hangs, and the workers should be asked where they stand."""
+        """Return whether the attempt hangs, so that the workers' stacks should be requested."""
         if self.silent_s is not None or any(
             now - self._last_report.get(worker.node, 0.0) > FRESH_S
             for worker in self.workers.values()
@@ -326,7 +327,7 @@ class HangMonitor:
         ):
             return False
         if self._tells_progress():
-            self.silent_s = silence(
+            self.silent_s = compute_hang_duration(
                 self.workers.values(), world_size=len(self.node_of_rank), limit=self.limit, start_limit=self.start_limit
             )
         elif self.output_limit_s is not None and now - self.printed_at > self.output_limit_s:
@@ -334,51 +335,54 @@ class HangMonitor:
         return self.silent_s is not None
 
     def _tells_progress(self) -> bool:
-        """Return whether a worker that has not ended has noted progress; other programs have their output alone."""
+        """Return whether a worker that has not ended reports progress; for other programs only output is monitored."""
         return not self.workers.keys() <= self._ended
 
     def is_stuck(self, rank: int, *, asked_s: float, again: bool) -> bool:
         """Return whether a worker alone has been silent for longer than a step can take.
 
         Args:
-            rank: of the worker.
-            asked_s: how long ago it was asked to move, in seconds.
-            again: whether it was so in this attempt before, and moved: then its first step is no excuse.
+            rank: rank of the worker.
+            asked_s: seconds since the worker got a request that it has to react to.
+            again: whether workers were replaced in this attempt before; then the limit of first steps does not apply.
         """
         worker = self.workers.get(rank)
         if worker is None or time.monotonic() - self._last_report.get(worker.node, 0.0) > FRESH_S:
             return False
         first = worker.step - MEASURED_STEPS if again else worker.first
         asked = replace(worker, stale_s=min(worker.stale_s, asked_s), first=first)
-        return silence([asked], world_size=1, limit=self.limit, start_limit=self.start_limit) is not None
+        return compute_hang_duration([asked], world_size=1, limit=self.limit, start_limit=self.start_limit) is not None
 
-    def begin_again(self) -> None:
-        """Workers were replaced, or freed from what they waited for: nothing is known of any."""
+    def reset_worker_progress(self) -> None:
+        """Discard all reports, because workers were replaced or their wait was interrupted."""
         self.workers.clear()
         self._stacks.clear()
         self.silent_s = None
         self.printed_at = time.monotonic()
 
     def begin_collecting(self, nodes: Collection[str]) -> None:
-        """Stacks were requested from these nodes."""
+        """Record that stacks were requested from these nodes."""
         self._awaited = set(nodes)
         self._asked = time.monotonic()
         self._deadline = self._asked + ANSWER_S
 
-    def silent_until(self, now: float) -> float:
-        """Return the seconds for which nothing has moved, once stacks were requested."""
+    def compute_silence_s(self, now: float) -> float:
+        """Return the seconds without progress, once stacks were requested."""
         return (self.silent_s or 0.0) + max(0.0, now - self._asked)
 
     def add_stack(self, stack: WorkerStack) -> None:
-        """A worker's stack has arrived."""
-        self._stacks[stack.rank] = Stack(state=stack.state, tool=stack.how, text=stack.text, flight=stack.flight)
+        """Record a worker's stack."""
+        self._stacks[stack.rank] = StackTrace(state=stack.state, tool=stack.how, text=stack.text, flight=stack.flight)
 
-    def node_finished(self, node: str) -> None:
-        """A node has sent all of its stacks."""
+    def record_node_stacks(self, node: str) -> None:
+        """Record that a node has sent all of its stacks."""
         self._awaited.discard(node)
 
     def verdict(self, now: float) -> Failure | None:
-        """Return the culprit, once all nodes have answered or the time limit has passed; the stacks are saved then."""
+        """Return the failure of the worker that caused the hang, once all nodes have answered or the limit has passed.
+
+        The stacks are saved at the same time.
+        """
         if self.silent_s is None or (self._awaited and now < self._deadline):
             return None
         if not self._tells_progress():
@@ -398,7 +402,7 @@ class HangMonitor:
             try:
                 path = write_stack(self.folder, self.workers[rank].node, rank, stack)
             except (LaunchError, OSError):
-                continue  # a full disk; the verdict is worth more
+                continue  # The disk may be full; the verdict is needed all the same.
             if rank == failure.rank:
                 failure = replace(failure, log=str(path))
         return failure

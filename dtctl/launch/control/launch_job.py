@@ -1,4 +1,4 @@
-"""All data that a launch on nodes needs, decided before the first connection, and the messages for each node."""
+"""All data that a launch on nodes needs before the first connection, and the start message for each node."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Protocol
 
 import dtctl
 from dtctl import names
-from dtctl.launch.control.failure import AGENT
-from dtctl.launch.control.gang import PING_S
 from dtctl.launch.control.hang import HangLimit
 from dtctl.launch.control.link import NodeLink
+from dtctl.launch.control.node_sessions import PING_S
 from dtctl.launch.records.events import PushProgress, PushReport
 from dtctl.plan import environment
-from dtctl.plan.model import NodePlan, Plan, Threads
+from dtctl.plan.model import NodePlan, Plan, ThreadCount
+from dtctl.supervisor.frames import AGENT
 from dtctl.supervisor.messages.attempt import RunOrigin, StartAttempt, WorkerSpec
 from dtctl.supervisor.messages.setup import DataLink, EnvironmentOrder
 from dtctl.transport.base import Target, Transport
 
 
-class MakePlan(Protocol):
-    """Function that makes the plan of an attempt, with facts that only the nodes have."""
+class PlanFactory(Protocol):
+    """Function that makes the plan of an attempt from facts that only the nodes can report."""
 
     def __call__(
         self,
@@ -32,84 +32,83 @@ class MakePlan(Protocol):
         *,
         gpus: Mapping[str, int],
         cores: Mapping[str, int] | None = None,
-        threads: Threads | None = None,
+        threads: ThreadCount | None = None,
     ) -> Plan:
-        """See `PlanFacts` for what is known of nodes; these are in rank order, the first has the address."""
+        """Make a plan for nodes in rank order; the first one has the address. See `PlanFacts` for the other values."""
 
 
 Push = Callable[[NodeLink, PushReport], PushProgress]
 
 
-class Copies(Protocol):
-    """Copies of what workers write into the folders of `job.shared`; each method returns at once."""
+class CheckpointCopies(Protocol):
+    """Copies of the files that workers write into the folders of `job.shared`; each method returns at once."""
 
     def begin(self, nodes: Sequence[NodePlan], *, ended_s: float | None) -> bool:
-        """Begin to copy what nodes lack before an attempt; False if there is nothing to be done.
+        """Begin to find and copy the files that nodes lack before an attempt; return False if nothing has to be done.
 
         Args:
-            nodes: of the attempt.
-            ended_s: seconds since the workers of the attempt before ended; None before the first one.
+            nodes: nodes of the attempt.
+            ended_s: seconds since the workers of the previous attempt ended; None before the first attempt.
         """
 
     def is_done(self) -> bool:
-        """Return whether the nodes have what they lacked."""
+        """Return whether the copies that `begin` started are done."""
 
-    def watch(self, nodes: Callable[[], Sequence[NodePlan]], *, is_again: bool) -> None:
-        """Copy what workers write while they run.
+    def watch(self, nodes: Callable[[], Sequence[NodePlan]]) -> None:
+        """Copy the files that workers write while they run.
 
         Args:
-            nodes: returns those of the attempt, which may change.
-            is_again: whether workers may look for what was written before.
+            nodes: returns the nodes of the attempt, which may change.
         """
 
     def stop(self) -> None:
-        """End all copies that are on."""
+        """End all copies that have not finished."""
 
-    def take_notes(self) -> Sequence[tuple[str | None, str]]:
+    def pop_copy_notes(self) -> Sequence[tuple[str | None, str]]:
         """Return notes for the user since the last call: node, or None, and text."""
 
-    def take_amount(self) -> tuple[int, float]:
-        """Return the bytes that were copied since the last call while workers ran, and the seconds that it took."""
+    def pop_copied_amount(self) -> tuple[int, float]:
+        """Return the bytes copied since the last call while workers ran, and the seconds that the copies took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
-    """All data that `launch` needs, decided before the first connection."""
+    """All data that a launch needs before the first connection."""
 
     run: str
     token: str
     first_plan: Plan
-    """The plan as a dry run shows it."""
-    make_plan: MakePlan
+    """Plan that a dry run shows."""
+    make_plan: PlanFactory
     make_script: Callable[[Plan, NodePlan], str]
     transport: Transport
     targets: Mapping[str, Target]
     """Targets of nodes and spares."""
     spares: Mapping[str, NodePlan]
-    """Nodes that stand by, in the order in which they are used; their ranks mean nothing."""
+    """Nodes that stand by, in the order in which they are used; their ranks have no meaning."""
     min_nodes: int
     """Nodes that the run needs."""
     return_s: float
-    """Seconds for which nodes that the run needs are called again when they are lost."""
+    """Seconds for which the launcher calls lost nodes again that the run needs."""
     push: Push | None
     data: Callable[[], list[DataLink]] = list
-    """Files in addition to the code, once they are known."""
+    """Function that returns the links to files in addition to the code, once they are known."""
     environment: Callable[[], EnvironmentOrder | None] = lambda: None
-    """Order of the environment that nodes make before the workers start, once the first of them was asked."""
+    """Function that returns the order to make the environment before the workers start, once a node has reported."""
     environment_digest: str = ""
-    """Digest of the environment, which is known before; empty: the job has no environment."""
+    """Digest of the environment, which is known before any node is called; empty: the job has no environment."""
     code_folder: str = ""
-    """Place where the code lies on every node, if it is not pushed."""
+    """Folder of the code on every node, if the code is not pushed."""
     is_shared: bool = False
-    """True if that is one folder for all nodes, in which the workers start, and what nodes keep is the run's alone."""
+    """True if `code_folder` is one folder for all nodes, in which workers start; the run's folder may exist before."""
     fixed_port: int | None
     fixed_address: str
-    """The head node's address, if the spec names it, so that the nodes need not be asked; empty: they are."""
+    """Address of the head node in the spec; empty: the nodes report it."""
     secrets: Mapping[str, str]
     link_timeout_s: float
     hang_s: HangLimit
     hang_start_s: HangLimit
-    """Limits for a job that has not made any progress yet."""
+    """Limit for a job that has not made any progress yet."""
     hang_output_s: float | None
     """Seconds without output after which a job that reports no progress hangs; None: never."""
     heal_s: float
@@ -119,21 +118,21 @@ class LaunchJob:
     trains: bool
     """True if the spec has a section `train`, which dtctl.runtime reads in the workers."""
     snapshots: Mapping[str, str]
-    """Node -> folder of snapshots, of nodes that continue another run's; the others have their own run's."""
+    """Folder of snapshots on each node that continues another run; other nodes use the folder of this run."""
     outputs: tuple[str, ...] = ()
-    """Paths in the working folder that are worth keeping; see `job.outputs`."""
+    """Paths of `job.outputs` in the working folder."""
     shared: tuple[tuple[str, str], ...] = ()
     """Folders of `job.shared`: path in the working folder, and name of the file that is written last; empty: none."""
-    copies: Copies | None = None
-    """Brings what workers write into the folders of `shared` to all nodes; None under Slurm and on one machine."""
+    copies: CheckpointCopies | None = None
+    """Copies of the folders of `shared` between nodes; None under Slurm and on one machine."""
     origin: RunOrigin | None = None
-    """Launcher of the run, for other control machines."""
+    """Description of the run's launcher for other control machines."""
     log_bytes: int = 0
-    """Most that is kept of the output of a rank; 0: all of it."""
+    """Most bytes that are kept of the output of a rank; 0: all output is kept."""
     earlier: str = ""
     """Run whose outputs this run continues."""
     keep: bool
-    """True if nodes continue when the link is lost (`--detach`)."""
+    """True if nodes continue the run when the link is lost (`--detach`)."""
 
 
 def make_start_message(
@@ -145,15 +144,16 @@ def make_start_message(
     live_epoch: int = 0,
     kind: type[StartAttempt] = StartAttempt,
 ) -> StartAttempt:
-    """Return the message for a node.
+    """Return the start message for a node.
 
     Args:
-        job: what to run.
-        plan: of the attempt.
-        node: of the plan.
-        committed_step: of earlier attempts; workers cannot determine it if the node with the record is gone. 0: none.
-        live_epoch: how often workers of this attempt were replaced.
-        kind: StandBy to import only what workers need.
+        job: the job to run.
+        plan: plan of the attempt.
+        node: the node, as in the plan.
+        committed_step: step of the newest snapshot that earlier attempts committed; 0: none. Workers cannot determine
+            it if the node with the commit record is gone.
+        live_epoch: number of replacements of workers in this attempt.
+        kind: type of the message; with StandBy the node only imports the modules that workers need.
     """
     history = {names.COMMITTED_STEP: str(committed_step)} if committed_step else {}
     workers = [
@@ -190,6 +190,6 @@ def make_start_message(
 
 
 def _fence_s(job: LaunchJob) -> float:
-    """Return the seconds of silence after which a node ends its workers: before a spare has their ranks."""
+    """Return the seconds of silence after which a node ends its workers, so that it does so before a spare starts."""
     limit_s = job.link_timeout_s
     return limit_s - min(PING_S, limit_s / 4) if job.spares else limit_s

@@ -1,6 +1,7 @@
-"""The control machine's end of the link to one node: our program started there, then frames in both directions.
+"""The control machine's end of the link to one node: the start of dtctl's program, then frames in both directions.
 
-Decides how frames are sent and read and what an error of the node's means; `dtctl/supervisor/frames.py` has the format.
+This module sends and reads frames, and turns a node's errors into exceptions; `dtctl/supervisor/frames.py` defines the
+format.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any, TypeVar, cast
 
 from dtctl import shell
 from dtctl.errors import ConnectError, DtctlError, NodeError
-from dtctl.schema import InvalidMessage, prose
+from dtctl.schema import InvalidMessage, check_prose
 from dtctl.supervisor import bootstrap, frames
-from dtctl.supervisor.messages.base import Message, Refusal, Working, by_op, parse
+from dtctl.supervisor.messages.base import Message, Refusal, StillWorking, by_op, parse_message_document
 from dtctl.supervisor.messages.setup import NodeDescription
 from dtctl.supervisor.requests import find_module
 from dtctl.transport.base import ByteStream, Connection, Target, Transport
@@ -29,8 +30,13 @@ HINTS = {
     "missing-there": "with `job.files.push: false` it has to be there: bring it, or set `job.files.root`",
     "missing-folder": "with `job.files.push: false` the code has to be there: bring it, or set `job.files.root`",
     "environment": "correct `job.environment`, or the file that it names, and launch again",
+    "no-python": "install it there, or set `job.environment.python` to a version that nodes have; with `wheels: relay` "
+    "they fetch none",
     "no-environment": "launch again; `dtctl clean` may have removed it",
     "no-folder": "nodes need it under the same path; a wheel that the file of requirements names is brought",
+    "unreachable": "set `job.environment.index` to an index that nodes reach, or to a folder of wheels that all have; "
+    "or set `job.environment.wheels: relay`, with which this machine downloads the wheels and sends them; a Python "
+    "that a node lacks comes from github.com, unless you install it there",
     "no-uv": "install uv there, or `pip install uv` on this machine, which brings it",
     "platform": "set `job.environment.platform`; all nodes of a job need one kind of processor",
     "missing-data": "bring it there, or correct `job.data`",
@@ -54,7 +60,7 @@ def error_of(refusal: Refusal, node: str) -> DtctlError:
 
 
 def _hint_of_program(program: str) -> str:
-    """Return what helps where a program is not found, by what it is."""
+    """Return the hint for a program that was not found."""
     if program == "torchrun" or re.fullmatch(r"(\S*/)?(python|pypy)[\d.]*", program):
         return "set `cluster.python` to the Python there that has torch, or activate it in `job.setup`"
     if "/" in program:
@@ -63,21 +69,21 @@ def _hint_of_program(program: str) -> str:
 
 
 class NodeLink:
-    """Frames to and from one node. Reading and writing may happen in two threads, each by one."""
+    """Frames to and from one node; one thread may read while another one writes."""
 
     def __init__(self, stream: ByteStream, *, node: str, python: str = "python3") -> None:
-        """`python`: what was started there, for messages."""
+        """Use a stream for frames; `python` is the program that was started on the node, for error messages."""
         self.stream = stream
         self.node = node
         self._python = python
-        self._parser = frames.Parser()
+        self._parser = frames.FrameParser()
         self._ready: list[tuple[bytes, int, bytes]] = []
         self.clock: SilenceLimit | None = None
-        """Started again by whatever arrives."""
+        """Limit on the node's silence, which each message restarts."""
         self.description: NodeDescription | None = None
         """Report of the node about itself before it is prepared."""
         self.waiting_since: float | None = None
-        """Time when the wait for the next answer began, or of the last report of work; None: nothing is waited for."""
+        """Time when the wait for an answer began, or of the last report of work since; None: no answer is awaited."""
 
     def send(self, message: Message) -> None:
         """Send one message.
@@ -88,7 +94,7 @@ class NodeLink:
         self.stream.write(frames.pack_json(message))
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send file contents, in as many frames as it takes.
+        """Send file contents, in as many frames as needed.
 
         Raises:
             ConnectError: the link is gone.
@@ -100,7 +106,7 @@ class NodeLink:
         """Return the next frame as (kind, rank, payload); None when the node's end closed between two frames.
 
         Raises:
-            NodeError: what came is not from our supervisor, for example a banner of a shell start-up file.
+            NodeError: the bytes are not from dtctl's supervisor, for example a banner of a shell start-up file.
             ConnectError: the stream ended inside a frame.
         """
         while not self._ready:
@@ -139,17 +145,17 @@ class NodeLink:
             if kind != frames.JSON:
                 raise NodeError(f"expected a message, got {len(payload)} bytes of kind {kind!r}", node=self.node)
             document = self.decode(payload)
-            if document.get("op") != Working.op:
+            if document.get("op") != StillWorking.op:
                 return document
 
     def decode(self, payload: bytes) -> dict[str, Any]:
         """Return the object in a frame of JSON, without further checks; see `parse_message`.
 
         Raises:
-            NodeError: there is none.
+            NodeError: the frame has no JSON object.
         """
         try:
-            return frames.decode(payload)
+            return frames.decode_message(payload)
         except frames.BrokenFrame as exc:
             raise NodeError(f"the node sent something that is {exc}", node=self.node) from None
 
@@ -163,27 +169,27 @@ class NodeLink:
         document = self.receive_json()
         if document is None:
             raise self.closed_error()
-        return self._parse(document, kinds)
+        return self._parse_node_reply(document, kinds)
 
     def parse(self, payload: bytes, *kinds: type[Kind]) -> Kind:
         """Return the message in a frame of JSON, which must be of one of these kinds.
 
         Raises:
-            NodeError: it is another one, or reports that the node cannot continue.
+            NodeError: the message is of another kind, or reports that the node cannot continue.
         """
-        return self._parse(self.decode(payload), kinds)
+        return self._parse_node_reply(self.decode(payload), kinds)
 
-    def _parse(self, document: Mapping[str, Any], kinds: tuple[type[Kind], ...]) -> Kind:
+    def _parse_node_reply(self, document: Mapping[str, Any], kinds: tuple[type[Kind], ...]) -> Kind:
         message = parse_message(document, by_op(*kinds, Refusal), node=self.node)
         if isinstance(message, Refusal):
             raise error_of(message, self.node)
         return cast("Kind", message)
 
     def closed_error(self) -> DtctlError:
-        """Return why the node's end has closed: no Python, a program that has ended, or a link that is gone."""
+        """Return the reason why the node's end has closed: no Python, an exit of the program, or a lost link."""
         status = self.stream.exit_status(2.0)
         lines = self.stream.read_stderr().decode(errors="replace").strip().splitlines()
-        last = prose(lines[-1]) if lines else ""
+        last = check_prose(lines[-1]) if lines else ""
         if status in (126, 127):
             return NodeError(
                 f"{self._python} cannot be started on the node: {last or 'not found'}",
@@ -195,7 +201,7 @@ class NodeLink:
         return NodeError(
             f"dtctl's program on the node exited with status {status}{f': {last}' if last else ''}",
             node=self.node,
-            hint=f"try `{shell.join([self._python, '-c', 'print(1)'])}` there",
+            hint=f"try `{shell.join_command([self._python, '-c', 'print(1)'])}` there",
         )
 
 
@@ -203,16 +209,16 @@ def open_program(connection: Connection, first: Message, *, node: str, python: s
     """Start dtctl's program on a node and send it its first message; frames follow.
 
     Args:
-        connection: to the node.
-        first: a request, or the first of several.
-        node: its name.
-        python: program name or path there; None for python3.
+        connection: connection to the node.
+        first: the request, or the first of several.
+        node: name of the node.
+        python: name or path of a program on the node; None: python3.
         workdir: the node's folder; may begin with `~`.
     """
     python = python or "python3"
-    link = NodeLink(connection.open(bootstrap.command(python)), node=node, python=python)
-    with contextlib.suppress(ConnectError):  # it has ended already; `why_silent` has the reason
-        link.stream.write(bootstrap.opening(workdir, find_module(first.op)[0]) + frames.pack_json(first))
+    link = NodeLink(connection.open(bootstrap.format_bootstrap_command(python)), node=node, python=python)
+    with contextlib.suppress(ConnectError):  # If the program has ended already, `closed_error` has the reason.
+        link.stream.write(bootstrap.build_opening_bytes(workdir, find_module(first.op)[0]) + frames.pack_json(first))
     return link
 
 
@@ -239,37 +245,39 @@ def open_node(
         connection.close()
 
 
-# -- what a node has sent: in the form that it should have, or the error of that node ----------------------------
+# -- checks of the values that nodes send -------------------------------------------------------------------------
 
 
 def parse_message(document: Mapping[str, Any], kinds: Mapping[str, type[Message]], *, node: str) -> Message:
     """Return a node's message of one of these kinds.
 
     Raises:
-        NodeError: it is none.
+        NodeError: it is not a message of these kinds.
     """
     op = document.get("op")
     if not isinstance(op, str) or op not in kinds:
-        raise NodeError(f"the node said {quoted(op)}, which is not valid here", node=node)
-    return checked(lambda document: parse(document, kinds), document, subject=f"its message {op!r}", node=node)
+        raise NodeError(f"the node said {quote_node_value(op)}, which is not valid here", node=node)
+    return validate_node_value(
+        lambda document: parse_message_document(document, kinds), document, subject=f"its message {op!r}", node=node
+    )
 
 
-def require_known(value: int, allowed: Collection[int], *, subject: str, node: str) -> int:
-    """Return the value, if it is one of those that were asked about.
+def require_requested_value(value: int, allowed: Collection[int], *, subject: str, node: str) -> int:
+    """Return a value that a node reports, if it was part of the request.
 
     Raises:
-        NodeError: it is another one.
+        NodeError: the value was not requested.
     """
     if value not in allowed:
         raise NodeError(f"the node reported {subject} {value}, which was not requested", node=node)
     return value
 
 
-def checked(check: Callable[[Any], T], value: object, *, subject: str, node: str) -> T:
-    """Return the value in its form.
+def validate_node_value(check: Callable[[Any], T], value: object, *, subject: str, node: str) -> T:
+    """Return a value that a node reports, as checked by `check`.
 
     Raises:
-        NodeError: it has another one.
+        NodeError: the value is malformed.
     """
     try:
         return check(value)
@@ -281,14 +289,14 @@ def checked(check: Callable[[Any], T], value: object, *, subject: str, node: str
         ) from None
 
 
-def quoted(value: object) -> str:
+def quote_node_value(value: object) -> str:
     """Return a value that a node sent, shortened for an error message."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 class SilenceLimit:
-    """Closes a connection over which nothing arrives for too long, so that a blocked reader returns."""
+    """Timer that closes a connection over which nothing arrives for too long, so that a blocked reader returns."""
 
     def __init__(self, connection: Connection, limit_s: float) -> None:
         self._connection, self._limit_s, self._expired = connection, limit_s, False
@@ -296,27 +304,27 @@ class SilenceLimit:
         self.reset()
 
     def reset(self) -> None:
-        """Restart the timer."""
+        """Restart the limit from now."""
         self.cancel()
-        self._timer = threading.Timer(self._limit_s, self._expire)
+        self._timer = threading.Timer(self._limit_s, self._close_silent_connection)
         self._timer.daemon = True
         self._timer.start()
 
     def cancel(self) -> None:
-        """Cancel the timer."""
+        """Stop the timer; the connection stays open."""
         if self._timer is not None:
             self._timer.cancel()
 
     def check(self, node: str) -> None:
-        """The end has been reached: of what there is to read, or of the time.
+        """Stop the timer at the end of the stream, and check whether the timer has closed the connection.
 
         Raises:
-            ConnectError: the latter.
+            ConnectError: the timer has closed the connection.
         """
         self.cancel()
         if self._expired:
             raise ConnectError(f"no message arrived from it for {self._limit_s:g} s", node=node)
 
-    def _expire(self) -> None:
+    def _close_silent_connection(self) -> None:
         self._expired = True
         self._connection.close()

@@ -1,4 +1,4 @@
-"""Nodes that take the places of lost ones while the workers of the others wait."""
+"""Replacement of lost nodes while the workers of the other nodes wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtctl.launch.control.launch_job import make_start_message
 from dtctl.launch.control.run_nodes import RunNodes
-from dtctl.launch.control.session import Session
+from dtctl.launch.control.session import NodeSession
 from dtctl.launch.records.events import NodeReplaced
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.run_writer import RunWriter
@@ -16,49 +16,49 @@ from dtctl.supervisor.messages.setup import NodeDescription
 
 if TYPE_CHECKING:
     from dtctl.launch.control.attempt import Attempt
-    from dtctl.launch.control.attempts import Attempts
-    from dtctl.launch.control.healing import Healing
-    from dtctl.launch.control.node_pool import NodePool, Substitute
+    from dtctl.launch.control.attempts import AttemptTracker
+    from dtctl.launch.control.node_pool import NodePool, ReplacementNode
+    from dtctl.launch.control.worker_replacement import WorkerReplacement
     from dtctl.plan.model import Plan
 
 
-class NodePlacement:
-    """Puts nodes into the places of lost ones."""
+class NodeReplacer:
+    """Replacement of lost nodes by other nodes."""
 
-    def __init__(self, nodes: RunNodes, attempts: Attempts, record: RunWriter, ledger: Ledger) -> None:
+    def __init__(self, nodes: RunNodes, attempts: AttemptTracker, record: RunWriter, ledger: Ledger) -> None:
         self._nodes, self._attempts, self._record, self._ledger = nodes, attempts, record, ledger
         self.attempt: Attempt | None = None
-        """The current attempt."""
+        """The current attempt; None before the first one."""
 
     @cached_property
     def pool(self) -> NodePool:
         """Lost nodes that are called again, and spares."""
-        from dtctl.launch.control.node_pool import NodePool  # few runs need it
-        from dtctl.launch.control.spares import Spares
+        from dtctl.launch.control.node_pool import NodePool  # Few runs need this module.
+        from dtctl.launch.control.spare_pool import SparePool
 
         nodes = self._nodes
-        return NodePool(nodes.gang, Spares(list(nodes.job.spares), nodes.emit), nodes.call, self._warm_up)
+        return NodePool(nodes.gang, SparePool(list(nodes.job.spares), nodes.emit), nodes.call, self._warm_up)
 
-    def make_healing(self, plan: Plan) -> Healing:
-        """Return what replaces lost workers of an attempt."""
-        from dtctl.launch.control.healing import Healing  # few runs need it
+    def make_healing(self, plan: Plan) -> WorkerReplacement:
+        """Return the object that replaces lost workers of an attempt."""
+        from dtctl.launch.control.worker_replacement import WorkerReplacement  # Few runs need this module.
 
         nodes = self._nodes
-        return Healing(
+        return WorkerReplacement(
             nodes.gang,
             {rank: node.name for node in plan.nodes for rank in node.ranks},
             limit_s=nodes.job.heal_s,
             ledger=self._ledger,
             address=lambda name: nodes.address(nodes.known()[name]),
             pool=None if nodes.job.keep else self.pool,
-            place=self._place,
+            place=self._place_substitute,
         )
 
-    def _place(self, substitute: Substitute, epoch: int) -> None:
-        """Give a node the place of a lost one, and start the workers of an epoch there.
+    def _place_substitute(self, substitute: ReplacementNode, epoch: int) -> None:
+        """Put a node into the place of a lost one, and start the workers of an epoch there.
 
         Raises:
-            NotHealed: it cannot have the same workers.
+            WorkerNotReplaced: the node cannot run the same workers.
         """
         lost, name = substitute.lost, substitute.session.name
         nodes = self._nodes
@@ -82,11 +82,11 @@ class NodePlacement:
         substitute.session.send(message)
         substitute.session.send(Attach(run=nodes.job.run, offsets=nodes.offsets(name)))
 
-    def _warm_up(self, session: Session, description: NodeDescription) -> None:
-        """Let a spare import the modules of workers, as the last node, since it is unknown which one will be lost.
+    def _warm_up(self, session: NodeSession, description: NodeDescription) -> None:
+        """Let a spare import the workers' modules with the plan of the last node, as the node to be lost is unknown.
 
         Raises:
-            NotHealed: it cannot have the same workers.
+            WorkerNotReplaced: the spare cannot run the same workers.
         """
         nodes = self._nodes
         plan = nodes.plan_with(nodes.plan.nodes[-1].name, session.name, description)

@@ -1,6 +1,6 @@
-"""Progress of the workers, as their nodes report it. Plain data.
+"""Progress of the workers, as their nodes report it.
 
-Workers with dtctl.runtime write these numbers (runtime/telemetry/progress.py); other programs write none.
+Workers with dtctl.runtime write these numbers (runtime/telemetry/progress.py); other programs report no progress.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLACES = {0: "before its first micro batch or waiting for data", 1: "in a forwar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RankProgress:
     """Newest progress of one worker."""
 
     node: str
@@ -35,43 +35,43 @@ class Standing:
     pid: int
     phase: int
     step: int
-    """Optimizer steps done, of the whole run."""
+    """Optimizer steps done in the whole run."""
     place: int
-    """Place in the next step: 8 x micro batch + 0 data, 1 forward, 2 backward; 7: after all of them."""
+    """Place in the next step: 8 x micro batch + 0 (data), 1 (forward), 2 (backward) or 7 (after all of them)."""
     first: int
-    """Step that this attempt began after."""
+    """Step after which this attempt began."""
     saved: int
     """Step of the last snapshot that was begun."""
     until: int
-    """The training's last step; 0 when it is not known."""
+    """Last step of the whole training; 0 if it is not known."""
     begun_s: float
-    """Age of this attempt's first step."""
+    """Seconds since the first step of this attempt began."""
     stale_s: float
-    """Seconds since it noted anything."""
+    """Seconds since the worker last recorded progress."""
     slowest_s: float
-    """The longest step but for the first ones; 0 when there was none yet."""
+    """Seconds of the longest step, without the first ones; 0 if there was none yet."""
     stall_s: float
-    """Spent on snapshots in this attempt, by the training thread."""
+    """Seconds that the training thread has spent on snapshots in this attempt."""
     evaluation_s: float
     state: str
-    """The kernel's letter; T: stopped; empty, Z or X: the process has ended."""
+    """State of the process as the kernel's letter; T: stopped; empty, Z or X: ended."""
 
     committed: int = 0
-    """Step of the newest snapshot that it has committed in this attempt; 0: none, or others commit."""
+    """Step of the newest snapshot that this worker has committed in this attempt; 0: none, or other workers commit."""
 
     @property
     def exited(self) -> bool:
-        """Return whether its process has ended."""
+        """Return whether the worker's process has ended."""
         return self.state in ("", "Z", "X")
 
     @property
     def finished(self) -> bool:
-        """Return whether it takes no more steps."""
+        """Return whether the worker takes no more steps."""
         return self.exited or self.phase == ReportedPhase.ENDING
 
     @property
     def left_early(self) -> bool:
-        """Return whether it takes no more steps although its training has some left, or had not begun."""
+        """Return whether the worker takes no more steps although steps remain, or although it had not begun."""
         return self.finished and (self.step < self.until or self.phase == ReportedPhase.STARTING)
 
     @property
@@ -85,15 +85,15 @@ class Standing:
         return PLACES.get(self.place % 8, "after its passes")
 
 
-def standings(node: str, reports: Iterable[WorkerProgress]) -> list[Standing]:
-    """Return a node's reports about its workers."""
-    fields = [name for name in Standing.__dataclass_fields__ if name != "node"]
-    return [Standing(node=node, **{name: getattr(report, name) for name in fields}) for report in reports]
+def build_worker_standings(node: str, reports: Iterable[WorkerProgress]) -> list[RankProgress]:
+    """Return the progress of a node's workers from its reports."""
+    fields = [name for name in RankProgress.__dataclass_fields__ if name != "node"]
+    return [RankProgress(node=node, **{name: getattr(report, name) for name in fields}) for report in reports]
 
 
-def unheard(node: str, rank: int) -> Standing:
-    """Return a worker that has reported no progress."""
-    return Standing(
+def build_unreported_standing(node: str, rank: int) -> RankProgress:
+    """Return the progress of a worker that has reported none."""
+    return RankProgress(
         node=node, rank=rank, pid=0, phase=ReportedPhase.STARTING, step=0, place=0,
         first=0, saved=0, until=0, begun_s=0.0, stale_s=0.0,
         slowest_s=0.0, stall_s=0.0, evaluation_s=0.0, state="",

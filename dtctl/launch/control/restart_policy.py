@@ -1,9 +1,9 @@
-"""Policy of restarts after a failure: the decision, and the time of the next attempt. Pure.
+"""Policy of restarts after a failure: the decision, and the time of the next attempt.
 
 A failure that recurs without progress in between will recur again: the run ends with it instead of using up its
-restarts. Until then the waits grow, because the cause may need time to disappear (a disk that is being cleaned, a file
-server that boots). That applies to failures of the program; a worker that was killed from outside, or lost its node, is
-restarted at once.
+restarts. Before that, the waits grow, because the cause may need time to disappear (a disk that is being cleaned, a
+file server that boots). That applies to failures of the program; after a kill from outside or the loss of a node, the
+workers are restarted at once.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import signal
 from dataclasses import dataclass
 
 from dtctl.errors import PlanError, SpecError
-from dtctl.launch.control.failure import Failure, describe
+from dtctl.launch.control.failure import Failure, describe_failure
 
 SAME_LIMIT = 3
-"""Attempts that may end in the same way at the same step."""
+"""Number of attempts that may end in the same way at the same step."""
 SURE_LIMIT = 2
-"""The same, where only the program can be the cause: the last attempt had done steps, then failed with the same error
-in the same step. A faulty machine does not wait for a step."""
+"""Number of attempts as in `SAME_LIMIT` if only the program can be the cause: the last attempt had done steps, then
+failed with the same error in the same step. Faults of a machine do not depend on the step."""
 LONG_S = 300.0
-"""An attempt that lasted longer has made progress, even if it reports no steps."""
+"""Seconds after which an attempt counts as one that has made progress, even if it reports no steps."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 REFUSED = (SpecError.exit_code, PlanError.exit_code)
-"""Exit code of workers with dtctl.runtime that cannot do what the spec asks for."""
+"""Exit codes of workers with dtctl.runtime that cannot carry out the spec."""
 _STEP = re.compile(r"^.*?\bstep \d+")
-"""An error that names its step is the same one if its words are, up to there: the rest may be known better by now."""
+"""Part of an error, up to the number of a step, that is compared: a later attempt may report more details after it."""
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -39,8 +39,8 @@ _NEVER = (
 _USAGE = re.compile(r"^\S+: error: |^usage: ", re.MULTILINE)
 
 
-def hopeless(failure: Failure) -> str:
-    """Return what about a failure would be the same after any number of restarts; empty if something may change."""
+def describe_permanent_cause(failure: Failure) -> str:
+    """Return the cause of a failure if no restart would change it; empty if a restart may."""
     if failure.signal is not None or not failure.exit_code:
         return ""
     if failure.exit_code == 2 and _USAGE.search("\n".join(failure.tail)):
@@ -52,7 +52,7 @@ def hopeless(failure: Failure) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartDecision:
-    """Decision after a failure."""
+    """Decision about a restart after a failure."""
 
     wait_s: float = 0.0
     """Seconds before the next attempt."""
@@ -61,7 +61,7 @@ class RestartDecision:
 
 
 class RestartPolicy:
-    """Judges each failure by the attempts before it."""
+    """Decisions about restarts, each based on the earlier attempts."""
 
     def __init__(self, *, trains: bool = False) -> None:
         """Create a policy before the first attempt.
@@ -74,32 +74,32 @@ class RestartPolicy:
         self._step = self._failed_at = -1
         self._repeats = 0
 
-    def judge(
+    def decide_next_attempt(
         self, failure: Failure, *, step: int | None, lasted_s: float, first: int | None = None
     ) -> RestartDecision:
-        """Take in the end of an attempt.
+        """Decide whether and when another attempt follows the end of one.
 
         Args:
-            failure: why it ended.
-            step: the last step that is known to have been done, of the whole run; None when the job reports none.
-            lasted_s: from its start to the failure.
-            first: the step that it began after; None when the job reports none.
+            failure: failure that ended the attempt.
+            step: last step that is known to be done, counted over the whole run; None if the job reports no steps.
+            lasted_s: seconds from the start of the attempt to the failure.
+            first: step after which the attempt began; None if the job reports no steps.
         """
         if failure.exit_code in self._refused and failure.signal is None:
             return RestartDecision(
                 give_up_reason="the workers cannot carry out the spec, and a restart would not change that"
             )
-        if lasted_s < LONG_S and not step and (reason := hopeless(failure)):
+        if lasted_s < LONG_S and not step and (reason := describe_permanent_cause(failure)):
             return RestartDecision(give_up_reason=f"a restart would not change that {reason}")
         lost = failure.exit_code is None and not (failure.hang or failure.early_exit)
         if lost or (failure.signal in FROM_OUTSIDE and not failure.node_reason):
             return RestartDecision()
-        # The first worker reports an error that all workers run into, so the text is compared and not the worker. But
-        # the text of a hang has seconds in it, and the reason of a kill has counters: there the worker is compared.
+        # If all workers run into one error, any of them may report it first, so the text is compared and not the
+        # worker. The texts of hangs and kills contain seconds and counters, so for these the worker is compared.
         text_varies = failure.hang or bool(failure.node_reason)
         named = _STEP.search(failure.summary)
         error_text = named[0] if named else failure.summary
-        kind = f"{failure.node} {failure.rank}" if text_varies else f"{describe(failure)} {error_text}"
+        kind = f"{failure.node} {failure.rank}" if text_varies else f"{describe_failure(failure)} {error_text}"
         progress = lasted_s > LONG_S if step is None else step > self._step
         self._step = max(self._step, step if step is not None else -1)
         repeated = kind == self._last and not text_varies and (step == self._failed_at or named is not None)

@@ -1,7 +1,7 @@
 """A run on nodes with a link to each, from the first connection to the last process: a back end of controller.py.
 
-Reads top to bottom: all nodes are prepared; attempts follow each other until one succeeds, the restarts are used up or
-the user stops it; then the launcher proves that nothing is left.
+The launcher prepares all nodes and starts attempts until one succeeds, the restarts are used up or the user stops the
+run; then it checks that no process of the run is left.
 """
 
 from __future__ import annotations
@@ -16,49 +16,51 @@ from dtctl import names
 from dtctl.errors import ConnectError, LaunchError, PlanError
 from dtctl.launch.control.attempt import Attempt
 from dtctl.launch.control.attempt_nodes import AttemptOutcome
-from dtctl.launch.control.attempts import Attempts
-from dtctl.launch.control.controller import Result, control
+from dtctl.launch.control.attempts import AttemptTracker
+from dtctl.launch.control.controller import Result, run_backend_to_end
 from dtctl.launch.control.failure import Failure
 from dtctl.launch.control.hang import HangMonitor
 from dtctl.launch.control.launch_job import LaunchJob, make_start_message
 from dtctl.launch.control.run_nodes import RunNodes
 from dtctl.launch.records.events import AttemptRunning, AttemptStarting, Emit, Note, OutputLine
 from dtctl.launch.records.ledger import Ledger
-from dtctl.launch.records.logs import Logs
+from dtctl.launch.records.logs import RunLogs
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.plan import environment, rendezvous
 from dtctl.plan.model import Plan
 from dtctl.supervisor.messages.setup import NodeDescription
 
 if TYPE_CHECKING:
-    from dtctl.launch.control.copying import Copying
-    from dtctl.launch.control.placement import NodePlacement
+    from dtctl.launch.control.copying import CheckpointCopier
+    from dtctl.launch.control.placement import NodeReplacer
 
 GATHERINGS = 5
-"""Number of times that the nodes of an attempt are gathered, if some are lost again before it begins."""
+"""Number of times that the nodes of an attempt are gathered, if some are lost again before the attempt begins."""
 
 
-def launch(
+def run_launch_job(
     job: LaunchJob, record: RunWriter, *, emit: Emit, signals: list[int], ledger: Ledger, under_way: Plan | None = None
 ) -> Result:
     """Run a job on its nodes to its end.
 
     Args:
-        job: what to run, where.
+        job: the job, with its nodes.
         record: the run's folder on this machine.
         emit: called with every event, `emit(event)`.
         signals: signals that this process receives are appended here by its handlers.
-        ledger: started when the process was.
-        under_way: an attempt that nodes continue without its launcher, to be taken up; None for a new one.
+        ledger: record of the run's time, which began with this process.
+        under_way: plan of an attempt that nodes continue without its launcher; None for a new run.
 
     Raises:
-        DtctlError: a node could not be made ready; nothing was started anywhere.
+        DtctlError: a node could not be made ready; nothing was started on any node.
     """
-    return control(NodesBackend(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way), signals)
+    return run_backend_to_end(
+        NodesBackend(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way), signals
+    )
 
 
 class NodesBackend:
-    """See `Backend`: nodes with a link to each."""
+    """Back end for nodes with a link to each; see `Backend`."""
 
     def __init__(
         self,
@@ -70,41 +72,41 @@ class NodesBackend:
         ledger: Ledger,
         under_way: Plan | None,
     ) -> None:
-        """Call no node yet; see `launch` for the arguments."""
+        """Open sessions without calling a node; see `run_launch_job` for the arguments."""
         self.job = job
         self.under_way = under_way
         self.record = record
         self.emit = emit
         self.ledger = ledger
         self.ledger.path = record.folder / names.LEDGER_FILE
-        self.logs = Logs(record, job.log_bytes)
+        self.logs = RunLogs(record, job.log_bytes)
         self.nodes = RunNodes(job, logs=self.logs, emit=emit, signals=signals, under_way=under_way)
         self.gang = self.nodes.gang
         self.launch_s: float | None = None
         first = job.first_plan.attempt
         number = first if under_way is None else under_way.attempt
-        self.attempts = Attempts(self.nodes, ledger, first=first, number=number)
+        self.attempts = AttemptTracker(self.nodes, ledger, first=first, number=number)
         self.attempt: Attempt | None = None
-        """None while there is none, and when it could not be started."""
+        """The current attempt; None before the first one."""
         self.outcome = AttemptOutcome()
         self.failure: Failure | None = None
         self._started = False
         """True if all nodes have started the attempt."""
-        self.copying: Copying | None = None
-        """Copies of `job.shared`; None where no other node could lack anything."""
+        self.copying: CheckpointCopier | None = None
+        """Copies of `job.shared`; None if the job needs no copies."""
         if job.copies is not None:
-            from dtctl.launch.control.copying import Copying  # few runs need it
+            from dtctl.launch.control.copying import CheckpointCopier  # Few runs need this module.
 
-            self.copying = Copying(self.nodes, job.copies, ledger)
+            self.copying = CheckpointCopier(self.nodes, job.copies, ledger)
 
     # -- the loop of controller.py ----------------------------------------------------------------------------------
 
     def start(self) -> bool:
         """Prepare all nodes, and start the first attempt on them."""
-        plan = self.under_way or self._prepare()
+        plan = self.under_way or self._prepare_nodes()
         self.nodes.plan = plan
         if self.gang.signals:
-            self._end()
+            self._finish_run()
             return False
         if self.under_way is not None:
             self.nodes.earlier_host_names = self.record.read_host_names()
@@ -112,12 +114,12 @@ class NodesBackend:
         if self.under_way is not None:
             self._take_up(plan)
         else:
-            self._attempt(plan)
+            self._start_attempt(plan)
         return True
 
     @property
     def is_running(self) -> bool:
-        """Return whether a node is waited for."""
+        """Return whether a node has not ended the attempt yet."""
         return self.attempt is not None and bool(self.attempt.nodes.open)
 
     def poll(self) -> None:
@@ -128,24 +130,24 @@ class NodesBackend:
         message = self.gang.next_message(0.2)
         if self.copying is not None:
             self.copying.report()
-        attempt.nodes.excuse_absence()
+        attempt.nodes.reset_node_deadlines()
         if message is not None:
             attempt.handle(message)
         if attempt.nodes.all_started and not self._started:
             self._started = True
             if self.launch_s is None:
                 self.launch_s = self.ledger.total_s()
-            self.ledger.started()
+            self.ledger.record_processes_started()
             self.emit(AttemptRunning(attempt=self.nodes.plan.attempt, launch_s=round(self.launch_s, 3)))
         attempt.deadlines.check()
 
     def interrupt(self, number: int, *, again: bool) -> None:
-        """Tell the nodes to stop."""
+        """Stop the attempt because of a signal; at a second one (`again`), do not wait for the workers."""
         if self.attempt is not None:
             self.attempt.nodes.interrupt(number, hard=again)
 
     def restart(self) -> bool:
-        """Start the next attempt, unless the last one has succeeded, was stopped, or no other one would do better."""
+        """Start the next attempt, unless the last one has succeeded or was stopped, or a restart would not help."""
         if self.copying is not None:
             self.copying.end_attempt()
         if self.attempt is not None:
@@ -154,19 +156,19 @@ class NodesBackend:
             self.outcome = self.attempt.close()
         self.failure = self.attempts.first_failure(self.outcome)
         self.attempts.count(self.outcome)
-        goes_on = self.attempts.is_next(self.outcome, self.failure)
+        goes_on = self.attempts.wait_for_next_attempt(self.outcome, self.failure)
         if goes_on:
             self.nodes.plan = self._next_plan(self.nodes.plan, self.attempts.number, self.outcome)
             goes_on = not self.gang.signals
         if not goes_on:
-            self._end()
+            self._finish_run()
             return False
         self.record.write_plan(self.nodes.plan, self.nodes.host_names)
-        self._attempt(self.nodes.plan)
+        self._start_attempt(self.nodes.plan)
         return True
 
-    def _end(self) -> None:
-        """No attempt follows."""
+    def _finish_run(self) -> None:
+        """Finish the records after the last attempt."""
         self.ledger.enter("stop")
         has_succeeded = self.failure is None and self.outcome.stopped_by is None
         self.ledger.close(succeeded=has_succeeded)
@@ -180,20 +182,20 @@ class NodesBackend:
         self.nodes.sweep_lost(self.outcome)
 
     def close(self) -> None:
-        """Tell all nodes to quit, drop all links and close all files."""
+        """Send all nodes the order to exit, drop all links and close all files."""
         if self.copying is not None:
             self.copying.stop()
-        self.gang.quit()
+        self.gang.quit_supervisors()
         for session in self.gang.sessions.values():
             session.close()
         self.logs.close()
 
     # -- before the first attempt -----------------------------------------------------------------------------------
 
-    def _prepare(self) -> Plan:
+    def _prepare_nodes(self) -> Plan:
         for session in self.gang.sessions.values():
             session.start()
-        # A wrong template is found now, and dtctl's is compiled, while the nodes are being connected.
+        # This finds errors in a template and compiles it while the nodes are being connected.
         self.job.make_script(self.job.first_plan, self.job.first_plan.head)
         self.nodes.descriptions |= self.gang.gather()
         self.nodes.report_other_runs()
@@ -202,7 +204,7 @@ class NodesBackend:
         head = self.job.first_plan.head
         port = self.nodes.descriptions[head.name].port
         if port == 0:
-            tried = rendezvous.port_candidates(self.job.run, self.attempts.number, self.job.fixed_port)
+            tried = rendezvous.list_rendezvous_ports(self.job.run, self.attempts.number, self.job.fixed_port)
             raise PlanError(
                 f"no port for the rendezvous is free on the head node (tried {', '.join(map(str, tried))})",
                 where=f"node {head.name}",
@@ -218,10 +220,10 @@ class NodesBackend:
 
     # -- attempts ---------------------------------------------------------------------------------------------------
 
-    def _attempt(self, plan: Plan) -> None:
+    def _start_attempt(self, plan: Plan) -> None:
         meeting = plan.rendezvous
         if self.copying is not None:
-            self.copying.bring(plan)
+            self.copying.copy_earlier_files(plan)
         self.attempts.begin()
         self.emit(AttemptStarting(attempt=plan.attempt, rendezvous=meeting.endpoint, world_size=plan.world_size))
         self.ledger.enter("start")
@@ -235,18 +237,18 @@ class NodesBackend:
             self.attempt = None
             self.outcome = AttemptOutcome(failures=[failure], lost_nodes=[exc.node], left_behind={exc.node: None})
         else:
-            self._watch(plan, under_way=False)
+            self._watch_attempt(plan, under_way=False)
 
-    def _watch(self, plan: Plan, *, under_way: bool) -> None:
+    def _watch_attempt(self, plan: Plan, *, under_way: bool) -> None:
         if self.copying is not None:
-            self.copying.watch(plan)
+            self.copying.watch()
         hang_monitor = HangMonitor(
             node_of_rank={rank: node.name for node in plan.nodes for rank in node.ranks},
             limit=self.job.hang_s,
             start_limit=self.job.hang_start_s,
             output_limit_s=self.job.hang_output_s,
             folder=self.record.folder / names.HANGS_DIR / f"attempt-{plan.attempt}",
-            on_progress=self.ledger.watch,
+            on_progress=self.ledger.record_worker_progress,
         )
         self._started = under_way
         self.attempt = Attempt(
@@ -264,40 +266,41 @@ class NodesBackend:
             self.placement.attempt = self.attempt
 
     @cached_property
-    def placement(self) -> NodePlacement:
-        """Puts nodes into the places of lost ones."""
-        from dtctl.launch.control.placement import NodePlacement  # few runs need it
+    def placement(self) -> NodeReplacer:
+        """Replacement of lost nodes, made at the first use."""
+        from dtctl.launch.control.placement import NodeReplacer  # Few runs need this module.
 
-        return NodePlacement(self.nodes, self.attempts, self.record, self.ledger)
+        return NodeReplacer(self.nodes, self.attempts, self.record, self.ledger)
 
     def _take_up(self, plan: Plan) -> None:
         """Watch an attempt that another launcher has started; a node that cannot be reached is called again."""
         self.attempts.begin()
-        for node in plan.nodes:  # as far as the launcher before has counted
+        # The plan has the number of GPUs that the earlier launcher found.
+        for node in plan.nodes:
             gpus = 0 if environment.ON_CPUS in node.env else node.slots
             self.nodes.descriptions[node.name] = NodeDescription(gpus=gpus, address="", port=0)
         self.ledger.resume(self.record.folder / names.LEDGER_FILE)
-        self.logs.rejoin()
-        code = self.record.code_folders()
+        self.logs.continue_attempt_logs()
+        code = self.record.read_code_folders()
         for name, session in self.gang.sessions.items():
             session.code = code.get(name, "")
-            self.placement.pool.call_kept(name)
-        self._watch(plan, under_way=True)
+            self.placement.pool.reconnect_detached_node(name)
+        self._watch_attempt(plan, under_way=True)
 
     def _next_plan(self, plan: Plan, attempt: int, outcome: AttemptOutcome) -> Plan:
-        """Return the plan of the next attempt, with a new rendezvous, which keeps out stragglers of the last one."""
+        """Return the plan of the next attempt, with a new rendezvous that late workers of the last one cannot join."""
         nodes = self.nodes
         known_nodes = nodes.known()
         unreachable = {*outcome.lost_nodes, *outcome.already_ended}
-        ports = rendezvous.port_candidates(plan.run, attempt, self.job.fixed_port)
-        for _ in range(GATHERINGS):  # while some are waited for, others may be lost
+        ports = rendezvous.list_rendezvous_ports(plan.run, attempt, self.job.fixed_port)
+        for _ in range(GATHERINGS):  # While the launcher waits for some nodes, others may be lost.
             next_nodes = self.placement.pool.choose_nodes(
                 unreachable, min_nodes=self.job.min_nodes, return_s=self.job.return_s
             )
             nodes.replaced |= {name: known_nodes[name] for name in next_nodes.replaced}
             nodes.descriptions |= next_nodes.descriptions
             head = known_nodes[next_nodes.names[0]]
-            port = self.gang.probe(head.name, ports)
+            port = self.gang.find_free_node_port(head.name, ports)
             unreachable = {name for name, session in self.gang.sessions.items() if session.is_over}
             unreachable |= {head.name} if port is None else set()
             if not unreachable or self.gang.signals:
@@ -318,11 +321,11 @@ class NodesBackend:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def result(self) -> Result:
-        """Return how it ended; computed last, so that the ledger has all of its time."""
+        """Return the result of the run; called last, so that the ledger includes all of its time."""
         counts = list(self.outcome.left_behind.values())
-        with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
+        with contextlib.suppress(LaunchError):  # A full disk does not change the result of the run.
             path = self.record.folder / names.LEDGER_FILE
-            self.record.with_room(lambda: self.ledger.write(path, attempts=self.attempts.number + 1))
+            self.record.retry_with_reserve(lambda: self.ledger.write(path, attempts=self.attempts.number + 1))
         return Result(
             run=self.job.run,
             failure=self.failure,

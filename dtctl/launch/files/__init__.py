@@ -1,1 +1,1 @@
-"""The working tree that a run executes: which files belong to it, their digests, and the push to the nodes."""
+"""The working tree that a run executes: the choice of its files, their digests, and the push to the nodes."""

@@ -1,8 +1,8 @@
-"""Checkpoints in the folders of `job.shared`: which files belong together, which are complete, and what nodes lack.
+"""Checkpoints in the folders of `job.shared`: the files of each, their completeness, and the files that nodes lack.
 
-Pure functions over what nodes have listed. A checkpoint is the union of the files that nodes have written for it; of
-each file the newest version counts. Nothing here removes a file: what may not be complete when the workers have ended
-is set aside, so that all nodes continue from the same one.
+All functions are pure, over the lists of the nodes. A checkpoint is the union of the files that nodes have written for
+it; of each file, the newest version counts. A copy is removed when the node that wrote the file has removed it. Files
+that may be incomplete when the workers have ended are set aside, so that all nodes continue from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dtctl.supervisor.messages.shared import SharedFile
 QUIET_S: Final = 10.0
 """Seconds without a write after which a checkpoint without a marker file counts as complete."""
 CLOCKS_S: Final = 5.0
-"""Seconds by which the clocks of two nodes, and the moments of their lists, may differ."""
+"""Seconds by which the clocks of two nodes, and the times of their lists, may differ."""
 MARKER_BYTES: Final = 4096
-"""Bytes of a file that names the newest checkpoint (`latest`); it is written in one piece."""
+"""Most bytes of a file that names the newest checkpoint (`latest`), which is written in one piece."""
 DCP, HUGGING_FACE = ".metadata", "trainer_state.json"
 """Names of the files that are written last: torch/distributed/checkpoint/filesystem.py (`finish` of the writer), and
 transformers/trainer.py (`Trainer._save_checkpoint`)."""
 _STEP: Final = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt|epoch|save)[-_=]?\d|^\d+$", re.IGNORECASE)
-"""Name of a folder that is one checkpoint: step-20, checkpoint-20, global_step20, iter_0000020, epoch=0-step=2.ckpt."""
+"""Name of a folder that is one checkpoint, such as step-20, global_step20, iter_0000020 or epoch=0-step=2.ckpt."""
 _RANK: Final = re.compile(r"[-_.]?rank[-_=]?\d+|[-_]\d+[-_]of[-_]\d+", re.IGNORECASE)
-"""Part of a file's name that is the number of its writer, or of its part: optim_000020_rank3.pt."""
+"""Number of the writer, or of a part, in the name of a file, such as `_rank3` in optim_000020_rank3.pt."""
 _OF_TRAINER: Final = re.compile(r"^(rng_state(_\d+)?\.pth|training_args\.bin|scheduler\.pt|trainer_state\.json)$")
-"""Files by which a checkpoint of Hugging Face's Trainer is known."""
+"""Names of files by which a checkpoint of Hugging Face's Trainer is recognized."""
 
 Version: TypeAlias = tuple[int, int]
-"""Time in ns and size of a file, by which two copies are known to be the same."""
+"""Time in ns and size in bytes of a file; two copies with equal values count as the same version."""
 RULE_NAMES: Final = {
     DCP: "by .metadata (DCP)",
     HUGGING_FACE: "by trainer_state.json (Hugging Face)",
@@ -47,18 +47,20 @@ class NodeFiles:
 
     node: str
     store: str
-    """Name of its disk."""
+    """Name of the node's disk."""
     files: Mapping[str, SharedFile]
     """Files by their path in the working folder."""
+    removed: Collection[str] = ()
+    """Files that the node wrote, that were copied to other nodes, and that its programs removed since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostNode:
-    """Node that no longer answers, as it was listed last."""
+    """Node that no longer answers, with the files that it listed last."""
 
     paths: Collection[str]
     listed_s: float
-    """Seconds since then."""
+    """Seconds since the node's last list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,21 +70,21 @@ class CheckpointFiles:
     name: str
     """Folder of the checkpoint, or folder and numbers of its files."""
     root: str
-    """Shared folder that it lies in."""
+    """Shared folder of the checkpoint."""
     rule: str
-    """File that marks it as complete: a name, or a pattern; empty: time alone decides."""
+    """Name or pattern of the file that marks the checkpoint as complete; empty: only time decides."""
     files: Mapping[str, SharedFile]
-    """Newest version of each file, by its path."""
+    """Newest version of each file, by path."""
     is_folder: bool
 
     @property
-    def written_s(self) -> float:
-        """Return the seconds since something of it was written to."""
+    def seconds_since_write(self) -> float:
+        """Return the seconds since a file of the checkpoint was last written to."""
         return min(file.age_s for file in self.files.values())
 
     @property
     def shape(self) -> frozenset[str]:
-        """Return the names of its files without the numbers in which checkpoints of one program differ."""
+        """Return the names of the files without the numbers in which checkpoints of one program differ."""
         if self.is_folder:
             last = re.findall(r"\d+", posixpath.basename(self.name))[-1:]
             inner = [path.removeprefix(self.name) for path in self.files]
@@ -93,11 +95,11 @@ class CheckpointFiles:
 
     @property
     def has_known_format(self) -> bool:
-        """Return whether it is a checkpoint for certain: a folder, or files with such a format among them."""
+        """Return whether this is certainly a checkpoint: a folder, or a set with a file in a format of checkpoints."""
         return self.is_folder or any(file.end for file in self.files.values())
 
     def is_committed(self) -> bool:
-        """Return whether the file that is written last is there, and no other one is newer."""
+        """Return whether the file that is written last is there and, where this can be checked, none is newer."""
         names = {posixpath.basename(path) for path in self.files}
         if self.rule == HUGGING_FACE and not (f"{self.name}/{HUGGING_FACE}" in self.files and self._has_all_metadata()):
             return False
@@ -115,33 +117,35 @@ class CheckpointFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class MissingFileCopy:
     """A file that a node lacks."""
 
     path: str
     source: str
-    """Node that has it."""
+    """Node from which the file is copied."""
     file: SharedFile
     origin: str
     """Store of the node that has written it."""
     checkpoint: str
-    """Name of the checkpoint that it is of."""
+    """Name of the checkpoint that the file belongs to."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CopyPlan:
-    """Decision about what is copied, and what is set aside."""
+    """Decision about the files to copy, to remove and to set aside."""
 
-    copies: dict[str, list[Copy]] = field(default_factory=dict)
-    """Node -> files that it lacks, in the order in which they get their names."""
+    copies: dict[str, list[MissingFileCopy]] = field(default_factory=dict)
+    """Files that each node lacks, in the order in which they are renamed to their final names."""
+    removals: dict[str, list[str]] = field(default_factory=dict)
+    """Copies that are removed on each node."""
     aside: dict[str, list[str]] = field(default_factory=dict)
-    """Node -> paths that are set aside there."""
+    """Paths that are set aside on each node."""
     aside_names: list[str] = field(default_factory=list)
-    """Checkpoints that they are of."""
+    """Checkpoints that the files in `aside` belong to."""
     doubtful: list[str] = field(default_factory=list)
-    """Checkpoints that may not be complete, and are taken as they are, as there is no other one."""
+    """Checkpoints that may be incomplete and are copied as they are, since there is no other one."""
     rules: set[tuple[str, str]] = field(default_factory=set)
-    """Shared folders, and the rules by which checkpoints in them were found complete."""
+    """Shared folders, each with a rule by which checkpoints in it were found complete."""
     complete: int = 0
     """Number of complete checkpoints."""
 
@@ -150,9 +154,9 @@ def group_files(files: Mapping[str, SharedFile], root: str, pattern: str = "") -
     """Return the checkpoints in a shared folder.
 
     Args:
-        files: newest version of each file below it, by path.
+        files: newest version of each file below the shared folder, by path.
         root: path of the shared folder.
-        pattern: name of the file that is written last, by the spec; empty: none.
+        pattern: name of the file that is written last, from the spec; empty: none.
     """
     committed = {posixpath.dirname(path) for path in files if posixpath.basename(path) in (DCP, HUGGING_FACE)}
     committed |= {posixpath.dirname(path) for path in files if path.endswith(".distcp")}
@@ -177,7 +181,7 @@ def group_files(files: Mapping[str, SharedFile], root: str, pattern: str = "") -
 
 
 def _find_set(path: str, root: str, committed: Collection[str]) -> tuple[str, bool]:
-    """Return the checkpoint of a file: a folder, or folder and numbers in its name; true if it is a folder."""
+    """Return the checkpoint of a file (a folder, or a folder and numbers), and whether the checkpoint is a folder."""
     folder = root
     *above, name = path[len(root) :].strip("/").split("/")
     for part in above:
@@ -191,7 +195,7 @@ def _find_set(path: str, root: str, committed: Collection[str]) -> tuple[str, bo
 
 
 def _without_numbers(name: str) -> str:
-    """Return a name with `#` for each number but that of a writer."""
+    """Return a name with `#` in place of each number except the number of a writer."""
     parts, end = [], 0
     for found in _RANK.finditer(name):
         parts += [re.sub(r"\d+", "#", name[end : found.start()]), found[0]]
@@ -209,25 +213,36 @@ def plan_copies(
     """Decide which files are copied to which nodes.
 
     Args:
-        nodes: what nodes have listed.
+        nodes: files of the nodes, as listed.
         roots: shared folders, each with the pattern of the spec.
         stopped_s: seconds since the workers ended; None while they run: then nothing is set aside.
-        lost: nodes that have gone.
+        lost: nodes that no longer answer.
     """
     plan = CopyPlan()
     files = {node.node: dict(node.files) for node in nodes}
+    _remove_copies(nodes, files, plan)
     if stopped_s is not None:
         for root, pattern in roots:
             _set_aside(files, root, pattern, stopped_s, lost, plan)
-    restored = {path for paths in plan.aside.values() for path in paths}
     for root, pattern in roots:
         for found in group_files(newest_files(files, root), root, pattern):
             is_taken = found.name in plan.doubtful or _is_trusted(found, stopped_s)
             if is_taken or _is_complete(found, 0.0 if stopped_s is None else stopped_s):
                 plan.rules.add((root, found.rule))
                 plan.complete += 1
-                _add_copies(nodes, files, found, restored, plan)
+                _add_copies(nodes, files, found, plan)
     return plan
+
+
+def _remove_copies(nodes: Sequence[NodeFiles], files: dict[str, dict[str, SharedFile]], plan: CopyPlan) -> None:
+    """Remove copies from the lists whose originals were removed by programs of the node that wrote them."""
+    removed_from = {node.store: node.removed for node in nodes}
+    for node in nodes:
+        gone = [path for path, file in node.files.items() if path in removed_from.get(file.origin, ())]
+        for path in gone:
+            del files[node.node][path]
+        if gone:
+            plan.removals[node.node] = gone
 
 
 def newest_files(files: Mapping[str, Mapping[str, SharedFile]], root: str) -> dict[str, SharedFile]:
@@ -249,11 +264,11 @@ def version_of(file: SharedFile) -> Version:
 def _is_complete(found: CheckpointFiles, stopped_s: float) -> bool:
     if any(file.end == "cut" for file in found.files.values()):
         return False
-    return found.is_committed() if found.rule else found.written_s - stopped_s >= QUIET_S
+    return found.is_committed() if found.rule else found.seconds_since_write - stopped_s >= QUIET_S
 
 
 def _is_trusted(found: CheckpointFiles, stopped_s: float | None) -> bool:
-    """Return whether a young checkpoint is complete since its workers have ended, and it has survived `_set_aside`."""
+    """Return whether a young checkpoint counts as complete: its workers have ended, and `_set_aside` has kept it."""
     is_cut = any(file.end == "cut" for file in found.files.values())
     is_checked = found.has_known_format or _is_marker(found)
     return stopped_s is not None and not found.rule and is_checked and not is_cut
@@ -267,12 +282,12 @@ def _set_aside(
     lost: Sequence[LostNode],
     plan: CopyPlan,
 ) -> None:
-    """Take files that may be incomplete out of the lists, if there is another checkpoint to continue from."""
+    """Remove files that may be incomplete from the lists, if there is another checkpoint to continue from."""
     groups = group_files(newest_files(files, root), root, pattern)
     certain = [each for each in groups if _is_certain(each, stopped_s, lost) and _is_complete(each, stopped_s)]
     certain += [each for each in groups if each not in certain and _looks_whole(each, certain, lost)]
     markers = [each for each in groups if each not in certain and _is_marker(each)]
-    # Logs lie in such folders, too, and must not be set aside.
+    # Such folders contain logs, too, which must not be set aside.
     others = [each for each in groups if each not in certain and each not in markers and each.has_known_format]
     taken_out = 0
     for each in others:
@@ -288,8 +303,10 @@ def _set_aside(
 
 
 def _is_certain(found: CheckpointFiles, stopped_s: float, lost: Sequence[LostNode]) -> bool:
-    """Return whether nothing of it can have gone with a lost node, and it was not being written when workers ended."""
-    return not _is_young(found.written_s, stopped_s, lost, is_committed=bool(found.rule)) and not _lacks(found, lost)
+    """Return whether no file can be lost with a node, and none was being written when the workers ended."""
+    return not _is_young(
+        found.seconds_since_write, stopped_s, lost, is_committed=bool(found.rule)
+    ) and not _has_lost_files(found, lost)
 
 
 def _is_young(age_s: float, stopped_s: float, lost: Sequence[LostNode], *, is_committed: bool) -> bool:
@@ -298,18 +315,21 @@ def _is_young(age_s: float, stopped_s: float, lost: Sequence[LostNode], *, is_co
     return not is_committed and age_s - stopped_s < QUIET_S
 
 
-def _lacks(found: CheckpointFiles, lost: Sequence[LostNode]) -> bool:
-    """Return whether a lost node had a file of it that no other node has."""
+def _has_lost_files(found: CheckpointFiles, lost: Sequence[LostNode]) -> bool:
+    """Return whether a lost node had a file of the checkpoint that no other node has."""
     return any(_is_of(path, found) and path not in found.files for node in lost for path in node.paths)
 
 
 def _lacks_for_certain(found: CheckpointFiles, others: Sequence[CheckpointFiles], lost: Sequence[LostNode]) -> bool:
-    """Return whether files of it are gone with a lost node: they were listed there, or those of one like it were."""
-    if _lacks(found, lost):
+    """Return whether files are lost with a node: the node had listed them, or a similar checkpoint has more files."""
+    if _has_lost_files(found, lost):
         return True
     place = posixpath.dirname(found.name), found.is_folder
-    for other in others:
-        if _lacks(other, lost) and (posixpath.dirname(other.name), other.is_folder) == place:
+    alike = [other for other in others if (posixpath.dirname(other.name), other.is_folder) == place]
+    if lost and any(found.shape < other.shape for other in alike):
+        return True
+    for other in alike:
+        if _has_lost_files(other, lost):
             file = next(iter(other.files.values()))
             of_lost = [path for node in lost for path in node.paths if _is_of(path, other)]
             if not replace(other, files={**other.files, **dict.fromkeys(of_lost, file)}).shape <= found.shape:
@@ -325,8 +345,8 @@ def _is_of(path: str, found: CheckpointFiles) -> bool:
 
 
 def _looks_whole(found: CheckpointFiles, certain: Sequence[CheckpointFiles], lost: Sequence[LostNode]) -> bool:
-    """Return whether a checkpoint from the last seconds has each file whole, and all those that the one before has."""
-    if _lacks(found, lost) or any(file.end == "cut" for file in found.files.values()):
+    """Return whether a checkpoint from the last seconds has only whole files, and all that the previous one has."""
+    if _has_lost_files(found, lost) or any(file.end == "cut" for file in found.files.values()):
         return False
     if found.rule and not found.is_committed():
         return False
@@ -341,11 +361,11 @@ def _looks_whole(found: CheckpointFiles, certain: Sequence[CheckpointFiles], los
     alike = [each for each in alike if not _is_marker(each)]
     if not alike:
         return False
-    return min(alike, key=lambda each: each.written_s).shape <= found.shape
+    return min(alike, key=lambda each: each.seconds_since_write).shape <= found.shape
 
 
 def _is_marker(found: CheckpointFiles) -> bool:
-    """Return whether it is a file that may name the newest checkpoint, such as `latest`, rather than one."""
+    """Return whether a set is no checkpoint but a single file that may name the newest one, such as `latest`."""
     if found.is_folder or len(found.files) != 1:
         return False
     ((path, file),) = found.files.items()
@@ -360,7 +380,7 @@ def _take_out_young(
     lost: Sequence[LostNode],
     plan: CopyPlan,
 ) -> bool:
-    """Set aside the newest versions alone, if older ones of all files are a complete checkpoint."""
+    """Set aside only the newest versions, if older versions of all files are a complete checkpoint."""
     young = {
         path: file
         for path, file in found.files.items()
@@ -391,7 +411,7 @@ def _take_out(
     *,
     newest_alone: bool = False,
 ) -> None:
-    """Take files out of the lists, and note that nodes set them aside."""
+    """Remove files from the lists, and plan that nodes set them aside."""
     for node, inner in files.items():
         for path, newest in paths.items():
             file = inner.get(path)
@@ -405,10 +425,9 @@ def _add_copies(
     nodes: Sequence[NodeFiles],
     files: Mapping[str, Mapping[str, SharedFile]],
     found: CheckpointFiles,
-    restored: Collection[str],
     plan: CopyPlan,
 ) -> None:
-    stores = {node.store: node.node for node in nodes}
+    taking = [node for node in nodes if not _is_removed_from(node, files[node.node], found)]
     for path, newest in _commit_last(found):
         holders = [
             node
@@ -416,21 +435,27 @@ def _add_copies(
             if path in files[node.node] and version_of(files[node.node][path]) == version_of(newest)
         ]
         rows = {node.node: files[node.node][path] for node in holders}
-        # The one that has written it; else where its copies come from is known by any of them.
+        # The origin is the node that wrote the file; if it is gone, each copy names the origin.
         writer = next((node for node in holders if not rows[node.node].origin), None)
         origin = writer.store if writer is not None else rows[holders[0].node].origin
-        is_removed = writer is None and origin in stores and path not in files[stores[origin]]
-        if is_removed and path not in restored:
-            continue  # its own node has removed it, as programs do that keep the newest alone
         source = writer or holders[0]
-        for node in nodes:
+        for node in taking:
             if node.node not in rows:
-                copy = Copy(path=path, source=source.node, file=rows[source.node], origin=origin, checkpoint=found.name)
+                copy = MissingFileCopy(
+                    path=path, source=source.node, file=rows[source.node], origin=origin, checkpoint=found.name
+                )
                 plan.copies.setdefault(node.node, []).append(copy)
 
 
+def _is_removed_from(node: NodeFiles, files: Mapping[str, SharedFile], found: CheckpointFiles) -> bool:
+    """Return whether the programs of a node removed all files that they wrote of a checkpoint that is partly left."""
+    if not any(_is_of(path, found) and path not in found.files for path in node.removed):
+        return False
+    return not any(path in files and not files[path].origin for path in found.files)
+
+
 def _commit_last(found: CheckpointFiles) -> Iterator[tuple[str, SharedFile]]:
-    """Yield the files of a checkpoint, with the one that marks it as complete at the end."""
+    """Yield the files of a checkpoint; the file that marks it as complete comes last."""
     pattern = found.rule or "\0"
     last = [path for path in found.files if fnmatch.fnmatchcase(posixpath.basename(path), pattern)]
     for path in [*sorted(found.files.keys() - {*last}), *last]:
@@ -438,17 +463,17 @@ def _commit_last(found: CheckpointFiles) -> Iterator[tuple[str, SharedFile]]:
 
 
 def find_unshared(nodes: Sequence[NodeFiles]) -> dict[str, list[str]]:
-    """Return folders with checkpoints that some nodes lack, each with the nodes that have files of them.
+    """Return the top folders (with a slash) and files that some nodes lack, each with the nodes that have a part.
 
-    For a job without `job.shared`: what a worker on another node would not find.
+    Without `job.shared`, a worker on another node would not find these files.
     """
-    files = {node.node: node.files for node in nodes}
-    paths = {path for inner in files.values() for path in inner if "/" in path}
-    folders: dict[str, list[str]] = {}
-    for root in sorted({path.partition("/")[0] for path in paths}):
-        holders = [node for node, inner in files.items() if any(path.startswith(f"{root}/") for path in inner)]
-        newest = newest_files(files, root)
-        is_everywhere = all(newest.keys() <= inner.keys() for inner in files.values())
-        if not is_everywhere:
-            folders[root] = holders
-    return folders
+    places: dict[str, dict[str, set[str]]] = {}
+    for node in nodes:
+        for path in node.files:
+            top, slash, _ = path.partition("/")
+            places.setdefault(top + slash, {}).setdefault(node.node, set()).add(path)
+    return {
+        place: [*holders]
+        for place, holders in sorted(places.items())
+        if any(holders.get(node.node) != set[str]().union(*holders.values()) for node in nodes)
+    }

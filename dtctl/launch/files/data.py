@@ -1,11 +1,12 @@
-"""Files that a job reads and that are no part of its code (`job.data`): where they are, and what is brought to nodes.
+"""Files that a job reads and that are not part of its code (`job.data`), and their transfer to nodes.
 
-All of a folder is taken: neither .gitignore nor the list of secrets counts for what a spec names. Links are followed to
-files, since data sets of Hugging Face consist of them. What lies at a URL is fetched once, into the folder `.dtctl`.
+All files of a folder are sent: neither .gitignore nor the list of secrets applies to data that a spec names. Links are
+followed to files, since data sets of Hugging Face consist of links. Data at a URL are fetched once, into `.dtctl`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -22,8 +23,8 @@ from dtctl import names
 from dtctl.errors import PlanError, UsageError
 from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push
-from dtctl.launch.files.relay import Relay
-from dtctl.launch.files.tree import Digests, Tree, TreeFile, tree_digest
+from dtctl.launch.files.relay import BlockRelay
+from dtctl.launch.files.tree import DigestCache, FileTree, TreeFile, tree_digest
 from dtctl.launch.records.events import PushProgress, PushReport
 from dtctl.spec.model import DataEntry, Spec
 from dtctl.supervisor.messages.setup import DataLink
@@ -36,14 +37,14 @@ MOST_FILES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class DataItem:
-    """One entry of `job.data`, as it was found."""
+    """An entry of `job.data` with its files."""
 
     source: str
     to: str
-    tree: Tree | None
-    """Files that are brought to nodes. None: they have the files."""
+    tree: FileTree | None
+    """Files that are brought to nodes; None: the nodes have the files."""
     path: str
-    """A file of the tree, empty for all of it; or where nodes have the files."""
+    """Path of a file in the tree, empty for the whole tree; without a tree, path of the files on nodes."""
 
     def to_link(self) -> DataLink:
         """Return the link for the nodes."""
@@ -51,11 +52,11 @@ class DataItem:
 
 
 class DataPush:
-    """Looks for the data in the background, and brings it to every node that asks."""
+    """Push of the data: a search in the background, and the transfer to every node that needs them."""
 
     def __init__(self, spec: Spec) -> None:
-        """Begin to look."""
-        self._payloads: dict[str, push.Payloads] = defaultdict(push.Payloads)
+        """Begin the search for the data in a thread."""
+        self._payloads: dict[str, push.PayloadCache] = defaultdict(push.PayloadCache)
         """Payloads by the digest of a tree."""
         self._items: Future[tuple[DataItem, ...]] = Future()
 
@@ -69,7 +70,7 @@ class DataPush:
 
     @property
     def items(self) -> tuple[DataItem, ...]:
-        """Return what was found; waits for it."""
+        """Return the items, after waiting for the search."""
         return self._items.result()
 
     def links(self) -> list[DataLink]:
@@ -78,41 +79,46 @@ class DataPush:
 
     def expect_nodes(self, count: int) -> None:
         """Set the number of nodes that will need the data."""
-        self._payloads = defaultdict(lambda: push.Payloads(Relay(count)))
+        self._payloads = defaultdict(lambda: push.PayloadCache(BlockRelay(count)))
 
     def __call__(self, link: NodeLink, progress: PushReport) -> PushProgress:
-        """Bring all that a node lacks."""
-        files = sent = 0
+        """Bring all data that a node lacks to it."""
+        files = sent = of = 0
         state = "have"
         for item in self.items:
             if item.tree is not None:
-                shared, before = self._payloads[item.tree.digest], sent
-                later = push.report_after(before, progress)
-                result = push.push(link, item.tree, store="data", shared=shared, progress=later)
-                files, sent = files + result.files_sent, sent + result.bytes_sent
+                shared, later = self._payloads[item.tree.digest], push.report_after(of, progress)
+                result = push.push_tree_to_node(link, item.tree, store="data", shared=shared, progress=later)
+                files, sent, of = (
+                    files + result.files_sent, sent + result.bytes_sent, of + result.content_bytes,
+                )  # fmt: skip
                 state = result.state if state == "have" else state
-        return PushProgress(files=files, bytes=sent, state=state)
+        return PushProgress(files=files, bytes=sent, of=of, state=state)
 
 
-def find_data(spec: Spec) -> tuple[DataItem, ...]:
-    """Find all that `job.data` names; reads every file that was not read before.
+def find_data(spec: Spec, *, is_check: bool = False) -> tuple[DataItem, ...]:
+    """Find all entries of `job.data`, and read every file whose digest is not known.
+
+    Args:
+        spec: the checked spec.
+        is_check: whether to find files only: nothing is read, fetched or written, and the items cannot be pushed.
 
     Raises:
-        PlanError: something is missing, or cannot be read or fetched.
+        PlanError: an entry is missing, or cannot be read or fetched.
         UsageError: a URL needs a package that is not installed.
     """
-    return tuple(_find_entry(spec, number, entry) for number, entry in enumerate(spec.job.data))
+    return tuple(_find_entry(spec, number, entry, is_check=is_check) for number, entry in enumerate(spec.job.data))
 
 
-def check_places(items: Sequence[DataItem], code: Tree | None) -> None:
-    """Refuse data that would lie where the code, or other data, has something.
+def check_places(items: Sequence[DataItem], code: FileTree | None) -> None:
+    """Refuse data whose place in the working folder is taken by the code or by other data.
 
     Args:
         items: the data.
-        code: what is pushed; None if nothing is.
+        code: the pushed code; None if no code is pushed.
 
     Raises:
-        PlanError: two things have one place.
+        PlanError: two entries have the same place.
     """
     taken = [os.fsdecode(file.path) for file in code.files] if code is not None else []
     for item in items:
@@ -126,64 +132,72 @@ def check_places(items: Sequence[DataItem], code: Tree | None) -> None:
         taken.append(item.to)
 
 
-def _find_entry(spec: Spec, number: int, entry: DataEntry) -> DataItem:
+def _find_entry(spec: Spec, number: int, entry: DataEntry, *, is_check: bool) -> DataItem:
     source, where = entry.source, spec.written_at(f"job.data[{number}]")
     if entry.is_on_nodes:
         return DataItem(source, entry.to, None, source.removeprefix(ON_NODE))
+    if entry.is_url and is_check:
+        return DataItem(source, entry.to, None, source)
     if entry.is_url:
-        path = _fetch(spec, source, where)
+        path = _fetch_data_url(spec, source, where)
     else:
-        path = Path(os.path.abspath(spec.base_dir / os.path.expanduser(source)))  # keeps links
+        path = Path(os.path.abspath(spec.base_dir / os.path.expanduser(source)))  # abspath keeps links.
     if not path.exists():
         raise PlanError(
             f"{path} does not exist", where=where, hint="correct `from`; what only the nodes have is written node:/path"
         )
-    if spec.cluster.transport == "local":  # which is this machine
+    if spec.cluster.transport == "local":  # The only node is this machine.
         return DataItem(source, entry.to, None, str(path))
     base = Path(os.path.realpath(spec.base_dir))
-    # A folder that came along may have links to files of this user; what lies elsewhere was agreed to (trust.py).
+    # A downloaded folder may have links to files of this user; the user agreed to files outside of it (trust.py).
     within = base if not entry.is_url and base in Path(os.path.realpath(path)).parents else None
-    tree = scan_data(path, spec.base_dir / names.STATE_DIR / CACHE_DIR, within=within)
+    cache = None if is_check else spec.base_dir / names.STATE_DIR / CACHE_DIR
+    tree = scan_data(path, cache, within=within)
     return DataItem(source, entry.to, tree, "" if path.is_dir() else path.name)
 
 
-def scan_data(path: Path, cache: Path, *, within: Path | None = None) -> Tree:
+def scan_data(path: Path, cache: Path | None, *, within: Path | None = None) -> FileTree:
     """Return a file, or all files of a folder, as a tree.
 
     Args:
-        path: of the file or folder.
-        cache: folder for remembered digests.
+        path: path of the file or folder.
+        cache: folder for cached digests; None: files are found but not read, so they have no digests.
         within: folder in which links have to stay.
 
     Raises:
-        PlanError: something cannot be read or brought.
+        PlanError: a file cannot be read or sent.
     """
     root = path if path.is_dir() else path.parent
-    memory = cache / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}-data.json"
     found: list[TreeFile] = []
     try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with Digests(memory) as digests:
-            for name, info in _walk(root) if path.is_dir() else [(os.fsencode(path.name), path.stat())]:
+        with contextlib.ExitStack() as stack:
+            digests = None
+            if cache is not None:
+                cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+                memory = cache / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}-data.json"
+                digests = stack.enter_context(DigestCache(memory))
+            for name, info in _walk_data_files(root) if path.is_dir() else [(os.fsencode(path.name), path.stat())]:
                 if within is not None and within not in Path(os.path.realpath(root / os.fsdecode(name))).parents:
                     raise PlanError(
                         "a link in the data leads out of the folder of the spec", where=str(root / os.fsdecode(name)),
                         hint="name what it leads to as an entry of `job.data`",
                     )  # fmt: skip
-                digest, _ = digests.of(name, os.path.join(os.fsencode(root), name), info)
+                digest = ""
+                if digests is not None:
+                    digest, _ = digests.compute_file_digest(name, os.path.join(os.fsencode(root), name), info)
                 found.append(TreeFile(name, 0o600, info.st_size, digest))
     except OSError as exc:
         raise PlanError(f"data cannot be read: {exc.strerror}", where=str(exc.filename or path)) from exc
     found.sort()
-    return Tree(root, tuple(found), tree_digest(found), withheld=(), skipped=())
+    return FileTree(root, tuple(found), tree_digest(found), withheld=(), skipped=())
 
 
-def _walk(root: Path) -> Iterator[tuple[bytes, os.stat_result]]:
-    """Yield every file below a folder, with what it is behind links.
+def _walk_data_files(root: Path) -> Iterator[tuple[bytes, os.stat_result]]:
+    """Yield every file below a folder, with the `stat` result of its link's target.
 
     Raises:
-        PlanError: there are too many, or a link leads to a folder.
-        OSError: something cannot be read.
+        PlanError: there are too many files, or a link leads to a folder.
+        OSError: a folder or file cannot be read.
     """
     todo, count = [b""], 0
     while todo:
@@ -212,12 +226,12 @@ def _walk(root: Path) -> Iterator[tuple[bytes, os.stat_result]]:
                     )
 
 
-def _fetch(spec: Spec, url: str, where: str) -> Path:
-    """Return the folder or file that a URL was fetched into, once.
+def _fetch_data_url(spec: Spec, url: str, where: str) -> Path:
+    """Return the folder or file with the contents of a URL, which are fetched at the first call.
 
     Raises:
-        PlanError: it cannot be fetched.
-        UsageError: the package for it is not installed.
+        PlanError: the URL cannot be fetched.
+        UsageError: the package for this kind of URL is not installed.
     """
     folder = spec.base_dir / names.STATE_DIR / FETCHED_DIR / hashlib.sha256(url.encode()).hexdigest()[:16]
     target = folder / (url.rstrip("/").rpartition("/")[2] or "data")
@@ -238,7 +252,7 @@ def _fetch(spec: Spec, url: str, where: str) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         system.get(path, str(draft), recursive=True)
         draft.rename(target)
-    except Exception as exc:  # whatever a store raises
+    except Exception as exc:  # A store may raise any error.
         raise PlanError(f"{url} cannot be fetched: {str(exc) or type(exc).__name__}", where=where) from exc
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""The patterns of .gitignore, meaning what git makes of them (gitignore(5), and wildmatch.c where that is silent).
+"""Patterns of .gitignore with their meaning in git: gitignore(5), and wildmatch.c where the manual is incomplete.
 
-Works on bytes, as git does: names need not be UTF-8, and a `?` stands for one byte. Decides about one name at a time;
-that nothing below an ignored folder can be had back by a `!` follows from not walking into it, which is the caller's.
+Names and patterns are bytes, as in git: names need not be UTF-8, and a `?` stands for one byte. The rules decide about
+one name at a time. A `!` cannot include a file below an ignored folder, because the caller does not walk into it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ _CLASSES = {
 }
 _SIGNS = frozenset(b"*?[\\")
 _NEVER = rb"(?!)"
-"""Matches nothing: a pattern that git accepts and that cannot fit any name, such as one that ends in a backslash."""
+"""Expression without a match, for patterns that git accepts and that fit no name: one that ends in a backslash."""
 
 
-class Rules:
-    """Patterns in the order of their file; the last one that fits a name decides."""
+class IgnoreRules:
+    """Patterns in the order of their file; the last pattern that fits a name decides."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
-        """Read patterns, one a line, comments and blank lines among them."""
-        parsed = [rule for line in lines if (rule := _parse(line)) is not None]
-        # Neighbours with the same effect are one expression, so that most files cost one match per name.
+        """Parse patterns, one for each line; comments and blank lines are skipped."""
+        parsed = [rule for line in lines if (rule := _parse_ignore_line(line)) is not None]
+        # Adjacent patterns with the same effect become one expression, so that most names need one match.
         self._groups: list[tuple[bool, re.Pattern[bytes] | None, re.Pattern[bytes] | None]] = [
-            (ignored, _compile([r[2] for r in rules if r[1]]), _compile([r[2] for r in rules if not r[1]]))
+            (
+                ignored,
+                _compile_expressions([r[2] for r in rules if r[1]]),
+                _compile_expressions([r[2] for r in rules if not r[1]]),
+            )
             for ignored, group in groupby(parsed, key=lambda rule: rule[0])
             for rules in (list(group),)
         ]
@@ -47,11 +51,12 @@ class Rules:
         return bool(self._groups)
 
     def verdict(self, folder: bytes, name: bytes) -> bool | None:
-        """Return whether a name is ignored (True), had back by a `!` (False), or not spoken of (None).
+        """Return whether a name is ignored (True), included by a `!` (False), or fits no pattern (None).
 
         Args:
-            folder: where it lies, relative to the file of the patterns, with `/` at its end; empty for right there.
-            name: with `/` at its end if it is a folder itself.
+            folder: folder of the name, relative to the file of the patterns, with `/` at its end; empty for the same
+                folder.
+            name: name of a file, or of a folder with `/` at its end.
         """
         for ignored, names, paths in self._groups:
             if (names is not None and names.match(name)) or (paths is not None and paths.match(folder + name)):
@@ -59,18 +64,18 @@ class Rules:
         return None
 
 
-def split(text: bytes) -> list[bytes]:
-    """The lines of an ignore file, without a byte order mark and without the carriage returns of another system."""
+def split_ignore_lines(text: bytes) -> list[bytes]:
+    """Return the lines of an ignore file, without a byte order mark and without carriage returns."""
     lines = text.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     return [line.removesuffix(b"\r") for line in lines]
 
 
-def _compile(expressions: list[bytes]) -> re.Pattern[bytes] | None:
+def _compile_expressions(expressions: list[bytes]) -> re.Pattern[bytes] | None:
     return re.compile(b"|".join(expressions), re.DOTALL) if expressions else None
 
 
-def _parse(line: bytes) -> tuple[bool, bool, bytes] | None:
-    """Return (ignores, looks at the last part of the path only, regular expression); None for a line without a rule."""
+def _parse_ignore_line(line: bytes) -> tuple[bool, bool, bytes] | None:
+    """Return (ignores, applies to the last part of the path only, expression); None for a line without a rule."""
     if line.startswith(b"#"):
         return None
     pattern = _without_trailing_spaces(line)
@@ -82,12 +87,12 @@ def _parse(line: bytes) -> tuple[bool, bool, bytes] | None:
     if not pattern:
         return None
     anywhere = b"/" not in pattern
-    end = rb"(?<!/)/\Z" if only_folders else rb"(?<!/)/?\Z"  # a/* does not fit the folder a/ itself
-    return ignores, anywhere, rb"(?:%s)%s" % (_expression(pattern.removeprefix(b"/")), end)
+    end = rb"(?<!/)/\Z" if only_folders else rb"(?<!/)/?\Z"  # a/* does not fit the folder a/ itself.
+    return ignores, anywhere, rb"(?:%s)%s" % (_translate_pattern(pattern.removeprefix(b"/")), end)
 
 
 def _without_trailing_spaces(line: bytes) -> bytes:
-    """Spaces at the end do not count unless a backslash stands before them."""
+    """Return the line without trailing spaces, except those after a backslash."""
     end = len(line)
     while end and line[end - 1 : end] == b" ":
         end -= 1
@@ -95,7 +100,7 @@ def _without_trailing_spaces(line: bytes) -> bytes:
     return line[: end + 1] if backslashes % 2 and end < len(line) else line[:end]
 
 
-def _expression(pattern: bytes) -> bytes:
+def _translate_pattern(pattern: bytes) -> bytes:
     """Return a pattern as a regular expression over a path without a slash at its end."""
     expression = bytearray()
     at = 0
@@ -103,11 +108,11 @@ def _expression(pattern: bytes) -> bytes:
         sign = pattern[at : at + 1]
         if sign == b"*":
             end = at + len(pattern[at:]) - len(pattern[at:].lstrip(b"*"))
-            at, fragment = _stars(pattern, at, end)
+            at, fragment = _translate_stars(pattern, at, end)
         elif sign == b"?":
             at, fragment = at + 1, b"[^/]"
         elif sign == b"[":
-            at, fragment = _bracket(pattern, at)
+            at, fragment = _translate_bracket(pattern, at)
         elif sign == b"\\":
             at, fragment = at + 2, re.escape(pattern[at + 1 : at + 2]) or _NEVER
         else:
@@ -116,24 +121,24 @@ def _expression(pattern: bytes) -> bytes:
     return bytes(expression)
 
 
-def _stars(pattern: bytes, at: int, end: int) -> tuple[int, bytes]:
+def _translate_stars(pattern: bytes, at: int, end: int) -> tuple[int, bytes]:
     """Return the position after the stars in `pattern[at:end]`, and their regular expression."""
-    # git compares the plain text before the first sign by itself, so that the stars after it stand at the beginning.
+    # git compares the plain text before the first wildcard separately, so stars after it count as the beginning.
     begins = pattern[at - 1 : at] == b"/" or _SIGNS.isdisjoint(pattern[:at])
     if end - at == 1 or not (begins and pattern[end : end + 1] in (b"", b"/")):
         return end, b"[^/]*"
     if end == len(pattern):
         return end, b".*"
-    return end + 1, b"(?:.*/)?"  # the slash after it goes with it: a/**/b fits a/b
+    return end + 1, b"(?:.*/)?"  # The slash belongs to the stars: a/**/b fits a/b.
 
 
-def _bracket(pattern: bytes, start: int) -> tuple[int, bytes]:
+def _translate_bracket(pattern: bytes, start: int) -> tuple[int, bytes]:
     """Return the position after the set at `start`, and its regular expression; an unclosed set matches nothing."""
     at = start + 1
     negated = pattern[at : at + 1] in (b"!", b"^")
     at += negated
     members = bytearray()
-    range_start = b""  # what a `-` would make a range from
+    range_start = b""  # A `-` after this member would make a range from it.
     first = True
     while first or pattern[at : at + 1] != b"]":
         first = False

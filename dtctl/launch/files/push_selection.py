@@ -1,7 +1,7 @@
 """Selection of the files to push: .gitignore, .dtctlignore, the spec and built-in rules.
 
-Works without git, and follows git's rules for .gitignore files of the tree and above it in the same checkout, and for
-.git/info/exclude. Files that git tracks although it ignores them are left out: only git's index has them.
+The selection needs no git, and follows git's rules for .gitignore files in and above the tree in the same checkout and
+for .git/info/exclude. Files that git tracks although they match a rule are left out: only git's index lists them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from dtctl.launch.files.ignore import Rules, split
+from dtctl.launch.files.ignore import IgnoreRules, split_ignore_lines
 
 ALWAYS_LEFT_OUT = frozenset(
     {b".git", b".hg", b".svn", b".dtctl", b"__pycache__", b".mypy_cache", b".pytest_cache", b".ruff_cache"}
@@ -26,7 +26,7 @@ SECRETS = re.compile(
     rb"|\.pgpass|\.git-credentials|\.htpasswd|kaggle\.json|credentials.*\.json|\.(?:aws|ssh|kube|gnupg)/)\Z",
     re.IGNORECASE | re.DOTALL,
 )
-"""Names of files, and with a `/` of folders, that look like secrets."""
+"""Names of files, and of folders with a `/`, that look like secrets."""
 GIT_IGNORE, OWN_IGNORE = b".gitignore", b".dtctlignore"
 
 
@@ -34,33 +34,33 @@ class SelectedFile(NamedTuple):
     """A file or link to push; a tuple, because there may be a hundred thousand."""
 
     path: bytes
-    """Relative to the root."""
+    """Path relative to the root."""
     info: os.stat_result
-    """Result of `lstat`."""
+    """Result of `lstat` for the file."""
     named: bool
-    """`include` asks for this very file."""
+    """True if `include` names this file itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
-    """Rules that hold when a folder is entered."""
+class _FolderRules:
+    """Rules that apply in a folder."""
 
-    dtctlignore: tuple[tuple[bytes, Rules], ...] = ()
-    """.dtctlignore files here and above, the deepest first, each with the path of the folder as seen from it."""
-    gitignore: tuple[tuple[bytes, Rules], ...] = ()
-    """.gitignore files, likewise. They are asked after `own`, so that .dtctlignore has the last word."""
+    dtctlignore: tuple[tuple[bytes, IgnoreRules], ...] = ()
+    """.dtctlignore files here and above, the deepest first, each with the path of the folder relative to it."""
+    gitignore: tuple[tuple[bytes, IgnoreRules], ...] = ()
+    """.gitignore files in the same form; rules in `dtctlignore` take precedence."""
     ignored: bool = False
-    """The folder is left out, and walked only for what `include` names."""
+    """True if the folder is left out, and walked only for files that `include` names."""
     included: bool = False
-    """`include` names the folder, and so takes all that is in it."""
+    """True if `include` names the folder, and so all its contents."""
     trusted: bool = False
-    """`include` names a folder that looks like a secret: what is in it was asked for."""
+    """True if `include` names a folder that looks like a secret, so that its contents are wanted."""
 
-    def below(self, name: bytes, *, ignored: bool, included: bool, trusted: bool) -> _Level:
-        """Return the level of the folder `name` (with `/`) in this one."""
+    def enter_folder(self, name: bytes, *, ignored: bool, included: bool, trusted: bool) -> _FolderRules:
+        """Return the rules for the folder `name` (with `/`) in this folder."""
         own = tuple((prefix + name, rules) for prefix, rules in self.dtctlignore)
         git = tuple((prefix + name, rules) for prefix, rules in self.gitignore)
-        return _Level(own, git, ignored, included, trusted)
+        return _FolderRules(own, git, ignored, included, trusted)
 
     def ignores(self, name: bytes) -> bool:
         """Return whether the ignore files exclude `name`."""
@@ -73,14 +73,14 @@ class _Level:
 
 
 class TreeWalk:
-    """Walks a folder as git would."""
+    """Walk through a folder by git's rules."""
 
     def __init__(self, root: bytes, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
         """Prepare to walk.
 
         Args:
             root: an absolute path without links in it.
-            include: patterns of files to take although they are ignored; a secret only if one names it.
+            include: patterns of files to take although they are ignored; a secret is taken only if a pattern names it.
             exclude: patterns of files to leave out, which take precedence over all others.
         """
         self.root = root
@@ -90,12 +90,12 @@ class TreeWalk:
         self.skipped: list[str] = []
         """Files that cannot be pushed: sockets, pipes, devices."""
         self.left_out: list[str] = []
-        """Files that a rule leaves out; of a folder (with `/`) from which nothing is taken, not its contents."""
+        """Files that a rule leaves out; a folder (with `/`) that is left out stands for its contents."""
         patterns = [os.fsencode(pattern) for pattern in include]
-        self._include = Rules(patterns)
-        self._named = Rules(pattern for pattern in patterns if _names_a_file(pattern))
+        self._include = IgnoreRules(patterns)
+        self._named = IgnoreRules(pattern for pattern in patterns if _names_a_file(pattern))
         self._include_folders = [_folders_of(pattern) for pattern in patterns]
-        self._exclude = Rules(os.fsencode(pattern) for pattern in exclude)
+        self._exclude = IgnoreRules(os.fsencode(pattern) for pattern in exclude)
 
     def run(self) -> list[SelectedFile]:
         """Return all files and links to push, in the order of their paths.
@@ -104,7 +104,7 @@ class TreeWalk:
             OSError: a folder cannot be read.
         """
         selected: list[SelectedFile] = []
-        todo = [(b"", _above(self.root))]
+        todo = [(b"", _read_parent_rules(self.root))]
         while todo:
             prefix, level = todo.pop()
             with os.scandir(self.root + b"/" + prefix) as listing:
@@ -114,14 +114,14 @@ class TreeWalk:
                 continue
             if not level.ignored:
                 level = _with_rules(level, entries)
-            todo.extend(self._folder(prefix, level, entries, selected))
+            todo.extend(self._select_folder_files(prefix, level, entries, selected))
         selected.sort()
         return selected
 
-    def _folder(
-        self, prefix: bytes, level: _Level, entries: list[os.DirEntry[bytes]], selected: list[SelectedFile]
-    ) -> Iterator[tuple[bytes, _Level]]:
-        """Add the files of one folder to `found`; the folders in it to walk into."""
+    def _select_folder_files(
+        self, prefix: bytes, level: _FolderRules, entries: list[os.DirEntry[bytes]], selected: list[SelectedFile]
+    ) -> Iterator[tuple[bytes, _FolderRules]]:
+        """Add the files of one folder to `selected`; yield the inner folders to walk into."""
         plain = not (self._include or self._exclude)
         for entry in entries:
             name = entry.name
@@ -133,26 +133,27 @@ class TreeWalk:
             if plain:
                 take, included, named = not level.ignores(name), False, False
             else:
-                take, included, named = self._decide(prefix, level, name)
+                take, included, named = self._match_selection_rules(prefix, level, name)
             secret = take and SECRETS.match(name) is not None
             if secret and not (named or level.trusted):
                 self.withheld.append(os.fsdecode(prefix + name))
             elif is_folder and (take or self._may_hold_included(prefix + name)):
                 trusted = level.trusted or (named and secret)
-                yield prefix + name, level.below(name, ignored=not take, included=included, trusted=trusted)
+                yield prefix + name, level.enter_folder(name, ignored=not take, included=included, trusted=trusted)
             elif not take:
                 self.left_out.append(os.fsdecode(prefix + name))
             else:
-                info = _lstat(entry)
+                info = _stat_folder_entry(entry)
                 if info is None or (info.st_dev, info.st_ino) in self._own_output:
-                    continue  # an editor's passing file; or `dtctl launch > launch.log`, which grows while it is read
+                    # A temporary file of an editor is gone, and `dtctl launch > launch.log` grows while it is read.
+                    continue
                 if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
                     selected.append(SelectedFile(prefix + name, info, named or level.trusted))
                 else:
                     self.skipped.append(os.fsdecode(prefix + name))
 
-    def _decide(self, prefix: bytes, level: _Level, name: bytes) -> tuple[bool, bool, bool]:
-        """Return whether to take a name, whether because of `include`, and whether a pattern names it explicitly."""
+    def _match_selection_rules(self, prefix: bytes, level: _FolderRules, name: bytes) -> tuple[bool, bool, bool]:
+        """Return whether a name is taken, whether because of `include`, and whether a pattern names it explicitly."""
         if self._exclude.verdict(prefix, name):
             return False, False, False
         if self._include.verdict(prefix, name):
@@ -162,7 +163,7 @@ class TreeWalk:
         return not (level.ignored or level.ignores(name)), False, False
 
     def _may_hold_included(self, folder: bytes) -> bool:
-        """Return whether a pattern of `include` may name something below an ignored folder."""
+        """Return whether a pattern of `include` may name a file below an ignored folder."""
         parts = folder.split(b"/")[:-1]
         for folder_patterns in self._include_folders:
             for name, pattern in zip(parts, folder_patterns, strict=False):
@@ -176,7 +177,7 @@ class TreeWalk:
         return False
 
 
-def _lstat(entry: os.DirEntry[bytes]) -> os.stat_result | None:
+def _stat_folder_entry(entry: os.DirEntry[bytes]) -> os.stat_result | None:
     try:
         return entry.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -184,53 +185,53 @@ def _lstat(entry: os.DirEntry[bytes]) -> os.stat_result | None:
 
 
 def _names_a_file(pattern: bytes) -> bool:
-    """Return whether a pattern can ask for a secret: its last part is plain, or itself looks like one (`*.pem`)."""
+    """Return whether a pattern may name a secret: its last part has no wildcard, or looks like a secret (`*.pem`)."""
     last = pattern.rstrip(b"/").rpartition(b"/")[2]
     return not any(sign in b"*?[" for sign in last) or bool(SECRETS.match(last))
 
 
 def _folders_of(pattern: bytes) -> list[bytes]:
-    """Return the folders, from the top, in which a pattern finds something; `**` for any."""
+    """Return the folders, from the top, in which a pattern can match; `**` for any folder."""
     parts = pattern.rstrip(b"/").split(b"/")
     if len(parts) == 1:
         return [b"**"]
     return [name for name in parts[:-1] if name]
 
 
-def _above(root: bytes) -> _Level:
-    """The rules that the checkout around `root` has for it: a .gitignore counts for all folders below its own."""
-    own: list[tuple[bytes, Rules]] = []
-    git: list[tuple[bytes, Rules]] = []
+def _read_parent_rules(root: bytes) -> _FolderRules:
+    """Return the rules of the checkout around `root`: a .gitignore applies to all folders below its own."""
+    own: list[tuple[bytes, IgnoreRules]] = []
+    git: list[tuple[bytes, IgnoreRules]] = []
     folder, prefix = root, b""
     while not os.path.lexists(folder + b"/.git"):
         if not folder:
-            return _Level()  # no checkout
+            return _FolderRules()  # The root is not in a checkout.
         folder, _, name = folder.rpartition(b"/")
         prefix = name + b"/" + prefix
-        own += _read(folder + b"/" + OWN_IGNORE, prefix)
-        git += _read(folder + b"/" + GIT_IGNORE, prefix)
-    return _Level(tuple(own), (*git, *_read(folder + b"/.git/info/exclude", prefix)))
+        own += _read_ignore_rules(folder + b"/" + OWN_IGNORE, prefix)
+        git += _read_ignore_rules(folder + b"/" + GIT_IGNORE, prefix)
+    return _FolderRules(tuple(own), (*git, *_read_ignore_rules(folder + b"/.git/info/exclude", prefix)))
 
 
-def _with_rules(level: _Level, entries: list[os.DirEntry[bytes]]) -> _Level:
-    """Return the level with the ignore files that lie in the folder itself."""
+def _with_rules(level: _FolderRules, entries: list[os.DirEntry[bytes]]) -> _FolderRules:
+    """Return the rules of a folder with those of the ignore files in the folder itself."""
     own, git = level.dtctlignore, level.gitignore
     for entry in entries:
         if entry.name == OWN_IGNORE:
-            own = (*_read(entry.path), *own)
+            own = (*_read_ignore_rules(entry.path), *own)
         elif entry.name == GIT_IGNORE:
-            git = (*_read(entry.path), *git)
+            git = (*_read_ignore_rules(entry.path), *git)
     return replace(level, dtctlignore=own, gitignore=git)
 
 
-def _read(path: bytes, prefix: bytes = b"") -> list[tuple[bytes, Rules]]:
-    """Return the rules in a file, if it has any."""
-    rules = Rules(split(read_rules(path)))
+def _read_ignore_rules(path: bytes, prefix: bytes = b"") -> list[tuple[bytes, IgnoreRules]]:
+    """Return the rules in a file; empty if it has none."""
+    rules = IgnoreRules(split_ignore_lines(read_rules(path)))
     return [(prefix, rules)] if rules else []
 
 
 def read_rules(path: bytes) -> bytes:
-    """Text of an ignore file. As for git, a link is no such file, nor is one that cannot be read: empty."""
+    """Return the text of an ignore file; as in git, a link or an unreadable file counts as empty."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             return file.read()
@@ -239,13 +240,13 @@ def read_rules(path: bytes) -> bytes:
 
 
 def own_output() -> frozenset[tuple[int, int]]:
-    """Device and inode of the files that this process prints to."""
+    """Return device and inode of the files that this process prints to."""
     identities = set()
     for fd in (1, 2):
         try:
             info = os.fstat(fd)
         except OSError:
-            continue  # closed
+            continue  # The stream is closed.
         if stat.S_ISREG(info.st_mode):
             identities.add((info.st_dev, info.st_ino))
     return frozenset(identities)

@@ -1,8 +1,8 @@
-"""Plan of a relay: the node from which each node fetches the blocks, so that each leaves the control machine once.
+"""Plan of a relay: the node from which each node fetches blocks, so that each block leaves the control machine once.
 
-Nodes stand in the order in which they came to need the tree. Each fetches from one that came before it, so that there
-is no circle; the first has them from the control machine. When a node fails, those that fetched from it get another
-one that came before them, and the first that is left gets the blocks from here. Every node checks every block.
+Nodes are ordered by the time when they first needed the tree. Each fetches from an earlier one, so that there is no
+cycle; the first gets the blocks from the control machine. When a node fails, the nodes that fetched from it get another
+earlier one, and the first remaining node gets the blocks from here. Every node checks every block.
 """
 
 from __future__ import annotations
@@ -12,96 +12,109 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dtctl.launch.control.link import quoted
+from dtctl.launch.control.link import quote_node_value
 from dtctl.supervisor.messages.setup import PushState
 
 MIN_NODES = 5
 MIN_BYTES = 8 << 20
-"""Bytes and nodes below which a push is faster without blocks and certificates."""
+"""Number of bytes and of nodes below which a push is faster without blocks and certificates."""
 CHILDREN = 2
-"""Nodes that fetch from one node, as long as there are others."""
+"""Most nodes that fetch from one node, as long as there are other sources."""
 MAX_SOURCES_FAILED = 3
-"""Then a node gets the rest from the control machine."""
+"""Number of failed sources after which a node gets the rest from the control machine."""
 UNREACHABLE_PAIRS = 2
-"""So many nodes that could not reach another one, with none that could, mean that no node can."""
+"""Number of nodes that could not reach another one after which no node is assumed to, if none could so far."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Member:
-    """A node that takes blocks, and serves them if it has a port."""
+class RelayMember:
+    """A node that gets blocks, and serves them if it has a port."""
 
     number: int
     node: str
     address: str
     port: int
+    has_ssl: bool = True
+    """False if the node uses an HMAC in place of TLS, and so exchanges blocks only with nodes that do the same."""
     depth: int = 0
-    source: Member | None = None
-    avoid: set[Member] = field(default_factory=set)
-    """Nodes that have failed this one."""
+    source: RelayMember | None = None
+    avoid: set[RelayMember] = field(default_factory=set)
+    """Nodes that have failed as sources of this one."""
     is_dead: bool = False
     children: int = 0
     is_reported: bool = False
-    """True if a note has reported that it no longer serves: one is enough, however many nodes fetched from it."""
+    """True if a note has reported that this node no longer serves; one note is enough for all that fetched from it."""
+
+    def can_serve(self, other: RelayMember) -> bool:
+        """Return whether another, later node may fetch from this one."""
+        is_there = bool(self.port and self.address) and not self.is_dead
+        return is_there and self.has_ssl == other.has_ssl and self not in other.avoid
 
 
-class Relay:
-    """The nodes that fetch one tree's blocks from each other."""
+class BlockRelay:
+    """The nodes that fetch the blocks of one tree from each other."""
 
     def __init__(self, nodes: int) -> None:
-        """`nodes`: number of nodes that will need the tree."""
+        """Create a relay without members; `nodes` is the number of nodes that will need the tree."""
         self._nodes = nodes
         self._lock = threading.Lock()
-        self._members: list[Member] = []
+        self._members: list[RelayMember] = []
         self._pair: tuple[str, str] | None = None
         self._reached = False
-        self._unreachable: set[Member] = set()
+        self._is_hmac_reported = False
+        self._unreachable: set[RelayMember] = set()
 
     def is_worthwhile(self, size_bytes: int) -> bool:
-        """Return whether so much is better sent in blocks from node to node."""
+        """Return whether so many bytes are sent faster in blocks from node to node."""
         return self._nodes >= MIN_NODES and size_bytes >= MIN_BYTES
 
     def key_pair(self) -> tuple[str, str]:
-        """Return the certificate and the private key of this push, PEM, made at the first call."""
+        """Return the certificate and the private key of this push as PEM, made at the first call."""
         with self._lock:
             if self._pair is None:
                 self._pair = make_key_pair()
             return self._pair
 
-    def join(self, node: str, answer: PushState, note: Callable[[str], None]) -> Member:
+    def join(self, node: str, answer: PushState, note: Callable[[str], None]) -> RelayMember:
         """Add a node that is ready to fetch."""
-        if answer.code:
-            reason = "its Python has no ssl" if answer.code == "no-ssl" else f"it cannot serve: {answer.message}"
-            note(f"{node} gets the files from here and not from other nodes: {reason}")
+        has_ssl = answer.code != "no-ssl"
+        if answer.code and has_ssl:
+            note(f"{node} gets the files from here and not from other nodes: it cannot serve: {answer.message}")
         with self._lock:
-            member = Member(number=len(self._members), node=node, address=answer.address, port=answer.port)
+            is_news = not has_ssl and not self._is_hmac_reported
+            self._is_hmac_reported |= is_news
+            member = RelayMember(
+                number=len(self._members), node=node, address=answer.address, port=answer.port, has_ssl=has_ssl
+            )
             self._members.append(member)
-            return member
+        if is_news:
+            note(
+                f"{node} has a Python without ssl: such nodes pass files on to each other unencrypted, with an HMAC of "
+                "each piece"
+            )
+        return member
 
-    def choose_source(self, member: Member) -> Member | None:
+    def choose_source(self, member: RelayMember) -> RelayMember | None:
         """Return the node from which to fetch; None for the control machine."""
         with self._lock:
             self._leave_source(member)
             if not member.port or len(member.avoid) >= MAX_SOURCES_FAILED or self._cannot_reach():
                 return None
-            earlier = [
-                other
-                for other in self._members[: member.number]
-                if other.port and other.address and not other.is_dead and other not in member.avoid
-            ]
+            earlier = [other for other in self._members[: member.number] if other.can_serve(member)]
             if not earlier:
                 return None
-            # As long as one has room, the one that is nearest to this machine.
+            # Nodes with fewer than CHILDREN children come first, and of these the nearest to this machine.
             source = min(earlier, key=lambda other: (max(other.children, CHILDREN - 1), other.depth))
             source.children += 1
             member.source, member.depth = source, source.depth + 1
             return source
 
-    def reached(self) -> None:
-        """A block has come from another node."""
+    def count_relayed_block(self) -> None:
+        """Record that a block has come from another node."""
         self._reached = True
 
-    def fail(self, member: Member, answer: PushState, note: Callable[[str], None]) -> None:
-        """Take note that a node did not get a block from its source."""
+    def fail(self, member: RelayMember, answer: PushState, note: Callable[[str], None]) -> None:
+        """Record that a node did not get a block from its source."""
         with self._lock:
             source = member.source
             if source is None:
@@ -115,19 +128,21 @@ class Relay:
             if answer.code not in ("digest", "unreachable"):
                 source.is_reported = True
         if answer.code == "digest":
-            note(f"{source.node} sent {member.node} a wrong block, which was dropped: {quoted(answer.message)}")
+            note(
+                f"{source.node} sent {member.node} a wrong block, which was dropped: {quote_node_value(answer.message)}"
+            )
         elif is_new:
             note("the nodes cannot reach each other: each gets the files from here")
         elif answer.code != "unreachable" and is_first:
-            note(f"{member.node} no longer gets blocks from {source.node}: {quoted(answer.message)}")
+            note(f"{member.node} no longer gets blocks from {source.node}: {quote_node_value(answer.message)}")
 
-    def leave(self, member: Member, *, is_dead: bool) -> None:
-        """A node has all blocks; or its link is gone."""
+    def remove_member(self, member: RelayMember, *, is_dead: bool) -> None:
+        """Remove a node that has all blocks, or whose link is gone (`is_dead`)."""
         with self._lock:
             self._leave_source(member)
             member.is_dead = is_dead
 
-    def _leave_source(self, member: Member) -> None:
+    def _leave_source(self, member: RelayMember) -> None:
         if member.source is not None:
             member.source.children -= 1
             member.source = None
@@ -137,10 +152,10 @@ class Relay:
 
 
 def make_key_pair() -> tuple[str, str]:
-    """Return a certificate and its private key, PEM.
+    """Return a certificate and its private key as PEM.
 
-    The key is never written to a disk, and lives as long as a push. The certificate's dates have no meaning, since
-    clocks of nodes may be wrong.
+    The key is never written to a disk, and exists as long as a push. The dates in the certificate are not checked,
+    since clocks of nodes may be wrong.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

@@ -12,24 +12,25 @@ from typing import Final
 from dtctl.launch.files.checkpoint_sets import RULE_NAMES, LostNode, NodeFiles, find_unshared
 from dtctl.launch.files.shared import SHARE_BESIDE, CopyNode, CopyResult, CopyRounds
 from dtctl.plan.model import NodePlan
+from dtctl.printable import format_count
 from dtctl.transport.base import Target, Transport
 
 ROUND_S: Final = 5.0
-"""Seconds between two looks at what workers have written."""
+"""Seconds between two lists of the files that workers have written."""
 NAMED: Final = 3
-"""Nodes that a note names."""
+"""Most nodes that a note names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """Files of a node, as it listed them last."""
+class _NodeListing:
+    """Newest list of a node's files."""
 
     files: NodeFiles
     at_s: float
 
 
 class SharedCopies:
-    """See `Copies` in dtctl/launch/control/launch_job.py."""
+    """See `CheckpointCopies` in dtctl/launch/control/launch_job.py."""
 
     def __init__(
         self,
@@ -41,13 +42,14 @@ class SharedCopies:
         spares: Sequence[NodePlan],
         is_resumed: bool,
     ) -> None:
-        """Copy nothing yet.
+        """Prepare to copy.
 
         Args:
             run: the run.
-            roots: shared folders, each with the pattern of the spec; none: a resume may report that they are missing.
-            transport: the way to nodes.
-            targets: of nodes and spares.
+            roots: shared folders, each with the pattern of the spec; empty: a resume only reports files that some nodes
+                lack.
+            transport: transport to the nodes.
+            targets: targets of nodes and spares.
             spares: nodes that stand by.
             is_resumed: whether the run continues an earlier one.
         """
@@ -57,16 +59,21 @@ class SharedCopies:
         self._notes: queue.SimpleQueue[tuple[str | None, str]] = queue.SimpleQueue()
         self._amounts: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
         self._told: set[object] = set()
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _NodeListing] = {}
         self._rounds: CopyRounds | None = None
         self._thread: threading.Thread | None = None
         self._is_stopped = threading.Event()
 
     def begin(self, nodes: Sequence[NodePlan], *, ended_s: float | None) -> bool:
-        """See `Copies`."""
-        is_needed = ended_s is not None or self._is_resumed
-        if not self._roots or not is_needed:
+        """See `CheckpointCopies`."""
+        if ended_s is None and not self._is_resumed:
             return False
+        if not self._roots:
+            if self._told:
+                return False  # The search is made once, since it needs a login to each node.
+            # This search precedes the workers: a program with its newest checkpoint in one file soon overwrites it.
+            self._start_copy_thread(lambda rounds: self._look_for_unshared(rounds, nodes), share=1.0)
+            return True
         chosen = self._nodes_of(nodes)
         stopped_s = ended_s if ended_s is not None else 0.0
 
@@ -75,50 +82,49 @@ class SharedCopies:
             lost = self._lost_nodes(chosen)
             result = rounds.run(chosen, stopped_s=stopped_s, lost=lost)
             self._seen = {}
-            self._tell(result)
+            self._report_copy_result(result)
             if result.files:
                 seconds = max(1e-3, time.monotonic() - began)
-                self._notes.put((None, f"copied {result.files} files of job.shared, {_amount(result.bytes, seconds)}"))
+                copied, rate = format_count(result.files, "file"), _format_transfer_rate(result.bytes, seconds)
+                self._notes.put((None, f"copied {copied} of job.shared, {rate}"))
 
-        self._start(copy, share=1.0)
+        self._start_copy_thread(copy, share=1.0)
         return True
 
     def is_done(self) -> bool:
-        """See `Copies`."""
+        """See `CheckpointCopies`."""
         return self._thread is None or not self._thread.is_alive()
 
-    def watch(self, nodes: Callable[[], Sequence[NodePlan]], *, is_again: bool) -> None:
-        """See `Copies`."""
+    def watch(self, nodes: Callable[[], Sequence[NodePlan]]) -> None:
+        """See `CheckpointCopies`."""
         self.stop()
         if self._roots:
-            self._start(lambda rounds: self._copy_beside(rounds, nodes), share=SHARE_BESIDE)
-        elif is_again:
-            self._start(lambda rounds: self._look_for_unshared(rounds, nodes()), share=1.0)
+            self._start_copy_thread(lambda rounds: self._copy_beside(rounds, nodes), share=SHARE_BESIDE)
 
     def stop(self) -> None:
-        """See `Copies`."""
+        """See `CheckpointCopies`."""
         self._is_stopped.set()
         if self._rounds is not None:
             self._rounds.close()
             self._rounds = None
 
-    def take_notes(self) -> list[tuple[str | None, str]]:
-        """See `Copies`."""
+    def pop_copy_notes(self) -> list[tuple[str | None, str]]:
+        """See `CheckpointCopies`."""
         notes = []
         while not self._notes.empty():
             notes.append(self._notes.get())
         return notes
 
-    def take_amount(self) -> tuple[int, float]:
-        """See `Copies`."""
+    def pop_copied_amount(self) -> tuple[int, float]:
+        """See `CheckpointCopies`."""
         size, seconds = 0, 0.0
         while not self._amounts.empty():
             more_bytes, more_s = self._amounts.get()
             size, seconds = size + more_bytes, seconds + more_s
         return size, seconds
 
-    def _start(self, action: Callable[[CopyRounds], None], *, share: float) -> None:
-        """Let a thread copy, until `stop`."""
+    def _start_copy_thread(self, action: Callable[[CopyRounds], None], *, share: float) -> None:
+        """Start a thread that copies until `stop`."""
         self.stop()
         stopped = self._is_stopped = threading.Event()
         rounds = self._rounds = CopyRounds(self._run, self._roots, self._transport, share=share)
@@ -126,7 +132,7 @@ class SharedCopies:
         def work() -> None:
             try:
                 action(rounds)
-            except Exception as exc:  # noqa: BLE001 - also a bug here must not end the run
+            except Exception as exc:  # noqa: BLE001 - a bug in this thread must not end the run
                 if not stopped.is_set():
                     self._notes.put((None, f"files of job.shared were not copied: {exc}"))
             finally:
@@ -149,7 +155,7 @@ class SharedCopies:
         ]
 
     def _lost_nodes(self, nodes: Sequence[CopyNode]) -> list[LostNode]:
-        """Return nodes that were listed before and are not among these."""
+        """Return the nodes that were listed before and are not among `nodes`."""
         names, now = {node.target.name for node in nodes if not node.is_spare}, time.monotonic()
         return [
             LostNode(paths=[*seen.files.files], listed_s=now - seen.at_s)
@@ -167,13 +173,13 @@ class SharedCopies:
             if stopped.is_set():
                 return
             for name, files in result.listed.items():
-                if name in taking_part:  # a spare has written nothing that could go with it
-                    self._seen[name] = _Seen(files=files, at_s=began)
-            self._tell(result)
+                if name in taking_part:  # A spare has written no files that could be lost.
+                    self._seen[name] = _NodeListing(files=files, at_s=began)
+            self._report_copy_result(result)
             if result.bytes:
                 self._amounts.put((result.bytes, result.seconds))
 
-    def _tell(self, result: CopyResult) -> None:
+    def _report_copy_result(self, result: CopyResult) -> None:
         for root, rule in sorted(result.rules):
             self._tell_once(
                 None, f"checkpoints in {root}/ are complete {RULE_NAMES.get(rule, f'by {rule} (job.shared)')}"
@@ -187,30 +193,26 @@ class SharedCopies:
             self._notes.put((node, text))
 
     def _look_for_unshared(self, rounds: CopyRounds, nodes: Sequence[NodePlan]) -> None:
-        """Report the key `job.shared` if a job is resumed with checkpoints that other nodes do not have."""
-        began = time.monotonic()
+        """Emit a note about `job.shared` if a job resumes from checkpoints that other nodes do not have."""
         chosen = [node for node in self._nodes_of(nodes) if not node.is_spare]
         result = rounds.run(chosen, stopped_s=None)
-        since_s = time.monotonic() - began
-        before = [
-            NodeFiles(
-                node=each.node,
-                store=each.store,
-                files={path: file for path, file in each.files.items() if file.age_s > since_s},
-            )
-            for each in result.listed.values()
-        ]
-        if len(before) < len(chosen):
+        if len(result.listed) < len(chosen):
             return
-        for folder, holders in find_unshared(before).items():
+        for place, holders in find_unshared([*result.listed.values()]).items():
             names = ", ".join(holders[:NAMED]) + (f" and {len(holders) - NAMED} others" if len(holders) > NAMED else "")
             only = f"on {names} only" if len(holders) < len(chosen) else "different on each node"
-            self._tell_once(
-                None,
-                f"checkpoints in {folder}/ are {only}, and workers elsewhere do not find them: "
-                f"`job.shared: [{folder}/]` brings them to all nodes",
-            )
+            if place.endswith("/"):
+                text = (
+                    f"checkpoints in {place} are {only}, and workers elsewhere do not find them: "
+                    f"`job.shared: [{place}]` brings them to all nodes"
+                )
+            else:
+                text = (
+                    f"the checkpoint {place} is {only}, and workers elsewhere do not find it: let the program write it "
+                    "into a folder, such as checkpoints/, since job.shared brings folders to all nodes"
+                )
+            self._tell_once(None, text)
 
 
-def _amount(size_bytes: int, seconds: float) -> str:
+def _format_transfer_rate(size_bytes: int, seconds: float) -> str:
     return f"{size_bytes / 1e6:,.1f} MB in {seconds:.1f} s ({size_bytes / 1e6 / seconds:,.0f} MB/s)"

@@ -1,12 +1,12 @@
-"""The tree of files that is brought to the nodes, and the digest that proves that it arrived.
+"""The tree of files that is brought to the nodes, and the digest that proves its arrival.
 
-It is the working tree as it is, uncommitted edits included; `push_selection.py` has what is left out of it.
-Private keys are left out whatever they are called, unless they are asked for by name.
+The tree is the working tree with uncommitted edits; `push_selection.py` decides which files are left out. Private keys
+are left out under any name, unless `include` names them.
 
-Digests of files are remembered with their `stat` result, so that an unchanged tree is not read again. As in git, a
-remembered digest counts only if the file was last changed before the scan that read it began: a change within the same
-tick of the file system's clock could not be detected ("racy git", git's Documentation/technical/racy-git.txt). The tick
-is taken from the clock of the file system, which on a file server is not that of this machine.
+Digests of files are cached with their `stat` result, so that an unchanged tree is not read again. As in git, a cached
+digest counts only if the file was last changed before the scan that read it began: a change within the same tick of the
+file system's clock could not be detected ("racy git", git's Documentation/technical/racy-git.txt). The tick is that of
+the file system's clock, which on a file server is not this machine's.
 """
 
 from __future__ import annotations
@@ -25,76 +25,79 @@ from typing import NamedTuple
 from dtctl import folders
 from dtctl.errors import PlanError
 from dtctl.launch.files.push_selection import SelectedFile, TreeWalk
+from dtctl.printable import format_count
 from dtctl.spec.model import Spec
 
 MAX_BYTES = 2 << 30
 MAX_FILES = 100_000
 LARGE_BYTES = 100 << 20
-"""Most of a tree of this size is seldom code."""
+"""Bytes from which the user is informed about the size of a tree, since so large a tree is seldom code only."""
 TICK_NS = 20_000_000
-"""No kernel in use updates the time of its file systems less often than 50 times a second."""
+"""Nanoseconds of a tick: no kernel in use updates the time of its file systems less often than 50 times a second."""
 COARSE_TICK_NS = 2_000_000_000
-"""File systems that keep whole seconds, or two (FAT)."""
+"""Nanoseconds of a tick on file systems that store whole seconds, or steps of two seconds (FAT)."""
 _PRIVATE_KEY = (b"-----BEGIN ", b"PRIVATE KEY", b"PuTTY-User-Key-File-")
 _CHUNK_BYTES = 1 << 20
 CACHE_BYTES = 256 << 20
-"""Bytes of what is remembered: some million files."""
+"""Most bytes of cached digests, which suffice for some million files."""
 
 
 class TreeFile(NamedTuple):
-    """One file or symbolic link; a tuple, because there may be a hundred thousand."""
+    """A file or symbolic link; a tuple, because there may be a hundred thousand."""
 
     path: bytes
-    """Relative to the root, with `/`, as the file system spells it."""
+    """Path relative to the root, with `/`, as the file system spells it."""
     mode: int
-    """0o600 or 0o700 for a file, stat.S_IFLNK for a link."""
+    """Mode: 0o600 or 0o700 for a file, stat.S_IFLNK for a link."""
     size: int
     """Bytes of the file."""
     digest: str
-    """SHA-256 of the contents, or of the link's target; 64 hexadecimal digits."""
+    """SHA-256 of the contents, or of the link's target, in 64 hexadecimal digits."""
     link: bytes = b""
     """Target of a link: a relative path that stays in the tree."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
-    """Files to push."""
+class FileTree:
+    """Files to push, with their digests."""
 
     root: Path
     files: tuple[TreeFile, ...]
     """Files in the order of their paths, byte by byte."""
     digest: str
-    """Digest of paths, modes and contents of all files; 32 hexadecimal digits."""
+    """Digest of paths, modes and contents of all files, in 32 hexadecimal digits."""
     withheld: tuple[str, ...]
     """Files and folders (with `/`) that were left out because they look like secrets."""
     skipped: tuple[str, ...]
-    """Files that cannot be pushed: sockets, pipes, devices, links that lead nowhere."""
+    """Files that cannot be pushed: sockets, pipes, devices, links without a target."""
     left_out: tuple[str, ...] = ()
-    """Files and folders (with `/`) that a rule leaves out, in the order of their names; not what is in the folders."""
+    """Files and folders (with `/`, without their contents) that a rule leaves out, in the order of their names."""
 
     @property
     def total_bytes(self) -> int:
-        """Sum of the files' sizes."""
+        """Return the sum of the files' sizes."""
         return sum(entry.size for entry in self.files)
 
     @property
     def is_large(self) -> bool:
-        """Return whether the user should be informed before it is pushed."""
+        """Return whether the user should be informed about the size before the push."""
         return self.total_bytes >= LARGE_BYTES
 
 
-def scan(root: Path, *, include: Sequence[str] = (), exclude: Sequence[str] = (), cache: Path | None = None) -> Tree:
+def scan_push_tree(
+    root: Path, *, include: Sequence[str] = (), exclude: Sequence[str] = (), cache: Path | None = None
+) -> FileTree:
     """Return the tree below `root`.
 
     Args:
         root: a folder.
-        include: patterns as in .gitignore of files to take although they are ignored. What looks like a secret is
-            taken only if a pattern names it, as `.env` and `*.pem` do, `*` and the name of the folder do not.
+        include: patterns as in .gitignore of files to take although they are ignored. A file that looks like a secret
+            is taken only if a pattern names it, such as `.env` or `*.pem`, but not `*` or the name of the folder.
         exclude: patterns as in .gitignore of files to leave out, which take precedence over all others.
-        cache: folder for remembered digests; None to read every file.
+        cache: folder for cached digests; None to read every file.
 
     Raises:
-        PlanError: no such folder, an unreadable file, a link that leaves the tree, or far too much.
+        PlanError: the folder is missing, a file is unreadable, a link leaves the tree, or the tree is too large.
     """
     if not root.is_dir():
         raise PlanError("the folder to push does not exist", where=str(root), hint="see `job.files.root`")
@@ -104,15 +107,15 @@ def scan(root: Path, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
     try:
         selected = walk.run()
         _check_size(root, selected)
-        with Digests(memory) as digests:
-            entries = tuple(entry for file in selected if (entry := _entry(walk, file, digests)) is not None)
+        with DigestCache(memory) as digests:
+            entries = tuple(entry for file in selected if (entry := _build_tree_file(walk, file, digests)) is not None)
     except OSError as exc:
         raise PlanError(
             f"what is to be pushed cannot be read: {exc.strerror}",
             where=os.fsdecode(exc.filename or top),
             hint="name it in .dtctlignore if the job does not need it",
         ) from exc
-    return Tree(
+    return FileTree(
         root,
         entries,
         tree_digest(entries),
@@ -123,24 +126,24 @@ def scan(root: Path, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
 
 
 def tree_digest(entries: Iterable[TreeFile]) -> str:
-    """Return one digest over paths, modes and contents; the node computes it from the manifest, and compares."""
+    """Return one digest over paths, modes and contents; the node compares it with one from the manifest."""
     rows = [b"%d\0%o\0%s\0%s\0" % (len(e.path), e.mode, e.path, e.digest.encode()) for e in entries]
     return hashlib.sha256(b"".join(rows)).hexdigest()[:32]
 
 
-def _entry(walk: TreeWalk, file: SelectedFile, digests: Digests) -> TreeFile | None:
-    """Return the file with its digest; None if it is one that is not pushed."""
+def _build_tree_file(walk: TreeWalk, file: SelectedFile, digests: DigestCache) -> TreeFile | None:
+    """Return the file with its digest; None if it is not pushed."""
     full = walk.root + b"/" + file.path
     try:
         if stat.S_ISLNK(file.info.st_mode):
-            link = _link(walk.root, file.path, full)
+            link = _resolve_link_target(walk.root, file.path, full)
             if link:
                 return TreeFile(file.path, stat.S_IFLNK, len(link), hashlib.sha256(link).hexdigest(), link)
             walk.skipped.append(os.fsdecode(file.path))
             return None
-        digest, private = digests.of(file.path, full, file.info)
+        digest, private = digests.compute_file_digest(file.path, full, file.info)
     except FileNotFoundError:
-        return None  # an editor's passing file
+        return None  # A temporary file of an editor is gone.
     if private and not file.named:
         walk.withheld.append(os.fsdecode(file.path))
         return None
@@ -148,11 +151,11 @@ def _entry(walk: TreeWalk, file: SelectedFile, digests: Digests) -> TreeFile | N
     return TreeFile(file.path, mode, file.info.st_size, digest)
 
 
-def _link(root: bytes, path: bytes, full: bytes) -> bytes:
-    """Return where a link leads, as a relative path that meets no other link on its way; empty if it leads nowhere.
+def _resolve_link_target(root: bytes, path: bytes, full: bytes) -> bytes:
+    """Return the target of a link as a relative path without other links; empty if the target does not exist.
 
     Raises:
-        PlanError: it leads out of the tree.
+        PlanError: the link leads out of the tree.
     """
     folder = os.path.dirname(full)
     target = os.path.realpath(full)
@@ -165,7 +168,7 @@ def _link(root: bytes, path: bytes, full: bytes) -> bytes:
             hint="name it in .dtctlignore, and give the path on the node to your script instead",
         )
     parent, name = os.path.split(os.path.join(folder, os.readlink(full)))
-    plain = os.path.join(os.path.realpath(parent), name)  # may be a link itself, which is kept
+    plain = os.path.join(os.path.realpath(parent), name)  # The target may be a link itself, which is kept.
     if name in (b"", b".", b"..") or not _is_inside(root, plain):
         plain = target
     return os.path.relpath(plain, folder)
@@ -187,23 +190,23 @@ def _check_size(root: Path, selected: Sequence[SelectedFile]) -> None:
         sizes[top] = sizes.get(top, 0) + file.info.st_size
     largest = sorted(files, key=lambda top: -(sizes[top] if total_bytes > MAX_BYTES else files[top]))[:3]
     raise PlanError(
-        f"{len(selected)} files, {total_bytes >> 20} MiB are too much to push (at most {MAX_FILES} files and "
-        f"{MAX_BYTES >> 20} MiB)",
+        f"{format_count(len(selected), 'file')}, {total_bytes >> 20} MiB are too much to push (at most {MAX_FILES} "
+        f"files and {MAX_BYTES >> 20} MiB)",
         where=str(root),
         hint="name what the job does not need in .dtctlignore; most of it is in "
-        + ", ".join(f"{top} ({files[top]} files, {sizes[top] >> 20} MiB)" for top in largest),
+        + ", ".join(f"{top} ({format_count(files[top], 'file')}, {sizes[top] >> 20} MiB)" for top in largest),
     )
 
 
-class Digests:
-    """Digests of the files of one tree. Use as a context: what was learnt is written when it ends well."""
+class DigestCache:
+    """Cache of the digests of one tree's files: a context that writes new digests at its end, except after an error."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read what is remembered.
+        """Read the cached digests.
 
         Args:
-            path: where that is kept; None to read every file and remember nothing. A file that is missing or damaged
-                costs time and nothing else.
+            path: file of the cache; None to read every file and cache no digest. If the file is missing or damaged, all
+                files are read.
         """
         self._path = path
         self._partial: Path | None = None
@@ -212,13 +215,13 @@ class Digests:
         self._current: dict[str, list[object]] = {}
         self._changed = False
 
-    def __enter__(self) -> Digests:  # noqa: PYI034 - Self is not in Python 3.10
+    def __enter__(self) -> DigestCache:  # noqa: PYI034 - Self is not in Python 3.10
         if self._path is not None:
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 stored = json.loads(folders.read_regular(str(self._path), CACHE_BYTES))
                 self._stored = {str(key): list(row) for key, row in stored["files"].items()}
-            with contextlib.suppress(OSError):  # a disk that is full or read-only must not keep a job from running
-                # Step by step: what `parents` makes has the mode that everybody else's umask gives.
+            with contextlib.suppress(OSError):  # A full or read-only disk must not prevent the launch.
+                # Each folder is made separately, since `parents=True` ignores the mode for all folders above.
                 self._path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._path.parent.mkdir(mode=0o700, exist_ok=True)
                 partial = self._path.with_suffix(f".{secrets.token_hex(4)}.partial")
@@ -239,16 +242,16 @@ class Digests:
         with contextlib.suppress(OSError):
             self._partial.unlink(missing_ok=True)
 
-    def of(self, path: bytes, full: bytes, info: os.stat_result) -> tuple[str, bool]:
+    def compute_file_digest(self, path: bytes, full: bytes, info: os.stat_result) -> tuple[str, bool]:
         """Return the digest of a file, 64 hexadecimal digits, and whether it is a private key.
 
         Args:
             path: name of the file in the tree.
-            full: where it is.
-            info: its current `lstat` result.
+            full: path of the file on the disk.
+            info: current `lstat` result of the file.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         key = path.decode("latin-1")
         seal = [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
@@ -256,7 +259,7 @@ class Digests:
         if row is not None and row[:4] == seal and len(row) == 6:
             digest, private = str(row[4]), bool(row[5])
         else:
-            digest, private = _read(full)
+            digest, private = _read_file_digest(full)
             self._changed = True
         tick_ns = TICK_NS if info.st_ctime_ns % 1_000_000_000 else COARSE_TICK_NS
         if info.st_ctime_ns < self._began_ns - tick_ns:
@@ -264,7 +267,7 @@ class Digests:
         return digest, private
 
 
-def _read(path: bytes) -> tuple[str, bool]:
+def _read_file_digest(path: bytes) -> tuple[str, bool]:
     with open(path, "rb", buffering=0) as file:
         data = file.read(_CHUNK_BYTES)
         private = data.startswith(_PRIVATE_KEY[2]) or (
@@ -277,7 +280,21 @@ def _read(path: bytes) -> tuple[str, bool]:
     return total.hexdigest(), private
 
 
-def check_program_files(spec: Spec, tree: Tree) -> None:
+def scan_pushed_files(spec: Spec) -> FileTree | None:
+    """Return the files that would be pushed; None if no files are pushed.
+
+    Raises:
+        PlanError: the script is not among these files.
+    """
+    if not spec.pushes:
+        return None
+    files = spec.job.files
+    tree = scan_push_tree(spec.base_dir / files.root, include=files.include, exclude=files.exclude)
+    check_program_files(spec, tree)
+    return tree
+
+
+def check_program_files(spec: Spec, tree: FileTree) -> None:
     """Refuse a job whose script is not among the files that are pushed.
 
     Raises:
@@ -299,11 +316,13 @@ def check_program_files(spec: Spec, tree: Tree) -> None:
     if path.is_dir():
         raise PlanError(f"{script} is a folder", where=str(path), hint="name the script in it, or use `job.module`")
     if path.exists():
-        from dtctl.launch.files import left_out
+        from dtctl.launch.files import exclusion_reason
 
         files = spec.job.files
         root = os.fsencode(os.path.realpath(spec.base_dir / files.root))
-        rule = left_out.reason(root, os.fsencode(script_path), include=files.include, exclude=files.exclude)
+        rule = exclusion_reason.find_exclusion_reason(
+            root, os.fsencode(script_path), include=files.include, exclude=files.exclude
+        )
         raise PlanError(
             f"{script} is not among the files that are pushed{f': {rule}' if rule else ''}",
             where=str(path),
@@ -315,7 +334,7 @@ def check_program_files(spec: Spec, tree: Tree) -> None:
 
 
 def _near_file(path: str, files: Sequence[str]) -> str:
-    """Return the file that is spelt most like a path, or has its name in another folder; empty if there is none."""
+    """Return the file with the path most similar to a path, or with its name in another folder; empty: none."""
     import difflib
 
     folder, name = os.path.split(path)

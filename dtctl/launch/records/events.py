@@ -1,8 +1,8 @@
-"""Events of a run: a type per event, its line in events.jsonl, and the one fold from events to a run's state.
+"""Events of a run: a type for each event, its line in events.jsonl, and the state of a run that follows from them.
 
-A launcher creates events; the terminal, `--json` and the run's record receive the same ones. Who reads a record gets
-them back from `parse`, which leaves out what is none: a job, a full disk or a person may have written it. Versions of
-dtctl differ in what they record, so most fields have a default, and fields that are not known are not read.
+A launcher creates events; the terminal, `--json` and the run's record receive the same ones. `parse_event` reads them
+from a record and skips invalid lines, since a job, a full disk or a person may have changed the file. Versions of dtctl
+record different fields, so most fields have a default, and unknown fields are not read.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, ClassVar, Final, Protocol, get_args, get_origin, get_type_hints
 
 from dtctl import schema
+from dtctl.printable import format_count
 from dtctl.schema import Check, InvalidMessage
 
-Moment = Annotated[float, schema.moment]
+Moment = Annotated[float, schema.check_moment]
 """Seconds since the epoch."""
-Seconds = Annotated[float, schema.number]
-"""A duration; neither infinite nor NaN."""
-Index = Annotated[int, schema.integer(-(1 << 31), 1 << 31)]
-Count = Annotated[int, schema.integer(0)]
+Seconds = Annotated[float, schema.check_number]
+"""Duration in seconds, neither infinite nor NaN."""
+Index = Annotated[int, schema.make_integer_check(-(1 << 31), 1 << 31)]
+Count = Annotated[int, schema.make_integer_check(0)]
 
 _OPTIONAL: Final = {"optional": True}
 """Mark of fields that are left out of the JSON object while they are None or empty."""
 
 
-def _now() -> float:
+def _read_wall_clock() -> float:
     return round(time.time(), 3)
 
 
@@ -39,31 +40,31 @@ class Event:
     event: ClassVar[str]
     """Value of the key `event` in JSON."""
     recorded: ClassVar[bool] = True
-    """True if it is written into events.jsonl."""
-    time: Moment = field(default_factory=_now)
+    """True if the event is written into events.jsonl."""
+    time: Moment = field(default_factory=_read_wall_clock)
 
     def to_json(self) -> dict[str, Any]:
         """Return the event as a JSON object: `event`, `time`, and its facts."""
-        facts = _object(self)
+        facts = _convert_json_object(self)
         return {"event": self.event, "time": facts.pop("time"), **facts}
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _convert_json_object(value: Any) -> dict[str, Any]:
     items = {}
     for each in fields(value):
         item = getattr(value, each.name)
         if each.metadata.get("optional") and (item is None or item == {}):
             continue
-        items[each.name] = _plain(item)
+        items[each.name] = _convert_json_value(item)
     return items
 
 
-def _plain(item: Any) -> Any:
+def _convert_json_value(item: Any) -> Any:
     if isinstance(item, Mapping):
-        return {key: _plain(inner) for key, inner in item.items()}
+        return {key: _convert_json_value(inner) for key, inner in item.items()}
     if isinstance(item, tuple):
-        return [_plain(inner) for inner in item]
-    return _object(item) if is_dataclass(item) else item
+        return [_convert_json_value(inner) for inner in item]
+    return _convert_json_object(item) if is_dataclass(item) else item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,52 +74,72 @@ class RunPlanned(Event):
     event = "plan"
     run: str = ""
     kind: str = ""
-    """torchrun, direct, ...: how workers are started."""
+    """Way in which workers are started: torchrun, direct, ..."""
     world_size: Count = 0
     nodes: tuple[str, ...] = ()
-    """Empty for a job of Slurm, which has none yet."""
+    """Names of the nodes; empty for a job of Slurm, whose nodes are not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushProgress:
-    """Progress of the code on its way to a node."""
+    """Progress of a push to one node."""
 
     sent: Count | None = field(default=None, metadata=_OPTIONAL)
-    """Bytes so far."""
+    """Bytes of the contents that the node has got so far."""
+    of: Count | None = field(default=None, metadata=_OPTIONAL)
+    """Bytes of the contents that the node lacked, as far as that is known."""
     files: Count | None = field(default=None, metadata=_OPTIONAL)
     bytes: Count | None = field(default=None, metadata=_OPTIONAL)
+    """Compressed bytes that this machine has sent to the node."""
     state: str | None = field(default=None, metadata=_OPTIONAL)
-    """`have`: the node had it already."""
+    """State of the push, such as `have`: the node had the files already."""
     path: str | None = field(default=None, metadata=_OPTIONAL)
     """Folder on the node."""
 
 
 class PushReport(Protocol):
-    """Takes the progress of a push to one node."""
+    """Function that receives the progress of a push to one node."""
 
-    def __call__(self, sent_bytes: int, note: str = "", /) -> None:
-        """Report how many bytes the node has, and a note for the user."""
+    def __call__(self, sent_bytes: int, of_bytes: int, note: str = "", /) -> None:
+        """Report how many bytes of the contents the node has got, how many it lacked, and a note for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChanged(Event):
-    """A node is in another state."""
+    """The state of a node has changed."""
 
     event = "node"
     node: str
     state: str
-    """connected, hello, pushing, pushed, ready, started, running, away, stopped, lost or failed"""
+    """New state: connected, hello, pushing, pushed, ready, started, running, away, stopped, lost or failed."""
     push: PushProgress | None = field(default=None, metadata=_OPTIONAL)
     error: str | None = field(default=None, metadata=_OPTIONAL)
     interface: str | None = field(default=None, metadata=_OPTIONAL)
-    """The network interface between the nodes, as the node has found it."""
+    """Network interface between the nodes, as found by the node."""
     left: Count | None = field(default=None, metadata=_OPTIONAL)
-    """Processes left there after a stop; None: not asked, or it could not be."""
+    """Number of processes left on the node after a stop; None: the node was not queried, or could not be."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the event as a JSON object; `left` is null for a node that is over and could not be asked."""
-        facts = super(NodeChanged, self).to_json()  # slots make another class of this one
+        """Return the event as a JSON object; `left` is null for a node that has ended and could not be queried."""
+        # `slots=True` replaces the class, so super() needs the new one as an argument.
+        facts = super(NodeChanged, self).to_json()
         return {**facts, "left": self.left} if self.state in ("stopped", "lost") else facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushAdvanced(Event):
+    """Progress of the push to all nodes together."""
+
+    event = "push"
+    nodes: Count = 0
+    nodes_done: Count = 0
+    """Number of nodes that have all files."""
+    bytes: Count = 0
+    """Bytes of the contents that nodes have got so far, from here or from each other."""
+    of: Count = 0
+    """Bytes of the contents that the nodes lacked, as far as that is known."""
+    bytes_per_s: Seconds = 0.0
+    """Rate of the last seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +159,7 @@ class AttemptRunning(Event):
     event = "started"
     attempt: Index = 0
     launch_s: Seconds | None = None
-    """Seconds from the start of the launcher to the first of these."""
+    """Seconds from the start of the launcher to the first of these events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +169,16 @@ class WorkerExited(Event):
     event = "exit"
     node: str = ""
     rank: Index | None = None
-    """-1: torchrun's agent."""
+    """Global rank; -1 for torchrun's agent."""
     exit_code: Index | None = None
     signal: Index | None = None
     killed: bool | None = field(default=None, metadata=_OPTIONAL)
-    """True if dtctl has killed it, since it did not end when it was asked to."""
+    """True if dtctl has killed the worker, since it did not end after SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note(Event):
-    """Something that is no failure and may explain one."""
+    """Note that is not a failure but may explain one."""
 
     event = "note"
     node: str | None = None
@@ -172,24 +193,24 @@ class AlertChanged(Event):
 
     event = "alert"
     alert: str
-    """no-step, loss-not-finite, restart-N or throughput"""
+    """Name of the alert: no-step, loss-not-finite, restart-N or throughput."""
     state: str
-    """firing or resolved"""
+    """State of the alert: firing or resolved."""
     text: str = ""
 
     @property
     def firing(self) -> dict[str, AlertChanged]:
-        """The alert by its name while it fires; empty once it is over."""
+        """Return the alert by its name while it fires; empty once it is resolved."""
         return {self.alert: self} if self.state == "firing" else {}
 
     @property
-    def told(self) -> str:
+    def event_text(self) -> str:
         """Return the event in words: `alert no-step, firing: no step for 600 s after step 70`."""
         return f"alert {self.alert}, {self.state}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopping(Event):
+class RunStopping(Event):
     """The launcher requests all nodes to stop their workers."""
 
     event = "stopping"
@@ -205,30 +226,30 @@ class SnapshotBegun(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed(Event):
-    """A training continues from a snapshot; the steps that show whether it is exact have not been repeated yet."""
+class RunResumed(Event):
+    """The run continues from a snapshot; the steps that show whether the resume is exact have not been repeated yet."""
 
     event = "resumed"
     step: Count = 0
     """Step of the snapshot."""
     verdict: str | None = None
-    """exact, not-exact or not-confirmed; None before steps were repeated."""
+    """Verdict: exact, not-exact or not-confirmed; None before steps were repeated."""
     steps: Count = 0
     """Number of steps that were repeated bit for bit."""
     differs: str | None = None
-    """state, loss, gradient or update: the first thing that is not as it was."""
+    """First value that differs: state, loss, gradient or update."""
     why: tuple[str, ...] = ()
-    """Known differences, a phrase each."""
+    """Phrase for each known difference."""
 
     @property
-    def told(self) -> str:
+    def event_text(self) -> str:
         """Return the event in words: `resumed at step 400`."""
         return f"resumed at step {self.step}{_of_known(self.why)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Confirmed(Event):
-    """Verdict after the steps that follow a snapshot were repeated; as `Resumed`."""
+class ResumeConfirmed(Event):
+    """Verdict after the steps that follow a snapshot were repeated, with the fields of `RunResumed`."""
 
     event = "confirmed"
     step: Count = 0
@@ -238,9 +259,9 @@ class Confirmed(Event):
     why: tuple[str, ...] = ()
 
     @property
-    def told(self) -> str:
+    def event_text(self) -> str:
         """Return the event in words: `resumed at step 400: exact, 2 steps repeated bit for bit`."""
-        found = f"{(self.verdict or '').replace('-', ' ')}, {self.steps} steps repeated bit for bit"
+        found = f"{(self.verdict or '').replace('-', ' ')}, {format_count(self.steps, 'step')} repeated bit for bit"
         differs = f", then another {self.differs}" if self.differs else ""
         return f"resumed at step {self.step}: {found}{differs}{_of_known(self.why)}"
 
@@ -250,7 +271,7 @@ def _of_known(why: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hung(Event):
+class HangDetected(Event):
     """The run makes no progress; the stacks of all workers are requested."""
 
     event = "hang"
@@ -258,52 +279,52 @@ class Hung(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeIsUp(Event):
-    """`job.time_s` has passed."""
+class TimeLimitReached(Event):
+    """Passing of `job.time_s`, after which the run is stopped."""
 
     event = "time-is-up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restarting(Event):
-    """Another attempt follows one that has failed."""
+class AttemptRestarting(Event):
+    """Another attempt follows a failed one."""
 
     event = "restart"
     attempt: Index = 0
     of: Index = 0
-    """Most restarts."""
+    """Most restarts that the run may have."""
     reason: str | None = None
     node: str | None = None
     rank: Index | None = None
-    """Rank of the first failure; None: the node as a whole, or the agent that starts its workers."""
+    """Rank of the first failure; None: the node as a whole failed, or the agent that starts its workers."""
     exit_code: Index | None = field(default=None, metadata=_OPTIONAL)
-    """Exit code of the first failure, as a shell counts it; None: the node was lost."""
+    """Exit code of the first failure, in the form of a shell (128 + N for signal N); None: the node was lost."""
     wait_s: Seconds | None = field(default=None, metadata=_OPTIONAL)
 
     @property
     def cause(self) -> str:
-        """The reason with its subject: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
+        """Return the reason with its subject: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
         if not self.node:
             return self.reason or ""
         return f"{subject_of(self.node, self.rank, self.exit_code)} {self.reason or ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replacement:
-    """A worker that was lost, and the process that has its place."""
+class ReplacedWorker:
+    """A lost worker, and the process that takes its place."""
 
     rank: Index
     node: str = ""
-    """Place where it was lost."""
+    """Node of the lost worker."""
     by: str = ""
-    """Node of the other process."""
+    """Node of the new process."""
     reason: str = ""
     """Reason of the loss: `was ended by signal 9 (SIGKILL)`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survivor:
-    """A worker whose process stayed."""
+class SurvivingWorker:
+    """A worker whose process continued."""
 
     rank: Index
     node: str = ""
@@ -311,24 +332,24 @@ class Survivor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Healed(Event):
-    """Lost workers were replaced, and the others have stayed."""
+class WorkersReplaced(Event):
+    """Lost workers were replaced, while the processes of the others continued."""
 
     event = "heal"
     step: Count = 0
-    """Steps done then; training continues from there."""
-    replaced: tuple[Replacement, ...] = ()
-    survivors: tuple[Survivor, ...] = ()
+    """Number of steps done at that time, from which training continues."""
+    replaced: tuple[ReplacedWorker, ...] = ()
+    survivors: tuple[SurvivingWorker, ...] = ()
     repeated_steps: Count = 0
-    """Steps that are done again, by the workers that had begun them: 0 or 1."""
+    """Number of steps that the workers which had begun them do again: 0 or 1."""
     detect_s: Seconds = 0.0
-    """Seconds from the loss until it was noticed: for a worker that hangs, since anything has moved."""
+    """Seconds from the loss until it was detected; for a worker that hangs, since the last progress of any worker."""
     heal_s: Seconds = 0.0
-    """Seconds from then until all workers were in the new group."""
+    """Seconds from the detection until all workers were in the new group."""
 
     @property
-    def told(self) -> str:
-        """Return it in words: `rank 1 on node2 was ended by signal 9 (SIGKILL): replaced in 0.21 s`."""
+    def event_text(self) -> str:
+        """Return the event in words: `rank 1 on node2 was ended by signal 9 (SIGKILL): replaced in 0.21 s`."""
         lost = "; ".join(f"rank {each.rank} on {each.node} {each.reason}" for each in self.replaced)
         count = len(self.survivors)
         if not self.replaced:
@@ -339,13 +360,13 @@ class Healed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LauncherAway(Event):
-    """The launcher did not run for a while, the nodes have ended the attempt for it, and another one follows."""
+class LauncherPaused(Event):
+    """The nodes have ended the attempt because the launcher did not run for a while, and another attempt follows."""
 
     event = "launcher-away"
     away_s: Seconds = 0.0
     attempt: Index = 0
-    """The one that follows; it is no restart of `job.max_restarts`."""
+    """Number of the following attempt, which does not count as a restart of `job.max_restarts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,18 +380,18 @@ class NodeReplaced(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLeftOut(Event):
+class NodeDropped(Event):
     """The run continues without a node."""
 
     event = "left-out"
     node: str = ""
     nodes: Count = 0
-    """Number of nodes with which it continues."""
+    """Number of nodes with which the run continues."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakenUp(Event):
+class LauncherReattached(Event):
     """A new launcher controls the run."""
 
     event = "taken-up"
@@ -380,13 +401,13 @@ class TakenUp(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitting(Event):
-    """The run is about to be submitted. A reader that finds this without `submitted` looks for this script's job."""
+    """The run is about to be submitted; if no `submitted` follows, readers search for the job of this script."""
 
     event = "submitting"
     script: str
-    """The batch file, on the host of Slurm's commands."""
+    """Path of the batch file on the host of Slurm's commands."""
     index: Count | None = None
-    """Index of the task, where the job is an array."""
+    """Index of the task, if the job is an array."""
     site: str = ""
     folder: str = ""
     python: str = ""
@@ -404,11 +425,11 @@ class JobSubmitted(Event):
     site: str = ""
     """Host on which Slurm's commands run."""
     folder: str = ""
-    """Folder of the job's files, on that host."""
+    """Folder of the job's files on that host."""
     python: str = ""
-    """Interpreter there."""
+    """Path of Python on that host."""
     workers_apart: bool = False
-    """True if each worker is a task of its own (kind direct)."""
+    """True if each worker is a separate task (kind direct)."""
     slots: Count = 1
     max_attempts: Index = 0
 
@@ -420,10 +441,10 @@ class JobQueued(Event):
     event = "queued"
     job: str = ""
     state: str | None = None
-    """Slurm's word for it."""
+    """State of the job in Slurm's terms."""
     reason: str | None = None
     start: Seconds | None = None
-    """Time when Slurm expects to start it, in seconds since the epoch."""
+    """Time when Slurm expects to start the job, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,17 +464,17 @@ class FirstFailure:
     exit_code: Index | None = None
     signal: Index | None = None
     log: str | None = None
-    """File on the control machine."""
+    """Path of the log on the control machine."""
     summary: str | None = None
     hang: bool | None = field(default=None, metadata=_OPTIONAL)
-    """True if it was ended because it made no progress."""
+    """True if the worker was ended because it made no progress."""
 
 
 def subject_of(node: str | None, rank: int | None, exit_code: int | None) -> str:
-    """Name what has failed: `rank 3 on node2`, `node node2` that was lost, `the agent on node2`, or `a worker`.
+    """Return the subject of a failure: `rank 3 on node2`, `node node2` (lost), `the agent on node2`, or `a worker`.
 
-    The agent is the program that starts the workers of a node, such as torchrun. If it does not report which of them
-    has failed, or has failed itself, this is no failure of the node.
+    The agent is the program that starts the workers of a node, such as torchrun. An exit of the agent without the name
+    of a failed worker does not count as a failure of the node.
     """
     if not node:
         return "a worker"
@@ -463,7 +484,7 @@ def subject_of(node: str | None, rank: int | None, exit_code: int | None) -> str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
+class NodeOutputs:
     """Files that a run has left on a node."""
 
     folder: str = ""
@@ -479,23 +500,23 @@ class RunEnded(Event):
     event = "done"
     run: str = ""
     status: str
-    """succeeded, failed or stopped"""
+    """Result of the run: succeeded, failed or stopped."""
     exit_code: Index = 0
     attempts: Index = 0
     first_failure: FirstFailure | None = None
     launch_s: Seconds | None = None
     duration_s: Seconds | None = None
     left_behind: Count | None = None
-    """Processes left on all nodes; None when one of them could not be asked."""
+    """Number of processes left on all nodes; None if a node could not be queried."""
     goodput: Seconds | None = field(default=None, metadata=_OPTIONAL)
     lost_output: Mapping[str, int] = field(default_factory=dict, metadata=_OPTIONAL)
-    """Node -> bytes that could not be stored."""
+    """Bytes of output, by node, that could not be stored."""
     cut_output: Mapping[str, int] = field(default_factory=dict, metadata=_OPTIONAL)
-    """Node -> bytes that `job.log_mib` has cut out."""
-    outputs: Mapping[str, Outputs] = field(default_factory=dict, metadata=_OPTIONAL)
-    """Node -> what its programs have written, where there is any."""
+    """Bytes of output, by node, that were removed because of `job.log_mib`."""
+    outputs: Mapping[str, NodeOutputs] = field(default_factory=dict, metadata=_OPTIONAL)
+    """Files that programs have written, by node; nodes without any are missing."""
     error: str | None = field(default=None, metadata=_OPTIONAL)
-    """Reason why it was never started, or could not be started again."""
+    """Reason why the run was never started, or could not be started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -513,8 +534,8 @@ Emit = Callable[[Event], None]
 TYPES: Final[Mapping[str, type[Event]]] = {each.event: each for each in Event.__subclasses__() if each.recorded}
 
 
-def parse(line: str) -> Event | None:
-    """Return the event in a line of events.jsonl; None when the line holds none."""
+def parse_event(line: str) -> Event | None:
+    """Return the event in a line of events.jsonl; None if the line has no event."""
     try:
         document = json.loads(line)
         kind: Any = TYPES.get(document["event"])
@@ -530,7 +551,7 @@ def _check_of(hint: Any) -> Check[Any]:
     if is_dataclass(hint):
         kind: Any = hint
         hints = get_type_hints(kind, include_extras=True)
-        keys = schema.form({each.name: _check_of(hints[each.name]) for each in fields(kind)})
+        keys = schema.make_object_check({each.name: _check_of(hints[each.name]) for each in fields(kind)})
         return lambda document: kind(**keys(document))
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -540,13 +561,13 @@ def _check_of(hint: Any) -> Check[Any]:
         items = schema.list_of(_check_of(inner[0]))
         return lambda value: tuple(items(value))
     if origin is Mapping:
-        return schema.mapping_of(_text, _check_of(inner[1]))
+        return schema.mapping_of(_require_printable_text, _check_of(inner[1]))
     if inner:
-        return schema.nullable(_check_of(inner[0]))
-    return {str: _text, bool: schema.flag, int: schema.integer(-(1 << 63))}[hint]
+        return schema.make_nullable_check(_check_of(inner[0]))
+    return {str: _require_printable_text, bool: schema.check_flag, int: schema.make_integer_check(-(1 << 63))}[hint]
 
 
-def _text(value: object) -> str:
+def _require_printable_text(value: object) -> str:
     """Return a text that can be printed anywhere."""
     text = _ANY_TEXT(value)
     try:
@@ -556,40 +577,52 @@ def _text(value: object) -> str:
     return text
 
 
-_ANY_TEXT: Final = schema.text(1 << 24)
+_ANY_TEXT: Final = schema.make_text_check(1 << 24)
+
+
+def decide_end_status(*, is_stopped: bool, has_failed: bool) -> str:
+    """Return the result of a run: stopped, failed or succeeded.
+
+    Args:
+        is_stopped: whether a stop was requested. The exits of workers after that are no failures.
+        has_failed: whether a worker or a node failed, or the run could not be started.
+    """
+    if is_stopped:
+        return "stopped"
+    return "failed" if has_failed else "succeeded"
 
 
 @dataclass(slots=True)
 class RunProgress:
-    """State of a run from its events: `apply` each of them, in their order."""
+    """State of a run, built by `apply` for each of its events in their order."""
 
     status: str = "starting"
-    """queued (Slurm has it), starting, running, stopping, succeeded, failed or stopped"""
+    """Status: queued (by Slurm), starting, running, stopping, succeeded, failed or stopped."""
     last: float | None = None
     """Time when the last event happened, in seconds since the epoch."""
     attempt: int = -1
-    """The newest that was started; -1: none was."""
+    """Number of the newest started attempt; -1: none was started."""
     launch_s: float | None = None
     nodes: dict[str, str] = field(default_factory=dict)
-    """Node -> its last state."""
+    """Last state of each node."""
     all_nodes: set[str] = field(default_factory=set)
     """Every node that ever took part."""
     left: dict[str, int | None] = field(default_factory=dict)
-    """Node -> processes left there; None while they may run, and when the node could not be asked."""
-    restarts: list[Restarting] = field(default_factory=list)
-    heals: list[Healed] = field(default_factory=list)
-    """Workers that were replaced while the others stayed."""
-    resume: Resumed | Confirmed | None = None
-    """Newest resume, as far as it is known."""
+    """Number of processes left on each node; None while they may run, or if the node could not be queried."""
+    restarts: list[AttemptRestarting] = field(default_factory=list)
+    heals: list[WorkersReplaced] = field(default_factory=list)
+    """Replacements of workers while the others continued."""
+    resume: RunResumed | ResumeConfirmed | None = None
+    """Newest event about a resume."""
     job: JobSubmitted | None = None
     waits: JobQueued | None = None
-    """While the job waits."""
+    """Newest event of a waiting job; None if the job does not wait."""
     alerts: dict[str, AlertChanged] = field(default_factory=dict)
     """Alerts that are firing."""
     end: RunEnded | None = None
 
     def apply(self, event: Event) -> None:
-        """Take an event into account."""
+        """Update the state by an event."""
         self.last = event.time
         match event:
             case NodeChanged():
@@ -599,7 +632,7 @@ class RunProgress:
                 self.all_nodes.update(event.nodes)
             case NodeReplaced():
                 self.nodes[event.by] = self.nodes.pop(event.node, "ready")
-            case NodeLeftOut():
+            case NodeDropped():
                 self.nodes.pop(event.node, None)
             case JobSubmitted() | JobQueued():
                 self._note_job(event)
@@ -608,13 +641,13 @@ class RunProgress:
                 self.left = dict.fromkeys(self.nodes)
             case AttemptRunning():
                 self.status, self.launch_s = "running", self.launch_s if self.launch_s is not None else event.launch_s
-            case Stopping():
+            case RunStopping():
                 self.status = "stopping"
-            case LauncherAway() | Restarting():
+            case LauncherPaused() | AttemptRestarting():
                 self.status = "starting"
-                self.restarts += [event] if isinstance(event, Restarting) else []
-            case Healed() | AlertChanged() | Resumed() | Confirmed():
-                self._note(event)
+                self.restarts += [event] if isinstance(event, AttemptRestarting) else []
+            case WorkersReplaced() | AlertChanged() | RunResumed() | ResumeConfirmed():
+                self._apply_run_note(event)
             case RunEnded():
                 self.status, self.end = event.status, event
                 gone = ("lost", "failed")
@@ -633,11 +666,11 @@ class RunProgress:
         else:
             self.nodes, self.waits = {}, event
 
-    def _note(self, event: Healed | AlertChanged | Resumed | Confirmed) -> None:
-        """Keep what changes no status."""
-        if isinstance(event, Healed):
+    def _apply_run_note(self, event: WorkersReplaced | AlertChanged | RunResumed | ResumeConfirmed) -> None:
+        """Store an event that does not change the status."""
+        if isinstance(event, WorkersReplaced):
             self.heals.append(event)
-        elif isinstance(event, Resumed | Confirmed):
+        elif isinstance(event, RunResumed | ResumeConfirmed):
             self.resume = event
         else:
             self.alerts.pop(event.alert, None)
@@ -645,6 +678,6 @@ class RunProgress:
 
     @property
     def left_behind(self) -> int | None:
-        """Processes left on all nodes; None when that is not known."""
+        """Return the number of processes left on all nodes; None if it is not known."""
         counts = list(self.left.values())
         return None if None in counts else sum(count or 0 for count in counts)

@@ -1,7 +1,7 @@
-"""The names that hosts have themselves, replaced by those of the spec in what a program has printed.
+"""Replacement of host names in printed output by the node names of the spec.
 
-A program, torch and torchrun print a machine's own name, which its user may never have seen. A name that could be any
-word counts only where a host must stand: before a port, or in torchrun's table.
+Programs, torch and torchrun print a machine's host name, which its user may never have seen. A host name that could be
+any word is replaced only where a host is expected: before a port, or in torchrun's table.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _DOMAIN: Final = r"(?:\.[A-Za-z][\w-]*)*"
 
 
 class HostNames:
-    """Own names of hosts, and the nodes of the spec that they are."""
+    """Host names of the nodes, each with the node's name in the spec."""
 
     def __init__(self, hosts: Mapping[str, str]) -> None:
-        """Take node -> own name; what several nodes are called, such as `localhost`, names none of them."""
+        """Use the host name of each node; a name that several nodes have, such as `localhost`, is not replaced."""
         called = Counter(hosts.values())
         self.nodes: dict[str, str] = {}
         for node, host in hosts.items():
@@ -33,7 +33,7 @@ class HostNames:
         unmistakable = [name for name in self.nodes if not name.isalpha()]
         rules = [
             rf"(?<=\[)(?:{names}){_DOMAIN}(?=\]:\d)",
-            rf"(?<=host      : )(?:{names}){_DOMAIN}(?![\w-])",  # torchrun's table
+            rf"(?<=host      : )(?:{names}){_DOMAIN}(?![\w-])",  # This form is in torchrun's table.
         ]
         if unmistakable:
             anywhere = "|".join(re.escape(name) for name in sorted(unmistakable, key=len, reverse=True))
@@ -44,9 +44,9 @@ class HostNames:
         self._pattern = re.compile("|".join(rules))
 
     def node_of(self, host: str) -> str:
-        """Return the node that a host is; the name itself of a host that is none."""
+        """Return the node with this host name; the host name itself if there is none."""
         return self.nodes.get(host) or self.nodes.get(host.partition(".")[0], host)
 
     def replace_names(self, text: str) -> str:
-        """Return the text with the nodes' names in it."""
+        """Return the text with node names in place of host names."""
         return self._pattern.sub(lambda found: self.node_of(found[0]), text) if self.nodes else text

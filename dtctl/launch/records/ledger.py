@@ -1,8 +1,8 @@
 """Ledger of a run's time: each moment belongs to exactly one phase, so the phases add up to the wall time.
 
-The launcher's own phases follow from what it does. While the job runs, its workers report progress (progress.py), and
-time is moved from one phase to another as more is known: waits for a snapshot from `useful` to `stall`, and the steps
-that the next attempt has to do again from `useful` to `lost`. Moving changes no sum.
+The launcher sets its own phases. While the job runs, the workers report progress (progress.py), and time is moved from
+one phase to another according to their reports: waits for a snapshot from `useful` to `stall`, and the steps that the
+next attempt has to do again from `useful` to `lost`. A move does not change the sum of the phases.
 """
 
 from __future__ import annotations
@@ -12,10 +12,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dtctl import folders
-from dtctl.launch.control.progress import ReportedPhase, Standing
+from dtctl.launch.control.progress import RankProgress, ReportedPhase
 from dtctl.launch.records.record import RUN_BYTES
 from dtctl.launch.records.run_writer import write_private
-from dtctl.schema import Record, list_of, mapping_of, nullable, number, pair, text, value
+from dtctl.schema import (
+    Record,
+    check_number,
+    define_record_key,
+    list_of,
+    make_nullable_check,
+    make_text_check,
+    make_two_item_check,
+    mapping_of,
+)
 from dtctl.supervisor.messages.base import COUNT
 
 PHASES = (
@@ -41,28 +50,30 @@ MAX_COURSE = 1000
 
 
 class LedgerFacts(Record):
-    """Time of a run by phase, as in ledger.json. Versions of dtctl differ in the keys that they write."""
+    """Time of a run by phase, as in ledger.json; versions of dtctl write different keys."""
 
-    wall_s: float = value(number, default=0.0)
-    attempts: int | None = value(nullable(COUNT), default=None)
-    phases_s: dict[str, float] = value(mapping_of(text(40), number, 100), default={})
-    goodput: float | None = value(nullable(number), default=None)
-    """Share of `wall_s` that was spent on steps which count; None when the job reports no steps."""
-    steps: int | None = value(nullable(COUNT), default=None)
-    steps_lost: int | None = value(nullable(COUNT), default=None)
-    phase: str = value(text(40), default="")
-    """The current phase."""
-    copied_bytes: int = value(COUNT, default=0)
+    wall_s: float = define_record_key(check_number, default=0.0)
+    attempts: int | None = define_record_key(make_nullable_check(COUNT), default=None)
+    phases_s: dict[str, float] = define_record_key(mapping_of(make_text_check(40), check_number, 100), default={})
+    goodput: float | None = define_record_key(make_nullable_check(check_number), default=None)
+    """Share of `wall_s` that was spent on steps that were not lost; None if the job reports no steps."""
+    steps: int | None = define_record_key(make_nullable_check(COUNT), default=None)
+    steps_lost: int | None = define_record_key(make_nullable_check(COUNT), default=None)
+    phase: str = define_record_key(make_text_check(40), default="")
+    """Current phase of the run."""
+    copied_bytes: int = define_record_key(COUNT, default=0)
     """Bytes of checkpoints that were copied between nodes while workers ran (job.shared)."""
-    copied_s: float = value(number, default=0.0)
-    """Seconds that these copies took, which are no phase: training continued."""
-    counted_s: dict[str, float] = value(mapping_of(text(40), number, 100), default={})
-    """Seconds that were moved to phases in the current attempt, or the last one."""
-    course: list[tuple[str, float]] = value(list_of(pair(text(40), number)), default=[])
-    """Phase after phase, and when each began, in seconds since the beginning."""
+    copied_s: float = define_record_key(check_number, default=0.0)
+    """Seconds of these copies, which are not a phase, since training continued."""
+    counted_s: dict[str, float] = define_record_key(mapping_of(make_text_check(40), check_number, 100), default={})
+    """Seconds that were moved to each phase in the current attempt, or the last one."""
+    course: list[tuple[str, float]] = define_record_key(
+        list_of(make_two_item_check(make_text_check(40), check_number)), default=[]
+    )
+    """Phases in their order, each with its beginning in seconds since the beginning of the run."""
 
     def extend(self, phase: str, wall_s: float) -> LedgerFacts:
-        """Return the facts of a run of `wall_s` seconds, in which what is not counted here belongs to a phase."""
+        """Return the facts of a run of `wall_s` seconds, in which the time not counted here belongs to `phase`."""
         since_s = wall_s - self.wall_s
         if since_s <= 0:
             return self
@@ -77,8 +88,25 @@ class LedgerFacts(Record):
         return LedgerFacts(**{**vars(self), **changed})
 
 
+def read_ledger(path: Path) -> LedgerFacts | None:
+    """Return the contents of a ledger.json; None if the file is missing or is not a ledger."""
+    try:
+        return LedgerFacts.parse(json.loads(folders.read_regular(str(path), RUN_BYTES)))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def write_ledger(path: Path, facts: LedgerFacts) -> None:
+    """Replace a ledger.json in one step.
+
+    Raises:
+        LaunchError: the file cannot be written.
+    """
+    write_private(path, json.dumps(vars(facts)) + "\n")
+
+
 class Ledger:
-    """A stopwatch with one running phase."""
+    """Stopwatch that counts the time of a run to one phase at a time."""
 
     def __init__(
         self,
@@ -91,10 +119,10 @@ class Ledger:
         """Begin with a phase.
 
         Args:
-            clock: monotonic, in seconds.
-            begun: when the run began, on that clock. None: now.
-            phase: what time belongs to from then on.
-            path: file that is kept up to date. None: none is, but by `write`.
+            clock: monotonic clock in seconds.
+            begun: beginning of the run on that clock; None: now.
+            phase: first phase.
+            path: file that is written regularly; None: only `write` writes a file.
         """
         self._clock = clock
         self.begun = clock() if begun is None else begun
@@ -105,20 +133,20 @@ class Ledger:
         self.spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.steps_lost = 0
         self.copied_bytes, self.copied_s = 0, 0.0
-        """Bytes that were copied between nodes while workers ran, and the seconds that it took."""
-        self._newest_progress: Standing | None = None
-        """Newest progress of the worker that counts, in the current attempt or the last one."""
+        """Bytes that were copied between nodes while workers ran, and the seconds that the copies took."""
+        self._newest_progress: RankProgress | None = None
+        """Newest progress of the smallest reporting rank, in the current attempt or the last one."""
         self._attempt_runs = False
-        """True if that attempt is still on."""
+        """True if the workers of the current attempt have begun their first step."""
         self._moved_s = {"stall": 0.0, "evaluation": 0.0}
         """Seconds of this attempt that have been moved to these phases."""
         self._marks: list[tuple[int, float]] = []
-        """Steps done and seconds of `useful` spent by then, in this attempt."""
+        """Numbers of steps done in this attempt, each with the seconds of `useful` at that time."""
         self._run_begun = self.begun
         self._last_write = self.begun
         self._course: list[tuple[str, float]] = [(phase, 0.0)]
-        """Phase and second from which on it was; what was moved is not in it, but for what is known to be of one
-        piece."""
+        """Phases in their order, each with the second at which it began. Time that was moved is included only if it is
+        one interval."""
 
     def enter(self, phase: str) -> None:
         """Count the time from now on to `phase`."""
@@ -128,7 +156,7 @@ class Ledger:
         self.mark(phase, now)
 
     def mark(self, phase: str, since: float) -> None:
-        """Record in the course that `phase` has lasted since then, by the clock; drop other entries for that time."""
+        """Record in the course that `phase` began at `since` on the clock; drop later entries."""
         at_s = since - self.begun
         while len(self._course) > 1 and self._course[-1][1] >= at_s:
             self._course.pop()
@@ -138,20 +166,20 @@ class Ledger:
             del self._course[1]
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """So much of what was counted to `source` belongs to `target`; no more than there is."""
+        """Move seconds from the phase `source` to `target`, but no more than `source` has."""
         self.enter(self.phase)
         seconds = min(max(0.0, seconds), self.spent[source])
         self.spent[source] -= seconds
         self.spent[target] += seconds
 
     def total_s(self) -> float:
-        """Return seconds since the beginning."""
+        """Return the seconds since the beginning of the run."""
         return self._clock() - self.begun
 
     # -- reports of the workers -------------------------------------------------------------------------------------
 
-    def watch(self, workers: Sequence[Standing]) -> None:
-        """Record how far the workers are; the smallest rank stands for all."""
+    def record_worker_progress(self, workers: Sequence[RankProgress]) -> None:
+        """Record the progress of the smallest rank, which stands for all workers."""
         worker = min(workers, key=lambda worker: worker.rank)
         newest = self._newest_progress
         if worker.phase == ReportedPhase.STARTING or (
@@ -159,12 +187,12 @@ class Ledger:
         ):
             return
         if not self._attempt_runs:
-            self._begin(worker)
-        elif newest is not None and worker.first != newest.first:  # it went back to a snapshot by itself
-            self._lose(worker.first)
+            self._start_useful_time(worker)
+        elif newest is not None and worker.first != newest.first:  # The worker has returned to a snapshot by itself.
+            self._count_lost_steps(worker.first)
             self._marks = [(worker.first, self.spent["useful"])]
         if newest is not None and newest.rank == worker.rank and newest.pid != worker.pid:
-            self._moved_s = dict.fromkeys(self._moved_s, 0.0)  # its replacement counts from the beginning
+            self._moved_s = dict.fromkeys(self._moved_s, 0.0)  # A replacement of the worker counts from 0.
         self.enter(self.phase)
         for name, seconds in (("stall", worker.stall_s), ("evaluation", worker.evaluation_s)):
             self.move("useful", name, seconds - self._moved_s[name])
@@ -174,13 +202,13 @@ class Ledger:
             del self._marks[1:-1:2]
         self._newest_progress = worker
         if worker.phase == ReportedPhase.ENDING and self.phase == "useful":
-            self.enter("stop")  # no more steps; what the program does now is its own affair
+            self.enter("stop")  # No more steps follow.
         if self.path is not None and self._clock() - self._last_write >= WRITE_S:
             self.write(self.path, attempts=self.attempts)
 
-    def _begin(self, worker: Standing) -> None:
-        """The first steps of an attempt are seen: what went before was its start, and what it repeats was lost."""
-        self._lose(worker.first)
+    def _start_useful_time(self, worker: RankProgress) -> None:
+        """Begin to count steps: the time before them was the start, and repeated steps of the last attempt are lost."""
+        self._count_lost_steps(worker.first)
         self._attempt_runs = True
         self._moved_s = dict.fromkeys(self._moved_s, 0.0)
         self._newest_progress = worker
@@ -194,14 +222,14 @@ class Ledger:
             self.mark("useful", self._clock() - min(worker.begun_s, since_s))
         self._marks = [(worker.first, before_s)]
 
-    def started(self) -> None:
+    def record_processes_started(self) -> None:
         """Record that the processes of an attempt run; they may never report any progress."""
         self._attempt_runs = False
         self.enter("run")
         self._run_begun = self._phase_start
 
-    def lost(self, detect_s: float) -> None:
-        """A worker was lost so long ago, and is replaced from now on."""
+    def record_worker_loss(self, detect_s: float) -> None:
+        """Record that a worker was lost `detect_s` seconds ago and is being replaced now."""
         phase = self.phase
         self.enter("heal")
         self.move(phase, "detect", detect_s)
@@ -209,12 +237,12 @@ class Ledger:
             self.mark("detect", self._clock() - detect_s)
             self.mark("heal", self._clock())
 
-    def ended(self, *, failed_s: float = 0.0, hung_s: float = 0.0) -> None:
-        """An attempt is over.
+    def record_attempt_end(self, *, failed_s: float = 0.0, hung_s: float = 0.0) -> None:
+        """Record the end of an attempt.
 
         Args:
-            failed_s: how long ago it had failed; since then it was being ended.
-            hung_s: for how long nothing had moved before that, if it was ended because it hung.
+            failed_s: seconds since its failure, in which it was being ended.
+            hung_s: seconds without progress before that, if the attempt was ended because of a hang.
         """
         phase = self.phase
         self.enter("stop")
@@ -227,19 +255,19 @@ class Ledger:
                 self.mark("restart", now - failed_s)
                 self.mark("stop", now)
             self._marks.append((self._newest_progress.step, self.spent["useful"]))
-        elif phase == "run" and self._newest_progress is not None:  # it has never come to its first step
+        elif phase == "run" and self._newest_progress is not None:  # The attempt never reached its first step.
             self.move("run", "start", self._clock() - self._run_begun)
             self.mark("start", self._run_begun)
             self.mark("stop", self._clock())
         self._attempt_runs = False
 
     def close(self, *, succeeded: bool) -> None:
-        """No attempt follows: what was done since the last snapshot is lost, unless the run has come to its end."""
+        """Finish the ledger: steps since the last snapshot are lost, unless the run has succeeded."""
         if not succeeded and self._newest_progress is not None:
-            self._lose(self._newest_progress.saved)
+            self._count_lost_steps(self._newest_progress.saved)
 
-    def _lose(self, saved_step: int) -> None:
-        """The steps of the last attempt after step `kept` are done again, or gone."""
+    def _count_lost_steps(self, saved_step: int) -> None:
+        """Count the steps of the last attempt after step `saved_step` as lost."""
         if self._newest_progress is None or not self._marks:
             return
         end_step, end_s = self._marks[-1]
@@ -252,7 +280,7 @@ class Ledger:
     # -- the file ---------------------------------------------------------------------------------------------------
 
     def facts(self) -> LedgerFacts:
-        """Return what is known so far."""
+        """Return the time by phase so far."""
         self.enter(self.phase)
         wall_s = self._phase_start - self.begun
         step = None if self._newest_progress is None else self._newest_progress.step
@@ -272,27 +300,26 @@ class Ledger:
         )
 
     def write(self, path: Path, *, attempts: int) -> None:
-        """Record what was spent so far; whole or not at all.
+        """Write the time by phase so far in one step.
 
         Raises:
-            LaunchError: it cannot be written.
+            LaunchError: the file cannot be written.
         """
         self.attempts = attempts
         self._last_write = self._clock()
-        write_private(path, json.dumps(vars(self.facts())) + "\n")
+        write_ledger(path, self.facts())
 
     def resume(self, path: Path) -> None:
-        """Continue the ledger that another launcher has written before it was killed.
+        """Continue the ledger of a launcher that was killed.
 
-        The job continued without one, so the time since then counts as its phase. Time that its workers have counted
-        since then is moved as soon as they report it.
+        The job continued without a launcher, so the time since the last write counts to the phase of the job. Workers
+        report stalls and evaluations of that time later, and these are moved then.
         """
-        try:
-            facts = LedgerFacts.parse(json.loads(folders.read_regular(str(path), RUN_BYTES)))
-            spent = {phase: facts.phases_s.get(phase, 0.0) for phase in PHASES}
-            moved_s = {name: facts.counted_s[name] for name in self._moved_s}
-        except (OSError, ValueError, KeyError, RecursionError):
-            return  # there is none, or an older version has written it: all of it counts as the running phase
+        facts = read_ledger(path)
+        if facts is None or not self._moved_s.keys() <= facts.counted_s.keys():
+            return  # Without a ledger, or with one of an older version, all time counts to the running phase.
+        spent = {phase: facts.phases_s.get(phase, 0.0) for phase in PHASES}
+        moved_s = {name: facts.counted_s[name] for name in self._moved_s}
         now = self._clock()
         since_s = (now - self.begun) - sum(spent.values())
         if since_s < 0:
@@ -308,7 +335,7 @@ class Ledger:
 
 
 def _time_at_step(marks: Sequence[tuple[int, float]], step: int) -> float:
-    """Return the seconds at which a step was done, between the marks around it as if all steps took the same time."""
+    """Return the seconds at which a step was done, by linear interpolation between the marks around it."""
     previous = marks[0]
     for mark in marks:
         if mark[0] > step:

@@ -7,31 +7,30 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from dtctl import folders, names
 from dtctl.launch.records.run_writer import RunWriter
+from dtctl.supervisor.frames import METRICS, parse_log_name
 
-METRICS = -2
-"""Pseudo rank under which nodes send what rank 0 writes to metrics.jsonl."""
 BEGUN_FILE = "logs/attempt.json"
-"""Rows of node, rank and the size in bytes that the rank's log had when the newest attempt began."""
+"""File with rows of node, rank and the size in bytes of the rank's log at the beginning of the newest attempt."""
 ATTEMPTS_FILE = "logs/attempts.jsonl"
-"""File with a line of such rows for every attempt, in their order."""
+"""File with a line of such rows for every attempt, oldest first."""
 TIMES_SUFFIX = ".times"
-"""Suffix of the file next to a log with its size over time: lines of seconds since the epoch and bytes."""
+"""Suffix of the file next to a log with the log's size over time: lines of seconds since the epoch and bytes."""
 TIMES_EVERY_S = 2.0
 LONGEST_BYTES = 1 << 16
-"""A line that is longer is shown in several; it is kept whole in its file."""
-CUT_MARK = b"[dtctl: %d bytes were cut here, see job.log_mib]\n"
+"""Most bytes of a displayed line: a longer one is split for the display, and stays whole in its file."""
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 RECORD_BYTES = 16 << 20
 
 
 def attempts_of(run_folder: Path) -> list[dict[tuple[str, int], int]]:
-    """Return for each attempt the size of each log at its beginning, by node and rank; nothing if that is unknown."""
+    """Return the size of each log at the beginning of each attempt, by node and rank; empty if it is unknown."""
     try:
         lines = folders.read_regular(str(run_folder / ATTEMPTS_FILE), RECORD_BYTES).splitlines()
         return [{(str(node), int(rank)): int(size) for node, rank, size in json.loads(line)} for line in lines]
@@ -39,8 +38,19 @@ def attempts_of(run_folder: Path) -> list[dict[tuple[str, int], int]]:
         return []
 
 
+def _move_attempt_offsets(record: RunWriter, log: tuple[str, int], find_new_offset: Callable[[int], int]) -> None:
+    """Update the offsets of the attempts in a log (node, rank) whose middle was cut out."""
+    attempts = attempts_of(record.folder)
+    for offsets in attempts:
+        if log in offsets:
+            offsets[log] = find_new_offset(offsets[log])
+    if attempts:
+        lines = [json.dumps([(*each, offset) for each, offset in offsets.items()]) for offsets in attempts]
+        record.write(ATTEMPTS_FILE, "\n".join(lines) + "\n")
+
+
 def offset_at(log: Path, moment: float) -> int:
-    """Return the size that a log had at a time, or a few seconds before; 0 if that is unknown."""
+    """Return the size of a log at a time or a few seconds earlier; 0 if it is unknown."""
     offset = 0
     with contextlib.suppress(OSError, ValueError):
         info = log.stat()
@@ -54,94 +64,104 @@ def offset_at(log: Path, moment: float) -> int:
     return offset
 
 
-class Lines:
-    """Output of one process, split into lines. Time and memory grow with the new part, not with the whole."""
+class LineSplitter:
+    """Splitter of one process's output into lines, in time and memory proportional to the new data."""
 
     def __init__(self) -> None:
         self._partial_line = bytearray()
+        self._is_redrawn = False
+        """True if the current line was redrawn, as progress bars are."""
 
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that `data` completes, without their ends.
 
-        A progress bar redraws its line with carriage returns; its last state counts.
+        A progress bar redraws its line with carriage returns; only the last state is returned.
         """
         lines: list[str] = []
         *complete, remainder = data.split(b"\n")
         for chunk in complete:
-            self._add(chunk, lines)
-            lines.append(self._take(len(self._partial_line)))
-        self._add(remainder, lines)
+            self._append_line_segment(chunk, lines)
+            text = self._pop_line_text(len(self._partial_line))
+            lines += self._split_redrawn_line(text) if self._is_redrawn else [text]
+        self._append_line_segment(remainder, lines)
         return lines
 
     def flush(self) -> str:
-        """Return the line that was begun and never ended; it counts as ended now."""
-        return self._take(len(self._partial_line))
+        """Return and end the incomplete last line."""
+        return self._pop_line_text(len(self._partial_line))
 
-    def _add(self, data: bytes, lines: list[str]) -> None:
+    def _append_line_segment(self, data: bytes, lines: list[str]) -> None:
         text = data.rstrip(b"\r")
         if text and self._partial_line.endswith(b"\r"):
             self._partial_line.clear()
+            self._is_redrawn = True
         redraw_start = text.rfind(b"\r")
+        self._is_redrawn |= redraw_start >= 0
         if redraw_start >= 0:
             self._partial_line.clear()
         self._partial_line += text[redraw_start + 1 :]
         if len(text) < len(data) and not self._partial_line.endswith(b"\r"):
             self._partial_line += b"\r"
         while len(self._partial_line) > LONGEST_BYTES:
-            lines.append(self._take(LONGEST_BYTES))
+            lines.append(self._pop_line_text(LONGEST_BYTES))
 
-    def _take(self, size: int) -> str:
+    def _split_redrawn_line(self, text: str) -> list[str]:
+        from dtctl.launch.records.progress_bars import split_progress_bar  # Many programs print no bars.
+
+        self._is_redrawn = False
+        return split_progress_bar(text)
+
+    def _pop_line_text(self, size: int) -> str:
         text = bytes(self._partial_line[:size]).rstrip(b"\r").decode(errors="replace")
         del self._partial_line[:size]
         return text
 
 
 class RankLog:
-    """Output of one rank: a file that grows; a limit cuts its middle."""
+    """Output of one rank in a growing file, whose middle is cut out at a limit."""
 
     def __init__(self, path: Path, limit_bytes: int = 0) -> None:
-        """Nothing has come; the file is opened at first use. 0 bytes are no limit."""
+        """Create an empty log, whose file is opened at the first use; a limit of 0 bytes is none."""
         self.path = path
-        self.lines = Lines()
+        self.lines = LineSplitter()
         self.received = 0
-        """Bytes of output that have come in this attempt."""
+        """Bytes of output received in this attempt."""
         self.begun: int | None = None
-        """Size that it had when the newest attempt began; None: it was not there."""
+        """Size of the file at the beginning of the newest attempt; None: there was no file."""
         self.cut = 0
-        """Bytes of output that the limit, or a node's, has cut out."""
+        """Bytes of output that were cut out because of the limit, here or on a node."""
         self.refusal: str | None = None
-        """Reason why the disk has refused some of it; None: it has not."""
+        """Reason why the disk has refused a part of the output; None: all was written."""
         self._limit_bytes = limit_bytes
         self._file: BinaryIO | None = None
         self._size = 0
-        self._mark_size = 0
-        self._gap_size = 0
-        """Bytes of marks for what nodes had cut out before it came here."""
+        self._marks: list[tuple[int, int]] = []
+        """Offsets and sizes of the texts in the file that the program did not print."""
         self._timed = 0.0
 
     @property
     def is_open(self) -> bool:
-        """Return whether something has come, here or to an earlier launcher."""
+        """Return whether this launcher or an earlier one has received output."""
         return self._file is not None
 
     def open(self) -> BinaryIO:
-        """Return the file.
+        """Return the file, after opening it if needed.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         if self._file is None:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)  # others read along
+            self._file = self.path.open("ab", buffering=0)  # Other processes read the file at the same time.
             self.path.chmod(0o600)
             self._size = self._file.tell()
         return self._file
 
     def write(self, data: bytes) -> int:
-        """Append what the disk takes; the number of bytes that it refuses."""
+        """Append as much as the disk accepts; return the number of refused bytes."""
         written = 0
         try:
-            written = self.open().write(data) or 0  # on a disk that is nearly full, a part of it
+            written = self.open().write(data) or 0  # A nearly full disk accepts a part.
         except OSError as exc:
             self.refusal = self.refusal or exc.strerror
         if written < len(data):
@@ -150,7 +170,7 @@ class RankLog:
         return len(data) - written
 
     def note_time(self) -> None:
-        """Note when the file has which size, every few seconds."""
+        """Record the time and the size of the file every few seconds."""
         now = time.time()
         if now - self._timed < TIMES_EVERY_S:
             return
@@ -162,60 +182,71 @@ class RankLog:
                 file.write(f"{now:.1f} {size}\n")
 
     def skip(self, size: int) -> None:
-        """Say in the file that so much of the output is missing, or was cut, where there is a limit."""
+        """Write into the file that `size` bytes of output are missing or, if there is a limit, were cut out."""
+        from dtctl.supervisor.worker_log import CUT_MARK
+
         text = b"[dtctl: %d bytes are missing here]\n"
         self.received += size
         if self._limit_bytes:
             self.cut += size
             text = CUT_MARK
         with contextlib.suppress(OSError):
-            self._gap_size += self.end_line()
-            self._gap_size += self.open().write(text % size) or 0
+            self.end_line()
+            self._add_mark(text % size)
 
-    def cut_middle(self) -> bool:
-        """Cut a file that is too long, and note this in it; return whether that was done.
+    def cut_middle(self) -> Callable[[int], int] | None:
+        """Cut out the middle of a file that is too long, and write this into the file.
 
-        The first half of what the limit allows is kept, and an eighth at the end.
+        Returns:
+            Function from an old offset to the new offset of the same contents, or of the contents that follow if these
+            were cut out; None if the file was not cut.
         """
         if not 0 < self._limit_bytes < self._size:
-            return False
-        head, tail = self._limit_bytes // 2, self._limit_bytes // 8
+            return None
+        from dtctl.supervisor.worker_log import cut_log, split_limit  # Most output is below the limit.
+
+        head, tail = split_limit(self._limit_bytes)
         try:
             with self.path.open("r+b") as file:
                 size = file.seek(0, os.SEEK_END)
-                self.cut += size - head - tail - self._mark_size - self._gap_size
-                self._gap_size = 0
-                file.seek(size - tail)
-                end = file.read(tail)
-                file.seek(head)
-                self._mark_size = file.write(b"\n" + CUT_MARK % self.cut)
-                file.write(end)
-                file.truncate()
-                self._size = file.tell()
+                begin = size - tail
+                of_marks = sum(max(0, min(at + length, begin) - max(at, head)) for at, length in self._marks)
+                end = cut_log(file.fileno(), head, begin, size, self.cut + begin - head - of_marks)
         except OSError:
-            return False  # it is as long as it is
-        # What the attempt has put there is counted from its beginning, wherever that would lie now.
-        self.begun = (self.begun or 0) - (size - self._size)
-        return True
+            return None  # The file stays too long.
+        self.cut += begin - head - of_marks
+        self._size = end + tail
+        moved = begin - end
+        before = [(at, min(length, head - at)) for at, length in self._marks if at < head]
+        behind = [(max(at, begin) - moved, at + length - max(at, begin)) for at, length in self._marks]
+        self._marks = [*before, (head, end - head), *(mark for mark in behind if mark[1] > 0)]
+        # Positions in the attempt are counted from its beginning, which may now be a negative offset.
+        self.begun = (self.begun or 0) - moved
+        return lambda offset: offset if offset <= head else max(end, offset - moved)
 
-    def end_line(self) -> int:
-        """End a line that an ended worker has left incomplete, so that its successor begins with a new one.
-
-        Returns:
-            Bytes that were added.
-        """
+    def end_line(self) -> None:
+        """End a line that an ended worker has left incomplete, so that the next worker begins with a new line."""
         with contextlib.suppress(OSError):
             with self.path.open("rb") as file:
-                if not file.seek(0, 2):
-                    return 0
-                file.seek(-1, 2)
+                if not file.seek(0, os.SEEK_END):
+                    return
+                file.seek(-1, os.SEEK_END)
                 ends_with_newline = file.read(1) == b"\n"
             if not ends_with_newline:
-                return self.open().write(b"\n") or 0
-        return 0
+                self._add_mark(b"\n")
+
+    def _add_mark(self, text: bytes) -> None:
+        """Append text that was not printed.
+
+        Raises:
+            OSError: The disk refuses the text.
+        """
+        file = self.open()
+        self._marks.append((file.seek(0, os.SEEK_END), len(text)))
+        self._size += file.write(text) or 0
 
     def tail(self, limit_bytes: int) -> str:
-        """Return the end of what has come in this attempt."""
+        """Return the end of the output received in this attempt."""
         try:
             with os.fdopen(folders.open_regular(str(self.path)), "rb") as file:
                 file.seek(0, 2)
@@ -225,30 +256,30 @@ class RankLog:
             return ""
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, if it was opened."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class MetricsCopy(RankLog):
-    """The same for the metrics of a run, which nodes send as the output of a rank; several may do so in turn."""
+    """Log of a run's metrics, which nodes send like a rank's output, possibly several nodes one after another."""
 
     def __init__(self, path: Path) -> None:
-        """Go on with the file as it is."""
+        """Continue the existing file."""
         super().__init__(path)
         self._first_line: bytes | None = None
-        """Beginning of metrics that are sent from the top, until their first line is whole; None: it is."""
+        """Beginning of metrics that are sent from the top, while their first line is incomplete; None otherwise."""
 
     def begin(self) -> None:
-        """Metrics are sent from the top now.
+        """Expect metrics from the top.
 
-        The copy here keeps the steps before the first one that comes: another node does not have them.
+        The copy here keeps the steps before the first received one, since another node does not have them.
         """
         self._first_line, self.received = b"", 0
 
     def write(self, data: bytes) -> int:
-        """Append, but only once the first line is whole: its step decides which rows it replaces."""
+        """Append data once the first line is whole, since the step of that line decides which rows are replaced."""
         if self._first_line is None:
             return super().write(data)
         data = self._first_line + data
@@ -256,11 +287,11 @@ class MetricsCopy(RankLog):
             self._first_line = data
             return 0
         self._first_line = None
-        first = _step_of(data.partition(b"\n")[0])
+        first = _parse_metrics_step(data.partition(b"\n")[0])
         size, copy = 0, self.open()
         with self.path.open("rb") as file:
             for line in file:
-                step = _step_of(line)
+                step = _parse_metrics_step(line)
                 if step is None or first is None or step >= first:
                     break
                 size += len(line)
@@ -268,26 +299,26 @@ class MetricsCopy(RankLog):
         return super().write(data)
 
 
-class Logs:
-    """Writes what arrives and cuts it into lines."""
+class RunLogs:
+    """Output of all ranks of a run, which is written to files and split into lines."""
 
     def __init__(self, record: RunWriter, limit_bytes: int = 0) -> None:
-        """Write into the run's folder, of each rank no more than the limit; 0 is none."""
+        """Write into the run's folder, for each rank no more than the limit; 0: no limit."""
         self._record = record
         self._limit_bytes = limit_bytes
         self._logs: dict[tuple[str, int], RankLog] = {}
         self._refusal: str | None = None
         self._refusal_reported = False
         self.lost: dict[str, int] = {}
-        """Node -> bytes of its output that could not be kept here."""
+        """Bytes of each node's output that could not be stored here."""
 
     def write(self, node: str, rank: int, data: bytes) -> list[str]:
-        """Keep `data` and return the lines that it completes, without their ends.
+        """Store `data` and return the lines that it completes, without their ends.
 
-        What a full disk refuses is shown and not kept: the workers are worth more than their logs, and a detached
-        node has them too.
+        Output that a full disk refuses is displayed and not stored: the run must not end because of its logs, and a
+        detached node stores them, too.
         """
-        log = self._log(node, rank)
+        log = self._open_rank_log(node, rank)
         log.received += len(data)
         if rank != METRICS:
             log.note_time()
@@ -297,17 +328,18 @@ class Logs:
         self._refusal = self._refusal or log.refusal
         if rank == METRICS:
             return []
-        if log.cut_middle():
+        if (find_new_offset := log.cut_middle()) is not None:
             self._write_begun()
+            _move_attempt_offsets(self._record, (node, rank), find_new_offset)
         return log.lines.feed(data)
 
     def skip(self, node: str, rank: int, size: int) -> None:
-        """A node has no longer what comes next in the output of a rank."""
-        self._log(node, rank).skip(size)
+        """Record that a node no longer has the next bytes in the output of a rank."""
+        self._open_rank_log(node, rank).skip(size)
 
     @property
     def offsets(self) -> dict[str, dict[int, int]]:
-        """Node -> rank -> bytes received in this attempt; what a new link asks the rest of."""
+        """Return the bytes received in this attempt by node and rank, after which a new link requests the rest."""
         found: dict[str, dict[int, int]] = {}
         for (node, rank), log in self._logs.items():
             if log.received:
@@ -316,61 +348,64 @@ class Logs:
 
     @property
     def cut(self) -> dict[str, int]:
-        """Bytes of output that `job.log_mib` has cut out of the files here, by node."""
+        """Return the bytes of output, by node, that were cut out of the files here because of `job.log_mib`."""
         found: Counter[str] = Counter()
         for (node, _), log in self._logs.items():
             found[node] += log.cut
         return dict(+found)
 
-    def refusal(self) -> str | None:
-        """Return the reason why output is no longer kept, once; None while all is kept, and afterwards."""
+    def pop_write_refusal(self) -> str | None:
+        """Return the reason why output is no longer stored; None while all is stored, and after the first return."""
         if self._refusal is None or self._refusal_reported:
             return None
         self._refusal_reported = True
         return self._refusal
 
     def flush(self) -> list[tuple[str, int, str]]:
-        """Lines that were begun and never ended, as (node, rank, text); they count as ended now."""
+        """Return and end the incomplete last lines as (node, rank, text)."""
         unfinished = [(node, rank, log.lines.flush()) for (node, rank), log in self._logs.items()]
         return [(node, rank, text) for node, rank, text in unfinished if text]
 
-    def begin_metrics(self, node: str) -> None:
-        """Expect rank 0's metrics from the top, because a snapshot took it back, or because its node has changed."""
-        log = self._log(node, METRICS)
+    def restart_metrics_copy(self, node: str) -> None:
+        """Expect rank 0's metrics from the top, because it has returned to a snapshot or runs on another node."""
+        log = self._open_rank_log(node, METRICS)
         if isinstance(log, MetricsCopy):
             log.begin()
 
     def begin_attempt(self) -> None:
-        """A new attempt writes new files on the nodes; here it is appended to the ones of the last."""
+        """Prepare for a new attempt, which writes new files on the nodes and is appended to the files here."""
         for log in self._logs.values():
             log.received = 0
             if log.is_open:
                 log.end_line()
             log.begun = log.path.stat().st_size if log.is_open else None
         (self._record.folder / names.LOGS_DIR).mkdir(mode=0o700, exist_ok=True)
-        self._write_begun()
-
-    def _write_begun(self) -> None:
-        rows = [(node, rank, log.begun) for (node, rank), log in self._logs.items() if log.begun is not None]
-        self._record.write(BEGUN_FILE, json.dumps(rows) + "\n")
+        rows = self._write_begun()
         with contextlib.suppress(OSError):
             fd = os.open(self._record.folder / ATTEMPTS_FILE, APPEND, 0o600)
             with os.fdopen(fd, "a", encoding="utf-8") as file:
-                file.write(json.dumps(rows) + "\n")
+                file.write(rows)
 
-    def rejoin(self) -> None:
-        """Continue where another launcher has stopped in mid-attempt: data on disk here need not be sent again."""
+    def _write_begun(self) -> str:
+        """Record where the output of the newest attempt begins; return the line of the record."""
+        begun = [(node, rank, log.begun) for (node, rank), log in self._logs.items() if log.begun is not None]
+        rows = json.dumps(begun) + "\n"
+        self._record.write(BEGUN_FILE, rows)
+        return rows
+
+    def continue_attempt_logs(self) -> None:
+        """Continue the logs of a launcher that ended during the attempt: data on disk here need not be sent again."""
         for node, rank, size in json.loads((self._record.folder / BEGUN_FILE).read_text(encoding="utf-8")):
-            self._log(node, rank).begun = size
+            self._open_rank_log(node, rank).begun = size
         for path in sorted((self._record.folder / names.LOGS_DIR).glob("*/*.log")):
-            node, rank = path.parent.name, rank_of(path)
-            log = self._log(node, rank)
+            node, rank = path.parent.name, parse_log_name(path.name)
+            log = self._open_rank_log(node, rank)
             log.received = path.stat().st_size - (log.begun or 0)
-            log.open()  # known from now on, also to the next attempt
+            log.open()  # This adds the log to the record of the next attempt, too.
 
     def tail(self, node: str, rank: int, limit_bytes: int = 32_768) -> str:
         """Return the end of a rank's output in this attempt."""
-        return self._log(node, rank).tail(limit_bytes)
+        return self._open_rank_log(node, rank).tail(limit_bytes)
 
     def close(self) -> None:
         """Close all files."""
@@ -381,21 +416,16 @@ class Logs:
         """Return the file of a rank's output."""
         return self._record.folder / names.METRICS_FILE if rank == METRICS else self._record.log_path(node, rank)
 
-    def _log(self, node: str, rank: int) -> RankLog:
+    def _open_rank_log(self, node: str, rank: int) -> RankLog:
         if (node, rank) not in self._logs:
             path = self.path(node, rank)
             self._logs[node, rank] = MetricsCopy(path) if rank == METRICS else RankLog(path, self._limit_bytes)
         return self._logs[node, rank]
 
 
-def _step_of(line: bytes) -> int | None:
-    """Return the step that a line of metrics is of; None if it is no row."""
-    from dtctl.launch.records.metrics_rows import parse_row  # only metrics that start again need it
+def _parse_metrics_step(line: bytes) -> int | None:
+    """Return the step of a line of metrics; None if the line is not a row."""
+    from dtctl.launch.records.metrics_rows import parse_row  # Only metrics that start again need this module.
 
     row = parse_row(line)
     return None if row is None else int(row["step"])
-
-
-def rank_of(path: Path) -> int:
-    """Return the rank whose output a log file holds; -1 for torchrun's agent."""
-    return -1 if path.name == "agent.log" else int(path.stem.removeprefix("rank-"))

@@ -14,15 +14,15 @@ TAIL_BYTES = 1 << 16
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether this is a number that a clock or a plot can have."""
+    """Return whether a value is a number that can be used as a time or plotted."""
     try:
         return isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:  # an integer of hundreds of digits
+    except OverflowError:  # An integer of hundreds of digits raises this error.
         return False
 
 
 def parse_row(line: bytes | str) -> dict[str, Any] | None:
-    """Parse a line; None if it is half a line or has no step. Names that cannot be shown are left out."""
+    """Parse a line; return None if it is incomplete or has no step. Names that cannot be printed are left out."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -31,13 +31,13 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
         return None
     try:
         "".join(row).encode()
-    except UnicodeEncodeError:  # half a surrogate pair
+    except UnicodeEncodeError:  # The name has half a surrogate pair.
         return {name: value for name, value in row.items() if name.isprintable()}
     return row
 
 
 def read_last_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the last rows, oldest first; none when there are none yet. The last line counts once it is whole."""
+    """Read the last rows, oldest first; empty if there are none yet. An incomplete last line does not count."""
     try:
         with os.fdopen(folders.open_regular(str(path)), "rb") as file:
             size = file.seek(0, 2)
@@ -49,6 +49,6 @@ def read_last_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_last_step(path: Path) -> int | None:
-    """Read the last step that rank 0 has logged; None when it has logged none."""
+    """Read the last step that rank 0 has logged; None if it has logged none."""
     rows = read_last_rows(path)
     return int(rows[-1]["step"]) if rows else None

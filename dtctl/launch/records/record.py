@@ -1,17 +1,17 @@
-"""A run's folder on the control machine: what was planned, what happened, what was printed, how it ended.
+"""A run's folder on the control machine: its plan, its events, its output and its result.
 
     .dtctl/runs/RUN/
         plan.json        the plan of the newest attempt
         spec.yaml        the spec as it was at launch, `--set` included
-        run.json         what finds the run again: its token, its launcher's process, its spec
-        events.jsonl     what happened, one JSON object a line, appended as it happens
+        run.json         facts by which the run is found again: its token, its launcher's process, its spec
+        events.jsonl     events, one JSON object for each line
         logs/NODE/rank-R.log, logs/NODE/agent.log
-        logs/NODE/rank-R.times, logs/attempts.jsonl   when a log had which size
-        metrics.jsonl    as rank 0 wrote it
-        ledger.json      where the time went
-        hangs/attempt-N/NODE/rank-R.txt   where a worker stood when the attempt made no progress
+        logs/NODE/rank-R.times, logs/attempts.jsonl   sizes of a log over time
+        metrics.jsonl    copy of the file of rank 0
+        ledger.json      time by phase
+        hangs/attempt-N/NODE/rank-R.txt   stack of a worker when the attempt made no progress
 
-It is written by run_writer.py.
+The module run_writer.py writes the folder.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtctl import folders, names, shell
-from dtctl.errors import LaunchError, UsageError
+from dtctl.errors import LaunchError, UsageError, suggest_name, suggest_node
 
 if TYPE_CHECKING:
     from dtctl.launch.records.events import Event
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 RUN_FILE = "run.json"
-RUN_BYTES, PLAN_BYTES = 4 << 20, 64 << 20
+RUN_BYTES, SPEC_BYTES, PLAN_BYTES = 4 << 20, 4 << 20, 64 << 20
 EVENTS_BYTES = 64 << 20
-"""Bytes at the beginning and at the end that are read of larger files."""
+"""Most bytes of a file of events that are read; of a larger file, its beginning and its end."""
 LOCK_FILE = "launcher.lock"
 
 
 def new_run_id(job: str, *, now: float, salt: str | None = None) -> str:
-    """Return a run id that sorts by time: job, month and day, hour minute second, four random digits."""
+    """Return a run id that sorts by time: job, month and day, hour, minute and second, four random digits."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "-", job).strip("-_") or "job"
     stamp = time.strftime("%m%d-%H%M%S", time.localtime(now))
     return f"{stem[:32]}-{stamp}-{salt or secrets.token_hex(2)}"
 
 
 def check_run_name(name: str) -> str:
-    """`name` itself, if it can be the name of a run.
+    """Return `name` if it can be the name of a run.
 
     Raises:
-        UsageError: it cannot be used as the name of a folder everywhere.
+        UsageError: the name cannot be used for a folder everywhere.
     """
     if not RUN_NAME.match(name):
         raise UsageError(
@@ -65,8 +65,8 @@ def check_run_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn errors of the system into one that names the place.
+def translate_write_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the system into a LaunchError that names the path.
 
     Raises:
         LaunchError: the disk is full, read-only, or the folder belongs to another user.
@@ -82,14 +82,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_no_link(base_dir: Path, *parts: str) -> None:
-    """Refuse a path of dtctl's own that leads elsewhere: the author of the folder may have put a link there.
+    """Refuse a path of dtctl's own files that contains a link, which the author of the folder may have made.
 
     Args:
         base_dir: The folder of the spec.
-        parts: Names from its `.dtctl` on.
+        parts: Names of the path below `.dtctl` of that folder.
 
     Raises:
-        LaunchError: A part of it is a link.
+        LaunchError: A part of the path is a link.
     """
     path = base_dir
     for name in (names.STATE_DIR, *parts):
@@ -98,45 +98,45 @@ def check_no_link(base_dir: Path, *parts: str) -> None:
             raise LaunchError(
                 "records are not written through a link, which may lead anywhere",
                 where=str(path),
-                hint=f"remove it (`rm {shell.quote(str(path))}`); dtctl makes a folder there",
+                hint=f"remove it (`rm {shell.quote_word(str(path))}`); dtctl makes a folder there",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """Facts that find a run again from another terminal, or tomorrow."""
+    """Facts by which a run is found again from another terminal or later."""
 
     run: str
     token: str
-    """Marks the run's processes on the nodes; not a secret towards those who may log in there."""
+    """Mark of the run's processes on the nodes, which users who may log in there can read."""
     pid: int
     """Process id of the launcher."""
     started: float
-    """Seconds since the epoch."""
+    """Start of the launcher in seconds since the epoch."""
     spec: str
-    """Absolute path of the spec, or an empty string for a run without one."""
+    """Absolute path of the spec; empty for a run without a spec file."""
     command: list[str]
-    """The command line that launched it, without values of secrets (they are never on it)."""
+    """Command line of the launch, which never has values of secrets."""
     detached: bool
     pid_started: int = 0
-    """Start of the launcher, in clock ticks since boot, which distinguishes it from a later process of the same id; 0
-    where the system does not report it."""
+    """Start of the launcher in clock ticks since boot, which distinguishes it from a later process with the same id; 0
+    if the system does not report it."""
     boot: str = ""
-    """Id of the boot since which these are counted; empty where the system does not report it."""
+    """Id of the boot since which the clock ticks are counted; empty if the system does not report it."""
     slurm: bool = False
     """True if the run is a job of Slurm, which continues without a follower."""
     snapshots: dict[str, str] = field(default_factory=dict)
-    """Node -> folder of the snapshots, where the run continues another one's."""
+    """Folder of snapshots on each node, if the run continues another one."""
     ssh: str = ""
-    """Program that connects to the nodes, `openssh` or `paramiko`; empty where they are reached otherwise."""
+    """Program that connects to the nodes, `openssh` or `paramiko`; empty for other transports."""
     sweep: dict[str, str] = field(default_factory=dict)
-    """Key of the spec -> value, of a run that is one of a sweep."""
+    """Values of the swept keys of the spec, if the run is part of a sweep."""
     environment: str = ""
-    """Digest of the environment that its workers run in; empty: the nodes' own Python."""
+    """Digest of the workers' environment; empty: the nodes' own Python."""
 
     @property
-    def resumes(self) -> str:
-        """Name of the earlier run that this one continues; empty for one from scratch."""
+    def resumed_run(self) -> str:
+        """Return the name of the earlier run that this one continues; empty for a run from scratch."""
         words = iter(self.command)
         for word in words:
             if word == "--resume":
@@ -149,12 +149,12 @@ class RunInfo:
 
     @property
     def command_line(self) -> str:
-        """`command` as it was typed."""
-        return shell.join(["dtctl", *self.command[1:]])
+        """Return `command` in the form in which it was typed."""
+        return shell.join_command(["dtctl", *self.command[1:]])
 
 
 class RunRecord:
-    """The folder of one run, as everybody may read it; its launcher writes it (run_writer.py)."""
+    """The folder of one run for reading; only its launcher writes to it (run_writer.py)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -164,7 +164,7 @@ class RunRecord:
         """Refuse a run's folder, or one of its logs, that is a link.
 
         Raises:
-            LaunchError: It is.
+            LaunchError: The folder or a log is a link.
         """
         base, runs = self.base_dir, (names.RUNS_DIR, self.run)
         check_no_link(base, *runs, names.LOGS_DIR)
@@ -178,7 +178,7 @@ class RunRecord:
         Raises:
             LaunchError: the folder is not that of a run.
         """
-        from dtctl.launch.records import validate_records  # only to read a record, which a launch does not
+        from dtctl.launch.records import validate_records  # A launch reads no record and does not need this module.
 
         try:
             stored = json.loads(folders.read_regular(str(self.folder / RUN_FILE), RUN_BYTES))
@@ -189,15 +189,15 @@ class RunRecord:
 
     @property
     def base_dir(self) -> Path:
-        """The folder that the run was launched from."""
+        """Return the folder from which the run was launched."""
         return self.folder.parent.parent.parent
 
     def read_host_names(self) -> dict[str, str]:
-        """Return the names that the nodes of the newest attempt have themselves, by node, as far as they are known."""
+        """Return the host names of the newest attempt's nodes, as far as they are known."""
         return {node["name"]: node["host"] for node in self.plan().get("nodes", ()) if node.get("host")}
 
     def plan(self) -> dict[str, Any]:
-        """Return the plan of the newest attempt as plain data; empty when none was made."""
+        """Return the plan of the newest attempt as plain data; empty if there is none."""
         from dtctl.launch.records import validate_records
 
         try:
@@ -208,10 +208,10 @@ class RunRecord:
         return stored
 
     def whole_plan(self) -> dict[str, Any]:
-        """Return the plan of the newest attempt, with all that acting on it needs.
+        """Return the plan of the newest attempt if it is complete enough to act on it.
 
         Raises:
-            LaunchError: none was ever made, or it lacks something.
+            LaunchError: there is no plan, or it is incomplete.
         """
         stored = self.plan()
         if not stored:
@@ -223,8 +223,8 @@ class RunRecord:
             raise LaunchError(f"the plan of run {self.run} is incomplete", where=str(self.folder / names.PLAN_FILE))
         return stored
 
-    def code_folders(self) -> dict[str, str]:
-        """Node -> folder of the pushed code there; without the nodes that were sent none."""
+    def read_code_folders(self) -> dict[str, str]:
+        """Return the folder of the pushed code on each node to which code was pushed."""
         from dtctl.launch.records.events import NodeChanged
 
         changes = (event for event in self.events() if isinstance(event, NodeChanged))
@@ -232,15 +232,15 @@ class RunRecord:
 
     def has_launcher(self) -> bool:
         """Return whether a living process is the run's launcher."""
-        if (lock_fd := self._lock(fcntl.LOCK_SH)) is None:
+        if (lock_fd := self._acquire_launcher_lock(fcntl.LOCK_SH)) is None:
             return True
         os.close(lock_fd)
         return False
 
-    def _lock(self, kind: int) -> int | None:
+    def _acquire_launcher_lock(self, kind: int) -> int | None:
         """Return a descriptor that holds the launcher's lock; None when another process holds it."""
         path = self.folder / LOCK_FILE
-        with writing(path):
+        with translate_write_errors(path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, kind | fcntl.LOCK_NB)
@@ -250,26 +250,27 @@ class RunRecord:
         return fd
 
     def events(self) -> Iterator[Event]:
-        """Yield all events so far; a half-written last line, and what is none, is left out."""
+        """Yield all events so far; an incomplete last line and lines without an event are left out."""
         try:
             with os.fdopen(folders.open_regular(str(self.folder / names.EVENTS_FILE)), "rb") as file:
                 data = file.read(EVENTS_BYTES // 2)
-                # Of more than this the beginning and the end: how it has ended stands there.
+                # Of a larger file, the beginning and the end are read, because the end has the result.
                 file.seek(max(len(data), file.seek(0, os.SEEK_END) - EVENTS_BYTES // 2))
                 text = (data + file.read(EVENTS_BYTES // 2)).decode(errors="replace")
         except OSError:
             return
-        from dtctl.launch.records.events import parse
+        from dtctl.launch.records.events import parse_event
 
-        yield from filter(None, map(parse, text.splitlines()))
+        yield from filter(None, map(parse_event, text.splitlines()))
 
     def log_path(self, node: str, rank: int) -> Path:
-        """Return where the output of a rank is kept; rank -1 is torchrun's agent."""
-        name = "agent.log" if rank < 0 else f"rank-{rank}.log"
-        return self.folder / names.LOGS_DIR / node / name
+        """Return the path of a rank's log; rank -1 is torchrun's agent."""
+        from dtctl.supervisor.frames import format_log_name  # Most commands read no log.
+
+        return self.folder / names.LOGS_DIR / node / format_log_name(rank)
 
 
-def list_runs(base_dir: Path) -> list[RunRecord]:
+def list_run_records(base_dir: Path) -> list[RunRecord]:
     """Return all runs launched from `base_dir`, oldest first; a folder that cannot be read as a run is left out.
 
     Raises:
@@ -290,20 +291,27 @@ def list_runs(base_dir: Path) -> list[RunRecord]:
 
 
 def tasks_of(base_dir: Path, run: str) -> list[RunRecord]:
-    """Return the tasks of the job array that was launched under this name; none where it is a run, or nothing."""
-    records = list_runs(base_dir)
+    """Return the tasks of the job array that was launched with this name; empty if the name is not an array's."""
+    records = list_run_records(base_dir)
     if any(record.run == run for record in records):
         return []
     return [record for record in records if re.fullmatch(re.escape(run) + r"\.\d+", record.run) and record.info().slurm]
 
 
+def build_node_error(run: str, node: str | None, nodes: Iterable[str], where: str) -> LaunchError:
+    """Return the error for a node that a run does not have."""
+    known = list(nodes)
+    hint = suggest_node(node or "", known, f"its nodes are {', '.join(known)}")
+    return LaunchError(f"run {run} has no node {node}", where=where, hint=hint)
+
+
 def find_run(base_dir: Path, run: str | None) -> RunRecord:
-    """Return the run of this name, or the newest one.
+    """Return the run with this name; None: the newest run.
 
     Raises:
-        LaunchError: there is no such run, or none at all.
+        LaunchError: there is no such run, or no run at all.
     """
-    runs = list_runs(base_dir)
+    runs = list_run_records(base_dir)
     if run is None:
         if not runs:
             raise LaunchError(
@@ -316,9 +324,8 @@ def find_run(base_dir: Path, run: str | None) -> RunRecord:
     if RUN_NAME.match(run) and (base_dir / names.STATE_DIR / names.RUNS_DIR / run).is_dir():
         record = RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run)
         record.check_no_link()
-        record.info()  # raises if it cannot be read
-    import difflib
-
-    matches = difflib.get_close_matches(run, [record.run for record in runs], n=1)
-    hint = f"did you mean {matches[0]}?" if matches else "`dtctl runs` lists the runs of this folder"
+        record.info()  # This call raises an error if the record cannot be read.
+    if not RUN_NAME.match(run):
+        raise LaunchError(f"{run!r} is not the name of a run", hint="`dtctl runs` lists the runs of this folder")
+    hint = suggest_name(run, (record.run for record in runs), "`dtctl runs` lists the runs of this folder")
     raise LaunchError(f"there is no run {run}", where=str(base_dir / names.STATE_DIR / names.RUNS_DIR), hint=hint)

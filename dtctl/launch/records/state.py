@@ -1,21 +1,19 @@
-"""The state of a run, read from its folder: for `runs`, `status`, `logs` and `watch`."""
+"""The state of a run, read from its folder for `runs`, `status`, `logs` and `watch`."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from dtctl import folders, names, node_facts
-from dtctl.launch.records.events import Confirmed, Event, JobQueued, Resumed, RunEnded, RunProgress
-from dtctl.launch.records.ledger import LedgerFacts
-from dtctl.launch.records.record import RUN_BYTES, RunInfo, RunRecord
+from dtctl import names, node_facts
+from dtctl.launch.records.events import JobQueued, ResumeConfirmed, RunEnded, RunProgress, RunResumed
+from dtctl.launch.records.ledger import LedgerFacts, read_ledger
+from dtctl.launch.records.record import RunInfo, RunRecord
 
 LEFT = ("abandoned", "unattended")
-"""States in which a run has no launcher, and its progress is not known here."""
+"""States in which a run has no launcher, so that its progress is not known here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,41 +22,41 @@ class RunState:
 
     run: str
     status: str
-    """queued (Slurm has it), starting, running, stopping, succeeded, failed, stopped; abandoned: its launcher exited
-    without recording an end; unattended: the same of a detached run, which continues without a launcher"""
+    """Status: queued (by Slurm), starting, running, stopping, succeeded, failed, stopped, abandoned (the launcher ended
+    without recording an end) or unattended (the same, but the run is detached and continues without a launcher)."""
     started: float
-    """Seconds since the epoch."""
+    """Start of the run in seconds since the epoch."""
     duration_s: float
     attempt: int
     nodes: dict[str, str] = field(default_factory=dict)
-    """Node -> its last reported state."""
+    """Last reported state of each node."""
     restarts: tuple[str, ...] = ()
-    """Reason why each attempt but the last one has ended: its first failure."""
+    """First failure of each attempt except the last one."""
     heals: tuple[str, ...] = ()
-    """Workers that were replaced while the others stayed, with the seconds that it took."""
-    resume: Resumed | Confirmed | None = None
-    """Newest resume: whether that attempt repeats the steps of before, as far as it is known."""
+    """Texts about replaced workers, with the seconds of each replacement."""
+    resume: RunResumed | ResumeConfirmed | None = None
+    """Newest event about a resume, with its verdict if there is one."""
     job: str = ""
-    """Id of the Slurm job that the run is."""
+    """Id of the run's Slurm job."""
     looked: float = 0.0
     """Time of the last known state, in seconds since the epoch: a job of Slurm continues without a follower."""
     waits: JobQueued | None = None
-    """Reason why it waits, and when Slurm expects to start it, while it waits."""
+    """Event with the reason why the job waits and the expected start; None if it does not wait."""
     alerts: dict[str, str] = field(default_factory=dict)
     """Alerts of `metrics.alerts` that are firing, with their texts."""
     done: RunEnded | None = None
-    """The last event, when there was one."""
+    """Event of the run's end; None before it."""
     ledger: LedgerFacts | None = None
     """Time by phase, as the launcher last wrote it."""
 
     @property
     def over(self) -> bool:
-        """Return whether nothing more will happen."""
+        """Return whether the run has ended or has no launcher."""
         return self.status in ("succeeded", "failed", "stopped", *LEFT)
 
 
-def alive(info: RunInfo) -> bool:
-    """Return whether the launcher of a run still lives; another process that has its id by now is not it."""
+def is_launcher_alive(info: RunInfo) -> bool:
+    """Return whether the launcher of a run is alive; a later process with the same id does not count."""
     if info.pid <= 0:
         return False
     ticks = node_facts.start_ticks(info.pid)
@@ -82,10 +80,10 @@ def progress_of(record: RunRecord) -> RunProgress:
 
 
 def _last_written(record: RunRecord) -> float:
-    """Return when output of the run last came here: a launcher that was killed may have had no event for hours."""
+    """Return when output last arrived here, since a killed launcher may have had no event for hours."""
     newest = 0.0
     for path in (record.folder / names.LOGS_DIR).glob("*/*"):
-        with contextlib.suppress(OSError):  # it went away
+        with contextlib.suppress(OSError):  # The file was removed.
             newest = max(newest, path.lstat().st_mtime)
     return newest
 
@@ -100,7 +98,7 @@ def state_of(record: RunRecord) -> RunState:
     progress = progress_of(record)
     status, done = progress.status, progress.end
     last = info.started if progress.last is None else progress.last
-    if done is None and not info.slurm and not alive(info) and not record.has_launcher():
+    if done is None and not info.slurm and not is_launcher_alive(info) and not record.has_launcher():
         status = "unattended" if info.detached else "abandoned"
         progress.nodes = dict.fromkeys(progress.nodes, "unknown")
         last = max(last, _last_written(record))
@@ -116,21 +114,14 @@ def state_of(record: RunRecord) -> RunState:
         attempt=max(0, progress.attempt),
         nodes=progress.nodes,
         restarts=tuple(restart.cause for restart in progress.restarts),
-        heals=tuple(healed.told for healed in progress.heals),
+        heals=tuple(healed.event_text for healed in progress.heals),
         resume=progress.resume,
         job=progress.job.job if progress.job is not None else "",
         waits=progress.waits,
         alerts={} if done is not None else {name: alert.text for name, alert in progress.alerts.items()},
         done=done,
-        ledger=_ledger(record),
+        ledger=read_ledger(record.folder / names.LEDGER_FILE),
     )
-
-
-def _ledger(record: RunRecord) -> LedgerFacts | None:
-    try:
-        return LedgerFacts.parse(json.loads(folders.read_regular(str(record.folder / names.LEDGER_FILE), RUN_BYTES)))
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def where_the_time_went(ledger: LedgerFacts) -> str:
@@ -143,15 +134,3 @@ def where_the_time_went(ledger: LedgerFacts) -> str:
     details = ", ".join(f"{name} {share:.1%}" for share, name in largest[:6])
     text = f"useful {useful:.1%}" if measured else "useful: not measured, the job reports no steps"
     return text + (f" ({details})" if details else "")
-
-
-def follow(record: RunRecord, *, interval_s: float = 0.1) -> Iterator[Event]:
-    """Events as they are appended, from the first on, until the run is over."""
-    yielded = 0
-    while True:
-        events = list(record.events())
-        yield from events[yielded:]
-        yielded = len(events)
-        if state_of(record).over and len(list(record.events())) == yielded:
-            return
-        time.sleep(interval_s)

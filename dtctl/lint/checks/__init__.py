@@ -1,1 +1,1 @@
-"""The checkers, one module per family; each function is one rule and yields problems. The engine names the families."""
+"""Checkers, one module per family; each function checks one rule and yields problems. The engine lists the families."""

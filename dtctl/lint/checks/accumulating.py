@@ -1,4 +1,4 @@
-"""The rules about gradients of several micro batches: DT009, DT077, DT078."""
+"""Rules about gradients that several micro batches accumulate: DT009, DT077, DT078."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator, Sequence
 
 from dtctl.lint import names
-from dtctl.lint.check import Check
-from dtctl.lint.edits import ends_its_line, imported, indent
-from dtctl.lint.flow import argument, function_of, is_bound, origins
+from dtctl.lint.check import CheckContext
+from dtctl.lint.edits import build_import_edits, ends_its_line, find_statement_indent
+from dtctl.lint.flow import find_call_argument, find_value_origins, function_of, is_bound_method
 from dtctl.lint.model import Edit, Problem
-from dtctl.lint.source_file import Function, SourceFile, key
-from dtctl.lint.wraps import wrapped
+from dtctl.lint.source_file import Function, SourceFile, format_dotted_name
+from dtctl.lint.wraps import find_model_wrap
 
 _ACCUMULATES = re.compile(r"no_sync|requires_gradient_sync|require_backward_grad_sync|\.accumulate\(|is_gradient_accum")
 _OPTIMIZER = re.compile(r"optim|scaler|opt\b")
@@ -23,20 +23,20 @@ _PURE = (
 _DEFINES = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.Await)
 
 
-def accumulation(check: Check) -> Iterator[Problem]:
-    """DT009."""
+def check_accumulation(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT009: accumulation without no_sync."""
     module = check.module
     if not module.methods.get("backward") or not module.methods.get("step"):
         return
     ddp = check.project.calls(module, names.DDP) or check.project.calls(module, "accelerate.Accelerator")
-    if check.project.runs_loop(module) or not (ddp or check.project.calls(module, names.FSDP)):
+    if check.project.framework_has_loop(module) or not (ddp or check.project.calls(module, names.FSDP)):
         return
     if check.project.calls(module, "deepspeed.initialize"):
-        return  # its engine counts micro batches
-    if check.project.says(module, _ACCUMULATES, elsewhere=True):
+        return  # the framework's engine counts micro batches
+    if check.project.has_text(module, _ACCUMULATES, elsewhere=True):
         return
     for call in module.methods.get("backward", ()):
-        loop = module.enclosing(call, (ast.For, ast.While))
+        loop = module.find_enclosing_node(call, (ast.For, ast.While))
         if not isinstance(loop, ast.For | ast.While) or module.scope(loop) is not module.scope(call):
             if _some_calls_step(check, call) and not _deferred_already(check, call) and not _in_a_window(module, call):
                 yield check.problem(
@@ -49,28 +49,30 @@ def accumulation(check: Check) -> Iterator[Problem]:
         few = few and not _steps_beside(check, loop, call) and not _in_a_window(module, call)
         if not few or _deferred_already(check, call):
             continue
-        edits = _deferred(check, loop, call, choice) if choice is not None else ()
+        edits = _build_no_sync_edits(check, loop, call, choice) if choice is not None else ()
         yield check.problem(
             "DT009", call, "gradients are exchanged in every micro batch, and used in one of several",
             severity=None if ddp else "info", edits=edits,
         )  # fmt: skip
 
 
-def _some_calls_step(check: Check, backward: ast.Call) -> bool:
-    """Return whether the optimizer steps in some of the calls of the function of a backward pass only."""
+def _some_calls_step(check: CheckContext, backward: ast.Call) -> bool:
+    """Return whether the optimizer steps in only some of the calls of a backward pass's function."""
     module = check.module
     function = module.scope(backward)
-    for call in _steps(check):
+    for call in _find_optimizer_steps(check):
         if module.scope(call) is not function:
             continue
         for parent, child in module.chain(call):
-            if not isinstance(parent, ast.If) or child not in parent.body or module.within(backward, parent):
+            if not isinstance(parent, ast.If) or child not in parent.body or module.is_node_within(backward, parent):
                 continue
             if _counts_micro_batches(parent.test):
                 return True
             if isinstance(parent.test, ast.Name) and isinstance(function, Function) and module.neighbours is not None:
                 for caller, calling in module.neighbours.callers(module, function)[:8]:
-                    given = argument(calling, function, parent.test.id, bound=is_bound(module, function))
+                    given = find_call_argument(
+                        calling, function, parent.test.id, bound=is_bound_method(module, function)
+                    )
                     if given is not None and any(_counts_micro_batches(one) for one in caller.values(given)):
                         return True
                     if given is not None and any(
@@ -83,19 +85,19 @@ def _some_calls_step(check: Check, backward: ast.Call) -> bool:
 
 
 def _counts_micro_batches(test: ast.expr) -> bool:
-    """Return whether a condition is `step % n == 0`."""
+    """Return whether a condition has the form `step % n == 0`."""
     return isinstance(test, ast.Compare) and any(
         isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(test)
     )
 
 
-def _steps(check: Check) -> list[ast.Call]:
-    """Steps of optimizers: by their name, or by what the name was set to."""
+def _find_optimizer_steps(check: CheckContext) -> list[ast.Call]:
+    """Return the calls of optimizers' step(), which are found by the name or by its origin."""
     calls = check.module.methods.get("step", ())
     return [call for call in calls if _OPTIMIZER.search(ast.unparse(call.func)) or _of_torch(check, call)]
 
 
-def _of_torch(check: Check, step: ast.Call) -> bool:
+def _of_torch(check: CheckContext, step: ast.Call) -> bool:
     owner = step.func.value if isinstance(step.func, ast.Attribute) else None
     values = [binding.value for binding in check.module.lookup(owner)] if owner is not None else []
     return bool(values) and all(
@@ -105,25 +107,25 @@ def _of_torch(check: Check, step: ast.Call) -> bool:
     )
 
 
-def _of_another(check: Check, step: ast.Call) -> bool:
-    """Return whether an optimizer is known not to be one of torch: its step may do more."""
+def _of_another(check: CheckContext, step: ast.Call) -> bool:
+    """Return whether an optimizer is known to be none of torch, so that its step may do more."""
     owner = step.func.value if isinstance(step.func, ast.Attribute) else None
-    values = origins(check.module, owner) if owner is not None else []
-    made = [value.module.name(value.node.func) or key(value.node.func) for value in values
+    values = find_value_origins(check.module, owner) if owner is not None else []
+    made = [value.module.name(value.node.func) or format_dotted_name(value.node.func) for value in values
             if isinstance(value.node, ast.Call)]  # fmt: skip
     return any(name is None or not name.startswith("torch.optim.") for name in made)
 
 
-def every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> ast.If | None:
-    """Return the `if (i + 1) % n == 0` under which the optimizer of a loop steps; None if it steps every time."""
+def every_few(check: CheckContext, loop: ast.For | ast.While, backward: ast.Call) -> ast.If | None:
+    """Return the `if (i + 1) % n == 0` around the optimizer's step in a loop; None if it always steps."""
     module = check.module
-    for call in _steps(check):
-        if not module.within(call, loop):
+    for call in _find_optimizer_steps(check):
+        if not module.is_node_within(call, loop):
             continue
         for parent, child in module.chain(call):
             if parent is loop:
                 break
-            if isinstance(parent, ast.If) and child in parent.body and not module.within(backward, parent):
+            if isinstance(parent, ast.If) and child in parent.body and not module.is_node_within(backward, parent):
                 compared = parent.test.values[0] if isinstance(parent.test, ast.BoolOp) else parent.test
                 if isinstance(compared, ast.Compare) and any(
                     isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(compared)
@@ -132,74 +134,80 @@ def every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> as
     return None
 
 
-def _skips_the_step(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> bool:
-    """Return whether a loop continues with the next micro batch before the step: `if i % n != 0: continue`."""
+def _skips_the_step(check: CheckContext, loop: ast.For | ast.While, backward: ast.Call) -> bool:
+    """Return whether a loop skips the step for most micro batches: `if i % n != 0: continue`."""
     module = check.module
     for statement in loop.body:
         if not isinstance(statement, ast.If) or statement.lineno < backward.lineno:
             continue
         if isinstance(statement.body[-1], ast.Continue) and _counts_micro_batches(statement.test):
-            return any(module.within(call, loop) and call.lineno > statement.lineno for call in _steps(check))
+            return any(
+                module.is_node_within(call, loop) and call.lineno > statement.lineno
+                for call in _find_optimizer_steps(check)
+            )
     return False
 
 
 def _in_a_window(module: SourceFile, backward: ast.Call) -> bool:
-    """Return whether a helper of the project or of a library has the micro batches: `with trainer.step():`."""
+    """Return whether a helper of the project or a library handles accumulation: `with trainer.step():`."""
     return any(
         isinstance(parent, ast.With)
         and any(
             isinstance(item.context_expr, ast.Call)
-            and (key(item.context_expr.func) or "").rpartition(".")[2] in ("step", "accumulate", "no_sync", "ddp_sync")
+            and (format_dotted_name(item.context_expr.func) or "").rpartition(".")[2]
+            in ("step", "accumulate", "no_sync", "ddp_sync")
             for item in parent.items
         )
         for parent, _ in module.chain(backward)
     )
 
 
-def _steps_beside(check: Check, loop: ast.AST, backward: ast.Call) -> bool:
-    """Return whether the optimizer steps whenever a backward pass was made: after it, in the same block."""
+def _steps_beside(check: CheckContext, loop: ast.AST, backward: ast.Call) -> bool:
+    """Return whether the optimizer steps after every backward pass, in the same block."""
     module = check.module
     block = module.block(module.statement(backward))
     return any(
-        call.lineno > backward.lineno and module.statement(call) in block and module.within(call, loop)
-        for call in _steps(check)
+        call.lineno > backward.lineno and module.statement(call) in block and module.is_node_within(call, loop)
+        for call in _find_optimizer_steps(check)
         if not re.search(r"sched", ast.unparse(call.func))
     )
 
 
-def _micro_batches(check: Check, loop: ast.For | ast.While) -> bool:
-    """Return whether a loop is `for micro in range(n)` in a loop over steps, and the optimizer steps after it."""
+def _micro_batches(check: CheckContext, loop: ast.For | ast.While) -> bool:
+    """Return whether a loop is `for micro in range(n)` in a loop over steps that ends with the optimizer's step."""
     module = check.module
-    over_range = isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and key(loop.iter.func) == "range"
-    outer = module.enclosing(loop, (ast.For, ast.While))
+    over_range = (
+        isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and format_dotted_name(loop.iter.func) == "range"
+    )
+    outer = module.find_enclosing_node(loop, (ast.For, ast.While))
     if not over_range or outer is None or module.scope(outer) is not module.scope(loop) or loop not in outer.body:  # type: ignore[attr-defined]
         return False
-    if module.below(loop, "step") or module.below(loop, "zero_grad"):
+    if module.find_calls_below(loop, "step") or module.find_calls_below(loop, "zero_grad"):
         return False
     block = module.block(loop)
     after = block[next(at for at, statement in enumerate(block) if statement is loop) + 1 :]
     return any(
-        module.within(call, statement) and module.enclosing(call, (ast.For, ast.While)) is outer
-        for call in _steps(check)
+        module.is_node_within(call, statement) and module.find_enclosing_node(call, (ast.For, ast.While)) is outer
+        for call in _find_optimizer_steps(check)
         for statement in after
     )
 
 
-def unscaled_too_often(check: Check) -> Iterator[Problem]:
-    """DT077."""
+def unscaled_too_often(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT077: unscaled in every micro batch."""
     module = check.module
     for call in module.methods.get("unscale_", ()):
-        scaler = key(call.func.value) if isinstance(call.func, ast.Attribute) else None
+        scaler = format_dotted_name(call.func.value) if isinstance(call.func, ast.Attribute) else None
         function = module.scope(call)
         steps = [
             step for step in module.methods.get("step", ())
-            if isinstance(step.func, ast.Attribute) and key(step.func.value) == scaler
+            if isinstance(step.func, ast.Attribute) and format_dotted_name(step.func.value) == scaler
             and module.scope(step) is function and step.lineno > call.lineno
         ]  # fmt: skip
-        if scaler is None or not steps or _choice(module, call) is not None:
+        if scaler is None or not steps or _find_accumulation_condition(module, call) is not None:
             continue
-        choice = _choice(module, steps[0])
-        if choice is None or module.within(call, choice) or not _updated_within(module, scaler, choice):
+        choice = _find_accumulation_condition(module, steps[0])
+        if choice is None or module.is_node_within(call, choice) or not _updated_within(module, scaler, choice):
             continue
         if any(child in parent.orelse for parent, child in module.chain(call) if isinstance(parent, ast.If)):
             continue
@@ -209,8 +217,8 @@ def unscaled_too_often(check: Check) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _choice(module: SourceFile, call: ast.Call) -> ast.If | None:
-    """Return the `if (i + 1) % n == 0` around a call, in its function."""
+def _find_accumulation_condition(module: SourceFile, call: ast.Call) -> ast.If | None:
+    """Return the `if (i + 1) % n == 0` around a call within its function; None without one."""
     for parent, child in module.chain(call):
         if isinstance(parent, ast.If) and child in parent.body and _counts_micro_batches(parent.test):
             return parent
@@ -218,19 +226,19 @@ def _choice(module: SourceFile, call: ast.Call) -> ast.If | None:
 
 
 def _updated_within(module: SourceFile, scaler: str, choice: ast.If) -> bool:
-    """Return whether a scaler is updated under a condition, and nowhere else in its function."""
+    """Return whether a scaler is updated under a condition, and not elsewhere in its function."""
     updates = [
         call for call in module.methods.get("update", ())
-        if isinstance(call.func, ast.Attribute) and key(call.func.value) == scaler
+        if isinstance(call.func, ast.Attribute) and format_dotted_name(call.func.value) == scaler
         and module.scope(call) is module.scope(choice)
     ]  # fmt: skip
-    inside = [call for call in updates if module.within(call, choice)]
+    inside = [call for call in updates if module.is_node_within(call, choice)]
     others = [call for call in updates if call not in inside]
     return bool(inside) and not any(_same_way(module, choice, other) for other in others)
 
 
 def _same_way(module: SourceFile, choice: ast.If, call: ast.Call) -> bool:
-    """Return whether a call may be reached in the same round as a condition: not if it is in another branch."""
+    """Return whether one iteration may reach both a condition and a call, which thus are not in different branches."""
     above = {id(parent): child for parent, child in module.chain(choice)}
     return not any(
         isinstance(parent, ast.If) and id(parent) in above
@@ -239,23 +247,23 @@ def _same_way(module: SourceFile, choice: ast.If, call: ast.Call) -> bool:
     )  # fmt: skip
 
 
-def never_zeroed(check: Check) -> Iterator[Problem]:
-    """DT078."""
+def never_zeroed(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT078: gradients never zeroed."""
     module = check.module
-    if check.project.runs_loop(module) or not check.project.distributed(module):
+    if check.project.framework_has_loop(module) or not check.project.distributed(module):
         return
     for backward in module.methods.get("backward", ()):
-        function, loop = module.scope(backward), module.enclosing(backward, (ast.For, ast.While))
+        function, loop = module.scope(backward), module.find_enclosing_node(backward, (ast.For, ast.While))
         if loop is None or module.scope(loop) is not function:
             continue
         steps = any(
-            module.within(call, loop)
+            module.is_node_within(call, loop)
             and not call.args
             and re.search(r"optim|\bopt\b", ast.unparse(call.func))
             and not _of_another(check, call)
-            for call in _steps(check)
+            for call in _find_optimizer_steps(check)
         )
-        if not steps or "engine" in ast.unparse(backward.func) or _zeroes(module, function):
+        if not steps or "engine" in ast.unparse(backward.func) or _has_zeroed_gradients(module, function):
             continue
         yield check.problem("DT078", backward, "gradients are added to those of all steps before: nothing zeroes them")
         return
@@ -264,9 +272,9 @@ def never_zeroed(check: Check) -> Iterator[Problem]:
 _ZEROES = re.compile(r"zero_grad|\.grad\s*=\s*None|grad\w*\.(?:zero_|fill_|detach_)|zero_\(\)")
 
 
-def _zeroes(module: SourceFile, function: ast.AST) -> bool:
-    """Return whether a function, one that it calls, or one of its class zeroes gradients, by the words in its code."""
-    owner = module.enclosing(function, (ast.ClassDef,))
+def _has_zeroed_gradients(module: SourceFile, function: ast.AST) -> bool:
+    """Return whether the code of a function, of its class or of a called function zeroes gradients, by its words."""
+    owner = module.find_enclosing_node(function, (ast.ClassDef,))
     if _ZEROES.search(ast.unparse(owner or function)):
         return True
     for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
@@ -276,8 +284,8 @@ def _zeroes(module: SourceFile, function: ast.AST) -> bool:
     return False
 
 
-def _deferred_already(check: Check, backward: ast.Call) -> bool:
-    """Return whether the function around a backward pass, or one that it calls here, defers the exchange."""
+def _deferred_already(check: CheckContext, backward: ast.Call) -> bool:
+    """Return whether the function around a backward pass, or a function that it calls, already defers the exchange."""
     module = check.module
     if not _ACCUMULATES.search(module.text):
         return False
@@ -301,10 +309,12 @@ def _deferred_already(check: Check, backward: ast.Call) -> bool:
     )
 
 
-def _deferred(check: Check, loop: ast.For | ast.While, backward: ast.Call, choice: ast.If) -> tuple[Edit, ...]:
-    """Return the edits that put forward and backward pass under no_sync(); none where the condition may differ there.
+def _build_no_sync_edits(
+    check: CheckContext, loop: ast.For | ast.While, backward: ast.Call, choice: ast.If
+) -> tuple[Edit, ...]:
+    """Return edits that put forward and backward pass under no_sync(); empty if the condition may differ there.
 
-    Both stand in the loop's body, and so does the `if` with the optimizer's step, further down.
+    Both are statements of the loop's body, followed by the `if` with the optimizer's step.
     """
     module = check.module
     last = module.statement(backward)
@@ -315,14 +325,18 @@ def _deferred(check: Check, loop: ast.For | ast.While, backward: ast.Call, choic
         model = _model_called(check, statement)
         if model is None:
             continue
-        blanks = indent(module, statement)
-        if blanks is None or "\t" in blanks or not _settled(check, choice.test, loop.body[begin:decided], model):
+        blanks = find_statement_indent(module, statement)
+        if (
+            blanks is None
+            or "\t" in blanks
+            or not _is_condition_unchanged(check, choice.test, loop.body[begin:decided], model)
+        ):
             return ()
         block = loop.body[begin : end + 1]
         if any(isinstance(part, ast.Constant | ast.JoinedStr) and part.end_lineno != part.lineno
                for enclosing in block for part in ast.walk(enclosing)):  # fmt: skip
             return ()
-        needed = imported(module, "contextlib")
+        needed = build_import_edits(module, "contextlib")
         if needed is None:
             return ()
         head = f"with contextlib.nullcontext() if {ast.unparse(choice.test)} else {model}.no_sync():\n{blanks}    "
@@ -333,20 +347,26 @@ def _deferred(check: Check, loop: ast.For | ast.While, backward: ast.Call, choic
     return ()
 
 
-def _model_called(check: Check, statement: ast.stmt) -> str | None:
-    """Return the DDP model that a statement surely calls; None if it calls none."""
+def _model_called(check: CheckContext, statement: ast.stmt) -> str | None:
+    """Return the name of the DDP model that a statement certainly calls; None if there is none."""
     for part in ast.walk(statement):
         if isinstance(part, ast.Call):
-            wrap = wrapped(check.module, part.func, part)
+            wrap = find_model_wrap(check.module, part.func, part)
             if wrap is not None and wrap.kind == "ddp":
-                return key(part.func)
+                return format_dotted_name(part.func)
     return None
 
 
-def _settled(check: Check, test: ast.expr, before: Sequence[ast.stmt], model: str) -> bool:
-    """Return whether a condition has its value before these statements: it calls nothing, they change nothing."""
+def _is_condition_unchanged(check: CheckContext, test: ast.expr, before: Sequence[ast.stmt], model: str) -> bool:
+    """Return whether a condition has the same value before some statements, since these change no part of it."""
     sized = [part for part in ast.walk(test) if isinstance(part, ast.Call)]
-    if any(key(part.func) != "len" or len(part.args) != 1 or part.keywords or not key(part.args[0]) for part in sized):
+    if any(
+        format_dotted_name(part.func) != "len"
+        or len(part.args) != 1
+        or part.keywords
+        or not format_dotted_name(part.args[0])
+        for part in sized
+    ):
         return False
     if not all(isinstance(part, _PURE) or part in sized for part in ast.walk(test)):
         return False
@@ -355,22 +375,22 @@ def _settled(check: Check, test: ast.expr, before: Sequence[ast.stmt], model: st
     owners = {
         part.value.id for part in ast.walk(test) if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name)
     }
-    owners |= {key(part.args[0]) or "" for part in sized}
+    owners |= {format_dotted_name(part.args[0]) or "" for part in sized}
     if any(re.search(rf"\b(?:global|nonlocal)\b[^\n]*\b{name}\b", check.module.text) for name in names):
         return False
     parts = [part for statement in before for part in ast.walk(statement)]
-    return not any(_changes(part, names, attributes, owners, model) for part in parts)
+    return not any(_can_change_names(part, names, attributes, owners, model) for part in parts)
 
 
-def _changes(part: ast.AST, names: set[str], attributes: set[str], owners: set[str], model: str) -> bool:
-    """Return whether a piece of code may give one of these names or attributes another value.
+def _can_change_names(part: ast.AST, names: set[str], attributes: set[str], owners: set[str], model: str) -> bool:
+    """Return whether a node may change the value of one of these names or attributes.
 
     Args:
-        part: of the code.
-        names: names.
-        attributes: names of attributes, of whatever object.
-        owners: names of objects that a method of theirs, or a function that gets them, may change.
-        model: name of the model; its call is known to change none.
+        part: node of the syntax tree.
+        names: names of variables.
+        attributes: names of attributes, of any object.
+        owners: names of objects, which may change if a method is called on them or a function gets them.
+        model: name of the model; a call of the model changes none of these.
     """
     if isinstance(part, _DEFINES):
         return True
@@ -380,11 +400,13 @@ def _changes(part: ast.AST, names: set[str], attributes: set[str], owners: set[s
         return part.id in names and not isinstance(part.ctx, ast.Load)
     if isinstance(part, ast.Attribute):
         return part.attr in attributes and not isinstance(part.ctx, ast.Load)
-    if not isinstance(part, ast.Call) or key(part.func) == model:
+    if not isinstance(part, ast.Call) or format_dotted_name(part.func) == model:
         return False
-    passed = [key(argument) for argument in (*part.args, *(argument.value for argument in part.keywords))]
-    owner = key(part.func.value) if isinstance(part.func, ast.Attribute) else None
+    passed = [
+        format_dotted_name(argument) for argument in (*part.args, *(argument.value for argument in part.keywords))
+    ]
+    owner = format_dotted_name(part.func.value) if isinstance(part.func, ast.Attribute) else None
     return owner in owners or any(argument in owners for argument in passed)
 
 
-CHECKS = (accumulation, unscaled_too_often, never_zeroed)
+CHECKS = (check_accumulation, unscaled_too_often, never_zeroed)

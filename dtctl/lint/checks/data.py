@@ -1,4 +1,4 @@
-"""Rules about how data is divided: DT003, DT004, DT027, DT028."""
+"""Rules about the division of data between ranks: DT003, DT004, DT027, DT028."""
 
 from __future__ import annotations
 
@@ -7,65 +7,70 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.check import Check
-from dtctl.lint.edits import indent
-from dtctl.lint.flow import function_of, origins
+from dtctl.lint.check import CheckContext
+from dtctl.lint.edits import find_statement_indent
+from dtctl.lint.flow import find_value_origins, function_of
 from dtctl.lint.model import Edit, Problem
-from dtctl.lint.source_file import SourceFile, constant, key
-from dtctl.lint.wraps import wraps
+from dtctl.lint.source_file import SourceFile, format_dotted_name, read_constant_value
+from dtctl.lint.wraps import list_model_wraps
 
 _HELD_OUT = re.compile(r"val|test|eval|dev_|infer|predict", re.IGNORECASE)
+_ONLY_ITERATES = ("torch.", "torch_", "builtins", "tqdm", "rich.", "itertools.", "progressbar", "alive_progress")
+"""Prefixes of functions that do not call set_epoch() on a sampler which they get, such as progress bars around a
+loader."""
 _STREAM = re.compile(r"iterable|stream|webdataset|wds\.|infinite", re.IGNORECASE)
 
 
-def _args(call: ast.Call, *order: str) -> dict[str, ast.expr]:
-    """Arguments by name, positional ones too."""
+def _collect_call_arguments(call: ast.Call, *order: str) -> dict[str, ast.expr]:
+    """Return the arguments of a call by name, including positional ones."""
     arguments = dict(zip(order, call.args, strict=False))
     return arguments | {argument.arg: argument.value for argument in call.keywords if argument.arg}
 
 
-def _loader(call: ast.Call) -> dict[str, ast.expr]:
-    return _args(call, "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers")
+def _collect_loader_arguments(call: ast.Call) -> dict[str, ast.expr]:
+    return _collect_call_arguments(call, "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers")
 
 
 def _open_ended(call: ast.Call) -> bool:
-    """Return whether more arguments are passed than can be read: *args, **kwargs."""
+    """Return whether a call has *args or **kwargs, whose content is unknown."""
     return any(argument.arg is None for argument in call.keywords) or any(
         isinstance(argument, ast.Starred) for argument in call.args
     )
 
 
-def undivided(check: Check) -> Iterator[Problem]:
-    """DT003."""
+def check_undivided_data(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT003: DataLoader without a sampler."""
     module = check.module
     engine = any(
         not any(one.arg in ("training_data", None) for one in call.keywords)
         for call in module.calls_of("deepspeed.initialize")
-    )  # without them DeepSpeed leaves the loader to the program
-    if not (wraps(module) or engine) or (check.project.framework(module) and not engine):
+    )  # without these arguments DeepSpeed leaves the loader to the program
+    if not (list_model_wraps(module) or engine) or (check.project.uses_framework(module) and not engine):
         return
     for call in module.calls_of(names.LOADER):
-        arguments = _loader(call)
+        arguments = _collect_loader_arguments(call)
         if _open_ended(call) or "sampler" in arguments or "batch_sampler" in arguments or "dataset" not in arguments:
             continue
         statement = module.statement(call)
-        target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+        target = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
         dataset = " ".join(ast.unparse(value) for value in module.values(arguments["dataset"]))
-        description = f"{target} {key(arguments['dataset']) or ''}"
+        description = f"{target} {format_dotted_name(arguments['dataset']) or ''}"
         function = getattr(module.scope(call), "name", "")
         if _HELD_OUT.search(description) or _HELD_OUT.search(function) or _STREAM.search(dataset + description):
             continue
-        if any(module.within(value, module.scope(call)) for value in module.calls_of(names.SAMPLER)):
+        if any(module.is_node_within(value, module.scope(call)) for value in module.calls_of(names.SAMPLER)):
             continue
         classes = {getattr(value, "name", ""): value for value in module.nodes_of(ast.ClassDef)}
         constructors = {
-            (key(part.func) or "") for part in module.values(arguments["dataset"]) if isinstance(part, ast.Call)
+            (format_dotted_name(part.func) or "")
+            for part in module.values(arguments["dataset"])
+            if isinstance(part, ast.Call)
         }
         if any(
             "IterableDataset" in ast.unparse(base)
             for name in constructors
             if name in classes
-            for base in _bases(classes[name])
+            for base in _list_class_bases(classes[name])
         ):
             continue
         yield check.problem(
@@ -73,30 +78,30 @@ def undivided(check: Check) -> Iterator[Problem]:
         )
 
 
-def _bases(node: ast.AST) -> list[ast.expr]:
+def _list_class_bases(node: ast.AST) -> list[ast.expr]:
     return node.bases if isinstance(node, ast.ClassDef) else []
 
 
-def same_order(check: Check) -> Iterator[Problem]:
-    """DT004."""
+def same_order(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT004: set_epoch is not called."""
     module = check.module
-    if check.project.framework(module):
+    if check.project.uses_framework(module):
         return
     importers = check.project.importers(module) if module.calls_of(names.SAMPLER) else ()
     if any(
         source.methods.get("set_epoch")
         for importer in importers
-        for source in check.project.having(importer, "set_epoch")
+        for source in check.project.find_modules_with_words(importer, "set_epoch")
         if source is not module
     ):
         return
     loops = [candidate for candidate in module.nodes_of(ast.For) if _over_epochs(candidate)]
-    repeated = bool(loops) or _repeats(check, importers)
+    repeated = bool(loops) or _has_another_data_loop(check, importers)
     for call in module.calls_of(names.SAMPLER) if repeated else ():
-        if not _shuffles(check, call) or _epoch_set(check, call) or _given_away(check, call):
+        if not _is_shuffling_sampler(check, call) or _epoch_set(check, call) or _given_away(check, call):
             continue
         statement = module.statement(call)
-        loop = next((candidate for candidate in loops if _reachable(check, statement, candidate)), None)
+        loop = next((candidate for candidate in loops if _is_reachable_in_loop(check, statement, candidate)), None)
         edits = _set_epoch(check, call, loop) if loop is not None else ()
         function = module.scope(call)
         user = next(
@@ -109,56 +114,59 @@ def same_order(check: Check) -> Iterator[Problem]:
         yield check.problem(
             "DT004", call, f"no set_epoch(): the sampler{where} gives every epoch the same order", edits=edits
         )  # fmt: skip
-    if module.trains and (loops or _repeats(check, ())):
+    if module.trains and (loops or _has_another_data_loop(check, ())):
         yield from _same_order_elsewhere(check, f" (epochs in line {loops[0].lineno})" if loops else "")
 
 
-def _given_away(check: Check, sampler: ast.Call) -> bool:
-    """Return whether a sampler is an argument of a function that cannot be read, which may set its epoch."""
+def _given_away(check: CheckContext, sampler: ast.Call) -> bool:
+    """Return whether an unknown function gets the sampler, and may therefore set its epoch."""
     module = check.module
     statement = module.statement(sampler)
-    name = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    name = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else None
     if name is None:
         return False
     for calls in module.methods.values():
         for call in calls:
             given = [*call.args, *(one.value for one in call.keywords)]
-            unknown = function_of(module, call) is None and (key(call.func) or "").partition(".")[0] in module.aliases
-            if unknown and any(key(one) == name for one in given):
+            unknown = (
+                function_of(module, call) is None
+                and (format_dotted_name(call.func) or "").partition(".")[0] in module.aliases
+            )
+            if unknown and any(format_dotted_name(one) == name for one in given):
                 resolved = module.name(call.func) or ""
-                if not resolved.startswith(("torch.", "torch_", "builtins")):
+                if not resolved.startswith(_ONLY_ITERATES):
                     return True
     return False
 
 
-def _shuffles(check: Check, call: ast.Call) -> bool:
+def _is_shuffling_sampler(check: CheckContext, call: ast.Call) -> bool:
     """Return whether a sampler shuffles training data, as far as the code shows it."""
-    arguments = _args(call, "dataset", "num_replicas", "rank", "shuffle")
+    arguments = _collect_call_arguments(call, "dataset", "num_replicas", "rank", "shuffle")
     statement = check.module.statement(call)
-    target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
-    description = f"{target or ''} {key(arguments['dataset']) or '' if 'dataset' in arguments else ''}"
+    target = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    description = f"{target or ''} {format_dotted_name(arguments['dataset']) or '' if 'dataset' in arguments else ''}"
     shuffle = arguments.get("shuffle")
-    values = origins(check.module, shuffle) if shuffle is not None else []
-    if values and all(constant(value.node) is False for value in values):
+    values = find_value_origins(check.module, shuffle) if shuffle is not None else []
+    if values and all(read_constant_value(value.node) is False for value in values):
         return False
     return not _HELD_OUT.search(description) and not _open_ended(call)
 
 
-def _repeats(check: Check, importers: tuple[SourceFile, ...]) -> bool:
-    """Return whether the program has another loop over its data: epochs of another file, or an endless loop."""
+def _has_another_data_loop(check: CheckContext, importers: tuple[SourceFile, ...]) -> bool:
+    """Return whether the program has another loop over its data: epochs in another file, or an endless loop."""
     module = check.module
-    for source in (*check.project.having(module, "epoch"), *importers):
+    for source in (*check.project.find_modules_with_words(module, "epoch"), *importers):
         if any(_over_epochs(loop) for loop in source.nodes_of(ast.For)):
             return True
     return any(
-        constant(loop.test) is True
+        read_constant_value(loop.test) is True
         and any(isinstance(part, ast.For) and re.search("loader|data", ast.unparse(part.iter)) for part in loop.body)
         for loop in module.nodes_of(ast.While)
     )
 
 
-def _same_order_elsewhere(check: Check, where: str) -> Iterator[Problem]:
-    """Yield samplers that a function of another file makes for this one, which has the epochs, in line `where`."""
+def _same_order_elsewhere(check: CheckContext, where: str) -> Iterator[Problem]:
+    """Yield samplers from functions of other files, if this file has the loop over epochs; `where` names its line."""
     module = check.module
     if check.project.methods(module, "set_epoch"):
         return
@@ -169,28 +177,31 @@ def _same_order_elsewhere(check: Check, where: str) -> Iterator[Problem]:
             target = function_of(module, call)
             if target is None or target.module is module:
                 continue
-            other = Check(target.module, check.project, check.cluster)
-            if any(_shuffles(other, one) for one in _samplers(target.module, target.node)):
+            other = CheckContext(target.module, check.project, check.cluster)
+            if any(_is_shuffling_sampler(other, one) for one in _find_samplers(target.module, target.node)):
                 yield check.problem(
                     "DT004", call, f"no set_epoch(): the sampler of `{name}`{where} gives every epoch the same order"
                 )
                 return
 
 
-def _samplers(module: SourceFile, function: ast.AST, depth: int = 2) -> list[ast.Call]:
-    """Return the samplers that a function makes, itself or in another function of its file."""
+def _find_samplers(module: SourceFile, function: ast.AST, depth: int = 2) -> list[ast.Call]:
+    """Return the samplers that a function creates, directly or in another function of its file."""
     found = [one for one in module.calls_of(names.SAMPLER) if module.scope(one) is function]
     for name, others in module.functions.items() if depth and not found else ():
         if any(module.scope(call) is function for call in module.methods.get(name, ())):
-            found += [one for other in others if other is not function for one in _samplers(module, other, depth - 1)]
+            found += [
+                one for other in others if other is not function for one in _find_samplers(module, other, depth - 1)
+            ]
     return found
 
 
-def _epoch_set(check: Check, sampler: ast.Call) -> bool:
-    """Return whether some set_epoch() may be that of a sampler: all are but those that are surely of another one."""
+def _epoch_set(check: CheckContext, sampler: ast.Call) -> bool:
+    """Return whether a call of set_epoch() may concern a sampler, since it does not certainly concern another one."""
     module = check.module
     if any(
-        source is not module and source.methods.get("set_epoch") for source in check.project.having(module, "set_epoch")
+        source is not module and source.methods.get("set_epoch")
+        for source in check.project.find_modules_with_words(module, "set_epoch")
     ):
         return True
     for call in module.methods.get("set_epoch", ()):
@@ -201,21 +212,21 @@ def _epoch_set(check: Check, sampler: ast.Call) -> bool:
     return False
 
 
-def _is_another(check: Check, value: ast.expr | None, sampler: ast.Call) -> bool:
-    """Return whether a value is a DistributedSampler, and not this one."""
+def _is_another(check: CheckContext, value: ast.expr | None, sampler: ast.Call) -> bool:
+    """Return whether a value is a different DistributedSampler."""
     if isinstance(value, ast.IfExp):
         return _is_another(check, value.body, sampler)
     return isinstance(value, ast.Call) and value is not sampler and check.module.name(value.func) == names.SAMPLER
 
 
-def _set_epoch(check: Check, sampler: ast.Call, loop: ast.For) -> tuple[Edit, ...]:
-    """The edit that calls set_epoch() in a loop; none where the epoch is no number, or the sampler may be another."""
+def _set_epoch(check: CheckContext, sampler: ast.Call, loop: ast.For) -> tuple[Edit, ...]:
+    """Return the edit that calls set_epoch() in a loop; empty without an epoch number or a known sampler."""
     module = check.module
-    statement, counter, first = module.statement(sampler), _counter(loop), loop.body[0]
-    blanks = indent(module, first)
+    statement, counter, first = module.statement(sampler), _find_loop_counter(loop), loop.body[0]
+    blanks = find_statement_indent(module, first)
     if not isinstance(statement, ast.Assign) or counter is None or blanks is None:
         return ()
-    target = key(statement.targets[0])
+    target = format_dotted_name(statement.targets[0])
     if target is None or len(module.lookup(statement.targets[0])) != 1 or len(statement.targets) != 1:
         return ()
     start = (first.lineno, first.col_offset)
@@ -223,22 +234,26 @@ def _set_epoch(check: Check, sampler: ast.Call, loop: ast.For) -> tuple[Edit, ..
     if statement.value is sampler:
         return (Edit(start, start, f"{call}\n{blanks}"),)
     either = statement.value
-    if isinstance(either, ast.IfExp) and either.body is sampler and _is_none(either.orelse):
+    if isinstance(either, ast.IfExp) and either.body is sampler and _is_none_literal(either.orelse):
         deeper = blanks + ("\t" if "\t" in blanks else "    ")
         return (Edit(start, start, f"if {target} is not None:\n{deeper}{call}\n{blanks}"),)
     return ()
 
 
-def _is_none(node: ast.expr) -> bool:
+def _is_none_literal(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _counter(loop: ast.For) -> str | None:
-    """Return the name that a loop counts with whole numbers; None if it counts with anything else."""
+def _find_loop_counter(loop: ast.For) -> str | None:
+    """Return the name of a loop's integer counter; None if there is none."""
     iterated = loop.iter
-    while isinstance(iterated, ast.Call) and (key(iterated.func) or "").rpartition(".")[2] == "tqdm" and iterated.args:
+    while (
+        isinstance(iterated, ast.Call)
+        and (format_dotted_name(iterated.func) or "").rpartition(".")[2] == "tqdm"
+        and iterated.args
+    ):
         iterated = iterated.args[0]
-    function = (key(iterated.func) or "").rpartition(".")[2] if isinstance(iterated, ast.Call) else ""
+    function = (format_dotted_name(iterated.func) or "").rpartition(".")[2] if isinstance(iterated, ast.Call) else ""
     target = loop.target
     if function == "enumerate" and isinstance(target, ast.Tuple):
         target = target.elts[0]
@@ -248,15 +263,15 @@ def _counter(loop: ast.For) -> str | None:
 
 
 def _over_epochs(loop: ast.For) -> bool:
-    """Return whether a loop counts epochs, more than one."""
+    """Return whether a loop counts epochs, and more than one."""
     if "epoch" not in (ast.unparse(loop.target) + ast.unparse(loop.iter)).lower():
         return False
     text = ast.unparse(loop.iter)
     return text not in ("range(1)", "range(0, 1)")
 
 
-def _reachable(check: Check, statement: ast.AST, loop: ast.For) -> bool:
-    """Return whether the name that a statement sets can be used in a loop: the same function, before it."""
+def _is_reachable_in_loop(check: CheckContext, statement: ast.AST, loop: ast.For) -> bool:
+    """Return whether the name that a statement sets is available in a loop, later in the same function."""
     return (
         check.module.scope(statement) is check.module.scope(loop)
         and getattr(statement, "lineno", 0) < loop.lineno
@@ -264,49 +279,55 @@ def _reachable(check: Check, statement: ast.AST, loop: ast.For) -> bool:
     )
 
 
-def contradicting(check: Check) -> Iterator[Problem]:
-    """DT027."""
+def check_loader_arguments(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT027: arguments that exclude each other."""
     for call in check.module.calls_of(names.LOADER):
-        arguments = _loader(call)
+        arguments = _collect_loader_arguments(call)
         if _open_ended(call):
             continue
         sampler = arguments.get("sampler")
         one_sampler = sampler is not None and _all_made(check, sampler)
-        if one_sampler and constant(arguments.get("shuffle")) is True:
+        if one_sampler and read_constant_value(arguments.get("shuffle")) is True:
             yield check.problem("DT027", call, "shuffle=True beside a sampler: DataLoader raises ValueError")
         if "batch_sampler" in arguments and _all_made(check, arguments["batch_sampler"]):
             wrong: list[str] = [
-                name for name in ("sampler", "shuffle", "drop_last") if name in arguments and _on(arguments[name])
+                name
+                for name in ("sampler", "shuffle", "drop_last")
+                if name in arguments and _is_enabled_value(arguments[name])
             ]
-            wrong += ["batch_size"] if constant(arguments.get("batch_size")) not in (None, 1) else []
+            wrong += ["batch_size"] if read_constant_value(arguments.get("batch_size")) not in (None, 1) else []
             if wrong:
                 yield check.problem("DT027", call, f"{wrong[0]} beside batch_sampler: DataLoader raises ValueError")
-        workers = constant(arguments["num_workers"]) if "num_workers" in arguments else 0
+        workers = read_constant_value(arguments["num_workers"]) if "num_workers" in arguments else 0
         if workers == 0:
             for name in ("persistent_workers", "prefetch_factor"):
-                if name in arguments and _on(arguments[name]):
+                if name in arguments and _is_enabled_value(arguments[name]):
                     yield check.problem("DT027", call, f"{name} without worker processes: DataLoader raises ValueError")
 
 
 def _surely_given(value: ast.expr) -> bool:
-    """Return whether an argument is surely not None."""
+    """Return whether an argument is certainly not None."""
     return isinstance(value, ast.Call)
 
 
-def _all_made(check: Check, value: ast.expr) -> bool:
-    """Return whether a value is an object wherever it is set, and not None."""
+def _all_made(check: CheckContext, value: ast.expr) -> bool:
+    """Return whether every possible value of an expression is an object, and not None."""
     bound = [binding.value for binding in check.module.lookup(value)]
     return _surely_given(value) or (bool(bound) and all(isinstance(binding, ast.Call) for binding in bound))
 
 
-def _on(value: ast.expr) -> bool:
-    return constant(value) not in (None, False) or isinstance(value, ast.Call)
+def _is_enabled_value(value: ast.expr) -> bool:
+    return read_constant_value(value) not in (None, False) or isinstance(value, ast.Call)
 
 
-def stream_not_split(check: Check) -> Iterator[Problem]:
-    """DT028."""
+def stream_not_split(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT028: stream that is not divided."""
     module = check.module
-    if "IterableDataset" not in module.text or not check.project.trains(module) or check.project.framework(module):
+    if (
+        "IterableDataset" not in module.text
+        or not check.project.is_distributed_training(module)
+        or check.project.uses_framework(module)
+    ):
         return
     for node in module.nodes_of(ast.ClassDef):
         if not any("IterableDataset" in (module.name(base) or ast.unparse(base)) for base in node.bases):
@@ -326,7 +347,7 @@ def stream_not_split(check: Check) -> Iterator[Problem]:
 
 
 def _passes_on(function: ast.FunctionDef) -> bool:
-    """Return whether an __iter__ has no samples of its own: it raises, or hands out those of another dataset."""
+    """Return whether an __iter__ has no samples of its own: it raises, or iterates over another dataset."""
     body = [
         statement
         for statement in function.body
@@ -339,11 +360,11 @@ def _passes_on(function: ast.FunctionDef) -> bool:
     returned = returned.value if isinstance(returned, ast.YieldFrom) else returned
     returned = last.iter if isinstance(last, ast.For) else returned
     while isinstance(returned, ast.Call):
-        if (key(returned.func) or "") in ("iter", "enumerate", "map") and returned.args:
+        if (format_dotted_name(returned.func) or "") in ("iter", "enumerate", "map") and returned.args:
             returned = returned.args[-1]
         else:
             return isinstance(returned.func, ast.Attribute) and returned.func.attr == "__iter__"
-    return (key(returned) or "").startswith("self.") if returned is not None else False
+    return (format_dotted_name(returned) or "").startswith("self.") if returned is not None else False
 
 
-CHECKS = (undivided, same_order, contradicting, stream_not_split)
+CHECKS = (check_undivided_data, same_order, check_loader_arguments, stream_not_split)

@@ -1,4 +1,4 @@
-"""Rules about devices: DT006, DT007, DT016, DT017."""
+"""Rules about devices: DT007, DT016, DT017."""
 
 from __future__ import annotations
 
@@ -7,94 +7,26 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.check import Check
+from dtctl.lint.check import CheckContext
 from dtctl.lint.checks.loading import default_of_setting
 from dtctl.lint.collectives import collective_called, takes_a_group
-from dtctl.lint.flow import origins
+from dtctl.lint.flow import find_value_origins
 from dtctl.lint.model import Edit, Problem, Severity
-from dtctl.lint.ranks import by_launcher, for_one_process, for_some, one_process, rank_kind
-from dtctl.lint.source_file import constant, key, keyword, position
+from dtctl.lint.ranks import is_launcher_code, is_single_process_code, one_process, rank_kind, resolve_rank_guard
+from dtctl.lint.source_file import find_keyword_value, format_dotted_name, read_constant_value, read_node_position
 
-_WEIGHTED = ("CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss", "MultiLabelSoftMarginLoss")
 _ON_THE_CURRENT_GPU = ("barrier", "all_gather_object", "broadcast_object_list", "gather_object", "synchronize")
-"""Collectives that use the current GPU, whichever their arguments are on."""
+"""Collectives that use the current GPU, regardless of the device of their arguments."""
 _SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES[\"']\]\s*=|(?:setdefault|putenv)\(\s*[\"']CUDA_VISIBLE_DEVICES")
-"""Places where a program sets the GPUs that a rank sees."""
+"""Pattern of code that sets the GPUs which a rank sees."""
 _CUDA_N = re.compile(r"cuda:\d+\Z")
 _ONE_PROCESS = re.compile(
     r"distributed|ddp|local_rank|world_size|multi|device_count|parallel|fsdp|n_gpu", re.IGNORECASE
 )
-_MADE_ON_CPU = re.compile(r"torch\.(?:tensor|as_tensor|ones|zeros|full|from_numpy|FloatTensor|Tensor|arange|rand)\Z")
 
 
-def weights_elsewhere(check: Check) -> Iterator[Problem]:
-    """DT006."""
-    module = check.module
-    losses = module.calls_of(*("torch.nn." + name for name in _WEIGHTED))
-    if not losses or not check.project.trains(module):
-        return
-    if module.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
-        return
-    for call in losses:
-        weights = [value for name in ("weight", "pos_weight") if (value := keyword(call, name)) is not None]
-        if not weights or _moved(check, call) or _in_a_module(check, call) or _on_a_device(check, call):
-            continue
-        if any(_made_on_cpu(check, value) for value in weights):
-            yield check.problem("DT006", call, "the loss has weights, which stay on the CPU")
-
-
-def _made_on_cpu(check: Check, value: ast.expr) -> bool:
-    """Return whether a value is surely a tensor on the CPU: made there wherever it is set, and never moved."""
-    module = check.module
-    values = module.values(value)
-    name = key(value)
-    moves = [key(move.func.value) for move in _moves(check) if isinstance(move.func, ast.Attribute)]
-    if name is not None and name in moves:
-        return False
-    return all(
-        isinstance(move, ast.Call)
-        and _MADE_ON_CPU.match(module.name(move.func) or "") is not None
-        and keyword(move, "device") is None
-        and not _on_a_device(check, move)
-        for move in values
-    )
-
-
-def _on_a_device(check: Check, node: ast.AST) -> bool:
-    """Return whether a `with torch.device(...)` is around a node."""
-    return any(
-        isinstance(parent, ast.With) and any("device" in ast.unparse(item.context_expr) for item in parent.items)
-        for parent, _ in check.module.chain(node)
-    )
-
-
-def _moves(check: Check) -> list[ast.Call]:
-    return [call for name in ("to", "cuda", "to_empty") for call in check.module.methods.get(name, ())]
-
-
-def _moved(check: Check, call: ast.Call) -> bool:
-    """Return whether the result of a call is put on a device, at once or later, or has an unknown destination."""
-    module = check.module
-    above: ast.AST = call
-    while not isinstance(above, ast.stmt):
-        above = module.parents[above]
-        if isinstance(above, ast.Attribute) and above.attr in ("to", "cuda"):
-            return True
-        if isinstance(above, ast.Call) and above.func is not call:
-            return True  # an argument of something that may move it
-    target = above.targets[0] if isinstance(above, ast.Assign) else above.target if isinstance(above, ast.For) else None
-    name = key(target) if target is not None else None
-    return name in {key(move.func.value) for move in _moves(check) if isinstance(move.func, ast.Attribute)}
-
-
-def _in_a_module(check: Check, call: ast.Call) -> bool:
-    """Return whether a call is in a class of nn.Module, which is moved as a whole."""
-    owner = check.module.enclosing(call, (ast.ClassDef,))
-    return isinstance(owner, ast.ClassDef) and any("Module" in ast.unparse(base) for base in owner.bases)
-
-
-def one_gpu_for_all(check: Check) -> Iterator[Problem]:
-    """DT007."""
+def one_gpu_for_all(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT007: one GPU for all ranks."""
     module = check.module
     fixed = list(_fixed_devices(check))
     if not fixed or not module.trains or "CUDA_VISIBLE_DEVICES" in module.text or not _wrapped_somewhere(check):
@@ -102,26 +34,34 @@ def one_gpu_for_all(check: Check) -> Iterator[Problem]:
     if one_process(module):
         return
     for node, text in fixed:
-        if for_some(module, node) is not None or by_launcher(module, node) or _for_one_process(check, node):
+        if (
+            resolve_rank_guard(module, node) is not None
+            or is_launcher_code(module, node)
+            or _has_distributed_condition(check, node)
+        ):
             continue
-        if for_one_process(module, node):
+        if is_single_process_code(module, node):
             continue
         yield check.problem(
             "DT007", node, f"`{text}`: every rank of a node uses the same GPU", edits=_own_gpu(check, node)
         )
 
 
-def _wrapped_somewhere(check: Check) -> bool:
+def _wrapped_somewhere(check: CheckContext) -> bool:
     return any(check.project.calls(check.module, name) for name in (names.INIT, *names.WRAPPERS))
 
 
-def _fixed_devices(check: Check) -> Iterator[tuple[ast.expr, str]]:
-    """Expressions that name one GPU by number."""
+def _fixed_devices(check: CheckContext) -> Iterator[tuple[ast.expr, str]]:
+    """Yield expressions that name one GPU by number."""
     module = check.module
     for call in module.calls_of("torch.device", "torch.cuda.set_device"):
         if call.args and _is_fixed(call.args[0], number=(module.name(call.func) or "").endswith("set_device")):
             yield call.args[0], ast.unparse(call)
-        elif len(call.args) == 2 and constant(call.args[0]) == "cuda" and type(constant(call.args[1])) is int:
+        elif (
+            len(call.args) == 2
+            and read_constant_value(call.args[0]) == "cuda"
+            and type(read_constant_value(call.args[1])) is int
+        ):
             yield call.args[1], ast.unparse(call)
     for call in module.methods["to"] + module.methods["cuda"]:
         if (
@@ -136,16 +76,16 @@ def _fixed_devices(check: Check) -> Iterator[tuple[ast.expr, str]]:
             yield node.value, ast.unparse(node)
 
 
-def _set_again(check: Check, node: ast.Assign) -> bool:
-    """Return whether the name is given another device further down."""
+def _set_again(check: CheckContext, node: ast.Assign) -> bool:
+    """Return whether the name gets another device later in the function."""
     module = check.module
-    name = key(node.targets[0])
+    name = format_dotted_name(node.targets[0])
     bound = module.bindings.get((module.scope(node), name or ""), ())
     return any(binding.line > node.lineno for binding in bound)
 
 
-def _fixed_arguments(check: Check) -> Iterator[tuple[ast.expr, str]]:
-    """Keyword arguments that do."""
+def _fixed_arguments(check: CheckContext) -> Iterator[tuple[ast.expr, str]]:
+    """Yield keyword arguments that name one GPU by number."""
     module = check.module
     for call in module.calls_of(names.DDP, "torch.load"):
         for argument in call.keywords:
@@ -159,19 +99,21 @@ def _fixed_arguments(check: Check) -> Iterator[tuple[ast.expr, str]]:
     calls = (argument for group in module.methods.values() for argument in group) if "cuda:" in module.text else ()
     values = [argument.value for call in calls for argument in call.keywords if argument.arg == "device"]
     fixed = [argument for argument in values if _is_fixed(argument, number=False)]
-    if len({constant(argument) for argument in fixed}) == 1:  # a file that names several GPUs means each of them
+    if (
+        len({read_constant_value(argument) for argument in fixed}) == 1
+    ):  # a file with several GPU numbers uses them on purpose
         yield from ((argument, f"device={ast.unparse(argument)}") for argument in fixed)
 
 
 def _is_fixed(node: ast.expr, *, number: bool) -> bool:
-    value = constant(node)
+    value = read_constant_value(node)
     if isinstance(value, str):
         return _CUDA_N.match(value) is not None
     return number and type(value) is int and value >= 0
 
 
-def _for_one_process(check: Check, node: ast.AST) -> bool:
-    """Return whether a condition around it tests whether the job is distributed at all."""
+def _has_distributed_condition(check: CheckContext, node: ast.AST) -> bool:
+    """Return whether a condition around a node tests if the job is distributed."""
     return any(
         isinstance(parent, ast.If | ast.IfExp)
         and child is not parent.test
@@ -180,43 +122,45 @@ def _for_one_process(check: Check, node: ast.AST) -> bool:
     )
 
 
-def _own_gpu(check: Check, node: ast.expr) -> tuple[Edit, ...]:
-    """Return the edit that puts the local rank in place of a number."""
+def _own_gpu(check: CheckContext, node: ast.expr) -> tuple[Edit, ...]:
+    """Return the edit that replaces a number by the local rank."""
     rank = _local_rank_here(check, node)
     if rank is None or node.end_lineno is None or node.end_col_offset is None:
         return ()
-    text = f'f"cuda:{{{rank}}}"' if isinstance(constant(node), str) else rank
+    text = f'f"cuda:{{{rank}}}"' if isinstance(read_constant_value(node), str) else rank
     if '"' in rank and text.startswith("f"):
         text = f'"cuda:" + {rank}'
-    return (Edit(position(node), (node.end_lineno, node.end_col_offset), text),)
+    return (Edit(read_node_position(node), (node.end_lineno, node.end_col_offset), text),)
 
 
-def _reads_local_rank(check: Check, scope: ast.AST) -> bool:
-    """Return whether a function, or the module outside of functions, reads LOCAL_RANK already."""
+def _reads_local_rank(check: CheckContext, scope: ast.AST) -> bool:
+    """Return whether a function, or the module outside of functions, already reads LOCAL_RANK."""
     module = check.module
-    reads: list[ast.expr] = [node for node in module.nodes_of(ast.Subscript) if constant(node.slice) == "LOCAL_RANK"]
+    reads: list[ast.expr] = [
+        node for node in module.nodes_of(ast.Subscript) if read_constant_value(node.slice) == "LOCAL_RANK"
+    ]
     reads += [
         call for name in ("get", "getenv") for call in module.methods.get(name, ())
-        if call.args and constant(call.args[0]) == "LOCAL_RANK"
+        if call.args and read_constant_value(call.args[0]) == "LOCAL_RANK"
     ]  # fmt: skip
     return any(module.scope(read) in (scope, module.tree) for read in reads)
 
 
-def _local_rank_here(check: Check, node: ast.expr) -> str | None:
-    """A name of the local rank that is set before a node; else the variable, if the file relies on it elsewhere."""
+def _local_rank_here(check: CheckContext, node: ast.expr) -> str | None:
+    """Return a name of the local rank that is set before a node, or else its variable, if the file reads it."""
     module = check.module
     scope: ast.AST | None = module.scope(node)
     while scope is not None:
         if any(binding.line < node.lineno for binding in module.bindings.get((scope, "local_rank"), ())):
             return "local_rank"
-        scope = module.enclosing(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module))
+        scope = module.find_enclosing_node(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module))
     if module.aliases.get("os") != "os" or not _reads_local_rank(check, module.scope(node)):
         return None
-    return 'os.environ["LOCAL_RANK"]' if isinstance(constant(node), str) else 'int(os.environ["LOCAL_RANK"])'
+    return 'os.environ["LOCAL_RANK"]' if isinstance(read_constant_value(node), str) else 'int(os.environ["LOCAL_RANK"])'
 
 
-def global_rank_as_device(check: Check) -> Iterator[Problem]:
-    """DT016."""
+def global_rank_as_device(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT016: GPU by global rank."""
     module = check.module
     chosen = [node for node in _device_numbers(check) if rank_kind(module, node) == "global"]
     if not chosen or check.cluster.single_node or not _wrapped_somewhere(check):
@@ -239,63 +183,63 @@ def global_rank_as_device(check: Check) -> Iterator[Problem]:
         )
 
 
-def _device_numbers(check: Check) -> Iterator[ast.expr]:
-    """Expressions that choose a GPU by number."""
+def _device_numbers(check: CheckContext) -> Iterator[ast.expr]:
+    """Yield expressions that choose a GPU by number."""
     module = check.module
     for call in module.calls_of("torch.cuda.set_device", "torch.cuda.device", "torch.accelerator.set_device_index"):
         yield from call.args[:1]
     for call in module.calls_of("torch.device", "torch.set_default_device"):
         yield from _number_of_device(call)
     for call in module.calls_of(names.DDP):
-        given = keyword(call, "device_ids")
-        for value in origins(module, given) if given is not None else ():
+        given = find_keyword_value(call, "device_ids")
+        for value in find_value_origins(module, given) if given is not None else ():
             if isinstance(value.node, ast.List) and value.module is module:
                 yield from value.node.elts
     for call in module.methods["to"] + module.methods["cuda"]:
         if isinstance(call.func, ast.Attribute) and call.args:
             if isinstance(call.args[0], ast.Name | ast.Attribute):
                 yield call.args[0]
-            yield from _formatted(call.args[0])
+            yield from _find_formatted_device(call.args[0])
 
 
 def _number_of_device(call: ast.Call) -> Iterator[ast.expr]:
-    """Yield the number in torch.device("cuda", number), and what may be the number where that is the only argument."""
-    if len(call.args) == 2 and constant(call.args[0]) == "cuda":
+    """Yield the number in torch.device("cuda", number), or a single argument that may be a number."""
+    if len(call.args) == 2 and read_constant_value(call.args[0]) == "cuda":
         yield call.args[1]
     elif call.args:
-        for branch in _branches(call.args[0]):
-            yield from _formatted(branch)
+        for branch in _list_conditional_branches(call.args[0]):
+            yield from _find_formatted_device(branch)
             if isinstance(branch, ast.Name | ast.Attribute):
                 yield branch
 
 
-def _branches(node: ast.expr) -> tuple[ast.expr, ...]:
+def _list_conditional_branches(node: ast.expr) -> tuple[ast.expr, ...]:
     return (node.body, node.orelse) if isinstance(node, ast.IfExp) else (node,)
 
 
-def _formatted(node: ast.expr) -> Iterator[ast.expr]:
+def _find_formatted_device(node: ast.expr) -> Iterator[ast.expr]:
     r"""Yield the number in f"cuda:{number}"."""
-    if isinstance(node, ast.JoinedStr) and constant(node.values[0]) == "cuda:" and len(node.values) == 2:
+    if isinstance(node, ast.JoinedStr) and read_constant_value(node.values[0]) == "cuda:" and len(node.values) == 2:
         inner = node.values[1]
         if isinstance(inner, ast.FormattedValue):
             yield inner.value
 
 
-def no_device_chosen(check: Check) -> Iterator[Problem]:
-    """DT017."""
+def no_device_chosen(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT017: no GPU chosen."""
     module = check.module
     yield from _chosen_late(check)
-    if not module.calls_of(names.INIT) or check.project.says(module, _SHOWN):
+    if not module.calls_of(names.INIT) or check.project.has_text(module, _SHOWN):
         return
     for name in ("set_device", "set_device_index", "setup_device", "device_count_per_node", "get_device"):
         if check.project.methods(module, name):
             return
     for call in module.calls_of(names.INIT):
-        backend = keyword(call, "backend") or (call.args[0] if call.args else None)
-        if backend is None or keyword(call, "device_id") is not None:
+        backend = find_keyword_value(call, "backend") or (call.args[0] if call.args else None)
+        if backend is None or find_keyword_value(call, "device_id") is not None:
             continue
-        values = [value.node for value in origins(module, backend)]
-        given = [constant(value) or default_of_setting(check, value) for value in values]
+        values = [value.node for value in find_value_origins(module, backend)]
+        given = [read_constant_value(value) or default_of_setting(check, value) for value in values]
         unknown = not any(given) and _ids_of_ddp(check)
         if unknown or "nccl" in given or any("nccl" in ast.unparse(value) for value in values):
             first = next(iter(module.calls.get("torch.distributed.barrier", ())), None)
@@ -310,18 +254,18 @@ def no_device_chosen(check: Check) -> Iterator[Problem]:
             return
 
 
-def _ids_of_ddp(check: Check) -> bool:
+def _ids_of_ddp(check: CheckContext) -> bool:
     """Return whether a call of DDP has `device_ids`, the GPU of the rank."""
-    return any(keyword(call, "device_ids") is not None for call in check.module.calls_of(names.DDP))
+    return any(find_keyword_value(call, "device_ids") is not None for call in check.module.calls_of(names.DDP))
 
 
-def _chosen_late(check: Check) -> Iterator[Problem]:
-    """Yield a barrier, or another collective without a tensor, in front of the choice of the GPU in one function."""
+def _chosen_late(check: CheckContext) -> Iterator[Problem]:
+    """Yield a barrier or another collective without a tensor that precedes the choice of the GPU in one function."""
     module = check.module
     for chosen in module.calls_of("torch.cuda.set_device"):
         scope = module.scope(chosen)
         started = [call for call in module.calls_of(names.INIT) if module.scope(call) is scope]
-        if not started or any(keyword(call, "device_id") is not None for call in started):
+        if not started or any(find_keyword_value(call, "device_id") is not None for call in started):
             continue
         for name in ("barrier", "synchronize", "broadcast_object_list", "all_gather_object"):
             for call in module.methods.get(name, ()):
@@ -335,4 +279,4 @@ def _chosen_late(check: Check) -> Iterator[Problem]:
                     return
 
 
-CHECKS = (weights_elsewhere, one_gpu_for_all, global_rank_as_device, no_device_chosen)
+CHECKS = (one_gpu_for_all, global_rank_as_device, no_device_chosen)

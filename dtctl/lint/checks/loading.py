@@ -1,4 +1,4 @@
-"""Rules about what ranks read: DT038, DT040, DT052."""
+"""Rules about files that ranks read: DT038, DT040, DT052."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dtctl.lint.check import Check
-from dtctl.lint.flow import function_of, origins
+from dtctl.lint.check import CheckContext
+from dtctl.lint.flow import find_value_origins, function_of
 from dtctl.lint.model import Problem
-from dtctl.lint.ranks import by_launcher, for_one_process, for_some, mentions_rank
-from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
+from dtctl.lint.ranks import is_launcher_code, is_single_process_code, mentions_rank, resolve_rank_guard
+from dtctl.lint.source_file import Function, SourceFile, find_keyword_value, format_dotted_name, read_constant_value
 
 _DATASETS = re.compile(r"(?:torchvision|torchaudio|torchtext)\.datasets\.\w+(?:\.\w+)?\Z")
 _MODULE = re.compile(r"(?:^|_|\.)(?:model|net|network|module)\Z")
@@ -18,15 +18,17 @@ _SETTINGS = ("args", "self.args", "opt", "self.opt", "flags", "hparams")
 _STATES_OF_MODELS = frozenset(
     ("model", "state_dict", "net", "model_state_dict", "ema", "model_ema", "teacher", "student")
 )
-"""Keys that files of weights from elsewhere have too."""
+"""Keys that also occur in files of weights from other sources."""
 _MODELS = re.compile(r"torchvision\.models\.(?:\w+\.)*[a-z]\w*\Z")
 
 
-def whole_module(check: Check) -> Iterator[Problem]:
-    """DT038."""
+def whole_module(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT038: whole module in torch.load."""
     module = check.module
     for call in module.calls_of("torch.load"):
-        if keyword(call, "weights_only") is not None or any(argument.arg is None for argument in call.keywords):
+        if find_keyword_value(call, "weights_only") is not None or any(
+            argument.arg is None for argument in call.keywords
+        ):
             continue
         if _used_as_module(module, call) or _saved_whole(check, call):
             yield check.problem("DT038", call, "a whole module is loaded: torch.load refuses it since torch 2.6")
@@ -39,42 +41,51 @@ def whole_module(check: Check) -> Iterator[Problem]:
 
 
 def _loaded_as(module: SourceFile, call: ast.Call) -> tuple[str | None, set[str]]:
-    """Return the name that a loaded file is given, and the keys that are read from it in its function."""
+    """Return the name of a loaded file's content, and the keys that its function reads from it."""
     statement = module.statement(call)
-    name = key(statement.targets[0]) if isinstance(statement, ast.Assign) and statement.value is call else None
+    name = (
+        format_dotted_name(statement.targets[0])
+        if isinstance(statement, ast.Assign) and statement.value is call
+        else None
+    )
     scope = module.scope(call)
     later = [binding.line for binding in module.bindings.get((scope, name or ""), ()) if binding.line > call.lineno]
     keys = {
-        str(constant(use.slice)) for use in module.nodes_of(ast.Subscript)
-        if name is not None and key(use.value) == name and module.scope(use) is scope and constant(use.slice)
-        and call.lineno <= use.lineno < min(later, default=use.lineno + 1)
+        str(read_constant_value(use.slice)) for use in module.nodes_of(ast.Subscript)
+        if name is not None and format_dotted_name(use.value) == name and module.scope(use) is scope
+        and read_constant_value(use.slice) and call.lineno <= use.lineno < min(later, default=use.lineno + 1)
     }  # fmt: skip
     return name, keys
 
 
-def _saved_whole(check: Check, call: ast.Call) -> bool:
-    """Return whether what is loaded as a model was saved as one: `torch.save(model, path)` somewhere in the project."""
+def _saved_whole(check: CheckContext, call: ast.Call) -> bool:
+    """Return whether the project saves a model itself, as in `torch.save(model, path)`, that this call loads."""
     name, keys = _loaded_as(check.module, call)
     if name is not None and keys:
         return _saved_module_as(check, keys)
     if name is None or not _MODULE.search(name):
         return False
     return any(
-        save.args and isinstance(save.args[0], ast.Name | ast.Attribute) and _MODULE.search(key(save.args[0]) or "")
-        for source in check.project.having(check.module, "torch.save") for save in source.calls_of("torch.save")
-    )  # fmt: skip
+        save.args
+        and isinstance(save.args[0], ast.Name | ast.Attribute)
+        and _MODULE.search(format_dotted_name(save.args[0]) or "")
+        for source in check.project.find_modules_with_words(check.module, "torch.save")
+        for save in source.calls_of("torch.save")
+    )
 
 
-def _saved_module_as(check: Check, keys: set[str]) -> bool:
-    """Return whether the project saves a module itself, and not its state, under one of some keys."""
-    for source in check.project.having(check.module, "torch.save"):
+def _saved_module_as(check: CheckContext, keys: set[str]) -> bool:
+    """Return whether the project saves a module itself, and not its state, under one of these keys."""
+    for source in check.project.find_modules_with_words(check.module, "torch.save"):
         for save in source.calls_of("torch.save"):
-            for value in origins(source, save.args[0]) if save.args else ():
+            for value in find_value_origins(source, save.args[0]) if save.args else ():
                 state = value.node
                 items: list[tuple[object, ast.expr]] = []
                 if isinstance(state, ast.Dict):
-                    items = [(constant(item), given) for item, given in zip(state.keys, state.values, strict=True)]
-                elif isinstance(state, ast.Call) and key(state.func) == "dict":
+                    items = [
+                        (read_constant_value(item), given) for item, given in zip(state.keys, state.values, strict=True)
+                    ]
+                elif isinstance(state, ast.Call) and format_dotted_name(state.func) == "dict":
                     items = [(one.arg, one.value) for one in state.keywords]
                 if any(item in keys and isinstance(given, ast.Name) and _MODULE.search(given.id)
                        and not _is_a_state(value.module, given) for item, given in items):  # fmt: skip
@@ -83,20 +94,26 @@ def _saved_module_as(check: Check, keys: set[str]) -> bool:
 
 
 def _is_a_state(module: SourceFile, name: ast.Name) -> bool:
-    """Return whether a name of a model stands for its state, or for something that is not known to be a module."""
-    return any("state" in ast.unparse(value.node) for value in origins(module, name))
+    """Return whether a model's name may hold its state, or another value that is no module."""
+    return any("state" in ast.unparse(value.node) for value in find_value_origins(module, name))
 
 
-def _saved_settings(check: Check, call: ast.Call) -> str | None:
-    """The settings of a command line that stand beside the states in the snapshot that is loaded; None without."""
+def _saved_settings(check: CheckContext, call: ast.Call) -> str | None:
+    """Return the command line's settings that the loaded snapshot contains next to states; None without any."""
     _, keys = _loaded_as(check.module, call)
-    parsed = check.project.says(check.module, "parse_args") or re.search(r"\bargs\.[a-z]\w*\s*=[^=]", check.module.text)
+    parsed = check.project.has_text(check.module, "parse_args") or re.search(
+        r"\bargs\.[a-z]\w*\s*=[^=]", check.module.text
+    )
     if not keys or not parsed:
         return None
-    for source in check.project.having(check.module, "state_dict("):
+    for source in check.project.find_modules_with_words(check.module, "state_dict("):
         for state in source.nodes_of(ast.Dict):
-            saved = {str(constant(name)): value for name, value in zip(state.keys, state.values, strict=True)}
-            setting = next((ast.unparse(value) for value in saved.values() if key(value) in _SETTINGS), None)
+            saved = {
+                str(read_constant_value(name)): value for name, value in zip(state.keys, state.values, strict=True)
+            }
+            setting = next(
+                (ast.unparse(value) for value in saved.values() if format_dotted_name(value) in _SETTINGS), None
+            )
             states = any("state_dict(" in ast.unparse(value) for value in saved.values())
             if setting is not None and states and (keys & set(saved) - _STATES_OF_MODELS or len(keys & set(saved)) > 1):
                 return setting
@@ -104,7 +121,7 @@ def _saved_settings(check: Check, call: ast.Call) -> str | None:
 
 
 def _used_as_module(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether what is loaded is itself used as a module, or a module is an item of it."""
+    """Return whether the loaded object, or an item of it, is used as a module."""
     above: ast.AST = call
     parent = module.parents.get(above)
     while isinstance(parent, ast.Subscript) and parent.value is above:
@@ -113,39 +130,43 @@ def _used_as_module(module: SourceFile, call: ast.Call) -> bool:
         return parent.attr in ("eval", "cuda", "half", "parameters", "train")
     if not isinstance(parent, ast.Assign) or len(parent.targets) != 1:
         return False
-    name = key(parent.targets[0])
+    name = format_dotted_name(parent.targets[0])
     if name is None:
         return False
     scope = module.scope(call)
     for use in module.nodes_of(ast.Attribute):
-        if key(use.value) != name or module.scope(use) is not scope or use.lineno < call.lineno:
+        if format_dotted_name(use.value) != name or module.scope(use) is not scope or use.lineno < call.lineno:
             continue
-        current = module.current(use.value, use)
+        current = module.find_current_binding(use.value, use)
         if use.attr in ("eval", "parameters", "train") and current is not None and current.statement is parent:
             return isinstance(module.parents.get(use), ast.Call)
     return False
 
 
-def unmapped(check: Check) -> Iterator[Problem]:
-    """DT052."""
+def check_map_location(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT052: load without map_location."""
     module = check.module
     if not module.calls_of("torch.load") or "cuda" not in module.text:
         return
-    if not check.project.distributed(module) or check.project.runs_loop(module):
+    if not check.project.distributed(module) or check.project.framework_has_loop(module):
         return
     for call in module.calls_of("torch.load"):
         given = {argument.arg for argument in call.keywords}
-        if len(call.args) != 1 or given & {"map_location", None, "mmap"} or for_some(module, call) is not None:
+        if (
+            len(call.args) != 1
+            or given & {"map_location", None, "mmap"}
+            or resolve_rank_guard(module, call) is not None
+        ):
             continue
-        if mentions_rank(module, call.args[0]) or _data(check, call) or for_one_process(module, call):
+        if mentions_rank(module, call.args[0]) or _is_data_load(check, call) or is_single_process_code(module, call):
             continue
         yield check.problem("DT052", call, "torch.load without map_location: every rank loads to the GPU that saved it")
 
 
-def _data(check: Check, call: ast.Call) -> bool:
-    """Return whether a call loads data rather than the state of a training, by the names and the place."""
+def _is_data_load(check: CheckContext, call: ast.Call) -> bool:
+    """Return whether a call loads data rather than the state of a training run, by names and context."""
     module = check.module
-    owner = module.enclosing(call, (ast.ClassDef,))
+    owner = module.find_enclosing_node(call, (ast.ClassDef,))
     if isinstance(owner, ast.ClassDef) and re.search(
         r"Data|Loader|Sampler", owner.name + " ".join(map(ast.unparse, owner.bases))
     ):
@@ -156,16 +177,16 @@ def _data(check: Check, call: ast.Call) -> bool:
     return named is not None and re.search(r"(?:ckpt|checkpoint)_?dict\b", text) is None
 
 
-def downloaded_by_all(check: Check) -> Iterator[Problem]:
-    """DT040."""
+def downloaded_by_all(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT040: download by every rank."""
     module = check.module
-    if (not module.trains and not next(_downloads(module), None)) or not check.project.distributed(module):
+    if (not module.trains and not next(_find_downloads(module), None)) or not check.project.distributed(module):
         return
-    if check.project.runs_loop(module):
+    if check.project.framework_has_loop(module):
         return
     if module.trains or not check.project.importers(module):
-        for call, name, weights in _downloads(module):
-            if _one_first(module, call) or by_launcher(module, call):
+        for call, name, weights in _find_downloads(module):
+            if _one_first(module, call) or is_launcher_code(module, call):
                 continue
             message = "the pretrained weights are" if weights else f"`{name}` is"
             yield check.problem(
@@ -175,7 +196,7 @@ def downloaded_by_all(check: Check) -> Iterator[Problem]:
                 severity="info" if weights else None,
             )
     yield from _from_the_hub(check)
-    # In a function of a file that does not use ranks: reported where the training calls it.
+    # A file that does not use ranks: the problem is reported where the training code calls the function.
     for name in sorted(module.methods) if module.trains else ():
         if not re.search(r"data|load|build|get|make|create|prepare|train|test|set", name, re.IGNORECASE):
             continue
@@ -184,16 +205,16 @@ def downloaded_by_all(check: Check) -> Iterator[Problem]:
             if target is None or target.module is module or target.module.trains:
                 continue
             inside = [
-                dataset for download, dataset, weights in _downloads(target.module)
+                dataset for download, dataset, weights in _find_downloads(target.module)
                 if target.module.scope(download) is target.node
                 and not weights and not _one_first(target.module, download)
             ]  # fmt: skip
-            if inside and not _one_first(module, call) and not by_launcher(module, call):
+            if inside and not _one_first(module, call) and not is_launcher_code(module, call):
                 yield check.problem("DT040", call, f"`{inside[0]}` is downloaded by every rank, into one folder")
 
 
-def _from_the_hub(check: Check) -> Iterator[Problem]:
-    """DT040 of what Hugging Face's hub has: at most once in a file, for its files are locked while they are fetched."""
+def _from_the_hub(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT040 for Hugging Face's hub, at most once per file, since files are locked during a download."""
     module = check.module
     calls = [
         (call, name)
@@ -201,9 +222,11 @@ def _from_the_hub(check: Check) -> Iterator[Problem]:
         for call in module.methods.get(method, ())
         if (name := _hub_name(check, call)) is not None
         and not _one_first(module, call)
-        and not by_launcher(module, call)
+        and not is_launcher_code(module, call)
     ]
-    alone = [(call, name) for call, name in calls if not for_one_process(module, call) and not _in_turn(module, call)]
+    alone = [
+        (call, name) for call, name in calls if not is_single_process_code(module, call) and not _in_turn(module, call)
+    ]
     if alone:
         lines = sorted({call.lineno for call, _ in alone})[1:]
         also = f" (also {', '.join(f'line {line}' for line in lines)})" if lines else ""
@@ -220,19 +243,29 @@ _BUILDERS = frozenset(("json", "csv", "text", "parquet", "arrow", "imagefolder",
 _FIRST = re.compile(r"main_process_first|local_main_process_first|rank_zero_first|zero_first|first_rank")
 
 
-def _hub_name(check: Check, call: ast.Call) -> str | None:
+def _hub_name(check: CheckContext, call: ast.Call) -> str | None:
     """Return the name that a call requests from the hub; None for a path, an unknown name, and existing files."""
     if not _of_the_hub(check.module, call):
         return None
     given = {argument.arg for argument in call.keywords}
-    local = keyword(call, "local_files_only")
-    wanted = call.args[0] if call.args else keyword(call, "pretrained_model_name_or_path") or keyword(call, "repo_id")
-    if wanted is None or (local is not None and constant(local) is not False) or "data_files" in given:
+    local = find_keyword_value(call, "local_files_only")
+    wanted = (
+        call.args[0]
+        if call.args
+        else find_keyword_value(call, "pretrained_model_name_or_path") or find_keyword_value(call, "repo_id")
+    )
+    if wanted is None or (local is not None and read_constant_value(local) is not False) or "data_files" in given:
         return None
-    for value in origins(check.module, wanted):
-        name = constant(value.node) if isinstance(value.node, ast.Constant) else default_of_setting(check, value.node)
-        if isinstance(value.node, ast.JoinedStr) and re.match(r"[\w-]+/[\w-]", str(constant(value.node.values[0]))):
-            name = str(constant(value.node.values[0])).rstrip("-_")
+    for value in find_value_origins(check.module, wanted):
+        name = (
+            read_constant_value(value.node)
+            if isinstance(value.node, ast.Constant)
+            else default_of_setting(check, value.node)
+        )
+        if isinstance(value.node, ast.JoinedStr) and re.match(
+            r"[\w-]+/[\w-]", str(read_constant_value(value.node.values[0]))
+        ):
+            name = str(read_constant_value(value.node.values[0])).rstrip("-_")
         if isinstance(name, str) and _HUB_NAME.fullmatch(name) and name not in _BUILDERS:
             return name
     return None
@@ -250,44 +283,45 @@ _HUB_PACKAGES = (
 
 
 def _of_the_hub(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a call is one of a library that uses the hub: of a class of it, or of its own function."""
+    """Return whether a call belongs to a library that uses the hub: to one of its classes or functions."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
     return any(
-        (value.module.name(value.node) or "").partition(".")[0] in _HUB_PACKAGES for value in origins(module, owner)
+        (value.module.name(value.node) or "").partition(".")[0] in _HUB_PACKAGES
+        for value in find_value_origins(module, owner)
     )
 
 
-def default_of_setting(check: Check, node: ast.expr) -> object:
-    """Return the default of a setting of the command line: of argparse, or of a class of settings."""
+def default_of_setting(check: CheckContext, node: ast.expr) -> object:
+    """Return the default of a command line's setting, from argparse or a class of settings."""
     if not isinstance(node, ast.Attribute):
         return None
     module = check.module
     for call in module.methods.get("add_argument", ()):
-        names = [str(constant(one)).lstrip("-").replace("-", "_") for one in call.args]
+        names = [str(read_constant_value(one)).lstrip("-").replace("-", "_") for one in call.args]
         if node.attr in names:
-            default = keyword(call, "default")
-            return constant(default) if default is not None else None
-    for source in check.project.having(module, f"{node.attr}:"):
+            default = find_keyword_value(call, "default")
+            return read_constant_value(default) if default is not None else None
+    for source in check.project.find_modules_with_words(module, f"{node.attr}:"):
         for member in source.nodes_of(ast.AnnAssign):
             if (
                 isinstance(source.parents.get(member), ast.ClassDef)
-                and key(member.target) == node.attr
+                and format_dotted_name(member.target) == node.attr
                 and member.value
             ):
-                return constant(member.value)
+                return read_constant_value(member.value)
     return None
 
 
 def _in_turn(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a call stands in a context that lets one rank go first."""
+    """Return whether a call is in a context that lets one rank go first."""
     return any(
         isinstance(parent, ast.With) and any(_FIRST.search(ast.unparse(item.context_expr)) for item in parent.items)
         for parent, _ in module.chain(call)
     )
 
 
-def _downloads(module: SourceFile) -> Iterator[tuple[ast.Call, str, bool]]:
-    """Calls that download: (call, what is called, whether it is weights, which torch.hub puts in place at once)."""
+def _find_downloads(module: SourceFile) -> Iterator[tuple[ast.Call, str, bool]]:
+    """Yield calls that download: (call, called name, True for weights, which torch.hub moves into place atomically)."""
     for name, calls in sorted(module.calls.items()):
         short = name.rpartition(".")[2]
         hub = name in (
@@ -295,62 +329,71 @@ def _downloads(module: SourceFile) -> Iterator[tuple[ast.Call, str, bool]]:
         )  # fmt: skip
         weights = _MODELS.match(name) is not None
         for call in calls:
-            download = keyword(call, "download")
-            wanted = download is not None and _wanted(module, download)
+            download = find_keyword_value(call, "download")
+            wanted = download is not None and _is_download_wanted(module, download)
             by_position = _DATASETS.match(name) is not None and _download_by_position(call)
             if (wanted or by_position) and short[:1].isupper():
                 yield call, short, False
-            elif (hub and constant(keyword(call, "pretrained")) is not False) or (weights and _pretrained(call)):
+            elif (hub and read_constant_value(find_keyword_value(call, "pretrained")) is not False) or (
+                weights and _has_pretrained_weights(call)
+            ):
                 yield call, short, True
     for call in module.calls_of("nltk.download"):
         yield call, f"nltk's {ast.unparse(call.args[0])}" if call.args else "nltk", False
     for calls in module.methods.values():
         for call in calls:
-            download = keyword(call, "download")
-            if download is not None and _wanted(module, download) and module.name(call.func) is None:
-                short = key(call.func) or "this dataset"
+            download = find_keyword_value(call, "download")
+            if download is not None and _is_download_wanted(module, download) and module.name(call.func) is None:
+                short = format_dotted_name(call.func) or "this dataset"
                 if short.rpartition(".")[2][:1].isupper() or isinstance(call.func, ast.Subscript):
                     yield call, short, False
 
 
-def _wanted(module: SourceFile, download: ast.expr) -> bool:
-    """Return whether `download=` is true: True, or a check that the data is missing, which all ranks do at once."""
+def _is_download_wanted(module: SourceFile, download: ast.expr) -> bool:
+    """Return whether `download=` is True, or a check for missing data, which all ranks make at the same time."""
     return any(
-        constant(value) is True or (isinstance(value, ast.UnaryOp) and "exists(" in ast.unparse(value))
+        read_constant_value(value) is True or (isinstance(value, ast.UnaryOp) and "exists(" in ast.unparse(value))
         for value in module.values(download)
     )
 
 
-def _pretrained(call: ast.Call) -> bool:
-    pretrained, weights = keyword(call, "pretrained"), keyword(call, "weights")
+def _has_pretrained_weights(call: ast.Call) -> bool:
+    pretrained, weights = find_keyword_value(call, "pretrained"), find_keyword_value(call, "weights")
     if pretrained is None and weights is None and call.args:
         pretrained = call.args[0]
-    return constant(pretrained) is True or (weights is not None and constant(weights) != "" and not (
-        isinstance(weights, ast.Constant) and weights.value is None
-    ))  # fmt: skip
+    return read_constant_value(pretrained) is True or (
+        weights is not None
+        and read_constant_value(weights) != ""
+        and not (isinstance(weights, ast.Constant) and weights.value is None)
+    )
 
 
 def _download_by_position(call: ast.Call) -> bool:
-    """MNIST(root, train, transform, target_transform, download)."""
-    return len(call.args) > 4 and constant(call.args[4]) is True
+    """Return the argument `download` of MNIST(root, train, transform, target_transform, download); None without it."""
+    return len(call.args) > 4 and read_constant_value(call.args[4]) is True
 
 
 def _one_first(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether one rank does it alone, or before the others: under a condition, or next to a barrier."""
-    if for_some(module, call) is not None:
+    """Return whether one rank makes a call alone or first: under a condition, or next to a barrier."""
+    if resolve_rank_guard(module, call) is not None:
         return True
     function = module.scope(call)
     barriers = module.calls.get("torch.distributed.barrier", ())
-    if any(module.scope(barrier) is function and for_some(module, barrier, 0) is not None for barrier in barriers):
+    if any(
+        module.scope(barrier) is function and resolve_rank_guard(module, barrier, 0) is not None for barrier in barriers
+    ):
         return True
     if isinstance(function, Function) and module.neighbours is not None:
         callers = module.neighbours.callers(module, function)
         if any(_waits_nearby(caller, calling) for caller, calling in callers[:8]):
             return True
-    # A second call of the same dataset that one rank makes before.
-    name = key(call.func)
+    # One rank makes an earlier call of the same dataset.
+    name = format_dotted_name(call.func)
     return any(
-        other is not call and key(other.func) == name and other.lineno < call.lineno and for_some(module, other)
+        other is not call
+        and format_dotted_name(other.func) == name
+        and other.lineno < call.lineno
+        and resolve_rank_guard(module, other)
         for other in module.methods.get((name or "").rpartition(".")[2], ())
     )
 
@@ -358,9 +401,9 @@ def _one_first(module: SourceFile, call: ast.Call) -> bool:
 def _waits_nearby(module: SourceFile, call: ast.Call) -> bool:
     function = module.scope(call)
     return any(
-        module.scope(barrier) is function and for_some(module, barrier, 0) is not None
+        module.scope(barrier) is function and resolve_rank_guard(module, barrier, 0) is not None
         for barrier in module.calls.get("torch.distributed.barrier", ())
     )
 
 
-CHECKS = (whole_module, unmapped, downloaded_by_all)
+CHECKS = (whole_module, check_map_location, downloaded_by_all)

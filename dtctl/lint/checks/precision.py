@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.check import Check
-from dtctl.lint.flow import origins
+from dtctl.lint.check import CheckContext
+from dtctl.lint.flow import find_value_origins
 from dtctl.lint.model import Problem
-from dtctl.lint.source_file import SourceFile, constant, key, keyword
+from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
 from dtctl.lint.wraps import model_kinds
 
 _SCALERS = ("torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler",
@@ -19,17 +19,17 @@ _AUTOCAST = ("torch.cuda.amp.autocast", "torch.autocast", "torch.amp.autocast", 
 _HALF = ("torch.float16", "torch.half")
 
 
-def scaler_of_one_rank(check: Check) -> Iterator[Problem]:
-    """DT039."""
+def scaler_of_one_rank(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT039: GradScaler with FSDP."""
     module = check.module
     scalers = module.calls_of(*_SCALERS)
     if not scalers or not check.project.calls(module, names.FSDP):
         return
-    sharded = check.project.says(module, "ShardedGradScaler")
+    sharded = check.project.has_text(module, "ShardedGradScaler")
     ddp = check.project.calls(module, names.DDP)
     for call in scalers if not sharded else ():
-        enabled = keyword(call, "enabled")
-        if constant(enabled) is False and enabled is not None:
+        enabled = find_keyword_value(call, "enabled")
+        if read_constant_value(enabled) is False and enabled is not None:
             continue
         yield check.problem(
             "DT039", call,
@@ -38,45 +38,49 @@ def scaler_of_one_rank(check: Check) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def half_without_scaler(check: Check) -> Iterator[Problem]:
-    """DT049."""
+def half_without_scaler(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT049: float16 without a gradient scaler."""
     module = check.module
-    if not check.project.trains(module) or check.project.framework(module) or not _backward(check):
+    if (
+        not check.project.is_distributed_training(module)
+        or check.project.uses_framework(module)
+        or not _has_backward_pass(check)
+    ):
         return
-    if check.project.says(module, re.compile("GradScaler|loss_scale")):
+    if check.project.has_text(module, re.compile("GradScaler|loss_scale")):
         return
     for call in module.calls_of(*_AUTOCAST):
         if _is_half(module, call) and _around_training(module, call):
             yield check.problem("DT049", call, "float16 without a GradScaler: small gradients become 0")
     for call in module.calls_of("torch.distributed.fsdp.MixedPrecision", "torch.distributed.fsdp.MixedPrecisionPolicy"):
-        dtype = keyword(call, "param_dtype")
+        dtype = find_keyword_value(call, "param_dtype")
         if dtype is not None and module.name(dtype) in _HALF:
             yield check.problem("DT049", call, "float16 parameters without a gradient scaler: small gradients become 0")
 
 
-def _backward(check: Check) -> bool:
+def _has_backward_pass(check: CheckContext) -> bool:
     return bool(check.module.methods.get("backward"))
 
 
 def _is_half(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether an autocast surely computes in float16: by its argument, or as CUDA's default."""
+    """Return whether an autocast certainly computes in float16: by its argument, or as CUDA's default."""
     given = {argument.arg for argument in call.keywords}
     if None in given:
         return False
-    enabled = keyword(call, "enabled")
-    if enabled is not None and constant(enabled) is not True:
+    enabled = find_keyword_value(call, "enabled")
+    if enabled is not None and read_constant_value(enabled) is not True:
         return False
-    dtype = keyword(call, "dtype")
+    dtype = find_keyword_value(call, "dtype")
     name = (module.name(call.func) or "").removeprefix("torch.")
     if dtype is None and name in ("autocast", "amp.autocast") and len(call.args) > 1:
         dtype = call.args[1]
     if dtype is not None:
-        values = origins(module, dtype)
+        values = find_value_origins(module, dtype)
         return bool(values) and all(value.module.name(value.node) in _HALF for value in values)
     if name.startswith("cuda"):
-        return not call.args or constant(call.args[0]) is True
-    device = call.args[0] if call.args else keyword(call, "device_type")
-    return constant(device) == "cuda"
+        return not call.args or read_constant_value(call.args[0]) is True
+    device = call.args[0] if call.args else find_keyword_value(call, "device_type")
+    return read_constant_value(device) == "cuda"
 
 
 def _around_training(module: SourceFile, call: ast.Call) -> bool:
@@ -92,11 +96,11 @@ def _around_training(module: SourceFile, call: ast.Call) -> bool:
     )
 
 
-def clipped_by_shard(check: Check) -> Iterator[Problem]:
-    """DT061."""
+def clipped_by_shard(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT061: clipped by the norm of a shard."""
     module = check.module
     for call in module.calls_of("torch.nn.utils.clip_grad_norm_"):
-        parameters = call.args[0] if call.args else keyword(call, "parameters")
+        parameters = call.args[0] if call.args else find_keyword_value(call, "parameters")
         if not isinstance(parameters, ast.Call) or not isinstance(parameters.func, ast.Attribute):
             continue
         kinds = model_kinds(module, parameters.func.value) if parameters.func.attr == "parameters" else set()
@@ -106,16 +110,16 @@ def clipped_by_shard(check: Check) -> Iterator[Problem]:
             for parent, _ in module.chain(call)
         )
         if "fsdp" in kinds and not asked and not _one_shard(check):
-            name = key(parameters.func.value)
+            name = format_dotted_name(parameters.func.value)
             yield check.problem(
                 "DT061", call, f"each rank clips by the norm of its own shard of `{name}`",
                 fix=f"`{name}.clip_grad_norm_(...)`", severity=None if kinds == {"fsdp"} else "warning",
             )  # fmt: skip
 
 
-def _one_shard(check: Check) -> bool:
-    """Return whether some wrap of the program keeps whole parameters, so that the norm may be right."""
-    return check.project.says(check.module, "NO_SHARD")
+def _one_shard(check: CheckContext) -> bool:
+    """Return whether a wrap of the program keeps whole parameters, so that the norm may be right."""
+    return check.project.has_text(check.module, "NO_SHARD")
 
 
 CHECKS = (scaler_of_one_rank, half_without_scaler, clipped_by_shard)

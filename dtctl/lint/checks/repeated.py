@@ -1,4 +1,4 @@
-"""Rules about what is done in every step, or by every rank: DT046, DT054, DT055."""
+"""Rules about work in every step, or on every rank: DT046, DT054, DT055."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.check import Check
-from dtctl.lint.checks.exits import backward_passes
+from dtctl.lint.check import CheckContext
+from dtctl.lint.checks.exits import find_backward_calls
 from dtctl.lint.collectives import collective_called, takes_a_group
 from dtctl.lint.flow import function_of
 from dtctl.lint.model import Problem
-from dtctl.lint.ranks import by_launcher, by_turns, for_some, guards, mentions_rank
-from dtctl.lint.source_file import SourceFile, constant, key, keyword
+from dtctl.lint.ranks import by_turns, is_launcher_code, list_rank_guards, mentions_rank, resolve_rank_guard
+from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
 
 _LOGGING = frozenset("info warning debug error".split())
 _DISTRIBUTED = re.compile(
     r"^(?:[\w.]*(?:is_initialized\(\)|is_available\(\)|is_distributed\(\)|distributed|ddp|parallel|multi_?gpu|is_dist|sync_gradients)"
     r"|and|or|\s|[\w.]*(?:world_size|n(?:um)?_gpus?)(?:\(\))? > 1|[\w.]*rank != -1)+$"
 )
-"""Condition that only tests whether there are several ranks."""
+"""Pattern of a condition that only tests if there are several ranks."""
 _QUIET = re.compile(
     r"builtins?\.print\s*=|__builtin__|setup_for_distributed|rank_zero_print|def print\b|__builtins__\[|"
     r"sys\.stdout\s*=|suppress_print"
 )
 
 
-def waiting_each_step(check: Check) -> Iterator[Problem]:
-    """DT046."""
+def waiting_each_step(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT046: ranks wait for each other in every step."""
     module = check.module
     for call in module.calls.get("torch.distributed.barrier", ()):
         if takes_a_group("torch.distributed.barrier", call):
             continue
-        if _joins(module, call):
+        if _is_under_join_context(module, call):
             yield check.problem(
                 "DT046",
                 call,
@@ -45,17 +45,17 @@ def waiting_each_step(check: Check) -> Iterator[Problem]:
     for name in ("wait_for_everyone", "gather", "gather_for_metrics", "reduce") if "accelerate" in module.text else ():
         for call in module.methods.get(name, ()):
             loop = _batch_loop(module, call)
-            if loop is None or _now_and_then(module, call, loop) or not module.below(loop, "backward"):
+            if loop is None or _now_and_then(module, call, loop) or not module.find_calls_below(loop, "backward"):
                 continue
             waits = name == "wait_for_everyone"
             if waits or re.search("loss|acc|metric|pred|label", " ".join(ast.unparse(one) for one in call.args)):
                 what = "a barrier" if waits else f"`{name}`, only to tell a figure,"
                 yield check.problem("DT046", call, f"{what} in every step: all ranks wait for the slowest, each time")
                 break
-    if check.project.framework(module):
+    if check.project.uses_framework(module):
         return
     reported: set[ast.AST] = set()
-    for call, figure in _reductions(module):
+    for call, figure in _find_reduction_calls(module):
         loop = _batch_loop(module, call)
         if loop is not None and loop not in reported and not _now_and_then(module, call, loop):
             reported.add(loop)
@@ -64,8 +64,8 @@ def waiting_each_step(check: Check) -> Iterator[Problem]:
             )
 
 
-def _reductions(module: SourceFile) -> list[tuple[ast.Call, str]]:
-    """Calls that reduce a figure, in the order of the file: all_reduce itself, or a function of the project with it."""
+def _find_reduction_calls(module: SourceFile) -> list[tuple[ast.Call, str]]:
+    """Return calls that reduce a figure, in the order of the file: all_reduce, or a function with one."""
     direct = [*module.calls.get("torch.distributed.all_reduce", ()), *module.calls.get("torch.distributed.reduce", ())]
     helpers = [
         call
@@ -84,21 +84,21 @@ def _reductions(module: SourceFile) -> list[tuple[ast.Call, str]]:
 
 
 def _batch_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
-    """Return the loop over batches that a call stands in: one with a backward pass, or over a loader."""
-    loop = module.enclosing(call, (ast.For,))
+    """Return the loop over batches around a call: one with a backward pass, or over a loader; None without one."""
+    loop = module.find_enclosing_node(call, (ast.For,))
     if not isinstance(loop, ast.For) or module.scope(loop) is not module.scope(call):
         return _step_loop(module, call)
     return loop if re.search(r"loader|dataloader|batches", ast.unparse(loop.iter).lower()) else _step_loop(module, call)
 
 
-def _joins(module: SourceFile, node: ast.AST) -> bool:
+def _is_under_join_context(module: SourceFile, node: ast.AST) -> bool:
     return any(
         isinstance(parent, ast.With)
         and any(
             isinstance(item.context_expr, ast.Call)
             and (
                 module.name(item.context_expr.func) == "torch.distributed.algorithms.join.Join"
-                or ((key(item.context_expr.func) or "").endswith(".join") and not item.context_expr.args
+                or ((format_dotted_name(item.context_expr.func) or "").endswith(".join") and not item.context_expr.args
                     and "backward" in ast.unparse(parent))
             )
             for item in parent.items
@@ -108,16 +108,20 @@ def _joins(module: SourceFile, node: ast.AST) -> bool:
 
 
 def _step_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
-    """Return the loop over batches around a call: the innermost one around a backward pass of the same function."""
-    loop = module.enclosing(call, (ast.For, ast.While))
+    """Return the innermost loop around a call that has a backward pass of the same function; None without one."""
+    loop = module.find_enclosing_node(call, (ast.For, ast.While))
     if loop is None or module.scope(loop) is not module.scope(call):
         return None
     over = ast.unparse(loop.target) + ast.unparse(loop.iter) if isinstance(loop, ast.For) else ""
-    for backward in backward_passes(module, loop):
+    for backward in find_backward_calls(module, loop):
         if module.scope(backward) is not module.scope(call) or _whole_epoch(module, backward):
             continue
-        nearest = module.enclosing(backward, (ast.For, ast.While))
-        steps = "epoch" not in over and nearest is not None and module.enclosing(nearest, (ast.For, ast.While)) is loop
+        nearest = module.find_enclosing_node(backward, (ast.For, ast.While))
+        steps = (
+            "epoch" not in over
+            and nearest is not None
+            and module.find_enclosing_node(nearest, (ast.For, ast.While)) is loop
+        )
         if isinstance(loop, ast.While):
             over = ast.unparse(loop.test)
         if nearest is loop or (steps and re.search("step|iter", over)):
@@ -126,13 +130,13 @@ def _step_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
 
 
 def _whole_epoch(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a call makes more than one step: its function has the loop over batches, or is unreadable."""
+    """Return whether a call makes several steps: its function has a loop over batches, or is unknown."""
     if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
         return False
     target = function_of(module, call)
     return target is None or any(
-        target.module.enclosing(backward, (ast.For, ast.While)) is not None
-        for backward in target.module.below(target.node, "backward")
+        target.module.find_enclosing_node(backward, (ast.For, ast.While)) is not None
+        for backward in target.module.find_calls_below(target.node, "backward")
     )
 
 
@@ -142,38 +146,53 @@ def _now_and_then(module: SourceFile, call: ast.AST, loop: ast.AST) -> bool:
             return False
         if isinstance(parent, ast.ExceptHandler):
             return True
-        if isinstance(parent, ast.If) and not (_setting(parent.test) or _DISTRIBUTED.search(ast.unparse(parent.test))):
+        if isinstance(parent, ast.If) and not (
+            _is_setting_condition(parent.test) or _DISTRIBUTED.search(ast.unparse(parent.test))
+        ):
             return True
     return True
 
 
-def _setting(test: ast.expr) -> bool:
-    """Return whether a condition is the same in all steps: a name of the settings, or its opposite."""
+def _is_setting_condition(test: ast.expr) -> bool:
+    """Return whether a condition is the same in all steps: a name of the settings, or its negation."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
-    return (key(test) or "").partition(".")[0] in ("args", "cfg", "config", "opt", "hparams", "self", "use_amp", "ddp")
+    return (format_dotted_name(test) or "").partition(".")[0] in (
+        "args",
+        "cfg",
+        "config",
+        "opt",
+        "hparams",
+        "self",
+        "use_amp",
+        "ddp",
+    )
 
 
-def said_by_all(check: Check) -> Iterator[Problem]:
-    """DT054."""
+def said_by_all(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT054: line printed by every rank."""
     module = check.module
-    if not module.trains or check.project.runs_loop(module):
+    if not module.trains or check.project.framework_has_loop(module):
         return
     if not any(check.project.calls(module, name) for name in (names.INIT, *names.WRAPPERS, *names.ENGINES)):
         return
-    if check.project.says(module, _QUIET):
+    if check.project.has_text(module, _QUIET):
         return
     for call in [*module.methods.get("SummaryWriter", ()), *module.calls_of("wandb.init")]:
         given = ast.unparse(call).lower()
         if (
-            for_some(module, call) is None
-            and not by_launcher(module, call)
+            resolve_rank_guard(module, call) is None
+            and not is_launcher_code(module, call)
             and "rank" not in given
             and "group" not in given
         ):
-            yield check.problem("DT054", call, f"every rank opens a log: `{key(call.func)}`")
+            yield check.problem("DT054", call, f"every rank opens a log: `{format_dotted_name(call.func)}`")
     lines = sorted(
-        {call.lineno: call for call in [*_prints(check), *_printing(module)] if _by_all(module, call)}.items()
+        {
+            call.lineno: call
+            for call in [*_find_print_calls(check), *_find_printing_helpers(module)]
+            if _by_all(module, call)
+        }.items()
     )
     if lines:
         numbers = ", ".join(f"line {number}" for number, _ in lines[1:])
@@ -183,34 +202,44 @@ def said_by_all(check: Check) -> Iterator[Problem]:
 
 def _by_all(module: SourceFile, call: ast.Call) -> bool:
     """Return whether all ranks print a line that does not name the rank."""
-    if "rank" in ast.unparse(call).lower() or (for_some(module, call) is not None and not by_turns(module, call)):
+    if "rank" in ast.unparse(call).lower() or (
+        resolve_rank_guard(module, call) is not None and not by_turns(module, call)
+    ):
         return False
-    return module.enclosing(call, (ast.ExceptHandler,)) is None and not by_launcher(module, call)
+    return module.find_enclosing_node(call, (ast.ExceptHandler,)) is None and not is_launcher_code(module, call)
 
 
-def _prints(check: Check) -> Iterator[ast.Call]:
-    """Calls of print, of loggers, and progress bars over batches, that run in the ranks."""
+def _find_print_calls(check: CheckContext) -> Iterator[ast.Call]:
+    """Yield calls of print and of loggers, and progress bars over batches, that the ranks run."""
     module = check.module
     for call in module.methods.get("print", ()):
-        if key(call.func) == "print" and keyword(call, "file") is None and _runs(module, call):
+        if (
+            format_dotted_name(call.func) == "print"
+            and find_keyword_value(call, "file") is None
+            and _is_program_output(module, call)
+        ):
             yield call
     if not _quiet_loggers(check):
         for name in sorted(_LOGGING & set(module.methods)):
             for call in module.methods[name]:
-                if key(call.func) in (f"logger.{name}", f"logging.{name}", f"self.logger.{name}") and _runs(
-                    module, call
-                ):
+                if format_dotted_name(call.func) in (
+                    f"logger.{name}",
+                    f"logging.{name}",
+                    f"self.logger.{name}",
+                ) and _is_program_output(module, call):
                     yield call
     for name in ("tqdm", "trange"):
         for call in module.methods.get(name, ()):
             above = module.parents.get(call)
             assigned = isinstance(above, ast.Assign) and module.methods.get("backward")
-            if keyword(call, "disable") is None and (assigned or isinstance(above, ast.For | ast.Call | ast.withitem)):
+            if find_keyword_value(call, "disable") is None and (
+                assigned or isinstance(above, ast.For | ast.Call | ast.withitem)
+            ):
                 yield call
 
 
-def _runs(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a line is one of the program, and not of a description or an error."""
+def _is_program_output(module: SourceFile, call: ast.Call) -> bool:
+    """Return whether a line belongs to the program, and not to a description or an error."""
     function = module.scope(call)
     return (
         bool(call.args)
@@ -223,10 +252,10 @@ def _runs(module: SourceFile, call: ast.Call) -> bool:
     )
 
 
-def _quiet_loggers(check: Check) -> bool:
-    """Return whether a program sets up its loggers by rank: level, handlers, or a function that makes them."""
+def _quiet_loggers(check: CheckContext) -> bool:
+    """Return whether a program configures its loggers by rank: level, handlers, or a function that creates them."""
     module = check.module
-    return check.project.says(
+    return check.project.has_text(
         module,
         re.compile(
             r"(?:setLevel|level=|disable\()[^\n]*(?:rank|master|main)"
@@ -237,32 +266,37 @@ def _quiet_loggers(check: Check) -> bool:
     )
 
 
-def _printing(module: SourceFile) -> list[ast.Call]:
-    """Calls, in loops over batches, of functions of the project that print whatever the rank: `progress.display(i)`."""
+def _find_printing_helpers(module: SourceFile) -> list[ast.Call]:
+    """Return calls, in loops over batches, of project functions that print on every rank: `progress.display(i)`."""
     found = []
     for name in ("display", "report", "print_progress", "show", "print_log", "print"):
         for call in module.methods.get(name, ()):
             target = function_of(module, call)
             if target is None or _batch_loop(module, call) is None:
                 continue
-            lines = target.module.below(target.node, "print")
-            if lines and all(for_some(target.module, line, 0) is None for line in lines):
+            lines = target.module.find_calls_below(target.node, "print")
+            if lines and all(resolve_rank_guard(target.module, line, 0) is None for line in lines):
                 found.append(call)
     return found
 
 
-def folder_made_by_all(check: Check) -> Iterator[Problem]:
-    """DT055."""
+def folder_made_by_all(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT055: folder made by every rank."""
     module = check.module
-    if not module.trains or not check.project.distributed(module) or check.project.runs_loop(module):
+    if not module.trains or not check.project.distributed(module) or check.project.framework_has_loop(module):
         return
     for name in ("os.makedirs", "os.mkdir", "shutil.rmtree"):
         for call in module.calls_of(name):
-            exist = keyword(call, "exist_ok") or (call.args[2] if len(call.args) > 2 else None)
-            ignore = keyword(call, "ignore_errors") or (
+            exist = find_keyword_value(call, "exist_ok") or (call.args[2] if len(call.args) > 2 else None)
+            ignore = find_keyword_value(call, "ignore_errors") or (
                 call.args[1] if name == "shutil.rmtree" and len(call.args) > 1 else None
             )
-            if constant(exist) is True or ignore is not None or not call.args or mentions_rank(module, call.args[0]):
+            if (
+                read_constant_value(exist) is True
+                or ignore is not None
+                or not call.args
+                or mentions_rank(module, call.args[0])
+            ):
                 continue
             if not _is_run_by_all(module, call):
                 continue
@@ -275,27 +309,30 @@ def folder_made_by_all(check: Check) -> Iterator[Problem]:
 
 
 def _is_run_by_all(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether all ranks make a call, and an error of it ends them."""
-    if for_some(module, call) is not None or module.enclosing(call, (ast.Try,)) is not None:
+    """Return whether all ranks make a call whose error would end them."""
+    if resolve_rank_guard(module, call) is not None or module.find_enclosing_node(call, (ast.Try,)) is not None:
         return False
-    return not by_launcher(module, call)
+    return not is_launcher_code(module, call)
 
 
-def _paths_made_by_all(check: Check) -> Iterator[Problem]:
-    """Yield calls of `Path.mkdir` by all ranks."""
+def _paths_made_by_all(check: CheckContext) -> Iterator[Problem]:
+    """Yield calls of `Path.mkdir` on all ranks."""
     module = check.module
     for call in module.methods.get("mkdir", ()):
         if not isinstance(call.func, ast.Attribute) or call.args[2:] or module.name(call.func) == "os.mkdir":
             continue
-        root = (key(call.func.value) or "").partition(".")[0]
+        root = (format_dotted_name(call.func.value) or "").partition(".")[0]
         if (
             call.args
             or root in module.aliases
             or root in ("sftp", "fs", "hdfs")
-            or constant(keyword(call, "exist_ok")) is True
+            or read_constant_value(find_keyword_value(call, "exist_ok")) is True
         ):
             continue
-        if any(argument.arg is None for argument in call.keywords) or next(guards(module, call), None) is not None:
+        if (
+            any(argument.arg is None for argument in call.keywords)
+            or next(list_rank_guards(module, call), None) is not None
+        ):
             continue
         if mentions_rank(module, call.func.value) or not _is_run_by_all(module, call):
             continue

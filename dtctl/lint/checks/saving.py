@@ -1,4 +1,4 @@
-"""Rules about files: DT014, DT015, DT069."""
+"""Rules about files that ranks write: DT014, DT015, DT069."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dtctl.lint.check import Check
-from dtctl.lint.flow import argument, function_of, is_bound, origins
+from dtctl.lint.check import CheckContext
+from dtctl.lint.flow import find_call_argument, find_value_origins, function_of, is_bound_method
 from dtctl.lint.model import Problem
-from dtctl.lint.ranks import by_launcher, for_one_process, for_some, guards, mentions_rank
-from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
+from dtctl.lint.ranks import (
+    is_launcher_code,
+    is_single_process_code,
+    list_rank_guards,
+    mentions_rank,
+    resolve_rank_guard,
+)
+from dtctl.lint.source_file import Function, SourceFile, find_keyword_value, format_dotted_name, read_constant_value
 
 _NODE_LOCAL = re.compile(r"/tmp|/dev/shm|scratch|local|tempfile")  # noqa: S108 - looked for, not used
 _OWN_PATH = re.compile(
@@ -24,7 +30,7 @@ _WRITERS = {
     "imageio.imwrite": 0, "scipy.io.savemat": 0,
     "scipy.io.wavfile.write": 0, "shutil.copy": 1, "shutil.copyfile": 1, "shutil.copy2": 1,
 }  # fmt: skip
-"""Calls that write a file -> which argument is its path."""
+"""Calls that write a file -> index of the argument with its path."""
 _PATHS = ("f", "path", "file", "filename", "fp", "fname")
 _METHODS = (
     "to_csv",
@@ -40,47 +46,54 @@ _METHODS = (
 _HELPER = re.compile(r"save|write|dump|store|export|checkpoint|ckpt|snapshot|log_to|logger|record", re.IGNORECASE)
 _SAVES = re.compile(r"(?:^|_)save_?(?:checkpoint|model|state|ckpt|snapshot|weights)")
 _RESUMES = re.compile(r"resume|start_epoch|epochs_run|continue_from|epoch_st\b|begin_epoch")
-"""Words of a program that continues an earlier run."""
+"""Pattern of words in a program that continues an earlier run."""
 _SCALES = re.compile(r"\bGradScaler\(|\bamp\.initialize\(")
 
 
-def every_rank_writes(check: Check) -> Iterator[Problem]:
-    """DT014."""
+def every_rank_writes(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT014: every rank writes one file."""
     module = check.module
-    writes = list(_writes(module))
+    writes = list(_find_file_writes(module))
     saves = [name for name in module.methods if _SAVES.search(name)]
-    if (not writes and not saves) or check.project.runs_loop(module) or not check.project.distributed(module):
+    if (not writes and not saves) or check.project.framework_has_loop(module) or not check.project.distributed(module):
         return
-    elsewhere = not module.trains and bool(check.project.importers(module))  # reported where the training calls it
+    # Such a write is reported where the training code calls the function.
+    elsewhere = not module.trains and bool(check.project.importers(module))
     for call, path in writes if not elsewhere else ():
-        if for_some(module, call) is not None or by_launcher(module, call) or not _fixed_path(check, path):
+        if (
+            resolve_rank_guard(module, call) is not None
+            or is_launcher_code(module, call)
+            or not _fixed_path(check, path)
+        ):
             continue
-        if keyword(call, "is_main_process") is not None:
-            continue  # save_pretrained() gets the information
-        if not _in_training(check, call) or for_one_process(module, call):
+        if find_keyword_value(call, "is_main_process") is not None:
+            continue  # with `is_main_process`, save_pretrained() writes on one rank
+        if not _in_training(check, call) or is_single_process_code(module, call):
             continue
-        yield check.problem("DT014", call, f"every rank writes `{ast.unparse(path)}`{_from(module, call)}")
+        yield check.problem("DT014", call, f"every rank writes `{ast.unparse(path)}`{_describe_callers(module, call)}")
     yield from _through_helpers(check)
     for name in sorted(module.methods):
         if not _SAVES.search(name) or (name in module.functions and _guarded_inside(check, name)):
             continue
         for call in module.methods[name]:
-            handler = module.enclosing(call, (ast.ExceptHandler,))
+            handler = module.find_enclosing_node(call, (ast.ExceptHandler,))
             if (
                 handler is None
-                or for_some(module, call) is not None
+                or resolve_rank_guard(module, call) is not None
                 or any(mentions_rank(module, argument) for argument in call.args)
             ):
                 continue
             roots = {argument.partition(".")[0] for argument in module.aliases.values()}
-            if key(call.func) == name and ((name not in module.aliases and name not in module.functions) or roots):
+            if format_dotted_name(call.func) == name and (
+                (name not in module.aliases and name not in module.functions) or roots
+            ):
                 yield check.problem(
                     "DT014", call, f"`{name}` in an exception handler: every rank that fails writes one path"
                 )
 
 
-def _from(module: SourceFile, call: ast.Call) -> str:
-    """Return where the function that writes is called."""
+def _describe_callers(module: SourceFile, call: ast.Call) -> str:
+    """Return the callers of the function that writes, as text."""
     function = module.scope(call)
     calls = [
         one.lineno for one in module.methods.get(getattr(function, "name", ""), ()) if module.scope(one) is not function
@@ -88,25 +101,25 @@ def _from(module: SourceFile, call: ast.Call) -> str:
     return f" (called from {', '.join(f'line {number}' for number in calls[:3])})" if calls else ""
 
 
-def _in_training(check: Check, call: ast.Call) -> bool:
-    """Return whether a write is part of a training: in a file that uses ranks, or the save of a model."""
+def _in_training(check: CheckContext, call: ast.Call) -> bool:
+    """Return whether a write belongs to a training run: in a file that uses ranks, or as the save of a model."""
     return check.module.trains or (check.module.name(call.func) or "") == "torch.save"
 
 
-def _writes(module: SourceFile) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """Calls that write a file, each with its path."""
+def _find_file_writes(module: SourceFile) -> Iterator[tuple[ast.Call, ast.expr]]:
+    """Yield calls that write a file, each with the path."""
     for name, at in _WRITERS.items():
         for call in module.calls.get(name, ()):
             path = call.args[at] if len(call.args) > at else next(
                 (one.value for one in call.keywords if one.arg in _PATHS), None
             )  # fmt: skip
-            if path is not None and not _is_open(module, path):
+            if path is not None and not _is_open_file(module, path):
                 yield call, path
     for call in module.methods.get("open", ()):
-        mode = call.args[1] if len(call.args) > 1 else keyword(call, "mode")
-        text = constant(mode)
+        mode = call.args[1] if len(call.args) > 1 else find_keyword_value(call, "mode")
+        text = read_constant_value(mode)
         if (
-            key(call.func) in ("open", "io.open")
+            format_dotted_name(call.func) in ("open", "io.open")
             and call.args
             and isinstance(text, str)
             and text[:1] in ("w", "x", "a")
@@ -122,29 +135,30 @@ def _writes(module: SourceFile) -> Iterator[tuple[ast.Call, ast.expr]]:
                 yield call, call.args[0]
 
 
-def _is_open(module: SourceFile, node: ast.expr) -> bool:
-    """Return whether what is written to is a file that was opened: opening it is the write."""
+def _is_open_file(module: SourceFile, node: ast.expr) -> bool:
+    """Return whether the target of a write is a file that was opened; then opening it counts as the write."""
     bound = [binding.value for binding in module.lookup(node)]
     return any(
-        isinstance(value, ast.Call) and (key(value.func) or "").rpartition(".")[2] == "open" for value in (node, *bound)
+        isinstance(value, ast.Call) and (format_dotted_name(value.func) or "").rpartition(".")[2] == "open"
+        for value in (node, *bound)
     )
 
 
-def _through_helpers(check: Check) -> Iterator[Problem]:
-    """Yield calls of a function of the project that writes to its parameter, or to a fixed path, on every rank."""
+def _through_helpers(check: CheckContext) -> Iterator[Problem]:
+    """Yield calls of project functions that write to their parameter, or to a fixed path, on every rank."""
     module = check.module
     for name in sorted(module.methods):
         if not _HELPER.search(name):
             continue
         for call in module.methods[name]:
             target = function_of(module, call)
-            if target is None or not isinstance(target.node, Function) or for_some(module, call) is not None:
+            if target is None or not isinstance(target.node, Function) or resolve_rank_guard(module, call) is not None:
                 continue
             if (
-                by_launcher(module, call)
+                is_launcher_code(module, call)
                 or target.module is module
                 or target.module.trains
-                or for_one_process(module, call)
+                or is_single_process_code(module, call)
             ):
                 continue
             path = _written_by(target.module, target.node, call)
@@ -156,20 +170,24 @@ def _through_helpers(check: Check) -> Iterator[Problem]:
 
 
 def _written_by(module: SourceFile, function: Function, call: ast.Call) -> ast.expr | None:
-    """The path that a function of another file writes whatever the rank; None if it does not, or looks at the rank."""
-    for write, path in _writes(module):
-        if module.scope(write) is not function or next(guards(module, write), None) is not None:
+    """Return the path that a function of another file writes on every rank; None if there is none."""
+    for write, path in _find_file_writes(module):
+        if module.scope(write) is not function or next(list_rank_guards(module, write), None) is not None:
             continue
         if mentions_rank(module, path):
             return None
         root = next((part for part in ast.walk(path) if isinstance(part, ast.Name)), None)
-        given = argument(call, function, root.id, bound=is_bound(module, function)) if root is not None else None
+        given = (
+            find_call_argument(call, function, root.id, bound=is_bound_method(module, function))
+            if root is not None
+            else None
+        )
         return given if given is not None else path
     return None
 
 
-def _guarded_inside(check: Check, name: str) -> bool:
-    """Return whether a function of this file looks at the rank itself before it saves."""
+def _guarded_inside(check: CheckContext, name: str) -> bool:
+    """Return whether a function of this file tests the rank itself before it saves."""
     module = check.module
     saves = [
         call
@@ -177,14 +195,14 @@ def _guarded_inside(check: Check, name: str) -> bool:
         for call in module.calls_of("torch.save")
         if module.scope(call) is function
     ]
-    if any(any(True for _ in guards(module, call)) for call in saves):
-        # A method of that name somewhere is not the function that is called by its bare name.
+    if any(any(True for _ in list_rank_guards(module, call)) for call in saves):
+        # A method of the same name is not the function that is called by its bare name.
         return any(isinstance(module.parents[definition], ast.Module) for definition in module.functions[name])
     return False
 
 
-def _fixed_path(check: Check, path: ast.expr) -> bool:
-    """Return whether all ranks have the same path, and it is known here that it is one."""
+def _fixed_path(check: CheckContext, path: ast.expr) -> bool:
+    """Return whether all ranks have the same path, and the value is known to be a path."""
     module = check.module
     if mentions_rank(module, path):
         return False
@@ -195,16 +213,19 @@ def _fixed_path(check: Check, path: ast.expr) -> bool:
     for value in module.values(path):
         if _OWN_PATH.search(ast.unparse(value)):
             return False
-        if isinstance(value, ast.Call) and (key(value.func) or "").rpartition(".")[2] in ("BytesIO", "StringIO"):
+        if isinstance(value, ast.Call) and (format_dotted_name(value.func) or "").rpartition(".")[2] in (
+            "BytesIO",
+            "StringIO",
+        ):
             return False
         for part in ast.walk(value):
             if isinstance(part, ast.Name) and part.id in parameters and not _same_for_all(module, part):
-                return False  # a path that the caller chooses
+                return False  # the caller chooses the path
     return True
 
 
 def _same_for_all(module: SourceFile, parameter: ast.Name) -> bool:
-    """Return whether a parameter is the settings, or a path that all callers write out."""
+    """Return whether a parameter holds the settings, or a path that all callers write out."""
     if re.fullmatch(
         r"args|cfg|config|config_path|cfg_path|opts?|hparams|(?:\w+_)?params|hps|conf|flags|settings|epoch|step|i|iteration|it|iter|iters|n_iter|global_step",
         parameter.id,
@@ -212,31 +233,31 @@ def _same_for_all(module: SourceFile, parameter: ast.Name) -> bool:
         return True
     function = module.scope(parameter)
     if isinstance(function, Function) and function.name in module.started:
-        return function.args.args[0].arg != parameter.id  # every process that is started gets the same arguments
-    values = origins(module, parameter)
+        return function.args.args[0].arg != parameter.id  # all processes get the same arguments
+    values = find_value_origins(module, parameter)
     return all(
         (
             isinstance(value.node, ast.Constant | ast.JoinedStr)
-            or (key(value.node) or "").split(".")[0] in ("args", "cfg", "opt")
+            or (format_dotted_name(value.node) or "").split(".")[0] in ("args", "cfg", "opt")
         )
         and "rank" not in ast.unparse(value.node)
         for value in values
     )
 
 
-def local_rank_writes(check: Check) -> Iterator[Problem]:
-    """DT015."""
+def local_rank_writes(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT015: one writer for each node."""
     module = check.module
     if check.cluster.single_node:
         return
-    for call, path in _writes(module):
-        condition = for_some(module, call)
+    for call, path in _find_file_writes(module):
+        condition = resolve_rank_guard(module, call)
         if condition is None or condition.rank != "local" or not condition.at_zero or condition.early:
             continue
         if not _in_training(check, call) or mentions_rank(module, path):
             continue
         text = " ".join(ast.unparse(value) for value in module.values(path))
-        asked = next((value.node for value in origins(module, condition.test)
+        asked = next((value.node for value in find_value_origins(module, condition.test)
                       if isinstance(value.node, ast.Compare) and value.module is module),
                      condition.test) if isinstance(condition.test, ast.expr) else condition.test  # fmt: skip
         guessed = re.search(r"\bgpu|\.gpu", ast.unparse(condition.test)) and "LOCAL_RANK" not in module.text
@@ -245,29 +266,33 @@ def local_rank_writes(check: Check) -> Iterator[Problem]:
             yield check.problem("DT015", call, f"one rank of every node{at} writes, and all of them the same file")
 
     for call in [*module.methods.get("SummaryWriter", ()), *module.calls_of("wandb.init")]:
-        condition = for_some(module, call)
+        condition = resolve_rank_guard(module, call)
         if condition is None or condition.rank != "local" or not condition.at_zero or condition.early:
             continue
         if "LOCAL_RANK" in module.text or "local_rank" in ast.unparse(condition.test).lower():
             yield check.problem(
-                "DT015", call, f"one rank of every node opens a log: `{key(call.func)}`", severity="info"
+                "DT015", call, f"one rank of every node opens a log: `{format_dotted_name(call.func)}`", severity="info"
             )
 
 
-def incomplete(check: Check) -> Iterator[Problem]:
-    """DT069."""
+def check_snapshot_content(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT069: snapshot that lacks a state."""
     module = check.module
-    if not check.project.trains(module) or check.project.runs_loop(module) or not module.methods.get("backward"):
+    if (
+        not check.project.is_distributed_training(module)
+        or check.project.framework_has_loop(module)
+        or not module.methods.get("backward")
+    ):
         return
     helpers = [call for name in module.methods if _SAVES.search(name) for call in module.methods[name]]
     for call in [*module.calls_of("torch.save"), *helpers]:
-        states = [value.node for value in origins(module, call.args[0])] if call.args else []
+        states = [value.node for value in find_value_origins(module, call.args[0])] if call.args else []
         for state in states:
-            missing = _missing(module, state) or (
+            missing = _find_missing_state(module, state) or (
                 "optimizer's state" if _weights_only(state) and _goes_on(check) else None
             )
             if missing is not None:
-                made = state.lineno if module.within(state, module.tree) else 0
+                made = state.lineno if module.is_node_within(state, module.tree) else 0
                 at = f" (line {made})" if made not in (0, call.lineno) else ""
                 yield check.problem(
                     "DT069", call, f"the {missing} is not in the snapshot{at}, and a resumed training is another"
@@ -275,14 +300,14 @@ def incomplete(check: Check) -> Iterator[Problem]:
                 break
 
 
-def _missing(module: SourceFile, state: ast.expr) -> str | None:
-    """Return what a dictionary with the epoch of a training lacks; None if it is none, or complete."""
+def _find_missing_state(module: SourceFile, state: ast.expr) -> str | None:
+    """Return the missing state in a dictionary with a run's epoch; None for other or complete dictionaries."""
     if isinstance(state, ast.Dict):
         pairs = [
-            (str(constant(name) or ""), ast.unparse(value))
+            (str(read_constant_value(name) or ""), ast.unparse(value))
             for name, value in zip(state.keys, state.values, strict=True)
         ]
-    elif isinstance(state, ast.Call) and key(state.func) == "dict" and not state.args:
+    elif isinstance(state, ast.Call) and format_dotted_name(state.func) == "dict" and not state.args:
         pairs = [(one.arg or "", ast.unparse(one.value)) for one in state.keywords]
     else:
         return None
@@ -298,19 +323,19 @@ def _missing(module: SourceFile, state: ast.expr) -> str | None:
 
 
 def _weights_only(state: ast.expr) -> bool:
-    """Return whether what is saved is the state of a model, or a dictionary with nothing else."""
+    """Return whether the saved value is the state of a model, or a dictionary with nothing else."""
     values = state.values if isinstance(state, ast.Dict) else [state]
     texts = [ast.unparse(value) for value in values]
     states = [text for text in texts if text.endswith(".state_dict()")]
     return bool(states) and len(states) == len(texts) and all(re.search("model|net", text) for text in states)
 
 
-def _goes_on(check: Check) -> bool:
-    """Return whether a program loads its own checkpoint to resume, and saves no state of an optimizer anywhere."""
+def _goes_on(check: CheckContext) -> bool:
+    """Return whether a program resumes from its own checkpoint, but never saves the state of an optimizer."""
     module = check.module
     if not module.calls_of("torch.load") or not _RESUMES.search(module.text):
         return False
-    return not check.project.says(module, re.compile(r"opt\w*(?:\.\w+)?\.state_dict\("))
+    return not check.project.has_text(module, re.compile(r"opt\w*(?:\.\w+)?\.state_dict\("))
 
 
-CHECKS = (every_rank_writes, local_rank_writes, incomplete)
+CHECKS = (every_rank_writes, local_rank_writes, check_snapshot_content)

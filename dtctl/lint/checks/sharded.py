@@ -1,13 +1,13 @@
-"""Rules about FSDP's own arguments and recomputation: DT048, DT050, DT051."""
+"""Rules about the arguments of FSDP: DT048, DT050."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.check import Check
+from dtctl.lint.check import CheckContext
 from dtctl.lint.model import Problem
-from dtctl.lint.source_file import key, keyword
+from dtctl.lint.source_file import find_keyword_value
 
 _POLICIES = {
     "size_based_auto_wrap_policy": "min_num_params",
@@ -15,13 +15,12 @@ _POLICIES = {
     "lambda_auto_wrap_policy": "lambda_fn",
 }
 _NEED_A_SETTING = ("transformer_auto_wrap_policy", "lambda_auto_wrap_policy")
-"""Policies whose setting has no default."""
+"""Policies with a setting that has no default."""
 _CALLED = frozenset("module recurse nonwrapped_numel".split())
-_CHECKPOINTS = ("torch.utils.checkpoint.checkpoint", "torch.utils.checkpoint.checkpoint_sequential")
 
 
-def policy_called_at_once(check: Check) -> Iterator[Problem]:
-    """DT048."""
+def policy_called_at_once(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT048: wrap policy called at once."""
     module = check.module
     for name, setting in _POLICIES.items():
         for call in module.calls_of(f"torch.distributed.fsdp.wrap.{name}"):
@@ -34,11 +33,11 @@ def policy_called_at_once(check: Check) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def policy_without_its_setting(check: Check) -> Iterator[Problem]:
-    """DT048 of a policy that FSDP is given as it is, although it needs a setting."""
+def policy_without_its_setting(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT048 for a policy that is passed to FSDP without the setting that it needs."""
     module = check.module
     for call in module.calls_of(names.FSDP):
-        policy = keyword(call, "auto_wrap_policy")
+        policy = find_keyword_value(call, "auto_wrap_policy")
         if policy is None:
             continue
         package, _, name = (module.name(policy) or "").rpartition(".")
@@ -49,8 +48,8 @@ def policy_without_its_setting(check: Check) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def to_fully_shard(check: Check) -> Iterator[Problem]:
-    """DT050."""
+def to_fully_shard(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT050: the older FSDP."""
     module = check.module
     calls = module.calls_of(names.FSDP)
     if calls and not module.calls_of(names.FULLY_SHARD):
@@ -59,17 +58,8 @@ def to_fully_shard(check: Check) -> Iterator[Problem]:
         )
 
 
-def reentrant_by_default(check: Check) -> Iterator[Problem]:
-    """DT051."""
-    module = check.module
-    for call in module.calls_of(*_CHECKPOINTS)[:1] if _all_silent(check) else ():
-        yield check.problem("DT051", call, f"`{key(call.func)}` without use_reentrant: torch warns, and will refuse it")
-
-
-def _all_silent(check: Check) -> bool:
-    """Return whether no call of a file sets the variant: a file with one that does takes it into account."""
-    calls = check.module.calls_of(*_CHECKPOINTS)
-    return not any(argument.arg in (None, "use_reentrant") for call in calls for argument in call.keywords)
-
-
-CHECKS = (policy_called_at_once, policy_without_its_setting, to_fully_shard, reentrant_by_default)
+CHECKS = (
+    policy_called_at_once,
+    policy_without_its_setting,
+    to_fully_shard,
+)

@@ -1,4 +1,4 @@
-"""Rules about which rank gets which share of the data: DT037, DT053, DT056, DT057, DT058."""
+"""Rules about the share of the data for each rank: DT037, DT053, DT056, DT057, DT058."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.check import Check
-from dtctl.lint.flow import function_of, names_given, origins
+from dtctl.lint.check import CheckContext
+from dtctl.lint.flow import find_value_origins, function_of, names_given
 from dtctl.lint.model import Problem, Severity
-from dtctl.lint.ranks import for_some, is_world_size, mentions_rank, rank_kind
-from dtctl.lint.source_file import SourceFile, constant, key, keyword
+from dtctl.lint.ranks import is_world_size, mentions_rank, rank_kind, resolve_rank_guard
+from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
 
 _HELD_OUT = re.compile(
     r"(?:^|_|\b)(?:val|valid|validate|validation|test|eval|evaluation|dev)(?=$|_|\b|set|data|sampler|loader|ds)"
@@ -23,21 +23,24 @@ _SEEDS = ("manual_seed", "seed", "seed_everything", "set_seed", "fix_seed", "set
           "init_seeds", "fix_random_seed", "set_seeds", "seed_torch", "init_seed", "same_seeds")  # fmt: skip
 
 
-def local_rank_as_rank(check: Check) -> Iterator[Problem]:
-    """DT037."""
+def local_rank_as_rank(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT037: local rank as rank."""
     module = check.module
     if check.cluster.single_node or not module.trains:
         return
     severity: Severity | None = "error" if check.cluster.multi_node else None
     others = [
         call for name in module.methods if re.search(r"Sampler\Z|Dataset\Z|Loader\Z|\Ashard\Z", name)
-        for call in module.methods[name] if keyword(call, "num_replicas") or keyword(call, "world_size")
+        for call in module.methods[name]
+        if find_keyword_value(call, "num_replicas") or find_keyword_value(call, "world_size")
     ]  # fmt: skip
     for call in dict.fromkeys([*module.calls_of(names.INIT, names.SAMPLER), *others]):
-        short = (key(call.func) or "").rpartition(".")[2]
-        rank = keyword(call, "rank") or (call.args[2] if short == "DistributedSampler" and len(call.args) > 2 else None)
+        short = (format_dotted_name(call.func) or "").rpartition(".")[2]
+        rank = find_keyword_value(call, "rank") or (
+            call.args[2] if short == "DistributedSampler" and len(call.args) > 2 else None
+        )
         if rank is not None and rank_kind(module, rank) == "local":
-            values = origins(module, rank)
+            values = find_value_origins(module, rank)
             parameter = all(isinstance(value.node, ast.Name) for value in values)
             where = next((value.node.lineno for value in values if value.module is module
                           and value.node.lineno != rank.lineno and not parameter), None)  # fmt: skip
@@ -45,15 +48,15 @@ def local_rank_as_rank(check: Check) -> Iterator[Problem]:
             yield check.problem(
                 "DT037", rank,
                 f"{short} gets the local rank `{ast.unparse(rank)}`{at}: on every node it begins at 0 again",
-                severity=severity or ("info" if parameter or _spawns(check) or _one_node(call) else None),
+                severity=severity or ("info" if parameter or _is_spawning_ranks(check) or _one_node(call) else None),
             )  # fmt: skip
             continue
         for name in ("world_size", "num_replicas"):
-            size = keyword(call, name)
+            size = find_keyword_value(call, name)
             if size is not None and _counts_gpus(check, size):
                 yield check.problem(
                     "DT037", size, f"{short} gets the number of this node's GPUs as the number of ranks",
-                    severity=severity or ("info" if _spawns(check) else None),
+                    severity=severity or ("info" if _is_spawning_ranks(check) else None),
                 )  # fmt: skip
     for node in module.nodes_of(ast.Subscript):
         part = node.slice
@@ -67,35 +70,35 @@ def local_rank_as_rank(check: Check) -> Iterator[Problem]:
 
 
 def _one_node(call: ast.Call) -> bool:
-    """Return whether the ranks meet on their own node."""
-    method = constant(keyword(call, "init_method"))
+    """Return whether the rendezvous of the ranks is on their own node."""
+    method = read_constant_value(find_keyword_value(call, "init_method"))
     return isinstance(method, str) and ("127.0.0.1" in method or "localhost" in method)
 
 
-def _counts_gpus(check: Check, node: ast.expr) -> bool:
-    """Return whether a value is torch.cuda.device_count(), wherever it comes from."""
-    values = origins(check.module, node)
+def _counts_gpus(check: CheckContext, node: ast.expr) -> bool:
+    """Return whether a value is torch.cuda.device_count(), for any of its origins."""
+    values = find_value_origins(check.module, node)
     return bool(values) and all(
         isinstance(value.node, ast.Call) and value.module.name(value.node.func) == "torch.cuda.device_count"
         for value in values
     )
 
 
-def _spawns(check: Check) -> bool:
+def _is_spawning_ranks(check: CheckContext) -> bool:
     """Return whether the program starts its ranks itself, on its node."""
-    return check.project.says(check.module, "notebook_launcher") or any(
+    return check.project.has_text(check.module, "notebook_launcher") or any(
         check.project.calls(check.module, starter) for starter in names.STARTS
     )
 
 
-def padded_evaluation(check: Check) -> Iterator[Problem]:
-    """DT056."""
+def padded_evaluation(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT056: evaluation with repeated samples."""
     module = check.module
-    if check.project.framework(module):
+    if check.project.uses_framework(module):
         return
     for call in module.calls_of(names.SAMPLER):
-        dropped = keyword(call, "drop_last")
-        if constant(dropped) is True or not _held_out(check, call):
+        dropped = find_keyword_value(call, "drop_last")
+        if read_constant_value(dropped) is True or not _held_out(check, call):
             continue
         yield check.problem("DT056", call, "DistributedSampler repeats samples until all ranks have the same number")
     for name in [name for name in module.methods if "sampler" in name.lower()]:
@@ -106,18 +109,18 @@ def padded_evaluation(check: Check) -> Iterator[Problem]:
                 )
 
 
-def gathered_twice(check: Check) -> Iterator[Problem]:
-    """DT056 of accelerate: `gather` in an evaluation, where `gather_for_metrics` leaves out what was repeated."""
+def gathered_twice(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT056 for accelerate: `gather` in an evaluation, since only `gather_for_metrics` drops repetitions."""
     module = check.module
-    if "accelerat" not in module.text or check.project.runs_loop(module):
+    if "accelerat" not in module.text or check.project.framework_has_loop(module):
         return
     for call in module.methods.get("gather", ()):
         function = module.scope(call)
-        owner = key(call.func.value) if isinstance(call.func, ast.Attribute) else None
-        loop = module.enclosing(call, (ast.For,))
+        owner = format_dotted_name(call.func.value) if isinstance(call.func, ast.Attribute) else None
+        loop = module.find_enclosing_node(call, (ast.For,))
         if owner is None or "accelerator" not in owner or loop is None or not isinstance(function, ast.FunctionDef):
             continue
-        evaluates = re.search(r"val|test|eval", function.name) and not module.below(function, "backward")
+        evaluates = re.search(r"val|test|eval", function.name) and not module.find_calls_below(function, "backward")
         figures = re.search(r"pred|label|output|logits|loss", " ".join(ast.unparse(one) for one in call.args))
         if evaluates and figures and not module.methods.get("gather_for_metrics"):
             yield check.problem(
@@ -128,80 +131,90 @@ def gathered_twice(check: Check) -> Iterator[Problem]:
 
 
 def _is_sampler(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether what a call returns is a DistributedSampler that keeps what is left of a division."""
+    """Return whether a call returns a DistributedSampler that keeps the rest of the division."""
     return any(
         isinstance(value.node, ast.Call)
         and value.module.name(value.node.func) == names.SAMPLER
-        and constant(keyword(value.node, "drop_last")) is not True
-        for value in origins(module, call)
+        and read_constant_value(find_keyword_value(value.node, "drop_last")) is not True
+        for value in find_value_origins(module, call)
     )
 
 
-def _held_out(check: Check, call: ast.Call) -> bool:
-    """Return whether the data of a sampler or loader is not trained on, by its names."""
+def _held_out(check: CheckContext, call: ast.Call) -> bool:
+    """Return whether a sampler or loader has data for evaluation, by its names."""
     module = check.module
     statement = module.statement(call)
-    target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
-    data = call.args[0] if call.args else keyword(call, "dataset")
-    name = key(data) if data is not None else ""
-    named = next((one.arg for one in _around(module, call) if one.arg), "")  # DataLoader(valid, sampler=...)
+    target = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+    data = call.args[0] if call.args else find_keyword_value(call, "dataset")
+    name = format_dotted_name(data) if data is not None else ""
+    named = next(
+        (one.arg for one in _find_enclosing_keyword(module, call) if one.arg), ""
+    )  # DataLoader(valid, sampler=...)
     return any(_HELD_OUT.search(text or "") is not None for text in (target, name, named))
 
 
-def _around(module: SourceFile, call: ast.Call) -> list[ast.keyword]:
+def _find_enclosing_keyword(module: SourceFile, call: ast.Call) -> list[ast.keyword]:
     above = module.parents.get(call)
     return [above] if isinstance(above, ast.keyword) and above.arg not in ("sampler", None) else []
 
 
-def evaluated_by_all(check: Check) -> Iterator[Problem]:
-    """DT057."""
+def evaluated_by_all(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT057: evaluation by every rank."""
     module = check.module
     if not (module.calls_of(names.SAMPLER) or check.project.distributed(module)):
         return
-    if check.project.framework(module) and (check.project.runs_loop(module) or "deepspeed." not in module.text):
-        return  # DeepSpeed divides what it is given to train on, and nothing else
+    if check.project.uses_framework(module) and (
+        check.project.framework_has_loop(module) or "deepspeed." not in module.text
+    ):
+        return  # DeepSpeed divides only the training data
     for call in module.calls_of(names.LOADER):
         given = names_given(module, call)
         if None in given or given & {"sampler", "batch_sampler"} or len(call.args) > 3 or not _held_out(check, call):
             continue
-        if for_some(module, call) is not None or _used_by_some(check, call):
+        if resolve_rank_guard(module, call) is not None or _used_by_some(check, call):
             continue
         yield check.problem("DT057", call, "every rank evaluates the whole set")
 
 
-def _used_by_some(check: Check, loader: ast.Call) -> bool:
-    """Return whether the only uses of a loader are under a condition on the rank."""
+def _used_by_some(check: CheckContext, loader: ast.Call) -> bool:
+    """Return whether a loader is only used under a condition on the rank."""
     module = check.module
     statement = module.statement(loader)
-    name = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    name = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else None
     if name is None:
         return True
     uses = [
         use
         for calls in module.methods.values()
         for use in calls
-        if any(key(argument) == name for argument in (*use.args, *(given.value for given in use.keywords)))
-        and key(use.func) != "len"
+        if any(
+            format_dotted_name(argument) == name for argument in (*use.args, *(given.value for given in use.keywords))
+        )
+        and format_dotted_name(use.func) != "len"
     ]
-    return any(for_some(module, use) is not None for use in uses)
+    return any(resolve_rank_guard(module, use) is not None for use in uses)
 
 
-def own_random_order(check: Check) -> Iterator[Problem]:
-    """DT058."""
+def own_random_order(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT058: split of each rank's own."""
     module = check.module
     yield from _shuffled_by_datasets(check)
     splits = module.calls_of("torch.utils.data.random_split")
     orders = [call for name in sorted(_RANDOM_ORDER) for call in module.calls_of(name) if _orders_files(check, call)]
     draws = [call for call in module.methods.get("sample", ()) if _draws_rows(module, call)]
     some = splits or orders or draws or module.methods.get("train_test_split")
-    if not some or not (check.project.distributed(module) or check.project.framework(module)):
+    if not some or not (check.project.distributed(module) or check.project.uses_framework(module)):
         return
-    if check.project.runs_loop(module):
+    if check.project.framework_has_loop(module):
         return
     if any(check.project.methods(module, name) for name in _SEEDS):
         return
     for call in splits:
-        if keyword(call, "generator") is None and len(call.args) < 3 and for_some(module, call) is None:
+        if (
+            find_keyword_value(call, "generator") is None
+            and len(call.args) < 3
+            and resolve_rank_guard(module, call) is None
+        ):
             yield check.problem("DT058", call, "random_split without a seed: every rank splits the set differently")
     yield from _split_by_sklearn(check)
     for call in draws:
@@ -213,46 +226,56 @@ def own_random_order(check: Check) -> Iterator[Problem]:
 
 
 def _draws_rows(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a call draws rows of a table of pandas that was read from a file, without a seed of its own."""
-    if not isinstance(call.func, ast.Attribute) or keyword(call, "random_state") is not None:
+    """Return whether a call draws rows, without a seed, from a pandas table that was read from a file."""
+    if not isinstance(call.func, ast.Attribute) or find_keyword_value(call, "random_state") is not None:
         return False
-    whole = constant(keyword(call, "frac")) == 1 and module.enclosing(call, (ast.FunctionDef,)) is not None
+    whole = (
+        read_constant_value(find_keyword_value(call, "frac")) == 1
+        and module.find_enclosing_node(call, (ast.FunctionDef,)) is not None
+    )
     bound = [binding.value for binding in module.lookup(call.func.value) if binding.value is not None]
     read = any(
         isinstance(value, ast.Call) and (module.name(value.func) or "").startswith("pandas.read_") for value in bound
     )
-    return read and not whole and for_some(module, call) is None
+    return read and not whole and resolve_rank_guard(module, call) is None
 
 
-def _orders_files(check: Check, call: ast.Call) -> bool:
-    """Return whether what is shuffled are files or samples, once for all, and by all ranks."""
+def _orders_files(check: CheckContext, call: ast.Call) -> bool:
+    """Return whether all ranks shuffle files or samples, once for the whole run."""
     module = check.module
-    if not call.args or not module.trains or for_some(module, call) is not None:
+    if not call.args or not module.trains or resolve_rank_guard(module, call) is not None:
         return False
-    if module.enclosing(call, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) is not None and re.match(
+    if module.find_enclosing_node(call, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) is not None and re.match(
         r"__getitem__|__iter__|forward|collate", getattr(module.scope(call), "name", "")
     ):
         return False
     return re.search(r"file|path|sample|indices|idx|shard|data|url|image", ast.unparse(call.args[0])) is not None
 
 
-def _shuffled_by_datasets(check: Check) -> Iterator[Problem]:
-    """`dataset.shuffle()` of Hugging Face's datasets, which draws a seed of its own in every process."""
+def _shuffled_by_datasets(check: CheckContext) -> Iterator[Problem]:
+    """Yield calls of `dataset.shuffle()` of Hugging Face's datasets, which draws a different seed in every process."""
     module = check.module
     if "load_dataset" not in module.text or not re.search("LOCAL_RANK|WORLD_SIZE|init_process_group", module.text):
         return
     for call in module.methods.get("shuffle", ()):
-        if call.args or call.keywords or not isinstance(call.func, ast.Attribute) or for_some(module, call) is not None:
+        if (
+            call.args
+            or call.keywords
+            or not isinstance(call.func, ast.Attribute)
+            or resolve_rank_guard(module, call) is not None
+        ):
             continue
         root: ast.expr = call.func.value
         while isinstance(root, ast.Subscript | ast.Call | ast.Attribute) and not _loads_dataset(root):
             root = root.value if not isinstance(root, ast.Call) else root.func
-        values = [root] if _loads_dataset(root) else [value.node for value in origins(module, root)]
+        values = [root] if _loads_dataset(root) else [value.node for value in find_value_origins(module, root)]
         while (
             values and not _loads_dataset(values[0]) and isinstance(values[0], ast.Call | ast.Attribute | ast.Subscript)
         ):
             inner = values[0].func if isinstance(values[0], ast.Call) else values[0].value
-            values = [value.node for value in origins(module, inner)] if isinstance(inner, ast.Name) else [inner]
+            values = (
+                [value.node for value in find_value_origins(module, inner)] if isinstance(inner, ast.Name) else [inner]
+            )
         if any(_loads_dataset(value) for value in values):
             yield check.problem(
                 "DT058",
@@ -262,30 +285,30 @@ def _shuffled_by_datasets(check: Check) -> Iterator[Problem]:
 
 
 def _loads_dataset(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and (key(node.func) or "").rpartition(".")[2] == "load_dataset"
+    return isinstance(node, ast.Call) and (format_dotted_name(node.func) or "").rpartition(".")[2] == "load_dataset"
 
 
-def _split_by_sklearn(check: Check) -> Iterator[Problem]:
-    """train_test_split of scikit-learn, which takes numpy's random numbers."""
+def _split_by_sklearn(check: CheckContext) -> Iterator[Problem]:
+    """Yield calls of scikit-learn's train_test_split, which uses numpy's random numbers."""
     module = check.module
     for call in module.methods.get("train_test_split", ()):
         given = {argument.arg for argument in call.keywords}
-        shuffled = constant(keyword(call, "shuffle")) is not False
-        if shuffled and not given & {"random_state", None} and for_some(module, call) is None:
+        shuffled = read_constant_value(find_keyword_value(call, "shuffle")) is not False
+        if shuffled and not given & {"random_state", None} and resolve_rank_guard(module, call) is None:
             yield check.problem("DT058", call, "train_test_split without a seed: every rank splits the set differently")
 
 
-def share_of_the_whole(check: Check) -> Iterator[Problem]:
-    """DT053."""
+def share_of_the_whole(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT053: one share divided by the whole."""
     module = check.module
     samplers = [call for call in module.calls_of(names.SAMPLER) if _held_out(check, call)]
-    if not samplers or check.project.framework(module):
+    if not samplers or check.project.uses_framework(module):
         return
     for node in module.nodes_of(ast.BinOp):
         if not isinstance(node.op, ast.Div):
             continue
         divisor = node.right
-        if isinstance(divisor, ast.Call) and key(divisor.func) == "len" and divisor.args:
+        if isinstance(divisor, ast.Call) and format_dotted_name(divisor.func) == "len" and divisor.args:
             text = ast.unparse(divisor.args[0])
         else:
             continue

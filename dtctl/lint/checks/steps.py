@@ -6,22 +6,29 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dtctl.lint.check import Check
+from dtctl.lint.check import CheckContext
 from dtctl.lint.model import Problem
-from dtctl.lint.ranks import by_launcher, for_one_process, guards, mentions_rank
-from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword, position
-from dtctl.lint.wraps import wraps
+from dtctl.lint.ranks import is_launcher_code, is_single_process_code, list_rank_guards, mentions_rank, rank_kind
+from dtctl.lint.source_file import (
+    Function,
+    SourceFile,
+    find_keyword_value,
+    format_dotted_name,
+    read_constant_value,
+    read_node_position,
+)
+from dtctl.lint.wraps import list_model_wraps
 
 _SEEDS = ("seed_everything", "fix_random_seeds", "fix_random_seed", "set_seed", "set_random_seed", "setup_seed")
 _RANDOM = re.compile(r"\bDropout|\bdropout|\bRandom[A-Z]|\brandom\.|torch\.rand|RandAugment|shuffle=True|np\.random")
 
 
-def batch_norm(check: Check) -> Iterator[Problem]:
-    """DT005."""
+def batch_norm(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT005: BatchNorm under DDP."""
     module = check.module
-    if not any(wrap.kind == "ddp" for wrap in wraps(module)):
+    if not any(wrap.kind == "ddp" for wrap in list_model_wraps(module)):
         return
-    if check.project.says(module, re.compile("SyncBatchNorm|sync_bn")):
+    if check.project.has_text(module, re.compile("SyncBatchNorm|sync_bn")):
         return
     for name in sorted(module.calls):
         if re.match(
@@ -31,39 +38,51 @@ def batch_norm(check: Check) -> Iterator[Problem]:
             return
 
 
-def same_seed(check: Check) -> Iterator[Problem]:
-    """DT008."""
+def same_seed(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT008: one seed for all ranks."""
     module = check.module
     seeds = [
         *module.calls_of("torch.manual_seed", "torch.cuda.manual_seed_all"),
         *(call for name in _SEEDS for call in module.methods.get(name, ())),
     ] or module.calls_of("random.seed", "numpy.random.seed")
-    wrappers = wraps(module)
+    wrappers = list_model_wraps(module)
     for wrap in wrappers:
-        synced = keyword(wrap.call, "init_sync")
-        if synced is not None and constant(synced) is False and not check.project.methods(module, "manual_seed"):
+        synced = find_keyword_value(wrap.call, "init_sync")
+        if (
+            synced is not None
+            and read_constant_value(synced) is False
+            and not check.project.methods(module, "manual_seed")
+        ):
             yield check.problem(
                 "DT008",
                 synced,
                 "init_sync=False without a seed: every rank trains a different model",
                 severity="error",
             )
-    if not seeds or not (wrappers or check.project.distributed(module)) or check.project.runs_loop(module):
+    if not seeds or not (wrappers or check.project.distributed(module)) or check.project.framework_has_loop(module):
         return
-    if not check.project.says(module, _RANDOM) or "device_specific" in module.text:
+    if not check.project.has_text(module, _RANDOM) or "device_specific" in module.text:
         return
-    seeds = [call for call in seeds if not by_launcher(module, call) and not for_one_process(module, call)]
+    seeds = [call for call in seeds if not is_launcher_code(module, call) and not is_single_process_code(module, call)]
     if not seeds:
         return
     helpers = {getattr(module.scope(call), "name", "") for call in seeds} & set(_SEEDS)
-    called = [call for call in seeds if (key(call.func) or "").rpartition(".")[2] in helpers]
-    seeds = called or seeds  # where a helper of the file is called, and not the line in it
+    called = [call for call in seeds if (format_dotted_name(call.func) or "").rpartition(".")[2] in helpers]
+    seeds = called or seeds  # calls of a helper in the file replace the line in the helper
     if any(call.args and mentions_rank(module, call.args[0]) for call in seeds):
+        ranks = [part for call in seeds for argument in call.args[:1] for part in ast.walk(argument)
+                 if isinstance(part, ast.expr) and rank_kind(module, part)]  # fmt: skip
+        if ranks and all(rank_kind(module, part) == "local" for part in ranks) and not check.cluster.single_node:
+            yield check.problem(
+                "DT008", ranks[0], "the seed is that of the local rank: rank 0 of every node has the same, and so on",
+                fix="take the global rank",
+            )  # fmt: skip
         return
     call = seeds[0]
     values = module.values(call.args[0]) if call.args else []
     same = all(
-        isinstance(constant(value), int) or re.search(r"(?i)(?:^|_)seed$", (key(value) or "").rpartition(".")[2])
+        isinstance(read_constant_value(value), int)
+        or re.search(r"(?i)(?:^|_)seed$", (format_dotted_name(value) or "").rpartition(".")[2])
         for value in values
     )
     if values and same:
@@ -72,8 +91,8 @@ def same_seed(check: Check) -> Iterator[Problem]:
         )
 
 
-def clipped_scaled(check: Check) -> Iterator[Problem]:
-    """DT031."""
+def clipped_scaled(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT031: clipped before unscale_."""
     module = check.module
     for clip in module.methods.get("clip_grad_norm_", []) + module.methods.get("clip_grad_value_", []):
         scope = module.scope(clip)
@@ -99,17 +118,19 @@ def clipped_scaled(check: Check) -> Iterator[Problem]:
             )
 
 
-def waits_each_step(check: Check) -> Iterator[Problem]:
-    """DT032."""
+def waits_each_step(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT032: wait in every step."""
     module = check.module
     calls = [*module.methods.get("item", ()), *module.calls_of("torch.cuda.synchronize")]
-    for step in _steps(module) if calls else ():
+    for step in _find_step_code(module) if calls else ():
         waiting = [
             call
-            for call in sorted(calls, key=position)
-            if _waits(module, call) and module.within(call, step) and _in_each_step(module, call, step)
-            and next(guards(module, call), None) is None
-        ]  # fmt: skip
+            for call in sorted(calls, key=read_node_position)
+            if _is_waiting_for_gpu(module, call)
+            and module.is_node_within(call, step)
+            and _in_each_step(module, call, step)
+            and next(list_rank_guards(module, call), None) is None
+        ]
         if waiting:
             first = waiting[0]
             item = isinstance(first.func, ast.Attribute) and first.func.attr == "item"
@@ -119,30 +140,30 @@ def waits_each_step(check: Check) -> Iterator[Problem]:
             yield check.problem("DT032", first, f"`{what}` in every step makes the processor wait for the GPU{also}")
 
 
-def _waits(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a call waits for the GPU: not the item of a number that was drawn on the processor."""
+def _is_waiting_for_gpu(module: SourceFile, call: ast.Call) -> bool:
+    """Return whether a call waits for the GPU, other than the item of a number that was drawn on the CPU."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "item":
         return True
-    drawn = isinstance(call.func.value, ast.Call) and keyword(call.func.value, "device") is None
+    drawn = isinstance(call.func.value, ast.Call) and find_keyword_value(call.func.value, "device") is None
     owner = module.name(call.func.value.func) if isinstance(call.func.value, ast.Call) else None
     return not call.args and not (drawn and owner in ("torch.randint", "torch.rand", "torch.randn", "torch.randperm"))
 
 
-def _steps(module: SourceFile) -> list[ast.AST]:
-    """Return what is run in every step: loops around a backward pass, and functions with one that a loop calls."""
+def _find_step_code(module: SourceFile) -> list[ast.AST]:
+    """Return code that runs in every step: loops around a backward pass, and functions with one that a loop calls."""
     found: dict[ast.AST, None] = {}
     for backward in module.methods.get("backward", ()):
         function = module.scope(backward)
-        loop = module.enclosing(backward, (ast.For, ast.While))
+        loop = module.find_enclosing_node(backward, (ast.For, ast.While))
         if loop is not None and module.scope(loop) is function:
             found[loop] = None
-            outer = module.enclosing(loop, (ast.For, ast.While))
+            outer = module.find_enclosing_node(loop, (ast.For, ast.While))
             over = ast.unparse(loop.target) + ast.unparse(loop.iter) if isinstance(loop, ast.For) else ""
             if re.search(r"micro|accum", over) and outer is not None and module.scope(outer) is function:
                 found[outer] = None
         elif isinstance(function, Function) and function.name != "backward":
             callers = module.neighbours.callers(module, function) if module.neighbours is not None else []
-            loops = [(caller, caller.enclosing(call, (ast.For, ast.While))) for caller, call in callers[:8]]
+            loops = [(caller, caller.find_enclosing_node(call, (ast.For, ast.While))) for caller, call in callers[:8]]
             for caller, around in loops:
                 if around is not None and caller is module:
                     found[around] = None
@@ -152,21 +173,21 @@ def _steps(module: SourceFile) -> list[ast.AST]:
 
 
 _STEP = re.compile(r"(?:^|_)(?:train|training|run|optimi[sz]ation)_(?:step|batch|iteration|iter)$")
-"""Names of functions that are one step, regardless of the caller."""
+"""Pattern of names of functions that are one step, regardless of the caller."""
 _EVERY_STEP = re.compile(
     r"^(?:not )?(?:torch\.cuda\.is_available\(\)|(?:self\.)?(?:use_)?(?:cuda|gpu)"
     r"|(?:self\.)?device(?:\.type|_type)? == .cuda.)$"
 )
-"""A condition that holds in all steps of a training on GPUs."""
+"""Pattern of a condition that holds in all steps of a training run on GPUs."""
 
 
 def _in_each_step(module: SourceFile, call: ast.Call, step: ast.AST) -> bool:
-    """Return whether every step comes to a call: no condition, and no loop over other batches, is between."""
+    """Return whether every step reaches a call, without a condition or a loop over other batches in between."""
     return module.scope(call) in (step, module.scope(step)) and not any(
         (isinstance(parent, ast.If | ast.While) and not _EVERY_STEP.match(ast.unparse(parent.test)))
         or (isinstance(parent, ast.For) and re.search(r"loader|batches|data", ast.unparse(parent.iter)))
         for parent, _ in module.chain(call)
-        if parent is not step and module.within(parent, step)
+        if parent is not step and module.is_node_within(parent, step)
     )
 
 

@@ -1,4 +1,4 @@
-"""Rules about what collectives get and give: DT043, DT044."""
+"""Rules about inputs and results of collectives: DT043, DT044."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.check import Check
-from dtctl.lint.flow import callee, origins
+from dtctl.lint.check import CheckContext
+from dtctl.lint.flow import find_value_origins, resolve_callee
 from dtctl.lint.model import Problem
-from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
+from dtctl.lint.source_file import Function, SourceFile, find_keyword_value, format_dotted_name, read_constant_value
 
 _TENSORS = frozenset(
     "torch." + name
@@ -31,68 +31,81 @@ _NOTHING = frozenset(
 )
 
 
-def on_the_cpu(check: Check) -> Iterator[Problem]:
-    """DT043."""
+def on_the_cpu(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT043: CPU tensor in a collective of NCCL."""
     module = check.module
     calls = [
-        call for name in _FIRST for call in module.calls.get(name, ()) if call.args and keyword(call, "group") is None
+        call
+        for name in _FIRST
+        for call in module.calls.get(name, ())
+        if call.args and find_keyword_value(call, "group") is None
     ]
     if not calls or not _only_nccl(check):
         return
-    if check.project.says(module, re.compile("set_default_device|set_default_tensor_type")):
+    if check.project.has_text(module, re.compile("set_default_device|set_default_tensor_type")):
         return
     for call in sorted(calls, key=lambda one: one.lineno):
         if len(call.args) > 2:
             continue
-        values = origins(module, call.args[0])
-        if values and all(_made_on_cpu(value.module, value.node) for value in values) and not _moved(module, call):
+        values = find_value_origins(module, call.args[0])
+        if (
+            values
+            and all(_is_cpu_tensor_call(value.module, value.node) for value in values)
+            and not _is_tensor_moved(module, call)
+        ):
             yield check.problem(
                 "DT043", call, f"`{ast.unparse(call.args[0])}` is on the CPU, and NCCL has no such tensors"
             )
 
 
-def _only_nccl(check: Check) -> bool:
-    """Return whether every process group of the program is surely one of NCCL alone."""
+def _only_nccl(check: CheckContext) -> bool:
+    """Return whether every process group of the program certainly uses NCCL alone."""
     starts = [
         (source, call)
         for origin in (check.module, *check.project.importers(check.module)[:4])
-        for source in check.project.having(origin, "init_process_group")
+        for source in check.project.find_modules_with_words(origin, "init_process_group")
         for call in source.calls_of(names.INIT)
     ]
     for source, call in starts:
-        backend = keyword(call, "backend") or (call.args[0] if call.args else None)
-        values = origins(source, backend) if backend is not None else []
-        if not values or not all(constant(value.node) == "nccl" for value in values):
+        backend = find_keyword_value(call, "backend") or (call.args[0] if call.args else None)
+        values = find_value_origins(source, backend) if backend is not None else []
+        if not values or not all(read_constant_value(value.node) == "nccl" for value in values):
             return False
-    return bool(starts) and not check.project.says(check.module, "new_group")
+    return bool(starts) and not check.project.has_text(check.module, "new_group")
 
 
-def _made_on_cpu(module: SourceFile, node: ast.expr) -> bool:
-    if not isinstance(node, ast.Call) or module.name(node.func) not in _TENSORS or keyword(node, "device") is not None:
+def _is_cpu_tensor_call(module: SourceFile, node: ast.expr) -> bool:
+    if (
+        not isinstance(node, ast.Call)
+        or module.name(node.func) not in _TENSORS
+        or find_keyword_value(node, "device") is not None
+    ):
         return False
-    above = module.enclosing(node, (ast.With,))
+    above = module.find_enclosing_node(node, (ast.With,))
     while isinstance(above, ast.With):
         if any("device" in ast.unparse(item.context_expr) for item in above.items):
             return False
-        above = module.enclosing(above, (ast.With,))
-    # as_tensor of something that may be on the GPU already
+        above = module.find_enclosing_node(above, (ast.With,))
+    # A value of as_tensor may be on the GPU already.
     source = node.args[0] if node.args else None
     return not (module.name(node.func) == "torch.as_tensor" and isinstance(source, ast.Name | ast.Attribute))
 
 
-def _moved(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a method that moves it is called on the tensor somewhere in the function."""
-    name = key(call.args[0])
+def _is_tensor_moved(module: SourceFile, call: ast.Call) -> bool:
+    """Return whether a method in the function moves the tensor to another device."""
+    name = format_dotted_name(call.args[0])
     scope = module.scope(call)
     return any(
-        isinstance(move.func, ast.Attribute) and key(move.func.value) == name and module.scope(move) is scope
+        isinstance(move.func, ast.Attribute)
+        and format_dotted_name(move.func.value) == name
+        and module.scope(move) is scope
         for method in ("to", "cuda")
         for move in module.methods.get(method, ())
     )
 
 
-def thrown_away(check: Check) -> Iterator[Problem]:
-    """DT044."""
+def thrown_away(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT044: result of a collective thrown away."""
     module = check.module
     for name in _FUNCTIONAL:
         for call in module.calls.get(name, ()):
@@ -105,7 +118,7 @@ def thrown_away(check: Check) -> Iterator[Problem]:
     for name in _NOTHING:
         for call in module.calls.get(name, ()):
             above = module.parents.get(call)
-            asynchronous = keyword(call, "async_op") is not None or len(call.args) > 3
+            asynchronous = find_keyword_value(call, "async_op") is not None or len(call.args) > 3
             if isinstance(above, ast.Assign) and not asynchronous and _used_as_tensor(module, above):
                 yield check.problem(
                     "DT044",
@@ -114,8 +127,8 @@ def thrown_away(check: Check) -> Iterator[Problem]:
                 )
             elif (
                 isinstance(above, ast.Expr)
-                and constant(keyword(call, "async_op")) is True
-                and not _waited(module, call)
+                and read_constant_value(find_keyword_value(call, "async_op")) is True
+                and not _has_later_wait(module, call)
             ):
                 yield check.problem(
                     "DT044", call, f"{name.rpartition('.')[2]}(async_op=True) is never waited for", severity="warning"
@@ -124,8 +137,8 @@ def thrown_away(check: Check) -> Iterator[Problem]:
 
 
 def _used_as_tensor(module: SourceFile, assign: ast.Assign) -> bool:
-    """Return whether a name that is surely None is used afterwards where None makes no sense."""
-    name = key(assign.targets[0])
+    """Return whether a name that is certainly None is used afterwards in a way that None does not allow."""
+    name = format_dotted_name(assign.targets[0])
     if name is None or len(assign.targets) != 1:
         return False
     scope = module.scope(assign)
@@ -135,16 +148,16 @@ def _used_as_tensor(module: SourceFile, assign: ast.Assign) -> bool:
         *((use, use.value) for use in module.nodes_of(ast.Subscript)),
     ]
     for use, part in uses:
-        if key(part) != name or module.scope(use) is not scope or use.lineno <= assign.lineno:
+        if format_dotted_name(part) != name or module.scope(use) is not scope or use.lineno <= assign.lineno:
             continue
-        current = module.current(part, use)
+        current = module.find_current_binding(part, use)
         if current is not None and current.statement is assign and getattr(use, "attr", "") != "wait":
             return True
     return False
 
 
-def _waited(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether something in the function waits for the device or for all."""
+def _has_later_wait(module: SourceFile, call: ast.Call) -> bool:
+    """Return whether a later call in the function waits for the device or for all ranks."""
     function = module.scope(call)
     return any(
         module.scope(wait) is function and wait.lineno > call.lineno
@@ -153,8 +166,8 @@ def _waited(module: SourceFile, call: ast.Call) -> bool:
     )
 
 
-def _of_a_helper(check: Check) -> Iterator[Problem]:
-    """Calls of a function of the project that returns a reduced copy of its argument, as statements."""
+def _of_a_helper(check: CheckContext) -> Iterator[Problem]:
+    """Yield calls, as statements, of project functions that return a reduced copy of their argument."""
     module = check.module
     for name in sorted(module.methods):
         if "reduce" not in name and "gather" not in name:
@@ -162,7 +175,7 @@ def _of_a_helper(check: Check) -> Iterator[Problem]:
         for call in module.methods[name]:
             if not isinstance(module.parents.get(call), ast.Expr) or not call.args:
                 continue
-            target = callee(module, call)
+            target = resolve_callee(module, call)
             if target is not None and isinstance(target.node, Function) and _gives_a_copy(target.module, target.node):
                 yield check.problem(
                     "DT044", call, f"`{name}` returns what it reduces, and leaves its argument as it was: the result "
@@ -171,13 +184,13 @@ def _of_a_helper(check: Check) -> Iterator[Problem]:
 
 
 def _gives_a_copy(module: SourceFile, function: Function) -> bool:
-    """Return whether a function reduces a clone of its parameter and returns that, and nothing else."""
-    results = module.returned.get(function, [])
+    """Return whether a function only reduces a clone of its parameter and returns it."""
+    results = module.return_values.get(function, [])
     if not results:
         return False
     parameters = {one.arg for one in function.args.args}
     reduced = {
-        key(call.args[0])
+        format_dotted_name(call.args[0])
         for call in module.calls_of("torch.distributed.all_reduce", "torch.distributed.reduce")
         if call.args and module.scope(call) is function
     }
@@ -187,7 +200,11 @@ def _gives_a_copy(module: SourceFile, function: Function) -> bool:
         bound = [
             binding.value for binding in module.bindings.get((function, name or ""), ()) if binding.value is not None
         ]
-        if not bound or not isinstance(bound[0], ast.Call) or (key(bound[0].func) or "").rpartition(".")[2] != "clone":
+        if (
+            not bound
+            or not isinstance(bound[0], ast.Call)
+            or (format_dotted_name(bound[0].func) or "").rpartition(".")[2] != "clone"
+        ):
             return False
     return all(isinstance(part, ast.Name) and part.id in reduced for part in results)
 

@@ -1,4 +1,4 @@
-"""Rules about calls that all ranks have to make together: DT011, DT012, DT036."""
+"""Rules about calls that all ranks must make together: DT011, DT012, DT036."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import ast
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.check import Check
+from dtctl.lint.check import CheckContext
 from dtctl.lint.collectives import collective_called, forward_of, takes_a_group
 from dtctl.lint.flow import function_of
 from dtctl.lint.model import Problem
-from dtctl.lint.ranks import RankGuard, for_one_process, guards
-from dtctl.lint.source_file import SourceFile, key, keyword
-from dtctl.lint.wraps import Kind, maybe, wrapped, wraps
+from dtctl.lint.ranks import RankGuard, is_single_process_code, list_rank_guards
+from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name
+from dtctl.lint.wraps import Kind, can_be_wrapped, find_model_wrap, list_model_wraps
 
 NEW_GROUP = "torch.distributed.new_group"
 _OF_TORCH = frozenset("to cuda cpu item append get items keys values format join print len range int float str".split())
 
 
-def _alone(check: Check, call: ast.Call, others_of_kind: list[ast.Call]) -> RankGuard | None:
-    """Return the condition under which only some ranks make a call; None if all make it, here or in another place."""
+def _find_partial_call_guard(check: CheckContext, call: ast.Call, others_of_kind: list[ast.Call]) -> RankGuard | None:
+    """Return the condition under which only some ranks make a call; None if all make it, here or elsewhere."""
     module = check.module
-    condition = next((candidate for candidate in guards(module, call) if candidate.sure), None)
-    if condition is None or for_one_process(module, call):
+    condition = next((candidate for candidate in list_rank_guards(module, call) if candidate.sure), None)
+    if condition is None or is_single_process_code(module, call):
         return None
     scope = module.scope(call)
     for other in others_of_kind:
         if other is not call and module.scope(other) is scope:
-            other_condition = next(guards(module, other), None)
+            other_condition = next(list_rank_guards(module, other), None)
             if other_condition is not None and other_condition.at_zero != condition.at_zero:
                 return None
     return condition
@@ -39,36 +39,36 @@ def _ranks_of(condition: RankGuard) -> str:
     return "rank 0 alone" if condition.at_zero else "only ranks other than 0"
 
 
-def collective_by_some(check: Check) -> Iterator[Problem]:
-    """DT011."""
+def collective_by_some(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT011: collective by some ranks."""
     module = check.module
     for name in names.COLLECTIVES:
         calls = module.calls.get(name, [])
         for call in calls:
             if takes_a_group(name, call):
                 continue
-            condition = _alone(check, call, calls)
+            condition = _find_partial_call_guard(check, call, calls)
             if condition is not None and not condition.early:
                 short = name.rpartition(".")[2]
                 yield check.problem("DT011", call, f"{short} is called by {_ranks_of(condition)}, and waits for all")
     yield from _of_accelerate(check)
-    yield from _indirectly(check)
+    yield from _check_indirect_collectives(check)
     yield from _forward_passes(check)
-    yield from _backward_passes(check)
+    yield from _check_backward_passes(check)
 
 
-def _forward_passes(check: Check) -> Iterator[Problem]:
-    """Forward passes of wrapped models that some ranks make."""
+def _forward_passes(check: CheckContext) -> Iterator[Problem]:
+    """Yield forward passes of wrapped models that only some ranks run."""
     module = check.module
-    if check.project.framework(module) or not any(check.project.calls(module, name) for name in names.WRAPPERS):
+    if check.project.uses_framework(module) or not any(check.project.calls(module, name) for name in names.WRAPPERS):
         return
     for name in sorted(module.methods):
         for call in module.methods[name]:
-            condition = next((one for one in guards(module, call) if one.sure), None)
+            condition = next((one for one in list_rank_guards(module, call) if one.sure), None)
             if condition is None or condition.early or not isinstance(call.func, ast.Name | ast.Attribute):
                 continue
             found = forward_of(module, call)
-            if found is None or _alone(check, call, module.methods[name]) is None:
+            if found is None or _find_partial_call_guard(check, call, module.methods[name]) is None:
                 continue
             kind, sure = found
             what = "DDP" if kind == "ddp" else "sharded"
@@ -80,16 +80,16 @@ def _forward_passes(check: Check) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def _backward_passes(check: Check) -> Iterator[Problem]:
-    """Backward passes of wrapped models that some ranks make: the gradients are exchanged in them."""
+def _check_backward_passes(check: CheckContext) -> Iterator[Problem]:
+    """Yield backward passes of wrapped models that only some ranks run, though gradients are exchanged in them."""
     module = check.module
-    if check.project.framework(module) or not any(check.project.calls(module, name) for name in names.WRAPPERS):
+    if check.project.uses_framework(module) or not any(check.project.calls(module, name) for name in names.WRAPPERS):
         return
     for call in module.methods.get("backward", ()):
-        condition = next((one for one in guards(module, call) if one.sure), None)
+        condition = next((one for one in list_rank_guards(module, call) if one.sure), None)
         if condition is None or condition.early or not isinstance(call.func, ast.Attribute):
             continue
-        if _alone(check, call, module.methods["backward"]) is None:
+        if _find_partial_call_guard(check, call, module.methods["backward"]) is None:
             continue
         found = _run_for(module, call.func.value, 4)
         if found is not None:
@@ -103,7 +103,7 @@ def _backward_passes(check: Check) -> Iterator[Problem]:
 
 
 def _run_for(module: SourceFile, value: ast.expr, depth: int) -> tuple[Kind, bool] | None:
-    """Return the wrapped model that a loss comes from; None if it is not known."""
+    """Return the kind of the wrapped model that a loss comes from; None if it is not known."""
     for one in (value, *module.values(value)):
         for part in ast.walk(one):
             if isinstance(part, ast.Call) and (found := forward_of(module, part)) is not None:
@@ -115,19 +115,19 @@ def _run_for(module: SourceFile, value: ast.expr, depth: int) -> tuple[Kind, boo
     return None
 
 
-def _of_accelerate(check: Check) -> Iterator[Problem]:
-    """Methods of an Accelerator."""
+def _of_accelerate(check: CheckContext) -> Iterator[Problem]:
+    """Yield methods of an Accelerator that only some ranks call."""
     module = check.module
     for name in ("wait_for_everyone", "gather", "gather_for_metrics", "reduce") if "accelerate" in module.text else ():
         calls = [call_of_name for call_of_name in module.methods.get(name, ()) if _is_accelerator(check, call_of_name)]
         for call in calls:
-            condition = _alone(check, call, calls)
+            condition = _find_partial_call_guard(check, call, calls)
             if condition is not None and not condition.early:
                 yield check.problem("DT011", call, f"{name} is called by {_ranks_of(condition)}, and waits for all")
 
 
-def _is_accelerator(check: Check, call: ast.Call) -> bool:
-    """Return whether a method is that of an accelerate.Accelerator."""
+def _is_accelerator(check: CheckContext, call: ast.Call) -> bool:
+    """Return whether a method belongs to an accelerate.Accelerator."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     bound = [binding.value for binding in check.module.lookup(owner)] if owner is not None else []
     return bool(bound) and all(
@@ -136,8 +136,8 @@ def _is_accelerator(check: Check, call: ast.Call) -> bool:
     )
 
 
-def _indirectly(check: Check) -> Iterator[Problem]:
-    """Functions that make a collective, called by some ranks."""
+def _check_indirect_collectives(check: CheckContext) -> Iterator[Problem]:
+    """Yield functions that run a collective and that only some ranks call."""
     module = check.module
     if not module.trains:
         return
@@ -146,26 +146,28 @@ def _indirectly(check: Check) -> Iterator[Problem]:
         for call in calls:
             if name in _OF_TORCH or function_of(module, call) is None:
                 continue
-            condition = _alone(check, call, calls)
+            condition = _find_partial_call_guard(check, call, calls)
             if condition is None or condition.early:
                 continue
             collective = collective_called(module, call)
             if collective:
-                message = f"`{key(call.func)}` calls {collective}, and is called by {_ranks_of(condition)}"
+                message = (
+                    f"`{format_dotted_name(call.func)}` calls {collective}, and is called by {_ranks_of(condition)}"
+                )
                 yield check.problem("DT011", call, message, severity="warning")
 
 
-def wrapped_by_some(check: Check) -> Iterator[Problem]:
-    """DT012."""
+def wrapped_by_some(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT012: wrapped or gathered by some ranks."""
     module = check.module
     for name in (*names.WRAPPERS, *names.STATE_COLLECTIVES):
         calls = module.calls.get(name, [])
         for call in calls:
-            condition = _alone(check, call, calls)
-            if condition is not None and keyword(call, "process_group") is None:
+            condition = _find_partial_call_guard(check, call, calls)
+            if condition is not None and find_keyword_value(call, "process_group") is None:
                 short = name.rpartition(".")[2]
                 yield check.problem("DT012", call, f"{short} is called by {_ranks_of(condition)}, and waits for all")
-    sharded = any(wrap.kind != "ddp" for wrap in wraps(module))
+    sharded = any(wrap.kind != "ddp" for wrap in list_model_wraps(module))
     for name in ("full_tensor", "state_dict", "clip_grad_norm_") if module.trains else ():
         calls = [
             call_of_name
@@ -173,10 +175,10 @@ def wrapped_by_some(check: Check) -> Iterator[Problem]:
             if isinstance(call_of_name.func, ast.Attribute)
         ]
         for call in calls:
-            sure = name == "full_tensor" or (sharded and _sharded(check, call))
+            sure = name == "full_tensor" or (sharded and _is_sharded_model_call(check, call))
             if not sure and not _maybe_sharded(check, call):
                 continue
-            condition = _alone(check, call, calls)
+            condition = _find_partial_call_guard(check, call, calls)
             if condition is not None:
                 yield check.problem(
                     "DT012", call, f"{name} gathers from all ranks, and is called by {_ranks_of(condition)}",
@@ -184,17 +186,17 @@ def wrapped_by_some(check: Check) -> Iterator[Problem]:
                 )  # fmt: skip
 
 
-def _sharded(check: Check, call: ast.Call) -> bool:
-    """Return whether a method is that of a model in shards."""
+def _is_sharded_model_call(check: CheckContext, call: ast.Call) -> bool:
+    """Return whether a method belongs to a sharded model."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    wrap = wrapped(check.module, owner, call)
+    wrap = find_model_wrap(check.module, owner, call)
     if wrap is None:
         wrap = next(
             (
                 wrapper
-                for wrapper in wraps(check.module)
+                for wrapper in list_model_wraps(check.module)
                 if wrapper.kind == "fully_shard"
-                and wrapper.target == key(owner)
+                and wrapper.target == format_dotted_name(owner)
                 and check.module.dominates(wrapper.call, call)
                 and wrapper.call.lineno < call.lineno
             ),
@@ -203,17 +205,17 @@ def _sharded(check: Check, call: ast.Call) -> bool:
     return wrap is not None and wrap.kind == "fsdp"
 
 
-def _maybe_sharded(check: Check, call: ast.Call) -> bool:
-    """Return whether a method is that of a model that is in shards in some way that leads here."""
-    return isinstance(call.func, ast.Attribute) and maybe(check.module, call.func.value, "fsdp")
+def _maybe_sharded(check: CheckContext, call: ast.Call) -> bool:
+    """Return whether a method belongs to a model that is sharded for some of its origins."""
+    return isinstance(call.func, ast.Attribute) and can_be_wrapped(check.module, call.func.value, "fsdp")
 
 
-def group_of_some(check: Check) -> Iterator[Problem]:
-    """DT036."""
+def group_of_some(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT036: group made by its members only."""
     calls = check.module.calls.get(NEW_GROUP, [])
     for call in calls:
-        condition = _alone(check, call, [])
-        if condition is not None and keyword(call, "use_local_synchronization") is None:
+        condition = _find_partial_call_guard(check, call, [])
+        if condition is not None and find_keyword_value(call, "use_local_synchronization") is None:
             yield check.problem("DT036", call, "new_group is called by members only, and every rank has to call it")
 
 

@@ -1,4 +1,4 @@
-"""Rules about the units that FSDP shards by, and the meshes that they lie on: DT074, DT075."""
+"""Rule about the units by which FSDP shards: DT075."""
 
 from __future__ import annotations
 
@@ -7,91 +7,65 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.check import Check
+from dtctl.lint.check import CheckContext
 from dtctl.lint.model import Problem
-from dtctl.lint.source_file import SourceFile, constant, key, keyword
+from dtctl.lint.source_file import find_keyword_value, format_dotted_name
 
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.GeneratorExp, ast.DictComp)
 _POLICY = 4
-"""Position of the argument of FullyShardedDataParallel that is the policy, from 0."""
+"""Index of FullyShardedDataParallel's argument with the policy, from 0."""
 _BY_HAND = re.compile(r"\b(?:enable_wrap|auto_wrap|wrap)\(|recursive_wrap|_auto_wrap|apply_fsdp|\.apply\(")
-"""Functions that wrap parts of a model besides a policy."""
+"""Pattern of functions that wrap parts of a model instead of a policy."""
 
 
-def clipped_over_meshes(check: Check) -> Iterator[Problem]:
-    """DT074."""
-    module = check.module
-    for call in module.calls_of("torch.nn.utils.clip_grad_norm_"):
-        parameters = call.args[0] if call.args else keyword(call, "parameters")
-        if not isinstance(parameters, ast.Call) or not (key(parameters.func) or "").endswith(".parameters"):
-            continue
-        meshes = sorted(_meshes(module))
-        if len(meshes) > 1:
-            yield check.problem(
-                "DT074", call, f"parameters lie on several meshes ({', '.join(f'`{mesh}`' for mesh in meshes[:3])})"
-            )
-
-
-def _meshes(module: SourceFile) -> set[str]:
-    """Return the meshes over which parts of one model are sharded, in the function that shards most of them."""
-    by_scope: dict[ast.AST, set[str]] = {}
-    for call in module.calls_of(names.FULLY_SHARD):
-        mesh = keyword(call, "mesh")
-        if mesh is None or constant(mesh) is not None or isinstance(mesh, ast.IfExp) or _in_a_branch(module, call):
-            continue
-        by_scope.setdefault(module.scope(call), set()).add(ast.unparse(mesh))
-    return max(by_scope.values(), key=len, default=set())
-
-
-def _in_a_branch(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a call stands in one of several branches, so that others may not come with it."""
-    return any(isinstance(parent, ast.If) and parent.orelse for parent, _ in module.chain(call))
-
-
-def one_unit(check: Check) -> Iterator[Problem]:
-    """DT075."""
+def one_unit(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT075: FSDP of one unit."""
     module = check.module
     if _BY_HAND.search(module.text):
         return
     for call in module.calls_of(names.FSDP):
         given = {argument.arg for argument in call.keywords}
-        policy = keyword(call, "auto_wrap_policy")
+        policy = find_keyword_value(call, "auto_wrap_policy")
         if None in given or len(call.args) > _POLICY or any(isinstance(one, ast.Starred) for one in call.args):
             continue
-        if (policy is not None and not _is_none(policy)) or "NO_SHARD" in module.text or not _alone(check, call):
+        if (
+            (policy is not None and not _is_none_constant(policy))
+            or "NO_SHARD" in module.text
+            or not _is_single_unit_wrap(check, call)
+        ):
             continue
         yield check.problem("DT075", call, "without a wrap policy the whole model is one unit, gathered at once")
     for call in module.calls_of(names.FULLY_SHARD):
         given_by_callers = (
             any(isinstance(bound.statement, ast.arg) for bound in module.lookup(call.args[0])) if call.args else True
         )
-        if _alone(check, call) and not given_by_callers:
+        if _is_single_unit_wrap(check, call) and not given_by_callers:
             yield check.problem(
                 "DT075", call, "`fully_shard` of the whole model alone makes it one unit, gathered at once"
             )
 
 
-def _is_none(node: ast.expr) -> bool:
+def _is_none_constant(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _alone(check: Check, call: ast.Call) -> bool:
-    """Return whether a call wraps a whole model, and nothing else of it is wrapped."""
+def _is_single_unit_wrap(check: CheckContext, call: ast.Call) -> bool:
+    """Return whether a call wraps a whole model, of which nothing else is wrapped."""
     module = check.module
     name = module.name(call.func) or ""
-    inner = call.args[0] if call.args else keyword(call, "module")
+    inner = call.args[0] if call.args else find_keyword_value(call, "module")
     calls = module.calls_of(name)
     whole = inner.func if isinstance(inner, ast.Call) else inner
-    if whole is None or module.enclosing(call, _LOOPS) is not None:
+    if whole is None or module.find_enclosing_node(call, _LOOPS) is not None:
         return False
     if (
-        (key(whole) or "..").count(".") > 1
-        or key(whole) == "self"
+        (format_dotted_name(whole) or "..").count(".") > 1
+        or format_dotted_name(whole) == "self"
         or (module.name(whole) or "").startswith("torch.nn.")
     ):
         return False  # a part of a model, or a layer
     others = [one for one in calls if one is not call]
-    if any(module.enclosing(one, _LOOPS) is not None for one in others):
+    if any(module.find_enclosing_node(one, _LOOPS) is not None for one in others):
         return False
     apart = {module.scope(one) for one in others}
     return module.scope(call) not in apart or all(
@@ -99,4 +73,4 @@ def _alone(check: Check, call: ast.Call) -> bool:
     )
 
 
-CHECKS = (clipped_over_meshes, one_unit)
+CHECKS = (one_unit,)

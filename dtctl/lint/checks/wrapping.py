@@ -1,4 +1,4 @@
-"""Rules about making a model distributed: DT001, DT002, DT010, DT021 to DT024, DT026."""
+"""Rules about wrapping a model: DT001, DT002, DT010, DT021 to DT024, DT026."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.check import Check
-from dtctl.lint.flow import origins
+from dtctl.lint.check import CheckContext
+from dtctl.lint.flow import find_value_origins
 from dtctl.lint.model import Problem
 from dtctl.lint.signatures import DDP_ATTRIBUTES, KEYWORDS
-from dtctl.lint.source_file import SourceFile, constant, key, keyword
-from dtctl.lint.wraps import Wrap, maybe, wrapped, wraps
+from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
+from dtctl.lint.wraps import ModelWrap, can_be_wrapped, find_model_wrap, list_model_wraps
 
 
-def data_parallel(check: Check) -> Iterator[Problem]:
-    """DT001."""
+def data_parallel(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT001: nn.DataParallel."""
     if not check.module.calls_of(names.DP):
         return
     both = any(name.endswith(".DistributedDataParallel") for name in check.module.calls) or any(
@@ -29,90 +29,98 @@ def data_parallel(check: Check) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def moved_after(check: Check) -> Iterator[Problem]:
-    """DT002."""
+def moved_after(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT002: moved after DDP."""
     module = check.module
     for call in module.methods["to"] + module.methods["cuda"]:
         inner = call.func.value if isinstance(call.func, ast.Attribute) else None
-        if isinstance(inner, ast.Call) and module.name(inner.func) == names.DDP and _fresh(check, inner):
+        if isinstance(inner, ast.Call) and module.name(inner.func) == names.DDP and _is_built_on_cpu(check, inner):
             yield check.problem("DT002", call, "the model is moved after it was wrapped in DDP")
-    for wrap in wraps(module):
-        if wrap.kind != "ddp" or wrap.target is None or _placed(check, wrap):
+    for wrap in list_model_wraps(module):
+        if wrap.kind != "ddp" or wrap.target is None or _is_model_placed(check, wrap):
             continue
         for call in module.methods["to"] + module.methods["cuda"]:
             if (
                 isinstance(call.func, ast.Attribute)
-                and key(call.func.value) == wrap.target
+                and format_dotted_name(call.func.value) == wrap.target
                 and call.lineno > wrap.call.lineno
                 and module.scope(call) is module.scope(wrap.call)
-                and wrapped(module, call.func.value, call) == wrap
+                and find_model_wrap(module, call.func.value, call) == wrap
                 and not (call.args and "float" in ast.unparse(call.args[0]))
             ):
                 yield check.problem("DT002", call, f"`{wrap.target}` is moved after it was wrapped in DDP")
                 break
 
 
-def _fresh(check: Check, wrap: ast.Call) -> bool:
-    """Return whether the wrapped object is made on the spot by a class of torch or of this file, on the CPU."""
+def _is_built_on_cpu(check: CheckContext, wrap: ast.Call) -> bool:
+    """Return whether the wrapped object is created in the call, by a class of torch or of this file, on the CPU."""
     argument = wrap.args[0] if wrap.args else None
     if not isinstance(argument, ast.Call) or not isinstance(argument.func, ast.Name | ast.Attribute):
         return False
     if re.search(r"device|cuda", ast.unparse(argument)):
         return False
     classes = [
-        definition for definition in check.module.nodes_of(ast.ClassDef) if definition.name == key(argument.func)
+        definition
+        for definition in check.module.nodes_of(ast.ClassDef)
+        if definition.name == format_dotted_name(argument.func)
     ]
     if classes:
         return not re.search(r"\.to\(|\.cuda\(|device", ast.unparse(classes[-1]))
     return (check.module.name(argument.func) or "").startswith("torch.nn.")
 
 
-def _placed(check: Check, wrap: Wrap) -> bool:
-    """Return whether the model was put somewhere before it was wrapped."""
+def _is_model_placed(check: CheckContext, wrap: ModelWrap) -> bool:
+    """Return whether the model was moved to a device before it was wrapped."""
     module = check.module
     text = ast.unparse(wrap.call.args[0]) if wrap.call.args else ""
     if ".to(" in text or ".cuda(" in text or wrap.source is None:
-        return not _fresh(check, wrap.call)
+        return not _is_built_on_cpu(check, wrap.call)
     for call in module.methods["to"] + module.methods["cuda"]:
         below = call.func.value if isinstance(call.func, ast.Attribute) else None
         if call.lineno > wrap.call.lineno or below is None or module.scope(call) is not module.scope(wrap.call):
             continue
         statement = module.statement(call)
-        target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else key(below)
+        target = (
+            format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else format_dotted_name(below)
+        )
         if target == wrap.source:
             return True
     return False
 
 
-def unused_parameters(check: Check) -> Iterator[Problem]:
-    """DT010."""
-    for wrap in wraps(check.module):
-        value = keyword(wrap.call, "find_unused_parameters")
-        if wrap.kind == "ddp" and constant(value) is True and value is not None:
-            static_graph = constant(keyword(wrap.call, "static_graph")) is True
+def unused_parameters(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT010: find_unused_parameters."""
+    for wrap in list_model_wraps(check.module):
+        value = find_keyword_value(wrap.call, "find_unused_parameters")
+        if wrap.kind == "ddp" and read_constant_value(value) is True and value is not None:
+            static_graph = read_constant_value(find_keyword_value(wrap.call, "static_graph")) is True
             message = "find_unused_parameters=True walks the graph of every step to look for unused parameters"
             if static_graph:
                 message = "find_unused_parameters=True beside static_graph=True: the static graph finds them once"
             yield check.problem("DT010", value, message)
 
 
-def attribute(check: Check) -> Iterator[Problem]:
-    """DT021."""
+def check_ddp_attributes(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT021: attribute of a DDP model."""
     module = check.module
-    targets = {wrap.target for wrap in wraps(module) if wrap.kind == "ddp" and wrap.target}
-    if not targets or any(key(call.args[0]) in targets for call in module.methods.get("setattr", ()) if call.args):
+    targets = {wrap.target for wrap in list_model_wraps(module) if wrap.kind == "ddp" and wrap.target}
+    if not targets or any(
+        format_dotted_name(call.args[0]) in targets for call in module.methods.get("setattr", ()) if call.args
+    ):
         return
     assigned = {
-        (key(node.value), node.attr) for node in module.nodes_of(ast.Attribute) if not isinstance(node.ctx, ast.Load)
+        (format_dotted_name(node.value), node.attr)
+        for node in module.nodes_of(ast.Attribute)
+        if not isinstance(node.ctx, ast.Load)
     }
     reported = set()
     for node in module.nodes_of(ast.Attribute):
-        name = key(node.value)
+        name = format_dotted_name(node.value)
         if name not in targets or node.attr in DDP_ATTRIBUTES or not isinstance(node.ctx, ast.Load):
             continue
         if node.attr.startswith("__") or (name, node.attr) in assigned:
             continue
-        wrap = wrapped(module, node.value, node)
+        wrap = find_model_wrap(module, node.value, node)
         if wrap is None or wrap.kind != "ddp" or (name, node.attr) in reported or _asked_for(check, node):
             continue
         reported.add((name, node.attr))
@@ -121,8 +129,8 @@ def attribute(check: Check) -> Iterator[Problem]:
         )
 
 
-def _asked_for(check: Check, node: ast.Attribute) -> bool:
-    """Return whether a condition around it tests what the model is: hasattr, isinstance."""
+def _asked_for(check: CheckContext, node: ast.Attribute) -> bool:
+    """Return whether a condition around a node tests the type of the model: hasattr, isinstance."""
     return any(
         isinstance(parent, ast.If | ast.IfExp)
         and ("hasattr" in (text := ast.unparse(parent.test)) or "isinstance" in text)
@@ -130,19 +138,23 @@ def _asked_for(check: Check, node: ast.Attribute) -> bool:
     )
 
 
-def prefixed_state(check: Check) -> Iterator[Problem]:
-    """DT022."""
+def prefixed_state(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT022: state with the prefix `module.`."""
     module = check.module
     saves = [call for name in module.methods if re.match(r"save_?(?:checkpoint|model|state|ckpt)", name)
              for call in module.methods[name]]  # fmt: skip
     for save in [*module.calls_of("torch.save"), *saves]:
         kept = [value for given in save.args[:1] for value in module.values(given)]
-        states = [one for one in kept if isinstance(one, ast.Call) and (key(one.func) or "").endswith(".state_dict")]
-        for call in dict.fromkeys([*module.below(save, "state_dict"), *states]):
+        states = [
+            one
+            for one in kept
+            if isinstance(one, ast.Call) and (format_dotted_name(one.func) or "").endswith(".state_dict")
+        ]
+        for call in dict.fromkeys([*module.find_calls_below(save, "state_dict"), *states]):
             if not isinstance(call.func, ast.Attribute):
                 continue
-            wrap = wrapped(module, call.func.value, call)
-            name = key(call.func.value)
+            wrap = find_model_wrap(module, call.func.value, call)
+            name = format_dotted_name(call.func.value)
             if (wrap is not None and wrap.kind == "ddp") or (wrap is None and _prefixed_if_distributed(module, call)):
                 yield check.problem(
                     "DT022", call, "every name in a DDP model's state begins with `module.`, and the bare model cannot "
@@ -151,30 +163,35 @@ def prefixed_state(check: Check) -> Iterator[Problem]:
 
 
 def _prefixed_if_distributed(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a model that is wrapped where ranks are several is saved as it is, and never loaded as it is."""
+    """Return whether a model that is wrapped only with several ranks is saved directly, and never loaded directly."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    name = key(owner) if owner is not None else None
-    if owner is None or name is None or not maybe(module, owner, "ddp"):
+    name = format_dotted_name(owner) if owner is not None else None
+    if owner is None or name is None or not can_be_wrapped(module, owner, "ddp"):
         return False
-    if any(isinstance(value.node, ast.Attribute) and value.node.attr == "module" for value in origins(module, owner)):
-        return False  # unwrapped where it is wrapped
+    if any(
+        isinstance(value.node, ast.Attribute) and value.node.attr == "module"
+        for value in find_value_origins(module, owner)
+    ):
+        return False  # unwrapped where the model is wrapped
     loads = [
-        key(one.func.value) for one in module.methods.get("load_state_dict", ()) if isinstance(one.func, ast.Attribute)
+        format_dotted_name(one.func.value)
+        for one in module.methods.get("load_state_dict", ())
+        if isinstance(one.func, ast.Attribute)
     ]
     return name not in loads and f"{name}.module" not in ast.unparse(module.statement(call))
 
 
-def optimizer_before(check: Check) -> Iterator[Problem]:
-    """DT023."""
+def optimizer_before(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT023: optimizer before FSDP."""
     module = check.module
-    for wrap in wraps(module):
+    for wrap in list_model_wraps(module):
         if wrap.kind == "ddp" or wrap.source is None:
             continue
         for call in module.methods["parameters"] + module.methods["named_parameters"]:
             above = module.parents.get(call)
             if (
                 isinstance(call.func, ast.Attribute)
-                and key(call.func.value) == wrap.source
+                and format_dotted_name(call.func.value) == wrap.source
                 and isinstance(above, ast.Call)
                 and (module.name(above.func) or "").startswith("torch.optim.")
                 and module.dominates(module.statement(above), wrap.call)
@@ -189,19 +206,19 @@ def optimizer_before(check: Check) -> Iterator[Problem]:
                 )
 
 
-def _made_again(check: Check, optimizer: ast.Call, wrap: Wrap) -> bool:
-    """Return whether the optimizer's name gets another one after the wrap."""
+def _made_again(check: CheckContext, optimizer: ast.Call, wrap: ModelWrap) -> bool:
+    """Return whether the optimizer's name gets another optimizer after the wrap."""
     statement = check.module.statement(optimizer)
-    target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    target = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else None
     bound = check.module.bindings.get((check.module.scope(optimizer), target or ""), [])
     return any(binding.line > wrap.call.lineno for binding in bound)
 
 
-def changed_after(check: Check) -> Iterator[Problem]:
-    """DT024."""
+def changed_after(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT024: parameters changed after DDP."""
     module = check.module
     for call in module.calls_of("torch.nn.SyncBatchNorm.convert_sync_batchnorm"):
-        if call.args and (wrap := wrapped(module, call.args[0], call)) is not None and wrap.kind == "ddp":
+        if call.args and (wrap := find_model_wrap(module, call.args[0], call)) is not None and wrap.kind == "ddp":
             yield check.problem("DT024", call, "BatchNorm layers are replaced after DDP has taken the parameters")
     for name in ("requires_grad_", "add_module", "register_parameter"):
         for call in module.methods.get(name, ()):
@@ -211,7 +228,7 @@ def changed_after(check: Check) -> Iterator[Problem]:
         target = assign.targets[0]
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and isinstance(target.value, ast.Name):
             loop = _loop_over_parameters(check, target.value)
-            for_all = isinstance(module.parents.get(assign), ast.For) and constant(assign.value) is False
+            for_all = isinstance(module.parents.get(assign), ast.For) and read_constant_value(assign.value) is False
             if isinstance(loop, ast.Name) and for_all:
                 continue  # a model that is frozen as a whole has no gradients to exchange
             if loop is not None and _of_ddp(check, loop, assign) and not _in_a_step(check, assign):
@@ -229,33 +246,33 @@ def changed_after(check: Check) -> Iterator[Problem]:
             )
 
 
-def _in_a_step(check: Check, node: ast.AST) -> bool:
-    """Return whether a loop around a node trains: what is frozen there is thawed again, as a GAN does in every step."""
+def _in_a_step(check: CheckContext, node: ast.AST) -> bool:
+    """Return whether a loop around a node trains, so that the frozen part may be unfrozen in each step, as in a GAN."""
     module = check.module
     loops = [parent for parent, _ in module.chain(node) if isinstance(parent, ast.For | ast.While)]
-    return any(module.below(loop, "backward") for loop in loops) or len(
+    return any(module.find_calls_below(loop, "backward") for loop in loops) or len(
         {ast.unparse(one.value) for one in module.nodes_of(ast.Assign)
          if isinstance(one.targets[0], ast.Attribute) and one.targets[0].attr == "requires_grad"}
     ) > 1  # fmt: skip
 
 
-def _loop_over_parameters(check: Check, name: ast.Name) -> ast.expr | None:
-    """`model` in `for name in model.parameters()`."""
-    loop = check.module.enclosing(name, (ast.For,))
+def _loop_over_parameters(check: CheckContext, name: ast.Name) -> ast.expr | None:
+    """Return `model` for a name in `for name in model.parameters()`; None for other names."""
+    loop = check.module.find_enclosing_node(name, (ast.For,))
     while isinstance(loop, ast.For):
         if name.id in {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}:
             call = loop.iter
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and "parameters" in call.func.attr:
                 return call.func.value
             return None
-        loop = check.module.enclosing(loop, (ast.For,))
+        loop = check.module.find_enclosing_node(loop, (ast.For,))
     return None
 
 
-def _of_ddp(check: Check, node: ast.expr, at: ast.AST) -> bool:
+def _of_ddp(check: CheckContext, node: ast.expr, at: ast.AST) -> bool:
     """Return whether an expression is a DDP model, or a part of one."""
     while True:
-        wrap = wrapped(check.module, node, at)
+        wrap = find_model_wrap(check.module, node, at)
         if wrap is not None:
             return wrap.kind == "ddp"
         if not isinstance(node, ast.Attribute):
@@ -263,8 +280,8 @@ def _of_ddp(check: Check, node: ast.expr, at: ast.AST) -> bool:
         node = node.value
 
 
-def unknown_keyword(check: Check) -> Iterator[Problem]:
-    """DT026."""
+def unknown_keyword(check: CheckContext) -> Iterator[Problem]:
+    """Check rule DT026: argument that does not exist."""
     for call in check.module.calls_of("torch.cuda.nccl.is_available"):
         if not call.args:
             yield check.problem(
@@ -283,7 +300,7 @@ CHECKS = (
     data_parallel,
     moved_after,
     unused_parameters,
-    attribute,
+    check_ddp_attributes,
     prefixed_state,
     optimizer_before,
     changed_after,

@@ -1,1 +1,1 @@
-"""Data loading: the samples of a worker, their order, and batches of them in time."""
+"""Data loading: the samples of a worker, their order, and their batches ahead of the loop."""

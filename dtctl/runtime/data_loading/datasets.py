@@ -1,7 +1,7 @@
-"""Data sets: what the loop reads batches from, and a file of tokens as one.
+"""Data sets from which the loop reads batches, and one for a file of tokens.
 
-A data set is anything with a length and `batch(indices)`, or an ordinary map-style data set of torch, or shards that
-can only be read one after the other. Who reads it, and when, is in feed.py.
+A data set is an object with a length and `batch(indices)`, an ordinary map-style data set of torch, or shards that can
+only be read in sequence. feed.py determines which process reads it, and when.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dtctl.train.batch import ENDLESS
 TOKEN_TYPES: Final = ("uint16", "uint32")
 
 
-class Samples(Protocol):
-    """Map-style data set, as torch defines it."""
+class MapDataset(Protocol):
+    """Map-style data set as torch defines it."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -36,14 +36,15 @@ class Samples(Protocol):
 
 
 @runtime_checkable
-class Batches(Protocol):
-    """A data set that makes whole batches at once, which is faster than sample by sample.
+class BatchDataset(Protocol):
+    """Data set that makes whole batches at once, which is faster than sample by sample.
 
-    What it makes should depend on the indices and on random numbers alone: before each call, Python's, NumPy's and
-    torch's generators, and those that the data set keeps, are seeded by the position of the batch. A thread cannot have
-    that (`data_workers: thread`), since it shares these generators with the loop: `batch` must draw nothing there.
+    The batch should depend only on the indices and on random numbers: before each call, the generators of Python,
+    NumPy, torch and the data set are seeded by the position of the batch. This is not possible in a thread
+    (`data_workers: thread`), which shares these generators with the loop, so `batch` must draw none there.
+
     A class that never draws random numbers may have an attribute `deterministic = True` next to `batch`, which saves
-    some 15 us a batch.
+    about 15 us per batch.
     """
 
     def __len__(self) -> int:
@@ -55,72 +56,78 @@ class Batches(Protocol):
 
 @runtime_checkable
 class SampleStream(Protocol):
-    """Samples that can only be read in sequence, cut into a fixed number of shards; it has no end.
+    """Endless samples that can only be read in sequence, divided into a fixed number of shards.
 
-    Position p of the training is sample p // shards of shard p % shards, so the order is the same for all numbers of
-    workers and on every resume. A worker opens the shards that its positions fall on, and passes over the samples of
-    others: where a global batch is a multiple of `shards`, or the other way round, that is least. An iterator may
-    have `skip(n)`, which passes up to n samples faster than reading them and returns how many it passed; fewer than n
-    mean that the shard is at its end.
+    Position p of the run is sample p // shards of shard p % shards, so the order is the same for all numbers of workers
+    and on every resume. A worker opens the shards of its positions, and skips the samples of other workers in them; it
+    skips fewest if a global batch is a multiple of `shards` or the reverse. An iterator may have `skip(n)`, which skips
+    up to n samples faster than reading them and returns their number; a number below n means that the shard has ended.
     """
 
     shards: int
 
     def open(self, shard: int, epoch: int) -> Iterator[Any]:
-        """Return the samples of a shard in its epoch-th reading, in an order that depends on nothing else."""
+        """Return the samples of a shard in its reading number `epoch`; their order must depend on nothing else."""
 
 
 def is_deterministic(data: object) -> bool:
-    """Return whether the class with `batch` also promises to draw no random numbers; not inherited."""
+    """Return whether the class that defines `batch` promises to draw no random numbers; this is not inherited."""
     for kind in type(data).__mro__:
         if "batch" in vars(kind):
             return bool(vars(kind).get("deterministic", False)) and "batch" not in getattr(data, "__dict__", {})
     return False
 
 
-def size(data: Samples | Batches | SampleStream) -> int:
+def count_samples(data: MapDataset | BatchDataset | SampleStream) -> int:
     """Return the number of samples; ENDLESS for a stream."""
     return ENDLESS if isinstance(data, SampleStream) else len(data)
 
 
-def reader(data: Samples | Batches) -> Callable[[Indices], Any]:
-    """Return how to get a batch from a data set of either kind."""
-    if isinstance(data, Batches):
+def make_batch_reader(data: MapDataset | BatchDataset) -> Callable[[Indices], Any]:
+    """Return a function that reads a batch of a data set of either kind."""
+    if isinstance(data, BatchDataset):
         return data.batch
     return lambda indices: default_collate([data[int(index)] for index in indices])
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with every tensor on `device`, of whatever it is made (see `_each`)."""
-    return batch if device.type == "cpu" else _each(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    """Return the batch, of any structure, with every tensor on `device` (see `_map_batch_tensors`)."""
+    return (
+        batch
+        if device.type == "cpu"
+        else _map_batch_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    )
 
 
-def pinned(batch: Any) -> Any:
-    """Return the batch with every tensor in memory that a GPU can copy from while it computes; see `_each`."""
-    return _each(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
+def pin_batch_tensors(batch: Any) -> Any:
+    """Return the batch with every tensor in memory that a GPU can copy from while it computes.
+
+    See `_map_batch_tensors`.
+    """
+    return _map_batch_tensors(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
 
 
-def _each(batch: Any, action: Callable[[Any], Any]) -> Any:
-    """Return the batch with `action` done to every tensor, and all else as it is.
+def _map_batch_tensors(batch: Any, action: Callable[[Any], Any]) -> Any:
+    """Return the batch with `action` applied to every tensor; everything else stays the same.
 
-    Tuples (named ones too), lists, mappings (such as Hugging Face's BatchEncoding, a UserDict) and dataclasses keep
-    their class and what else they have; a new one is made of each, so that the data set may hold on to its own.
+    Tuples (also named ones), lists, mappings (such as Hugging Face's BatchEncoding, a UserDict) and dataclasses keep
+    their class and their other attributes. They are copied, since the data set may keep its own ones.
     """
     if isinstance(batch, torch.Tensor | PackedSequence):
         return action(batch)
     if isinstance(batch, Mapping):
-        values = {key: _each(value, action) for key, value in batch.items()}
+        values = {key: _map_batch_tensors(value, action) for key, value in batch.items()}
         return values if type(batch) is dict else _with_entries(batch, values)
     if isinstance(batch, tuple | list):
-        items = [_each(item, action) for item in batch]
+        items = [_map_batch_tensors(item, action) for item in batch]
         if hasattr(batch, "_make"):
             return type(batch)._make(items)
         return type(batch)(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         copied = copy.copy(batch)
         for field in dataclasses.fields(batch):
-            # Not by its constructor, which may do more than take them, and also where it is frozen.
-            object.__setattr__(copied, field.name, _each(getattr(batch, field.name), action))
+            # Without the constructor, which may do more than store them; this works for frozen classes as well.
+            object.__setattr__(copied, field.name, _map_batch_tensors(getattr(batch, field.name), action))
         return copied
     return batch
 
@@ -138,7 +145,7 @@ def _with_entries(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 class TensorData:
-    """Tensors of equal length as a data set; sample i is the tuple of their i-th entries."""
+    """Data set of tensors of equal length; sample i is the tuple of their entries i."""
 
     deterministic = True
 
@@ -160,9 +167,9 @@ class TensorData:
 class TokenFile:
     """A flat file of tokens (nanoGPT's .bin: little-endian integers without a header) cut into windows.
 
-    The file is mapped, not read: workers of a node share its pages. Sample i holds tokens i * context up to and
-    including (i + 1) * context; its inputs are all but the last and its targets all but the first, so each token is
-    predicted once per epoch.
+    The file is mapped, not read: workers of a node share its pages. Sample i consists of tokens i * context to (i + 1)
+    * context, both included. Its inputs are all but the last, its targets all but the first, so each token is predicted
+    once per epoch.
     """
 
     deterministic = True
@@ -176,7 +183,7 @@ class TokenFile:
             dtype: uint16 or uint32.
 
         Raises:
-            SpecError: the file is missing, is no whole number of tokens, or is shorter than one sample.
+            SpecError: the file is missing, does not hold a whole number of tokens, or is shorter than one sample.
         """
         if dtype not in TOKEN_TYPES:
             raise SpecError(f"tokens are {' or '.join(TOKEN_TYPES)}, not {dtype}", where=str(path))
@@ -196,11 +203,11 @@ class TokenFile:
         self._window = np.arange(context + 1, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Return the number of samples; the tokens after the last whole one are left out."""
+        """Return the number of samples; tokens after the last whole sample are left out."""
         return (len(self._tokens) - 1) // self.tokens_per_sample
 
     def batch(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, int64.
+        """Return inputs and targets, int64.
 
         Shapes:
             [B, context] and [B, context], views of one [B, context + 1].

@@ -1,7 +1,7 @@
-"""Batches in time: read in the loop itself, ahead of it by a thread, or ahead of it by processes.
+"""Loading of batches: in the loop itself, or ahead of it by a thread or by processes.
 
-The order of batches is fixed before anything is read (see order.py), so the place of reading changes neither a bit of
-them nor the contents of a snapshot: the position of the loop is enough, whatever has been read ahead.
+The order of batches is fixed before anything is read (see order.py). So the place of reading changes neither their bits
+nor the contents of a snapshot: the position of the loop is enough, however much was read ahead.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from torch.utils.data import DataLoader, Dataset
 
 from dtctl.errors import PlanError, WorkerFailed
 from dtctl.runtime.data_loading import handles
-from dtctl.runtime.data_loading.datasets import Batches, pinned
-from dtctl.runtime.data_loading.order import Indices, Schedule
-from dtctl.runtime.data_loading.reading import DatasetExamination, Reader
+from dtctl.runtime.data_loading.datasets import BatchDataset, pin_batch_tensors
+from dtctl.runtime.data_loading.order import Indices, WorkerSampler
+from dtctl.runtime.data_loading.reading import BatchReader, DatasetExamination
 from dtctl.train.config import TrainConfig
 
 Request = tuple[Indices, Indices]
 """Indices and positions of one micro batch."""
 IGNORED: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-"""Signals to the whole group that the loop answers with a snapshot, for which it may need further batches."""
+"""Signals to the whole process group at which the loop makes a snapshot, for which it may need more batches."""
 
 
-class Feed:
-    """Gives the loop its batches.
+class BatchLoader:
+    """Loader of the batches for the loop.
 
-    Reading begins with the first batch that the loop requests, and restarts when it requests another than the next.
+    Reading starts with the first batch that the loop requests, and restarts when the loop requests any other than the
+    next.
     """
 
-    def __init__(self, reader: Reader, config: TrainConfig, device: torch.device) -> None:
-        """Prepare to read; no thread or process is started yet.
+    def __init__(self, reader: BatchReader, config: TrainConfig, device: torch.device) -> None:
+        """Prepare to read, without starting a thread or a process.
 
         Raises:
-            PlanError: the data set cannot be read by a thread, or holds what several processes cannot share.
+            PlanError: the data set cannot be read by a thread, or holds handles that several processes cannot share.
         """
-        if config.data_workers == "thread" and not isinstance(reader.data, Batches):
+        if config.data_workers == "thread" and not isinstance(reader.data, BatchDataset):
             raise PlanError(
                 "a thread can only read from data sets that make whole batches",
                 where="train.data_workers",
@@ -57,80 +58,82 @@ class Feed:
         self._next: tuple[int, int] | None = None
         self._order: Iterator[tuple[int, int]] = iter(())
         self._processes: list[Any] = []
-        self._handles = handles.Handles(reader.data) if isinstance(config.data_workers, int) and self._workers else None
+        self._handles = (
+            handles.DatasetHandles(reader.data) if isinstance(config.data_workers, int) and self._workers else None
+        )
 
-    def batch(self, indices: Indices, schedule: Schedule, start: int, index: int) -> Any:
-        """Return a micro batch, on the CPU.
+    def batch(self, indices: Indices, schedule: WorkerSampler, start: int, index: int) -> Any:
+        """Return a micro batch on the CPU.
 
         Args:
-            indices: of its samples; some.
-            schedule: that it is of.
-            start: position that its step begins at.
-            index: its number in the step.
+            indices: indices of its samples, at least one.
+            schedule: sampler of the worker, which has the micro batch.
+            start: position at which its step begins.
+            index: number of the micro batch in the step.
         """
         if self._workers == 0:
             at_once = self.reader.at_once
             found = self.reader(indices, schedule.positions(start)[index]) if at_once is None else at_once(indices)
             return (
-                pinned(found) if self._pin else found
-            )  # a copy from other memory waits for all that the GPU has to do
+                pin_batch_tensors(found) if self._pin else found
+            )  # a copy from pageable memory would wait for all work of the GPU
         if self._source is None or self._next != (start, index):
             self.close()
-            self._begin(schedule, start, index)
+            self._start_batch_source(schedule, start, index)
         assert self._source is not None  # noqa: S101  # for the type checker
         try:
             found = next(self._source)
         except (EOFError, ConnectionError):
-            # The pipe of a process that is dying. torch's handler of SIGCHLD raises when it is dead: here, and not in
-            # the middle of what is done about this error.
+            # The pipe of a process that is ending. torch's handler of SIGCHLD raises an error after its end; wait for
+            # that here, so that it does not interrupt the handling of this error.
             self._let_die()
             raise
         self._next = next(self._order, None)
         if self.reader.at_once is None:
-            self.reader.settle(schedule.positions(start)[index])
+            self.reader.seed_generators(schedule.positions(start)[index])
         return found
 
     def examine(self, positions: Indices) -> DatasetExamination:
-        """Look at a few samples before training; `positions` of a stream are those that are read."""
+        """Examine a few samples before training; of a stream, those at `positions` are read."""
         return self.reader.examine(positions, threaded=self._workers == "thread")
 
     def single(self, indices: Indices) -> Any:
-        """Return a batch out of turn."""
+        """Return a batch outside of the usual order."""
         return self.reader(indices, indices)
 
-    def _begin(self, schedule: Schedule, start: int, index: int) -> None:
+    def _start_batch_source(self, schedule: WorkerSampler, start: int, index: int) -> None:
         self._order = schedule.keys(start, index)
         self._next = next(self._order)
         requests = schedule.requests(start, index)
         if self._workers == "thread":
             self._source = _by_thread(self.reader, requests, ahead=self._ahead, pin=self._pin)
             return
-        opened = self._handles.opened() if self._handles is not None else []
+        opened = self._handles.list_new_handles() if self._handles is not None else []
         before = set(multiprocessing.active_children())
         loader: DataLoader[Any] = DataLoader(
-            _Requested(self.reader),
-            sampler=requests,  # drawn from as batches are due
+            _RequestDataset(self.reader),
+            sampler=requests,  # the loader takes requests when batches are due
             batch_size=None,
             num_workers=int(self._workers),
             prefetch_factor=self._ahead,
             pin_memory=self._pin,
             worker_init_fn=partial(_begin_worker, handles.open_files(), opened),
-            generator=torch.Generator(),  # else it draws its seed from the loop's own random state
+            generator=torch.Generator(),  # otherwise the loader draws its seed from the loop's random state
         )
         self._source = iter(loader)
         self._processes = [child for child in multiprocessing.active_children() if child not in before]
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The context of a loop that is fed: names the death of a reading process, and ends all of them after it.
+        """Return the context of a loop: it reports the failure of a reading process, and ends all of them at exit.
 
         Raises:
-            WorkerFailed: a process that reads data died.
+            WorkerFailed: a process that reads data has ended.
         """
         try:
             yield
         except (RuntimeError, EOFError, ConnectionError) as exc:
-            died = self.lost_readers(exc)
+            died = self.describe_lost_readers(exc)
             if not died:
                 raise
             raise WorkerFailed(
@@ -142,9 +145,9 @@ class Feed:
         finally:
             self.close()
 
-    def lost_readers(self, error: BaseException) -> str:
-        """Return the readers that ended badly, and how, if that is what an error is about; else nothing."""
-        # What is seen first varies: torch's word for it, or the end of the pipe that a batch was to come through.
+    def describe_lost_readers(self, error: BaseException) -> str:
+        """Return the reading processes that have failed, with their exit codes, if they caused an error; else ""."""
+        # The first sign varies: torch's error, or the end of the pipe for a batch.
         if not isinstance(error, RuntimeError | EOFError | ConnectionError):
             return ""
         if isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
@@ -155,28 +158,28 @@ class Feed:
         return ", ".join(f"{end} (pid {pid})" for pid, end in ends.items())
 
     def _let_die(self) -> None:
-        """Wait a moment for a process to end."""
+        """Wait up to a second for a process to end."""
         ended = wait([process.sentinel for process in self._processes], timeout=1.0)
         for process in self._processes:
             if process.sentinel in ended:
-                process.join(1.0)  # it closes its end of the pipe a little before its exit code is there
+                process.join(1.0)  # it closes its end of the pipe shortly before its exit code is available
 
     def close(self) -> None:
-        """Throw away what was read ahead, and end what reads."""
+        """Discard batches that were read ahead, and end the readers."""
         if isinstance(self._source, Iterator) and hasattr(self._source, "close"):
             self._source.close()
-        self._source = self._next = None  # the loader's iterator ends its processes when it goes
+        self._source = self._next = None  # the loader's iterator ends its processes when it is deleted
         for process in self._processes:
-            if process.is_alive():  # in the data set's own code: it does not listen to SIGTERM
+            if process.is_alive():  # in code of the data set, which does not react to SIGTERM
                 process.kill()
                 process.join()
         self._processes = []
 
 
-class _Requested(Dataset[Any]):
+class _RequestDataset(Dataset[Any]):
     """A data set whose indices are requests."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: BatchReader) -> None:
         self._reader = reader
 
     def __getitem__(self, request: Request) -> Any:
@@ -188,16 +191,16 @@ def _begin_worker(
 ) -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    handles.reopen(files)
+    handles.reopen_inherited_files(files)
     handles.put_back(opened)
 
 
-def _by_thread(reader: Reader, requests: Iterator[Request], *, ahead: int, pin: bool) -> Iterator[Any]:
-    """Batches in order, up to `ahead` of them read by a thread before they are asked for."""
+def _by_thread(reader: BatchReader, requests: Iterator[Request], *, ahead: int, pin: bool) -> Iterator[Any]:
+    """Yield batches in order; a thread reads up to `ahead` of them in advance."""
 
     def read(request: Request) -> Any:
         batch = reader.in_thread(*request)
-        return pinned(batch) if pin else batch
+        return pin_batch_tensors(batch) if pin else batch
 
     pending: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:

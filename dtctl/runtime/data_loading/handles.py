@@ -1,9 +1,10 @@
-"""Open files and connections of a data set, in processes that are forked to read it.
+"""Open files and connections of a data set in forked processes that read it.
 
-Forked processes share the position in an open file: a read in one of them moves it for all. So each reopens every
-regular file that it has inherited, at the position that the file had. A handle that cannot be reopened is refused
-before training if the data set already has it: sockets, and databases whose library keeps locks of its process. If the
-data set has opened it since, as with a first sample, each process restores the value that was there before.
+Forked processes share the position in an open file: a read in one of them moves it for all. So each process reopens
+every regular file that it has inherited, at its present position. Handles that cannot be reopened are sockets, and
+databases whose library keeps locks of its process. If the data set has one before anything is read, it is refused
+before training. If it has opened one since, for example with a first sample, each process restores the earlier value of
+the attribute.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ DESCRIPTORS: Final = Path("/proc/self/fd")
 OUTPUT: Final = (1, 2)
 """Descriptors of standard output and standard error."""
 KEPT: Final = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | os.O_SYNC | os.O_DSYNC | getattr(os, "O_DIRECT", 0)
-"""Flags of an open file that are more than ways to open it."""
+"""Flags of an open file that are relevant after it was opened."""
 DATABASES: Final = {"SQLite": (0, b"SQLite format 3\0"), "LMDB": (16, b"\xde\xc0\xef\xbe")}
-"""Marks of databases: the offset in a file, and the bytes there."""
+"""Signatures of databases: offset in a file, and bytes at this offset."""
 
 
 @dataclass(slots=True)
-class Handles:
+class DatasetHandles:
     """Open files and connections of a data set before anything is read from it."""
 
     data: object
     before: list[tuple[object, dict[str, Any]]] = field(default_factory=list)
-    """Objects of the data set with attributes, and what these were."""
+    """Objects of the data set, with the values of their attributes."""
 
     def __post_init__(self) -> None:
-        """Refuse what several processes cannot share.
+        """Refuse handles that several processes cannot share.
 
         Raises:
             PlanError: the data set holds a socket, or an open database.
@@ -44,7 +45,7 @@ class Handles:
         if multiprocessing.get_start_method() != "fork":
             return
         for name, value in walk_members(self.data):
-            kind = _unshareable(value)
+            kind = _describe_connection(value)
             if kind is not None:
                 raise PlanError(
                     f"the data set holds {kind} ({name}), which processes that are forked to read cannot share",
@@ -54,13 +55,16 @@ class Handles:
             if hasattr(value, "__dict__"):
                 self.before.append((value, dict(vars(value))))
 
-    def opened(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return what the data set has opened since that cannot be shared: where it stands, and what stood there."""
+    def list_new_handles(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return handles opened since that cannot be shared.
+
+        Each is the attributes of its owner, its name there, and the earlier value.
+        """
         return [
             (vars(owner), name, before.get(name, _MISSING))
             for owner, before in self.before
             for name, value in vars(owner).items()
-            if value is not before.get(name) and _unshareable(value) is not None
+            if value is not before.get(name) and _describe_connection(value) is not None
         ]
 
 
@@ -68,7 +72,7 @@ _MISSING: Final = object()
 
 
 def put_back(opened: list[tuple[dict[str, Any], str, Any]]) -> None:
-    """Let attributes be what they were, in a process that has inherited connections of another one."""
+    """Restore attributes in a process that has inherited connections of another one."""
     for attributes, name, before in opened:
         if before is _MISSING:
             del attributes[name]
@@ -76,16 +80,16 @@ def put_back(opened: list[tuple[dict[str, Any], str, Any]]) -> None:
             attributes[name] = before
 
 
-def _unshareable(value: object) -> str | None:
-    """Return name the connection that an object is; None if it is none."""
-    number = _descriptor(value)
+def _describe_connection(value: object) -> str | None:
+    """Return the kind of connection that an object is; None if it is none."""
+    number = _read_descriptor(value)
     if number is not None:
         try:
             return "a socket" if stat.S_ISSOCK(os.fstat(number).st_mode) else None
-        except OSError:  # closed
+        except OSError:  # the file is closed
             return None
-    # Connections of libraries are objects without attributes that refuse to be copied to another process; open files
-    # show to which database.
+    # Connections of libraries are objects without attributes that cannot be pickled. The open files show to which
+    # database they belong.
     if hasattr(value, "__dict__") or type(value).__module__ in ("builtins", "_thread", "_io", "mmap"):
         return None
     try:
@@ -97,7 +101,7 @@ def _unshareable(value: object) -> str | None:
     return None
 
 
-def _descriptor(value: object) -> int | None:
+def _read_descriptor(value: object) -> int | None:
     try:
         number = value.fileno()  # type: ignore[attr-defined]
     except Exception:  # noqa: BLE001  # it has none, is closed, or is no file
@@ -108,7 +112,7 @@ def _descriptor(value: object) -> int | None:
 def _open_database() -> str | None:
     for number in _regular_files():
         try:
-            head = os.pread(number, 64, 0)  # to open and close the file would give up its locks
+            head = os.pread(number, 64, 0)  # opening and closing the file would release its locks
         except OSError:
             continue
         for kind, (offset, mark) in DATABASES.items():
@@ -125,38 +129,38 @@ def _regular_files() -> list[int]:
         try:
             if stat.S_ISREG(os.fstat(int(name)).st_mode):
                 found.append(int(name))
-        except OSError:  # the folder's own
+        except OSError:  # the descriptor of the listed folder
             continue
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A regular file that a process has open."""
+    """Regular file that a process has open."""
 
     flags: int
     position: int
     identity: tuple[int, int]
-    """Device and inode."""
+    """Device and inode of the file."""
 
 
 def open_files() -> dict[int, OpenFile]:
     """Return the regular files that are open for reading, by their descriptors.
 
-    Files open for output stay shared: each process appends to what others have written.
+    Files that are open for output stay shared: each process appends to the output of the others.
     """
     if multiprocessing.get_start_method() != "fork":
         return {}
     found = {}
     for number in _regular_files():
-        flags = None if number in OUTPUT else _flags(number)
+        flags = None if number in OUTPUT else _read_open_flags(number)
         if flags is not None and flags & os.O_ACCMODE != os.O_WRONLY and not flags & getattr(os, "O_PATH", 0):
             info = os.fstat(number)
             found[number] = OpenFile(flags, os.lseek(number, 0, os.SEEK_CUR), (info.st_dev, info.st_ino))
     return found
 
 
-def _flags(number: int) -> int | None:
+def _read_open_flags(number: int) -> int | None:
     try:
         text = Path(f"/proc/self/fdinfo/{number}").read_text()
     except OSError:
@@ -164,17 +168,17 @@ def _flags(number: int) -> int | None:
     return next((int(line.split()[1], 8) for line in text.splitlines() if line.startswith("flags:")), None)
 
 
-def reopen(files: dict[int, OpenFile]) -> None:
-    """Open inherited files again, under the same descriptors and at the same positions.
+def reopen_inherited_files(files: dict[int, OpenFile]) -> None:
+    """Reopen inherited files under the same descriptors and at the same positions.
 
     Args:
-        files: by `open_files`, in the process that this one was forked from.
+        files: result of `open_files` in the parent process.
 
     Raises:
-        WorkerFailed: one cannot be opened.
+        WorkerFailed: a file cannot be opened.
     """
     for number, file in files.items():
-        if not _is_open(number, file):
+        if not _is_same_open_file(number, file):
             continue
         path = DESCRIPTORS / str(number)
         try:
@@ -191,8 +195,8 @@ def reopen(files: dict[int, OpenFile]) -> None:
             ) from exc
 
 
-def _is_open(number: int, file: OpenFile) -> bool:
-    """Return whether a descriptor is still that of a file: libraries close theirs in forked processes."""
+def _is_same_open_file(number: int, file: OpenFile) -> bool:
+    """Return whether a descriptor still refers to a file, since libraries close theirs in forked processes."""
     try:
         info = os.fstat(number)
     except OSError:

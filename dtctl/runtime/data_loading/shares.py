@@ -1,4 +1,4 @@
-"""Shares of a global batch, where workers have unequal GPUs."""
+"""Shares of a global batch for workers with unequal GPUs."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ from dtctl.train.mesh import Coordinate, Degrees
 
 
 def shares_of_all(config: TrainConfig, worker: Worker) -> list[int]:
-    """Return how many micro batches each rank takes in a pass; empty if the configuration has no shares. Collective.
+    """Return the number of micro batches of each rank in a pass; empty if no shares are configured. Collective.
 
     Raises:
         PlanError: a worker's name matches several shares, or a share matches no worker; raised on every worker. After a
-            restart, which may have other nodes, the latter is a line of output instead.
+            restart, which may use other nodes, an unmatched share is only reported in a line of output.
     """
     if not config.shares:
         return []
     gpu = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else ""
     facts = gathered_json([gpu, os.environ.get(names.NODE, "")], worker)
-    matches = [_matches(config.shares, *rank_facts) for rank_facts in facts]
+    matches = [_find_matching_shares(config.shares, *rank_facts) for rank_facts in facts]
     for rank, keys in enumerate(matches):
         if len({config.shares[key] for key in keys}) > 1:
-            raise _wrong(f"{' and '.join(keys)} both mean rank {rank} ({' on '.join(filter(None, facts[rank]))})")
+            raise _build_shares_error(
+                f"{' and '.join(keys)} both mean rank {rank} ({' on '.join(filter(None, facts[rank]))})"
+            )
     unused = [key for key in config.shares if not any(key in keys for keys in matches)]
     if unused and os.environ.get(names.ATTEMPT, "0") != "0":
         if worker.is_first:
             say(f"warning: train.shares: no GPU and no node is called {', '.join(unused)} any more")
     elif unused:
         known = ", ".join(sorted({name for rank_facts in facts for name in rank_facts if name}))
-        raise _wrong(f"{unused[0]} is the name of no GPU and no node", f"they are called {known}" if known else None)
+        raise _build_shares_error(
+            f"{unused[0]} is the name of no GPU and no node", f"they are called {known}" if known else None
+        )
     return [config.shares[keys[0]] if keys else 1 for keys in matches]
 
 
 def of_replicas(shares: Sequence[int], degrees: Degrees) -> tuple[int, ...]:
-    """Return the share of each part of a batch; several workers may take one part together.
+    """Return the share of each part of a batch; several workers may process one part together.
 
     Raises:
         PlanError: workers of one part have different shares.
@@ -54,14 +58,14 @@ def of_replicas(shares: Sequence[int], degrees: Degrees) -> tuple[int, ...]:
     for rank, share in enumerate(shares):
         parts[Coordinate(degrees=degrees, rank=rank).data].add(share)
     if any(len(part) > 1 for part in parts):
-        raise _wrong(f"workers that have the same samples (mesh {degrees}) have different shares")
+        raise _build_shares_error(f"workers that have the same samples (mesh {degrees}) have different shares")
     return tuple(part.pop() for part in parts)
 
 
-def _matches(shares: Mapping[str, int], gpu: str, node: str) -> list[str]:
-    # Whole words: a node may be called `a10`, and a GPU A100.
+def _find_matching_shares(shares: Mapping[str, int], gpu: str, node: str) -> list[str]:
+    # Only whole words match: a node may be called `a10`, and a GPU A100.
     return [key for key in shares if key == node or re.search(rf"(?<!\w){re.escape(key)}(?!\w)", gpu, re.IGNORECASE)]
 
 
-def _wrong(reason: str, hint: str | None = None) -> PlanError:
+def _build_shares_error(reason: str, hint: str | None = None) -> PlanError:
     return PlanError(reason, where="train.shares", hint=hint)

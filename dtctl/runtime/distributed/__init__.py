@@ -1,1 +1,1 @@
-"""One worker among many: its rank and device, its process groups, decisions that all take together."""
+"""A worker among others: its rank and device, its process groups, and the decisions that all workers take together."""

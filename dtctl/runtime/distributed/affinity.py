@@ -1,4 +1,4 @@
-"""Cores near a worker's GPU: memory and PCIe lanes of the other processor take a way around."""
+"""Binding to the cores near a worker's GPU, since memory and PCIe lanes of another processor are slower to reach."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 PCI: Final = Path("/sys/bus/pci/devices")
 
 
-def near(device: torch.device) -> frozenset[int]:
-    """Return the cores of the processor that a GPU is attached to; empty where the system does not report them."""
+def find_cores_near_gpu(device: torch.device) -> frozenset[int]:
+    """Return the cores of the processor to which a GPU is attached; empty if the system does not report them."""
     properties = torch.cuda.get_device_properties(device)
     numbers = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-    if None in numbers:  # an older torch
+    if None in numbers:  # an older version of torch
         return frozenset()
     domain, bus, slot = numbers
     try:
         text = (PCI / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "local_cpulist").read_text(encoding="ascii")
     except OSError:
         return frozenset()
-    return parsed(text)
+    return parse_core_list(text)
 
 
-def parsed(text: str) -> frozenset[int]:
-    """Return the numbers of a list as the kernel writes it: `0-31,64-95`."""
+def parse_core_list(text: str) -> frozenset[int]:
+    """Return the numbers in a list in the kernel's format: `0-31,64-95`."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -37,11 +37,11 @@ def parsed(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-def bind(cores: Collection[int]) -> frozenset[int]:
-    """Keep this process, and all that it starts from now on, on those of its cores that are among these.
+def bind_process_to_cores(cores: Collection[int]) -> frozenset[int]:
+    """Bind this process, and all that it starts from now on, to those of its cores that are in `cores`.
 
     Returns:
-        The cores that it has then: as before if none of them are.
+        Cores of the process afterwards; unchanged if none of its cores is in `cores`.
     """
     allowed = os.sched_getaffinity(0)
     chosen = allowed & {*cores}

@@ -1,4 +1,4 @@
-"""Memory that each worker has for itself; never what is free right now, so that it is the same at each start."""
+"""Memory that each worker can use. It never depends on what is free right now, so it is the same at each start."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ def of_worker(worker: Worker) -> int:
     """Return the bytes of a worker's GPU, or its share of the node's memory."""
     if worker.device.type == "cuda":
         return int(torch.cuda.get_device_properties(worker.device).total_memory)
-    return of_node() // worker.local_world_size
+    return compute_node_memory_bytes() // worker.local_world_size
 
 
-def of_node(root: Path = Path("/")) -> int:
-    """Return the bytes of this machine, or of what its control groups let this process have.
+def compute_node_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes of this machine's memory, or of the limit that control groups set for this process.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: folder that contains `proc` and `sys`.
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in _limits(root):
+    for path in _list_cgroup_limit_files(root):
         try:
             text = path.read_text(encoding="ascii").strip()
         except OSError:
             continue
-        if text.isdecimal():  # or `max`
+        if text.isdecimal():  # otherwise it is `max`
             limits.append(int(text))
     return min(limits)
 
 
-def _limits(root: Path) -> list[Path]:
-    """Files that may hold a limit: of the group of this process and of all above it, in both versions of the kernel."""
+def _list_cgroup_limit_files(root: Path) -> list[Path]:
+    """Return files that may hold a limit, of this process's control group and all above it.
+
+    They have different names in the two versions of control groups.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux
+    except OSError:  # the system is not Linux
         return []
     paths = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""Process groups of a mesh; dtctl/train/mesh.py defines them."""
+"""Process groups of a mesh, which dtctl/train/mesh.py defines."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 def device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     """Return the process groups of the axes that have more than one worker; collective over all workers.
 
-    cp and ep are parts of fsdp here, which is there always; see `context_group` and `expert_mesh`.
+    cp and ep are parts of fsdp here, and fsdp always exists; see `context_group` and `expert_mesh`.
 
     Args:
-        degrees: their product is the world size.
+        degrees: degrees whose product is the world size.
         device_type: cpu or cuda.
     """
-    from torch.distributed.device_mesh import init_device_mesh  # takes half a second, which ddp need not wait for
+    # imported here, since it takes half a second and ddp does not need it
+    from torch.distributed.device_mesh import init_device_mesh
 
     sizes = {"pp": degrees.pp, "dp": degrees.dp, "fsdp": degrees.shards, "tp": degrees.tp}
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "fsdp"}
@@ -29,7 +30,7 @@ def device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
 
 
 def limit_groups(timeout_s: float) -> None:
-    """Let collectives of all groups of this worker wait that long; those of a mesh are made with torch's half hour.
+    """Set the time limit of collectives in all groups of this worker, as torch makes those of a mesh with 30 minutes.
 
     Args:
         timeout_s: `train.timeout_s`.
@@ -42,7 +43,7 @@ def limit_groups(timeout_s: float) -> None:
 
 
 def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
-    """Return the workers that divide this one's sequences; collective over all workers."""
+    """Return the group of workers that divide the same sequences; collective over all workers."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shape = (degrees.pp * degrees.dp * degrees.fsdp, degrees.cp, degrees.ep * degrees.tp)
@@ -50,10 +51,10 @@ def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
 
 
 def expert_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
-    """The process groups of experts, with the axes dp (if there is one), fsdp and ep; collective over all workers.
+    """Return the process groups of experts, with the axes dp (if there is one), fsdp and ep; collective.
 
-    fsdp are the workers that have the same experts and share their parameters (`Degrees.expert_shards`), ep those that
-    divide experts: `Degrees.expert_parts`.
+    Workers on the axis fsdp have the same experts and share their parameters (`Degrees.expert_shards`); those on ep
+    divide experts (`Degrees.expert_parts`).
     """
     from torch.distributed.device_mesh import init_device_mesh
 

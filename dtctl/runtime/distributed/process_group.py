@@ -1,4 +1,4 @@
-"""Joining and leaving the process group of all workers: the one entrance, and the only exit, of a training process."""
+"""Entry and exit of the process group of all workers; a training process uses no others."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ from dtctl import names
 from dtctl.errors import PlanError, SpecError
 from dtctl.runtime import determinism
 from dtctl.runtime.distributed import affinity, network
-from dtctl.runtime.distributed.worker import Worker, identify
+from dtctl.runtime.distributed.worker import Worker, resolve_worker_from_env
 from dtctl.runtime.exactness.randomness import seed_all
-from dtctl.runtime.live.control import Control
+from dtctl.runtime.live.control import SupervisorLink
 
 DEVICE_KEY: Final = "dtctl/device"
 KINDS: Final = {"cpu": "CPU", "cuda": "GPU"}
 TEAR_DOWN_S: Final = 5.0
-"""Seconds that a failed worker may spend on leaving its group; its peers may be gone, and NCCL would wait for them."""
+"""Seconds that a failed worker may take to leave its group; its peers may have ended, and NCCL would wait for them."""
 
 
 @contextmanager
 def start(
     *, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = False, bind_cores: bool = False
 ) -> Iterator[Worker]:
-    """Become a worker: device, seeds, process group; and leave the group at the end, also after an error.
+    """Set up this process as a worker: device, seeds, process group; leave the group at the end, also after an error.
 
-    Variables that workers need to find each other are set if they are not set yet; see network.py.
+    Variables that workers need to find each other are set if they are missing; see network.py.
 
-    All random generators have the same seed on all workers, so that they build the same model; the Trainer gives each
-    worker a seed of its own once that is done.
+    All random generators have the same seed on all workers, so that they build the same model. After that the Trainer
+    gives each worker a seed of its own.
 
     Args:
-        seed: of Python's, NumPy's and torch's generators.
-        timeout_s: how long a collective waits for the other workers.
-        deterministic: whether kernels are to give the same bits each time; see determinism.py.
-        bind_cores: whether this process stays on the cores near its GPU.
+        seed: seed of Python's, NumPy's and torch's generators.
+        timeout_s: seconds that a collective waits for the other workers.
+        deterministic: True if kernels must give the same bits each time; see determinism.py.
+        bind_cores: True if this process stays on the cores near its GPU.
 
     Raises:
         PlanError: the environment does not identify this worker.
     """
     faulthandler.enable()
-    if deterministic:  # before CUDA starts
+    if deterministic:  # before CUDA is initialized
         determinism.use_deterministic_kernels()
-    worker = identify(os.environ)
+    worker = resolve_worker_from_env(os.environ)
     if worker.device.type == "cuda":
         torch.cuda.set_device(worker.device)
-        if bind_cores:  # before threads are started, which inherit it
-            affinity.bind(affinity.near(worker.device))
+        if bind_cores:  # before threads are started, which inherit the binding
+            affinity.bind_process_to_cores(affinity.find_cores_near_gpu(worker.device))
     seed_all(seed)
     if worker.backend is not None:
-        network.apply(worker, os.environ)
-        live = Control.of(os.environ, worker.rank, worker.world_size)
+        network.set_network_variables(worker, os.environ)
+        live = SupervisorLink.build_from_environ(os.environ, worker.rank, worker.world_size)
         worker = replace(worker, live=live, backend=None if live is not None and live.newcomer else worker.backend)
     if worker.backend is not None:
         if worker.live is not None:
@@ -83,27 +83,27 @@ def start(
             worker.live.is_joined()
     try:
         yield worker
-        # Nobody leaves before all are through: rank 0 may hold the store, and a peer its last message.
+        # No worker leaves before all have finished: rank 0 may host the store, and a peer may wait for a last message.
         worker.barrier()
     except BaseException as exc:
         if isinstance(exc, Exception):
             record_failure(exc)
             if not isinstance(exc, PlanError | SpecError):
-                network.record(worker)
-        leave(within_s=TEAR_DOWN_S)
+                network.write_flight_record(worker)
+        leave_process_group(within_s=TEAR_DOWN_S)
         raise
-    leave()
+    leave_process_group()
 
 
 def require_same_device(shared: Store, worker: Worker) -> None:
-    """See that this worker computes on the kind of device that rank 0 does; else gloo would wait for NCCL, and no end.
+    """Refuse a worker on another kind of device than rank 0's, since gloo would wait for NCCL forever.
 
     Args:
-        shared: what all workers can read.
+        shared: store that all workers can read.
         worker: this worker.
 
     Raises:
-        PlanError: it does not.
+        PlanError: the worker has another kind of device.
     """
     if worker.is_first:
         shared.set(DEVICE_KEY, worker.device.type)
@@ -118,20 +118,20 @@ def require_same_device(shared: Store, worker: Worker) -> None:
 
 
 def _can_be_bound(backend: str) -> bool:
-    """Return whether groups can be bound to a GPU: older torch cannot split those then (pytorch#159200)."""
+    """Return whether groups can be bound to a GPU; older torch cannot split such groups (pytorch#159200)."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     return "nccl" in backend and release >= (2, 13)
 
 
-def leave(*, within_s: float | None = None) -> None:
-    """Leave the process group, if there is one; with a limit, give up after that many seconds instead of hanging."""
+def leave_process_group(*, within_s: float | None = None) -> None:
+    """Leave the process group, if there is one; with `within_s`, give up after that many seconds instead of hanging."""
     if not dist.is_initialized():
         return
     if within_s is None:
         dist.destroy_process_group()
         _let_gloo_finish()
         return
-    # NCCL's groups are aborted: to destroy them waits for peers that are gone.
+    # NCCL's groups are aborted, since destroying them waits for peers that have ended.
     gpu = "nccl" in str(dist.get_backend_config())
     part = dist.distributed_c10d._abort_process_group if gpu else dist.destroy_process_group
     parting = threading.Thread(target=part, daemon=True)
@@ -140,19 +140,19 @@ def leave(*, within_s: float | None = None) -> None:
 
 
 def _let_gloo_finish() -> None:
-    """Give gloo's threads the interpreter's lock for a moment.
+    """Release the interpreter's lock for gloo's threads for a moment.
 
-    They release a tensor only after the main thread has received the result, and need the lock for it; if the
-    interpreter is ending by then, the process aborts. Seen with torch 2.13 at 8 of 25 ends of 3 workers on 2 cores, and
-    at none of 95 with this. Short sleeps rather than a long one: each ends only after threads that waited longer had
-    the lock.
+    They release a tensor only after the main thread has received the result, and need the lock for it. If the
+    interpreter is already shutting down, the process aborts. Seen with torch 2.13 at 8 of 25 ends of 3 workers on 2
+    cores, and at none of 95 with this function. It sleeps several times for a short time, since each sleep ends only
+    after threads that waited longer had the lock.
     """
     for _ in range(10):
         time.sleep(0.005)
 
 
 def record_failure(error: BaseException) -> None:
-    """Leave the exception where torchrun looks for it, so that its summary names the first failure."""
+    """Write the exception to the file that torchrun reads, so that its summary names the first failure."""
     if os.environ.get(names.ERROR_FILE):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -1,4 +1,4 @@
-"""Work in a copy of this process, so that nothing that it does or breaks is left: random numbers, caches, data sets."""
+"""Work in a forked process, so that nothing that it changes or breaks remains: random numbers, caches, data sets."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ import torch
 from dtctl.errors import WorkerFailed
 
 
-def apart(work: Callable[[], dict[str, Any]], *, limit_s: float) -> dict[str, Any]:
-    """Return the result of `work`, JSON, from a forked process without output and GPU, and with one thread.
+def run_in_forked_process(work: Callable[[], dict[str, Any]], *, limit_s: float) -> dict[str, Any]:
+    """Return the JSON result of `work` from a forked process without output and GPU, and with one thread.
 
     Raises:
-        WorkerFailed: it raised, died, or took too long; the message states which.
+        WorkerFailed: the work raised an error, died, or took too long; the message states which.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: threads of this process are not in the copy
+        # Python 3.12 warns that threads of this process are missing in the fork
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        _answer(work, writing)
+        _run_child_and_exit(work, writing)
     os.close(writing)
     try:
-        text = _read(reading, limit_s)
+        text = _read_pipe_with_timeout(reading, limit_s)
     finally:
         os.close(reading)
-        os.kill(child, signal.SIGKILL)  # not waited for yet, so the number is still its own
+        os.kill(child, signal.SIGKILL)  # it was not waited for yet, so the number is still its own
         os.waitpid(child, 0)
     if text is None:
         raise WorkerFailed(f"it takes more than {limit_s:.0f} s")
@@ -46,26 +47,26 @@ def apart(work: Callable[[], dict[str, Any]], *, limit_s: float) -> dict[str, An
     return answer
 
 
-def _answer(work: Callable[[], dict[str, Any]], writing: int) -> None:
-    """Do the work in the copy, send the result, and end without the exit handlers of a process."""
+def _run_child_and_exit(work: Callable[[], dict[str, Any]], writing: int) -> None:
+    """Do the work in the forked process, send the result, and end without the exit handlers of a process."""
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         nowhere = os.open(os.devnull, os.O_RDWR)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-        torch.set_num_threads(1)  # those of OpenMP are not in the copy, and would be waited for
+        torch.set_num_threads(1)  # threads of OpenMP are missing in the fork, and torch would wait for them
         warnings.simplefilter("ignore")
         answer = work()
-    except BaseException as exc:  # noqa: BLE001  # whatever it is, it is the answer
+    except BaseException as exc:  # noqa: BLE001  # any error is the answer
         answer = {"failed": f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"}
     with os.fdopen(writing, "w") as file:
         json.dump(answer, file)
     os._exit(0)
 
 
-def _read(reading: int, limit_s: float) -> bytes | None:
-    """Return all that is written, or None after a time."""
+def _read_pipe_with_timeout(reading: int, limit_s: float) -> bytes | None:
+    """Return all data that is written, or None after a time limit."""
     text, end_s = b"", time.monotonic() + limit_s
     while select.select([reading], [], [], max(0.0, end_s - time.monotonic()))[0]:
         part = os.read(reading, 1 << 16)

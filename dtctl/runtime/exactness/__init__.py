@@ -1,1 +1,1 @@
-"""Measurement of exactness: whether a resumed run repeats its steps bit for bit."""
+"""Check of resumed runs by their repeated steps, which must have the same bits."""

@@ -1,9 +1,9 @@
-"""Objects of a program that have a state of their own, which snapshots keep next to model and optimizer.
+"""Objects of a program with state of their own, which snapshots keep in addition to model and optimizer.
 
-They are recognized by torch's convention: objects with `state_dict` and `load_state_dict`, and generators of random
-numbers. They are found as attributes, in containers and closures, and as global variables that the program's own
-functions name. State in other places is not found. The steps that a resume repeats show whether that matters
-(record.py), and `extra_state` takes such state.
+They are recognized by torch's convention: objects with `state_dict` and `load_state_dict`, and random generators. The
+search covers attributes, containers, closures, and global variables that the program's own functions name. State in
+other places is not found. The steps that a resume repeats show whether that matters (record.py), and `extra_state`
+takes such state.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dtctl.runtime.members import walk_members
 from dtctl.runtime.own_code import name_class
 from dtctl.runtime.snapshot.format.encoding import (
     NotEncodable,
-    decode,
-    encode,
+    decode_value,
+    encode_value,
     generator_state,
     is_generator,
     set_generator_state,
@@ -32,22 +32,24 @@ from dtctl.runtime.snapshot.format.encoding import (
 _STATE: Final = "\0state"
 """Marker before the class and the state of an object that has `state_dict`."""
 REACHED: Final = 50_000
-"""Objects of a program that are looked at."""
+"""Largest number of objects that the search visits."""
 
 
 def is_stateful(value: object) -> bool:
-    """Return whether it has a state that can be taken and put back, as modules, optimizers and schedulers have."""
+    """Return whether an object's state can be read and restored, as with modules, optimizers and schedulers."""
     kind = type(value)
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
 def take_state(value: Any) -> Any:
-    """Return what is kept of a generator, or of an object with a `state_dict`; tensors are not copied."""
-    return decode(generator_state(value)) if is_generator(value) else (_STATE, name_class(value), value.state_dict())
+    """Return the state of a generator, or of an object with a `state_dict`; tensors are not copied."""
+    return (
+        decode_value(generator_state(value)) if is_generator(value) else (_STATE, name_class(value), value.state_dict())
+    )
 
 
 def put_state(held: Any, state: Any) -> bool:
-    """Give an object the state that `take_state` returned; return whether it is of the same kind."""
+    """Restore a state that `take_state` returned; return False if the object is of another kind."""
     is_tagged = isinstance(state, tuple) and len(state) == 3 and state[0] == _STATE
     if is_generator(held) and isinstance(state, Mapping):
         set_generator_state(held, state)
@@ -62,7 +64,7 @@ def put_state(held: Any, state: Any) -> bool:
 
 
 def _put_optimizer(held: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state in place, where torch makes new groups: another optimizer may share them (SAM, Lookahead)."""
+    """Load a state in place; torch would make new groups, but another optimizer may share them (SAM, Lookahead)."""
     parameters = [parameter for group in held.param_groups for parameter in group["params"]]
     for group, values in zip(held.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
@@ -74,27 +76,29 @@ def _put_optimizer(held: torch.optim.Optimizer, state: Mapping[str, Any]) -> Non
 
 
 class StatefulObjects:
-    """Stateful objects that are reachable from some roots, with their states when this was made."""
+    """Objects with state that are reachable from some roots, and their states when this object was made."""
 
     def __init__(self, roots: Mapping[str, Any], *, model: nn.Module, apart: Iterable[object] = ()) -> None:
         """Find the objects with state.
 
         Args:
             roots: name -> object, such as `{"model": model, "loss": loss}`; a root's own state is left out.
-            model: its state is in snapshots anyway.
+            model: the model, whose state snapshots have anyway.
             apart: objects whose state is saved elsewhere.
         """
         self._roots, self._model = dict(roots), model
         self._apart = [*apart, *model.parameters(), *model.buffers()]
         self._held: list[object] = []
-        """Objects that were found: as long as they live, nothing else has its address."""
-        self._marks = {path: _mark(value, self._held) for path, value in self._find()}
+        """Objects that were found, kept alive so that no other object gets the same address."""
+        self._marks = {path: _compute_state_mark(value, self._held) for path, value in self._find_stateful_objects()}
 
-    def _find(self) -> Iterator[tuple[str, Any]]:
-        """Yield each object once, with its path, except those whose tensors the model or another object has already."""
+    def _find_stateful_objects(self) -> Iterator[tuple[str, Any]]:
+        """Yield each object once, with its path; skip those whose tensors the model or another object already has."""
         known = {id(value) for value in self._roots.values()} | {id(module) for module in self._model.modules()}
         covered = {
-            tensor.data_ptr() for tensor in map(_local, self._model.state_dict().values()) if _has_address(tensor)
+            tensor.data_ptr()
+            for tensor in map(_unwrap_local_value, self._model.state_dict().values())
+            if _has_address(tensor)
         }
         for name, root in self._roots.items():
             for path, value in walk_members(root, name, named=True, skipped=self._apart, limit=REACHED):
@@ -111,64 +115,68 @@ class StatefulObjects:
                 yield path, value
 
     def changed(self) -> tuple[dict[str, Any], list[str]]:
-        """Return what is another than at first.
+        """Return the objects that have changed.
 
         Returns:
-            By path its state, encoded, with tensors that are not copied; and the paths of what cannot be kept.
+            Encoded state by path, with tensors that are not copied; and the paths of objects that cannot be kept.
         """
         changed: dict[str, Any] = {}
         lost = []
-        for path, value in self._find():
-            if _mark(value) == self._marks.get(path):
+        for path, value in self._find_stateful_objects():
+            if _compute_state_mark(value) == self._marks.get(path):
                 continue
             try:
-                state = with_devices(encode(take_state(value), path))
+                state = with_devices(encode_value(take_state(value), path))
                 if any(hasattr(leaf, "device_mesh") for leaf in tree_leaves(state)):
                     lost.append(f"{path} (which is spread over workers)")
                 else:
                     changed[path] = state
-            except Exception:  # noqa: BLE001  # NotEncodable, or whatever the user's `state_dict` raises
+            except Exception:  # noqa: BLE001  # NotEncodable, or any error of the user's `state_dict`
                 lost.append(path)
         return changed, lost
 
-    def hold(self) -> dict[str, Any]:
-        """Return a copy of all states, for `load`, before something runs that is not to leave a trace."""
+    def copy_states(self) -> dict[str, Any]:
+        """Return a copy of all states for `load`, before code runs that must not leave a trace."""
         held = {}
-        for path, value in self._find():
+        for path, value in self._find_stateful_objects():
             try:
-                state = with_devices(encode(take_state(value), path))
+                state = with_devices(encode_value(take_state(value), path))
             except NotEncodable:
                 continue
             held[path] = copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, state))
         return held
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
-        """Put back what `changed` or `hold` returned.
+        """Restore what `changed` or `copy_states` returned.
 
         Returns:
-            What could not be put back, a phrase each.
+            Objects that could not be restored, a phrase each.
         """
         left = dict(state)
-        failed = [path for path, value in self._find() if path in left and not put_state(value, decode(left.pop(path)))]
+        failed = [
+            path
+            for path, value in self._find_stateful_objects()
+            if path in left and not put_state(value, decode_value(left.pop(path)))
+        ]
         phrases = [f"{name_some(left)} changed in training, and there is no place for it now"] if left else []
         return phrases + ([f"{name_some(failed)} changed in training, and cannot be set"] if failed else [])
 
 
 def name_some(paths: Iterable[str], count: int = 4) -> str:
-    """Return the first of some paths, and how many more there are."""
+    """Return the first of some paths, and the number of the others."""
     every = list(paths)
     return ", ".join(every[:count]) + (f" and {len(every) - count} more" if len(every) > count else "")
 
 
 def _list_tensors(value: Any) -> list[torch.Tensor]:
     try:
-        return [leaf for leaf in map(_local, tree_leaves(value.state_dict())) if _has_address(leaf)]
+        return [leaf for leaf in map(_unwrap_local_value, tree_leaves(value.state_dict())) if _has_address(leaf)]
     except Exception:  # noqa: BLE001  # the user's code, at a time when the program does not call it
         return []
 
 
-def _local(value: Any) -> Any:
-    """Return this worker's part of a tensor that is spread over several."""
+def _unwrap_local_value(value: Any) -> Any:
+    """Return this worker's part of a tensor that is divided over several workers."""
     return value.to_local() if hasattr(value, "device_mesh") else value
 
 
@@ -176,12 +184,12 @@ def _has_address(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 0
 
 
-def _mark(value: Any, held: list[object] | None = None) -> Any:
+def _compute_state_mark(value: Any, held: list[object] | None = None) -> Any:
     """Return a mark that stays equal as long as a state is unchanged; tensors are neither copied nor read.
 
     Args:
         value: a generator, or an object with a `state_dict`.
-        held: list that gets the tensors; the mark consists of their addresses.
+        held: list that receives the tensors; the mark consists of their addresses.
     """
     if is_generator(value):
         state = take_state(value)
@@ -196,7 +204,7 @@ def _mark(value: Any, held: list[object] | None = None) -> Any:
 
 
 def _mark_leaf(leaf: Any) -> Any:
-    leaf = _local(leaf)
+    leaf = _unwrap_local_value(leaf)
     if isinstance(leaf, torch.Tensor):
         return (leaf.data_ptr() if _has_address(leaf) else id(leaf), leaf._version, leaf.shape)
     return leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf)

@@ -1,4 +1,4 @@
-"""Verdict of repeating the steps after a snapshot, in words and as JSON."""
+"""Verdict on repeating the steps after a snapshot, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAUSES: Final[Mapping[Kind, str]] = {
     "gradient": "usually the backward pass: its kernels, the number of threads, or the order in which workers add up",
     "update": "usually the optimizer, its settings or the learning rate",
 }
-"""Usual causes of a difference of each kind, where everything before it is equal."""
+"""Kind of the first difference -> its usual cause."""
 LATE: Final = "usually a schedule, a score, or something that the program counts and `extra_state` does not keep"
 NOT_REPEATED: Final = (
     "it is another each time it is computed here: kernels (see train.deterministic), or something that the program "
@@ -22,40 +22,40 @@ NOT_REPEATED: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Verdict of repeating steps."""
+class ExactnessVerdict:
+    """Verdict on repeated steps."""
 
     verdict: Literal["exact", "not-exact", "not-confirmed"]
-    """Not confirmed is also what was repeated although something is known to differ: that may show later."""
+    """`not-confirmed` also means that the steps were repeated exactly, but a known difference may show later."""
     step: int
     """Step of the snapshot."""
     steps: int
     """Number of steps that were repeated bit for bit."""
     differs: Kind | None = None
     at: int = 0
-    """The step in which it differs."""
+    """Step that differs."""
     why: tuple[str, ...] = ()
     has_losses: bool = True
-    """True if losses were compared: each worker had the samples that it had then."""
+    """True if losses were compared, since each worker had the same samples."""
     losses_to: int = 0
-    """Last step whose losses were compared as well, which reach further than the rest; 0 if they were not."""
+    """Last step whose losses were compared, which may come after the steps with a full record; 0 if none were."""
     repeats: bool | None = None
-    """True if the step that differs came out the same when it was computed once more here. None: it was not."""
+    """True if the step that differs gave the same result when it was computed once more. None: it was not."""
 
     @property
     def is_open(self) -> bool:
-        """Return whether kernels that do not repeat may be the reason: the first step differs before its update."""
+        """Return whether kernels that do not repeat may be the cause: the first step differs before its update."""
         return self.differs in ("loss", "gradient") and self.at == self.step + 1 and self.repeats is None
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the verdict as JSON."""
         return {
             "step": self.step, "verdict": self.verdict, "steps": self.steps, "differs": self.differs,
             "why": list(self.why),
         }  # fmt: skip
 
     def describe(self) -> str:
-        """Return it as a sentence."""
+        """Return the verdict as a sentence."""
         repeated = f"{_name_steps(self.step + 1, self.step + self.steps)} repeated bit for bit"
         losses = f", and the losses up to step {self.losses_to} are those of before" if self.losses_to else ""
         known = f"; known to differ: {'; '.join(self.why)}" if self.why else ""
@@ -67,12 +67,12 @@ class Verdict:
         what, cause = self._name_difference(self.differs)
         if self.repeats is False:
             cause = NOT_REPEATED
-        elif self.losses_to and self.steps:  # it has shown only in the losses of later steps
+        elif self.losses_to and self.steps:  # the difference is only in the losses of later steps
             what, cause = f"{repeated}, and {what}", LATE
         return f"not exact: {what} ({cause}){known}"
 
     def _name_difference(self, kind: Kind) -> tuple[str, str]:
-        """Return what differs, and what usually makes it differ."""
+        """Return the name of the difference, and its usual cause."""
         if kind == "state":
             return "the state that was loaded is not the one that was saved", CAUSES[kind]
         equal = {"loss": "", "gradient": ", its loss is equal", "update": ", its gradient is equal"}[kind]

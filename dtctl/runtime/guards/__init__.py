@@ -1,1 +1,1 @@
-"""Guards against silent damage: gradients that are not finite, memory that runs out, unlike workers."""
+"""Checks for silent damage: gradients that are not finite, lack of memory, differences between workers."""

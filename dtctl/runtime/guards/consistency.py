@@ -1,4 +1,4 @@
-"""Facts that must be the same on all workers, compared before training: other code on one node would hang them all."""
+"""Facts that must be the same on all workers, compared before training, since different code would make them hang."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees
 
 
-def require_equal(facts: Mapping[str, int], worker: Worker) -> None:
+def require_equal_facts(facts: Mapping[str, int], worker: Worker) -> None:
     """Compare numbers over all workers.
 
     Args:
-        facts: what it is, in words -> its value here; the same keys everywhere.
+        facts: description -> value on this worker, with the same keys everywhere.
         worker: this worker.
 
     Raises:
-        PlanError: on every worker, if one differs anywhere.
+        PlanError: a value differs; raised on every worker.
     """
     if worker.backend is None:
         return
     mine = torch.tensor(list(facts.values()), dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(worker.world_size)]
-    dist.all_gather(everyone, mine)
+    dist.all_gather(everyone, mine, group=worker.group)
     for index, what in enumerate(facts):
         ranks: dict[int, list[int]] = {}
         for rank, values in enumerate(everyone):
@@ -43,8 +43,8 @@ def require_equal(facts: Mapping[str, int], worker: Worker) -> None:
             )
 
 
-def settings(config: TrainConfig) -> dict[str, int]:
-    """Return a checksum of the settings that must agree on all workers; compared first: later exchanges need them."""
+def compute_settings_checksum(config: TrainConfig) -> dict[str, int]:
+    """Return a checksum of the settings that must agree on all workers, since later exchanges depend on them."""
     exchanges = (config.strategy, config.ddp, config.fsdp, config.tp, config.pipeline, config.blocks, config.precision)
     sizes = (
         config.micro_batch, tuple(config.shares.items()), config.global_batch, config.accumulate, config.clip_norm,
@@ -53,8 +53,8 @@ def settings(config: TrainConfig) -> dict[str, int]:
     return {"the settings (checksum)": zlib.crc32(repr((exchanges, sizes)).encode())}
 
 
-def fingerprint(model: nn.Module, degrees: Degrees, *, samples: int, steps: int) -> dict[str, int]:
-    """Return what two workers of one training have in common."""
+def build_training_fingerprint(model: nn.Module, degrees: Degrees, *, samples: int, steps: int) -> dict[str, int]:
+    """Return the facts that all workers of a run must have in common."""
     shapes = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in model.named_parameters()]
     return {
         "the length of the data": samples,

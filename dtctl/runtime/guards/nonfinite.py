@@ -1,10 +1,10 @@
-"""Gradients that are not finite: no step is taken with them, and the user chooses what happens then.
+"""Check for gradients that are not finite: no step is taken with them, and a setting chooses the reaction.
 
-The norm of the whole gradient is one number and the same on all workers, so all of them decide alike without
-communication. To skip or to go back needs a check in every step, which has to wait for the GPU. To stop does not: a
+The norm of the whole gradient is one number and the same on all workers, so all of them decide the same without
+communication. To skip a step or to go back needs a check in every step, which waits for the GPU. To stop does not: a
 gradient that is not finite makes all later ones invalid, so it is enough to check when metrics are logged, when the
-norm is needed anyway, and before a snapshot is written, which thus never holds invalid values. The step in which it
-began is determined then (origin.py).
+norm is needed anyway, and before a snapshot is written, so that a snapshot never holds invalid values. The step in
+which it began is determined afterwards (origin.py).
 """
 
 from __future__ import annotations
@@ -17,61 +17,62 @@ import torch
 from dtctl.errors import WorkerFailed
 from dtctl.runtime.console import say
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.guards.origin import Spoilt, Trail
+from dtctl.runtime.guards.origin import LossHistory, Spoilt
 from dtctl.runtime.precision import LossScale
 
 Policy = Literal["stop", "skip", "rollback"]
 
 MAX_SKIPPED: Final = 100
-"""Steps in a row that may be skipped: after so many the weights cannot be recovered, and GPU hours are not free."""
+"""Number of consecutive steps that may be skipped; after that the weights cannot recover, and GPU hours are lost."""
 MAX_ROLLBACKS: Final = 3
-"""Rollbacks without a step beyond the one that made the first of them necessary."""
+"""Largest number of rollbacks before training has passed the step that caused the first of them."""
 
 
 class NonFiniteGuard:
-    """Judges every step of one training.
+    """Check of the gradients of one run.
 
     Attributes:
-        skipped: steps that were not taken because of their gradient, in this attempt; fp16's search for a scale aside.
+        skipped: number of steps in this attempt that were skipped because of their gradient, except while fp16 searches
+            for a scale.
     """
 
     def __init__(self, policy: Policy, scale: LossScale | None, worker: Worker, spoilt: Spoilt = list) -> None:
-        """Prepare the checks; collective over all workers if the run was started again.
+        """Prepare the checks; collective over all workers if the run was restarted.
 
         Args:
-            policy: what to do about a gradient that is not finite.
-            scale: of an fp16 loss, which may be the reason and is then lowered.
+            policy: reaction to a gradient that is not finite.
+            scale: scale of an fp16 loss, which may be the reason and is then lowered.
             worker: this worker; the first one reports skipped steps.
-            spoilt: names of parameters whose gradients are not finite.
+            spoilt: returns the names of parameters whose gradients are not finite.
         """
         self.skipped = 0
         self._always = policy != "stop" or scale is not None
-        self._trail, self._step = Trail(worker, spoilt), 0
+        self._trail, self._step = LossHistory(worker, spoilt), 0
         self._policy, self._scale, self._tell = policy, scale, worker.is_first
         self._in_a_row = self._rollbacks = self._furthest = 0
 
     @property
-    def always(self) -> bool:
-        """Return whether the next step is to be judged in any case."""
+    def must_check_step(self) -> bool:
+        """Return whether the next step must be checked in any case."""
         return self._always or self._step <= self._trail.watched
 
-    def note(self, step: int, loss: torch.Tensor) -> None:
-        """A step, by its number from 1, has computed this worker's share of the loss; it is looked at if need be."""
+    def record_step_loss(self, step: int, loss: torch.Tensor) -> None:
+        """Store this worker's share of the loss of a step, counted from 1; it is read only if needed."""
         self._step = step
         self._trail.step(step, loss)
 
-    def judge(
+    def decide_step_action(
         self, step: int, norm: torch.Tensor | None, *, wanted: bool = True
     ) -> Literal["take", "skip", "rollback"]:
-        """Return what to do with the gradient of a step.
+        """Return the action for the gradient of a step.
 
         Args:
             step: number of the step, from 1.
-            norm: of the whole gradient, the same on all workers; None if it is not known.
-            wanted: whether it is to be judged; if not, it is looked at if need be.
+            norm: norm of the whole gradient, the same on all workers; None if unknown.
+            wanted: True if the gradient must be checked; otherwise it is checked only if needed.
 
         Raises:
-            WorkerFailed: the policy is to stop, or skipping and going back did not help.
+            WorkerFailed: the policy is to stop, or skipping and going back have not helped.
         """
         if norm is None:
             return "take"
@@ -88,7 +89,7 @@ class NonFiniteGuard:
                 self._rollbacks = 0
             return "take"
         if explained:
-            self._trail.clear(step)  # the weights have not seen it
+            self._trail.clear(step)  # the gradient was not applied to the weights
             if self._tell and self._scale is not None:
                 say(
                     f"step {step} skipped: its gradient is too large for fp16 with the loss scale {scale:g}, which is "
@@ -103,9 +104,9 @@ class NonFiniteGuard:
                 where="train.on_nan",
                 hint="lower `lr`, set `clip_norm`, or go on with `on_nan: skip` or `rollback`; snapshots are intact",
             )
-        return self._skip(step, value) if self._policy == "skip" else self._go_back(step, value)
+        return self._skip_step(step, value) if self._policy == "skip" else self._go_back(step, value)
 
-    def _skip(self, step: int, value: float) -> Literal["skip"]:
+    def _skip_step(self, step: int, value: float) -> Literal["skip"]:
         self._trail.clear(step)
         self.skipped += 1
         self._in_a_row += 1

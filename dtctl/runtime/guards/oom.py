@@ -1,13 +1,13 @@
-"""Recovery when one worker runs out of memory: all workers detect it at the same step.
+"""Recovery after one worker has run out of memory, which all workers detect at the same step.
 
-The peers of such a worker wait for its gradients, so it must not stop short. It sends them gradients of NaN: the
+The peers of such a worker wait for its gradients, so it must not leave the step. It sends them gradients of NaN: the
 exchange completes, and one number shows every worker that this step needs an agreement. A good step costs one check of
-that number. On a GPU a check would wait for all queued work; there the processes exchange a flag, which costs less than
-a millisecond while the GPU is at work.
+that number. On a GPU a check would wait for all queued work, so the processes exchange a flag instead, which costs less
+than a millisecond while the GPU is busy.
 
-That works where a forward pass exchanges nothing (DDP without SyncBatchNorm, and without collectives in the user's own
-modules). A sharded model has collectives in the middle of its passes, which cannot be unwound; there the worker fails,
-and the launcher starts all of them again.
+This works if a forward pass exchanges nothing (DDP without SyncBatchNorm, and without collectives in the user's own
+modules). A sharded model has collectives inside its passes, which cannot be undone. There the worker fails, and the
+launcher restarts all workers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtctl.errors import PlanError, WorkerFailed
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.train.batch import Batch
+from dtctl.train.batch import BatchSizes
 
 LACKING: Final = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-"""Out-of-memory errors of libraries that allocate past torch; NCCL's is of a collective that has begun."""
+"""Out-of-memory errors of libraries that allocate outside of torch; NCCL's error is not listed, since it is raised in a
+collective that has begun."""
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
@@ -40,11 +41,11 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def enough_memory(doing: str, hint: str, worker: Worker) -> Iterator[None]:
-    """The context of work that is not done again in smaller parts if memory runs out.
+    """Return the context of work that is not repeated in smaller parts if memory runs out.
 
     Args:
-        doing: what, for people.
-        hint: what would help.
+        doing: description of the work, for the error.
+        hint: hint of the error.
         worker: this worker.
 
     Raises:
@@ -58,40 +59,40 @@ def enough_memory(doing: str, hint: str, worker: Worker) -> Iterator[None]:
 
 
 def raise_lack_of_memory(error: RuntimeError, doing: str, hint: str, worker: Worker) -> None:
-    """Explain an error, if it is that memory has run out; see `enough_memory`.
+    """Raise an explained error if an error means lack of memory; see `enough_memory`.
 
     Raises:
-        WorkerFailed: it is.
+        WorkerFailed: the error means lack of memory.
     """
     if is_lack_of_memory(error):
         what = f"out of memory in {doing}: {str(error).partition(chr(10))[0]}"
         raise WorkerFailed(what, where=f"rank {worker.rank}", hint=hint) from error
 
 
-class MemoryWatch:
+class OomGuard:
     """Detection of steps that ran out of memory, and recovery from them."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[torch.Tensor], worker: Worker, *, wanted: bool) -> None:
-        """Begin to watch.
+        """Prepare the detection.
 
         Args:
             module: the model as the strategy wraps it.
-            parameters: those that are trained.
+            parameters: trained parameters.
             worker: this worker.
-            wanted: whether the configuration enables recovery.
+            wanted: True if the configuration enables recovery.
         """
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
-        # Its passes exchange means of the batch: a restarted pass would meet those of other workers in another layer.
+        # SyncBatchNorm exchanges means of the batch: those of a restarted pass would meet those of another layer.
         exchanges = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
         self.can_recover = wanted and (worker.backend is None or (self._ddp is not None and not exchanges))
-        """True if a step can be repeated without starting the workers again."""
+        """True if a step can be repeated without a restart of the workers."""
         self._worker = worker
         self._probe = parameters[0]
         self._forward_begun = False
         if self.can_recover and self._ddp is not None and any(True for _ in module.buffers()):
-            self._ddp.register_forward_pre_hook(self._note)
+            self._ddp.register_forward_pre_hook(self._mark_forward_begun)
 
-    def _note(self, *_: Any) -> None:
+    def _mark_forward_begun(self, *_: Any) -> None:
         self._forward_begun = True
 
     def attempt(
@@ -100,34 +101,35 @@ class MemoryWatch:
         """Compute the gradients of a step; return the result of `passes`, and the ranks that ran out of memory.
 
         Args:
-            passes: all passes of the step.
-            stand_in: a short pass whose loss goes through `poison`; it takes the place of one that failed.
+            passes: runs all passes of the step.
+            stand_in: runs a short pass whose loss goes through `inject_nan`, in place of one that failed.
 
         Raises:
-            torch.OutOfMemoryError: recovering is not possible, or not wanted.
-            WorkerFailed: gradients were already on their way to the others.
+            torch.OutOfMemoryError: recovery is not possible, or not enabled.
+            WorkerFailed: gradients were already being sent to other workers.
         """
-        self._forward_begun = False  # DDP exchanges buffers in the first forward pass of a step, and in no other
+        self._forward_begun = False  # DDP exchanges buffers only in the first forward pass of a step
         result = None
         try:
             result = passes()
         except RuntimeError as exc:
             if not self.can_recover or not is_lack_of_memory(exc):
                 raise
-        if result is None:  # not in the handler: its exception still holds the activations
-            self._release()
+        if result is None:  # outside of the handler, whose exception still refers to the activations
+            self._release_cached_memory()
             if self._ddp is not None:
                 self._take_part(stand_in)
         return result, self._short_of_memory(here=result is None)
 
-    def _release(self) -> None:
-        gc.collect()  # a traceback makes cycles, and they hold activations
+    def _release_cached_memory(self) -> None:
+        gc.collect()  # a traceback forms cycles that keep activations alive
         if self._worker.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _take_part(self, stand_in: Callable[[], object]) -> None:
         if self._ddp is not None and self._forward_begun:
-            self._ddp.require_forward_param_sync = False  # this worker has had its part of the exchange of buffers
+            # this worker has already taken part in the exchange of buffers
+            self._ddp.require_forward_param_sync = False
         try:
             stand_in()
         except RuntimeError as exc:
@@ -137,12 +139,15 @@ class MemoryWatch:
                 hint="lower `train.micro_batch`; the run goes on from its last snapshot",
             ) from exc
 
-    def poison(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss that makes the gradient NaN on all workers, also where the way back to it is blocked by a ReLU."""
-        return (loss + _first(self._probe)) * math.nan
+    def inject_nan(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss that makes the gradient NaN on all workers, even if a ReLU blocks the backward pass."""
+        return (loss + _read_first_element(self._probe)) * math.nan
 
     def _short_of_memory(self, *, here: bool) -> list[int]:
-        """The ranks that ran out of memory in this step; on CPUs the others are asked only if the gradient is NaN."""
+        """Return the ranks that ran out of memory in this step.
+
+        On CPUs the workers exchange this only if the gradient is NaN.
+        """
         worker = self._worker
         if worker.backend is None or not self.can_recover:
             return [worker.rank] if here else []
@@ -153,19 +158,19 @@ class MemoryWatch:
         return [rank for rank, flag in enumerate(worker.sum(flags).tolist()) if flag]
 
     def _is_poisoned(self) -> bool:
-        return self._probe.grad is not None and math.isnan(float(_first(self._probe.grad)))
+        return self._probe.grad is not None and math.isnan(float(_read_first_element(self._probe.grad)))
 
 
-def _first(tensor: torch.Tensor) -> torch.Tensor:
-    """Return one number of a tensor, however it lies in memory."""
+def _read_first_element(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the first number of a tensor with any memory layout."""
     return tensor[(0,) * tensor.dim()]
 
 
-def smaller(batch: Batch) -> Batch:
-    """Return the same global batch in smaller passes: half the micro batch, or the next smaller part of an odd one.
+def reduce_micro_batch(batch: BatchSizes) -> BatchSizes:
+    """Return the same global batch in smaller passes: the micro batch is divided by its smallest prime factor.
 
     Raises:
-        PlanError: a micro batch of one sample cannot be cut.
+        PlanError: the micro batch has one sample and cannot be divided.
     """
     if batch.micro == 1:
         raise PlanError(

@@ -1,9 +1,9 @@
-"""Origin of a gradient that is not finite: the step, the workers, the parameters.
+"""Search for the origin of a gradient that is not finite: the step, the workers, the parameters.
 
-A check in every step would wait for the GPU in every step. So steps only keep the values that they have anyway: the
-loss, and the norm if clipping needs it, as tensors that are not read until such a gradient is found. They show the
-step, and the workers if their loss was not finite; after the exchange all workers have the same gradients, which show
-no worker. The next attempt finds the rest: it checks every step up to the one where this one was found.
+A check in every step would wait for the GPU each time. So steps only keep values that exist anyway: the loss, and the
+norm if clipping needs it, as tensors that are not read until such a gradient is found. They show the step, and the
+workers if their loss was not finite. After the exchange all workers have the same gradients, which do not show the
+worker. The next attempt finds the rest: it checks every step up to the one in which the gradient was found.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 
 LONGEST: Final = 1024
-"""Steps that leave something."""
+"""Number of steps whose values are kept."""
 SHOWN: Final = 4
-"""Parameters that are named."""
+"""Number of parameters that are named."""
 LOOK_FILE: Final = "not-finite"
-"""File in the run's folder on each node, with the step up to which the next attempt looks at every one."""
+"""File in the run's folder on each node, with the step up to which the next attempt checks every step."""
 
 Spoilt = Callable[[], list[str]]
-"""Names of the parameters whose gradients are not finite on this worker."""
+"""Function that returns the names of parameters whose gradients are not finite on this worker."""
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class NonFiniteOrigin:
     """Origin of the first gradient that was not finite."""
 
     step: int
     text: str
-    """Origin of the value, as far as it is known."""
+    """Description of the origin, as far as it is known."""
 
 
-class Trail:
+class LossHistory:
     """Losses and norms of the steps since the last good one."""
 
     def __init__(self, worker: Worker, spoilt: Spoilt, environ: Mapping[str, str] = os.environ) -> None:
-        """Nothing is left yet; collective over all workers if the run was started again.
+        """Start without values; collective over all workers if the run was restarted.
 
         Args:
             worker: this worker.
-            spoilt: asked once, when a gradient of the last step was found not to be finite.
-            environ: of the process; names the run's folder and the attempt.
+            spoilt: called once, after a gradient of the last step was found that is not finite.
+            environ: environment of the process, which names the run's folder and the attempt.
         """
         self._worker, self._spoilt = worker, spoilt
         self._losses: deque[tuple[int, torch.Tensor]] = deque(maxlen=LONGEST)
@@ -61,29 +61,33 @@ class Trail:
         folder = environ.get(names.RUN_DIR)
         self._file = Path(folder) / LOOK_FILE if folder else None
         self.watched = 0
-        """Up to this step, every one is to be looked at."""
+        """Step up to which every step must be checked."""
         if environ.get(names.ATTEMPT, "0") != "0":
-            self.watched = max(gathered_json(_number(self._file), worker))
+            self.watched = max(gathered_json(_read_recorded_step(self._file), worker))
 
     def step(self, step: int, loss: torch.Tensor) -> None:
-        """A step has computed this worker's share of the loss."""
+        """Store this worker's share of the loss of a step."""
         self._losses.append((step, loss))
 
     def norm(self, step: int, norm: torch.Tensor) -> None:
-        """The length of its gradient."""
+        """Store the norm of the gradient of a step."""
         self._norms.append((step, norm))
 
     def clear(self, step: int) -> None:
-        """All was finite up to this step."""
+        """Remove the values up to this step, which were all finite."""
         self._losses.clear()
         self._norms.clear()
         self._good = step
 
-    def origin(self, step: int) -> Origin:
-        """Return where it began, when the gradient of this step is not finite; collective over all workers."""
+    def origin(self, step: int) -> NonFiniteOrigin:
+        """Return the origin, given that the gradient of this step is not finite; collective over all workers."""
         if self._file is not None and self._worker.local_rank == 0:
-            _remember(self._file, step)
-        mine = {"loss": _first(self._losses), "norm": _first(self._norms), "spoilt": self._spoilt()}
+            _write_recorded_step(self._file, step)
+        mine = {
+            "loss": _find_first_nonfinite_step(self._losses),
+            "norm": _find_first_nonfinite_step(self._norms),
+            "spoilt": self._spoilt(),
+        }
         everyone = gathered_json(mine, self._worker)
         bad = {rank: report["loss"] for rank, report in enumerate(everyone) if report["loss"]}
         began = min([*bad.values(), *(report["norm"] for report in everyone if report["norm"]), step])
@@ -91,24 +95,24 @@ class Trail:
         steps_seen = {*(number for number, _ in self._norms), self._good, 0}
         if ranks and len(ranks) == self._worker.world_size and began - 1 not in steps_seen:
             text = (
-                f"the loss of step {began} is the first that is not{_of(ranks, everyone)}; the gradient of step "
-                f"{began - 1}, which nobody looked at, may have corrupted the weights before"
+                f"the loss of step {began} is the first that is not{_format_rank_suffix(ranks, everyone)}; "
+                f"the gradient of step {began - 1}, which nobody looked at, may have corrupted the weights before"
             )
         elif ranks:
-            text = f"the loss{_of(ranks, everyone)} was not"
+            text = f"the loss{_format_rank_suffix(ranks, everyone)} was not"
         else:
             where = ", on which worker is not known: they share their gradients" if self._worker.world_size > 1 else ""
             text = f"the loss was finite, so it came up in the backward pass{where}"
         if began == step:
             spoilt_names = list(dict.fromkeys(name for report in everyone for name in report["spoilt"]))
-            text += f"; not finite: {_listed(spoilt_names)}" if spoilt_names else ""
+            text += f"; not finite: {_format_parameter_names(spoilt_names)}" if spoilt_names else ""
         elif self._file is not None:
             text += "; if the run is started again, the parameters are named"
-        return Origin(began, text)
+        return NonFiniteOrigin(began, text)
 
 
-def spoilt(model: nn.Module, groups: Sequence[Mapping[str, Iterable[torch.Tensor]]]) -> list[str]:
-    """Return the names of parameters with gradients that are not finite here, with their group if there are several."""
+def find_nonfinite_gradients(model: nn.Module, groups: Sequence[Mapping[str, Iterable[torch.Tensor]]]) -> list[str]:
+    """Return the parameters whose gradients are not finite here, with their group if there are several."""
     of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
     names = []
     for name, parameter in model.named_parameters():
@@ -119,8 +123,8 @@ def spoilt(model: nn.Module, groups: Sequence[Mapping[str, Iterable[torch.Tensor
     return names
 
 
-def _first(entries: Iterable[tuple[int, torch.Tensor]]) -> int:
-    """Return the first step whose number is not finite; 0 if there is none."""
+def _find_first_nonfinite_step(entries: Iterable[tuple[int, torch.Tensor]]) -> int:
+    """Return the first step whose value is not finite; 0 if there is none."""
     entries = list(entries)
     if not entries:
         return 0
@@ -128,7 +132,7 @@ def _first(entries: Iterable[tuple[int, torch.Tensor]]) -> int:
     return next((step for (step, _), value in zip(entries, values, strict=True) if not math.isfinite(value)), 0)
 
 
-def _of(ranks: Sequence[int], everyone: Sequence[object]) -> str:
+def _format_rank_suffix(ranks: Sequence[int], everyone: Sequence[object]) -> str:
     if len(everyone) == 1:
         return ""
     if len(ranks) == len(everyone):
@@ -136,20 +140,20 @@ def _of(ranks: Sequence[int], everyone: Sequence[object]) -> str:
     return f" of rank {', '.join(map(str, ranks))}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_parameter_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more parameters" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
-def _number(file: Path | None) -> int:
+def _read_recorded_step(file: Path | None) -> int:
     try:
         return int(file.read_text(encoding="ascii")) if file is not None else 0
     except (OSError, ValueError):
         return 0
 
 
-def _remember(file: Path, step: int) -> None:
+def _write_recorded_step(file: Path, step: int) -> None:
     try:
         file.write_text(str(step), encoding="ascii")
     except OSError:
-        return  # a full disk; the next attempt has no more information than this one
+        return  # the disk may be full; without the file the next attempt just finds no more than this one

@@ -1,7 +1,8 @@
-"""Optimizers of the program beside the Trainer's, such as that of a critic in the loss function's closure.
+"""Check of the program's optimizers other than the Trainer's, such as that of a critic in the loss function's closure.
 
-Nobody exchanges the gradients of what they train, unless the program does. Without that each worker trains another
-critic by its own samples, and nothing fails. So what they have trained is summed on each worker after the first steps.
+The runtime does not exchange the gradients of their parameters; only the program can. If it does not, each worker
+trains a different critic on its own samples, without an error. So the parameters that they have trained are compared
+between workers after the first steps.
 """
 
 from __future__ import annotations
@@ -21,32 +22,35 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 
 STEPS: Final = (1, 2, 10)
-"""Steps after which workers are compared; from the first step on, or some steps later."""
+"""Steps after which workers are compared, counted from the first step of this process or a few steps later."""
 
 
 class OtherOptimizers:
-    """Optimizers that have made a step in this process, except for the Trainer's."""
+    """Optimizers other than the Trainer's that have made a step in this process."""
 
     def __init__(self, own: torch.optim.Optimizer, model: nn.Module, loss: Any) -> None:
-        """Listen to the steps of all optimizers.
+        """Register a hook for the steps of all optimizers.
 
         Args:
-            own: the Trainer's.
-            model: the model; the strategy takes care of its parameters, whichever optimizer has them.
-            loss: the loss function; it is searched for the names of parameters that other optimizers train.
+            own: optimizer of the Trainer.
+            model: the model, whose parameters the strategy handles, whichever optimizer has them.
+            loss: the loss function, in which names of parameters that other optimizers train are looked up.
         """
         self._own, self._model, self._loss = own, model, loss
         self._seen: dict[int, torch.optim.Optimizer] = {}
         self._is_listening = True
-        self._hook = register_optimizer_step_post_hook(self._note)
+        self._hook = register_optimizer_step_post_hook(self._record_optimizer)
 
-    def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _record_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_listening and optimizer is not self._own:
             self._seen[id(optimizer)] = optimizer
 
     @contextmanager
-    def ignoring(self) -> Iterator[None]:
-        """The context of a step of the Trainer's optimizer, which may be made of others (SAM, Muon beside AdamW)."""
+    def ignoring_optimizer_steps(self) -> Iterator[None]:
+        """Return the context of a step of the Trainer's optimizer.
+
+        The optimizer may consist of others (SAM, Muon with AdamW), whose steps are ignored.
+        """
         self._is_listening = False
         try:
             yield
@@ -54,19 +58,19 @@ class OtherOptimizers:
             self._is_listening = True
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Remove the hook."""
         self._hook.remove()
         self._seen.clear()
 
     def require_equal(self, step: int, worker: Worker) -> None:
-        """See after some of the first steps that workers train the same beside the model; collective over all workers.
+        """Check after some of the first steps that workers train the same values outside of the model; collective.
 
         Args:
-            step: steps done.
+            step: number of steps done.
             worker: this worker.
 
         Raises:
-            WorkerFailed: They do not; on every worker.
+            WorkerFailed: the values differ; raised on every worker.
         """
         if step >= max(STEPS):
             self._hook.remove()
@@ -74,13 +78,13 @@ class OtherOptimizers:
             return
         known = {*self._model.parameters(), *_list_parameters(self._own)}
         every = [parameter for optimizer in self._seen.values() for parameter in _list_parameters(optimizer)]
-        # Of what is divided, each worker has another part.
+        # Divided tensors differ between workers.
         trained = [each for each in every if each not in known and not hasattr(each, "device_mesh")]
         own = sum_tensors({str(number): parameter for number, parameter in enumerate(trained)}) if trained else None
         sums = gathered_json(own, worker)
         if len({total for total in sums if total is not None}) <= 1:
             return
-        names = gathered_json(self._name(trained), worker)
+        names = gathered_json(self._describe_other_optimizer(trained), worker)
         what = next(name for name, total in zip(names, sums, strict=True) if total is not None)
         raise WorkerFailed(
             f"after step {step} workers have trained different {what}: the Trainer has not been given that, "
@@ -90,8 +94,8 @@ class OtherOptimizers:
             "a part of the model",
         )
 
-    def _name(self, trained: list[torch.Tensor]) -> str:
-        """Return what an optimizer beside the Trainer's trains, in words."""
+    def _describe_other_optimizer(self, trained: list[torch.Tensor]) -> str:
+        """Return a description of the parameters that another optimizer trains."""
         for name, module in _list_modules(self._loss):
             if trained and any(parameter is trained[0] for parameter in module.parameters()):
                 return f"weights of `{name}` ({type(module).__qualname__})"
@@ -104,7 +108,7 @@ def _list_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _list_modules(function: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that a function names: in its closure, as global variables, or as attributes of what it is bound to."""
+    """Yield modules that a function refers to: in its closure, as global variables, or as attributes of its object."""
     try:
         held = inspect.getclosurevars(inspect.unwrap(getattr(function, "__func__", function)))
         named = {**held.globals, **held.nonlocals}

@@ -1,1 +1,1 @@
-"""Healing: a lost worker is replaced while the others stay. docs/recovery.md describes how decisions are divided."""
+"""Replacement of a lost worker while the others stay. docs/recovery.md describes which process decides what."""

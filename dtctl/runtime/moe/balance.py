@@ -1,7 +1,7 @@
-"""Balance of the experts in each step, over all workers, for metrics and for balancing by a bias.
+"""Balance of the experts in each step over all workers, for metrics and for balancing by a bias.
 
-Each worker counts the choices of its own tokens; a layer's numbers of the step are their sum. Balancing by a bias needs
-them in every step, metrics in those that are logged.
+Each worker counts the choices of its own tokens, and the sum over workers is that of the step. Balancing by a bias
+needs the counts in every step, metrics only in logged ones.
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ from torch import nn
 
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.moe import recognize
-from dtctl.runtime.moe.accounting import Load
+from dtctl.runtime.moe.accounting import ExpertLoad
 from dtctl.runtime.moe.layer import MoE
 from dtctl.train.mesh import Coordinate
 
 Counts = list[tuple[torch.Tensor, torch.Tensor]]
-"""Number of tokens that chose each expert of each layer, and number of dropped choices."""
+"""For each layer: number of tokens that chose each expert, and number of dropped choices."""
 
 
-class Balance:
-    """Use of the experts of a model whose layers may be on several workers."""
+class ExpertBalance:
+    """Counts of how the experts of a model are used; its layers may be on several workers."""
 
     def __init__(self, layers: list[tuple[str, int]], model: nn.Module, worker: Worker, place: Coordinate) -> None:
-        """Begin to count.
+        """Prepare to count.
 
         Args:
-            layers: name and number of experts of each that is counted, by `counted`, of the whole model.
-            model: as this worker has it.
+            layers: name and number of experts of each counted layer of the whole model, from `list_counted_layers`.
+            model: the model as this worker has it.
             worker: this worker.
-            place: of this worker in the mesh.
+            place: position of this worker in the mesh.
         """
         self._sizes = layers
         here = dict(model.named_modules())
         self._own = [here.get(name) for name, _ in layers]
         self._worker = worker
-        # Workers that split matrices have the same tokens; those that divide sequences have others.
+        # Workers that split matrices have the same tokens; those that divide sequences have different ones.
         self._counts = place.tp == 0
         self._every_step = any(_has_bias(layer) for layer in self._own)
         if worker.backend is not None:
             self._every_step = bool(worker.sum(torch.tensor(float(self._every_step))))
-        self.load = Load({layer for layer in self._own if layer is not None})
+        self.load = ExpertLoad({layer for layer in self._own if layer is not None})
 
     def counts(self, *, taken: bool, logged: bool) -> Counts:
-        """Return what the tokens of a step have chosen on all workers; collective.
+        """Return the counts of a step over all workers; collective.
 
         Args:
-            taken: whether the optimizer makes its step.
-            logged: whether metrics are wanted.
+            taken: True if the optimizer makes its step.
+            logged: True if the step has metrics.
 
         Returns:
             Counts of each layer; empty if they are not needed.
@@ -55,34 +55,33 @@ class Balance:
         if not (logged or (taken and self._every_step)):
             self.load.clear()
             return []
-        rows = [self._row(layer, size) for layer, (_, size) in zip(self._own, self._sizes, strict=True)]
+        rows = [self._build_layer_counts(layer, size) for layer, (_, size) in zip(self._own, self._sizes, strict=True)]
         together = self._worker.sum(torch.cat(rows))
         self.load.clear()
         sizes = [size + 1 for _, size in self._sizes]
         return [(row[:-1], row[-1]) for row in torch.split_with_sizes(together, sizes)]
 
-    def move(self, counts: Counts) -> None:
-        """Move the biases by what `counts` has returned; with the optimizer's step, and local as that is."""
-        for layer, (chosen, _) in zip(self._own, counts, strict=False):  # empty if they are not needed
+    def update_biases(self, counts: Counts) -> None:
+        """Change the biases by the result of `counts`, together with the optimizer's step; local."""
+        for layer, (chosen, _) in zip(self._own, counts, strict=False):  # `counts` is empty if the biases need none
             if isinstance(layer, MoE) and layer.bias is not None:
                 step = layer.bias_rate * (chosen.mean() - chosen).sign()
                 layer.bias.add_(step.to(layer.bias.device, layer.bias.dtype))
 
-    def _row(self, layer: nn.Module | None, size: int) -> torch.Tensor:
-        """Choices of each expert, and how many were dropped; [size + 1] on the CPU."""
+    def _build_layer_counts(self, layer: nn.Module | None, size: int) -> torch.Tensor:
+        """Return the choices of each expert and the number of dropped ones, [size + 1] on the CPU."""
         if layer is None or layer not in self.load.chosen or not self._counts:
             return torch.zeros(size + 1, dtype=torch.float64)
         return torch.cat([self.load.chosen[layer], self.load.dropped[layer].reshape(1)]).double().cpu()
 
 
-def use(counts: Counts) -> dict[str, float]:
-    """Return how evenly experts were used; empty if no layer counts it.
+def compute_expert_use(counts: Counts) -> dict[str, float]:
+    """Return figures of how evenly experts were used; empty if no layer counts its tokens.
 
     Returns:
-        `expert_load`: the largest share of a layer's choices that one of its experts got, in multiples of the mean;
-        `expert_tokens` and `expert_tokens_max`: how many tokens chose an expert, the mean of all and the busiest;
-        `experts_idle`: the share of all experts that got none; `tokens_dropped`: the share of choices that were
-        dropped.
+        `expert_load`: largest share of a layer's choices for one expert, as a multiple of the mean; `expert_tokens` and
+        `expert_tokens_max`: mean and maximum number of tokens per expert; `experts_idle`: share of experts without any
+        token; `tokens_dropped`: share of choices that were dropped.
     """
     told = [(chosen, dropped) for chosen, dropped in counts if chosen.any()]
     if not told:
@@ -101,12 +100,12 @@ def _has_bias(layer: nn.Module | None) -> bool:
     return isinstance(layer, MoE) and layer.bias is not None
 
 
-def counted(model: nn.Module) -> list[tuple[str, int]]:
-    """Return names and numbers of experts of the layers of a whole model that count the tokens of their experts.
+def list_counted_layers(model: nn.Module) -> list[tuple[str, int]]:
+    """Return names and numbers of experts of those layers of a whole model that count the tokens of their experts.
 
-    Layers of other libraries count them where they are divided.
+    Layers of other libraries count them only if they are divided.
     """
     layers = {name: part for name, part in model.named_modules() if isinstance(part, MoE)}
     own = {layer.experts for layer in layers.values()}
-    found = layers | {name: part for name, part in recognize.find(model).items() if part not in own}
+    found = layers | {name: part for name, part in recognize.find_expert_modules(model).items() if part not in own}
     return [(name, int(part.num_experts)) for name, part in found.items()]  # type: ignore[arg-type]

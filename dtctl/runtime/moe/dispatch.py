@@ -1,8 +1,8 @@
-"""Tokens to their experts and back.
+"""Transfer of tokens to their experts and back.
 
-Each choice of a token is a row; rows are sorted by expert, sent to the worker that has it, sorted by expert there
-again, computed, and go the same way back. Numbers of rows differ from worker to worker and from pass to pass, nothing
-is padded, and a worker without any takes part with none: in the backward pass too, since the others wait for it.
+Each choice of a token is a row. Rows are sorted by expert, sent to the worker that has the expert, sorted by expert
+there, computed, and sent back in the same way. The numbers of rows vary by worker and pass, and nothing is padded. A
+worker without rows takes part with none, in the backward pass too, since the other workers wait for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Rows sorted by expert, [rows, width], and how many each expert has, [experts] -> the experts' outputs, in order."""
+"""Function that returns the experts' outputs in order, given rows sorted by expert, [rows, width], and the number of
+rows of each expert, [experts]."""
 
 
 def by_expert(
@@ -28,37 +29,40 @@ def by_expert(
 
     Args:
         tokens: [tokens, width].
-        chosen: number of the expert of each choice, [tokens, choices]; a choice that was dropped has `experts`.
-        weights: of the choices, [tokens, choices].
-        experts: their number.
-        compute: what experts make of rows.
+        chosen: number of the expert for each choice, [tokens, choices]; it is `experts` for a dropped choice.
+        weights: weights of the choices, [tokens, choices].
+        experts: number of experts.
+        compute: computes the experts' outputs for rows.
 
     Returns:
         [tokens, width]; zeros for a token if all its choices were dropped.
     """
     flat = chosen.reshape(-1)
     counts = torch.bincount(flat, minlength=experts + 1)[:experts]
-    order = flat.argsort(stable=True)[: int(counts.sum())]  # those that were dropped come last
+    order = flat.argsort(stable=True)[: int(counts.sum())]  # dropped choices come last
     source = order // chosen.shape[1]
     rows = compute(tokens.index_select(0, source), counts)
     weighted = rows * weights.reshape(-1).index_select(0, order)[:, None]
     return tokens.new_zeros(tokens.shape).index_add(0, source, weighted.to(tokens.dtype))
 
 
-def exchanged(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup, compute: Compute) -> torch.Tensor:
-    """Compute as `compute` does, by workers of a group that each have an equal part of the experts; collective over it.
+def dispatch_rows_to_experts(
+    rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup, compute: Compute
+) -> torch.Tensor:
+    """Compute as `compute` does, on a group of workers with an equal part of the experts each; collective over it.
 
     Args:
-        rows: sorted by expert, [rows, width].
-        counts: rows of each expert of all workers, [experts].
-        group: the workers, in the order of their experts.
-        compute: of this worker's experts.
+        rows: rows sorted by expert, [rows, width].
+        counts: number of rows of each expert of all workers, [experts].
+        group: group of the workers, in the order of their experts.
+        compute: computes the outputs of this worker's experts.
     """
     workers = group.size()
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts.contiguous(), group=group)
     received = theirs.view(workers, -1)  # [worker, own expert]
-    sizes = torch.stack([counts.view(workers, -1).sum(1), received.sum(1)]).tolist()  # a GPU is waited for once
+    # one transfer, so that the CPU waits for the GPU only once
+    sizes = torch.stack([counts.view(workers, -1).sum(1), received.sum(1)]).tolist()
     arrived = send_rows(rows, sizes[1], sizes[0], group)
     own = torch.arange(received.shape[1], device=counts.device).repeat(workers)
     order = own.repeat_interleave(theirs, output_size=sum(sizes[1])).argsort(stable=True)
@@ -68,40 +72,40 @@ def exchanged(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup
 
 
 def shared_out(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup, compute: Compute) -> torch.Tensor:
-    """Compute as `compute` does, by workers with the same rows that each compute a part of them; collective over them.
+    """Compute as `compute` does, on workers with the same rows, each of which takes a part of them; collective.
 
     Args:
-        rows: sorted by expert, [rows, width]; the same on all workers.
-        counts: rows of each expert, [experts].
-        group: the workers.
-        compute: of a part of the rows.
+        rows: rows sorted by expert, [rows, width], the same on all workers.
+        counts: number of rows of each expert, [experts].
+        group: group of the workers.
+        compute: computes the outputs for a part of the rows.
     """
     share = -(-len(rows) // group.size())
     begin = min(len(rows), share * group.rank())
     end = min(len(rows), begin + share)
     ends = counts.cumsum(0)
     own = ends.clamp(begin, end) - (ends - counts).clamp(begin, end)
-    part = _Part.apply(rows, begin, end, group)  # type: ignore[no-untyped-call]
-    whole: torch.Tensor = _Whole.apply(compute(part, own), begin, len(rows), group)  # type: ignore[no-untyped-call]
+    part = _ScatterRows.apply(rows, begin, end, group)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = _GatherRows.apply(compute(part, own), begin, len(rows), group)  # type: ignore[no-untyped-call]
     return whole
 
 
 def send_rows(
     rows: torch.Tensor, arriving: Sequence[int], leaving: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send rows to the workers of a group, and their gradients back; collective over it.
+    """Send rows to the workers of a group, and their gradients back; collective over the group.
 
     Args:
-        rows: sorted by the worker that they go to, [rows, ...].
-        arriving: rows from each worker.
-        leaving: rows to each worker.
-        group: the workers.
+        rows: rows sorted by their destination, [rows, ...].
+        arriving: number of rows from each worker.
+        leaving: number of rows to each worker.
+        group: group of the workers.
     """
     return _AllToAll.apply(rows, arriving, leaving, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Part(torch.autograd.Function):
-    """Some rows of those that all workers have; the gradient is that of all of them."""
+class _ScatterRows(torch.autograd.Function):
+    """Operation that selects some of the rows that all workers have; its gradient is that of all rows."""
 
     @staticmethod
     def forward(node: Any, rows: torch.Tensor, begin: int, end: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -110,24 +114,24 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(node: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _gathered(gradient, node.rows, node.group), None, None, None
+        return _gather_row_parts(gradient, node.rows, node.group), None, None, None
 
 
-class _Whole(torch.autograd.Function):
-    """The rows of all workers; each has the same gradient of them, and takes its own part."""
+class _GatherRows(torch.autograd.Function):
+    """Operation that gathers the rows of all workers; each has the same gradient, and takes its own part of it."""
 
     @staticmethod
     def forward(node: Any, part: torch.Tensor, begin: int, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
         node.begin, node.end = begin, begin + len(part)
-        return _gathered(part, rows, group)
+        return _gather_row_parts(part, rows, group)
 
     @staticmethod
     def backward(node: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return gradient[node.begin : node.end], None, None, None
 
 
-def _gathered(part: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The parts of all workers one after the other, [rows, width]; all are as long as the first, but the last ones."""
+def _gather_row_parts(part: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the parts of all workers in order, [rows, width]; all are as long as the first, except the last ones."""
     share = -(-rows // group.size())
     padded = part.new_zeros((share, *part.shape[1:]))
     padded[: len(part)] = part
@@ -137,21 +141,21 @@ def _gathered(part: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to other workers; the gradient comes the same way back."""
+    """Operation that sends rows to other workers; the gradients are sent back in the same way."""
 
     @staticmethod
     def forward(
         node: Any, rows: torch.Tensor, arriving: Sequence[int], leaving: Sequence[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         node.arriving, node.leaving, node.group = arriving, leaving, group
-        return _sent(rows, arriving, leaving, group)
+        return _exchange_expert_rows(rows, arriving, leaving, group)
 
     @staticmethod
     def backward(node: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _sent(gradient, node.leaving, node.arriving, node.group), None, None, None
+        return _exchange_expert_rows(gradient, node.leaving, node.arriving, node.group), None, None, None
 
 
-def _sent(
+def _exchange_expert_rows(
     rows: torch.Tensor, arriving: Sequence[int], leaving: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     arrived = rows.new_empty((sum(arriving), *rows.shape[1:]))
@@ -159,12 +163,12 @@ def _sent(
     return arrived
 
 
-def scaled(parameter: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the parameter as it is; its gradient is multiplied by a factor."""
-    return _Scaled.apply(parameter, factor)  # type: ignore[no-any-return, no-untyped-call]
+def scale_parameter_gradient(parameter: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the parameter unchanged; its gradient is multiplied by a factor."""
+    return _ScaleGradient.apply(parameter, factor)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(node: Any, parameter: torch.Tensor, factor: float) -> torch.Tensor:
         node.factor = factor

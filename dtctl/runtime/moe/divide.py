@@ -1,12 +1,12 @@
-"""Experts divided over workers (mesh axis ep), in the two forms that recognize.py finds.
+"""Experts divided over workers (mesh axis ep), in both forms that recognize.py finds.
 
-Router, combination and shared experts are left as they are, and on every worker. Each worker has an equal part of the
-experts; their code is called with that part for parameters, that many for `num_experts`, and the rows that all workers
-of the group have for them. In the second form the weights are applied where the tokens came from.
+Router, combination and shared experts are unchanged, and on every worker. Each worker has an equal part of the experts.
+Their code is called with this part as parameters, with its size as `num_experts`, and with the rows for them from all
+workers of the group. In the second form the weights are applied on the worker that has the tokens.
 
-Gradients: a part of the experts has the gradients of all tokens of the group, where the mean over workers that follows
-expects those of one worker's samples; so they are divided by the number of workers of the group with samples of their
-own. Workers with the same tokens (mesh axis tp) are of the group, too, and each sends a part of them.
+Gradients: a part of the experts has the gradients of all tokens of the group, but the later mean over workers expects
+those of one worker's samples. So they are divided by the number of workers in the group with different samples. Workers
+with the same tokens (mesh axis tp) belong to the group too, and each sends a part of them.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from torch.distributed.tensor import DTensor, Shard
 from dtctl.errors import PlanError
 from dtctl.runtime.moe import accounting, dispatch, recognize
 from dtctl.runtime.moe.recognize import GROUPED
-from dtctl.runtime.strategies.comparison import Seen, kind_of
+from dtctl.runtime.strategies.comparison import RecordedCalls, describe_module_kind
 
 
-def divide(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None = None) -> list[nn.Module]:
-    """Leave this worker its part of all experts of a model, in place; parameters become DTensors over the axis ep.
+def divide_experts(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None = None) -> list[nn.Module]:
+    """Reduce all experts of a model to this worker's part, in place; parameters become DTensors over the axis ep.
 
     Args:
-        model: whole, alike on all workers, and on their devices.
-        mesh: with the axis ep, of all workers that divide experts.
-        alike: those of them that have the same tokens as this one; None if there are no others.
+        model: the whole model, equal on all workers, and on their devices.
+        mesh: mesh with the axis ep over all workers that divide experts.
+        alike: group of those workers that have the same tokens as this one; None if there are no others.
 
     Returns:
         The modules that hold experts.
 
     Raises:
-        PlanError: the model has no experts that can be divided so.
+        PlanError: the model has no experts that can be divided in this way.
     """
-    experts, workers = recognize.find(model), mesh["ep"].size()
+    experts, workers = recognize.find_expert_modules(model), mesh["ep"].size()
     if not experts:
         raise PlanError(
             "ep divides experts, and none were found in the model",
@@ -52,7 +52,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None =
             "forward(tokens, chosen, weights); see docs/guides/experts.md",
         )
     for name, module in experts.items():
-        count, form = int(module.num_experts), recognize.form(module)  # type: ignore[arg-type]
+        count, form = int(module.num_experts), recognize.find_expert_form(module)  # type: ignore[arg-type]
         if count % workers:
             same = 1 if alike is None else alike.size()
             fits = [degree for degree in range(1, count + 1) if count % (degree * same) == 0]
@@ -63,38 +63,40 @@ def divide(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None =
                 hint=f"use a degree of {', '.join(map(str, fits))}" if fits else "use a lower degree of tp",
             )
         _replace_parameters(module, mesh["ep"])
-        _Divided(module, form, mesh["ep"], alike)
+        _ExpertParallelForward(module, form, mesh["ep"], alike)
     return list(experts.values())
 
 
-def require_equal(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None, seen: Seen) -> None:
-    """Compare the experts of each worker, together, with all in one piece; collective.
+def require_equal_experts(
+    model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None, seen: RecordedCalls
+) -> None:
+    """Compare the divided experts of all workers with the experts in one piece; collective.
 
     Args:
-        model: as for `divide`; stays as it is.
-        mesh: as for `divide`.
-        alike: as for `divide`.
+        model: as in `divide_experts`; it stays as it is.
+        mesh: as in `divide_experts`.
+        alike: as in `divide_experts`.
         seen: calls of the modules that hold experts.
 
     Raises:
-        PlanError: they compute something else, or were not called.
+        PlanError: the results differ, or a module was not called.
     """
     done: set[object] = set()
-    for name, module in recognize.find(model).items():
+    for name, module in recognize.find_expert_modules(model).items():
         if int(module.num_experts) % mesh["ep"].size():  # type: ignore[arg-type]
-            continue  # which `divide` refuses
+            continue  # `divide_experts` refuses it
         if name not in seen.calls:
             raise PlanError(
                 f"the experts {name} were not used in the first forward pass, which shows nothing of dividing them",
                 where="train.strategy.ep",
                 hint="call all layers of experts in each pass",
             )
-        kind = kind_of(module)
+        kind = describe_module_kind(module)
         if kind in done:
             continue
         done.add(kind)
-        difference = seen.compare(name, module).difference(
-            lambda twin: divide(twin, mesh, alike), mesh["ep"].get_group()
+        difference = seen.compare(name, module).compute_difference(
+            lambda twin: divide_experts(twin, mesh, alike), mesh["ep"].get_group()
         )
         if not difference.is_rounding or difference.added_up:
             raise PlanError(
@@ -105,10 +107,10 @@ def require_equal(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup |
             )
 
 
-def join(experts: Iterable[nn.Module]) -> None:
-    """Use the process groups that the mesh of some modules, by `divide`, has now; local."""
+def renew_expert_groups(experts: Iterable[nn.Module]) -> None:
+    """Use the present process groups of the mesh in modules from `divide_experts`; local."""
     for module in experts:
-        divided: _Divided = cast(Any, type(module))._dtctl_divided
+        divided: _ExpertParallelForward = cast(Any, type(module))._dtctl_divided
         divided.group = divided.mesh.get_group()
 
 
@@ -121,8 +123,8 @@ def _replace_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
                 part._parameters[name] = nn.Parameter(spread, requires_grad=parameter.requires_grad)
 
 
-class _Divided:
-    """Forward pass of a module of experts when this worker has a part of them."""
+class _ExpertParallelForward:
+    """Forward pass of a module of experts of which this worker has a part."""
 
     def __init__(self, module: nn.Module, form: int, mesh: DeviceMesh, alike: dist.ProcessGroup | None) -> None:
         self.form, self.mesh, self.group, self.alike = form, mesh, mesh.get_group(), alike
@@ -134,37 +136,37 @@ class _Divided:
         def forward(own: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
             return self(own, partial(kind.forward, own), *self.signature.bind(*args, **kwargs).args)
 
-        # A class rather than a function on the instance, which a copy of the model would share with the original.
+        # A class instead of a function on the instance, which a copy of the model would share with the original.
         members = {"forward": forward, "_dtctl_divided": self, "__module__": kind.__module__}
         module.__class__ = type(kind.__name__, (kind,), members)
 
     def __call__(self, module: nn.Module, original: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
-        """Compute rows, or tokens with their choices."""
-        compute = partial(self._compute, module, original)
-        there: dispatch.Compute = partial(dispatch.exchanged, group=self.group, compute=compute)
+        """Compute the outputs for rows, or for tokens with their choices."""
+        compute = partial(self._compute_own_experts, module, original)
+        there: dispatch.Compute = partial(dispatch.dispatch_rows_to_experts, group=self.group, compute=compute)
         if self.alike is not None:
             there = partial(dispatch.shared_out, group=self.alike, compute=there)
         if self.form == GROUPED:
             rows, counts = args[0], args[1].to(torch.int64)
-            self._count(module, counts, counts.new_zeros(()))
+            self._count_expert_tokens(module, counts, counts.new_zeros(()))
             return there(rows, counts)
         tokens, chosen, weights = args
         sums = torch.bincount(chosen.reshape(-1), minlength=self.count + 1)
-        self._count(module, sums[: self.count], sums[self.count])
+        self._count_expert_tokens(module, sums[: self.count], sums[self.count])
         return dispatch.by_expert(tokens, chosen, weights, self.count, there)
 
-    def _count(self, module: nn.Module, chosen: torch.Tensor, dropped: torch.Tensor) -> None:
-        under_way = accounting.current()
+    def _count_expert_tokens(self, module: nn.Module, chosen: torch.Tensor, dropped: torch.Tensor) -> None:
+        under_way = accounting.get_current_pass()
         if under_way.load is not None and under_way.samples != 0 and accounting.is_first_time():
             under_way.load.add(module, chosen, dropped)
 
-    def _compute(
+    def _compute_own_experts(
         self, module: nn.Module, original: Callable[..., torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
         count = len(rows)
         if not count:
-            # A row that is not used, so that the result has the number format of the other workers' (autocast), that
-            # they find this one in the backward pass, and that parameters have a gradient of zero, as in one process.
+            # An unused row makes the result have the number format of the other workers (autocast), lets this worker
+            # take part in their backward pass, and gives parameters a gradient of zero, as in one process.
             rows, counts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), counts.clone()
             counts[0] = 1
         with self._own_part(module):
@@ -175,13 +177,13 @@ class _Divided:
 
     @contextmanager
     def _own_part(self, module: nn.Module) -> Iterator[None]:
-        """The context in which a module has plain tensors for parameters, and counts this worker's experts only."""
+        """Return a context in which a module has plain tensors as parameters, and counts only this worker's experts."""
         places = [
             (part, name) for part in module.modules() for name, held in part._parameters.items() if held is not None
         ]
         held: list[Any] = [part._parameters[name] for part, name in places]
         factor = (1 if self.alike is None else self.alike.size()) / self.group.size()
-        plain = [dispatch.scaled(parameter.to_local(), factor) for parameter in held]
+        plain = [dispatch.scale_parameter_gradient(parameter.to_local(), factor) for parameter in held]
         try:
             for (part, name), tensor in zip(places, plain, strict=True):
                 part._parameters[name] = tensor  # type: ignore[assignment]
@@ -193,11 +195,11 @@ class _Divided:
                 part._parameters[name] = parameter
 
 
-def placement(mesh: DeviceMesh) -> Callable[[torch.Tensor], Shard]:
-    """Along which dim fully_shard divides a parameter of experts further: the second, since ep has divided the first.
+def make_expert_placement(mesh: DeviceMesh) -> Callable[[torch.Tensor], Shard]:
+    """Return the function that chooses along which dim fully_shard divides experts: the second, after ep's first.
 
     Raises:
-        PlanError: when called with one that cannot be divided.
+        PlanError: the function is called with a parameter that cannot be divided.
     """
     workers = mesh["fsdp"].size()
 

@@ -1,8 +1,8 @@
 """Gated feed-forward networks of many experts over rows that are sorted by expert, forward and backward.
 
-Autograd makes of a loop over experts a tensor for each, and copies them into those of all: results, and gradients of
-weights. Here every product is written where it belongs. What a step keeps for the backward pass are two tensors of the
-inner width, where autograd keeps four. The products are those that autograd makes, so the bits are the same.
+For a loop over experts, autograd makes a tensor for each expert and copies it into a common one, for results and for
+gradients of weights. Here every product is written to its final place. A step keeps two tensors of the inner width for
+the backward pass, where autograd keeps four. The products are the same as autograd's, and so are the bits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.nn.functional import silu
 def feed_forward(
     rows: torch.Tensor, counts: Sequence[int], gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """SwiGLU of each expert for its rows; under autocast in its number format, as `nn.Linear` is.
+    """Return SwiGLU of each expert for its rows; under autocast in its number format, like `nn.Linear`.
 
     Args:
-        rows: sorted by expert, [rows, width].
-        counts: how many each expert has.
-        gate: [experts, hidden, width].
-        up: [experts, hidden, width].
-        down: [experts, width, hidden].
+        rows: rows sorted by expert, [rows, width].
+        counts: number of rows of each expert.
+        gate: weights, [experts, hidden, width].
+        up: weights, [experts, hidden, width].
+        down: weights, [experts, width, hidden].
 
     Returns:
         [rows, width], in the order of the rows.
@@ -53,8 +53,8 @@ class _FeedForward(torch.autograd.Function):
         node.dtype, rows = rows.dtype, rows.to(dtype)
         gated, risen = inner = rows.new_empty(2, len(rows), gate.shape[1])
         result = torch.empty_like(rows)
-        # Expert by expert, so that what is between products is still in the processor's cache.
-        for expert, own in _places(counts):
+        # One expert at a time, so that intermediate results are still in the processor's cache.
+        for expert, own in _list_expert_slices(counts):
             torch.mm(rows[own], gate[expert].t(), out=gated[own])
             torch.mm(rows[own], up[expert].t(), out=risen[own])
             torch.mm(silu(gated[own]).mul_(risen[own]), down[expert].t(), out=result[own])
@@ -67,21 +67,21 @@ class _FeedForward(torch.autograd.Function):
     def backward(node: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, gate, up, down, (gated, risen) = node.saved_tensors
         weights = (gate, up, down)
-        # In the format that rows came in, so that what comes back from both matrices is not rounded before it is added.
+        # In the format of the rows, so that the gradients from both matrices are not rounded before they are added.
         of_rows = torch.empty_like(rows, dtype=node.dtype) if node.needs_input_grad[0] else None
         of_weights = [
             _empty_for(weight, node.counts) if wanted else None
             for weight, wanted in zip(weights, node.needs_input_grad[1:4], strict=True)
         ]
-        for expert, own in _places(node.counts):
+        for expert, own in _list_expert_slices(node.counts):
             inputs, outputs = rows[own], upstream[own]
-            opened = silu(gated[own])  # made again, rather than kept
+            opened = silu(gated[own])  # recomputed instead of kept
             of_inner = torch.mm(outputs, down[expert])
-            _product(outputs, opened * risen[own], of_weights[2], expert)
+            _write_weight_gradient(outputs, opened * risen[own], of_weights[2], expert)
             of_risen = opened.mul_(of_inner)
             of_gated = torch.ops.aten.silu_backward(of_inner.mul_(risen[own]), gated[own])
-            _product(of_gated, inputs, of_weights[0], expert)
-            _product(of_risen, inputs, of_weights[1], expert)
+            _write_weight_gradient(of_gated, inputs, of_weights[0], expert)
+            _write_weight_gradient(of_risen, inputs, of_weights[1], expert)
             if of_rows is not None:
                 of_rows[own] = torch.mm(of_gated, gate[expert])
                 of_rows[own].add_(torch.mm(of_risen, up[expert]))
@@ -89,7 +89,7 @@ class _FeedForward(torch.autograd.Function):
 
 
 def _empty_for(weights: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Room for the gradient of all experts' weights, which is zero for those without rows."""
+    """Return memory for the gradient of all experts' weights, which is zero for experts without rows."""
     gradient = torch.empty_like(weights, memory_format=torch.contiguous_format)
     for expert, count in enumerate(counts):
         if not count:
@@ -97,13 +97,15 @@ def _empty_for(weights: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     return gradient
 
 
-def _product(outputs: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor | None, expert: int) -> None:
-    """Put an expert's part of the gradient of weights where it belongs, if it is wanted."""
+def _write_weight_gradient(
+    outputs: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor | None, expert: int
+) -> None:
+    """Write an expert's part of the gradient of weights in its place, if it is needed."""
     if gradient is not None:
         torch.mm(outputs.t(), inputs, out=gradient[expert])
 
 
-def _places(counts: Sequence[int]) -> list[tuple[int, slice]]:
-    """Experts that have rows, and which."""
+def _list_expert_slices(counts: Sequence[int]) -> list[tuple[int, slice]]:
+    """Return the experts that have rows, each with its rows."""
     ends = pairwise(accumulate(counts, initial=0))
     return [(expert, slice(begin, end)) for expert, (begin, end) in enumerate(ends) if end > begin]

@@ -1,11 +1,13 @@
-"""Snapshots: all that resumes the same run. Format, writing, reading with verification, retention; usable alone.
+"""Snapshots of everything that a run needs to resume.
 
     with Saver(folder, keep=2) as saver:
         found = newest(folder)
         ...
         saver.save(step, {"model": model.state_dict()}, facts={"samples": 1200})
 
-A folder per step, made elsewhere and renamed into place, so that it is there whole or not at all:
+The package contains the format, the writers, the readers with verification, and retention. It can be used without the
+Trainer. Each step has a folder, which is written under another name and then renamed, so that it exists completely or
+not at all:
 
     step-00000100/
         model.safetensors, optimizer.safetensors, random.safetensors    one file per part (packing.py),
@@ -13,8 +15,8 @@ A folder per step, made elsewhere and renamed into place, so that it is there wh
         manifest.json                         step, facts of the loop, size and digest of every file
         COMMIT                                written last: the digest of manifest.json
 
-Nothing is pickled, and nothing is used before its digest was found right: no format of torch notices a flipped byte by
-itself. Training stops for a copy of the state only. Nodes need no disk in common (choose.py, reshard.py, copies.py).
+Nothing is pickled, and nothing is used before its digest is verified, since no format of torch detects a flipped byte.
+Training pauses only while the state is copied. Nodes need no shared disk (choose.py, reshard.py, copies.py).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:  # verifying snapshots should not wait for torch
+def __getattr__(name: str) -> Any:  # verification of snapshots must not import torch
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"dtctl.runtime.{_HOME[name]}"), name)

@@ -1,7 +1,7 @@
-"""The newest snapshot that all workers together can read and verify, whatever lies on which node.
+"""Choice of the newest snapshot that all workers together can read and verify, from the files on each node.
 
-Nodes may share a folder or have one each, with all of a snapshot, a part, or nothing. Every file is read once, by a
-worker on a node that has it; a file that is damaged there is taken from another node.
+Nodes may share a folder, or each node has one with a whole snapshot, a part of it, or nothing. Every file is read once,
+by a worker on a node that has it. If it is damaged there, a worker on another node reads it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot import read
 from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.json_collectives import gathered_json, spread_json
-from dtctl.runtime.snapshot.storage.place import Place, Remote
+from dtctl.runtime.snapshot.storage.place import Place, RemotePath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """Snapshot that was chosen from the folders; the same on all workers, except for the contents."""
+class ChosenSnapshot:
+    """Snapshot that was chosen from the folders; the same on all workers except for the contents."""
 
     path: str | None
     """Path of the newest good snapshot; None if there is none."""
@@ -31,27 +31,27 @@ class Chosen:
     readers: Mapping[str, int] = field(default_factory=dict)
     """File -> rank of the worker that has read it."""
     contents: read.Contents = field(default_factory=dict)
-    """The files that this worker has read."""
+    """Bytes of the files that this worker has read."""
 
 
 @dataclass(slots=True)
-class _Candidate:
-    """A snapshot as its manifest has it, and what of it lies where."""
+class _SnapshotCandidate:
+    """A snapshot as its manifest describes it, and the nodes that have its files."""
 
     path: Place
     holders: dict[int, list[int] | None]
     """First rank of a node -> numbers of the files that lie there; None for all."""
 
 
-def choose(folder: Place, worker: Worker) -> Chosen:
+def choose_newest_snapshot(folder: Place, worker: Worker) -> ChosenSnapshot:
     """Find and read the newest good snapshot; collective over all workers.
 
     Raises:
-        SnapshotError: a folder cannot be read, or has what only a later version can read; on every worker.
+        SnapshotError: a folder cannot be read, or has a snapshot of a later format; raised on every worker.
     """
-    # What is at a URL all see, as if they were one node.
-    looks = worker.is_first if isinstance(folder, Remote) else worker.local_rank == 0
-    offers = gathered_json(_look(folder) if looks else None, worker)
+    # All workers see the same files at a URL, as if they were on one node.
+    looks = worker.is_first if isinstance(folder, RemotePath) else worker.local_rank == 0
+    offers = gathered_json(_list_node_snapshots(folder) if looks else None, worker)
     nodes: dict[int, list[int]] = {}
     for rank, offer in enumerate(offers):
         nodes.setdefault(rank if offer is not None else max(nodes), []).append(rank)
@@ -62,10 +62,10 @@ def choose(folder: Place, worker: Worker) -> Chosen:
     for step in sorted({row["step"] for _, row in rows}, reverse=True):
         step_rows = [(node, row) for node, row in rows if row["step"] == step]
         wrong = {(row["status"], phrase): None for _, row in step_rows for phrase in row["bad"]}
-        for candidate in _candidates(folder, step_rows):
-            reading = _Reading(candidate, nodes, worker).run(wrong)
+        for candidate in _group_snapshot_candidates(folder, step_rows):
+            reading = _CollectiveRead(candidate, nodes, worker).run(wrong)
             if reading is not None:
-                return Chosen(
+                return ChosenSnapshot(
                     path=str(candidate.path),
                     manifest=reading.manifest,
                     rejected=tuple(rejected),
@@ -76,11 +76,11 @@ def choose(folder: Place, worker: Worker) -> Chosen:
         rejected.append(
             f"{step_rows[0][1]['name']} is {status}: {'; '.join(dict.fromkeys(phrase for _, phrase in wrong))}"
         )
-    return Chosen(path=None, manifest=None, rejected=tuple(rejected))
+    return ChosenSnapshot(path=None, manifest=None, rejected=tuple(rejected))
 
 
-def _told(action: Callable[[], Any]) -> dict[str, Any]:
-    """Return the result of something as JSON; an error is a value, so that the others do not wait."""
+def _run_reporting_errors(action: Callable[[], Any]) -> dict[str, Any]:
+    """Return the result of an action as JSON. An error is returned too, so that the other workers need not wait."""
     try:
         return {"error": None, "found": action()}
     except DtctlError as exc:
@@ -89,11 +89,11 @@ def _told(action: Callable[[], Any]) -> dict[str, Any]:
         return {"error": f"the snapshots cannot be read: {exc}", "where": exc.filename, "hint": None}
 
 
-def _heard(reports: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return what came of it.
+def _require_report_results(reports: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the results in the reports of all workers.
 
     Raises:
-        SnapshotError: the first error.
+        SnapshotError: first error that was reported.
     """
     for report in reports:
         if report["error"]:
@@ -101,12 +101,15 @@ def _heard(reports: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [report["found"] for report in reports]
 
 
-def _look(folder: Place) -> dict[str, Any]:
-    """Return what lies on this node; errors are values here, so that they reach the other workers, which wait."""
+def _list_node_snapshots(folder: Place) -> dict[str, Any]:
+    """Return the snapshots on this node.
+
+    Errors are returned, not raised, since the other workers wait for the result.
+    """
     answer: dict[str, Any] = {"error": None, "where": str(folder), "hint": None, "rows": []}
     try:
-        for step, path in layout.listing(folder):
-            verdict = read.record(path)
+        for step, path in layout.list_step_folders(folder):
+            verdict = read.verify_commit_record(path)
             row: dict[str, Any] = {
                 "step": step,
                 "name": path.name,
@@ -117,7 +120,7 @@ def _look(folder: Place) -> dict[str, Any]:
             }
             if verdict.manifest is not None:
                 row["digest"] = (path / layout.COMMIT).read_text()
-                present = layout.entries(path)
+                present = layout.list_folder_entries(path)
                 present_files = [
                     number for number, name in enumerate(verdict.manifest.files) if present.get(name) is not None
                 ]
@@ -130,34 +133,39 @@ def _look(folder: Place) -> dict[str, Any]:
     return answer
 
 
-def _candidates(folder: Place, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[_Candidate]:
+def _group_snapshot_candidates(
+    folder: Place, rows: Sequence[tuple[int, Mapping[str, Any]]]
+) -> Iterator[_SnapshotCandidate]:
     """Yield the snapshots of one step, grouped by their commit records; the one that most nodes have comes first."""
     groups: dict[tuple[str, str], dict[int, list[int] | None]] = {}
     for node, row in rows:
         if row["digest"] is not None:
             groups.setdefault((row["name"], row["digest"]), {})[node] = row["has"]
     for (name, _), holders in sorted(groups.items(), key=lambda group: len(group[1]), reverse=True):
-        yield _Candidate(folder / name, holders)
+        yield _SnapshotCandidate(folder / name, holders)
 
 
-class _Reading:
-    """One attempt to read a snapshot together."""
+class _CollectiveRead:
+    """Attempt of all workers to read a snapshot together."""
 
     manifest: layout.Manifest
 
-    def __init__(self, candidate: _Candidate, nodes: Mapping[int, Sequence[int]], worker: Worker) -> None:
+    def __init__(self, candidate: _SnapshotCandidate, nodes: Mapping[int, Sequence[int]], worker: Worker) -> None:
         self._path, self._holders = candidate.path, candidate.holders
         self._nodes, self._worker = nodes, worker
         self.readers: dict[str, int] = {}
         self.contents: read.Contents = {}
 
-    def run(self, wrong: dict[tuple[str, str], None]) -> _Reading | None:
-        """Read all files and compare digests; None if one is nowhere good. Adds what is wrong."""
+    def run(self, wrong: dict[tuple[str, str], None]) -> _CollectiveRead | None:
+        """Read all files and compare digests; return None if no node has a good copy of some file.
+
+        Damage is added to `wrong`.
+        """
         source, text = next(iter(self._holders)), None
         if self._worker.rank == source:
-            text = _told((self._path / layout.MANIFEST).read_text)
+            text = _run_reporting_errors((self._path / layout.MANIFEST).read_text)
         self.manifest = layout.Manifest.from_bytes(
-            _heard([spread_json(text, self._worker, source)])[0].encode(), where=str(self._path)
+            _require_report_results([spread_json(text, self._worker, source)])[0].encode(), where=str(self._path)
         )
         names = list(self.manifest.files)
         having = {
@@ -173,8 +181,8 @@ class _Reading:
                 return None
             shares = self._shared_out(open_, having)
             mine = [name for name in open_ if shares[name] == self._worker.rank]
-            bad = _told(partial(read.faults, self._path, self.manifest, mine, self.contents))
-            reports = _heard(gathered_json(bad, self._worker))
+            bad = _run_reporting_errors(partial(read.find_file_faults, self._path, self.manifest, mine, self.contents))
+            reports = _require_report_results(gathered_json(bad, self._worker))
             open_ = [name for phrases in reports for name in phrases]
             wrong.update({("corrupt", phrase): None for phrases in reports for phrase in phrases.values()})
             self.readers |= {name: rank for name, rank in shares.items() if name not in open_}
@@ -183,12 +191,12 @@ class _Reading:
         return self
 
     def _shared_out(self, names: Sequence[str], having: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Return the reader of each file: the worker that wrote it if possible, else the one with least to read."""
+        """Return the reader of each file: the worker that wrote it if possible, else the one with the least to read."""
         loads = dict.fromkeys(range(self._worker.world_size), 0)
         shares = {}
         for name in sorted(names, key=lambda name: -self.manifest.files[name].size_bytes):
             able = [rank for node in having[name] for rank in self._nodes[node]]
-            writer = layout.rank_of(name)
+            writer = layout.parse_piece_rank(name)
             reader = writer if writer in able else min(able, key=lambda rank: (loads[rank], rank))
             shares[name] = reader
             loads[reader] += self.manifest.files[name].size_bytes

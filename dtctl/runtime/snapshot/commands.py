@@ -1,4 +1,4 @@
-"""Commands on snapshots from outside of a run, as JSON; imports no torch, so that it runs anywhere."""
+"""Commands on snapshots outside of a run, with answers in JSON. Imports no torch, so that it runs anywhere."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import assembly, read
 from dtctl.runtime.snapshot.format import headers, layout
 from dtctl.runtime.snapshot.storage import retention
-from dtctl.runtime.snapshot.storage.durable import sync_folder
+from dtctl.runtime.snapshot.storage.durable import sync_folder_names
 from dtctl.runtime.snapshot.storage.place import Place
 
 Answer = dict[str, Any]
 
 
-def snapshots(place: Place) -> list[Any]:
-    """The snapshots that are meant by a path: one, those of a folder, or those in `snapshots` below it; newest first.
+def find_snapshot_paths(place: Place) -> list[Any]:
+    """Return the snapshots at a path, newest first: the path itself, those in it, or those in `snapshots` below it.
 
     Raises:
-        SnapshotError: there is no folder.
+        SnapshotError: the folder does not exist.
     """
-    if layout.step_of(place) is not None and place.is_dir():
+    if layout.parse_snapshot_step(place) is not None and place.is_dir():
         return [place]
-    listed = layout.listing(place) or layout.listing(place / "snapshots")
+    listed = layout.list_step_folders(place) or layout.list_step_folders(place / "snapshots")
     if not listed and not place.is_dir():
         raise SnapshotError("there is no folder of snapshots here", where=str(place))
     return [path for _, path in listed]
 
 
-def ls(place: Place) -> Answer:
-    """Step, size, age and whether it is committed, of each snapshot; nothing is verified."""
+def list_snapshots(place: Place) -> Answer:
+    """Return step, size, age and commit status of each snapshot, without verification."""
     rows = []
-    for path in snapshots(place):
-        files = layout.entries(path)
+    for path in find_snapshot_paths(place):
+        files = layout.list_folder_entries(path)
         rows.append(
             {
                 "path": str(path),
-                "step": layout.step_of(path),
+                "step": layout.parse_snapshot_step(path),
                 "committed": files.get(layout.COMMIT) is not None,
                 "size_bytes": sum(size or 0 for size in files.values()),
                 "time": round(retention.made_s(path), 3),
@@ -50,9 +50,9 @@ def ls(place: Place) -> Answer:
     return {"snapshots": rows}
 
 
-def verify(place: Place) -> Answer:
-    """Return every byte of every snapshot is read and compared."""
-    verdicts = [read.verify(path) for path in snapshots(place)]
+def verify_snapshots(place: Place) -> Answer:
+    """Return the result of reading and comparing every byte of every snapshot."""
+    verdicts = [read.verify_snapshot(path) for path in find_snapshot_paths(place)]
     rows = [
         {"path": str(verdict.path), "step": verdict.step, "status": verdict.status, "bad": list(verdict.bad)}
         for verdict in verdicts
@@ -61,23 +61,23 @@ def verify(place: Place) -> Answer:
     return {"snapshots": rows, "newest_good": good[0] if good else None}
 
 
-def pieces(place: Place) -> Answer:
-    """Return the good files of each snapshot here; of one that lies on several nodes, this is a node's part.
+def list_good_files(place: Place) -> Answer:
+    """Return the good files of each snapshot on this node; other nodes may have other files of the same snapshot.
 
     Returns:
-        Rows, newest first: path, step, when it was made, the commit record and the manifest that all nodes of it have,
-        the files that are here and right, and what is wrong.
+        Rows, newest first: path, step, time of the snapshot, the commit record and the manifest that all nodes have in
+        common, the good files on this node, and the damage.
     """
     rows = []
-    for path in snapshots(place):
-        verdict = read.record(path)
+    for path in find_snapshot_paths(place):
+        verdict = read.verify_commit_record(path)
         row: Answer = {"path": str(path), "step": verdict.step, "record": None, "manifest": None, "good": []}
         row["made_s"] = retention.made_s(path)
         row |= {"bad": list(verdict.bad)}
         if verdict.manifest is not None:
-            present = layout.entries(path)
+            present = layout.list_folder_entries(path)
             own_files = [name for name in verdict.manifest.files if present.get(name) is not None]
-            wrong = read.faults(path, verdict.manifest, own_files)
+            wrong = read.find_file_faults(path, verdict.manifest, own_files)
             text = verdict.manifest.text.decode()
             row |= {
                 "record": layout.commit_record(verdict.manifest.text, verdict.manifest.hash).decode(),
@@ -89,19 +89,19 @@ def pieces(place: Place) -> Answer:
     return {"rows": rows}
 
 
-def send(place: Place, *, step: int, names: Iterable[str], out: BinaryIO) -> Answer:
-    """Write some files of a snapshot one after another, for a receiver that has the others and the sizes of all.
+def send_snapshot_files(place: Place, *, step: int, names: Iterable[str], out: BinaryIO) -> Answer:
+    """Write some files of a snapshot one after another, for a receiver that has the other files and all sizes.
 
     Args:
         place: folder of snapshots.
-        step: of the snapshot.
-        names: of files, without folders.
-        out: where to.
+        step: step of the snapshot.
+        names: names of the files, without folders.
+        out: stream to write to.
 
     Raises:
-        SnapshotError: a file is not there.
+        SnapshotError: a file does not exist.
     """
-    folder = next((path for path in snapshots(place) if layout.step_of(path) == step), None)
+    folder = next((path for path in find_snapshot_paths(place) if layout.parse_snapshot_step(path) == step), None)
     if folder is None:
         raise SnapshotError(f"there is no snapshot of step {step} here", where=str(place))
     try:
@@ -114,14 +114,14 @@ def send(place: Place, *, step: int, names: Iterable[str], out: BinaryIO) -> Ans
 
 
 def newest(place: Place, contents: read.Contents | None = None) -> tuple[read.SnapshotVerdict, Answer]:
-    """The newest good snapshot, and an answer that begins with its step and the newer ones that were passed over.
+    """Return the newest good snapshot, and an answer that begins with its step and the newer snapshots passed over.
 
     Raises:
-        SnapshotError: there is none.
+        SnapshotError: there is no good snapshot.
     """
     rejected: list[str] = []
-    for path in snapshots(place):
-        verdict = read.verify(path, contents)
+    for path in find_snapshot_paths(place):
+        verdict = read.verify_snapshot(path, contents)
         if verdict.manifest is not None:
             return verdict, {"path": str(path), "step": verdict.step, "rejected": rejected}
         rejected.append(f"{path.name} is {verdict.status}: {'; '.join(verdict.bad)}")
@@ -133,19 +133,21 @@ def newest(place: Place, contents: read.Contents | None = None) -> tuple[read.Sn
     )
 
 
-def show(place: Place) -> Answer:
-    """Return the manifest of the newest good snapshot, and its tensors."""
+def describe_newest_snapshot(place: Place) -> Answer:
+    """Return the manifest and the tensors of the newest good snapshot."""
     verdict, answer = newest(place)
     assert verdict.manifest is not None  # noqa: S101  # for the type checker
     files = {}
     for name, entry in verdict.manifest.files.items():
         with (verdict.path / name).open("rb") as file:
-            files[name] = headers.read(file, entry.size_bytes)
-    trees = assembly.assembled((verdict.manifest.part_of(name), name, header) for name, header in files.items())
+            files[name] = headers.read_header(file, entry.size_bytes)
+    trees = assembly.assemble_part_trees(
+        (verdict.manifest.part_of(name), name, header) for name, header in files.items()
+    )
     tensors = {
         f"{part}.{leaf.name}": {"dtype": headers.DTYPES[leaf.dtype], "shape": list(leaf.shape)}
         for part, tree in trees.items()
-        for leaf in assembly.leaves(tree)
+        for leaf in assembly.iter_tree_entries(tree)
     }
     listed = {name: entry.document() for name, entry in verdict.manifest.files.items()}
     return answer | {
@@ -156,17 +158,19 @@ def show(place: Place) -> Answer:
     }
 
 
-def digest(place: Place) -> Answer:
-    """BLAKE3 of the newest good snapshot's model and optimizer, the same that `state.digest` computes in training.
+def compute_snapshot_digest(place: Place) -> Answer:
+    """Return the BLAKE3 digest of model and optimizer in the newest good snapshot.
+
+    During training `state.compute_snapshot_digest` computes the same digest.
 
     Raises:
-        SnapshotError: there is none, or it has no model.
+        SnapshotError: there is no good snapshot, or it has no model.
     """
     contents: dict[str, memoryview] = {}
     verdict, answer = newest(place, contents)
     assert verdict.manifest is not None  # noqa: S101  # for the type checker
-    trees, data = read.opened(contents, verdict.manifest)
-    entries: dict[str, assembly.TreeEntry] = {}
+    trees, data = read.parse_snapshot_contents(contents, verdict.manifest)
+    entries: dict[str, assembly.TensorEntry] = {}
     for part in ("model", "optimizer"):
         if part not in trees:
             raise SnapshotError(f"the snapshot has no part {part}", where=str(verdict.path))
@@ -175,19 +179,19 @@ def digest(place: Place) -> Answer:
             if not isinstance(tree, dict) or "state" not in tree:
                 raise SnapshotError("the optimizer's part has no state", where=str(verdict.path))
             tree = tree["state"]
-        for leaf in assembly.leaves(tree):
+        for leaf in assembly.iter_tree_entries(tree):
             entries[f"{part}.{'.'.join(leaf.path[part == 'optimizer' :])}"] = leaf
-    state = layout.hasher("blake3")
+    state = layout.build_hasher("blake3")
     for name in sorted(entries):
         leaf = entries[name]
         title = [name, f"torch.{headers.DTYPES[leaf.dtype]}", list(leaf.shape)]
         state.update(json.dumps(title).encode() + b"\n")
-        for stretch in assembly.content(leaf, data):
+        for stretch in assembly.iter_tensor_bytes(leaf, data):
             state.update(stretch)
     return answer | {"digest": state.hexdigest()}
 
 
-def prune(
+def prune_snapshot_folder(
     place: Place,
     *,
     keep: int | None = None,
@@ -199,35 +203,35 @@ def prune(
 
     Args:
         place: folder of snapshots.
-        keep: how many good ones stay. None: the setting of the run that made them, else one.
-        every_s: of older ones, those that are this many seconds apart stay as well. None: as for `keep`.
-        keep_best: whether the best ones stay, where the run has recorded any.
-        dry_run: only report what would be removed.
+        keep: number of good snapshots that stay. None: the setting of the run that made them, else one.
+        every_s: interval in seconds at which older snapshots stay as well. None: as for `keep`.
+        keep_best: True if the best snapshots stay, where the run has recorded any.
+        dry_run: only report which snapshots would be removed.
     """
-    verdicts = [read.verify(path) for path in snapshots(place)]
+    verdicts = [read.verify_snapshot(path) for path in find_snapshot_paths(place)]
     good = [verdict for verdict in verdicts if verdict.manifest is not None]
-    stays = {verdict.path for verdict in verdicts}  # while nothing is certain, nothing goes
+    stays = {verdict.path for verdict in verdicts}  # without a good snapshot nothing is removed
     if good:
-        rule = _rule(good[0], keep=keep, every_s=every_s, keep_best=keep_best)
-        steps = rule.stays([(verdict.step, retention.made_s(verdict.path)) for verdict in good])
+        rule = _resolve_retention_rule(good[0], keep=keep, every_s=every_s, keep_best=keep_best)
+        steps = rule.choose_retained_steps([(verdict.step, retention.made_s(verdict.path)) for verdict in good])
         stays = {verdict.path for verdict in good if verdict.step in steps}
     gone = [verdict.path for verdict in verdicts if verdict.path not in stays]
     kept_paths = [str(verdict.path) for verdict in verdicts if verdict.path in stays]
-    return {"kept": kept_paths, **_removed(gone, dry_run=dry_run), "dry_run": dry_run}
+    return {"kept": kept_paths, **_remove_and_report(gone, dry_run=dry_run), "dry_run": dry_run}
 
 
-def _removed(gone: Sequence[Place], *, dry_run: bool = False) -> Answer:
-    """Return which of these are gone now, and which could not be removed without touching what lies elsewhere."""
-    left = [] if dry_run else retention.remove(gone)
+def _remove_and_report(gone: Sequence[Place], *, dry_run: bool = False) -> Answer:
+    """Remove snapshots; return which were removed, and which were left because links or mounts lead elsewhere."""
+    left = [] if dry_run else retention.remove_snapshot_folders(gone)
     return {"removed": [str(path) for path in gone if path not in left], "left": [str(path) for path in left]}
 
 
-def _rule(
+def _resolve_retention_rule(
     found: read.SnapshotVerdict, *, keep: int | None, every_s: float | None, keep_best: bool
 ) -> retention.RetentionRule:
-    """Return the rule that a snapshot's manifest has, but for what is asked for."""
+    """Return the rule in a snapshot's manifest, with the values that the caller has given instead."""
     assert found.manifest is not None  # noqa: S101  # for the type checker
-    recorded = retention.RetentionRule.of(found.manifest.facts)
+    recorded = retention.RetentionRule.from_manifest_facts(found.manifest.facts)
     return retention.RetentionRule(
         keep=recorded.keep if keep is None else keep,
         every_s=recorded.every_s if every_s is None else every_s,
@@ -235,32 +239,34 @@ def _rule(
     )
 
 
-def remove(place: Place, steps: Collection[int]) -> Answer:
+def remove_snapshot_steps(place: Place, steps: Collection[int]) -> Answer:
     """Remove the snapshots of some steps; the caller has checked the copies on other nodes."""
-    return _removed([path for path in snapshots(place) if layout.step_of(path) in steps])
+    return _remove_and_report(
+        [path for path in find_snapshot_paths(place) if layout.parse_snapshot_step(path) in steps]
+    )
 
 
-def export(place: Place, *, part: str, out: Path | BinaryIO) -> Answer:
+def export_snapshot_part(place: Place, *, part: str, out: Path | BinaryIO) -> Answer:
     """Write a part of the newest good snapshot, by default the weights, as a safetensors file without our additions.
 
     Args:
         place: folder of snapshots.
-        part: model, or another one.
-        out: file, replaced whole or not at all; or an open one.
+        part: name of the part.
+        out: path of a file, which is replaced completely or not at all; or an open file.
 
     Raises:
-        SnapshotError: there is no good snapshot, no such part, or it holds more than named tensors.
+        SnapshotError: there is no good snapshot, it has no such part, or the part holds more than named tensors.
     """
     contents: dict[str, memoryview] = {}
     verdict, answer = newest(place, contents)
     assert verdict.manifest is not None  # noqa: S101  # for the type checker
-    trees, data = read.opened(contents, verdict.manifest)
+    trees, data = read.parse_snapshot_contents(contents, verdict.manifest)
     if part not in trees:
         part_names = ", ".join(trees)
         raise SnapshotError(
             f"the snapshot has no part {part}", where=str(verdict.path), hint=f"its parts are {part_names}"
         )
-    tensors, chosen = _laid_out(assembly.leaves(trees[part]))
+    tensors, chosen = _laid_out(assembly.iter_tree_entries(trees[part]))
     beginning = headers.to_bytes(tensors, {"format": "pt", "step": str(verdict.step)})
     if len(beginning) > headers.MAX_BYTES:
         raise SnapshotError(
@@ -273,7 +279,7 @@ def export(place: Place, *, part: str, out: Path | BinaryIO) -> Answer:
     def pour(stream: BinaryIO) -> None:
         stream.write(beginning)
         for leaf in chosen:
-            for stretch in assembly.content(leaf, data):
+            for stretch in assembly.iter_tensor_bytes(leaf, data):
                 stream.write(stretch)
 
     if not isinstance(out, Path):
@@ -286,16 +292,19 @@ def export(place: Place, *, part: str, out: Path | BinaryIO) -> Answer:
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(out)
-        sync_folder(out.absolute().parent)
+        sync_folder_names(out.absolute().parent)
     except OSError as exc:
         draft.unlink(missing_ok=True)
         raise SnapshotError(f"the export cannot be written: {exc}", where=str(out)) from exc
     return answer | {"out": str(out), "size_bytes": size_bytes}
 
 
-def _laid_out(leaves: Iterable[assembly.TreeEntry]) -> tuple[dict[str, Any], list[assembly.TreeEntry]]:
-    """The entries of a header, and the tensors in the order of their data: widest numbers first, for alignment."""
-    free = headers.FreeNames()
+def _laid_out(leaves: Iterable[assembly.TensorEntry]) -> tuple[dict[str, Any], list[assembly.TensorEntry]]:
+    """Return the entries of a header, and the tensors in the order of their data.
+
+    The widest numbers come first, for alignment.
+    """
+    free = headers.UniqueNames()
     names = {free.choose(leaf.name): leaf for leaf in leaves}
     place, entries = 0, {}
     ordered = sorted(names, key=lambda name: -headers.SIZES[names[name].dtype])

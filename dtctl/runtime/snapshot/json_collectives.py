@@ -1,4 +1,4 @@
-"""Exchange between workers besides tensors: JSON, no pickle."""
+"""Exchange of JSON between workers, without pickle."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _TENSOR = "$tensor"
 
 
 def gathered_json(value: Any, worker: Worker, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Everyone's value, in the order of ranks, on every worker; collective.
+    """Return the values of all workers, in the order of ranks, on every worker; collective.
 
     Args:
         value: JSON.
-        worker: this worker; alone, it gets what it gave.
-        group: of all workers. None: the usual one.
+        worker: this worker; if it is the only one, the result has its value alone.
+        group: process group of all workers. None: the worker's.
     """
     text = json.dumps(value).encode()
     if worker.backend is None:
         return [json.loads(text)]
+    group = group or worker.group
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(worker.world_size)]
     dist.all_gather(sizes, torch.tensor([len(text)]), group=group)
     longest = max(int(size) for size in sizes)
@@ -34,50 +35,50 @@ def gathered_json(value: Any, worker: Worker, group: dist.ProcessGroup | None = 
 
 
 def spread_json(value: Any, worker: Worker, source: int) -> Any:
-    """Return one worker's value, JSON, on every worker; collective."""
+    """Return one worker's JSON value on every worker; collective."""
     if worker.backend is None:
         return value
     text = json.dumps(value).encode() if worker.rank == source else b""
     length = torch.tensor([len(text)])
-    dist.broadcast(length, src=source)
+    dist.broadcast(length, src=source, group=worker.group)
     packed = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
-    dist.broadcast(packed, src=source)
+    dist.broadcast(packed, src=source, group=worker.group)
     return json.loads(packed.numpy().tobytes())
 
 
-def send(text: bytes, rank: int) -> None:
-    """Send bytes, at least one, to one worker, which calls `receive`."""
-    dist.send(torch.tensor([len(text)]), dst=rank)
-    dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), dst=rank)
+def send_bytes_to_rank(text: bytes, rank: int, group: dist.ProcessGroup | None = None) -> None:
+    """Send one or more bytes to a worker, which calls `receive_bytes_from_rank`."""
+    dist.send(torch.tensor([len(text)]), dst=rank, group=group)
+    dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), dst=rank, group=group)
 
 
-def receive(rank: int) -> bytes:
-    """Take the bytes that one worker sends."""
+def receive_bytes_from_rank(rank: int, group: dist.ProcessGroup | None = None) -> bytes:
+    """Return the bytes that a worker sends with `send_bytes_to_rank`."""
     length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, src=rank)
+    dist.recv(length, src=rank, group=group)
     text = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(text, src=rank)
+    dist.recv(text, src=rank, group=group)
     return text.numpy().tobytes()
 
 
-def skeleton(tree: Any, found: list[torch.Tensor]) -> Any:
+def split_tree_tensors(tree: Any, found: list[torch.Tensor]) -> Any:
     """Return the tree with every tensor replaced by its number in `found`."""
     if isinstance(tree, torch.Tensor):
         found.append(tree)
         return {_TENSOR: len(found) - 1}
     if isinstance(tree, dict):
-        return {key: skeleton(value, found) for key, value in tree.items()}
+        return {key: split_tree_tensors(value, found) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [skeleton(value, found) for value in tree]
+        return [split_tree_tensors(value, found) for value in tree]
     return tree
 
 
-def filled(skeleton: Any, found: list[torch.Tensor]) -> Any:
-    """Return the tree of a `skeleton`, with its tensors in their places."""
+def merge_tree_tensors(skeleton: Any, found: list[torch.Tensor]) -> Any:
+    """Return a tree from `split_tree_tensors` with its tensors put back."""
     if isinstance(skeleton, dict):
         if skeleton.keys() == {_TENSOR}:
             return found[skeleton[_TENSOR]]
-        return {key: filled(value, found) for key, value in skeleton.items()}
+        return {key: merge_tree_tensors(value, found) for key, value in skeleton.items()}
     if isinstance(skeleton, list):
-        return [filled(value, found) for value in skeleton]
+        return [merge_tree_tensors(value, found) for value in skeleton]
     return skeleton

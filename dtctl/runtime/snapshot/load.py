@@ -1,8 +1,8 @@
-"""Loading of intact snapshots into new tensors, or straight into existing tensors.
+"""Loading of intact snapshots into new tensors, or directly into existing ones.
 
-Into existing tensors each byte is read once, and hashed while it is in the cache. Their former values are overwritten
-before the snapshot is verified. If it is damaged, older ones are read over it; if none is intact, the state is lost,
-and that is an error.
+When existing tensors are filled, each byte is read once and hashed while it is in the cache. The former values are
+overwritten before the snapshot is verified. If it is damaged, an older snapshot is loaded over it. If none is intact,
+the state is lost, and an error is raised.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import assembly, read
 from dtctl.runtime.snapshot.format import headers, layout
 from dtctl.runtime.snapshot.format.packing import DTYPES
-from dtctl.runtime.snapshot.state import raw, tensors
-from dtctl.runtime.snapshot.storage.place import Place, place
+from dtctl.runtime.snapshot.state import iter_named_tensors, view_tensor_bytes
+from dtctl.runtime.snapshot.storage.place import Place, parse_place
 
 Extent = tuple[str, int, int]
-"""File, and where in its data a tensor begins and ends."""
+"""File of a tensor, and the begin and end of the tensor in the data of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedSnapshot:
     """The newest good snapshot of a folder."""
 
     step: int
     facts: Mapping[str, Any]
-    """Facts that were given to `save`."""
+    """Facts that were passed to `save`."""
     parts: Mapping[str, Any]
-    """Parts that were given to `save`, on the CPU; tuples are lists."""
+    """Parts that were passed to `save`, on the CPU; tuples have become lists."""
     rejected: tuple[str, ...]
-    """Newer ones that were passed over, each with the reason."""
+    """Newer snapshots that were passed over, each with the reason."""
 
 
-def newest(folder: str | Place, *, into: Mapping[str, Any] | None = None) -> Loaded | None:
-    """Return the newest snapshot that verifies, loaded; None if there is none.
+def newest(folder: str | Place, *, into: Mapping[str, Any] | None = None) -> LoadedSnapshot | None:
+    """Load and return the newest snapshot that verifies; None if there is none.
 
     Args:
-        folder: of all snapshots, or its URL.
-        into: tensors to be filled, by part and name, such as `{"model": model.state_dict()}`: the fastest way to load.
-            Those that fit are then part of what is returned; others are made as ever.
+        folder: folder of all snapshots, or its URL.
+        into: tensors to fill, by part and name, such as `{"model": model.state_dict()}`: the fastest way to load.
+            Tensors that fit are part of the result; for the others new ones are made.
 
     Raises:
-        SnapshotError: as `read.verify`; or there are snapshots, none is right, and what was to be filled is spoilt.
+        SnapshotError: as in `read.verify_snapshot`; or all snapshots are damaged, and the tensors to fill have been
+            overwritten.
     """
-    folder = place(folder)
+    folder = parse_place(folder)
     if into is not None:
         return _newest_into(folder, into)
     contents: dict[str, memoryview] = {}
@@ -57,73 +58,77 @@ def newest(folder: str | Place, *, into: Mapping[str, Any] | None = None) -> Loa
     if verdict is None or verdict.manifest is None:
         return None
     reasons = tuple(f"{bad.path.name} is {bad.status}: {'; '.join(bad.bad)}" for bad in rejected)
-    return Loaded(
-        step=verdict.step, facts=verdict.manifest.facts, parts=parts(contents, verdict.manifest), rejected=reasons
+    return LoadedSnapshot(
+        step=verdict.step,
+        facts=verdict.manifest.facts,
+        parts=build_parts_from_contents(contents, verdict.manifest),
+        rejected=reasons,
     )
 
 
 def load(verdict: read.SnapshotVerdict) -> dict[str, Any]:
-    """The parts of a snapshot that verified, on the CPU; digests are compared once more, with the bytes that are used.
+    """Return the parts of a verified snapshot, on the CPU; compare digests once more with the bytes that are used.
 
     Raises:
-        SnapshotError: it did not verify, or changed since.
+        SnapshotError: the snapshot did not verify, or has changed since.
     """
     contents: dict[str, memoryview] = {}
-    again = read.verify(verdict.path, contents) if verdict.status == "ok" else verdict
+    again = read.verify_snapshot(verdict.path, contents) if verdict.status == "ok" else verdict
     if again.manifest is None:
         raise SnapshotError(f"the snapshot is {again.status}: {'; '.join(again.bad)}", where=str(verdict.path))
-    return parts(contents, again.manifest)
+    return build_parts_from_contents(contents, again.manifest)
 
 
-def parts(contents: read.Contents, manifest: layout.Manifest) -> dict[str, Any]:
-    """Return the parts in the contents of a snapshot's files; tensors are views of them, where they are in one piece.
+def build_parts_from_contents(contents: read.Contents, manifest: layout.Manifest) -> dict[str, Any]:
+    """Return the parts in the contents of a snapshot's files; tensors in one piece are views of the contents.
 
     Raises:
-        SnapshotError: a tensor is not all there.
+        SnapshotError: a tensor is incomplete.
     """
-    trees, data = read.opened(contents, manifest)
+    trees, data = read.parse_snapshot_contents(contents, manifest)
     loaded = {}
     for part, tree in trees.items():
         values = {}
-        for leaf in assembly.leaves(tree):
-            pieces = list(assembly.content(leaf, data))
+        for leaf in assembly.iter_tree_entries(tree):
+            pieces = list(assembly.iter_tensor_bytes(leaf, data))
             whole = pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces))
             shape, dtype = leaf.shape, DTYPES[leaf.dtype]
             flat = torch.frombuffer(whole, dtype=dtype) if len(whole) else torch.empty(0, dtype=dtype)
             values[leaf.path] = flat.view(shape)
-        loaded[part] = assembly.replaced(tree, values)
+        loaded[part] = assembly.replace_tree_entries(tree, values)
     return loaded
 
 
-def _newest_into(folder: Place, into: Mapping[str, Any]) -> Loaded | None:
+def _newest_into(folder: Place, into: Mapping[str, Any]) -> LoadedSnapshot | None:
     """Load as `newest` does, into the tensors of `into` with the same path, type and shape.
 
     Args:
-        folder: of all snapshots.
-        into: part -> tree; its contiguous tensors on the CPU are filled.
+        folder: folder of all snapshots.
+        into: part -> tree, whose contiguous tensors on the CPU are filled.
 
     Raises:
-        SnapshotError: as `read.verify`; or there are snapshots and none is right, so that `into` has nothing of use.
+        SnapshotError: as in `read.verify_snapshot`; or all snapshots are damaged, and `into` has no usable values.
     """
-    places = {name: tensor.detach() for name, tensor in tensors(into) if _can_be_filled(tensor)}
+    places = {name: tensor.detach() for name, tensor in iter_named_tensors(into) if _can_be_filled(tensor)}
     rejected: list[str] = []
-    for _, path in layout.listing(folder):
-        verdict = read.record(path)
+    for _, path in layout.list_step_folders(folder):
+        verdict = read.verify_commit_record(path)
         status, bad = verdict.status, list(verdict.bad)
         if verdict.manifest is not None:
-            heads: dict[str, headers.Header] = {}
+            heads: dict[str, headers.FileHeader] = {}
             filled: dict[Extent, torch.Tensor] = {}
-            bad = _faults(path, verdict.manifest, places, heads, filled)
+            bad = _load_snapshot_files(path, verdict.manifest, places, heads, filled)
             if not bad:
                 try:
-                    parts = _parts(verdict.manifest, heads, filled)
-                except assembly.Misfit as exc:
+                    parts = _assemble_loaded_parts(verdict.manifest, heads, filled)
+                except assembly.InconsistentSnapshot as exc:
                     bad = [exc.message]
                 else:
-                    return Loaded(
+                    return LoadedSnapshot(
                         step=verdict.step, facts=verdict.manifest.facts, parts=parts, rejected=tuple(rejected)
                     )
-            absent = [name for name in verdict.manifest.files if not (path / name).exists()]  # a phrase each
+            # each file has one phrase in `bad`
+            absent = [name for name in verdict.manifest.files if not (path / name).exists()]
             status = "incomplete" if len(absent) == len(bad) else "corrupt"
         rejected.append(f"{path.name} is {status}: {'; '.join(bad)}")
     if rejected:
@@ -137,27 +142,27 @@ def _can_be_filled(tensor: torch.Tensor) -> bool:
     return type(tensor.detach()) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def _faults(
+def _load_snapshot_files(
     path: Place,
     manifest: layout.Manifest,
     places: Mapping[str, torch.Tensor],
-    heads: dict[str, headers.Header],
+    heads: dict[str, headers.FileHeader],
     filled: dict[Extent, torch.Tensor],
 ) -> list[str]:
-    """Read all files side by side, into what is there for them. Returns what is wrong, a phrase a file."""
+    """Read all files in parallel, into the tensors for them; return the damage, a phrase for each file."""
 
     def one(name: str) -> str | None:
         try:
-            heads[name], tensors = _fill(path / name, manifest, places)
+            heads[name], tensors = _load_snapshot_file(path / name, manifest, places)
         except FileNotFoundError:
             return f"{name} is missing"
-        except assembly.Misfit as exc:
+        except assembly.InconsistentSnapshot as exc:
             return f"{name}: {exc.message}"
         except SnapshotError:
             raise  # not a fault of the snapshot
         except OSError as exc:
             return f"{name} cannot be read: {exc.strerror}"
-        except Exception:  # noqa: BLE001  # whatever a header of garbage leads to
+        except Exception:  # noqa: BLE001  # a header of garbage may lead to any error
             return f"{name} does not have the size and digest that were recorded"
         filled.update(tensors)
         return None
@@ -166,25 +171,25 @@ def _faults(
         return [phrase for phrase in pool.map(one, manifest.files) if phrase]
 
 
-def _fill(
+def _load_snapshot_file(
     path: Place, manifest: layout.Manifest, places: Mapping[str, torch.Tensor]
-) -> tuple[headers.Header, dict[Extent, torch.Tensor]]:
+) -> tuple[headers.FileHeader, dict[Extent, torch.Tensor]]:
     """Read one file.
 
     Raises:
-        ValueError: its size or its digest is another one; a header that is not right may raise anything.
-        OSError: it cannot be read.
+        ValueError: the size or the digest of the file differs; an invalid header may raise any error.
+        OSError: the file cannot be read.
     """
-    entry, part, state = manifest.files[path.name], manifest.part_of(path.name), layout.hasher(manifest.hash)
+    entry, part, state = manifest.files[path.name], manifest.part_of(path.name), layout.build_hasher(manifest.hash)
     tensors: dict[Extent, torch.Tensor] = {}
     with path.open("rb", buffering=0) as file:
         length = file.read(8)
         beginning = length + file.read(min(entry.size_bytes, int.from_bytes(length, "little")))
         state.update(beginning)
-        header = headers.parse(memoryview(beginning))
+        header = headers.parse_header(memoryview(beginning))
         headers.check_data(header, entry.size_bytes)
-        (tree,) = assembly.assembled([(part, path.name, header)], pieces=True).values()
-        leaves = {(leaf.sources[0].begin, leaf.sources[0].end): leaf for leaf in assembly.leaves(tree)}
+        (tree,) = assembly.assemble_part_trees([(part, path.name, header)], pieces=True).values()
+        leaves = {(leaf.sources[0].begin, leaf.sources[0].end): leaf for leaf in assembly.iter_tree_entries(tree)}
         read_bytes = len(beginning)
         for (begin, end), leaf in sorted(leaves.items()):
             shape, dtype = leaf.sources[0].box[1], DTYPES[leaf.dtype]
@@ -192,7 +197,7 @@ def _fill(
             if place is None or place.dtype != dtype or tuple(place.shape) != shape:
                 place = torch.empty(shape, dtype=dtype)
             if place.numel():
-                _pour(file, raw(place).numpy().data, state)
+                _read_and_hash_bytes(file, view_tensor_bytes(place).numpy().data, state)
             tensors[path.name, begin, end] = place
             read_bytes += end - begin
         if file.read(1) or read_bytes != entry.size_bytes or state.hexdigest() != entry.digest:
@@ -200,8 +205,8 @@ def _fill(
     return header, tensors
 
 
-def _pour(file: Any, place: memoryview, state: layout.Hasher) -> None:
-    """Fill a stretch of memory, and hash what has come while it is in the cache."""
+def _read_and_hash_bytes(file: Any, place: memoryview, state: layout.Hasher) -> None:
+    """Fill a stretch of memory from a file, and hash each chunk while it is in the cache."""
     while place:
         count = file.readinto(place[: layout.CHUNK_BYTES])
         if not count:
@@ -210,14 +215,14 @@ def _pour(file: Any, place: memoryview, state: layout.Hasher) -> None:
         place = place[count:]
 
 
-def _parts(
-    manifest: layout.Manifest, heads: Mapping[str, headers.Header], filled: Mapping[Extent, torch.Tensor]
+def _assemble_loaded_parts(
+    manifest: layout.Manifest, heads: Mapping[str, headers.FileHeader], filled: Mapping[Extent, torch.Tensor]
 ) -> dict[str, Any]:
     loaded = {}
-    trees = assembly.assembled((manifest.part_of(name), name, heads[name]) for name in manifest.files)
+    trees = assembly.assemble_part_trees((manifest.part_of(name), name, heads[name]) for name in manifest.files)
     for part, tree in trees.items():
         whole = {}
-        for leaf in assembly.leaves(tree):
+        for leaf in assembly.iter_tree_entries(tree):
             pieces = [(source, filled[source.file, source.begin, source.end]) for source in leaf.sources]
             if len(pieces) == 1 and pieces[0][0].box[1] == leaf.shape:
                 whole[leaf.path] = pieces[0][1]
@@ -227,5 +232,5 @@ def _parts(
                 offset, shape = source.box
                 cuts = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
                 whole[leaf.path][cuts] = piece
-        loaded[part] = assembly.replaced(tree, whole)
+        loaded[part] = assembly.replace_tree_entries(tree, whole)
     return loaded

@@ -1,4 +1,4 @@
-"""Verifying snapshots, without torch: nothing is used before its digest was found right; a bad one is passed over."""
+"""Verification of snapshots, without torch. Nothing is used before its digest is verified, and bad ones are skipped."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any, Final, Literal
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import assembly
 from dtctl.runtime.snapshot.format import headers, layout
+from dtctl.runtime.snapshot.storage.memory_files import map_file
 from dtctl.runtime.snapshot.storage.place import Place
 
 Contents = MutableMapping[str, memoryview]
-"""File name -> its bytes."""
+"""File name -> bytes of the file."""
 READERS: Final = 4
 RETRIES: Final = 5
 """Attempts to list a folder while another process removes snapshots from it."""
@@ -30,16 +31,16 @@ class SnapshotVerdict:
     bad: tuple[str, ...] = ()
     """Damage, one phrase per file."""
     manifest: layout.Manifest | None = None
-    """None unless the status is ok."""
+    """Manifest of the snapshot; None unless the status is ok."""
 
 
-def record(path: Place) -> SnapshotVerdict:
-    """Return whether manifest and commit record of a snapshot are right; its files are not checked.
+def verify_commit_record(path: Place) -> SnapshotVerdict:
+    """Return whether manifest and commit record of a snapshot are valid, without a check of its files.
 
     Raises:
-        SnapshotError: as `verify`.
+        SnapshotError: as in `verify_snapshot`.
     """
-    step = layout.step_of(path)
+    step = layout.parse_snapshot_step(path)
     if step is None or not path.is_dir():
         raise SnapshotError(
             "there is no snapshot here", where=str(path), hint="a snapshot is a folder like step-00000100"
@@ -63,7 +64,7 @@ def record(path: Place) -> SnapshotVerdict:
         return SnapshotVerdict(path=path, step=step, status="corrupt", bad=(bad,))
     try:
         manifest = layout.Manifest.from_bytes(text, where=str(path))
-    except headers.Malformed as exc:
+    except headers.MalformedFile as exc:
         return SnapshotVerdict(path=path, step=step, status="corrupt", bad=(str(exc),))
     if manifest.step != step:
         bad = f"the folder is named after step {step} and holds step {manifest.step}"
@@ -71,32 +72,32 @@ def record(path: Place) -> SnapshotVerdict:
     return SnapshotVerdict(path=path, step=step, status="ok", manifest=manifest)
 
 
-def verify(path: Place, contents: Contents | None = None) -> SnapshotVerdict:
-    """Read every byte of a snapshot, compare digests, and see whether the files fit together.
+def verify_snapshot(path: Place, contents: Contents | None = None) -> SnapshotVerdict:
+    """Read every byte of a snapshot, compare digests, and check that the files fit together.
 
     Args:
         path: folder of the snapshot.
-        contents: takes the bytes that were read, of files whose digest is right.
+        contents: receives the bytes of the files whose digest is right.
 
     Raises:
-        SnapshotError: it is of a later format, or its hash needs a package that is missing. Neither means damage, so
-            older snapshots are no way out.
+        SnapshotError: the snapshot has a later format, or its hash needs a package that is missing. Neither means
+            damage, so older snapshots are not tried.
     """
-    found = record(path)
+    found = verify_commit_record(path)
     manifest, step = found.manifest, found.step
     if manifest is None:
         return found
-    present = layout.entries(path)
+    present = layout.list_folder_entries(path)
     absent = [f"{name} is missing" for name in manifest.files if present.get(name) is None]
     if absent:
         return SnapshotVerdict(path=path, step=step, status="incomplete", bad=tuple(absent))
     own: Contents = {} if contents is None else contents
-    wrong = list(faults(path, manifest, list(manifest.files), contents).values())
+    wrong = list(find_file_faults(path, manifest, list(manifest.files), contents).values())
     if not wrong:
         try:
-            heads = {name: _head(path / name, own.get(name)) for name in manifest.files}
-            assembly.assembled((manifest.part_of(name), name, header) for name, header in heads.items())
-        except assembly.Misfit as exc:
+            heads = {name: _read_checked_header(path / name, own.get(name)) for name in manifest.files}
+            assembly.assemble_part_trees((manifest.part_of(name), name, header) for name, header in heads.items())
+        except assembly.InconsistentSnapshot as exc:
             wrong = [exc.message]
         except OSError as exc:
             wrong = [str(exc)]
@@ -105,48 +106,50 @@ def verify(path: Place, contents: Contents | None = None) -> SnapshotVerdict:
     return found
 
 
-def _head(path: Place, content: memoryview | None) -> headers.Header:
+def _read_checked_header(path: Place, content: memoryview | None) -> headers.FileHeader:
     if content is None:
         with path.open("rb") as file:
-            return headers.read(file, layout.size_bytes(path))
-    header = headers.parse(content)
+            return headers.read_header(file, layout.size_bytes(path))
+    header = headers.parse_header(content)
     headers.check_data(header, len(content))
     return header
 
 
-def faults(
+def find_file_faults(
     path: Place, manifest: layout.Manifest, names: Sequence[str], contents: Contents | None = None
 ) -> dict[str, str]:
-    """Read some files of a snapshot: name -> what is wrong with it, of those that are.
+    """Read some files of a snapshot; return the damaged ones, each with its damage.
 
     Args:
         path: folder of the snapshot.
-        manifest: its digests.
-        names: of files.
-        contents: takes the bytes of those that are right.
+        manifest: manifest of the snapshot, with the digests.
+        names: names of the files.
+        contents: receives the bytes of the good files.
     """
     # Reading and hashing release the interpreter's lock, so files are read in parallel.
     with ThreadPoolExecutor(max_workers=READERS) as pool:
-        phrases = pool.map(lambda name: _fault(path / name, manifest.files[name], manifest.hash, contents), names)
+        phrases = pool.map(
+            lambda name: _describe_file_fault(path / name, manifest.files[name], manifest.hash, contents), names
+        )
         return {name: phrase for name, phrase in zip(names, phrases, strict=True) if phrase}
 
 
-def _fault(path: Place, entry: layout.SnapshotFile, name: str, contents: Contents | None) -> str | None:
+def _describe_file_fault(path: Place, entry: layout.SnapshotFile, name: str, contents: Contents | None) -> str | None:
     try:
         size_bytes = layout.size_bytes(path)
         if size_bytes != entry.size_bytes:
             return f"{path.name} has {size_bytes} bytes and should have {entry.size_bytes}"
         buffer: memoryview | None
         if name == layout.HASH_IN_MEMORY and isinstance(path, Path):
-            buffer = layout.map_file(path)
-            digest = layout.digest_of(buffer, name)
+            buffer = map_file(path)
+            digest = layout.compute_bytes_digest(buffer, name)
         else:
-            buffer = None if contents is None else layout.memory(size_bytes)
+            buffer = None if contents is None else layout.allocate_zeroed_memory(size_bytes)
             digest = layout.file_digest(path, name, buffer)
         if digest != entry.digest:
             return f"{path.name} does not have the digest that was recorded"
-        _head(path, buffer)
-    except headers.Malformed as exc:
+        _read_checked_header(path, buffer)
+    except headers.MalformedFile as exc:
         return f"{path.name} is no part of a snapshot: {exc}"
     except OSError as exc:
         return f"{path.name} cannot be read: {exc.strerror}"
@@ -161,18 +164,18 @@ def newest_good(
     """Return the newest snapshot that verifies, and the newer ones that did not.
 
     Args:
-        folder: of all snapshots.
-        contents: takes the bytes of the snapshot that verifies, so that nothing is read twice.
+        folder: folder of all snapshots.
+        contents: receives the bytes of the snapshot that verifies, so that nothing is read twice.
 
     Raises:
-        SnapshotError: as `verify`.
+        SnapshotError: as in `verify_snapshot`.
     """
     for left in reversed(range(RETRIES)):
         rejected: list[SnapshotVerdict] = []
         vanished = False
-        for _, path in layout.listing(folder):
+        for _, path in layout.list_step_folders(folder):
             try:
-                verdict = verify(path, contents)
+                verdict = verify_snapshot(path, contents)
             except SnapshotError:
                 if path.exists():
                     raise
@@ -181,7 +184,7 @@ def newest_good(
                 return verdict, rejected
             if contents is not None:
                 contents.clear()
-            # Removed while it was read, since there is a newer one: that is no damage.
+            # The snapshot was removed during reading since there is a newer one, which does not count as damage.
             if verdict is None or not path.exists():
                 vanished = True
             else:
@@ -191,12 +194,14 @@ def newest_good(
     return None, rejected
 
 
-def opened(contents: Contents, manifest: layout.Manifest) -> tuple[dict[str, Any], dict[str, memoryview]]:
-    """Parts as trees of `assembly.TreeEntry`, and the data of each file.
+def parse_snapshot_contents(
+    contents: Contents, manifest: layout.Manifest
+) -> tuple[dict[str, Any], dict[str, memoryview]]:
+    """Return the parts as trees of `assembly.TensorEntry`, and the data of each file.
 
     Raises:
-        SnapshotError: a tensor is not all there.
+        SnapshotError: a tensor is incomplete.
     """
-    headed = {name: headers.parse(contents[name]) for name in manifest.files}
-    trees = assembly.assembled((manifest.part_of(name), name, header) for name, header in headed.items())
+    headed = {name: headers.parse_header(contents[name]) for name in manifest.files}
+    trees = assembly.assemble_part_trees((manifest.part_of(name), name, header) for name, header in headed.items())
     return trees, {name: contents[name][header.size_bytes :] for name, header in headed.items()}

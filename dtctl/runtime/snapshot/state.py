@@ -1,4 +1,4 @@
-"""State as trees: plain dicts and lists with tensors in them, keyed by parameter names rather than by positions."""
+"""State as trees: plain dicts and lists with tensors, keyed by parameter names instead of positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot.format import layout
-from dtctl.runtime.snapshot.format.encoding import NotEncodable, decode, encode
+from dtctl.runtime.snapshot.format.encoding import NotEncodable, decode_value, encode_value
 
 CONFIGURED: Final = "$configured"
 """Key in a group of an optimizer's tree: the arguments that the optimizer was made with."""
@@ -22,10 +22,10 @@ _INLINE_BYTES: Final = 1 << 16
 
 
 Configured = dict[torch.Tensor, dict[str, Any]]
-"""Parameter -> the values of its group, encoded."""
+"""Parameter -> encoded values of its group."""
 
 
-def configured(optimizer: torch.optim.Optimizer) -> Configured:
+def read_optimizer_settings(optimizer: torch.optim.Optimizer) -> Configured:
     """Return the values of each parameter's group of an optimizer before its first step."""
     settings: Configured = {}
     for group in optimizer.param_groups:
@@ -35,19 +35,25 @@ def configured(optimizer: torch.optim.Optimizer) -> Configured:
 
 
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a group besides parameters, encoded; others by the name of their type, as a setting."""
+    """Return the encoded values of a group, except its parameters.
+
+    A value that cannot be encoded is replaced by the name of its type.
+    """
     settings: dict[str, Any] = {}
     for key, value in group.items():
         if key != "params":
             try:
-                settings[key] = _inline(encode(value, f"param_groups.{key}"))
+                settings[key] = _inline_small_tensors(encode_value(value, f"param_groups.{key}"))
             except NotEncodable:
                 settings[key] = {_OPAQUE: type(value).__qualname__}
     return settings
 
 
-def _inline(tree: Any) -> Any:
-    """Small tensors as text: workers that share the writing of a snapshot divide tensors among them, not groups."""
+def _inline_small_tensors(tree: Any) -> Any:
+    """Return the tree with small tensors as text.
+
+    Workers that write a snapshot together share out its tensors, but groups must be complete on each of them.
+    """
     if isinstance(tree, torch.Tensor):
         whole = tree.full_tensor() if hasattr(tree, "full_tensor") else tree
         if whole.numel() * whole.element_size() > _INLINE_BYTES:
@@ -56,16 +62,16 @@ def _inline(tree: Any) -> Any:
             "$tensor_bytes": [
                 str(whole.dtype).removeprefix("torch."),
                 list(whole.shape),
-                raw(whole).numpy().tobytes().hex(),
+                view_tensor_bytes(whole).numpy().tobytes().hex(),
             ]
         }
     if isinstance(tree, dict):
-        return {key: _inline(value) for key, value in tree.items()}
-    return [_inline(value) for value in tree] if isinstance(tree, list) else tree
+        return {key: _inline_small_tensors(value) for key, value in tree.items()}
+    return [_inline_small_tensors(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    """Return the name of each parameter; one that the model does not have is called by its place in the optimizer."""
+    """Return the name of each parameter; one that the model lacks is named by its position in the optimizer."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -80,15 +86,15 @@ def optimizer_tree(
 
     Args:
         model: the model that the optimizer trains.
-        optimizer: any; what its own `state_dict` adds is taken along.
-        configured: its groups when it was made, by `configured`; a resume uses them to distinguish changes by the
-            training from changes of the configuration.
+        optimizer: any optimizer; entries that its own `state_dict` adds are included.
+        configured: values of its groups when it was made, from `read_optimizer_settings`; a resume uses them to
+            distinguish changes by the training from changes of the configuration.
 
     Returns:
         `{"class": ..., "state": {name: {...}}, "groups": [{"params": [name, ...], ...}], ...}`; tensors are not copied.
 
     Raises:
-        NotEncodable: a parameter's state has something that snapshots do not keep.
+        NotEncodable: a parameter's state has a value that snapshots cannot keep.
     """
     names = name_parameters(model, optimizer)
     groups = []
@@ -99,10 +105,11 @@ def optimizer_tree(
     state: dict[str, Any] = {}
     other: list[Any] = []
     on_cpu: dict[str, dict[str, bool]] = {}
-    held: Mapping[Any, Any] = optimizer.state  # torch documents parameters only; other optimizers keep more there
+    # torch documents parameters as keys only; other optimizers have more keys
+    held: Mapping[Any, Any] = optimizer.state
     for key, values in held.items():
         if not isinstance(key, torch.Tensor):
-            other.append([encode(key, "optimizer.state (a key)"), encode(values, f"optimizer.state.{key}")])
+            other.append([encode_value(key, "optimizer.state (a key)"), encode_value(values, f"optimizer.state.{key}")])
             continue
         name = names.get(key)
         if name is None:
@@ -110,7 +117,7 @@ def optimizer_tree(
                 "the optimizer has state of a tensor that is neither a parameter of the model nor in param_groups",
                 hint="give it to the Trainer in `extra_state`",
             )
-        state[name] = encode(dict(values), f"optimizer.state.{name}")
+        state[name] = encode_value(dict(values), f"optimizer.state.{name}")
         if key.device.type != "cpu":
             there = {str(what): True for what, value in values.items() if _is_on_cpu(value)}
             on_cpu |= {name: there} if there else {}
@@ -122,7 +129,7 @@ def optimizer_tree(
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         own = {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
         if own:
-            tree["own"] = encode(own, "optimizer.state_dict()")
+            tree["own"] = encode_value(own, "optimizer.state_dict()")
     return tree
 
 
@@ -131,7 +138,10 @@ def _is_on_cpu(value: object) -> bool:
 
 
 def class_name(value: object) -> str:
-    """Return the name of an object's class, with its module unless that is the script, which may also be imported."""
+    """Return the name of an object's class, with its module.
+
+    For a class of the main script the module is left out, since the script may also be imported by its name.
+    """
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -144,23 +154,23 @@ def load_optimizer(
     whole: bool = True,
     configured: Configured | None = None,
 ) -> list[str]:
-    """Put an `optimizer_tree` back: the state of each parameter, and what the groups had, the learning rate included.
+    """Restore an `optimizer_tree`: the state of each parameter, and the values of the groups with the learning rate.
 
     Tensors keep their number format (torch's own `load_state_dict` gives them that of the parameter).
 
     Args:
         model: the model that the optimizer trains.
-        optimizer: over all of its parameters, or a part; just made.
-        tree: whole.
-        whole: whether the optimizer should have all parameters of the tree; else it may have a part of them.
-        configured: its groups when it was made. A value whose configuration has changed since the snapshot keeps its
-            new configuration. None: every value becomes that of the tree.
+        optimizer: newly made optimizer over all parameters of the model, or some of them.
+        tree: tree of the whole optimizer.
+        whole: True if the optimizer should have all parameters of the tree; otherwise it may have some of them.
+        configured: values of its groups when it was made. A value whose configuration has changed since the snapshot
+            keeps its new configuration. None: every value is restored.
 
     Returns:
-        The changes of the configuration, a phrase each.
+        Changes of the configuration, a phrase each.
 
     Raises:
-        SnapshotError: the optimizer has other parameters, or is of another class.
+        SnapshotError: the optimizer has other parameters or another class.
     """
     if tree.get("class", class_name(optimizer)).rpartition(".")[2] != class_name(optimizer).rpartition(".")[2]:
         raise SnapshotError(
@@ -176,7 +186,7 @@ def load_optimizer(
             hint="resume with the optimizer that the run began with, or start over with `train.snapshot.dir`",
         )
     if "own" in tree:
-        _load_own(optimizer, decode(tree["own"]))
+        _load_own(optimizer, decode_value(tree["own"]))
     differences = _load_groups(optimizer, names, tree["groups"], configured)
     parameters = {name: parameter for parameter, name in names.items()}
     for name, values in tree["state"].items():
@@ -184,21 +194,21 @@ def load_optimizer(
             parameter = parameters[name]
             stays = tree.get("on_cpu", {}).get(name, {})
             optimizer.state[parameter] = {
-                key: _placed(_cut(parameter, value), parameter, stays=str(key) in stays)
-                for key, value in decode(values).items()
+                key: _place_like_parameter(_shard_value_like(parameter, value), parameter, stays=str(key) in stays)
+                for key, value in decode_value(values).items()
             }
     for key, values in tree.get("other", ()):
-        optimizer.state[decode(key)] = decode(values)
+        optimizer.state[decode_value(key)] = decode_value(values)
     return differences
 
 
 def _load_own(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
-    """Give an optimizer what its own `state_dict` had added.
+    """Restore the entries that an optimizer's own `state_dict` had added.
 
-    What is as large as a divided parameter is divided like it.
+    A tensor of the shape of a divided parameter is divided in the same way.
 
     Raises:
-        SnapshotError: the optimizer does not take it.
+        SnapshotError: the optimizer does not accept the entries.
     """
     divided: dict[torch.Size, torch.Tensor] = {}
     for group in optimizer.param_groups:
@@ -208,7 +218,7 @@ def _load_own(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> Non
 
     def cut(value: torch.Tensor) -> torch.Tensor:
         like = divided.get(value.shape)
-        found: torch.Tensor = value if like is None else _cut(like, value)
+        found: torch.Tensor = value if like is None else _shard_value_like(like, value)
         return found
 
     try:
@@ -223,13 +233,13 @@ def _load_own(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> Non
         ) from exc
 
 
-def _placed(value: Any, parameter: torch.Tensor, *, stays: bool) -> Any:
+def _place_like_parameter(value: Any, parameter: torch.Tensor, *, stays: bool) -> Any:
     if not isinstance(value, torch.Tensor) or stays or hasattr(value, "device_mesh"):
         return value
     moved = value.to(parameter.device)
     if moved.shape != parameter.shape or moved.stride() == parameter.stride():
         return moved
-    # Fused optimizers take the numbers of both as they lie in memory (channels_last).
+    # Fused optimizers read both tensors in the order of memory (channels_last), so their layouts must agree.
     return torch.empty_like(parameter, dtype=moved.dtype, requires_grad=False).copy_(moved)
 
 
@@ -239,7 +249,7 @@ def _load_groups(
     groups: Sequence[Mapping[str, Any]],
     configured: Configured | None,
 ) -> list[str]:
-    """Give each group of the optimizer the values of the group in which its parameters were; in place."""
+    """Assign to each group of the optimizer the former values of its parameters' group; return the differences."""
     home = {name: group for group in groups for name in group["params"]}
     differences: dict[str, None] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -251,56 +261,59 @@ def _load_groups(
         for parameter in group["params"]:
             other = home[names[parameter]]
             for key in source.keys() | other.keys():
-                if key not in ("params", CONFIGURED) and not same(source.get(key), other.get(key)):
+                if key not in ("params", CONFIGURED) and not is_same_value(source.get(key), other.get(key)):
                     differences[f"{key} of optimizer groups was not the same for parameters that are one group now"] = (
                         None
                     )
         for key, value in source.items():
             if key in ("params", CONFIGURED) or (isinstance(value, dict) and _OPAQUE in value):
                 continue
-            if configured is None or (told_then is not None and same(told_then.get(key), initial.get(key))):
-                group[key] = _like_before(group.get(key), decode(value))
+            if configured is None or (told_then is not None and is_same_value(told_then.get(key), initial.get(key))):
+                group[key] = _like_before(group.get(key), decode_value(value))
         if configured is not None:
             before = told_then if told_then is not None else source
             for key in before.keys() | initial.keys():
-                if key not in ("params", CONFIGURED) and not same(before.get(key), initial.get(key)):
-                    was, now = _told(before.get(key)), _told(initial.get(key))
+                if key not in ("params", CONFIGURED) and not is_same_value(before.get(key), initial.get(key)):
+                    was, now = _format_encoded_value(before.get(key)), _format_encoded_value(initial.get(key))
                     differences[f"optimizer.param_groups[{number}].{key} changed from {was} to {now}"] = None
     return list(differences)
 
 
-def _told(value: Any) -> str:
+def _format_encoded_value(value: Any) -> str:
     opaque = isinstance(value, dict) and _OPAQUE in value
-    return f"a {value[_OPAQUE]}" if opaque else repr(decode(value))[:80]
+    return f"a {value[_OPAQUE]}" if opaque else repr(decode_value(value))[:80]
 
 
 def _like_before(held: Any, value: Any) -> Any:
-    """Return a value as a group has it: on the same device, if it is a tensor there."""
+    """Return a value for a group, on the same device as the present value if both are tensors."""
     if isinstance(value, torch.Tensor):
         return value.to(held.device) if isinstance(held, torch.Tensor) else value.clone()
     return value
 
 
-def same(one: Any, other: Any) -> bool:
-    """Return whether two encoded values are equal, tensors bit by bit; NaN equals itself, a tuple its list."""
+def is_same_value(one: Any, other: Any) -> bool:
+    """Return whether two encoded values are equal.
+
+    Tensors are compared bit by bit. NaN equals itself, and a tuple equals its list.
+    """
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return (
             are_tensors
             and one.dtype == other.dtype
             and one.shape == other.shape
-            and bool(torch.equal(raw(one), raw(other)))
+            and bool(torch.equal(view_tensor_bytes(one), view_tensor_bytes(other)))
         )
     one, other = (value.get("$tuple", value) if isinstance(value, dict) else value for value in (one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_same_value(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(is_same_value, one, other))
     return bool(one == other) or (one != one and other != other)
 
 
 def register_late(model: nn.Module, tree: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Register buffers that a model has made while it was trained, where a module is there to have them."""
+    """Register buffers that a model has created during training, where their modules exist."""
     modules = dict(model.named_modules())
     for name in names:
         owner, _, last = name.rpartition(".")
@@ -310,21 +323,29 @@ def register_late(model: nn.Module, tree: Mapping[str, Any], names: Iterable[str
             module.register_buffer(last, tree[name].to(device, copy=True))
 
 
-def load_model(model: nn.Module, tree: Mapping[str, Any], *, absent_keys: Collection[str] = ()) -> None:
+def load_model(
+    model: nn.Module, tree: Mapping[str, Any], *, absent_keys: Collection[str] = (), left_out: Collection[str] = ()
+) -> None:
     """Put a model's state back.
 
     Args:
-        model: whole, or what this worker has of it.
-        tree: of the whole model.
+        model: the whole model, or this worker's part of it.
+        tree: state of the whole model.
         absent_keys: names that belong to other workers.
+        left_out: names that the tree does not have, whose values stay.
 
     Raises:
         SnapshotError: names or shapes differ.
     """
     own = model.state_dict()
-    mine = {name: _cut(own[name], value) if name in own else value for name, value in tree.items()}
+    mine = {name: _shard_value_like(own[name], value) if name in own else value for name, value in tree.items()}
+    wanted = {name: value for name, value in mine.items() if name in own or name not in absent_keys}
     try:
-        model.load_state_dict({name: value for name, value in mine.items() if name in own or name not in absent_keys})
+        # What is left out is not loaded, not even from itself: that would count as a change of it.
+        found = model.load_state_dict(wanted, strict=not left_out)
+        lacking = [*(set(found.missing_keys) - set(left_out)), *found.unexpected_keys] if left_out else []
+        if lacking:
+            raise RuntimeError(f"it lacks, or has in addition: {', '.join(sorted(lacking))}")
     except RuntimeError as exc:
         raise SnapshotError(
             f"the snapshot is of another model: {' '.join(str(exc).split())[:400]}",
@@ -332,37 +353,37 @@ def load_model(model: nn.Module, tree: Mapping[str, Any], *, absent_keys: Collec
         ) from exc
 
 
-def _cut(tensor: torch.Tensor, value: Any) -> Any:
-    """Return what a worker that has `tensor` takes of a value as large as it."""
+def _shard_value_like(tensor: torch.Tensor, value: Any) -> Any:
+    """Return the part of a value of the size of `tensor` that the worker with this shard of `tensor` needs."""
     if not isinstance(value, torch.Tensor) or not hasattr(tensor, "device_mesh"):
         return value
-    # Who reads snapshots without training should not wait for this import.
-    from dtctl.runtime.snapshot.format.pieces import like
+    # Imported here, so that readers of snapshots outside of training need not wait for it.
+    from dtctl.runtime.snapshot.format.pieces import shard_tensor_like
 
-    return like(tensor, value)
+    return shard_tensor_like(tensor, value)
 
 
-def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def iter_named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of a tree with its path, `blocks.0.weight.exp_avg`, in the order of the tree."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from tensors(value, f"{path}.{key}" if path else str(key))
+            yield from iter_named_tensors(value, f"{path}.{key}" if path else str(key))
     elif isinstance(tree, list | tuple):
         for index, value in enumerate(tree):
-            yield from tensors(value, f"{path}.{index}" if path else str(index))
+            yield from iter_named_tensors(value, f"{path}.{index}" if path else str(index))
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
+def view_tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor as a flat uint8 tensor on the CPU; a view where that is possible."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def checksum_tree(tree: Any) -> int:
-    """Return one number for an encoded tree, the same on workers that have the same."""
+    """Return a checksum of an encoded tree, which is the same on workers with the same tree."""
     crc = zlib.crc32(json.dumps(_without_tensors(tree), sort_keys=True).encode())
-    for name, tensor in tensors(tree):
+    for name, tensor in iter_named_tensors(tree):
         crc = zlib.crc32(name.encode(), crc)
         if tensor.numel():
             crc = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
@@ -377,20 +398,20 @@ def _without_tensors(tree: Any) -> Any:
     return [_without_tensors(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def digest(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> str:
-    """BLAKE3 over names, dtypes, shapes and bytes of every model and optimizer tensor, in the order of their names.
+def compute_state_digest(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> str:
+    """Return the BLAKE3 digest of names, dtypes, shapes and bytes of all tensors of model and optimizer.
 
     Args:
-        model: the state of the model, whole.
-        optimizer: a tree of `optimizer_tree`, whole.
+        model: state of the whole model.
+        optimizer: `optimizer_tree` of the whole optimizer.
 
     Raises:
         SnapshotError: the package blake3 is not installed.
     """
-    state = layout.hasher("blake3")
-    entries = dict(tensors(model, "model")) | dict(tensors(optimizer["state"], "optimizer"))
+    state = layout.build_hasher("blake3")
+    entries = dict(iter_named_tensors(model, "model")) | dict(iter_named_tensors(optimizer["state"], "optimizer"))
     for name in sorted(entries):
         tensor = entries[name]
         state.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
-        state.update(raw(tensor).numpy().data)
+        state.update(view_tensor_bytes(tensor).numpy().data)
     return state.hexdigest()

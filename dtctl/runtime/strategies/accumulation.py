@@ -1,4 +1,4 @@
-"""Micro batch by micro batch: the passes of a step of all strategies that do not order them in their own way."""
+"""Passes of a step one micro batch after another, for all strategies without an order of their own."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from torch import nn
 from dtctl.runtime.step import Step
 
 
-def accumulate(
+def accumulate_gradients(
     step: Step,
     model: nn.Module,
     *,
     local: Callable[[], AbstractContextManager[None]] = nullcontext,
     beside: Callable[[], Sequence[torch.Tensor]] = tuple,
 ) -> torch.Tensor:
-    """Add up the gradients of a step's micro batches.
+    """Add up the gradients of a step's micro batches, and return the loss.
 
     Args:
         step: the step.
-        model: what the loss function is called with.
-        local: the context of every pass but the last of a step: its gradients are not exchanged yet.
-        beside: called after each forward pass; returns scalars that its backward pass starts from next to the loss.
+        model: the module that the loss function is called with.
+        local: returns the context of every pass but the last, in which gradients are not exchanged.
+        beside: called after each forward pass; returns scalars that the backward pass starts from in addition to the
+            loss.
 
     Returns:
         This worker's share of the mean loss of the global batch, not yet added up over workers.
     """
     losses = []
-    # At the end of a training, those that are empty on all workers are left out.
+    # Micro batches that are empty on all workers, at the end of a run, are skipped.
     count = -(-step.samples // step.schedule.samples_per_pass)
     micro_batches = step.micro_batches[:count]
     for index, indices in enumerate(micro_batches):
-        # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
+        # Every sample has the same weight, in a short last batch too; gradients are averaged over the workers.
         weight = len(indices) * step.replicas / step.samples
         batch = step.read(index)
         if index + 1 == len(micro_batches):

@@ -12,11 +12,11 @@ from dtctl.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class RepeatedBlocks:
     """The repeated part of a model."""
 
     name: str
-    """Name of the list in the model; empty if the model itself is it."""
+    """Name of the list in the model; empty if the model itself is the list."""
     container: nn.ModuleList | nn.Sequential
 
     def __len__(self) -> int:
@@ -24,33 +24,33 @@ class Blocks:
 
     @property
     def names(self) -> list[str]:
-        """The names of the blocks in the model, in order."""
+        """Return the names of the blocks in the model, in order."""
         return [f"{self.name}.{index}" if self.name else str(index) for index in range(len(self))]
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The blocks in order."""
+        """Return the blocks in order."""
         return list(self.container)
 
 
-def find(model: nn.Module, name: str | None = None) -> Blocks | None:
+def find_repeated_blocks(model: nn.Module, name: str | None = None) -> RepeatedBlocks | None:
     """Return the repeated blocks of a model.
 
     Args:
         model: any module.
-        name: of a ModuleList or Sequential in it (`train.blocks`). None: the ModuleList with the most parameters among
-            those of two or more modules, else such a Sequential.
+        name: name of a ModuleList or Sequential in the model (`train.blocks`). None: the ModuleList with the most
+            parameters among those of two or more modules, else such a Sequential.
 
     Returns:
-        None if nothing was named and nothing repeats.
+        The blocks; None if no name was given and nothing repeats.
 
     Raises:
-        PlanError: what was named is not there, or is no list of modules.
+        PlanError: the named module does not exist, or is not a list of modules.
     """
     if name is not None:
         found = dict(model.named_modules()).get(name)
         if isinstance(found, nn.ModuleList | nn.Sequential):
-            return Blocks(name=name, container=found)
+            return RepeatedBlocks(name=name, container=found)
         lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
         raise PlanError(
             f"the model has no list of modules named {name}",
@@ -59,7 +59,7 @@ def find(model: nn.Module, name: str | None = None) -> Blocks | None:
         )
     for kind in (nn.ModuleList, nn.Sequential):
         several = [
-            Blocks(name=path, container=module)
+            RepeatedBlocks(name=path, container=module)
             for path, module in model.named_modules()
             if isinstance(module, kind) and len(module) > 1
         ]
@@ -69,10 +69,10 @@ def find(model: nn.Module, name: str | None = None) -> Blocks | None:
 
 
 def require_apart(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """See that no block shares a parameter with another, or with what is outside of blocks.
+    """Refuse blocks that share a parameter with each other, or with modules outside of blocks.
 
     Raises:
-        PlanError: one does.
+        PlanError: a block shares a parameter.
     """
     inside = {id(part) for block in modules for part in block.modules()}
     groups = [list(block.parameters()) for block in modules]

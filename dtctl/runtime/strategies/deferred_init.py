@@ -1,10 +1,10 @@
-"""Models that are too large for one worker: they are built on rank 0 alone, and reach the others block by block.
+"""Models that are too large for one worker: only rank 0 builds them, and sends them to the others block by block.
 
-Who gives the Trainer a function that makes the model, instead of the model, lets the other workers build it on torch's
-meta device, without memory. Each block then comes from rank 0 right before it is sharded, so that a worker has its
-share and one whole block at most, and the weights are those that one process begins with. Rank 0 builds the model in
-its host's memory. With tp, cp, ep and pp each worker has the whole model on its device until it was divided, since its
-loss in one piece is what the divided one is held against.
+If the Trainer is given a function that makes the model, instead of the model, the other workers build it on torch's
+meta device, without memory. Rank 0 sends each block right before it is sharded. So a worker never has more than its
+share and one whole block, and the weights are those that one process would start with. Rank 0 builds the model in the
+memory of its host. With tp, cp, ep and pp each worker has the whole model on its device until it is divided, since the
+loss of the divided model is compared with that of the whole one.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dtctl.train.mesh import Degrees
 
 
 def build(model: nn.Module | Callable[[], nn.Module], worker: Worker, degrees: Degrees) -> nn.Module:
-    """Return the model, on the worker's device; on none yet, if it was given as a function and will be sharded.
+    """Return the model on the worker's device, or on the meta device if a function makes it and it will be sharded.
 
     Raises:
-        PlanError: its code needs values, which the meta device does not have; or the whole model does not fit, where
-            each worker needs it.
+        PlanError: its code needs values, which the meta device does not have; or a worker needs the whole model, and it
+            does not fit.
     """
     if isinstance(model, nn.Module):
-        return _brought(model, worker, degrees)
+        return _move_model_to_device(model, worker, degrees)
     if (
         degrees.fsdp == 1 or degrees.tp * degrees.cp * degrees.ep * degrees.pp > 1
-    ):  # these try the whole model out first
-        return _brought(model(), worker, degrees)
-    if worker.is_first or worker.replaces:
+    ):  # these strategies run the whole model first
+        return _move_model_to_device(model(), worker, degrees)
+    if worker.is_first or worker.is_replacement:
         return model()
     try:
         with torch.device("meta"):
@@ -47,7 +47,7 @@ def build(model: nn.Module | Callable[[], nn.Module], worker: Worker, degrees: D
         ) from exc
 
 
-def _brought(model: nn.Module, worker: Worker, degrees: Degrees) -> nn.Module:
+def _move_model_to_device(model: nn.Module, worker: Worker, degrees: Degrees) -> nn.Module:
     """Return the whole model on the worker's device."""
     try:
         return model.to(worker.device)
@@ -62,14 +62,14 @@ def _brought(model: nn.Module, worker: Worker, degrees: Degrees) -> nn.Module:
         ) from exc
 
 
-def bring(part: nn.Module, model: nn.Module, worker: Worker) -> None:
-    """Give every worker rank 0's parameters and buffers of a part of the model, except what is sharded already.
+def broadcast_module_tensors(part: nn.Module, model: nn.Module, worker: Worker) -> None:
+    """Send rank 0's parameters and buffers of a part of the model to every worker, except those that are sharded.
 
     Args:
-        part: a block, or the model itself for what is left.
+        part: a block, or the model itself for everything that is left.
         model: the model; its modules may share parameters with the part.
-        worker: this worker. All of them bring the same parts in the same order, but for one that takes the place of a
-            lost one, and is given its shards.
+        worker: this worker. All workers pass the same parts in the same order, except a replacement for a lost worker,
+            which receives its shards later.
     """
     _give_back()
     for tensor in [*part.parameters(), *part.buffers()]:
@@ -80,20 +80,20 @@ def bring(part: nn.Module, model: nn.Module, worker: Worker) -> None:
             here = torch.empty_like(tensor, device=worker.device)
             if not tensor.is_meta:
                 here.copy_(tensor.detach())
-            here = _replaced(model, tensor, here)
-        if not worker.replaces:
+            here = _replace_model_tensor(model, tensor, here)
+        if not worker.is_replacement:
             dist.broadcast(here.detach(), src=0)
 
 
 def _give_back() -> None:
-    """Return what earlier blocks have left free to the system: between shards that stay, glibc would keep it all."""
+    """Return free memory of earlier blocks to the system, since glibc would keep it between remaining shards."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def _replaced(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Put a tensor in the place of another, wherever the model has that."""
+def _replace_model_tensor(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Replace a tensor by another one, wherever the model refers to it."""
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new.detach(), requires_grad=old.requires_grad)
     for module in model.modules():

@@ -1,12 +1,12 @@
-"""The same bits on any number of workers (`train.exact: elastic`).
+"""Training with the same bits on any number of workers (`train.exact: elastic`).
 
 The micro batches of a step are its shards: with `global_batch` and `micro_batch` fixed, their number and their samples
-are the same however many workers share them. Random state belongs to the shard, and gradients are added up in the order
-of shards: each worker adds up a stretch of the gradient over all of them, and then gives it to everyone. A plain
+do not depend on the number of workers. Random state belongs to the shard, and gradients are added up in the order of
+shards: each worker adds up one part of the gradient over all shards, and then sends it to all workers. A plain
 all-reduce adds in an order that follows the ranks, so its rounding depends on their number.
 
-A step sends as much as an all-reduce does for each round of passes, and waits for it: gradients are not exchanged
-while the backward pass still runs.
+For each round of passes a step sends as much as an all-reduce, and waits for it: gradients are not exchanged during the
+backward pass.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dtctl.train.config import TrainConfig
 
 
 def require_for(config: TrainConfig, model: nn.Module) -> None:
-    """Refuse what would not have the same bits; `dtctl.train.compatibility` has refused what does not need the model.
+    """Refuse a model that would not have the same bits; `dtctl.train.compatibility` has checked the configuration.
 
     Raises:
-        PlanError: the sizes of a batch or the model do not go with `exact: elastic`, with the reason.
+        PlanError: the sizes of a batch or the model do not work with `exact: elastic`, with the reason.
     """
     if config.global_batch is None or config.micro_batch is None:
         raise not_elastic("the shards follow from train.global_batch and train.micro_batch, which must both be set")
@@ -38,17 +38,17 @@ def require_for(config: TrainConfig, model: nn.Module) -> None:
             raise not_elastic(f"{name} keeps running statistics, which depend on what else its worker has seen")
 
 
-class Shards:
-    """The gradient of one step, shard by shard."""
+class GradientShards:
+    """Gradient of one step, added up shard by shard."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[torch.Tensor], worker: Worker, seed: int) -> None:
-        """Store the arguments; nothing is allocated yet.
+        """Store the arguments, without allocating anything.
 
         Args:
             model: the model; its buffers must stay as they are.
-            parameters: those that are trained; the same on all workers.
+            parameters: trained parameters, the same on all workers.
             worker: this worker.
-            seed: of the training.
+            seed: seed of the run.
         """
         self._worker, self._seed = worker, seed
         self._buffers = [
@@ -64,31 +64,31 @@ class Shards:
         self._sums: list[torch.Tensor] = []
 
     def begin(self, step: int, shard: int) -> None:
-        """Take on the random state of a shard."""
+        """Set the random state of a shard."""
         if self._versions is None:
-            self._versions = self._now()
-        randomness.begin(self._seed, shard, step=step)
+            self._versions = self._read_buffer_versions()
+        randomness.seed_worker_generators(self._seed, shard, step=step)
 
-    def _now(self) -> list[tuple[int, int]]:
+    def _read_buffer_versions(self) -> list[tuple[int, int]]:
         held = (module._buffers[name] for _, module, name in self._buffers)
         return [(id(buffer), 0 if buffer is None else buffer._version) for buffer in held]
 
     def require_constant(self) -> None:
-        """See that no buffer has changed in a pass: what it has then depends on which shards its worker has seen.
+        """Refuse a buffer that changes in a pass, since its value would depend on the shards of its worker.
 
         Raises:
-            PlanError: one has.
+            PlanError: a buffer has changed.
         """
-        now = self._now()
+        now = self._read_buffer_versions()
         if now != self._versions:
             pairs = zip(self._buffers, now, self._versions or now, strict=True)
             changed = next(name for (name, _, _), is_now, was in pairs if is_now != was)
             raise not_elastic(f"the buffer {changed} changes in a training pass, by what its worker has seen")
 
     def add(self) -> None:
-        """Add the gradients of a pass of each worker to the sums, in the order of ranks, and clear them; collective."""
+        """Add the gradients of each worker's pass to the sums, in the order of ranks, and clear them; collective."""
         for index, some in enumerate(self._kinds):
-            rows = self._exchanged(_flat(some))
+            rows = self._exchange_vector_parts(_flatten_gradients(some))
             if len(self._sums) <= index:
                 self._sums.append(rows[0].clone())
                 rows = rows[1:]
@@ -98,9 +98,9 @@ class Shards:
                 parameter.grad = None
 
     def finish(self) -> None:
-        """Give every worker the whole sums as gradients; collective.
+        """Give every worker the complete sums as gradients; collective.
 
-        A parameter that had none in any shard has none now.
+        A parameter without a gradient in any shard has none afterwards.
         """
         for some, own in zip(self._kinds, self._sums, strict=True):
             whole = own
@@ -116,8 +116,8 @@ class Shards:
                 parameter.grad = gradient.view_as(parameter) if count else None
         self._sums.clear()
 
-    def _exchanged(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """This worker's stretch of the vectors of all workers, in the order of ranks."""
+    def _exchange_vector_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return this worker's part of the vectors of all workers, in the order of ranks."""
         if self._worker.backend is None:
             return [flat]
         workers = self._worker.world_size
@@ -127,15 +127,15 @@ class Shards:
         return list(received.chunk(workers))
 
 
-def _flat(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all gradients in one vector, zero for those that are not there, and then a 1 for each that is."""
+def _flatten_gradients(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return all gradients in one vector, with zeros for missing ones, followed by a 1 for each that exists."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     present = torch.tensor([p.grad is not None for p in parameters], dtype=parts[0].dtype, device=parts[0].device)
     return torch.cat([*(part.detach().reshape(-1) for part in parts), present])
 
 
 class Elastic(Single):
-    """The model as it is, and the same on all workers; gradients are added up in the order of shards."""
+    """The unmodified model, equal on all workers, whose gradients are added up in the order of shards."""
 
     name = "ddp, elastic"
 
@@ -143,24 +143,24 @@ class Elastic(Single):
         """Give every worker rank 0's model.
 
         Args:
-            model: whole, on the worker's device; its buffers must stay as they are.
+            model: the whole model on the worker's device; its buffers must stay as they are.
             worker: this worker.
-            seed: of the training.
+            seed: seed of the run.
         """
         super().__init__(model)
         self._worker, self._seed = worker, seed
-        self._shards: Shards | None = None
+        self._shards: GradientShards | None = None
         if worker.backend is not None:
             for value in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(value.detach(), src=0)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of the parameters that are trained."""
+        """Store the trained parameters."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._shards = Shards(self.module, parameters, self._worker, self._seed)
+        self._shards = GradientShards(self.module, parameters, self._worker, self._seed)
 
     def gradients(self, step: Step) -> torch.Tensor:
-        """Shard by shard, each with random numbers of its own."""
+        """Run one shard after another, each with its own random numbers."""
         shards = self._shards
         assert shards is not None  # noqa: S101  # for the type checker: `prepare` comes first
         workers, losses = self._worker.world_size, []

@@ -1,4 +1,7 @@
-"""Parameters that were frozen when the model was spread, and need gradients later, which no strategy exchanges."""
+"""Check for parameters that were frozen when the model was divided, and require gradients later.
+
+No strategy exchanges the gradients of such parameters.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,24 @@ from dtctl.errors import WorkerFailed
 from dtctl.runtime.exactness.stateful import name_some
 
 
-class Frozen:
-    """Frozen parameters of one model that no strategy has taken up."""
+class FrozenParameters:
+    """Frozen parameters of one model, which the strategy does not handle."""
 
     def __init__(self, model: nn.Module, strategy: str) -> None:
-        """Note what is frozen now.
+        """Store which parameters are frozen now.
 
         Args:
-            model: as this worker has it.
-            strategy: its name, for the error.
+            model: the model as this worker has it.
+            strategy: name of the strategy, for the error.
         """
         self._model, self._strategy = model, strategy
         self._parameters = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
     def require(self, step: int) -> None:
-        """Check that they are still frozen.
+        """Check that the parameters are still frozen.
 
         Args:
-            step: steps done.
+            step: number of steps done.
 
         Raises:
             WorkerFailed: a parameter requires gradients now.

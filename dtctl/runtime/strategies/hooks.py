@@ -1,7 +1,7 @@
 """Communication hooks: the form of gradients on the wire between data parallel workers.
 
-bf16 and fp16 halve the bytes and round each gradient. PowerSGD sends a low-rank approximation; each worker adds what
-it left out to its next gradient (Vogels et al. 2019); these remainders are state, and belong into snapshots.
+bf16 and fp16 halve the bytes and round each gradient. PowerSGD sends a low-rank approximation, and each worker adds the
+remainder to its next gradient (Vogels et al. 2019). These remainders are state, so snapshots must keep them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ MIB: Final = 1 << 20
 FIRST_BUCKET: Final = MIB
 """Bytes of DDP's first bucket; smaller than the others, so that the exchange begins early."""
 EXACT_STEPS: Final = 2
-"""Steps before PowerSGD begins; DDP must have put its buckets into order by then."""
+"""Steps before PowerSGD begins, after which DDP must have sorted its buckets."""
 TABLES: Final = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
-def install(ddp: DistributedDataParallel, config: DdpConfig, worker: Worker) -> powerSGD_hook.PowerSGDState | None:
+def register_communication_hook(
+    ddp: DistributedDataParallel, config: DdpConfig, worker: Worker
+) -> powerSGD_hook.PowerSGDState | None:
     """Register the hook that the configuration names.
 
     Returns:
@@ -44,11 +46,12 @@ def install(ddp: DistributedDataParallel, config: DdpConfig, worker: Worker) -> 
     if config.comm_hook == "fp16":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif config.comm_hook == "bf16":
-        # Under another name: torch refuses gloo by the name of its hook, which works there.
+        # Under another name, since torch refuses this hook with gloo by its name, although it works.
         ddp.register_comm_hook(None, lambda _, bucket: default_hooks.bf16_compress_hook(None, bucket))  # type: ignore[arg-type]
     elif config.comm_hook == "powersgd":
         size = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
-        # Its exchanges follow each other in callbacks. gloo does not keep their order between buckets, and aborts.
+        # Its exchanges follow each other in callbacks, whose order gloo does not keep between buckets, so that it
+        # aborts.
         if worker.device.type == "cpu" and size > min(config.bucket_mb * MIB, FIRST_BUCKET):
             raise PlanError(
                 "PowerSGD with several buckets aborts with gloo, and this model needs more than one",
@@ -65,17 +68,17 @@ def install(ddp: DistributedDataParallel, config: DdpConfig, worker: Worker) -> 
     return None
 
 
-def discard(state: powerSGD_hook.PowerSGDState) -> None:
-    """Forget the remainders, after gradients that are not finite: what is added to all later ones would be neither.
+def clear_powersgd_tables(state: powerSGD_hook.PowerSGDState) -> None:
+    """Forget the remainders after gradients that are not finite, since they would make all later ones invalid.
 
-    On all workers alike. The iteration counts on.
+    All workers do this at the same step. The iteration counter continues.
     """
     for name in TABLES:
         getattr(state, name).clear()
 
 
-def captured(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
-    """PowerSGD's state of this worker as a tree of tensors."""
+def capture_powersgd_state(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
+    """Return this worker's state of PowerSGD as a tree of tensors."""
     numpy = state.rng.get_state(legacy=False)["state"]
     tree: dict[str, Any] = {
         name: {str(bucket): tensor for bucket, tensor in getattr(state, name).items()} for name in TABLES
@@ -83,10 +86,10 @@ def captured(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
     return {**tree, "iter": state.iter, "rng": torch.tensor([*numpy["key"].tolist(), numpy["pos"]], dtype=torch.int64)}
 
 
-def restore(state: powerSGD_hook.PowerSGDState, tree: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what `captured` returned."""
+def restore_powersgd_state(state: powerSGD_hook.PowerSGDState, tree: Mapping[str, Any], device: torch.device) -> None:
+    """Restore what `capture_powersgd_state` returned."""
     for name in TABLES:
-        # Copies: what was read lies anywhere in a file's bytes, and matrix products round by alignment.
+        # Copied, since loaded tensors may have any alignment, on which the rounding of matrix products depends.
         setattr(state, name, {int(bucket): tensor.to(device, copy=True) for bucket, tensor in tree[name].items()})
     state.iter = tree["iter"]
     *keys, position = tree["rng"].tolist()

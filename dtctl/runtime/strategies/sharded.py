@@ -1,7 +1,7 @@
-"""Sharded data parallel (ZeRO 2 and 3) by torch's `fully_shard`, tensor, context and expert parallel, and all together.
+"""Sharded data parallel (ZeRO 2 and 3) by torch's `fully_shard`, with tensor, context and expert parallel.
 
-Each block of the model is sharded by itself, so that only one or two are whole at a time; what is outside of blocks is
-one group more. On a mesh of replicas and shards (hsdp) gradients are added up inside a replica first. With tp the
+Each block of the model is sharded separately, so that only one or two are whole at a time. Parameters outside of blocks
+form one more group. On a mesh of replicas and shards (hsdp), gradients are added up inside a replica first. With tp the
 matrices are split before that, and with ep the experts (moe/divide.py).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,13 +40,14 @@ from dtctl.runtime.strategies import (
     unused,
     whole_steps,
 )
-from dtctl.runtime.strategies.accumulation import accumulate
+from dtctl.runtime.strategies.accumulation import accumulate_gradients
+from dtctl.runtime.strategies.single import StatelessStrategy
 from dtctl.train.config import FsdpConfig, TrainConfig
 from dtctl.train.mesh import Degrees
 
 
-class Sharded:
-    """A model whose parameters are DTensors; it is changed in place."""
+class FullySharded(StatelessStrategy):
+    """Model whose parameters are DTensors; it is changed in place."""
 
     has_warm_up = False
     lockstep = True
@@ -60,68 +61,69 @@ class Sharded:
         worker: Worker,
         degrees: Degrees,
         mesh: DeviceMesh,
-        seen: comparison.Seen | None = None,
+        seen: comparison.RecordedCalls | None = None,
     ) -> None:
-        """Spread a model.
+        """Divide a model over the workers.
 
         Args:
-            model: those of all workers become rank 0's. With tp, cp and ep whole, alike, and on the worker's device.
-            config: of the training.
+            model: the model, which gets rank 0's values on all workers. With tp, cp and ep it must be whole, equal, and
+                on the worker's device.
+            config: settings of the run.
             worker: this worker.
-            degrees: of the mesh; pp is 1.
-            mesh: with all axes.
-            seen: calls of `compared_modules`, by which every module that is divided is compared with itself in one
-                piece. None: nothing is compared.
+            degrees: degrees of the mesh; pp is 1.
+            mesh: mesh with all axes.
+            seen: calls of `compared_modules`, with which every divided module is compared. None: no comparison.
 
         Raises:
-            PlanError: an option needs another device, or the model cannot be split, or a part of it computes something
-                else then.
+            PlanError: an option needs another device, the model cannot be split, or a part of it computes another
+                result if it is split.
         """
-        hush()
+        silence_torch_warnings()
         self.name = str(degrees)
-        self._replaces = worker.replaces
+        self._replaces = worker.is_replacement
         self.module = self.inference = model
         self._mesh = mesh
         self._shares_buffers = degrees.data * degrees.cp > 1 and _has_kept_buffers(model)
         if self._shares_buffers:
-            data_group(mesh)  # before anything is changed: to make a group can fail
-        found = blocks.find(model, config.blocks)
+            data_group(mesh)  # before any change, since it can fail to make a group
+        found = blocks.find_repeated_blocks(model, config.blocks)
         group = context_group(degrees, worker.device.type) if degrees.cp > 1 else None
         if group is not None and seen is not None:
-            context.require_equal(found, group, seen)
+            context.require_equal_blocks(found, group, seen)
         if degrees.tp > 1:
-            tensor.split(model, found, config.tp, mesh["tp"], seen)
+            tensor.split_model_matrices(model, found, config.tp, mesh["tp"], seen)
         if group is not None:
-            divided = context.divide(found, group)
+            divided = context.divide_block_tokens(found, group)
             for part in model.modules():
                 if isinstance(part, MoE):
                     part.sequence = divided
         self._experts = spread_experts(model, degrees, worker, mesh, seen) if degrees.ep > 1 else None
-        self.present: unused.Present | None = None
-        self._turns: unused.Turns | None = None
+        self.present: unused.UsedParameters | None = None
+        self._turns: unused.GatherOrder | None = None
         if degrees.data * degrees.cp > 1:
             in_turns = degrees.cp == degrees.ep == 1
-            self._turns = shard(model, config, worker, mesh, in_turns=in_turns, experts=self._experts)
-            self.present = unused.Present(model, [model], [name for name, _ in model.named_parameters()])
+            self._turns = shard_model(model, config, worker, mesh, in_turns=in_turns, experts=self._experts)
+            self.present = unused.UsedParameters(model, [model], [name for name, _ in model.named_parameters()])
             keep_buffers_alike(model, mesh)
-        self._wanted = gradients.wanted(model)
+        self._wanted = gradients.list_trained_parameters(model)
         self._every_pass = config.fsdp.exchange_every_pass
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give tensors of each mesh a group of their own, since fused optimizers do not mix them; collective."""
+        """Split parameter groups by mesh, since fused optimizers do not mix tensors of several meshes; collective."""
         separate_meshes(optimizer)
-        # The others are in the middle of a training, and do not take part in a trial; see live.recovery.obstacle.
+        # The other workers are in the middle of training and take no part in a trial; see
+        # live.recovery.find_recovery_obstacle.
         if not self._replaces:
             whole_steps.take_whole_steps(optimizer)
 
     def gradients(self, step: Step) -> torch.Tensor:
-        """Micro batch by micro batch; those before the last are added up whole on each worker, or sharded as well."""
-        beside = tuple if self._turns is None else self._turns.ends  # of blocks that this worker has left out
-        return accumulate(step, self.module, local=self._local, beside=beside)
+        """Run one micro batch after another; before the last, gradients are added up locally or sharded."""
+        beside = tuple if self._turns is None else self._turns.ends  # for blocks that this worker has skipped
+        return accumulate_gradients(step, self.module, local=self._pausing_gradient_sync, beside=beside)
 
     @contextmanager
-    def _local(self) -> Iterator[None]:
-        """Gradients are neither exchanged nor sharded."""
+    def _pausing_gradient_sync(self) -> Iterator[None]:
+        """Return a context in which gradients are neither exchanged nor sharded."""
         sharded = self.module if isinstance(self.module, FSDPModule) and not self._every_pass else None
         if sharded is not None:
             sharded.set_requires_gradient_sync(False)
@@ -131,21 +133,18 @@ class Sharded:
             if sharded is not None:
                 sharded.set_requires_gradient_sync(True)
 
-    def state(self) -> Mapping[str, Any]:
-        """Nothing of its own."""
-        return {}
-
     def release(self) -> None:
-        """Forget the pass that is under way; shards stay."""
+        """Discard the pass under way; shards stay."""
         if isinstance(self.module, FSDPModule):
-            regroup.interrupt(self.module)
+            regroup.reset_interrupted_pass(self.module)
         if self._turns is not None:
-            self._turns.forget()
+            self._turns.drop_order()
 
     def rejoin(self, worker: Worker, degrees: Degrees) -> None:
-        """Go on in new process groups with the shards of now; collective, with workers that are new to it.
+        """Continue in new process groups with the present shards; collective, with the replacements.
 
-        They make theirs in the same order, all before anything is changed. Without tp and cp, which have others.
+        Replacements make their groups in the same order, and all groups are made before anything is changed. Not for tp
+        and cp, which have other groups.
         """
         mesh = device_mesh(degrees, worker.device.type)
         if self._shares_buffers:
@@ -153,33 +152,27 @@ class Sharded:
         meshes = [(self._mesh, mesh)]
         if self._experts is not None:
             meshes.append((self._experts.mesh, expert_mesh(degrees, worker.device.type)))
-        regroup.replace(meshes)
-        regroup.join(self.module)
+        regroup.replace_mesh_groups(meshes)
+        regroup.apply_mesh_groups(self.module)
         if self._experts is not None:
-            divide.join(self._experts.modules)
-
-    def discard(self) -> None:
-        """Nothing is carried over."""
-
-    def load_state(self, tree: Mapping[str, Any]) -> str | None:
-        """Nothing of its own."""
+            divide.renew_expert_groups(self._experts.modules)
 
     def finish(self) -> None:
-        """Nothing is left to be done."""
+        """Do nothing: gradients are complete when their passes have ended."""
 
     def norm(self) -> torch.Tensor:
-        """Return the length of the gradient over all shards; collective."""
-        return gradients.norm(self._wanted)
+        """Return the norm of the gradient over all shards; collective."""
+        return gradients.compute_gradient_norm(self._wanted)
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
-        """Scale the gradient down if it is too long."""
-        gradients.clip(self._wanted, max_norm, norm)
+        """Scale the gradient down if its norm exceeds the limit."""
+        gradients.clip_gradients(self._wanted, max_norm, norm)
 
 
-def hush() -> None:
-    """Silence two warnings of torch 2.13 that come with every use and ask for nothing."""
+def silence_torch_warnings() -> None:
+    """Silence two warnings of torch 2.13 that appear at every use and call for no action."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # Putting together what is sharded over two axes takes two exchanges, which is known and happens in snapshots only.
+    # Gathering tensors that are sharded over two axes takes two exchanges, which is known and only done for snapshots.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
@@ -190,7 +183,7 @@ def begin_alike(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class SpreadExperts:
+class ShardedExperts:
     """Modules of a model that hold experts; each worker has a part of the experts."""
 
     modules: Sequence[nn.Module]
@@ -198,82 +191,83 @@ class SpreadExperts:
     """Mesh that `expert_mesh` returns."""
 
     @property
-    def over(self) -> DeviceMesh | None:
-        """The workers that have the same experts; None if there is one."""
+    def replica_mesh(self) -> DeviceMesh | None:
+        """Return the mesh of the workers that have the same experts; None if there is only one."""
         over = self.mesh["dp", "fsdp"] if "dp" in (self.mesh.mesh_dim_names or ()) else self.mesh["fsdp"]
         return over if over.size() > 1 else None
 
 
 def compared_modules(model: nn.Module, config: TrainConfig, degrees: Degrees) -> list[str]:
-    """Return the names of the modules that are compared, or may be, before they are divided over tp, cp and ep.
+    """Return the names of modules that may be compared before they are divided over tp, cp and ep.
 
     Raises:
-        PlanError: they cannot be divided so.
+        PlanError: the modules cannot be divided in this way.
     """
-    found = blocks.find(model, config.blocks)
+    found = blocks.find_repeated_blocks(model, config.blocks)
     names: list[str] = []
     if degrees.tp > 1:
         names += tensor.compared_modules(tensor.choose_split(model, found, config.tp, degrees.tp))
     if degrees.cp > 1 and found is not None:
         names += found.names
     if degrees.ep > 1:
-        names += recognize.find(model)
+        names += recognize.find_expert_modules(model)
     return list(dict.fromkeys(names))
 
 
 def spread_experts(
-    model: nn.Module, degrees: Degrees, worker: Worker, mesh: DeviceMesh, seen: comparison.Seen | None = None
-) -> SpreadExperts:
+    model: nn.Module, degrees: Degrees, worker: Worker, mesh: DeviceMesh, seen: comparison.RecordedCalls | None = None
+) -> ShardedExperts:
     """Divide a model's experts over the axes ep and tp; collective over all workers.
 
     Args:
-        model: changed in place.
-        degrees: of the mesh.
+        model: the model, which is changed in place.
+        degrees: degrees of the mesh.
         worker: this worker.
-        mesh: with all axes.
-        seen: calls of the experts, with which they are compared. None: nothing is compared.
+        mesh: mesh with all axes.
+        seen: calls of the experts, with which they are compared. None: no comparison.
 
     Raises:
-        PlanError: it has none, or a number that the workers cannot divide, or they compute something else then.
+        PlanError: the model has no experts, their number cannot be divided by the workers, or they compute another
+            result if they are divided.
     """
     apart = expert_mesh(degrees, worker.device.type)
     alike = mesh["tp"].get_group() if degrees.tp > 1 else None
     if seen is not None:
-        divide.require_equal(model, apart, alike, seen)
-    return SpreadExperts(divide.divide(model, apart, alike), apart)
+        divide.require_equal_experts(model, apart, alike, seen)
+    return ShardedExperts(divide.divide_experts(model, apart, alike), apart)
 
 
-def shard(
+def shard_model(
     model: nn.Module,
     config: TrainConfig,
     worker: Worker,
     mesh: DeviceMesh,
     *,
     in_turns: bool,
-    experts: SpreadExperts | None = None,
-) -> unused.Turns | None:
-    """Apply `fully_shard` to each block and to what is left, over the axes dp and fsdp.
+    experts: ShardedExperts | None = None,
+) -> unused.GatherOrder | None:
+    """Apply `fully_shard` to each block and to the rest of the model, over the axes dp and fsdp.
 
     Args:
-        model: changed in place.
-        config: of the training.
+        model: the model, which is changed in place.
+        config: settings of the run.
         worker: this worker.
-        mesh: with all axes.
-        in_turns: whether workers may leave out blocks, each its own; then there is something that keeps their order.
-        experts: that are divided over workers.
+        mesh: mesh with all axes.
+        in_turns: True if workers may skip different blocks; then the result keeps a common order of them.
+        experts: experts that are divided over workers.
 
     Raises:
-        PlanError: offloading was asked for where there is no accelerator, or a block shares parameters with what is
-            outside of it, which fully_shard would part without a word (torch 2.13).
+        PlanError: offloading is requested without an accelerator, or a block shares parameters with modules outside of
+            it, which fully_shard would separate silently (torch 2.13).
     """
-    found = blocks.find(model, config.blocks)
+    found = blocks.find_repeated_blocks(model, config.blocks)
     blocks.require_apart(model, found.modules if found else [])
-    bring = partial(deferred_init.bring, model=model, worker=worker)
-    turns: list[unused.Turns] = []
+    bring = partial(deferred_init.broadcast_module_tensors, model=model, worker=worker)
+    turns: list[unused.GatherOrder] = []
 
     def between(units: Sequence[nn.Module]) -> None:
         if in_turns:
-            turns.append(unused.Turns(model, units))
+            turns.append(unused.GatherOrder(model, units))
 
     shard_blocks(
         model, found.modules if found else [], config, worker, mesh, first=bring, between=between, experts=experts
@@ -291,32 +285,33 @@ def shard_blocks(
     *,
     first: Callable[[nn.Module], None] = lambda _: None,
     between: Callable[[Sequence[nn.Module]], None] = lambda _: None,
-    experts: SpreadExperts | None = None,
+    experts: ShardedExperts | None = None,
 ) -> None:
-    """Apply `fully_shard` to some modules and then to the one that has them.
+    """Apply `fully_shard` to some modules and then to the module that contains them.
 
     Args:
-        root: which has the modules.
-        modules: to be sharded each by itself.
-        config: of the training.
+        root: module that contains the others.
+        modules: modules to shard separately.
+        config: settings of the run.
         worker: this worker.
-        mesh: with all axes.
-        first: called with each of them before.
-        between: called with those modules that have parameters, before the root is sharded.
-        experts: that are divided over workers; those in the root are sharded over the workers that have the same.
+        mesh: mesh with all axes.
+        first: called with each module before it is sharded.
+        between: called with the modules that have parameters, before the root is sharded.
+        experts: experts that are divided over workers; those in the root are sharded over the workers with the same
+            experts.
 
     Raises:
-        PlanError: as `shard`.
+        PlanError: as in `shard_model`.
     """
     options = config.fsdp
-    # Two axes mean replicas of shards; with one replica, one axis is the cheaper equivalent.
+    # Two axes mean replicas of shards; for one replica, one axis gives the same at a lower cost.
     over = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
-    policy, offload = precision(options), offloading(options, worker)
+    policy, offload = build_precision_policy(options), build_offload_policy(options, worker)
     apart: set[nn.Parameter] = set()
     if experts is not None:
         inside = set(root.modules())
         apart = _shard_experts(
-            SpreadExperts([m for m in experts.modules if m in inside], experts.mesh), options, worker
+            ShardedExperts([m for m in experts.modules if m in inside], experts.mesh), options, worker
         )
     units = [block for block in modules if any(True for _ in block.parameters())]
     for block in modules:
@@ -339,41 +334,41 @@ def shard_blocks(
 
 
 def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
-    """Give on copies of what a block has made as views.
+    """Return copies of those outputs of a block that are views.
 
-    fully_shard hangs what gathers parameters for the backward pass on a block's output, and torch loses that if the
-    output is a view and code after the block changes it in place (torch 2.13).
+    fully_shard attaches the hook that gathers parameters for the backward pass to a block's output. torch loses the
+    hook if the output is a view and later code changes it in place (torch 2.13).
     """
     if isinstance(output, torch.Tensor):
         return output.clone() if output._is_view() else output
     return tree_map_only(torch.Tensor, lambda value: value.clone() if value._is_view() else value, output)
 
 
-def _shard_experts(experts: SpreadExperts, options: FsdpConfig, worker: Worker) -> set[nn.Parameter]:
-    """Shard experts over the workers that have the same ones.
+def _shard_experts(experts: ShardedExperts, options: FsdpConfig, worker: Worker) -> set[nn.Parameter]:
+    """Shard experts over the workers that have the same experts.
 
     Returns:
-        The parameters of experts, if no other worker has the same: then there is nothing to be exchanged.
+        Parameters of experts that no other worker has, so that there is nothing to exchange.
     """
-    if experts.over is None:
+    if experts.replica_mesh is None:
         return {parameter for module in experts.modules for parameter in module.parameters()}
     for module in experts.modules:
         fully_shard(
             module,
-            mesh=experts.over,
+            mesh=experts.replica_mesh,
             reshard_after_forward=options.reshard_after_forward,
-            shard_placement_fn=divide.placement(experts.mesh),
-            mp_policy=precision(options),
-            offload_policy=offloading(options, worker),
+            shard_placement_fn=divide.make_expert_placement(experts.mesh),
+            mp_policy=build_precision_policy(options),
+            offload_policy=build_offload_policy(options, worker),
         )
     return set()
 
 
 def _shard_again(model: nn.Module, *_: Any) -> None:
-    """Give whole parameters up after a pass without a backward pass.
+    """Reshard parameters after a forward pass without a backward pass.
 
-    fully_shard leaves some whole after a forward pass, and `model.parameters()` then has other tensors than the
-    optimizer.
+    fully_shard leaves some parameters whole after a forward pass, and `model.parameters()` then has other tensors than
+    the optimizer.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():
@@ -381,21 +376,22 @@ def _shard_again(model: nn.Module, *_: Any) -> None:
                 module.reshard()
 
 
-def precision(options: FsdpConfig) -> MixedPrecisionPolicy:
-    """Return the formats of gathered parameters and of summed gradients; fp32 means the parameters' own."""
+def build_precision_policy(options: FsdpConfig) -> MixedPrecisionPolicy:
+    """Return the formats of gathered parameters and of summed gradients; fp32 means that of the parameters."""
     half = options.param_dtype == "bf16"
-    own = torch.float32 if half else None  # else gradients would be added up in the format of what was gathered
+    # otherwise gradients would be added up in the format of the gathered parameters
+    own = torch.float32 if half else None
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if half else None,
         reduce_dtype=torch.bfloat16 if options.reduce_dtype == "bf16" else own,
     )
 
 
-def offloading(options: FsdpConfig, worker: Worker) -> OffloadPolicy:
-    """Return where shards are kept.
+def build_offload_policy(options: FsdpConfig, worker: Worker) -> OffloadPolicy:
+    """Return the policy for the memory in which shards are kept.
 
     Raises:
-        PlanError: in the host's memory, and there is no accelerator.
+        PlanError: the host's memory is requested, and there is no accelerator.
     """
     if not options.cpu_offload:
         return OffloadPolicy()
@@ -411,7 +407,7 @@ def offloading(options: FsdpConfig, worker: Worker) -> OffloadPolicy:
 def keep_buffers_alike(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give every worker the first one's buffers before each training pass, as DDP does.
 
-    Only those that snapshots have: running means of BatchNorm, which every worker would else have of its own samples.
+    Only buffers in snapshots: running means of BatchNorm, which otherwise depend on each worker's own samples.
     """
     if not _has_kept_buffers(model):
         return
@@ -419,7 +415,7 @@ def keep_buffers_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
     def bring(module: nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            group = data_group(mesh)  # of now: another one after a lost worker was replaced
+            group = data_group(mesh)  # looked up at each pass, since a replacement of a lost worker changes the group
             source = dist.get_global_rank(group, 0)
             for name, buffer in model.named_buffers():
                 if name in state and not isinstance(buffer, DTensor):
@@ -429,22 +425,22 @@ def keep_buffers_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _has_kept_buffers(model: nn.Module) -> bool:
-    """Return whether snapshots have buffers of the model."""
+    """Return whether snapshots contain buffers of the model."""
     state = model.state_dict(keep_vars=True)
     return any(name in state for name, _ in model.named_buffers())
 
 
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the workers that have the same part of the model and other samples."""
+    """Return the group of the workers that have the same part of the model and other samples."""
     over = mesh["dp", "fsdp"]._flatten("data") if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
     return over.get_group()
 
 
 def separate_meshes(optimizer: torch.optim.Optimizer) -> None:
-    """Split parameter groups such that each has tensors of one mesh only, and disable what DTensors cannot do."""
+    """Split parameter groups so that each has tensors of one mesh, and disable features that DTensors lack."""
     split = []
     for group in optimizer.param_groups:
         if isinstance(optimizer, torch.optim.SGD) and any(isinstance(value, DTensor) for value in group["params"]):
             group["fused"] = False  # torch 2.13: aten._fused_sgd_ has no sharding strategy; AdamW's has
-        split += [{**group, "params": part} for part in gradients.by_mesh(group["params"])]
+        split += [{**group, "params": part} for part in gradients.group_by_mesh(group["params"])]
     optimizer.param_groups[:] = split

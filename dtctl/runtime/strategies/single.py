@@ -1,4 +1,4 @@
-"""One worker: nothing is spread, nothing is exchanged."""
+"""Strategy for a single worker: no state is divided, no gradient is exchanged."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ from torch import nn
 
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import gradients
-from dtctl.runtime.strategies.accumulation import accumulate
+from dtctl.runtime.strategies.accumulation import accumulate_gradients
 
 
-class Single:
-    """The model as it is."""
+class StatelessStrategy:
+    """Base of strategies that carry no state from one step to the next."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return nothing, as there is no state."""
+        return {}
+
+    def load_state(self, tree: Mapping[str, Any]) -> str | None:
+        """Restore nothing, as there is no state."""
+
+    def discard(self) -> None:
+        """Do nothing: no gradient is carried over to the next step."""
+
+
+class Single(StatelessStrategy):
+    """Strategy that leaves the model as it is."""
 
     name = "single"
     has_warm_up = False
@@ -25,35 +39,25 @@ class Single:
 
     def __init__(self, model: nn.Module) -> None:
         self.module = self.inference = model
-        self._wanted = gradients.wanted(model)
+        self._wanted = gradients.list_trained_parameters(model)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing to prepare."""
-
-    def state(self) -> Mapping[str, Any]:
-        """Nothing of its own."""
-        return {}
+        """Do nothing: a single worker needs no preparation."""
 
     def release(self) -> None:
-        """Nothing was put on."""
-
-    def discard(self) -> None:
-        """Nothing is carried over."""
-
-    def load_state(self, tree: Mapping[str, Any]) -> str | None:
-        """Nothing of its own."""
+        """Do nothing: the model was not wrapped."""
 
     def gradients(self, step: Step) -> torch.Tensor:
-        """Micro batch by micro batch."""
-        return accumulate(step, self.module)
+        """Run one micro batch after another."""
+        return accumulate_gradients(step, self.module)
 
     def finish(self) -> None:
-        """Nothing is left to be done."""
+        """Do nothing: gradients are complete when their passes have ended."""
 
     def norm(self) -> torch.Tensor:
-        """Return the length of the gradient."""
-        return gradients.norm(self._wanted)
+        """Return the norm of the gradient."""
+        return gradients.compute_gradient_norm(self._wanted)
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
-        """Scale the gradient down if it is too long."""
-        gradients.clip(self._wanted, max_norm, norm)
+        """Scale the gradient down if its norm exceeds the limit."""
+        gradients.clip_gradients(self._wanted, max_norm, norm)

@@ -1,12 +1,13 @@
-"""Cutting a model between its blocks, with its code as it is.
+"""Cutting of a model between its blocks, without changes of its code.
 
-A stage runs the model's own forward pass in which the list of blocks was exchanged: blocks of stages before are passed
-over, the stream that arrived takes the place of what they would have made, and after the stage's last block the pass is
-left. What comes before the blocks is run on every stage, since it may make masks or positions that all blocks take;
-what comes after them on the last stage only, and so is the loss.
+A stage runs the model's own forward pass with another list of blocks. Blocks of earlier stages are skipped, and the
+stream that arrives replaces their result. After the stage's last block the pass is left. Code before the blocks runs on
+every stage, since it may make masks or positions for all blocks. Code after the blocks, and the loss, run only on the
+last stage.
 
-So a model must hand one tensor from block to block, as the first argument and the only result, and do nothing to it in
-between. Parameters outside of blocks are on all stages, with their gradients added up: so tied embeddings are right.
+So a model must pass one tensor from block to block, as the first argument and the only result, and must not change it
+in between. Parameters outside of blocks are on all stages, and their gradients are added up, so that tied embeddings
+are right.
 """
 
 from __future__ import annotations
@@ -20,89 +21,89 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtctl.errors import PlanError
-from dtctl.runtime.strategies.blocks import Blocks
+from dtctl.runtime.strategies.blocks import RepeatedBlocks
 
 Batch = tuple[Any, float]
 """A micro batch, and the weight of its loss."""
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
-class Reached(Exception):
-    """The end of a stage; carries the stream from inside of the model's code."""
+class StageEndReached(Exception):
+    """Exception at the end of a stage, which carries the stream out of the model's code."""
 
     def __init__(self, stream: torch.Tensor) -> None:
         super().__init__()
         self.stream = stream
 
 
-class Elsewhere(nn.Module):
-    """Stand-in for a block that another worker has. Nothing uses its result, and an error shows if something does."""
+class RemoteBlock(nn.Module):
+    """Stand-in for a block of another worker. Nothing uses its result; if something does, NaN shows it."""
 
     def forward(self, stream: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """NaN in the shape of the stream."""
+        """Return NaN in the shape of the stream."""
         return stream.new_full((), torch.nan).expand_as(stream)
 
 
-class Entrance(nn.Module):
+class StageInput(nn.Module):
     """Stand-in for the last block before a stage."""
 
     source: Callable[[torch.Tensor], torch.Tensor]
-    """Function of a tensor in the shape of the stream that returns the stream."""
+    """Function that returns the stream, given a tensor of the same shape."""
 
     def forward(self, stream: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the stream from the stage before."""
+        """Return the stream from the previous stage."""
         return self.source(stream)
 
 
-class Exit(nn.Module):
+class StageOutput(nn.Module):
     """Stand-in for the first block after a stage."""
 
     def forward(self, stream: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Leave the model's forward pass.
 
         Raises:
-            Reached: always.
+            StageEndReached: always.
         """
-        raise Reached(stream)
+        raise StageEndReached(stream)
 
 
-class Cut:
-    """The model as one stage sees it."""
+class StageModel:
+    """The model as one stage runs it."""
 
-    def __init__(self, model: nn.Module, found: Blocks, first: int, last: int) -> None:
-        """Make the list of blocks of a stage.
+    def __init__(self, model: nn.Module, found: RepeatedBlocks, first: int, last: int) -> None:
+        """Build the list of blocks for a stage.
 
         Args:
-            model: with all blocks, or at least those of the stage.
-            found: its blocks.
+            model: model with all blocks, or at least those of the stage.
+            found: blocks of the model.
             first: number of the stage's first block.
-            last: of the block after its last.
+            last: number of the first block after the stage.
         """
         self.model, self.first = model, first
         self.device = next(model.parameters()).device
-        self.entrance = Entrance()
+        self.entrance = StageInput()
         self.blocks = found.modules[first:last]
-        view: list[nn.Module] = [*(Elsewhere() for _ in range(first)), *self.blocks]
+        view: list[nn.Module] = [*(RemoteBlock() for _ in range(first)), *self.blocks]
         if first:
             view[first - 1] = self.entrance
         if last < len(found):
-            view += [Exit(), *(Elsewhere() for _ in range(last + 1, len(found)))]
+            view += [StageOutput(), *(RemoteBlock() for _ in range(last + 1, len(found)))]
         self._view = nn.ModuleList(view) if isinstance(found.container, nn.ModuleList) else nn.Sequential(*view)
         self._place = found.name.rpartition(".")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass as far as this stage goes.
+        """Run the model's forward pass up to the end of this stage.
 
         Raises:
-            Reached: unless it is the last stage.
+            StageEndReached: the stage is not the last one.
         """
         if not self._place[2]:
             return self._view(*args, **kwargs)
-        with self._exchanged():
+        with self._replacing_block_container():
             return self.model(*args, **kwargs)
 
     @contextmanager
-    def _exchanged(self) -> Iterator[None]:
+    def _replacing_block_container(self) -> Iterator[None]:
         parent, name = self.model.get_submodule(self._place[0]), self._place[2]
         container = parent._modules[name]
         parent._modules[name] = self._view
@@ -112,24 +113,25 @@ class Cut:
             parent._modules[name] = container
 
 
-class Caller(nn.Module):
-    """Model that the user's loss function gets: it calls one stage, with inputs of always the same length."""
+class StageCaller(nn.Module):
+    """Model that the user's loss function gets; it calls one stage, always with the same number of samples."""
 
-    cut: Cut
+    cut: StageModel
 
-    def __init__(self, cut: Cut, samples: int | None = None) -> None:
-        """Stand for a model.
+    def __init__(self, cut: StageModel, samples: int | None = None) -> None:
+        """Store the stage and the number of samples.
 
         Args:
             cut: the stage.
-            samples: of a micro batch; shorter inputs are filled up, and the outputs cut down again. None: as they are.
+            samples: samples of a whole micro batch; shorter inputs are filled up, and the outputs cut down. None: no
+                change.
         """
         super().__init__()
-        self.__dict__["cut"] = cut  # not as a child: its modules have their place in the model
+        self.__dict__["cut"] = cut  # not as a child, since its modules belong to the model
         self.samples = samples
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the stage."""
+        """Call the stage with these arguments."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
         count = len(given[0]) if given else 0
         if self.samples is None or count in (0, self.samples):
@@ -142,7 +144,7 @@ class Caller(nn.Module):
             return torch.cat([value, value[-1:].expand(fill, *value.shape[1:])])
 
         result = self.cut(*map(filled, args), **{name: filled(value) for name, value in kwargs.items()})
-        return _shortened(result, self.samples, count)
+        return _trim_result_samples(result, self.samples, count)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -151,50 +153,50 @@ class Caller(nn.Module):
             return getattr(self.__dict__["cut"].model, name)
 
 
-def _shortened(result: Any, samples: int, count: int) -> Any:
+def _trim_result_samples(result: Any, samples: int, count: int) -> Any:
     if isinstance(result, torch.Tensor):
         return result[:count] if result.dim() and len(result) == samples else result
     if isinstance(result, dict):
-        return {key: _shortened(value, samples, count) for key, value in result.items()}
+        return {key: _trim_result_samples(value, samples, count) for key, value in result.items()}
     if isinstance(result, list | tuple):
-        return type(result)(_shortened(value, samples, count) for value in result)
+        return type(result)(_trim_result_samples(value, samples, count) for value in result)
     return result
 
 
-class Stage(nn.Module):
-    """One stage as torch's schedules want it: a module that is called once for each micro batch."""
+class StageModule(nn.Module):
+    """Stage in the form that torch's schedules require: a module that is called once for each micro batch."""
 
-    cut: Cut
+    cut: StageModel
     """The stage's part of the model."""
     outside: list[torch.Tensor]
-    """Parameters that are not in blocks."""
+    """Parameters outside of blocks."""
     task: Callable[[torch.Tensor | None, int], Any]
-    """Function that a call runs: from the stream of the stage before, and the number of the micro batch, to the stream
-    after."""
+    """Function that each call runs, with the stream of the previous stage and the number of the micro batch. It returns
+    the stream after this stage."""
 
-    def __init__(self, cut: Cut, outside: Sequence[torch.Tensor]) -> None:
+    def __init__(self, cut: StageModel, outside: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(cut.blocks)
-        # Not as children: their modules have their place in the model.
+        # Not as children, since their modules belong to the model.
         self.__dict__["outside"] = list(outside)
         self.__dict__["cut"] = cut
 
     def forward(self, stream: torch.Tensor | None = None, *, index: torch.Tensor | None = None) -> Any:
-        """Do the task; the stream if it reached the end of this stage, else what the task made of it."""
+        """Run the task; return the stream if it reached the end of this stage, else the result of the task."""
         try:
             return self.task(stream, 0 if index is None else int(index))
-        except Reached as reached:
+        except StageEndReached as reached:
             return reached.stream
 
     def train_on(self, batches: Sequence[Batch], loss: Loss, samples: int | None) -> None:
-        """Call the loss function of a micro batch from now on.
+        """Call the loss function with these micro batches from now on.
 
         Args:
             batches: the micro batches, with the weights of their losses.
-            loss: of the user.
-            samples: of a whole micro batch, to which shorter ones are filled up. None: they are as they are.
+            loss: the user's loss function.
+            samples: samples of a whole micro batch, to which shorter ones are filled up. None: no change.
         """
-        caller = Caller(self.cut, samples)
+        caller = StageCaller(self.cut, samples)
 
         def task(stream: torch.Tensor | None, index: int) -> Any:
             if stream is not None:
@@ -205,15 +207,15 @@ class Stage(nn.Module):
         self.task = task
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        """Return all parameters with gradients in this stage: zero-bubble schedules compute no other gradients."""
+        """Return all parameters of this stage with gradients: zero-bubble schedules compute no other gradients."""
         everything: list[Any] = [*super().parameters(recurse), *self.outside]
         return (parameter for parameter in everything if parameter.requires_grad)
 
 
-def costs(found: Blocks, run: Callable[[], Any]) -> tuple[list[int], int]:
-    """Return the work of each block, and of what comes after the last one: floating point operations of a forward pass.
+def count_block_flops(found: RepeatedBlocks, run: Callable[[], Any]) -> tuple[list[int], int]:
+    """Return the floating point operations of each block in a forward pass, and of the code after the last block.
 
-    What comes before the blocks is run on every stage and is taken for free; it is look-ups, as a rule.
+    Code before the blocks runs on every stage and counts as free, since it usually consists of look-ups.
     """
     counters = []
     with FlopCounterMode(display=False) as total:
@@ -234,8 +236,8 @@ def costs(found: Blocks, run: Callable[[], Any]) -> tuple[list[int], int]:
     return blocks, max(0, total.get_total_flops() - sum(blocks))
 
 
-def balanced(blocks: Sequence[int], after: int, stages: int) -> list[int]:
-    """Blocks per stage such that the most loaded stage has least; the last one also does what comes after the blocks.
+def balance_stage_sizes(blocks: Sequence[int], after: int, stages: int) -> list[int]:
+    """Return the blocks per stage that give the most loaded stage the least work, the code after the blocks included.
 
     Raises:
         PlanError: there are fewer blocks than stages.

@@ -1,7 +1,7 @@
 """Tensor parallel: matrices split over workers that have the same samples (Megatron-LM, Shoeybi et al. 2019).
 
-The first matrix of a pair is split by columns and the second by rows, so that what lies between (attention heads, the
-hidden layer) is divided and needs no exchange; one sum over the workers follows the second.
+The first matrix of a pair is split by columns and the second by rows, so that the layers in between (attention heads,
+hidden units) are divided without an exchange. One sum over the workers follows the second matrix.
 
 A plan defines how each module is split, by patterns of names as in the shell (`blocks.*.wide`; a `*` spans dots too):
 
@@ -14,10 +14,11 @@ A plan defines how each module is split, by patterns of names as in the shell (`
     replicate       not split (where a broader pattern would)
 
 A model may be split that way if the code between two matrices leaves the number of heads or of hidden units open, as in
-`view(batch, length, -1, width)`. Each module that is divided is compared with itself in one piece before training, its
-outputs and its gradients (comparison.py). The comparison also finds a fused matrix that the plan calls colwise, whose
-parts follow from the shape of the matrix after it, and parameters between two divided matrices, such as norms of
-queries, whose gradients are added up over the workers. What is not equal in any of these ways is refused.
+`view(batch, length, -1, width)`. Before training, the outputs and gradients of each divided module are compared with
+those of the module in one piece (comparison.py). This also detects fused matrices that the plan calls colwise; the
+shape of the next matrix gives the sizes of their parts. And it detects parameters between two divided matrices, such as
+norms of queries, whose gradients must be added up over the workers. A module that is not equal with any of these
+changes is refused.
 """
 
 from __future__ import annotations
@@ -45,76 +46,86 @@ from torch.distributed.tensor.parallel import (
 from dtctl.errors import PlanError
 from dtctl.runtime.explain import explained
 from dtctl.runtime.strategies import tensor_parts
-from dtctl.runtime.strategies.blocks import Blocks
-from dtctl.runtime.strategies.comparison import Call, Comparison, Difference, Seen, kind_of
+from dtctl.runtime.strategies.blocks import RepeatedBlocks
+from dtctl.runtime.strategies.comparison import (
+    ModuleCall,
+    ModuleComparison,
+    ModuleDifference,
+    RecordedCalls,
+    describe_module_kind,
+)
 from dtctl.train.config import TpConfig
 
 STYLES: Final = ("colwise", "rowwise", "colwise-gather", "embedding", "replicate")
-"""Styles of a plan; colwise may be followed by the parts of a fused matrix."""
+"""Styles of a plan; the parts of a fused matrix may follow `colwise`."""
 COLWISE: Final = (
     *("qkv", "q", "k", "v", "q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value"),
     *("wide", "up", "gate", "up_proj", "gate_proj", "w1", "w3", "fc1", "c_fc"),
 )
-"""Last words of the names of Linears in blocks that come first in a pair."""
+"""Last parts of the names of those Linears in blocks that come first in a pair."""
 ROWWISE: Final = ("out", "o_proj", "wo", "out_proj", "narrow", "down", "down_proj", "w2", "fc2", "c_proj")
-"""And of those that come second."""
+"""Last parts of the names of those that come second in a pair."""
 HEADS: Final = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "n_kv_heads")
-"""Attributes by which models call their number of heads."""
+"""Attribute names that models use for their number of heads."""
 NORMS: Final = (nn.LayerNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """The way in which a model is split."""
+class TensorParallelPlan:
+    """Plan by which a model is split."""
 
     styles: Mapping[str, str]
     """Style of each module that is split, by its name."""
     added_up: Collection[str] = ()
-    """Names of parameters that are not split, and whose gradients are added up over the workers."""
+    """Names of parameters that are not split, but whose gradients are added up over the workers."""
 
 
-def split(model: nn.Module, found: Blocks | None, config: TpConfig, mesh: DeviceMesh, seen: Seen | None) -> None:
-    """Split a model's matrices in place, after each module that is divided was compared; collective over the mesh.
+def split_model_matrices(
+    model: nn.Module, found: RepeatedBlocks | None, config: TpConfig, mesh: DeviceMesh, seen: RecordedCalls | None
+) -> None:
+    """Split a model's matrices in place after a comparison of each divided module; collective over the mesh.
 
     Args:
-        model: whole, the same on all workers of the mesh.
-        found: its blocks.
-        config: plan and sequence parallelism.
-        mesh: of one axis, tp.
-        seen: calls of `compared_modules`. None: nothing is compared.
+        model: the whole model, the same on all workers of the mesh.
+        found: blocks of the model.
+        config: settings of the plan and of sequence parallelism.
+        mesh: mesh with the one axis tp.
+        seen: calls of `compared_modules`. None: no comparison.
 
     Raises:
-        PlanError: the plan does not fit the model, or a module computes something else if it is split.
+        PlanError: the plan does not fit the model, or a module computes another result if it is split.
     """
     chosen = choose_split(model, found, config, mesh.size())
     if seen is not None:
         chosen = compare_split(model, found, config, mesh, chosen, seen)
-    parallelize(model, found, config, mesh, chosen)
+    apply_matrix_split(model, found, config, mesh, chosen)
 
 
-def parallelize(model: nn.Module, found: Blocks | None, config: TpConfig, mesh: DeviceMesh, split: Split) -> None:
+def apply_matrix_split(
+    model: nn.Module, found: RepeatedBlocks | None, config: TpConfig, mesh: DeviceMesh, split: TensorParallelPlan
+) -> None:
     """Split a model's matrices in place.
 
     Args:
-        model: whole, the same on all workers of the mesh.
-        found: its blocks.
-        config: sequence parallelism.
-        mesh: of one axis, tp.
-        split: by `choose_split`.
+        model: the whole model, the same on all workers of the mesh.
+        found: blocks of the model.
+        config: settings of sequence parallelism.
+        mesh: mesh with the one axis tp.
+        split: plan from `choose_split`.
     """
-    chosen = [(name, _style(style, config)) for name, style in split.styles.items()]
+    chosen = [(name, _build_parallel_style(style, config)) for name, style in split.styles.items()]
     if config.sequence_parallel:
         chosen += _along_the_sequence(found)
     draw_alike(mesh)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    tied = _tied(model)
+    tied = _find_tied_parameters(model)
     for name, style in chosen:
         parallelize_module(model, mesh, {name: style})
     for first, *others in tied:
         for name in others:
             owner, _, last = name.rpartition(".")
             model.get_submodule(owner).register_parameter(last, model.get_parameter(first))
-    for name in frozen:  # torch 2.13: SequenceParallel makes new parameters that want a gradient
+    for name in frozen:  # torch 2.13: SequenceParallel makes new parameters that require a gradient
         model.get_parameter(name).requires_grad_(False)
     by_module: dict[str, list[str]] = {}
     for name in split.added_up:
@@ -124,7 +135,7 @@ def parallelize(model: nn.Module, found: Blocks | None, config: TpConfig, mesh: 
         tensor_parts.add_up_gradients(model.get_submodule(owner), names, mesh.get_group())
 
 
-def _tied(model: nn.Module) -> list[list[str]]:
+def _find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that several modules have; a module with several names counts once."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules():
@@ -133,8 +144,8 @@ def _tied(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def compared_modules(split: Split) -> list[str]:
-    """Return the names of all modules that may be compared: those that are split, and those around them."""
+def compared_modules(split: TensorParallelPlan) -> list[str]:
+    """Return the names of all modules that may be compared: those that are split, and those that contain them."""
     around: dict[str, None] = {}
     for name in split.styles:
         words = name.split(".")
@@ -142,69 +153,69 @@ def compared_modules(split: Split) -> list[str]:
     return list(around)
 
 
-def choose_split(model: nn.Module, found: Blocks | None, config: TpConfig, degree: int) -> Split:
-    """Return the split that the plan names, or that names of modules suggest.
+def choose_split(model: nn.Module, found: RepeatedBlocks | None, config: TpConfig, degree: int) -> TensorParallelPlan:
+    """Return the split by the plan in the configuration, or by the names of modules.
 
     Args:
-        model: whole.
-        found: its blocks.
-        config: the plan.
+        model: the whole model.
+        found: blocks of the model.
+        config: settings with the plan.
         degree: number of workers.
 
     Raises:
-        PlanError: the plan names what is not there, or what cannot be divided by the degree.
+        PlanError: the plan names a module that does not exist, or that cannot be divided by the degree.
     """
-    plan = styles(model, found, config.plan)
-    check(model, plan, degree)
-    return Split(plan)
+    plan = resolve_split_styles(model, found, config.plan)
+    require_divisible_modules(model, plan, degree)
+    return TensorParallelPlan(plan)
 
 
 def compare_split(
     model: nn.Module,
-    found: Blocks | None,
+    found: RepeatedBlocks | None,
     config: TpConfig,
     mesh: DeviceMesh,
-    split: Split,
-    seen: Seen,
-) -> Split:
-    """Compare each module that is to be split, one of each kind, with itself in one piece; collective over the mesh.
+    split: TensorParallelPlan,
+    seen: RecordedCalls,
+) -> TensorParallelPlan:
+    """Compare one module of each kind that is to be split with itself in one piece; collective over the mesh.
 
     Args:
-        model: whole, the same on all workers of the mesh; stays as it is.
-        found: its blocks.
-        config: plan and sequence parallelism.
-        mesh: of one axis, tp.
-        split: by `choose_split`.
+        model: the whole model, the same on all workers of the mesh; it stays as it is.
+        found: blocks of the model.
+        config: settings of the plan and of sequence parallelism.
+        mesh: mesh with the one axis tp.
+        split: plan from `choose_split`.
         seen: calls of `compared_modules`.
 
     Returns:
         The split, with the parts of fused matrices and the parameters whose gradients are added up.
 
     Raises:
-        PlanError: a module computes something else if it is split, or was not compared.
+        PlanError: a module computes another result if it is split, or was not compared.
     """
     chosen, added_up = dict(split.styles), set[str]()
     calls = _calls_of_all(model, seen)
     done: dict[object, tuple[list[str], frozenset[str]]] = {}
-    for unit, entries in _units(found, config, split, calls).items():
+    for unit, entries in _build_comparison_units(found, config, split, calls).items():
         module, prefix = model.get_submodule(unit), f"{unit}." if unit else ""
-        kind = (kind_of(module), *((name.removeprefix(unit), style) for name, style in entries.items()))
+        kind = (describe_module_kind(module), *((name.removeprefix(unit), style) for name, style in entries.items()))
         if kind in done:
             ways, sums = done[kind]
             chosen |= zip(entries, ways, strict=True)
             added_up |= {f"{prefix}{name}" for name in sums}
             continue
-        comparison = Comparison(module, calls[unit], seen.autocast)
+        comparison = ModuleComparison(module, calls[unit], seen.autocast)
         for name in entries:
             if f"{name}.weight".removeprefix(prefix) in comparison.unused:
                 raise _not_compared(name)
-        difference: Difference | None = None
-        for attempt in _attempts(model, entries, mesh.size(), comparison, prefix):
+        difference: ModuleDifference | None = None
+        for attempt in _list_style_attempts(model, entries, mesh.size(), comparison, prefix):
 
             def divide(twin: nn.Module, attempt: Mapping[str, str] = attempt, unit: str = unit) -> None:
                 _divide_copy(twin, unit, found, config, mesh, attempt)
 
-            difference = comparison.difference(divide, mesh.get_group())
+            difference = comparison.compute_difference(divide, mesh.get_group())
             if difference.is_rounding:
                 chosen |= attempt
                 added_up |= {f"{prefix}{name}" for name in difference.added_up}
@@ -213,15 +224,15 @@ def compare_split(
         else:
             assert difference is not None  # noqa: S101  # for the type checker: there is an attempt at least
             known = explained(difference.error) if difference.error is not None else None
-            raise known or _differs(
+            raise known or _build_split_error(
                 unit or type(model).__name__, entries, difference, mesh.size()
             ) from difference.error
-    return Split(chosen, sorted(added_up))
+    return TensorParallelPlan(chosen, sorted(added_up))
 
 
-def _calls_of_all(model: nn.Module, seen: Seen) -> dict[str, Call]:
-    """Return the calls of modules, and of such that were not called that of a like one, such as another expert."""
-    calls, like = dict(seen.calls), dict[tuple[object, ...], Call]()
+def _calls_of_all(model: nn.Module, seen: RecordedCalls) -> dict[str, ModuleCall]:
+    """Return the calls of modules; one that was not called gets the call of a similar one, such as another expert."""
+    calls, like = dict(seen.calls), dict[tuple[object, ...], ModuleCall]()
     kinds = {
         name: (type(module), *((part, value.shape) for part, value in module.named_parameters()))
         for name, module in model.named_modules()
@@ -231,13 +242,13 @@ def _calls_of_all(model: nn.Module, seen: Seen) -> dict[str, Call]:
     return calls | {name: like[kind] for name, kind in kinds.items() if name not in calls and kind in like}
 
 
-def _units(
-    found: Blocks | None, config: TpConfig, split: Split, calls: Mapping[str, Call]
+def _build_comparison_units(
+    found: RepeatedBlocks | None, config: TpConfig, split: TensorParallelPlan, calls: Mapping[str, ModuleCall]
 ) -> dict[str, dict[str, str]]:
-    """Return the modules that are compared, and what is split in each.
+    """Return the modules that are compared, each with the modules inside that are split and their styles.
 
     Raises:
-        PlanError: a module that is split was not called, nor any around it that has both matrices of a pair.
+        PlanError: a module that is split was not called, nor was any module that contains both matrices of a pair.
     """
     units: dict[str, dict[str, str]] = {}
     for name, style in split.styles.items():
@@ -251,7 +262,7 @@ def _units(
         if unit is None:
             raise _not_compared(name)
         units.setdefault(unit, {})[name] = style
-    # A module inside of another one is compared with it.
+    # A module inside of another one is compared as a part of it.
     for inner in sorted(units, key=len, reverse=True):
         outer = [unit for unit in units if unit != inner and (not unit or inner.startswith(f"{unit}."))]
         if outer:
@@ -261,7 +272,7 @@ def _units(
     }
 
 
-def _block_of(name: str, found: Blocks) -> str:
+def _block_of(name: str, found: RepeatedBlocks) -> str:
     prefix = f"{found.name}." if found.name else ""
     return prefix + name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
 
@@ -271,13 +282,13 @@ def _has_pair(unit: str, plan: Mapping[str, str]) -> bool:
     return "rowwise" in inside and any(style.startswith("colwise") for style in inside)
 
 
-def _attempts(
-    model: nn.Module, entries: Mapping[str, str], degree: int, comparison: Comparison, prefix: str
+def _list_style_attempts(
+    model: nn.Module, entries: Mapping[str, str], degree: int, comparison: ModuleComparison, prefix: str
 ) -> list[dict[str, str]]:
-    """Return the styles with parts of fused matrices that shapes suggest, if these can be divided, and as they are.
+    """Return plans to try: with parts of fused matrices by their shapes, if these can be divided, and unchanged.
 
-    The first entry is what the code between two matrices accepts, as far as one pair shows: torch plans each attempt
-    again, which takes a tenth of a second.
+    The first plan is the one that the code between two matrices accepts, according to one pair. Each attempt costs a
+    tenth of a second, since torch plans it from the start.
     """
     fused = dict(entries)
     following, second, pair = None, "", None
@@ -289,28 +300,33 @@ def _attempts(
             outputs = weight.shape[0]
             if outputs > following and outputs % following == 0:
                 fused[name] = f"colwise-{outputs // following}"
-            elif outputs > following and (outputs - following) % 2 == 0:  # queries, and fewer keys and values
+            elif outputs > following and (outputs - following) % 2 == 0:  # queries, with fewer keys and values
                 fused[name] = f"colwise-{following}:{(outputs - following) // 2}:{(outputs - following) // 2}"
             if fused[name] != style:
                 pair = name.removeprefix(prefix), second.removeprefix(prefix)
     try:
-        check(model, fused, degree)
+        require_divisible_modules(model, fused, degree)
     except PlanError:
         return [dict(entries)]
     if pair is None:
         return [dict(entries)]
-    return [fused, dict(entries)] if comparison.crosses(*pair, degree) else [dict(entries), fused]
+    return [fused, dict(entries)] if comparison.is_dependent(*pair, degree) else [dict(entries), fused]
 
 
 def _divide_copy(
-    twin: nn.Module, unit: str, found: Blocks | None, config: TpConfig, mesh: DeviceMesh, attempt: Mapping[str, str]
+    twin: nn.Module,
+    unit: str,
+    found: RepeatedBlocks | None,
+    config: TpConfig,
+    mesh: DeviceMesh,
+    attempt: Mapping[str, str],
 ) -> None:
-    """Split the copy of a module as it would be split in the model."""
+    """Split a copy of a module in the way in which the model would be split."""
     holder = nn.ModuleList([twin])
     inside = {f"0.{name.removeprefix(unit).lstrip('.')}".rstrip("."): style for name, style in attempt.items()}
     alone = config.sequence_parallel and found is not None and bool(unit) and _block_of(unit, found) == unit
     along = config if alone else replace(config, sequence_parallel=False)
-    parallelize(holder, Blocks(name="", container=holder), along, mesh, Split(inside))
+    apply_matrix_split(holder, RepeatedBlocks(name="", container=holder), along, mesh, TensorParallelPlan(inside))
 
 
 def _not_compared(name: str) -> PlanError:
@@ -321,7 +337,7 @@ def _not_compared(name: str) -> PlanError:
     )
 
 
-def _differs(unit: str, entries: Mapping[str, str], difference: Difference, degree: int) -> PlanError:
+def _build_split_error(unit: str, entries: Mapping[str, str], difference: ModuleDifference, degree: int) -> PlanError:
     names = ", ".join(f"{name.rpartition('.')[2]} {style}" for name, style in entries.items())
     return PlanError(
         f"{unit} computes something else if it is split over {degree} workers ({names}): {difference.describe()}",
@@ -332,24 +348,24 @@ def _differs(unit: str, entries: Mapping[str, str], difference: Difference, degr
 
 
 def draw_alike(mesh: DeviceMesh) -> None:
-    """See that random numbers of divided tensors on GPUs begin with this worker's own random state.
+    """Set the random state of divided tensors on GPUs to this worker's own.
 
-    The loop gives the workers of a mesh the same, and replicas different ones. Left alone, torch gives all workers rank
-    0's at the first dropout, and from then on all replicas drop the same entries.
+    The loop gives the workers of a mesh the same state, and replicas different ones. Without this call torch gives all
+    workers rank 0's state at the first dropout, and all replicas then drop the same entries.
     """
     if mesh.device_type == "cuda" and random._rng_tracker is None:
         random._rng_tracker = random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
-def styles(model: nn.Module, found: Blocks | None, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the style of each module that is split, by its name; the last pattern that matches counts.
+def resolve_split_styles(model: nn.Module, found: RepeatedBlocks | None, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the style of each split module by its name; the last matching pattern takes precedence.
 
     Raises:
         PlanError: a style or a module is unknown; or there is no plan, and the names of the model's blocks are unknown.
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
     if not plan:
-        recognized = dict(_recognized(modules, found))
+        recognized = dict(_recognize_split_styles(modules, found))
         if recognized:
             return recognized
         raise PlanError(
@@ -360,7 +376,7 @@ def styles(model: nn.Module, found: Blocks | None, plan: Mapping[str, str]) -> d
         )
     named: dict[str, str] = {}
     for pattern, style in plan.items():
-        if style not in STYLES and not proportions(style):
+        if style not in STYLES and not parse_fused_proportions(style):
             raise PlanError(
                 f"{style} is not a way to split a matrix",
                 where=f"train.tp.plan.{pattern}",
@@ -378,8 +394,8 @@ def styles(model: nn.Module, found: Blocks | None, plan: Mapping[str, str]) -> d
     return {name: style for name, style in named.items() if style != "replicate"}
 
 
-def proportions(style: str) -> list[int]:
-    """Return the proportions of the parts of a fused matrix, as its style names them; empty if it names none."""
+def parse_fused_proportions(style: str) -> list[int]:
+    """Return the proportions of a fused matrix's parts in the name of its style; empty if there are none."""
     kind, _, text = style.partition("-")
     words = text.split(":")
     if kind != "colwise" or not all(word.isdecimal() and int(word) for word in words):
@@ -387,7 +403,9 @@ def proportions(style: str) -> list[int]:
     return [int(word) for word in words] if len(words) > 1 else [1] * int(text)
 
 
-def _recognized(modules: Mapping[str, nn.Module], found: Blocks | None) -> Iterator[tuple[str, str]]:
+def _recognize_split_styles(
+    modules: Mapping[str, nn.Module], found: RepeatedBlocks | None
+) -> Iterator[tuple[str, str]]:
     for name, module in modules.items():
         last = name.rpartition(".")[2]
         if found is None or not name.startswith(f"{found.name}.") or not isinstance(module, nn.Linear):
@@ -398,8 +416,8 @@ def _recognized(modules: Mapping[str, nn.Module], found: Blocks | None) -> Itera
             yield name, "rowwise"
 
 
-def check(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
-    """See that everything that is divided can be.
+def require_divisible_modules(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
+    """Refuse a plan with a module that cannot be divided.
 
     Raises:
         PlanError: a matrix or a number of heads cannot be divided by the degree, or a style does not fit its module.
@@ -430,7 +448,7 @@ def check(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
                     hint="choose a degree of tp that divides the number of heads",
                 )
 
-    for names in _tied(model):
+    for names in _find_tied_parameters(model):
         owners = [name.rpartition(".")[0] for name in names]
         # The dim along which each of them would be split.
         ways = {plan[owner] == "rowwise" if owner in plan else None for owner in owners}
@@ -443,7 +461,7 @@ def check(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
 
 
 def _check_parts(name: str, style: str, size: int, degree: int) -> None:
-    if not (shares := proportions(style)):
+    if not (shares := parse_fused_proportions(style)):
         return
     parts = tensor_parts.part_sizes(shares, size)
     if not parts or any(part % degree for part in parts):
@@ -453,7 +471,7 @@ def _check_parts(name: str, style: str, size: int, degree: int) -> None:
         )
 
 
-def _style(style: str, config: TpConfig) -> ParallelStyle:
+def _build_parallel_style(style: str, config: TpConfig) -> ParallelStyle:
     if style == "embedding":
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     if style == "colwise-gather":
@@ -462,16 +480,16 @@ def _style(style: str, config: TpConfig) -> ParallelStyle:
     if style == "colwise":
         return ColwiseParallel(input_layouts=layouts)
     if style != "rowwise":
-        return tensor_parts.FusedColwise(proportions(style), input_layouts=layouts)
+        return tensor_parts.FusedColwise(parse_fused_proportions(style), input_layouts=layouts)
     if config.sequence_parallel:
         return RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
     return RowwiseParallel()
 
 
-def _along_the_sequence(found: Blocks | None) -> list[tuple[str, ParallelStyle]]:
-    """Return the styles that divide the stream through the blocks along dim 1, and make it whole behind them.
+def _along_the_sequence(found: RepeatedBlocks | None) -> list[tuple[str, ParallelStyle]]:
+    """Return the styles that divide the stream along dim 1 inside the blocks, and gather it after them.
 
-    It stays a DTensor in between, so that code which reads its length gets that of the whole sequence.
+    It stays a DTensor in the blocks, so that code which reads its length gets that of the whole sequence.
     """
     if found is None:
         raise PlanError("sequence parallelism needs a model with a list of blocks", where="train.tp.sequence_parallel")
@@ -483,5 +501,5 @@ def _along_the_sequence(found: Blocks | None) -> list[tuple[str, ParallelStyle]]
                 chosen.append((f"{prefix}{index}.{name}", SequenceParallel()))
     entrance = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False)
     end = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
-    # A model of one block has both, which a mapping would not hold.
+    # A list, since a model with one block has both styles for it.
     return [*chosen, (f"{prefix}0", entrance), (f"{prefix}{len(found) - 1}", end)]

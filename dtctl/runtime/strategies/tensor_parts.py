@@ -1,9 +1,9 @@
 """Styles of tensor parallelism that torch lacks: fused matrices, and parameters between two divided matrices.
 
-A fused matrix makes several things at once, such as queries, keys and values, one below the other. Its parameters are
-divided like any other's, so snapshots do not differ; its outputs change places between the workers afterwards, such
-that each worker has its share of each part. That moves the outputs of one worker once, a small part of what the sum
-after the second matrix moves.
+A fused matrix computes several results at once, such as queries, keys and values, with their rows one below the other.
+Its parameters are divided like those of any other matrix, so snapshots do not differ. Its outputs are then exchanged
+between the workers, so that each worker has its share of each part. This moves the outputs of one worker once, a small
+part of what the sum after the second matrix moves.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class FusedColwise(ColwiseParallel):
     """A Linear whose output is divided part by part."""
 
     def __init__(self, proportions: Sequence[int], **options: Any) -> None:
-        """Take the sizes of the parts.
+        """Store the sizes of the parts.
 
         Args:
-            proportions: of the parts, in any unit.
-            options: of ColwiseParallel.
+            proportions: sizes of the parts, in any unit.
+            options: options of ColwiseParallel.
         """
         super().__init__(**options)
         self._proportions = proportions
@@ -36,24 +36,24 @@ class FusedColwise(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         outputs = len(module.get_parameter("weight"))
         divided = super()._apply(module, device_mesh)
-        exchange = _Exchange(part_sizes(self._proportions, outputs), device_mesh)
+        exchange = _OutputExchange(part_sizes(self._proportions, outputs), device_mesh)
         divided.register_forward_hook(exchange)
         return divided
 
 
 def part_sizes(proportions: Sequence[int], outputs: int) -> list[int]:
-    """Return the outputs of each part of a fused matrix; empty if its outputs cannot be divided so."""
+    """Return the number of outputs in each part of a fused matrix; empty if they cannot be divided so."""
     unit, rest = divmod(outputs, sum(proportions))
     return [] if rest else [unit * share for share in proportions]
 
 
-class _Exchange:
+class _OutputExchange:
     """Forward hook that exchanges outputs between workers."""
 
     def __init__(self, sizes: Sequence[int], mesh: DeviceMesh) -> None:
         workers, rank = mesh.size(), mesh.get_local_rank()
         self._group = mesh.get_group()
-        # The worker that is to have each output, by the outputs of each worker in turn.
+        # The worker that needs each output, in the order of the outputs of all workers.
         owners = torch.cat([torch.arange(size) // (size // workers) for size in sizes]).view(workers, -1)
         own = owners[rank]
         self._order = own.argsort(stable=True)
@@ -67,11 +67,11 @@ class _Exchange:
 
 
 def add_up_gradients(module: nn.Module, names: Collection[str], group: dist.ProcessGroup) -> None:
-    """Add up, over a group, the gradients of some of a module's own parameters, each worker's of its share of the data.
+    """Add up, over a group, the gradients of some parameters that each worker computes from its share of the data.
 
     Args:
-        module: is given a class of its own, since a function on the instance would be shared with a copy of the model.
-        names: of the parameters.
+        module: module that gets a class of its own, since a copy of the model would share a function on the instance.
+        names: names of the parameters.
         group: the workers.
     """
     kind = type(module)
@@ -81,7 +81,7 @@ def add_up_gradients(module: nn.Module, names: Collection[str], group: dist.Proc
         held = {name: own._parameters[name] for name in names}
         try:
             for name, value in held.items():
-                own._parameters[name] = _AddedUp.apply(value, group)  # type: ignore[no-untyped-call]
+                own._parameters[name] = _SumGradient.apply(value, group)  # type: ignore[no-untyped-call]
             return kind.forward(own, *args, **kwargs)
         finally:
             own._parameters.update(held)
@@ -90,8 +90,8 @@ def add_up_gradients(module: nn.Module, names: Collection[str], group: dist.Proc
     module.__class__ = type(kind.__name__, (kind,), members)
 
 
-class _AddedUp(torch.autograd.Function):
-    """The parameter as it is; its gradient is the sum of those of all workers."""
+class _SumGradient(torch.autograd.Function):
+    """Operation that returns the parameter; its gradient is the sum of the gradients of all workers."""
 
     @staticmethod
     def forward(node: Any, parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

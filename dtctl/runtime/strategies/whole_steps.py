@@ -1,10 +1,10 @@
-"""Optimizers that need a whole matrix (Muon, Adafactor), on parameters that are divided over workers.
+"""Optimizers that need whole matrices (Muon, Adafactor), for parameters that are divided over workers.
 
-A trial shows whether an optimizer does: a step on a small parameter that is divided, and on the same in one piece. If
-the two differ, each matrix is put together for its step. It is gathered on one worker and given back in parts; the
-matrices are shared out so that all workers compute at once. Between steps parameters and state are divided as usual, so
-there is no difference for snapshots and recovery. State of another shape than its parameter, such as Adafactor's rows
-and columns, is on all workers.
+A trial shows whether an optimizer needs whole matrices: it makes a step on a small divided parameter, and on the same
+one in one piece. If the results differ, each matrix is gathered on one worker for its step, and sent back in parts. The
+matrices are distributed so that all workers compute at the same time. Between steps parameters and state are divided as
+usual, so snapshots and recovery do not differ. State whose shape differs from that of its parameter, such as
+Adafactor's rows and columns, is complete on all workers.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtctl.errors import PlanError
-from dtctl.runtime.strategies.zero1 import shares
+from dtctl.runtime.strategies.zero1 import assign_parameter_owners
 
 TOLERANCE: Final = 1e-7
-"""Share of the norm that rounding explains, in fp64."""
+"""Relative norm of a difference that rounding in fp64 explains."""
 STEPS: Final = 2
-"""Steps of a trial: the first one makes the state."""
+"""Steps of a trial; the first one creates the state."""
 RATE: Final = 0.1
-"""Learning rate of a trial; a run may begin with 0."""
+"""Learning rate of a trial, since that of a run may begin at 0."""
 
 State = dict[str, Any]
 
 
 def take_whole_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that needs whole matrices have them; collective over all workers.
+    """Change an optimizer that needs whole matrices so that it gets them; collective over all workers.
 
     Args:
-        optimizer: over all parameters of this worker, just made; is given a class of its own if it needs them.
+        optimizer: new optimizer over all parameters of this worker; its class is replaced if it needs whole matrices.
 
     Raises:
-        PlanError: it needs several at once, or counts over all parameters.
+        PlanError: the optimizer needs several matrices at once, or has state for all parameters together.
     """
     dependent: set[nn.Parameter] = set()
     tried: dict[object, bool] = {}
@@ -51,7 +51,9 @@ def take_whole_steps(optimizer: torch.optim.Optimizer) -> None:
                 continue
             kind = (number, parameter.device_mesh, parameter.placements, parameter.dim())
             if kind not in tried:
-                tried[kind] = any(_needs_whole(optimizer, group, parameter, shape) for shape in _shapes(parameter))
+                tried[kind] = any(
+                    _needs_whole(optimizer, group, parameter, shape) for shape in _build_trial_shapes(parameter)
+                )
             if tried[kind]:
                 dependent.add(cast(nn.Parameter, parameter))
     kind_of = type(optimizer)
@@ -63,7 +65,7 @@ def take_whole_steps(optimizer: torch.optim.Optimizer) -> None:
     _require_single(optimizer, next(iter(dependent)))
 
     def step(own: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> float | None:
-        return _step(own, kind_of, type(own)._dtctl_dependent, closure)  # type: ignore[attr-defined]
+        return _step_whole_matrices(own, kind_of, type(own)._dtctl_dependent, closure)  # type: ignore[attr-defined]
 
     members = {"step": step, "_dtctl_dependent": dependent, "__module__": kind_of.__module__}
     optimizer.__class__ = type(kind_of.__name__, (kind_of,), members)
@@ -72,7 +74,7 @@ def take_whole_steps(optimizer: torch.optim.Optimizer) -> None:
 # -- trial ------------------------------------------------------------------------------------------------------------
 
 
-def _twin(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[Any]) -> Any:
+def _build_twin_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[Any]) -> Any:
     """Return an optimizer of the same class and settings over other parameters, without state and hooks."""
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
@@ -87,11 +89,11 @@ def _twin(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters
     return twin
 
 
-def _shapes(like: DTensor) -> list[list[int]]:
-    """Small shapes that are divided as a parameter: wide, tall, of odd sizes, and with fewer rows than workers."""
+def _build_trial_shapes(like: DTensor) -> list[list[int]]:
+    """Return small shapes divided like a parameter: wide, tall, of odd sizes, and with fewer rows than workers."""
     parts = [1] * like.dim()
     for axis, placement in enumerate(like.placements):
-        if (dim := _dim(placement)) is not None:
+        if (dim := _find_sharded_dim(placement)) is not None:
             parts[dim] *= like.device_mesh.size(axis)
     most = max(parts)
     wide = [2 * count for count in parts[:-1]] + [3 * most * parts[-1]]
@@ -101,36 +103,36 @@ def _shapes(like: DTensor) -> list[list[int]]:
     return [wide, tall, odd, one] if like.dim() > 1 else [tall, odd, one]
 
 
-def _drawn(like: DTensor, shape: Sequence[int], seed: int, *, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Values and gradients of a small parameter in one piece; the same on all workers."""
+def _draw_trial_tensors(like: DTensor, shape: Sequence[int], seed: int, *, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return values and gradients of a small parameter in one piece, the same on all workers."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(1 + STEPS)]
     return [row.to(like.device) for row in rows]
 
 
-def _part(whole: torch.Tensor, like: DTensor) -> DTensor:
+def _shard_whole_tensor(whole: torch.Tensor, like: DTensor) -> DTensor:
     local = whole
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None  # noqa: S101  # for the type checker: this worker is of the mesh
     for axis, placement in enumerate(like.placements):
-        if (dim := _dim(placement)) is not None:
+        if (dim := _find_sharded_dim(placement)) is not None:
             workers = like.device_mesh.size(axis)
             length = -(-local.shape[dim] // workers)
             begin = min(local.shape[dim], length * coordinate[axis])
             local = local.narrow(dim, begin, min(length, local.shape[dim] - begin))
-    dims = map(_dim, like.placements)
+    dims = map(_find_sharded_dim, like.placements)
     plain = [Replicate() if dim is None else Shard(dim) for dim in dims]
     return DTensor.from_local(
         local.contiguous().clone(), like.device_mesh, plain, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 
-def _dim(placement: Any) -> int | None:
-    """Return the dim along which a placement divides; torch's shards of shards are no Shard for its `is_shard`."""
+def _find_sharded_dim(placement: Any) -> int | None:
+    """Return the dim along which a placement divides; `is_shard` is false for torch's shards of shards."""
     return None if placement.is_replicate() or placement.is_partial() else placement.dim
 
 
-def _trained(twin: Any, parameters: Sequence[nn.Parameter], gradients: Sequence[Sequence[torch.Tensor]]) -> None:
+def _run_twin_steps(twin: Any, parameters: Sequence[nn.Parameter], gradients: Sequence[Sequence[torch.Tensor]]) -> None:
     for step in range(STEPS):
         for parameter, rows in zip(parameters, gradients, strict=True):
             parameter.grad = rows[step]
@@ -140,19 +142,23 @@ def _trained(twin: Any, parameters: Sequence[nn.Parameter], gradients: Sequence[
 def _needs_whole(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: DTensor, shape: Sequence[int]
 ) -> bool:
-    """Tell whether a divided parameter is trained into something else than one in one piece."""
+    """Return whether a step on a divided parameter has another result than on the parameter in one piece."""
     dtype = torch.float64
     for dtype in (torch.float64, like.dtype):
-        values, *gradients = _drawn(like, shape, 1, dtype=dtype)
+        values, *gradients = _draw_trial_tensors(like, shape, 1, dtype=dtype)
         whole = nn.Parameter(values.clone())
         with suppress(Exception):
-            _trained(_twin(optimizer, group, [whole]), [whole], [gradients])
+            _run_twin_steps(_build_twin_optimizer(optimizer, group, [whole]), [whole], [gradients])
             break
-    else:  # an optimizer that cannot be tried by itself
+    else:  # the optimizer cannot be tried alone
         return False
-    divided = nn.Parameter(_part(values, like))
+    divided = nn.Parameter(_shard_whole_tensor(values, like))
     try:
-        _trained(_twin(optimizer, group, [divided]), [divided], [[_part(row, like) for row in gradients]])
+        _run_twin_steps(
+            _build_twin_optimizer(optimizer, group, [divided]),
+            [divided],
+            [[_shard_whole_tensor(row, like) for row in gradients]],
+        )
         found = cast(DTensor, divided.detach()).full_tensor()
     except Exception:  # noqa: BLE001  # torch's words for an operation that DTensors do not have
         return True
@@ -162,21 +168,21 @@ def _needs_whole(
 
 
 def _require_single(optimizer: torch.optim.Optimizer, like: Any) -> None:
-    """See that parameters can be trained one after the other.
+    """Refuse an optimizer that cannot train its parameters one after another.
 
     Raises:
-        PlanError: the step of one depends on the others, or the optimizer counts for all of them.
+        PlanError: the step of a parameter depends on others, or the optimizer has a counter for all of them.
     """
     group = next(group for group in optimizer.param_groups if any(one is like for one in group["params"]))
-    rows = [_drawn(like, _shapes(like)[0], seed, dtype=torch.float64) for seed in (1, 2)]
+    rows = [_draw_trial_tensors(like, _build_trial_shapes(like)[0], seed, dtype=torch.float64) for seed in (1, 2)]
     together = [nn.Parameter(values.clone()) for values, *_ in rows]
     single = [nn.Parameter(values.clone()) for values, *_ in rows]
-    twin = _twin(optimizer, group, together)
+    twin = _build_twin_optimizer(optimizer, group, together)
     before = repr({key: value for key, value in twin.param_groups[0].items() if key != "params"})
     try:
-        _trained(twin, together, [gradients for _, *gradients in rows])
+        _run_twin_steps(twin, together, [gradients for _, *gradients in rows])
         for parameter, (_, *gradients) in zip(single, rows, strict=True):
-            _trained(_twin(optimizer, group, [parameter]), [parameter], [gradients])
+            _run_twin_steps(_build_twin_optimizer(optimizer, group, [parameter]), [parameter], [gradients])
     except Exception:  # noqa: BLE001  # which then has no fp64
         return
     counts = before != repr({key: value for key, value in twin.param_groups[0].items() if key != "params"})
@@ -192,13 +198,13 @@ def _require_single(optimizer: torch.optim.Optimizer, like: Any) -> None:
 # -- step -------------------------------------------------------------------------------------------------------------
 
 
-def _step(
+def _step_whole_matrices(
     optimizer: torch.optim.Optimizer,
     kind: type[torch.optim.Optimizer],
     dependent: set[nn.Parameter],
     closure: Callable[[], float] | None,
 ) -> float | None:
-    """Train what may be divided as it is, and then the rest matrix by matrix; collective over all workers."""
+    """Make the step of parameters that may stay divided, and then of the others matrix by matrix; collective."""
     groups = optimizer.param_groups
     held = [group["params"] for group in groups]
     loss = None
@@ -211,52 +217,56 @@ def _step(
         for group, parameters in zip(groups, held, strict=True):
             group["params"] = parameters
     with torch.no_grad():
-        for some in _by_mesh(optimizer, dependent):
-            for together in _rounds(some):
+        for some in _group_matrices_by_mesh(optimizer, dependent):
+            for together in _split_into_rounds(some):
                 wholes = [one.gather(optimizer) for one in together]
                 for one, whole in zip(together, wholes, strict=True):
                     if whole is not None:
                         one.train(optimizer, kind, whole)
                 for one, whole in zip(together, wholes, strict=True):
-                    one.give_back(optimizer, whole)
+                    one.scatter_whole(optimizer, whole)
     return loss
 
 
 @dataclass(slots=True)
-class _Whole:
+class _WholeParameter:
     """A parameter in one piece, on the worker that computes its step."""
 
     parameter: nn.Parameter
     state: State
 
 
-def _by_mesh(optimizer: torch.optim.Optimizer, dependent: set[nn.Parameter]) -> list[list[_Matrix]]:
-    found: dict[object, list[_Matrix]] = {}
+def _group_matrices_by_mesh(
+    optimizer: torch.optim.Optimizer, dependent: set[nn.Parameter]
+) -> list[list[_DividedParameter]]:
+    found: dict[object, list[_DividedParameter]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in dependent and parameter.grad is not None:
-                matrix = _Matrix(group, parameter)
+                matrix = _DividedParameter(group, parameter)
                 found.setdefault((parameter.device_mesh, matrix.axis), []).append(matrix)
     for some in found.values():
         if some[0].axis is not None:
-            for matrix, owner in zip(some, shares([one.numel for one in some], some[0].workers), strict=True):
+            for matrix, owner in zip(
+                some, assign_parameter_owners([one.numel for one in some], some[0].workers), strict=True
+            ):
                 matrix.owner = owner
     return list(found.values())
 
 
-def _rounds(some: list[_Matrix]) -> list[list[_Matrix]]:
-    """Matrices in rounds of at most one for each worker."""
+def _split_into_rounds(some: list[_DividedParameter]) -> list[list[_DividedParameter]]:
+    """Return the matrices in rounds of at most one for each worker."""
     if some[0].axis is None:
         return [[one] for one in some]
-    by_owner: dict[int, list[_Matrix]] = {}
+    by_owner: dict[int, list[_DividedParameter]] = {}
     for one in some:
         by_owner.setdefault(one.owner, []).append(one)
     longest = max(map(len, by_owner.values()))
     return [[own[turn] for own in by_owner.values() if turn < len(own)] for turn in range(longest)]
 
 
-class _Matrix:
-    """A divided parameter, and how to put it together."""
+class _DividedParameter:
+    """A divided parameter, with the methods that gather it and divide it once more."""
 
     def __init__(self, group: dict[str, Any], parameter: DTensor) -> None:
         self.group, self.parameter, self.owner = group, parameter, 0
@@ -264,7 +274,8 @@ class _Matrix:
         simple = len(sharded) == 1 and type(parameter.placements[sharded[0]]).__name__ == "Shard"
         first = simple and cast(Any, parameter.placements[sharded[0]]).dim == 0
         self.axis: int | None = sharded[0] if first else None
-        """Axis of the mesh over which rows are divided. None: divided otherwise, and every worker computes the step."""
+        """Axis of the mesh that divides rows. None: the parameter is divided otherwise, and every worker computes the
+        step."""
         self.numel = parameter.numel()
         mesh = parameter.device_mesh
         self.workers = mesh.size(self.axis) if self.axis is not None else 1
@@ -273,30 +284,35 @@ class _Matrix:
         )
 
     @property
-    def _dist(self) -> dist.ProcessGroup:
+    def _axis_group(self) -> dist.ProcessGroup:
         return self.parameter.device_mesh.get_group(self.axis)
 
     @property
     def _is_owner(self) -> bool:
-        return self.axis is None or self._dist.rank() == self.owner
+        return self.axis is None or self._axis_group.rank() == self.owner
 
-    def gather(self, optimizer: torch.optim.Optimizer) -> _Whole | None:
-        """Return the parameter with its gradient and state, on its owner; None elsewhere."""
+    def gather(self, optimizer: torch.optim.Optimizer) -> _WholeParameter | None:
+        """Return the parameter with its gradient and state on its owner; None elsewhere."""
         parameter = self.parameter
         values, gradient = (
-            self._together(cast(DTensor, parameter.detach())),
-            self._together(cast(DTensor, parameter.grad)),
+            self._gather_whole_matrix(cast(DTensor, parameter.detach())),
+            self._gather_whole_matrix(cast(DTensor, parameter.grad)),
         )
         held = optimizer.state.get(parameter, {})
-        state = {name: self._together(value) if isinstance(value, DTensor) else value for name, value in held.items()}
+        state = {
+            name: self._gather_whole_matrix(value) if isinstance(value, DTensor) else value
+            for name, value in held.items()
+        }
         if values is None or gradient is None:
             return None
         whole = nn.Parameter(values)
         whole.grad = gradient
-        return _Whole(whole, state)
+        return _WholeParameter(whole, state)
 
-    def train(self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], whole: _Whole) -> None:
-        """Take the optimizer's own step for this parameter alone."""
+    def train(
+        self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], whole: _WholeParameter
+    ) -> None:
+        """Run the optimizer's own step for this parameter alone."""
         groups, state = optimizer.param_groups, optimizer.state
         try:
             optimizer.param_groups = [{**self.group, "params": [whole.parameter]}]
@@ -307,34 +323,36 @@ class _Matrix:
         finally:
             optimizer.param_groups, optimizer.state = groups, state
 
-    def give_back(self, optimizer: torch.optim.Optimizer, whole: _Whole | None) -> None:
-        """Divide the parameter and its state again; collective over the workers that have parts of it."""
+    def scatter_whole(self, optimizer: torch.optim.Optimizer, whole: _WholeParameter | None) -> None:
+        """Divide the parameter and its state once more; collective over the workers that have parts of it."""
         parameter = self.parameter
-        parameter.to_local().copy_(self._apart(None if whole is None else whole.parameter.detach()).to_local())
+        parameter.to_local().copy_(
+            self._scatter_whole_matrix(None if whole is None else whole.parameter.detach()).to_local()
+        )
         state = optimizer.state[parameter]
-        for name, (form, content) in self._outline(whole, state).items():
+        for name, (form, content) in self._agree_on_state_forms(whole, state).items():
             value = None if whole is None else whole.state[name]
             if form == "divided":
-                state[name] = self._apart(value, content)
+                state[name] = self._scatter_whole_matrix(value, content)
             elif form == "tensor":
                 shape, dtype, on_cpu = content
-                state[name] = self._everywhere(value, shape, dtype, on_cpu=on_cpu)
+                state[name] = self._broadcast_from_owner(value, shape, dtype, on_cpu=on_cpu)
             else:
                 state[name] = content
 
-    def _outline(self, whole: _Whole | None, state: State) -> dict[str, tuple[str, Any]]:
-        """Return the names and forms of the state on all workers; what is no tensor is there itself."""
+    def _agree_on_state_forms(self, whole: _WholeParameter | None, state: State) -> dict[str, tuple[str, Any]]:
+        """Return the names and forms of the state on all workers, and the values that are not tensors."""
         if self.axis is None:
             assert whole is not None  # noqa: S101  # for the type checker: every worker computes it
-            return self._forms(whole.state)
-        known = self._forms(state)
+            return self._describe_state_forms(whole.state)
+        known = self._describe_state_forms(state)
         if known and all(form != "value" for form, _ in known.values()):
             return known
-        told = [self._forms(whole.state) if whole is not None else None]
-        dist.broadcast_object_list(told, group=self._dist, group_src=self.owner, device=self.device)
+        told = [self._describe_state_forms(whole.state) if whole is not None else None]
+        dist.broadcast_object_list(told, group=self._axis_group, group_src=self.owner, device=self.device)
         return told[0] or {}
 
-    def _forms(self, state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    def _describe_state_forms(self, state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         forms: dict[str, tuple[str, Any]] = {}
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -347,35 +365,35 @@ class _Matrix:
 
     # -- exchange -----------------------------------------------------------------------------------------------------
 
-    def _rows(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a worker's rows in a vector, as long as the longest."""
+    def _pad_worker_rows(self, part: torch.Tensor) -> torch.Tensor:
+        """Return a worker's rows in a vector of the length of the longest one."""
         width = self.numel // self.parameter.shape[0]
         length = -(-self.parameter.shape[0] // self.workers) * width
         flat = part.reshape(-1).to(self.device or part.device)
         return nn.functional.pad(flat, (0, length - len(flat)))
 
-    def _together(self, value: DTensor) -> torch.Tensor | None:
+    def _gather_whole_matrix(self, value: DTensor) -> torch.Tensor | None:
         if self.axis is None:
             return value.full_tensor()
-        rows = self._rows(value.to_local())
+        rows = self._pad_worker_rows(value.to_local())
         parts = [torch.empty_like(rows) for _ in range(self.workers)] if self._is_owner else None
-        dist.gather(rows, parts, group=self._dist, group_dst=self.owner)
+        dist.gather(rows, parts, group=self._axis_group, group_dst=self.owner)
         return None if parts is None else torch.cat(parts)[: self.numel].view(self.parameter.shape)
 
-    def _apart(self, whole: torch.Tensor | None, dtype: torch.dtype | None = None) -> DTensor:
+    def _scatter_whole_matrix(self, whole: torch.Tensor | None, dtype: torch.dtype | None = None) -> DTensor:
         parameter, local = self.parameter, self.parameter.to_local()
         if self.axis is None:
             assert whole is not None  # noqa: S101  # for the type checker: every worker has it
             alike = [Replicate()] * parameter.device_mesh.ndim
             spread = DTensor.from_local(whole, parameter.device_mesh, alike, run_check=False)
             return spread.redistribute(placements=parameter.placements)
-        own = self._rows(torch.empty_like(local, dtype=dtype))
+        own = self._pad_worker_rows(torch.empty_like(local, dtype=dtype))
         parts = None
         if whole is not None:
             chunks = list(whole.chunk(self.workers))
             chunks += [whole[:0]] * (self.workers - len(chunks))
-            parts = [self._rows(chunk) for chunk in chunks]
-        dist.scatter(own, parts, group=self._dist, group_src=self.owner)
+            parts = [self._pad_worker_rows(chunk) for chunk in chunks]
+        dist.scatter(own, parts, group=self._axis_group, group_src=self.owner)
         part = own[: local.numel()].view(local.shape).to(local.device)
         return DTensor.from_local(
             part.clone(),
@@ -386,7 +404,7 @@ class _Matrix:
             stride=parameter.stride(),
         )
 
-    def _everywhere(
+    def _broadcast_from_owner(
         self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, *, on_cpu: bool
     ) -> torch.Tensor:
         if self.axis is None:
@@ -394,5 +412,5 @@ class _Matrix:
             return value
         device = self.device or torch.device("cpu")
         tensor = torch.empty(shape, dtype=dtype, device=device) if value is None else value.to(device).contiguous()
-        dist.broadcast(tensor, group=self._dist, group_src=self.owner)
+        dist.broadcast(tensor, group=self._axis_group, group_src=self.owner)
         return tensor.cpu() if on_cpu else tensor

@@ -1,7 +1,7 @@
-"""ZeRO stage 1: data parallel, and each worker keeps the optimizer's state of its share of the parameters only.
+"""ZeRO stage 1: data parallel in which each worker keeps only its share of the optimizer's state.
 
-torch's ZeroRedundancyOptimizer does the same; it builds the optimizer itself, from a class. Here any optimizer is cut
-down after it was made, the user's own too, and its state stays keyed by parameters, as snapshots have it.
+torch's ZeroRedundancyOptimizer does the same, but builds the optimizer itself from a class. Here any existing optimizer
+is reduced to the worker's share, and its state stays keyed by parameters, as snapshots require.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from dtctl.runtime.strategies.ddp import Ddp
 
 MESSAGE_BYTES: Final = 64 << 20
-"""Bytes of parameters that are sent together: each message costs some 20 us of its own, and a copy of its length."""
+"""Bytes of parameters that are sent together, since each message costs some 20 us, and a copy of its length."""
 
 
-def shares(sizes: Sequence[int], workers: int) -> list[int]:
-    """Return which worker gets which parameter: the largest first, each to the one that has least so far."""
+def assign_parameter_owners(sizes: Sequence[int], workers: int) -> list[int]:
+    """Return the owner of each parameter: the largest first, each to the worker with the least so far."""
     loads = [0] * workers
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -29,8 +29,11 @@ def shares(sizes: Sequence[int], workers: int) -> list[int]:
     return owners
 
 
-def bunched(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Parameters of one kind together, as many as make a message that is worth its start; the same on all workers."""
+def group_message_parameters(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the parameters in groups for one message each, the same on all workers.
+
+    A group has one kind of parameters, and as many as make a message that is worth its start.
+    """
     bunches: list[list[torch.Tensor]] = []
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     at: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -44,8 +47,8 @@ def bunched(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return bunches
 
 
-def _flat(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what is sent: one parameter itself, several, or one that lies otherwise in memory, in a vector."""
+def _flatten_sent_parameters(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the tensor to send: one contiguous parameter itself, or else a vector with all of them."""
     if _is_sent_itself(parameters):
         return parameters[0].detach()
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
@@ -55,7 +58,7 @@ def _is_sent_itself(parameters: Sequence[torch.Tensor]) -> bool:
     return len(parameters) == 1 and parameters[0].is_contiguous()
 
 
-def _put(parameters: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+def _copy_received_values(parameters: Sequence[torch.Tensor], values: torch.Tensor) -> None:
     if not _is_sent_itself(parameters):
         parts = torch.split_with_sizes(values, [parameter.numel() for parameter in parameters])
         views = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
@@ -63,15 +66,15 @@ def _put(parameters: Sequence[torch.Tensor], values: torch.Tensor) -> None:
 
 
 class Zero1(Ddp):
-    """`Ddp` with a step that each worker makes for its share, and sends to the others."""
+    """`Ddp` in which each worker makes the optimizer's step for its share, and sends the results to the others."""
 
     name = "zero1"
     sharded_state = True
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the parameters of other workers out of the optimizer, and bring their new values after each step."""
+        """Remove the parameters of other workers from the optimizer, and send new values to all after each step."""
         everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        owners = shares([parameter.numel() for parameter in everything], dist.get_world_size())
+        owners = assign_parameter_owners([parameter.numel() for parameter in everything], dist.get_world_size())
         rank = dist.get_rank()
         mine = {parameter for parameter, owner in zip(everything, owners, strict=True) if owner == rank}
         for group in optimizer.param_groups:
@@ -81,17 +84,17 @@ class Zero1(Ddp):
             for worker in range(dist.get_world_size())
         ]
 
-        bunches = [bunched(part) for part in parts]
+        bunches = [group_message_parameters(part) for part in parts]
 
         def spread(*_: Any) -> None:
-            for owner, some in enumerate(bunches):  # one owner's at a time: the copies take memory
-                flat = [_flat(bunch) for bunch in some]
+            for owner, some in enumerate(bunches):  # one owner at a time, since the copies take memory
+                flat = [_flatten_sent_parameters(bunch) for bunch in some]
                 pending = [dist.broadcast(values, src=owner, async_op=True) for values in flat]
                 for work in pending:
                     if work is not None:
                         work.wait()
                 if owner != rank:
                     for bunch, values in zip(some, flat, strict=True):
-                        _put(bunch, values)
+                        _copy_received_values(bunch, values)
 
         optimizer.register_step_post_hook(spread)

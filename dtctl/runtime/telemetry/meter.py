@@ -1,7 +1,7 @@
-"""Measurements while a run trains: times of steps, memory, use of the hardware, and slow workers.
+"""Measurements during training: times of steps, memory, utilization of the hardware, and slow workers.
 
-All of it is cheap enough to be always on: two looks at the clock in a step, and, when a line of metrics is due, one
-exchange that the loss needs anyway.
+They cost so little that they are always on: two reads of the clock per step and, for a line of metrics, one exchange
+that the loss needs anyway.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from dtctl.runtime.telemetry.hardware import peak_flops
 
 GIB: Final = float(1 << 30)
 AHEAD: Final = 8
-"""Most steps that a process may have queued on a GPU. Without a limit it queues hundreds if a step has few kernels, and
-then waits for all of them at once, which looks like a hang from outside."""
+"""Largest number of steps that a process may have queued on a GPU. Without a limit it queues hundreds of steps with few
+kernels, and then waits for all of them at once, which looks like a hang from outside."""
 
 
 class HostClock:
-    """The time of this process."""
+    """Clock of this process."""
 
     def mark(self) -> float:
-        """Now."""
+        """Return the present time."""
         return time.perf_counter()
 
-    def between(self, begin: float, end: float) -> float:
-        """Return seconds from one mark to the next."""
+    def measure_seconds(self, begin: float, end: float) -> float:
+        """Return the seconds from one mark to the next."""
         return end - begin
 
     def wait(self, mark: float) -> None:
-        """It has been passed."""
+        """Return at once, since a mark of this clock is always in the past."""
 
 
 class GpuClock:
-    """Clock of a GPU's stream: a mark is put into the queue, and passed when all before it is done.
+    """Clock of a GPU's stream: a mark is queued, and reached when all earlier work is done.
 
-    The process itself only queues kernels. The time of queueing is not that of the kernels, and where the queue is
-    full, the process waits for those of earlier steps, and through them for other workers.
+    The process itself only queues kernels. The time of queueing is not that of the kernels. If the queue is full, the
+    process waits for kernels of earlier steps, and through them for other workers.
     """
 
     def mark(self) -> torch.cuda.Event:
-        """Return a mark here."""
+        """Queue a mark and return it."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Return seconds from one mark to the next; waits for the later one."""
+    def measure_seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the seconds from one mark to the next; wait for the later one."""
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Wait until the GPU has passed it."""
+        """Wait until the GPU has reached the mark."""
         mark.synchronize()
 
 
-def clock(device: torch.device) -> Any:
-    """Return what times of steps are measured with on a device."""
+def build_step_clock(device: torch.device) -> Any:
+    """Return the clock for the times of steps on a device."""
     return GpuClock() if device.type == "cuda" else HostClock()
 
 
 class StepTimes:
-    """Times of the steps since the last line, on the device's own clock."""
+    """Times of the steps since the last line of metrics, on the device's own clock."""
 
     def __init__(self, clock: Any = None) -> None:
         self._clock = clock or HostClock()
@@ -77,18 +77,18 @@ class StepTimes:
         self._waited_s = 0.0
 
     def record_passes(self, own: tuple[Any, Any] | None, waited_s: float) -> None:
-        """Note what the passes of a step took.
+        """Record the times of a step's passes.
 
         Args:
-            own: marks between which this worker did what does not wait for others: data and forward passes.
-            waited_s: seconds that its loop waited for data.
+            own: marks of the begin and end of work that does not wait for other workers: data and forward passes.
+            waited_s: seconds that the loop waited for data.
         """
         if own is not None:
             self._own.append(own)
         self._waited_s += waited_s
 
     def step(self) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         now = self._clock.mark()
         self._steps.append((self._last, now))
         self._last = now
@@ -96,18 +96,18 @@ class StepTimes:
             self._clock.wait(self._steps[-1 - AHEAD][1])
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was not spent on steps."""
+        """Exclude time that was not spent on steps."""
         self._last = self._last + seconds if isinstance(self._last, float) else self._clock.mark()
 
-    def take(self) -> tuple[dict[str, float], float, float]:
+    def pop_time_spread(self) -> tuple[dict[str, float], float, float]:
         """Return the spread of the times since the last call, and reset it.
 
         Returns:
             `step_p50_s`, `step_p95_s` and `step_max_s`; this worker's own time per step, in seconds; and the share of
-            the time of steps that it waited for data, 0 to 1.
+            the time of steps, from 0 to 1, in which it waited for data.
         """
-        steps_s = sorted(self._clock.between(*marks) for marks in self._steps)
-        own_s = sum(self._clock.between(*marks) for marks in self._own)
+        steps_s = sorted(self._clock.measure_seconds(*marks) for marks in self._steps)
+        own_s = sum(self._clock.measure_seconds(*marks) for marks in self._own)
         waited_s, self._waited_s = self._waited_s, 0.0
         self._steps, self._own = [], []
         if not steps_s:
@@ -118,14 +118,14 @@ class StepTimes:
         return {f"step_{name}_s": round(value, 6) for name, value in spread.items()}, own_s / len(steps_s), share
 
 
-def stragglers(own_s: torch.Tensor) -> dict[str, float]:
-    """Return the slowest rank, by the time per step that each worker was busy without waiting for others.
+def find_slowest_rank(own_s: torch.Tensor) -> dict[str, float]:
+    """Return the slowest rank, by the time per step in which each worker did not wait for others.
 
     Args:
-        own_s: of each rank.
+        own_s: this time of each rank, in seconds.
 
     Returns:
-        `slowest_rank`, `slowest_own_s` and `median_own_s`; nothing for a single worker.
+        `slowest_rank`, `slowest_own_s` and `median_own_s`; empty for a single worker.
     """
     if len(own_s) < 2:
         return {}
@@ -138,14 +138,14 @@ def stragglers(own_s: torch.Tensor) -> dict[str, float]:
     }
 
 
-def fullest(peaks_gib: torch.Tensor) -> dict[str, float]:
-    """Return the rank that needs most memory: stages of a pipeline, and uneven shards, differ.
+def find_fullest_rank(peaks_gib: torch.Tensor) -> dict[str, float]:
+    """Return the rank that needs most memory, as stages of a pipeline and uneven shards differ.
 
     Args:
-        peaks_gib: of each rank, the first figure of `memory`.
+        peaks_gib: first figure of `measure_worker_memory` for each rank.
 
     Returns:
-        `fullest_rank` and `fullest_gib`; nothing for a single worker.
+        `fullest_rank` and `fullest_gib`; empty for a single worker.
     """
     if len(peaks_gib) < 2:
         return {}
@@ -153,8 +153,11 @@ def fullest(peaks_gib: torch.Tensor) -> dict[str, float]:
     return {"fullest_rank": rank, "fullest_gib": round(float(peaks_gib[rank]), 4)}
 
 
-def memory(device: torch.device) -> dict[str, float]:
-    """Memory of this worker in GiB: on a GPU the peaks since the last call, else what the process has, and its peak."""
+def measure_worker_memory(device: torch.device) -> dict[str, float]:
+    """Return this worker's memory in GiB.
+
+    On a GPU these are the peaks since the last call, else the present size of the process and its peak.
+    """
     if device.type == "cuda":
         figures = {
             "memory_gib": torch.cuda.max_memory_allocated(device) / GIB,
@@ -169,23 +172,26 @@ def memory(device: torch.device) -> dict[str, float]:
     return {name: round(value, 4) for name, value in figures.items()}
 
 
-class Use:
-    """The share of what the hardware can compute that goes into the model (MFU, Chowdhery et al. 2022, appendix B)."""
+class ModelFlopsUtilization:
+    """Model FLOPs utilization (Chowdhery et al. 2022, appendix B).
+
+    It is the share of the hardware's peak rate that the model uses.
+    """
 
     def __init__(self, worker: Worker, precision: str, flops_per_sample: float | None) -> None:
-        """Find the peak of this worker's device.
+        """Look up the peak rate of this worker's device.
 
         Args:
-            worker: this worker; the others are taken to have the same device.
-            precision: of the computation.
-            flops_per_sample: floating point operations for a sample, forward and backward; None if not known.
+            worker: this worker; the others are assumed to have the same device.
+            precision: number format of the computation.
+            flops_per_sample: floating point operations for a sample, forward and backward; None if unknown.
         """
         name = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else ""
         peak = peak_flops(name, precision)
         self._share = flops_per_sample / (peak * worker.world_size) if peak and flops_per_sample else None
 
-    def of(self, samples_per_s: float) -> dict[str, float]:
-        """`mfu` at a speed; nothing if the peak or the model's work is not known."""
+    def compute_mfu(self, samples_per_s: float) -> dict[str, float]:
+        """Return `mfu` for a speed; empty if the peak rate or the model's work is unknown."""
         return {} if self._share is None else {"mfu": round(self._share * samples_per_s, 4)}
 
 

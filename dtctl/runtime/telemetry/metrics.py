@@ -1,4 +1,4 @@
-"""Metrics that rank 0 writes: metrics.jsonl, a line on stdout, and the sinks that are asked for."""
+"""Metrics that rank 0 writes: metrics.jsonl, a line on stdout, and the configured sinks."""
 
 from __future__ import annotations
 
@@ -15,38 +15,41 @@ from dtctl.runtime.console import say
 from dtctl.runtime.telemetry.sinks import MetricsSink
 
 WORTH_SAYING = 0.1
-"""Share of the time waited for data from which the line of a step shows it."""
+"""Smallest share of time waiting for data that the line of a step shows."""
 NOTICED_S = 0.005
-"""And how long that is per step, at least: on a busy machine a step of a millisecond waits for anything."""
+"""Smallest waiting time per step that the line shows, since on a busy machine even a step of a millisecond waits."""
 
 
-def cut(path: Path, step: int) -> None:
-    """Remove the lines of later steps, so that each step stands once after a resume; whole or not at all."""
+def remove_later_lines(path: Path, step: int) -> None:
+    """Remove the lines of later steps atomically, so that each step has one line after a resume."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if _step(line) <= step]
+    kept = [line for line in lines if _parse_line_step(line) <= step]
     if kept == lines:
         return
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with _open(draft, "w") as file:
+    with _open_metrics_file(draft, "w") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    folders.sync_folder(str(path.parent))
+    folders.sync_folder_entries(str(path.parent))
 
 
-def _open(path: Path, mode: str) -> TextIO:
-    """Open a file for the user alone in the folder of a run, which is dtctl's own; elsewhere with the user's umask."""
+def _open_metrics_file(path: Path, mode: str) -> TextIO:
+    """Open a file of metrics.
+
+    In the folder of a run, which belongs to dtctl, only the user can read it; elsewhere the umask applies.
+    """
     access = 0o600 if os.environ.get(names.METRICS) else 0o666
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if mode == "w" else os.O_APPEND), access)
     file: TextIO = os.fdopen(descriptor, mode, encoding="utf-8")  # type: ignore[assignment]
     return file
 
 
-def _step(line: str) -> float:
-    """Return the step of a line; infinity for one that a kill cut short."""
+def _parse_line_step(line: str) -> float:
+    """Return the step of a line; infinity for a line that was cut off by a kill."""
     try:
         return int(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
     except (ValueError, KeyError, TypeError):
@@ -54,28 +57,32 @@ def _step(line: str) -> float:
 
 
 class MetricsWriter:
-    """The log of one attempt. Opened on rank 0 only."""
+    """Writer of the metrics of one attempt; only on rank 0.
+
+    Attributes:
+        steps: number of steps of the run; 0 if unknown.
+    """
 
     def __init__(
         self, path: Path, *, step: int, steps: int, sinks: Sequence[MetricsSink] = (), hold: bool = False
     ) -> None:
-        """Open the log.
+        """Open the file of metrics.
 
         Args:
-            path: of metrics.jsonl; lines after `step` are removed from it.
-            step: steps done before this attempt.
-            steps: length of the training.
-            sinks: where numbers go beside.
-            hold: whether nothing is removed or written until `release`.
+            path: path of metrics.jsonl; lines after `step` are removed from it.
+            step: number of steps done before this attempt.
+            steps: number of steps of the run.
+            sinks: other places that receive the numbers.
+            hold: True if nothing is removed or written until `release`.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._held: list[tuple[int, Callable[[], None]]] | None = [] if hold else None
         self._began = step
         if not hold:
-            cut(path, step)
+            remove_later_lines(path, step)
         self._path = path
-        self._file: TextIO = _open(path, "a")
-        self._steps = steps
+        self._file: TextIO = _open_metrics_file(path, "a")
+        self.steps = steps
         self._sinks = sinks
         self._since_s = time.perf_counter()
         self._since_step = step
@@ -92,17 +99,17 @@ class MetricsWriter:
         extra: Mapping[str, float],
         measured: Callable[[float], Mapping[str, float]] = lambda _: {},
     ) -> None:
-        """Write one logged step.
+        """Write the line of one step.
 
         Args:
-            step: steps done.
-            loss: mean over the step's global batch.
+            step: number of steps done.
+            loss: mean loss over the step's global batch.
             lr: learning rate of the step.
             grad_norm: 2-norm of the whole gradient before clipping.
-            samples: of a global batch.
-            tokens: of a global batch; None if samples have none.
+            samples: number of samples in a global batch.
+            tokens: number of tokens in a global batch; None if samples have none.
             extra: further values, such as those of an evaluation.
-            measured: values that are not for the line on stdout, for a number of samples per second.
+            measured: returns values that do not appear on stdout, given the number of samples per second.
         """
         now_s = time.perf_counter()
         step_s = (now_s - self._since_s) / max(1, step - self._since_step)
@@ -119,7 +126,7 @@ class MetricsWriter:
             **measured(samples / step_s),
             **extra,
         }
-        # JSON has no NaN and no infinity; a diverged loss is null there, and spelt out on stdout.
+        # JSON has no NaN and no infinity, so a diverged loss is null there, and written out on stdout.
         known = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in row.items()
@@ -129,7 +136,7 @@ class MetricsWriter:
         def write() -> None:
             self._file.write(json.dumps(known) + "\n")
             self._file.flush()
-            say(self._line(row, extra))
+            say(self._format_metrics_line(row, extra))
             for sink in self._sinks:
                 sink.log(step, numbers)
 
@@ -139,22 +146,23 @@ class MetricsWriter:
             write()
 
     def release(self) -> None:
-        """Write what was held back, in the place of what an earlier attempt has written of these steps."""
+        """Write the lines held back, in place of lines that an earlier attempt has written for these steps."""
         held, self._held = self._held, None
         if held is not None:
             self._file.close()
-            cut(self._path, self._began)
-            self._file = _open(self._path, "a")
+            remove_later_lines(self._path, self._began)
+            self._file = _open_metrics_file(self._path, "a")
         for _, write in held or ():
             write()
 
-    def _line(self, row: Mapping[str, Any], extra: Mapping[str, float]) -> str:
+    def _format_metrics_line(self, row: Mapping[str, Any], extra: Mapping[str, float]) -> str:
         speed = (
             f"{row['tokens_per_s']:,.0f} tokens/s" if row["tokens_per_s"] else f"{row['samples_per_s']:,.0f} samples/s"
         )
-        width = len(str(self._steps))
+        width = len(str(self.steps))
+        of = f"/{self.steps}" if self.steps else ""
         line = (
-            f"step {row['step']:>{width}}/{self._steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
+            f"step {row['step']:>{width}}{of}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
             f"grad {row['grad_norm']:.2f}  {row['step_s'] * 1e3:.1f} ms/step  {speed}"
         )
         waited = row.get("data_wait", 0.0)
@@ -163,17 +171,17 @@ class MetricsWriter:
         return line + "".join(f"  {name} {value:.4f}" for name, value in extra.items())
 
     def rewind(self, step: int) -> None:
-        """Take back the lines after a step that training went back to."""
+        """Remove the lines after a step to which training went back."""
         if self._held is not None:
             self._held = [(held, write) for held, write in self._held if held <= step]
         else:
             self._file.close()
-            cut(self._path, step)
-            self._file = _open(self._path, "a")
+            remove_later_lines(self._path, step)
+            self._file = _open_metrics_file(self._path, "a")
         self._since_s, self._since_step = time.perf_counter(), step
 
     def pause(self, seconds: float) -> None:
-        """Leave time that was not spent on steps (evaluation, a snapshot) out of the next `step_s`."""
+        """Exclude time that was not spent on steps (evaluation, a snapshot) from the next `step_s`."""
         self._since_s += seconds
 
     def close(self) -> None:

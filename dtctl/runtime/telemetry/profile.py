@@ -1,4 +1,4 @@
-"""A look inside a few steps: torch's profiler and its memory records, asked for by configuration or by SIGUSR2.
+"""Profiles of a few steps, by torch's profiler and its memory records, by configuration or on SIGUSR2.
 
     kill -USR2 PID        records the next steps of that worker, while it trains
 
@@ -26,21 +26,21 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.train.config import ProfileConfig
 
 TOP = 10
-"""Operations in each table."""
+"""Number of operations in each table."""
 STACK = 5
-"""Calls of a stack that count as one entry of the second table."""
+"""Number of calls in a stack that identify one entry of the second table."""
 
 
 class Profiler:
-    """Records windows of steps of this worker."""
+    """Recorder of profiles of some steps on this worker."""
 
     def __init__(self, config: ProfileConfig, worker: Worker, *, folder: Path | None = None) -> None:
-        """Prepare; nothing is recorded yet, and torch's profiler is not even loaded.
+        """Prepare without recording anything, and without loading torch's profiler.
 
         Args:
-            config: what to record.
+            config: settings of what to record.
             worker: this worker.
-            folder: for the records. None: `profile` in the run's folder, or in the working folder without dtctl.
+            folder: folder for the records. None: `profile` in the run's folder, or in the working folder without dtctl.
         """
         self._config, self._worker = config, worker
         self._folder = folder or Path(os.environ.get(names.RUN_DIR) or ".") / "profile"
@@ -49,33 +49,33 @@ class Profiler:
         self._first = 0
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take SIGUSR2 while the body runs, and write down what is being recorded when it ends."""
+    def handling_profile_signal(self) -> Iterator[None]:
+        """Handle SIGUSR2 while the body runs, and write a record under way when it ends."""
         main = threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGUSR2, self._note) if main else None
+        before = signal.signal(signal.SIGUSR2, self._request_profile) if main else None
         try:
             yield
         finally:
             if main:
                 signal.signal(signal.SIGUSR2, before)
             if self._active is not None:
-                self._end()
+                self._stop_profile()
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
+    def _request_profile(self, _number: int, _frame: FrameType | None) -> None:
         self._asked = True
 
-    def before(self, step: int) -> None:
-        """A step begins."""
+    def begin_profile_step(self, step: int) -> None:
+        """Start a record if one is due or requested at this step."""
         if self._active is None and (self._asked or step == self._config.start):
             self._asked = False
-            self._begin(step)
+            self._start_profile(step)
 
-    def after(self, step: int, *, last: bool) -> None:
-        """A step is done; what follows the last one, such as its snapshot, belongs to no record of steps."""
+    def end_profile_step(self, step: int, *, last: bool) -> None:
+        """End a step. Work after the last one, such as its snapshot, belongs to no record."""
         if self._active is not None and (last or step - self._first + 1 >= self._config.steps):
-            self._end()
+            self._stop_profile()
 
-    def _begin(self, step: int) -> None:
+    def _start_profile(self, step: int) -> None:
         from torch._C._profiler import _ExperimentalConfig
         from torch.profiler import ProfilerActivity, profile
 
@@ -86,14 +86,15 @@ class Profiler:
         self._first = step
         self._active = profile(
             activities=activities, profile_memory=self._config.memory, record_shapes=True, with_stack=True,
-            experimental_config=_ExperimentalConfig(verbose=True),  # or `key_averages` sees no stacks (pytorch#100253)
+            # otherwise `key_averages` has no stacks (pytorch#100253)
+            experimental_config=_ExperimentalConfig(verbose=True),
         )  # fmt: skip
         self._active.start()
 
-    def _end(self) -> None:
+    def _stop_profile(self) -> None:
         active, self._active = self._active, None
         if self._worker.device.type == "cuda":
-            torch.cuda.synchronize(self._worker.device)  # what was started in the window belongs to it
+            torch.cuda.synchronize(self._worker.device)  # kernels that were started in the window belong to it
         active.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"rank{self._worker.rank}-step{self._first}"
@@ -113,7 +114,7 @@ class Profiler:
 
 @contextmanager
 def kept_buffers(model: torch.nn.Module) -> Iterator[None]:
-    """Leave a model's buffers as they were before the body."""
+    """Return a context that restores a model's buffers at its end."""
     before = [buffer.clone() for buffer in model.buffers()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Report of a run about itself: every worker measures, one exchange collects the figures, rank 0 writes them."""
+"""Metrics and progress of a run: every worker measures, one exchange collects the figures, and rank 0 writes them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dtctl import names
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.telemetry import meter
 from dtctl.runtime.telemetry.metrics import MetricsWriter
-from dtctl.runtime.telemetry.progress import Progress, WorkerPhase
+from dtctl.runtime.telemetry.progress import ProgressFile, WorkerPhase
 from dtctl.runtime.telemetry.sinks import MetricsSink, MlFlow, TensorBoard, WandB
-from dtctl.train.batch import Batch
+from dtctl.train.batch import BatchSizes
 from dtctl.train.config import TrainConfig
 
 
-class Report:
-    """The account of one training.
+class TrainingReport:
+    """Metrics and progress of one run.
 
     Attributes:
-        clock: that steps are measured with.
-        times: of this worker's steps.
-        progress: of this worker, for other processes.
+        clock: clock that measures steps.
+        times: times of this worker's steps.
+        progress: progress of this worker for other processes.
     """
 
     def __init__(
@@ -40,29 +40,29 @@ class Report:
         tokens_per_sample: int | None,
         board: Path | None,
     ) -> None:
-        """Begin to measure; nothing is written yet.
+        """Start to measure, without writing anything.
 
         Args:
-            config: of the training.
+            config: settings of the run.
             worker: this worker.
-            model: not wrapped.
-            tokens_per_sample: None if samples have none.
-            board: folder for TensorBoard's event files, where the configuration names none.
+            model: the model, not wrapped.
+            tokens_per_sample: number of tokens in a sample; None if samples have none.
+            board: folder for TensorBoard's event files, used if the configuration names none.
         """
         self._config, self._worker = config, worker
         self._board = Path(os.environ.get(names.RUN_DIR, ""), config.tensorboard) if config.tensorboard else board
         self._tokens = tokens_per_sample
         computed = "tf32" if config.tf32 and config.precision == "fp32" else config.precision
-        self._use = meter.Use(worker, computed, meter.flops_per_sample(model, tokens_per_sample))
+        self._use = meter.ModelFlopsUtilization(worker, computed, meter.flops_per_sample(model, tokens_per_sample))
         self._metrics: MetricsWriter | None = None
         self._steps = 0
         self._parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self.clock = meter.clock(worker.device)
+        self.clock = meter.build_step_clock(worker.device)
         self.times = meter.StepTimes(self.clock)
-        self.progress = Progress(worker.rank, collectives=worker.backend is not None)
+        self.progress = ProgressFile(worker.rank, collectives=worker.backend is not None)
 
-    def introduction(self, strategy: str, batch: Batch, steps: int) -> str:
-        """Return what is trained, on one line."""
+    def build_introduction(self, strategy: str, batch: BatchSizes, steps: int) -> str:
+        """Return a description of the run on one line."""
         worker, precision = self._worker, self._config.precision
         return (
             f"{strategy} on {worker.world_size} x {worker.device.type}, {self._parameters:,} parameters, {precision}, "
@@ -71,21 +71,23 @@ class Report:
 
     @contextmanager
     def open(self, step: int, steps: int, *, kept: int | None = None, hold: bool = False) -> Iterator[None]:
-        """The context in which lines are written.
+        """Return the context in which lines are written.
 
         Args:
-            step: steps done.
-            steps: length of the training.
-            kept: step of the last line that stays. None: `step`.
-            hold: whether lines are held back until `release`.
+            step: number of steps done.
+            steps: number of steps of the run; 0 if unknown.
+            kept: step of the last line that is kept. None: `step`.
+            hold: True if lines are held back until `release`.
 
         Raises:
-            PlanError: metrics are to go to a package that is not installed.
+            PlanError: a configured sink needs a package that is not installed.
         """
         if self._worker.is_first:
             path = Path(os.environ.get(names.METRICS) or names.METRICS_FILE)
             kept = step if kept is None else kept
-            self._metrics = MetricsWriter(path, step=kept, steps=steps, sinks=self._sinks(step), hold=hold)
+            self._metrics = MetricsWriter(
+                path, step=kept, steps=steps, sinks=self._build_metrics_sinks(step), hold=hold
+            )
         self.times = meter.StepTimes(self.clock)
         self._steps = steps
         self.progress.begin(step, until=steps)
@@ -96,7 +98,7 @@ class Report:
             if self._metrics is not None:
                 self._metrics.close()
 
-    def _sinks(self, step: int) -> list[MetricsSink]:
+    def _build_metrics_sinks(self, step: int) -> list[MetricsSink]:
         config, sinks = self._config, list[MetricsSink]()
         if self._board is not None:
             sinks.append(TensorBoard(self._board, step=step))
@@ -112,7 +114,7 @@ class Report:
         loss: torch.Tensor | None,
         lr: float,
         norm: torch.Tensor | None,
-        batch: Batch,
+        batch: BatchSizes,
         extra: Mapping[str, float],
         beside: Mapping[str, float],
         mean: float | None = None,
@@ -120,18 +122,19 @@ class Report:
         """Write the line of a step; collective over all workers.
 
         Args:
-            step: steps done.
-            loss: this worker's share of the mean; None if it has none of this step: then the others' mean counts.
+            step: number of steps done.
+            loss: this worker's share of the mean. None: the worker has no loss for this step, and the others' mean is
+                used.
             lr: learning rate of the step.
-            norm: of the gradient, before clipping.
-            batch: sizes of the step.
+            norm: norm of the gradient, before clipping.
+            batch: sizes of the step's batch.
             extra: further values, such as those of an evaluation.
-            beside: such that are not for the line on stdout.
-            mean: of the loss, if it was exchanged before.
+            beside: further values that do not appear on stdout.
+            mean: mean loss, if it was already exchanged.
         """
         worker = self._worker
-        spread, own_s, waited = self.times.take()
-        own = meter.memory(worker.device)
+        spread, own_s, waited = self.times.pop_time_spread()
+        own = meter.measure_worker_memory(worker.device)
         together = torch.zeros(2 + 3 * worker.world_size, dtype=torch.float64)
         if loss is not None:
             together[0] = loss.double().cpu() / worker.world_size
@@ -146,7 +149,7 @@ class Report:
         known = float(together[-1])
         if mean is None:
             mean = float(together[0]) * (worker.world_size / known if known < worker.world_size else 1.0)
-        measured = {**beside} | spread | own | meter.stragglers(own_times) | meter.fullest(peaks)
+        measured = {**beside} | spread | own | meter.find_slowest_rank(own_times) | meter.find_fullest_rank(peaks)
         measured["data_wait"] = round(float(waits.max()), 4)
         self._metrics.log(
             step,
@@ -156,11 +159,11 @@ class Report:
             samples=batch.total,
             tokens=self._tokens and self._tokens * batch.total,
             extra=extra,
-            measured=lambda samples_per_s: measured | self._use.of(samples_per_s),
+            measured=lambda samples_per_s: measured | self._use.compute_mfu(samples_per_s),
         )
 
     def release(self) -> None:
-        """Write the lines that were held back, if any were."""
+        """Write the lines that were held back."""
         if self._metrics is not None:
             self._metrics.release()
 
@@ -171,27 +174,37 @@ class Report:
         return float(together)
 
     def step(self, step: int) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         self.times.step()
         self.progress.step(step)
 
-    def through(self) -> None:
-        """There are no more steps; what follows, such as writing the last snapshot, takes as long as it takes."""
+    def set_length(self, steps: int) -> None:
+        """Set the number of steps of the run, if it is known only after `open`."""
+        self._steps = steps
+        self.progress.set_length(steps)
+        if self._metrics is not None:
+            self._metrics.steps = steps
+
+    def end_steps(self) -> None:
+        """Report the end of all steps, so that later work, such as the last snapshot, has no time limit of a step."""
         self.progress.end()
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return the context of an evaluation."""
-        return self._apart(WorkerPhase.EVALUATION)
+        return self._excluding_step_time(WorkerPhase.EVALUATION)
 
     def saving(self) -> AbstractContextManager[None]:
-        """Return the context of what training stops for when a snapshot is made."""
-        return self._apart(WorkerPhase.SNAPSHOT)
+        """Return the context of the pause in training while a snapshot is made."""
+        return self._excluding_step_time(WorkerPhase.SNAPSHOT)
 
     @contextmanager
-    def _apart(self, phase: WorkerPhase) -> Iterator[None]:
-        """The context of what is not a step (evaluation, a snapshot): its time is left out of the times of steps."""
+    def _excluding_step_time(self, phase: WorkerPhase) -> Iterator[None]:
+        """Return the context of work outside of steps (evaluation, a snapshot).
+
+        Its time is excluded from the times of steps.
+        """
         began_s = time.perf_counter()
-        with self.progress.apart(phase):
+        with self.progress.timing_phase(phase):
             yield
         seconds = time.perf_counter() - began_s
         self.times.pause(seconds)
@@ -199,8 +212,8 @@ class Report:
             self._metrics.pause(seconds)
 
     def rewind(self, step: int, *, kept: int | None = None) -> None:
-        """Remove the lines after `kept`, or after the step that training continues from."""
-        self.times.take()
+        """Remove the lines after `kept`, or after the step from which training continues."""
+        self.times.pop_time_spread()
         self.progress.begin(step, until=self._steps)
         if self._metrics is not None:
             self._metrics.rewind(step if kept is None else kept)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from dtctl.schema import Record, flag, integer, list_of, mapping_of, nullable, number, prose, text, valid_items, value
-from dtctl.schema import address as numeric_address
-from dtctl.schema import path as printable_path
+from dtctl.schema import (
+    Record,
+    check_flag,
+    check_number,
+    check_prose,
+    define_record_key,
+    list_of,
+    make_integer_check,
+    make_nullable_check,
+    make_text_check,
+    mapping_of,
+    valid_items,
+)
+from dtctl.schema import check_address as numeric_address
+from dtctl.schema import check_path as printable_path
 from dtctl.supervisor.messages.base import (
     COUNT,
     EXIT_CODE,
@@ -21,308 +33,312 @@ from dtctl.supervisor.messages.base import (
     by_op,
 )
 
-SIGNAL = nullable(integer(1, 64))
+SIGNAL = make_nullable_check(make_integer_check(1, 64))
 
 
 class WorkerSpec(Record):
-    """One process to start."""
+    """A process to start as a worker."""
 
-    rank: int = value(RANK)
-    env: dict[str, str] = value(mapping_of(NAME, TEXT))
+    rank: int = define_record_key(RANK)
+    env: dict[str, str] = define_record_key(mapping_of(NAME, TEXT))
 
 
 class RunOrigin(Record):
-    """Launcher of a run; kept on its nodes for other control machines."""
+    """Launcher of a run, recorded on the run's nodes for other control machines."""
 
-    launched_from: str = value(NAME)
-    """User and machine."""
-    command: str = value(NAME)
-    started: float = value(number)
-    """Seconds since the epoch."""
+    launched_from: str = define_record_key(NAME)
+    """User and machine of the launcher: `user@host`."""
+    command: str = define_record_key(NAME)
+    started: float = define_record_key(check_number)
+    """Start of the launcher in seconds since the epoch."""
 
 
 class StartAttempt(Message):
-    """Start an attempt; the process that takes the first of these becomes the run's supervisor."""
+    """Request to start an attempt; the process that receives the first one becomes the run's supervisor."""
 
     op = "start"
-    run: str = value(NAME)
-    token: str = value(NAME)
-    """Marks the run's processes."""
-    attempt: int = value(COUNT)
-    script: str = value(TEXT)
+    run: str = define_record_key(NAME)
+    token: str = define_record_key(NAME)
+    """Mark of the run's processes."""
+    attempt: int = define_record_key(COUNT)
+    script: str = define_record_key(TEXT)
     """Bash script that each worker runs."""
-    workers: list[WorkerSpec] = value(list_of(WorkerSpec.parse, WORKERS))
-    preload: list[str] = value(list_of(NAME), default=[])
-    """Modules to import before workers are forked; empty: each worker starts afresh."""
-    split_ranks: bool = value(flag)
+    workers: list[WorkerSpec] = define_record_key(list_of(WorkerSpec.parse, WORKERS))
+    preload: list[str] = define_record_key(list_of(NAME), default=[])
+    """Modules to import before workers are forked; empty: each worker starts its own Python."""
+    split_ranks: bool = define_record_key(check_flag)
     """True if lines of output name their worker, as torchrun's do."""
-    env: dict[str, str] = value(mapping_of(NAME, TEXT))
-    live: bool = value(flag, default=False)
+    env: dict[str, str] = define_record_key(mapping_of(NAME, TEXT))
+    live: bool = define_record_key(check_flag, default=False)
     """True if a lost worker is replaced while the others stay, when the launcher requests it."""
-    live_epoch: int = value(COUNT, default=0)
-    """Number of replacements in this attempt, on a node that comes to it later."""
-    outputs: list[str] = value(list_of(NAME), default=[])
-    """Paths in the working folder that are worth keeping."""
-    log_bytes: int = value(COUNT, default=0)
-    """Most that is kept of the output of a rank; 0: all of it."""
-    peer: str = value(NAME)
+    live_epoch: int = define_record_key(COUNT, default=0)
+    """Number of replacements in this attempt, on a node that joins it later."""
+    outputs: list[str] = define_record_key(list_of(NAME), default=[])
+    """Paths of `job.outputs` in the working folder."""
+    log_bytes: int = define_record_key(COUNT, default=0)
+    """Most bytes that are kept of the output of a rank; 0: all output is kept."""
+    peer: str = define_record_key(NAME)
     """Address of the head node."""
-    meeting_port: int = value(PORT, default=0)
-    """At which the workers meet on this node; 0: they do so elsewhere, or need not."""
-    grace_s: float = value(number)
+    meeting_port: int = define_record_key(PORT, default=0)
+    """Port at which the workers meet on this node; 0: they meet elsewhere, or not at all."""
+    grace_s: float = define_record_key(check_number)
     """Seconds between SIGTERM and SIGKILL."""
-    snapshots: str = value(NAME, default="")
+    snapshots: str = define_record_key(NAME, default="")
     """Folder of snapshots; empty: the run's own."""
-    keep: bool = value(flag)
+    keep: bool = define_record_key(check_flag)
     """True if the workers continue when the link is lost."""
-    link_timeout_s: float = value(number)
-    origin: RunOrigin | None = value(nullable(RunOrigin.parse), default=None)
+    link_timeout_s: float = define_record_key(check_number)
+    origin: RunOrigin | None = define_record_key(make_nullable_check(RunOrigin.parse), default=None)
 
 
 class StandBy(StartAttempt):
-    """Import the modules that the workers of an attempt need, and start none: this node may replace a lost one."""
+    """Request to import the modules of an attempt's workers without starting them: this node may replace a lost one."""
 
     op = "stand-by"
 
 
 class StopAttempt(Message):
-    """End the attempt's processes."""
+    """Request to end the attempt's processes."""
 
     op = "stop"
-    now: bool = value(flag, default=False)
-    """True to end them at once."""
+    now: bool = define_record_key(check_flag, default=False)
+    """True to end the processes without a grace period."""
+    requested: bool = define_record_key(check_flag, default=False)
+    """True if a user or the launcher's machine stops the run, and not a failure."""
 
 
 class Attach(Message):
-    """Continue with a kept run that has lost its link."""
+    """Request to reattach to a kept run that has lost its link."""
 
     op = "attach"
-    run: str = value(NAME)
-    offsets: dict[str, int] = value(mapping_of(NAME, COUNT), default={})
-    """Rank -> bytes of its output that the control machine has."""
+    run: str = define_record_key(NAME)
+    offsets: dict[str, int] = define_record_key(mapping_of(NAME, COUNT), default={})
+    """Bytes of each rank's output that the control machine has."""
 
 
 class ProbePorts(Message):
-    """Question: which of these ports is free."""
+    """Question for the first free port among these."""
 
     op = "probe"
-    ports: list[int] = value(list_of(PORT))
+    ports: list[int] = define_record_key(list_of(PORT))
 
 
-class Stacks(Message):
-    """Question: the stacks of the workers."""
+class RequestStacks(Message):
+    """Request for the stacks of the workers."""
 
     op = "stacks"
 
 
 class Heal(Message):
-    """Workers are lost; those of this node are replaced, the others freed from whatever waits for them."""
+    """Order to replace lost workers of this node, and to interrupt the wait of the other workers for lost ones."""
 
     op = "heal"
-    epoch: int = value(COUNT)
+    epoch: int = define_record_key(COUNT)
     """Number of times that workers of this attempt were replaced, this time included."""
-    lost: list[int] = value(list_of(WORKER_RANK, WORKERS))
-    """Ranks, of any node."""
-    host: int = value(WORKER_RANK)
+    lost: list[int] = define_record_key(list_of(WORKER_RANK, WORKERS))
+    """Lost ranks, on any node."""
+    host: int = define_record_key(WORKER_RANK)
     """Rank of the worker that opens the store of the new group."""
 
 
 class Join(Message):
-    """All workers are ready for the new group."""
+    """Order to join the new group, for which all workers are ready."""
 
     op = "join"
-    epoch: int = value(COUNT)
-    address: str = value(numeric_address)
-    """Address of the node of the worker that has the store."""
-    port: int = value(PORT)
+    epoch: int = define_record_key(COUNT)
+    address: str = define_record_key(numeric_address)
+    """Address of the node whose worker has the store."""
+    port: int = define_record_key(PORT)
 
 
 class Ping(Message):
-    """A sign of life, which is answered with one."""
+    """Heartbeat, which the node answers with Pong."""
 
     op = "ping"
 
 
-class Started(Message):
-    """The processes of an attempt are there."""
+class AttemptStarted(Message):
+    """Report: the processes of an attempt were started."""
 
     op = "started"
-    interface: str | None = value(nullable(text(64)), default=None)
-    """Network interface towards the other nodes; empty when unknown."""
+    interface: str | None = define_record_key(make_nullable_check(make_text_check(64)), default=None)
+    """Network interface towards the other nodes; empty if it is not known."""
 
 
-class Cold(Message):
-    """Workers start without preloaded modules."""
+class PreloadSkipped(Message):
+    """Report: workers start without preloaded modules."""
 
     op = "cold"
-    why: str = value(prose)
+    why: str = define_record_key(check_prose)
 
 
 class WorkerExit(Message):
-    """A process that the supervisor started has ended."""
+    """Report: a process that the supervisor started has ended."""
 
     op = "exit"
-    rank: int = value(RANK)
-    code: int = value(EXIT_CODE)
-    """Exit code as in a shell, 128 + N for signal N."""
-    signal: int | None = value(SIGNAL)
-    why: str = value(prose, default="")
-    """Facts of the node about it that its log does not have."""
-    asked: bool = value(flag, default=False)
-    """True if a signal from outside has ended it that asks to stop."""
-    told: bool = value(flag, default=False)
-    """True if the supervisor had asked it to end."""
-    killed: bool = value(flag, default=False)
-    """True if the supervisor has killed it, since it did not."""
-    time: float = value(number, default=0.0)
-    """Time by the node's clock, in seconds since the epoch."""
+    rank: int = define_record_key(RANK)
+    code: int = define_record_key(EXIT_CODE)
+    """Exit code as in a shell: 128 + N for signal N."""
+    signal: int | None = define_record_key(SIGNAL)
+    why: str = define_record_key(check_prose, default="")
+    """Cause that the node has determined and that is not in the log."""
+    asked: bool = define_record_key(check_flag, default=False)
+    """True if SIGTERM or SIGUSR1 from outside has ended the process."""
+    told: bool = define_record_key(check_flag, default=False)
+    """True if the attempt was being ended, so that the supervisor had sent SIGTERM to the process."""
+    killed: bool = define_record_key(check_flag, default=False)
+    """True if the supervisor has killed the process, since it did not end after SIGTERM."""
+    time: float = define_record_key(check_number, default=0.0)
+    """Time of the end by the node's clock, in seconds since the epoch."""
 
 
 class OutputSummary(Record):
     """Files that a run's programs wrote on a node."""
 
-    folder: str = value(printable_path)
-    files: int = value(COUNT)
-    bytes: int = value(COUNT)
+    folder: str = define_record_key(printable_path)
+    files: int = define_record_key(COUNT)
+    bytes: int = define_record_key(COUNT)
 
 
 class AttemptStopped(Message):
-    """An attempt is over on this node; its exit record, exit.json, is the same."""
+    """Report: an attempt has ended on this node. Its exit record, exit.json, has the same form."""
 
     op = "stopped"
-    left: int = value(PROCESSES)
-    """Processes of the run that are still there."""
-    exits: list[WorkerExit] = value(list_of(WorkerExit.parse, WORKERS))
-    log_bytes_lost: int = value(COUNT, default=0)
-    """Bytes of output that neither the node's disk nor the link took."""
-    log_bytes_unstored: int = value(COUNT, default=0)
-    """Bytes of output that the node's disk did not take."""
-    segments: dict[str, list[list[int]]] = value(mapping_of(NAME, list_of(list_of(COUNT, 3))), default={})
-    """Parts in the exit record that the log of a rank has, where that is not all of its output (output_log.py)."""
-    outputs: OutputSummary | None = value(nullable(OutputSummary.parse), default=None)
+    left: int = define_record_key(PROCESSES)
+    """Number of the run's processes that remain."""
+    exits: list[WorkerExit] = define_record_key(list_of(WorkerExit.parse, WORKERS))
+    log_bytes_lost: int = define_record_key(COUNT, default=0)
+    """Bytes of output that neither the node's disk nor the link accepted."""
+    log_bytes_unstored: int = define_record_key(COUNT, default=0)
+    """Bytes of output that the node's disk did not accept."""
+    segments: dict[str, list[list[int]]] = define_record_key(mapping_of(NAME, list_of(list_of(COUNT, 3))), default={})
+    """Segments of each incomplete log in the exit record, by rank (output_log.py)."""
+    outputs: OutputSummary | None = define_record_key(make_nullable_check(OutputSummary.parse), default=None)
     """Outputs of the run's programs so far."""
-    met: bool | None = value(nullable(flag), default=None)
-    """True if a process has opened the port at which the workers meet; None: not checked on this node."""
-    gone: bool = value(flag, default=False)
-    """True if the run had ended before the link stood: no supervisor waits for another attempt."""
-    record: str = value(prose, default="")
-    """Reason why the exit record could not be written; empty: it was."""
+    met: bool | None = define_record_key(make_nullable_check(check_flag), default=None)
+    """True if a process has opened the port at which the workers meet; None: this node does not check it."""
+    requested: bool = define_record_key(check_flag, default=False)
+    """True if the run was stopped on request, so that the exits of its workers are no failures."""
+    gone: bool = define_record_key(check_flag, default=False)
+    """True if the run had ended before the link was made, so that no supervisor waits for another attempt."""
+    record: str = define_record_key(check_prose, default="")
+    """Reason why the exit record could not be written; empty: it was written."""
 
 
 class ResumeVerdict(Record):
     """Verdict of a resume."""
 
-    step: int = value(COUNT)
+    step: int = define_record_key(COUNT)
     """Step of the snapshot."""
-    verdict: str | None = value(nullable(text(20)))
-    """exact, not-exact or not-confirmed; None: the steps that show it have not been repeated yet."""
-    steps: int = value(COUNT)
+    verdict: str | None = define_record_key(make_nullable_check(make_text_check(20)))
+    """Verdict: exact, not-exact or not-confirmed; None: the steps that show it have not been repeated yet."""
+    steps: int = define_record_key(COUNT)
     """Number of steps that were repeated bit for bit."""
-    differs: str | None = value(nullable(text(20)))
-    """state, loss, gradient or update: the first thing that is not as it was."""
-    why: list[str] = value(list_of(prose, 100))
-    """Known differences, a phrase each."""
+    differs: str | None = define_record_key(make_nullable_check(make_text_check(20)))
+    """First value that differs: state, loss, gradient or update."""
+    why: list[str] = define_record_key(list_of(check_prose, 100))
+    """Phrase for each known difference."""
 
 
 class WorkerProgress(Record):
-    """Newest progress of one worker (progress.py); times are ages, since clocks differ."""
+    """Newest progress of one worker (progress.py); times are given as ages in seconds, since clocks differ."""
 
-    rank: int = value(WORKER_RANK)
-    pid: int = value(COUNT)
-    signal: int = value(COUNT, default=0)
-    """Makes it write its stack; 0: none does."""
-    phase: int = value(EXIT_CODE)
-    step: int = value(COUNT)
-    """Optimizer steps done, of the whole run."""
-    place: int = value(COUNT)
-    """Position in the next step: 8 x micro batch + 0 data, 1 forward, 2 backward; 7: after all of them."""
-    first: int = value(COUNT)
-    """Step that this attempt began after."""
-    saved: int = value(COUNT)
+    rank: int = define_record_key(WORKER_RANK)
+    pid: int = define_record_key(COUNT)
+    signal: int = define_record_key(COUNT, default=0)
+    """Signal that makes the worker write its stack; 0: there is none."""
+    phase: int = define_record_key(EXIT_CODE)
+    step: int = define_record_key(COUNT)
+    """Optimizer steps done in the whole run."""
+    place: int = define_record_key(COUNT)
+    """Position in the next step: 8 x micro batch + 0 (data), 1 (forward), 2 (backward) or 7 (after all of them)."""
+    first: int = define_record_key(COUNT)
+    """Step after which this attempt began."""
+    saved: int = define_record_key(COUNT)
     """Step of the last snapshot that was begun."""
-    until: int = value(COUNT)
-    """The training's last step; 0 when it is not known."""
-    committed: int = value(COUNT, default=0)
-    """Step of the newest snapshot that it has committed in this attempt; 0: none, or others commit."""
-    begun_s: float = value(number)
-    """Age of this attempt's first step."""
-    stale_s: float = value(number)
-    """Seconds since it noted anything."""
-    slowest_s: float = value(number)
-    """The longest step but for the first ones; 0 when there was none yet."""
-    stall_s: float = value(number)
-    """Spent on snapshots in this attempt, by the training thread."""
-    evaluation_s: float = value(number)
-    state: str = value(text(1))
-    """The kernel's letter; T: stopped; empty, Z or X: the process has ended."""
-    resumed: ResumeVerdict | None = value(nullable(ResumeVerdict.parse), default=None)
+    until: int = define_record_key(COUNT)
+    """Last step of the whole training; 0 if it is not known."""
+    committed: int = define_record_key(COUNT, default=0)
+    """Step of the newest snapshot that this worker has committed in this attempt; 0: none, or other workers commit."""
+    begun_s: float = define_record_key(check_number)
+    """Seconds since the first step of this attempt began."""
+    stale_s: float = define_record_key(check_number)
+    """Seconds since the worker last recorded progress."""
+    slowest_s: float = define_record_key(check_number)
+    """Seconds of the longest step, without the first ones; 0 if there was none yet."""
+    stall_s: float = define_record_key(check_number)
+    """Seconds that the training thread has spent on snapshots in this attempt."""
+    evaluation_s: float = define_record_key(check_number)
+    state: str = define_record_key(make_text_check(1))
+    """State of the process as the kernel's letter; T: stopped; empty, Z or X: ended."""
+    resumed: ResumeVerdict | None = define_record_key(make_nullable_check(ResumeVerdict.parse), default=None)
     """Verdict of the first worker before it repeated steps, if this attempt resumed from a snapshot."""
-    confirmed: ResumeVerdict | None = value(nullable(ResumeVerdict.parse), default=None)
-    """And after it."""
+    confirmed: ResumeVerdict | None = define_record_key(make_nullable_check(ResumeVerdict.parse), default=None)
+    """Verdict of the first worker after it has repeated steps."""
 
 
 class Pong(Message):
-    """The answer to a Ping."""
+    """Answer to a Ping, with the progress of the workers."""
 
     op = "pong"
-    workers: list[WorkerProgress] = value(valid_items(WorkerProgress.parse, WORKERS))
+    workers: list[WorkerProgress] = define_record_key(valid_items(WorkerProgress.parse, WORKERS))
 
 
 class ProgressReport(Message):
-    """Progress of the workers, sent without a question."""
+    """Progress of the workers, sent without a request."""
 
     op = "progress"
-    workers: list[WorkerProgress] = value(valid_items(WorkerProgress.parse, WORKERS))
-    before_stop: bool = value(flag, default=False)
-    """True if the node asks them to end next."""
-    time: float | None = value(nullable(number), default=None)
-    """Time by the node's clock, in seconds since the epoch, where the receiver records it."""
+    workers: list[WorkerProgress] = define_record_key(valid_items(WorkerProgress.parse, WORKERS))
+    before_stop: bool = define_record_key(check_flag, default=False)
+    """True if the node sends SIGTERM to the workers after this report."""
+    time: float | None = define_record_key(make_nullable_check(check_number), default=None)
+    """Time by the node's clock in seconds since the epoch, if the receiver records it."""
 
 
 class LiveReport(Message):
     """Report of a worker about a replacement."""
 
     op = "live"
-    rank: int = value(WORKER_RANK)
-    pid: int = value(COUNT)
-    epoch: int = value(COUNT)
+    rank: int = define_record_key(WORKER_RANK)
+    pid: int = define_record_key(COUNT)
+    epoch: int = define_record_key(COUNT)
     """Newest epoch of the worker."""
-    state: str = value(text(20))
-    """hosting, ready, unable, joined, failed or cut"""
-    port: int = value(PORT, default=0)
-    """hosting: of the store."""
-    step: int = value(integer(-1), default=0)
-    """ready, joined: steps done; -1: none yet, by one that takes a place."""
-    repeats: bool = value(flag, default=False)
-    """joined: whether the worker does a step again that it had begun."""
-    why: str = value(prose, default="")
-    """unable: why only a restart helps."""
+    state: str = define_record_key(make_text_check(20))
+    """State of the worker: hosting, ready, unable, joined, failed or cut."""
+    port: int = define_record_key(PORT, default=0)
+    """Port of the store (hosting)."""
+    step: int = define_record_key(make_integer_check(-1), default=0)
+    """Number of steps done (ready, joined); -1: none yet, from a worker that takes the place of a lost one."""
+    repeats: bool = define_record_key(check_flag, default=False)
+    """True if the worker repeats a step that it had begun (joined)."""
+    why: str = define_record_key(check_prose, default="")
+    """Reason why only a restart helps (unable)."""
 
 
 class PortProbed(Message):
-    """The first free port of a ProbePorts; 0: none."""
+    """Answer to ProbePorts: the first free port; 0: none."""
 
     op = "probed"
-    port: int = value(PORT)
+    port: int = define_record_key(PORT)
 
 
 class StopRequested(Message):
-    """Another control machine has asked this node to end the run."""
+    """Report: another control machine has requested the end of the run on this node."""
 
     op = "stop-requested"
-    by: str = value(prose)
+    by: str = define_record_key(check_prose)
 
 
 class LogGap(Message):
-    """The node has no longer what comes next in the output of a rank."""
+    """Report: the node no longer has the next bytes in the output of a rank."""
 
     op = "log-gap"
-    rank: int = value(RANK)
-    bytes: int = value(COUNT)
+    rank: int = define_record_key(RANK)
+    bytes: int = define_record_key(COUNT)
 
 
 class MetricsBegin(Message):
-    """The next frames of metrics.jsonl begin with its first line."""
+    """Report: the next frames of metrics.jsonl begin with its first line."""
 
     op = "metrics-begin"
 
@@ -331,25 +347,25 @@ class WorkerStack(Message):
     """Stack of one worker."""
 
     op = "stack"
-    rank: int = value(WORKER_RANK)
-    state: str = value(text(8))
-    """The kernel's letter."""
-    how: str = value(text(40))
-    """py-spy, faulthandler or none"""
-    text: str = value(TEXT)
-    flight: str = value(TEXT)
-    """The last collectives, JSON of torch's flight recorder; empty when it did not answer."""
+    rank: int = define_record_key(WORKER_RANK)
+    state: str = define_record_key(make_text_check(8))
+    """State of the process as the kernel's letter, such as S or T."""
+    how: str = define_record_key(make_text_check(40))
+    """Tool that took the stack: py-spy, faulthandler or none."""
+    text: str = define_record_key(TEXT)
+    flight: str = define_record_key(TEXT)
+    """The last collectives, as JSON of torch's flight recorder; empty if the recorder returned nothing."""
 
 
 class StacksEnd(Message):
-    """All stacks of this node were sent."""
+    """Report: all stacks of this node were sent."""
 
     op = "stacks-end"
 
 
-RUN_REQUESTS = by_op(StartAttempt, StandBy, StopAttempt, Quit, ProbePorts, Attach, Stacks, Ping, Heal, Join)
+RUN_REQUESTS = by_op(StartAttempt, StandBy, StopAttempt, Quit, ProbePorts, Attach, RequestStacks, Ping, Heal, Join)
 WHILE_RUNNING = by_op(
-    Started, Cold, WorkerExit, AttemptStopped, Pong, ProgressReport, PortProbed, LogGap, MetricsBegin, WorkerStack,
-    StacksEnd, StopRequested, LiveReport, Refusal,
+    AttemptStarted, PreloadSkipped, WorkerExit, AttemptStopped, Pong, ProgressReport, PortProbed, LogGap, MetricsBegin,
+    WorkerStack, StacksEnd, StopRequested, LiveReport, Refusal,
 )  # fmt: skip
-"""Messages of a node from the start of a run on."""
+"""Messages that a node sends after the start of a run."""

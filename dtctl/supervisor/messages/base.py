@@ -1,8 +1,8 @@
-"""Base of all messages, and those that every family has. Used by both ends; stdlib only, Python 3.8."""
+"""Base of all messages, and the messages common to all families. Used by both ends; stdlib only, Python 3.8."""
 
 from __future__ import annotations
 
-from dtctl.schema import InvalidMessage, Record, integer, prose, text, value
+from dtctl.schema import InvalidMessage, Record, check_prose, define_record_key, make_integer_check, make_text_check
 
 TYPE_CHECKING = False  # typing is slow to import on a node
 if TYPE_CHECKING:
@@ -11,61 +11,61 @@ if TYPE_CHECKING:
 
 WORKERS = 4096
 """Most workers of one node."""
-TEXT = text(1 << 20)
-"""Characters of a text that fits into a frame."""
-NAME = text(4096)
-RANK = integer(-1, 1 << 24)
-"""-1: torchrun's agent."""
-WORKER_RANK = integer(0, 1 << 24)
-COUNT = integer(0)
-PORT = integer(0, 65_535)
-EXIT_CODE = integer(0, 255)
-PROCESSES = integer(0, 1 << 22)
+TEXT = make_text_check(1 << 20)
+"""Check of a text that fits into a frame."""
+NAME = make_text_check(4096)
+RANK = make_integer_check(-1, 1 << 24)
+"""Check of a global rank; -1 for torchrun's agent."""
+WORKER_RANK = make_integer_check(0, 1 << 24)
+COUNT = make_integer_check(0)
+PORT = make_integer_check(0, 65_535)
+EXIT_CODE = make_integer_check(0, 255)
+PROCESSES = make_integer_check(0, 1 << 22)
 
 
 class Message(Record):
-    """A record that names its type: its JSON has the key `op`, too."""
+    """Record whose JSON also has the key `op` with its type."""
 
     op: ClassVar[str]
 
     def __new__(cls, **_: object) -> Self:
-        """Put the operation before the values, so that it comes first."""
+        """Put `op` before the values, so that it comes first."""
         message = super().__new__(cls)
         message.__dict__["op"] = cls.op
         return message
 
 
 class Quit(Message):
-    """End: there are no more requests for this node."""
+    """Request to exit: there are no more requests for this node."""
 
     op = "quit"
 
 
 class Refusal(Message):
-    """The node cannot do its part."""
+    """Answer: the node cannot carry out a request."""
 
     op = "error"
-    code: str = value(text(40))
+    code: str = define_record_key(make_text_check(40))
     """Code by which the control machine chooses its hint."""
-    message: str = value(prose)
+    message: str = define_record_key(check_prose)
 
 
-class Working(Message):
-    """The node is at work on what it was asked last."""
+class StillWorking(Message):
+    """Report: the node still works on the last request."""
 
     op = "working"
 
 
 def by_op(*kinds: type[Message]) -> dict[str, type[Message]]:
-    """Return the kinds of message, by their `op`."""
+    """Return types of messages by their `op`."""
     return {kind.op: kind for kind in kinds}
 
 
-def parse(document: Mapping[str, Any], kinds: Mapping[str, type[Message]]) -> Message:
-    """Return the message that a JSON object is.
+def parse_message_document(document: Mapping[str, Any], kinds: Mapping[str, type[Message]]) -> Message:
+    """Return the message in a JSON object.
 
     Raises:
-        InvalidMessage: it is none of these kinds, or has not its form.
+        InvalidMessage: the object is not a message of these types, or is malformed.
     """
     op = document.get("op")
     kind = kinds.get(op) if isinstance(op, str) else None

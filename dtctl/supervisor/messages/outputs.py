@@ -2,87 +2,95 @@
 
 from __future__ import annotations
 
-from dtctl.schema import flag, integer, list_of, pair, prose, text, value
+from dtctl.schema import (
+    check_flag,
+    check_prose,
+    define_record_key,
+    list_of,
+    make_integer_check,
+    make_text_check,
+    make_two_item_check,
+)
 from dtctl.supervisor.messages.base import COUNT, NAME, Message
 
 FILES = 1_000_000
 ROWS = 1000
-INDEX = integer(0, FILES)
+INDEX = make_integer_check(0, FILES)
 
 
 class ListOutputs(Message):
-    """Question: the files that a run has left."""
+    """Request for the list of files that a run has left."""
 
     op = "list"
-    run_dir: str = value(NAME)
+    run_dir: str = define_record_key(NAME)
     """Folder of the run; may begin with `~`."""
-    paths: list[str] = value(list_of(NAME))
-    """Relative to the working folder, or absolute; nothing: all that the run's programs wrote."""
+    paths: list[str] = define_record_key(list_of(NAME))
+    """Paths relative to the working folder, or absolute; empty: all files that the run's programs wrote."""
 
 
 class DigestFiles(Message):
-    """Question: the digests of the beginnings of these files."""
+    """Request for the digests of the beginnings of these files."""
 
     op = "digest"
-    files: list[tuple[int, int]] = value(list_of(pair(INDEX, COUNT)))
-    """Index of its row, and length in bytes."""
+    files: list[tuple[int, int]] = define_record_key(list_of(make_two_item_check(INDEX, COUNT)))
+    """Row index of each file, and length in bytes."""
 
 
 class SendFiles(Message):
-    """Send these files."""
+    """Request for the contents of these files."""
 
     op = "send"
-    files: list[tuple[int, int]] = value(list_of(pair(INDEX, COUNT)))
-    """Index of its row, and the offset to begin at."""
+    files: list[tuple[int, int]] = define_record_key(list_of(make_two_item_check(INDEX, COUNT)))
+    """Row index of each file, and offset of the first byte to send."""
 
 
 class OutputRows(Message):
-    """Some of the files, until OutputsListed."""
+    """Part of the list of files, which ends with OutputsListed."""
 
     op = "rows"
-    rows: list[tuple[str, int]] = value(list_of(pair(NAME, COUNT), ROWS))
-    """Path in the working folder, and size in bytes."""
+    rows: list[tuple[str, int]] = define_record_key(list_of(make_two_item_check(NAME, COUNT), ROWS))
+    """Path of each file in the working folder, and its size in bytes."""
 
 
 class OutputLinks(Message):
-    """Some of the symbolic links, until OutputsListed."""
+    """Part of the list of symbolic links, which ends with OutputsListed."""
 
     op = "links"
-    rows: list[tuple[str, str]] = value(list_of(pair(NAME, NAME), ROWS))
-    """Path in the working folder, and where it leads."""
+    rows: list[tuple[str, str]] = define_record_key(list_of(make_two_item_check(NAME, NAME), ROWS))
+    """Path of each link in the working folder, and its target."""
 
 
 class OutputsListed(Message):
-    """These were all."""
+    """End of the list of a run's outputs."""
 
     op = "listed"
-    is_there: bool = value(flag)
+    is_there: bool = define_record_key(check_flag)
     """True if the node has a working folder of the run."""
-    unnameable: int = value(COUNT)
-    """Files left out because of their names."""
+    unnameable: int = define_record_key(COUNT)
+    """Number of files left out because of their names."""
 
 
 class FileDigest(Message):
     """Digest of the beginning of a file."""
 
     op = "digest"
-    index: int = value(INDEX)
-    digest: str = value(text(64))
-    """SHA-256; empty when the file is shorter by now, or gone."""
+    index: int = define_record_key(INDEX)
+    digest: str = define_record_key(make_text_check(64))
+    """SHA-256; empty if the file has become shorter or is gone."""
 
 
 class DigestsEnd(Message):
-    """All digests that were requested have been sent."""
+    """Report: all requested digests have been sent."""
 
     op = "digested"
 
 
 class FileSent(Message):
-    """The contents of a file have been sent."""
+    """Report: the contents of a file have been sent."""
 
     op = "sent"
-    index: int = value(INDEX)
-    digest: str = value(text(64))
-    """SHA-256 of all of it."""
-    problem: str = value(prose)
-    """Reason why it could not be read; empty: it was."""
+    index: int = define_record_key(INDEX)
+    digest: str = define_record_key(make_text_check(64))
+    """SHA-256 of the whole file."""
+    problem: str = define_record_key(check_prose)
+    """Reason why the file could not be read; empty: it was read."""

@@ -1,11 +1,19 @@
-"""Questions of `dtctl doctor`. Used by both ends; stdlib only, Python 3.8.
+"""Requests of `dtctl doctor`. Used by both ends; stdlib only, Python 3.8.
 
-A node's answer is an object with the same `op`; dtctl/doctor/answers.py has its form.
+A node's answer is an object with the same `op`; dtctl/doctor/answers.py defines its form.
 """
 
 from __future__ import annotations
 
-from dtctl.schema import any_json, list_of, mapping_of, number, pair, text, value
+from dtctl.schema import (
+    any_json,
+    check_number,
+    define_record_key,
+    list_of,
+    make_text_check,
+    make_two_item_check,
+    mapping_of,
+)
 from dtctl.supervisor.messages.base import COUNT, NAME, PORT, TEXT, Message, by_op
 
 TYPE_CHECKING = False  # typing is slow to import on a node
@@ -15,135 +23,135 @@ if TYPE_CHECKING:
 _ENV = mapping_of(NAME, TEXT)
 
 
-class AskTime(Message):
-    """Question: the time on the node's clock."""
+class QueryTime(Message):
+    """Request for the time on the node's clock."""
 
     op = "time"
 
 
-class AskFacts(Message):
-    """Question: the facts that need no other node."""
+class QueryFacts(Message):
+    """Request for the facts that need no other node."""
 
     op = "facts"
-    workdir: str = value(NAME)
-    paths: list[str] = value(list_of(NAME))
+    workdir: str = define_record_key(NAME)
+    paths: list[str] = define_record_key(list_of(NAME))
     """Paths that have to exist."""
-    code: str = value(NAME)
-    """Folder to digest; empty for none."""
-    env: dict[str, str] = value(_ENV)
+    code: str = define_record_key(NAME)
+    """Folder whose digest is computed; empty for none."""
+    env: dict[str, str] = define_record_key(_ENV)
     """Variables of the job."""
-    names: list[str] = value(list_of(NAME))
-    """Names to look up."""
-    peers: list[str] = value(list_of(NAME))
-    """Addresses to find the way to."""
+    names: list[str] = define_record_key(list_of(NAME))
+    """Host names to resolve."""
+    peers: list[str] = define_record_key(list_of(NAME))
+    """Addresses to which the route is determined."""
 
 
-class AskJobPython(Message):
-    """Question: the job's Python."""
+class QueryJobPython(Message):
+    """Request for facts about the job's Python."""
 
     op = "job-python"
-    python: str = value(NAME)
-    code: str = value(NAME)
-    """Folder that the job starts in; empty for none."""
-    beside: list[tuple[str, str]] = value(list_of(pair(NAME, NAME)))
-    """Modules that the job brings along: name, path."""
-    env: dict[str, str] = value(_ENV)
+    python: str = define_record_key(NAME)
+    code: str = define_record_key(NAME)
+    """Folder in which the job starts; empty for none."""
+    beside: list[tuple[str, str]] = define_record_key(list_of(make_two_item_check(NAME, NAME)))
+    """Name and path of each module in the job's code."""
+    env: dict[str, str] = define_record_key(_ENV)
 
 
 class OpenPorts(Message):
-    """Listen for the other nodes' calls."""
+    """Request to listen for connections of the other nodes."""
 
     op = "listen"
-    name: str = value(NAME)
-    """Name of the node that is called."""
-    token: str = value(NAME)
+    name: str = define_record_key(NAME)
+    """Name of the listening node."""
+    token: str = define_record_key(NAME)
     """Token of this examination, which callers have to send."""
-    ports: list[int] = value(list_of(PORT))
-    """0: any."""
+    ports: list[int] = define_record_key(list_of(PORT))
+    """Ports to listen on; 0 for any free port."""
 
 
-class OpenSpread(Message):
-    """Listen at a port of each stretch of two ranges."""
+class OpenSampledPorts(Message):
+    """Request to listen on one port in each part of two ranges."""
 
     op = "spread"
-    count: int = value(COUNT)
-    """Number of stretches."""
-    meeting: tuple[int, int] = value(pair(PORT, PORT))
-    """First and last port of the second range; the first one is the kernel's."""
+    count: int = define_record_key(COUNT)
+    """Number of parts into which each range is divided."""
+    meeting: tuple[int, int] = define_record_key(make_two_item_check(PORT, PORT))
+    """First and last port of the second range; the first range is the kernel's."""
 
 
 class CallNodes(Message):
-    """Call the others."""
+    """Request to call other nodes at their open ports."""
 
     op = "call"
-    token: str = value(NAME)
-    targets: list[Any] = value(list_of(any_json))
-    """Node, address, port, kind."""
-    timeout_s: float = value(number)
+    token: str = define_record_key(NAME)
+    targets: list[Any] = define_record_key(list_of(any_json))
+    """Node, address, port and kind of each call."""
+    timeout_s: float = define_record_key(check_number)
 
 
-class MeasureWay(Message):
-    """Measure the way to one other node."""
+class MeasureLink(Message):
+    """Request to measure the connection to one other node."""
 
     op = "measure"
-    address: str = value(NAME)
-    port: int = value(PORT)
-    token: str = value(NAME)
-    seconds: float = value(number)
+    address: str = define_record_key(NAME)
+    port: int = define_record_key(PORT)
+    token: str = define_record_key(NAME)
+    seconds: float = define_record_key(check_number)
 
 
-class LeaveMarks(Message):
-    """Leave a mark in each folder."""
+class WriteMarks(Message):
+    """Request to write a mark into each folder."""
 
     op = "mark"
-    token: str = value(NAME)
-    node: str = value(NAME)
-    """Node that made the marks."""
-    folders: list[str] = value(list_of(NAME))
+    token: str = define_record_key(NAME)
+    node: str = define_record_key(NAME)
+    """Name of the node that writes the marks."""
+    folders: list[str] = define_record_key(list_of(NAME))
 
 
-class LookForMarks(Message):
-    """Look for the other nodes' marks."""
+class FindMarks(Message):
+    """Request to look for the other nodes' marks."""
 
     op = "look"
-    wanted: list[tuple[str, str]] = value(list_of(pair(NAME, NAME)))
-    """Folder, node."""
+    wanted: list[tuple[str, str]] = define_record_key(list_of(make_two_item_check(NAME, NAME)))
+    """Pairs of a folder and the node whose mark may be there."""
 
 
 class RemoveMarks(Message):
-    """Remove your marks."""
+    """Request to remove the marks that this node has made."""
 
     op = "unmark"
 
 
 class StartPython(Message):
-    """Start the job's Python next to the probe."""
+    """Request to start the job's Python next to the probe."""
 
     op = "start-python"
-    python: str = value(NAME)
-    text: str = value(text(1 << 20))
-    """Text of the program that it runs (dtctl/doctor/worker.py)."""
-    env: dict[str, str] = value(_ENV)
-    interface: str = value(NAME)
-    """Towards the other nodes; empty where that is not known."""
-    limit_s: float = value(number)
-    unset: list[str] = value(list_of(NAME), default=[])
-    """Variables that it does not get."""
-    hidden: list[str] = value(list_of(NAME), default=[])
-    """Modules that are not found as they were."""
-    count: int = value(COUNT, default=1)
-    """Number of processes."""
+    python: str = define_record_key(NAME)
+    text: str = define_record_key(make_text_check(1 << 20))
+    """Text of the program for that Python (dtctl/doctor/worker.py)."""
+    env: dict[str, str] = define_record_key(_ENV)
+    interface: str = define_record_key(NAME)
+    """Network interface towards the other nodes; empty if it is not known."""
+    limit_s: float = define_record_key(check_number)
+    unset: list[str] = define_record_key(list_of(NAME), default=[])
+    """Variables that are removed from the environment of that Python."""
+    hidden: list[str] = define_record_key(list_of(NAME), default=[])
+    """Names of modules that files of the job hide; the answer reports those that torch imports."""
+    count: int = define_record_key(COUNT, default=1)
+    """Number of processes to start."""
 
 
-class AskPython(Message):
-    """Ask each Python something."""
+class QueryPython(Message):
+    """Request for each started Python."""
 
     op = "round"
-    asks: list[Any] = value(list_of(any_json))
-    limit_s: float = value(number)
+    asks: list[Any] = define_record_key(list_of(any_json))
+    limit_s: float = define_record_key(check_number)
 
 
 PROBE_REQUESTS = by_op(
-    AskTime, AskFacts, AskJobPython, OpenPorts, OpenSpread, CallNodes, MeasureWay, LeaveMarks, LookForMarks,
-    RemoveMarks, StartPython, AskPython,
+    QueryTime, QueryFacts, QueryJobPython, OpenPorts, OpenSampledPorts, CallNodes, MeasureLink, WriteMarks, FindMarks,
+    RemoveMarks, StartPython, QueryPython,
 )  # fmt: skip

@@ -2,54 +2,68 @@
 
 from __future__ import annotations
 
-from dtctl.schema import Record, flag, integer, list_of, mapping_of, nullable, number, prose, text, value
+from dtctl.schema import (
+    Record,
+    check_flag,
+    check_number,
+    check_prose,
+    define_record_key,
+    list_of,
+    make_integer_check,
+    make_nullable_check,
+    make_text_check,
+    mapping_of,
+)
 from dtctl.supervisor.messages.base import COUNT, EXIT_CODE, NAME, Message
 from dtctl.supervisor.messages.setup import RUNS
 
 
 class ListRuns(Message):
-    """Question: the runs on the node."""
+    """Request for the runs on the node."""
 
     op = "runs"
 
 
 class RunOnNode(Record):
-    """A run from the records of one of its nodes."""
+    """A run according to the records of one of its nodes."""
 
-    run: str = value(NAME)
-    token: str = value(text(64))
-    attempt: int = value(COUNT)
-    keep: bool = value(flag)
-    is_running: bool = value(flag)
-    started: float = value(number)
-    """Seconds since the epoch, by the clock of its launcher; 0: not known."""
-    launched_from: str = value(prose)
-    command: str = value(prose)
-    exit_code: int | None = value(nullable(EXIT_CODE), default=None)
-    """Exit code of the first worker here that failed, or 0; None: it runs, or the code is not known."""
+    run: str = define_record_key(NAME)
+    token: str = define_record_key(make_text_check(64))
+    attempt: int = define_record_key(COUNT)
+    keep: bool = define_record_key(check_flag)
+    is_running: bool = define_record_key(check_flag)
+    started: float = define_record_key(check_number)
+    """Start of the run in seconds since the epoch, by the clock of its launcher; 0: not known."""
+    launched_from: str = define_record_key(check_prose)
+    command: str = define_record_key(check_prose)
+    exit_code: int | None = define_record_key(make_nullable_check(EXIT_CODE), default=None)
+    """Exit code of the first worker that failed on this node, or 0; None: the run continues, or it is not known."""
+    is_stopped: bool = define_record_key(check_flag, default=False)
+    """True if the run was stopped on request."""
 
 
 class RunsOnNode(Message):
-    """These are."""
+    """Answer: the runs on this node."""
 
     op = "runs"
-    runs: list[RunOnNode] = value(list_of(RunOnNode.parse, RUNS))
+    runs: list[RunOnNode] = define_record_key(list_of(RunOnNode.parse, RUNS))
 
 
 class ReadLogs(Message):
-    """Send the output of a run's newest attempt."""
+    """Request for the output of a run's newest attempt."""
 
     op = "logs"
-    run: str = value(NAME)
-    attempt: int = value(integer(-1))
-    """Attempt of the offsets; -1: none."""
-    offsets: dict[str, int] = value(mapping_of(NAME, COUNT), default={})
+    run: str = define_record_key(NAME)
+    attempt: int = define_record_key(make_integer_check(-1))
+    """Attempt that the offsets belong to; -1: none."""
+    offsets: dict[str, int] = define_record_key(mapping_of(NAME, COUNT), default={})
 
 
 class LogsRead(Message):
-    """Answer: all of the logs so far was sent."""
+    """Answer: all output so far has been sent."""
 
     op = "logs-read"
-    attempt: int = value(COUNT)
-    is_running: bool = value(flag)
-    exit_code: int | None = value(nullable(EXIT_CODE), default=None)
+    attempt: int = define_record_key(COUNT)
+    is_running: bool = define_record_key(check_flag)
+    exit_code: int | None = define_record_key(make_nullable_check(EXIT_CODE), default=None)
+    is_stopped: bool = define_record_key(check_flag, default=False)

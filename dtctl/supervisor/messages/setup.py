@@ -2,199 +2,224 @@
 
 from __future__ import annotations
 
-from dtctl.schema import Record, flag, integer, list_of, nullable, number, prose, text, value
-from dtctl.schema import address as numeric_address
-from dtctl.schema import path as printable_path
+from dtctl.schema import (
+    Record,
+    check_flag,
+    check_number,
+    check_prose,
+    define_record_key,
+    list_of,
+    make_integer_check,
+    make_nullable_check,
+    make_text_check,
+    mapping_of,
+)
+from dtctl.schema import check_address as numeric_address
+from dtctl.schema import check_path as printable_path
 from dtctl.supervisor.messages.base import COUNT, NAME, PORT, PROCESSES, WORKERS, Message
 
 RUNS = 1000
-"""Most runs of one node in one list; the newest."""
+"""Most runs of one node in one list, which has the newest."""
 
 
 class Hello(Message):
-    """The first message to a node that is to be prepared."""
+    """First message to a node that will be prepared."""
 
     op = "hello"
-    ports: list[int] = value(list_of(PORT), default=[])
-    """Candidates for the rendezvous, in order of preference; empty on all nodes but the head."""
-    environment: str = value(text(64), default="")
+    ports: list[int] = define_record_key(list_of(PORT), default=[])
+    """Candidate ports for the rendezvous, in order of preference; empty for all nodes but the head."""
+    environment: str = define_record_key(make_text_check(64), default="")
     """Digest of the environment that the job needs; empty: none."""
 
 
 class PushTree(Message):
-    """Keep this tree of files, and report its missing parts."""
+    """Request to store a tree of files, and to report its missing parts."""
 
     op = "push"
-    tree: str = value(text(64))
+    tree: str = define_record_key(make_text_check(64))
     """Digest of the tree."""
-    store: str = value(text(8), default="code")
-    """Folder of the workdir: `code`, or `data`, which is kept until the user removes it."""
+    store: str = define_record_key(make_text_check(8), default="code")
+    """Folder of the workdir: `code`, or `data`, whose trees are kept until the user removes them."""
 
 
 class PushManifestEnd(Message):
-    """The list of files was sent."""
+    """Report: the list of files was sent."""
 
     op = "push-manifest-end"
 
 
 class PushEnd(Message):
-    """The contents of files were sent."""
+    """Report: the contents of files were sent."""
 
     op = "push-end"
 
 
 class PushRelay(Message):
-    """Contents come in blocks, perhaps from other nodes; the digests of the blocks follow, then PushManifestEnd."""
+    """Request to get contents in blocks, also from other nodes; digests of blocks and PushManifestEnd follow."""
 
     op = "push-relay"
-    certificate: str = value(text(1 << 16))
-    """Certificate of the run, PEM; its nodes authenticate each other with it."""
-    key: str = value(text(1 << 16))
-    """Private key of the run, PEM."""
+    certificate: str = define_record_key(make_text_check(1 << 16))
+    """Certificate of the run as PEM, with which its nodes authenticate each other."""
+    key: str = define_record_key(make_text_check(1 << 16))
+    """Private key of the run as PEM."""
 
 
 class PushSource(Message):
-    """Fetch the blocks that are missing from this node."""
+    """Order to fetch the missing blocks from this address."""
 
     op = "push-source"
-    address: str = value(numeric_address, default="")
-    port: int = value(PORT, default=0)
-    """0: none; the blocks follow over this link, then PushEnd."""
+    address: str = define_record_key(numeric_address, default="")
+    port: int = define_record_key(PORT, default=0)
+    """Port of the serving node; 0: the blocks follow over this link, then PushEnd."""
 
 
 class DataLink(Record):
     """Files in addition to the code that appear in the working folder."""
 
-    to: str = value(NAME)
-    """Path in there."""
-    tree: str = value(text(64), default="")
-    """Digest of the tree that was brought; empty: the node has had the files."""
-    path: str = value(NAME, default="")
-    """A file of the tree, empty for all of it; or where the node has the files, which may begin with `~`."""
+    to: str = define_record_key(NAME)
+    """Path of the files in the working folder."""
+    tree: str = define_record_key(make_text_check(64), default="")
+    """Digest of the pushed tree; empty: the node has the files already."""
+    path: str = define_record_key(NAME, default="")
+    """Path of a file in the tree, empty for the whole tree; without a tree, path on the node, which may begin with
+    `~`."""
 
 
 class EnvironmentOrder(Record):
-    """The environment that a node makes unless it has it; see dtctl/supervisor/environments.py."""
+    """Order to make an environment unless the node has it; see dtctl/supervisor/environments.py."""
 
-    digest: str = value(text(64))
-    tree: str = value(text(64), default="")
-    """Digest of the tree with the lock and the wheels that were brought; empty: the environment has to be there."""
-    uv: str = value(text(64), default="")
-    """Digest of the tree with uv, where it was brought."""
-    lock: str = value(NAME, default="")
+    digest: str = define_record_key(make_text_check(64))
+    tree: str = define_record_key(make_text_check(64), default="")
+    """Digest of the pushed tree with the lock and the wheels; empty: the environment has to exist."""
+    uv: str = define_record_key(make_text_check(64), default="")
+    """Digest of the tree with uv; empty: it was not pushed."""
+    static_uv: str = define_record_key(make_text_check(64), default="")
+    """Digest of the tree with a uv that needs no library; empty: it was not pushed."""
+    lock: str = define_record_key(NAME, default="")
     """Name of the lock in the tree."""
-    python: str = value(text(16), default="")
-    """Version: 3.12."""
-    machine: str = value(text(40), default="")
-    """Processor that the lock was made for."""
+    python: str = define_record_key(make_text_check(16), default="")
+    """Version of Python, such as 3.12."""
+    machine: str = define_record_key(make_text_check(40), default="")
+    """Processor for which the lock was made."""
+    own_index: bool = define_record_key(check_flag, default=False)
+    """True if the spec names the sources of packages, so that the node's variables for these are ignored."""
+    offline: bool = define_record_key(check_flag, default=False)
+    """True if the tree has all wheels, so that uv needs no network."""
+    workdir: str = define_record_key(NAME, default="")
+    """Folder with the environments and the trees, on a disk that all nodes share; empty: the node's workdir."""
+    credentials: dict[str, str] = define_record_key(mapping_of(NAME, NAME), default={})
+    """Variables with users and passwords of package indexes, which only uv's process gets and no file contains."""
 
 
 class Prepare(Message):
-    """Check now whatever would make the start fail."""
+    """Request to check that the run can start on this node."""
 
     op = "prepare"
-    run: str = value(NAME)
-    fresh: bool = value(flag)
+    run: str = define_record_key(NAME)
+    fresh: bool = define_record_key(check_flag)
     """True if the run is new to this node."""
-    cwd: str = value(NAME)
+    cwd: str = define_record_key(NAME)
     """Folder of the job's code."""
-    pushed: bool = value(flag, default=True)
-    """True if it was pushed there; else it is the user's own, and may begin with `~`."""
-    shared: bool = value(flag, default=False)
-    """True if it is one folder for all nodes, in which the workers start."""
-    files: list[str] = value(list_of(NAME))
+    pushed: bool = define_record_key(check_flag, default=True)
+    """True if the code was pushed to `cwd`; otherwise `cwd` is the user's own folder, and may begin with `~`."""
+    shared: bool = define_record_key(check_flag, default=False)
+    """True if `cwd` is one folder for all nodes, in which the workers start."""
+    files: list[str] = define_record_key(list_of(NAME))
     """Files that have to exist."""
-    programs: list[str] = value(list_of(NAME))
-    path: str = value(NAME, default="")
-    """Folder in which programs are looked for before PATH."""
-    outputs: list[str] = value(list_of(NAME), default=[])
-    """Paths in the working folder that are worth keeping."""
-    earlier: str = value(NAME, default="")
+    programs: list[str] = define_record_key(list_of(NAME))
+    path: str = define_record_key(NAME, default="")
+    """Folder that is searched for programs before PATH."""
+    outputs: list[str] = define_record_key(list_of(NAME), default=[])
+    """Paths of `job.outputs` in the working folder."""
+    earlier: str = define_record_key(NAME, default="")
     """Run whose outputs this run continues."""
-    replicated: list[str] = value(list_of(NAME), default=[])
+    replicated: list[str] = define_record_key(list_of(NAME), default=[])
     """Folders in the working folder whose files all nodes have (`job.shared`)."""
-    data: list[DataLink] = value(list_of(DataLink.parse), default=[])
-    environment: EnvironmentOrder | None = value(nullable(EnvironmentOrder.parse), default=None)
+    data: list[DataLink] = define_record_key(list_of(DataLink.parse), default=[])
+    environment: EnvironmentOrder | None = define_record_key(make_nullable_check(EnvironmentOrder.parse), default=None)
 
 
-class Sweep(Message):
-    """End a run whose launcher is gone."""
+class EndOrphanedRun(Message):
+    """Request to end a run whose launcher is gone."""
 
     op = "sweep"
-    run: str = value(NAME)
-    token: str = value(NAME)
-    grace_s: float = value(number)
-    by: str = value(NAME, default="")
-    """User and machine that asked for it, if that is not the launcher's machine."""
+    run: str = define_record_key(NAME)
+    token: str = define_record_key(NAME)
+    grace_s: float = define_record_key(check_number)
+    by: str = define_record_key(NAME, default="")
+    """User and machine that requested the end, if not the launcher's machine."""
 
 
 class NodeDescription(Message):
     """Description of a node before a job starts on it."""
 
     op = "hello"
-    gpus: int = value(integer(0, WORKERS))
-    cores: int = value(integer(0, 1 << 16), default=0)
-    """Processors that its processes may use; 0: not known."""
-    address: str = value(numeric_address)
-    """Address of the node that the control machine connected to; empty when not known."""
-    port: int = value(PORT)
-    """The first of the candidates that is free; 0: none, or none was named."""
-    python: str = value(text(40), default="")
-    host: str = value(text(255), default="")
-    """Host name of the machine; empty when not known."""
-    workdir: str = value(NAME, default="")
-    running: list[str] = value(list_of(prose, RUNS), default=[])
-    """Runs of this user that are under way here already."""
-    machine: str = value(text(40), default="")
-    """Processor architecture: x86_64."""
-    has_environment: bool = value(flag, default=False)
-    """True if it has the environment that was asked about."""
-    has_uv: bool = value(flag, default=False)
-    """True if it has uv; not looked for where it has the environment, or none was asked about."""
-    has_glibc: bool = value(flag, default=True)
-    """True if programs for glibc run there; found out where uv is missing."""
+    gpus: int = define_record_key(make_integer_check(0, WORKERS))
+    cores: int = define_record_key(make_integer_check(0, 1 << 16), default=0)
+    """Number of processors that the run's processes may use; 0: not known."""
+    address: str = define_record_key(numeric_address)
+    """Address of the node to which the control machine connected; empty if it is not known."""
+    port: int = define_record_key(PORT)
+    """First free port of the candidates; 0: none is free, or there were no candidates."""
+    python: str = define_record_key(make_text_check(40), default="")
+    host: str = define_record_key(make_text_check(255), default="")
+    """Host name of the machine; empty if it is not known."""
+    workdir: str = define_record_key(NAME, default="")
+    running: list[str] = define_record_key(list_of(check_prose, RUNS), default=[])
+    """Runs of this user that already run on this node."""
+    machine: str = define_record_key(make_text_check(40), default="")
+    """Processor architecture, such as x86_64."""
+    has_environment: bool = define_record_key(check_flag, default=False)
+    """True if the node has the requested environment."""
+    has_uv: bool = define_record_key(check_flag, default=False)
+    """True if the node has uv; not checked if it has the environment, or if none was requested."""
+    has_glibc: bool = define_record_key(check_flag, default=True)
+    """True if programs for glibc run on the node; checked only if uv is missing."""
+    free_bytes: int | None = define_record_key(make_nullable_check(COUNT), default=None)
+    """Free bytes on the disk of the workdir, if the node lacks the environment; None: not known."""
 
 
 class PushState(Message):
     """State of a push: have, want-manifest, need, blocks, got, source-failed, done or error."""
 
     op = "push"
-    state: str = value(text(40))
-    path: str = value(printable_path, default="")
-    """have, done: the folder of the tree."""
-    digest: str = value(text(64), default="")
-    """done: of the tree."""
-    indexes: list[int] = value(list_of(COUNT, 10_000_000), default=[])
-    """need: files of the manifest whose contents are to be sent."""
-    blocks: list[int] = value(list_of(COUNT, 10_000_000), default=[])
-    """blocks: those that are missing here, by their number."""
-    address: str = value(numeric_address, default="")
-    """blocks: where this node serves them; empty when not known."""
-    port: int = value(PORT, default=0)
-    """blocks: 0: it serves none."""
-    count: int = value(COUNT, default=0)
-    """got: blocks that came from other nodes so far."""
-    code: str = value(text(40), default="")
-    """error: as in Refusal. source-failed: unreachable, digest or lost. blocks: no-ssl, or empty."""
-    message: str = value(prose, default="")
+    state: str = define_record_key(make_text_check(40))
+    path: str = define_record_key(printable_path, default="")
+    """Folder of the tree (have, done)."""
+    digest: str = define_record_key(make_text_check(64), default="")
+    """Digest of the tree (done)."""
+    indexes: list[int] = define_record_key(list_of(COUNT, 10_000_000), default=[])
+    """Indexes of the files in the manifest whose contents are needed (need)."""
+    blocks: list[int] = define_record_key(list_of(COUNT, 10_000_000), default=[])
+    """Numbers of the blocks that are missing here (blocks)."""
+    address: str = define_record_key(numeric_address, default="")
+    """Address at which this node serves blocks (blocks); empty if it is not known."""
+    port: int = define_record_key(PORT, default=0)
+    """Port at which this node serves blocks (blocks); 0: it serves none."""
+    count: int = define_record_key(COUNT, default=0)
+    """Number of blocks that came from other nodes so far (got)."""
+    code: str = define_record_key(make_text_check(40), default="")
+    """Code, depending on the state. error: as in Refusal. source-failed: unreachable, digest or lost. blocks: empty;
+    no-ssl, if the node uses an HMAC in place of TLS; or no-port, if it serves no blocks."""
+    message: str = define_record_key(check_prose, default="")
 
 
 class EnvironmentProgress(Message):
     """Progress of the environment of a node."""
 
     op = "environment"
-    text: str = value(prose)
+    text: str = define_record_key(check_prose)
 
 
-class Ready(Message):
-    """The run may be started on this node."""
+class NodeReady(Message):
+    """Report: the run can be started on this node."""
 
     op = "ready"
 
 
-class Swept(Message):
-    """A run's processes were ended."""
+class OrphanedRunEnded(Message):
+    """Report: a run's processes were ended."""
 
     op = "swept"
-    found: int = value(PROCESSES)
-    left: int = value(PROCESSES)
+    found: int = define_record_key(PROCESSES)
+    left: int = define_record_key(PROCESSES)

@@ -1,1 +1,1 @@
-"""The doctor's half on a node: sent over the link, run from memory, nothing written. Stdlib only, Python 3.8."""
+"""The doctor's program on a node, which is sent over the link and runs from memory. Stdlib only, Python 3.8."""

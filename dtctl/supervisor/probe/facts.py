@@ -1,4 +1,4 @@
-"""Facts of a node for the doctor. Stdlib only, Python 3.8; nothing is installed, changed or left."""
+"""Facts of a node for the doctor, without any change on the node. Stdlib only, Python 3.8."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import time
 
 from dtctl import node_facts
 from dtctl.supervisor import facts as basic
-from dtctl.supervisor.messages.probe import AskFacts
+from dtctl.supervisor.messages.probe import QueryFacts
 from dtctl.supervisor.probe import devices, limits, places
 
-_SIOCGIFFLAGS = 0x8913  # linux/sockios.h
+_SIOCGIFFLAGS = 0x8913  # This and the next numbers are from linux/sockios.h.
 _SIOCGIFMTU = 0x8921
 _SIOCGIFHWADDR = 0x8927
 _IFF_UP = 1
@@ -26,37 +26,37 @@ WATCHED = (
 LOOK_UP_LIMIT_S = 2.0
 
 
-def gather(request: AskFacts) -> dict:  # type: ignore[type-arg]
-    """Everything that needs no other node."""
+def gather_probe_facts(request: QueryFacts) -> dict:  # type: ignore[type-arg]
+    """Return all facts that need no other node."""
     begun = time.monotonic()
     hostname = socket.gethostname()
     workdir = os.path.expanduser(request.workdir)
     env = {**os.environ, **request.env}
     return {
         "hostname": hostname,
-        "user": _user(),
+        "user": _read_user_name(),
         "time": time.time(),
         "python": ".".join(str(part) for part in sys.version_info[:3]),
         "kernel": os.uname().release,
         "machine": os.uname().machine,
-        **limits.limits(),
-        **places.places(workdir, env),
-        "looked_up": look_up([*request.names, hostname]),
-        "interfaces": interfaces(),
+        **limits.gather_process_limits(),
+        **places.gather_place_facts(workdir, env),
+        "looked_up": resolve_host_names([*request.names, hostname]),
+        "interfaces": list_network_interfaces(),
         "addresses": local_addresses(),
         "reached_at": basic.server_address(),
         "ways": {peer: node_facts.interface_towards(peer) for peer in request.peers},
-        "neighbours": neighbours(request.peers),
+        "neighbours": list_fixed_neighbours(request.peers),
         "missing": [path for path in request.paths if not os.path.exists(os.path.expanduser(path))],
         "env": {name: value for name, value in os.environ.items() if name.startswith(WATCHED)},
-        "conf": conf(),
-        **devices.devices(),
-        "code": digest(request.code) if request.code else "",
+        "conf": read_nccl_configs(),
+        **devices.gather_device_facts(),
+        "code": compute_source_digest(request.code) if request.code else "",
         "took_s": time.monotonic() - begun,
     }
 
 
-def _user() -> str:
+def _read_user_name() -> str:
     try:
         import pwd
 
@@ -65,8 +65,8 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def look_up(names: list) -> dict:  # type: ignore[type-arg]
-    """Return addresses by name; an empty list when unknown, None without an answer in time."""
+def resolve_host_names(names: list) -> dict:  # type: ignore[type-arg]
+    """Return addresses by name; an empty list for an unknown name, None without an answer in time."""
     addresses = dict.fromkeys(names)
 
     def ask(name: str) -> None:
@@ -81,7 +81,7 @@ def look_up(names: list) -> dict:  # type: ignore[type-arg]
         thread = threading.Thread(target=ask, args=(name,), daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no more processes are allowed here, which is reported elsewhere
+        except RuntimeError:  # The limit of processes is reached, which another fact shows.
             break
         threads.append(thread)
     deadline = time.monotonic() + LOOK_UP_LIMIT_S
@@ -90,26 +90,26 @@ def look_up(names: list) -> dict:  # type: ignore[type-arg]
     return dict(addresses)
 
 
-def interfaces() -> list:  # type: ignore[type-arg]
-    """Every interface with its address (IPv4), MTU in bytes, hardware address, whether it is up, and Mbit/s (or 0)."""
+def list_network_interfaces() -> list:  # type: ignore[type-arg]
+    """Return each interface with its IPv4 address, MTU in bytes, hardware address, state and Mbit/s (0: not known)."""
     rows = []
     for _, name in socket.if_nameindex():
-        speed = devices.read("/sys/class/net/%s/speed" % name)
+        speed = devices.read_small_file("/sys/class/net/%s/speed" % name)
         rows.append(
             {
                 "name": name,
                 "address": node_facts.ipv4_of(name),
-                "mtu": struct.unpack_from("i", _asked(name, _SIOCGIFMTU))[0],
-                "up": bool(struct.unpack_from("H", _asked(name, _SIOCGIFFLAGS))[0] & _IFF_UP),
-                "mac": ":".join("%02x" % byte for byte in _asked(name, _SIOCGIFHWADDR)[2:8]),
+                "mtu": struct.unpack_from("i", _query_interface(name, _SIOCGIFMTU))[0],
+                "up": bool(struct.unpack_from("H", _query_interface(name, _SIOCGIFFLAGS))[0] & _IFF_UP),
+                "mac": ":".join("%02x" % byte for byte in _query_interface(name, _SIOCGIFHWADDR)[2:8]),
                 "mbit_s": int(speed) if speed.isdigit() else 0,
             }
         )
     return rows
 
 
-def _asked(interface: str, request: int) -> bytes:
-    """Return what the kernel answers about an interface, behind its name; zeros if it does not."""
+def _query_interface(interface: str, request: int) -> bytes:
+    """Return the kernel's answer about an interface, without the name; zeros if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", interface.encode()[:15]))[16:]
@@ -118,9 +118,9 @@ def _asked(interface: str, request: int) -> bytes:
 
 
 def local_addresses() -> list:  # type: ignore[type-arg]
-    """Return all IPv4 addresses of this machine, second ones too, from the kernel's routing trie."""
+    """Return all IPv4 addresses of this machine, including secondary ones, from the kernel's routing trie."""
     addresses, address = [], ""
-    for line in devices.read("/proc/net/fib_trie").splitlines():
+    for line in devices.read_small_file("/proc/net/fib_trie").splitlines():
         words = line.split()
         if words[:1] in (["|--"], ["+--"]):
             address = words[1]
@@ -129,21 +129,21 @@ def local_addresses() -> list:  # type: ignore[type-arg]
     return addresses
 
 
-def neighbours(peers: list) -> dict:  # type: ignore[type-arg]
-    """Return address -> hardware address that this machine sends to, of the peers with a permanent entry."""
-    fixed = node_facts.neighbours(flags=4)  # ATF_PERM of linux/if_arp.h
+def list_fixed_neighbours(peers: list) -> dict:  # type: ignore[type-arg]
+    """Return the hardware address of each peer with a permanent entry in this machine's table of neighbours."""
+    fixed = node_facts.read_arp_neighbours(flags=4)  # The flag is ATF_PERM of linux/if_arp.h.
     return {address: card for address, card in fixed.items() if address in peers}
 
 
-def conf() -> dict:  # type: ignore[type-arg]
-    """Configuration files of NCCL that are there, or of RCCL where the GPUs are AMD's: path -> text."""
+def read_nccl_configs() -> dict:  # type: ignore[type-arg]
+    """Return the text of each configuration file of NCCL that exists, or of RCCL with AMD's GPUs, by path."""
     name = "rccl" if node_facts.amd_devices() and not node_facts.nvidia_devices() else "nccl"
     own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.%s.conf" % name)
-    return {path: devices.read(path) for path in ("/etc/%s.conf" % name, own) if os.path.isfile(path)}
+    return {path: devices.read_small_file(path) for path in ("/etc/%s.conf" % name, own) if os.path.isfile(path)}
 
 
-def digest(folder: str) -> str:
-    """Digest of the Python files below a folder; empty when it is not there."""
+def compute_source_digest(folder: str) -> str:
+    """Return a digest of the Python files below a folder; empty if the folder does not exist."""
     import hashlib
 
     folder = os.path.expanduser(folder)
@@ -155,5 +155,5 @@ def digest(folder: str) -> str:
             if name.endswith(".py") and count < 5000:
                 count += 1
                 hasher.update(os.path.relpath(os.path.join(where, name), folder).encode() + b"\0")
-                hasher.update(devices.read(os.path.join(where, name)).encode() + b"\0")
+                hasher.update(devices.read_small_file(os.path.join(where, name)).encode() + b"\0")
     return hasher.hexdigest() if count else ""

@@ -1,7 +1,7 @@
-"""Connections between nodes: every node listens, every node calls all others. Stdlib only, Python 3.8.
+"""Connections between nodes: every node listens, and every node calls all others. Stdlib only, Python 3.8.
 
-A call shows whether there is a route, whether the right node answers, from which address it sees us come, and whether
-large packets arrive. Silence means that packets are dropped; a refusal that they are rejected, since the node listens.
+A call shows whether there is a route, whether the right node answers, the address that it sees, and whether large
+packets arrive. Silence means that packets are dropped; a refusal means that they are rejected, since the node listens.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from dtctl import node_facts
 from dtctl.supervisor.probe import quality
 
 LARGE_BYTES = 256 << 10
-"""More than a connection carries without any full-size packet getting through."""
+"""Bytes of a transfer that needs packets of full size."""
 PASSED_BYTES = 16 << 10
-_IP_RECVERR = 11  # linux/in.h
-_TCP_INFO_BYTES_ACKED = 120  # struct tcp_info of linux/tcp.h
+_IP_RECVERR = 11  # This constant is from linux/in.h.
+_TCP_INFO_BYTES_ACKED = 120  # This is an offset in struct tcp_info of linux/tcp.h.
 PARALLEL = 24
 KNOCKS = ("spread", "meeting")
-"""Kinds of calls that only check which node answers: many of them find a rule for a part of the ports."""
+"""Kinds of calls that only check which node answers; many of them find a firewall rule for a part of the ports."""
 TRIES = 4
-"""Ports of a stretch that are tried until one is free."""
+"""Most ports in a part of a range that are tried until one is free."""
 MEASURE_TIMEOUT_S = quality.PHASE_LIMIT_S + 1.0
-"""Seconds to connect, and for each answer while a connection is measured."""
+"""Seconds for a connection, and for each answer while it is measured."""
 _BACKLOG = 512
 
 
-class Listeners:
-    """Listening sockets and the threads that answer; gone with the process."""
+class ProbeListeners:
+    """Listening sockets and the threads that answer; they end with the process."""
 
     def __init__(self, name: str, token: str) -> None:
         """Listen for calls with `token`, and answer as `name`."""
@@ -42,7 +42,7 @@ class Listeners:
         self.sockets: list = []  # type: ignore[type-arg]
 
     def open(self, port: int) -> int:
-        """Listen on a port, 0 for one that the kernel chooses; the port, or minus the error's number."""
+        """Listen on a port (0: the kernel chooses one); return the port, or the error's number as a negative one."""
         ear = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             if port:
@@ -54,13 +54,13 @@ class Listeners:
             return -int(exc.errno or 1)
         self.sockets.append(ear)
         try:
-            threading.Thread(target=self._accept, args=(ear,), daemon=True).start()
-        except RuntimeError:  # no more processes are allowed here, which is reported elsewhere
+            threading.Thread(target=self._accept_peer_connections, args=(ear,), daemon=True).start()
+        except RuntimeError:  # The limit of processes is reached, which another fact shows.
             return -errno.EAGAIN
         return int(ear.getsockname()[1])
 
     def spread(self, first: int, last: int, count: int) -> list:  # type: ignore[type-arg]
-        """Listen on one port of each of `count` equal stretches of a range; those that were free. One thread serves."""
+        """Listen by one thread on a port in each of `count` equal parts of a range; return the opened ports."""
         size = max(1, (last - first + 1) // max(1, count))
         ears = []
         for low in range(first, last + 1, size)[:count]:
@@ -89,22 +89,24 @@ class Listeners:
                 except OSError:
                     continue
                 try:
-                    threading.Thread(target=self._answer, args=(call, str(peer[0])), daemon=True).start()
+                    threading.Thread(
+                        target=self._answer_peer_connection, args=(call, str(peer[0])), daemon=True
+                    ).start()
                 except RuntimeError:
-                    self._answer(call, str(peer[0]))
+                    self._answer_peer_connection(call, str(peer[0]))
 
-    def _accept(self, ear: socket.socket) -> None:
+    def _accept_peer_connections(self, ear: socket.socket) -> None:
         while True:
             try:
                 call, peer = ear.accept()
             except OSError:
                 return
             try:
-                threading.Thread(target=self._answer, args=(call, str(peer[0])), daemon=True).start()
+                threading.Thread(target=self._answer_peer_connection, args=(call, str(peer[0])), daemon=True).start()
             except RuntimeError:
-                self._answer(call, str(peer[0]))
+                self._answer_peer_connection(call, str(peer[0]))
 
-    def _answer(self, call: socket.socket, peer: str) -> None:
+    def _answer_peer_connection(self, call: socket.socket, peer: str) -> None:
         with call:
             call.settimeout(10.0)
             try:
@@ -112,7 +114,7 @@ class Listeners:
                 if token.encode() != self._token:
                     return
                 if wish == "measure":
-                    quality.serve(call)
+                    quality.serve_measurement(call)
                     return
                 call.sendall(f"{self._name} {peer}\n".encode())
                 left = LARGE_BYTES
@@ -127,7 +129,7 @@ class Listeners:
 
 
 def read_line(sock: socket.socket) -> str:
-    """Return bytes up to a newline, one at a time: what follows is not ours to read."""
+    """Read up to a newline, one byte at a time, since the bytes after it are for another reader."""
     line = b""
     limit = time.monotonic() + (sock.gettimeout() or 10.0)
     while not line.endswith(b"\n") and len(line) < 200:
@@ -135,18 +137,18 @@ def read_line(sock: socket.socket) -> str:
         if not byte:
             break
         line += byte
-        if time.monotonic() > limit:  # it sends a byte now and then
+        if time.monotonic() > limit:  # The other side sends single bytes at long intervals.
             raise socket.timeout("timed out")
     return line.strip().decode(errors="replace")
 
 
 def call_all(targets: list, token: str, timeout_s: float) -> list:  # type: ignore[type-arg]
-    """Call every target, many at once; one answer each, in their order.
+    """Call every target, many at the same time; return one answer for each, in their order.
 
     Args:
-        targets: [node, address, port, kind], in an order in which no two nodes begin with the same one.
-        token: known to the nodes of this examination only.
-        timeout_s: seconds to connect, and again to send; two lost packets fit in.
+        targets: [node, address, port, kind], in an order such that no two nodes begin with the same target.
+        token: token that only the nodes of this examination have.
+        timeout_s: seconds for a connection, and again for sending; they suffice after two lost packets.
     """
     answers: list = [None] * len(targets)  # type: ignore[type-arg]
     todo = list(enumerate(targets))
@@ -159,9 +161,9 @@ def call_all(targets: list, token: str, timeout_s: float) -> list:  # type: igno
                     return
                 index, (node, address, port, kind) = todo.pop(0)
             knock = kind in KNOCKS
-            said = call(address, port, node, token, timeout_s, large=not knock)
-            if knock and said["result"] != "ok":  # a packet may be lost, or the other side be busy
-                said = call(address, port, node, token, timeout_s, large=False)
+            said = check_peer_connection(address, port, node, token, timeout_s, large=not knock)
+            if knock and said["result"] != "ok":  # A packet may be lost, or the other side busy.
+                said = check_peer_connection(address, port, node, token, timeout_s, large=False)
             answers[index] = {"node": node, "port": port, "kind": kind, **said}
 
     threads = []
@@ -178,8 +180,10 @@ def call_all(targets: list, token: str, timeout_s: float) -> list:  # type: igno
     return answers
 
 
-def call(address: str, port: int, node: str, token: str, timeout_s: float, *, large: bool = True) -> dict:  # type: ignore[type-arg]
-    """Return one call: `result` is ok, dropped, no-room, refused, unreachable, silent, stranger, large-lost or error.
+def check_peer_connection(
+    address: str, port: int, node: str, token: str, timeout_s: float, *, large: bool = True
+) -> dict:  # type: ignore[type-arg]
+    """Make one call: `result` is ok, dropped, no-room, refused, unreachable, silent, stranger, large-lost or error.
 
     With `large`, packets of full size are sent, too.
     """
@@ -187,15 +191,15 @@ def call(address: str, port: int, node: str, token: str, timeout_s: float, *, la
     try:
         sock = socket.create_connection((address, port), timeout=timeout_s)
     except OSError as exc:
-        return {"result": word_for(exc, address), "said": str(exc), "took_ms": _ms(begun)}
+        return {"result": word_for(exc, address), "said": str(exc), "took_ms": _compute_elapsed_ms(begun)}
     with sock:
-        took = _ms(begun)
+        took = _compute_elapsed_ms(begun)
         sock.settimeout(timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             sock.sendall(token.encode() + b"\n")
             name, _, seen = read_line(sock).partition(" ")
-            seen = seen[:60]  # longer than an address: the other side may send anything
+            seen = seen[:60]  # An address is shorter, but the other side may send anything.
         except OSError as exc:
             return {"result": "silent", "said": str(exc), "took_ms": took}
         answer = {"took_ms": took, "seen": seen, "own": sock.getsockname()[0]}
@@ -207,19 +211,21 @@ def call(address: str, port: int, node: str, token: str, timeout_s: float, *, la
             sock.sendall(b"\0" * LARGE_BYTES)
             whole = read_line(sock) == "got"
         except OSError:
-            # On a slow link some of it has arrived, in packets of full size; where those are lost, nothing has.
-            whole = _acknowledged(sock) >= PASSED_BYTES
+            # Over a slow link, some packets of full size have arrived; if the link drops these, none has.
+            whole = _count_acknowledged_bytes(sock) >= PASSED_BYTES
         return {**answer, "result": "ok" if whole else "large-lost"}
 
 
-def measure(address: str, port: int, token: str, seconds: float) -> dict:  # type: ignore[type-arg]
-    """Measure the way as `quality.measure` does; without a connection, return its `error` and `result` as a call.
+def measure_peer_link(address: str, port: int, token: str, seconds: float) -> dict:  # type: ignore[type-arg]
+    """Measure the connection to a node by `quality.measure_connection`.
+
+    Without a connection, return `error` and `result` as for a call.
 
     Args:
-        address: of the other node.
-        port: on which its probe listens.
-        token: of this examination.
-        seconds: how long the stream is measured.
+        address: address of the other node.
+        port: port on which the other node's probe listens.
+        token: token of this examination.
+        seconds: seconds for which the stream is measured.
     """
     try:
         sock = socket.create_connection((address, port), timeout=MEASURE_TIMEOUT_S)
@@ -231,11 +237,11 @@ def measure(address: str, port: int, token: str, seconds: float) -> dict:  # typ
             sock.sendall(token.encode() + b" measure\n")
         except OSError as exc:
             return {"error": str(exc) or type(exc).__name__}
-        return quality.measure(sock, seconds)
+        return quality.measure_connection(sock, seconds)
 
 
-def _acknowledged(sock: socket.socket) -> int:
-    """Return the bytes that the other side has acknowledged, by the kernel's count; 0 where it has none."""
+def _count_acknowledged_bytes(sock: socket.socket) -> int:
+    """Return the bytes that the other side has acknowledged, by the kernel's count; 0 if the kernel has no count."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) if hasattr(socket, "TCP_INFO") else b""
     except OSError:
@@ -246,22 +252,23 @@ def _acknowledged(sock: socket.socket) -> int:
 
 
 def has_no_room_for(address: str) -> bool:
-    """Return whether the kernel drops packets to an address since its table of neighbours is full.
+    """Return whether the kernel drops packets to an address because its table of neighbours is full.
 
-    A TCP connection only sees silence then. A datagram with IP_RECVERR set fails at once with ENOBUFS (net/ipv4/udp.c,
-    `udp_send_skb`). A full queue of the interface causes this error as well, but then the table has the address.
+    A TCP connection then only gets no answer. A datagram with IP_RECVERR set fails at once with ENOBUFS
+    (net/ipv4/udp.c, `udp_send_skb`). A full queue of the interface causes this error as well, but then the table has
+    the address.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.setsockopt(socket.IPPROTO_IP, _IP_RECVERR, 1)
-            sock.sendto(b"", (address, 9))  # the port of `discard`
+            sock.sendto(b"", (address, 9))  # This is the port of the service `discard`.
     except OSError as exc:
-        return exc.errno == errno.ENOBUFS and address not in node_facts.neighbours()
+        return exc.errno == errno.ENOBUFS and address not in node_facts.read_arp_neighbours()
     return False
 
 
 def word_for(exc: OSError, address: str) -> str:
-    """Return what the failure of a connection to an address means on the way."""
+    """Return the result of a call for the failure of a connection to an address."""
     if isinstance(exc, socket.timeout) or exc.errno == errno.ETIMEDOUT:
         return "no-room" if has_no_room_for(address) else "dropped"
     if exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
@@ -271,5 +278,5 @@ def word_for(exc: OSError, address: str) -> str:
     return "error"
 
 
-def _ms(begun: float) -> float:
+def _compute_elapsed_ms(begun: float) -> float:
     return round((time.monotonic() - begun) * 1000, 3)

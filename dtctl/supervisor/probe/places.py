@@ -1,6 +1,6 @@
-"""Tests that files can be written where a job does: its folder, TMPDIR, folders of variables. Stdlib, Python 3.8.
+"""Tests that a job can write files to its folder, TMPDIR and folders of variables. Stdlib only, Python 3.8.
 
-Nothing is left: files are written without a name, or not at all.
+No file is left, since files are written without a name, or not at all.
 """
 
 from __future__ import annotations
@@ -8,51 +8,51 @@ from __future__ import annotations
 import errno
 import os
 
-_NOEXEC = 8  # ST_NOEXEC of statvfs(3), which Python names on some systems only
+_NOEXEC = 8  # This is ST_NOEXEC of statvfs(3), which Python does not define on all systems.
 WRITTEN = (
     "HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "WANDB_DIR", "XDG_CACHE_HOME", "MPLCONFIGDIR",
     "PYTHONPYCACHEPREFIX", "CUDA_CACHE_PATH", "NCCL_DEBUG_FILE", "TORCH_FR_DUMP_TEMP_FILE",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_TOPO_DUMP_FILE",
 )  # fmt: skip
-"""Variables that name places to write to, in addition to those with one of these endings:"""
+"""Variables with paths that a job writes to, in addition to those that end as in `WRITTEN_ENDS`."""
 WRITTEN_ENDS = ("_CACHE", "_CACHE_DIR", "_CACHE_PATH", "_CACHE_HOME")
 _READ_ENDS = ("_FILE", "_CA_BUNDLE", "_CREDENTIALS")
 _READ_OF = (
     "NCCL_", "RCCL_", "TORCH", "GLOO_", "UCX_", "FI_", "CUDA_", "AWS_", "AZURE_", "GOOGLE_", "SSL_", "REQUESTS_",
     "CURL_", "HF_", "WANDB_", "MLFLOW_", "COMET_", "DEEPSPEED_", "OMPI_", "SLURM_", "PMIX_",
 )  # fmt: skip
-"""Libraries whose files a training run reads; others (`TF_CLI_CONFIG_FILE`) belong to tools that take no part in it."""
+"""Prefixes of libraries whose files a training run reads; others (`TF_CLI_CONFIG_FILE`) belong to unrelated tools."""
 _PRELOADED = ("LD_PRELOAD", "LD_AUDIT")
 
 
-def places(workdir: str, env: dict) -> dict:  # type: ignore[type-arg]
-    """`disk`, `writable`, `tmp`, `shm`, and `files`: what variables of `env` name in vain, by their names."""
-    folder, why = usable(workdir)
+def gather_place_facts(workdir: str, env: dict) -> dict:  # type: ignore[type-arg]
+    """Return `disk`, `writable`, `tmp`, `shm`, and `files`: problems with the paths in variables of `env`, by name."""
+    folder, why = find_usable_folder(workdir)
     return {
-        "shm": {**space("/dev/shm"), "why": writable("/dev/shm")},  # noqa: S108 - it is what is asked about
-        "disk": space(folder),
+        "shm": {**read_disk_space("/dev/shm"), "why": check_folder_writable("/dev/shm")},  # noqa: S108 - this folder is the subject
+        "disk": read_disk_space(folder),
         "writable": why,
-        "tmp": _tmp(env),
-        "files": _named(env),
+        "tmp": _describe_temporary_folder(env),
+        "files": _check_named_paths(env),
     }
 
 
-def nearest(path: str) -> str:
-    """Return the path itself or the nearest one above it that exists."""
+def find_nearest_path(path: str) -> str:
+    """Return the path itself if it exists, or the nearest existing folder above it."""
     while path and not os.path.lexists(path):
         path = os.path.dirname(path.rstrip("/"))
     return path or "/"
 
 
-def usable(path: str) -> tuple:  # type: ignore[type-arg]
-    """Return the nearest folder that exists, and why nothing can be written there; empty when it can."""
-    place = nearest(path)
+def find_usable_folder(path: str) -> tuple:  # type: ignore[type-arg]
+    """Return the nearest existing folder, and the reason why it is not writable, empty if it is."""
+    place = find_nearest_path(path)
     if not os.path.isdir(place):
         return os.path.dirname(place) or "/", "%s: it is a file, not a folder" % place
-    return place, writable(place)
+    return place, check_folder_writable(place)
 
 
-def space(path: str) -> dict:  # type: ignore[type-arg]
+def read_disk_space(path: str) -> dict:  # type: ignore[type-arg]
     """Return bytes and inodes of the file system below a path, and whether programs may be run from it."""
     try:
         stat = os.statvfs(path)
@@ -68,12 +68,12 @@ def space(path: str) -> dict:  # type: ignore[type-arg]
     }
 
 
-def writable(folder: str) -> str:
-    """Return why a file cannot be written here; empty when it can. The file has no name and is gone at once."""
+def check_folder_writable(folder: str) -> str:
+    """Return the reason why a folder is not writable; empty if it is. The test uses a file without a name."""
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600)
     except OSError as exc:
-        if exc.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # this file system has no nameless files
+        if exc.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # The file system does not support files without a name.
             return _by_rights(folder)
         return "%s: %s" % (folder, exc.strerror)
     try:
@@ -92,28 +92,28 @@ def _by_rights(folder: str) -> str:
     except OSError as exc:
         return "%s: %s" % (folder, exc.strerror)
     # No process can create a file in the kernel's own folders, regardless of their permissions.
-    if _device(folder) in (_device("/proc"), _device("/sys")):
+    if _read_device_id(folder) in (_read_device_id("/proc"), _read_device_id("/sys")):
         return "%s: it belongs to the kernel and cannot hold files" % folder
     return "" if os.access(folder, os.W_OK) else "%s: %s" % (folder, os.strerror(errno.EACCES))
 
 
-def _device(path: str) -> int:
+def _read_device_id(path: str) -> int:
     try:
         return os.stat(path).st_dev
     except OSError:
         return -1
 
 
-def _tmp(env: dict) -> dict:  # type: ignore[type-arg]
-    """Return the folder of temporary files as `space` does, with `why` it is not writable and its `origin`."""
+def _describe_temporary_folder(env: dict) -> dict:  # type: ignore[type-arg]
+    """Return the folder of temporary files: `read_disk_space` of it, `why` it is not writable, and its `origin`."""
     origin = "TMPDIR" if env.get("TMPDIR") else ""
-    path = env.get("TMPDIR") or "/tmp"  # noqa: S108 - it is what is asked about
-    why = writable(path) if os.path.isdir(path) else "%s: %s" % (path, os.strerror(errno.ENOENT))
-    return {**space(path), "why": why, "origin": origin}
+    path = env.get("TMPDIR") or "/tmp"  # noqa: S108 - this folder is the subject
+    why = check_folder_writable(path) if os.path.isdir(path) else "%s: %s" % (path, os.strerror(errno.ENOENT))
+    return {**read_disk_space(path), "why": why, "origin": origin}
 
 
-def _named(env: dict) -> dict:  # type: ignore[type-arg]
-    """Variable -> what is wrong with the file or folder that it names."""
+def _check_named_paths(env: dict) -> dict:  # type: ignore[type-arg]
+    """Return the problem with the file or folder that a variable names, by variable."""
     found = {}
     for name, value in env.items():
         why = ""
@@ -123,9 +123,11 @@ def _named(env: dict) -> dict:  # type: ignore[type-arg]
                 continue
             if name.endswith("_FILE"):
                 path = os.path.dirname(path)
-                why = writable(path) if os.path.isdir(path) else "%s: %s" % (path, os.strerror(errno.ENOENT))
+                why = (
+                    check_folder_writable(path) if os.path.isdir(path) else "%s: %s" % (path, os.strerror(errno.ENOENT))
+                )
             else:
-                why = usable(path)[1]
+                why = find_usable_folder(path)[1]
         elif (name.endswith(_READ_ENDS) and name.startswith(_READ_OF)) or name in _PRELOADED:
             paths = value.replace(" ", ":").split(":") if name in _PRELOADED else [os.path.expanduser(value)]
             lost = [path for path in paths if os.path.isabs(path) and not os.path.exists(path)]

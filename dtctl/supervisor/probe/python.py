@@ -1,4 +1,4 @@
-"""The job's Python on this node, started as workers are: with the job's variables, and not in the home folder.
+"""Facts about the job's Python on this node, started like workers with the job's variables, outside the home folder.
 
 Stdlib only, Python 3.8.
 """
@@ -11,9 +11,9 @@ import subprocess
 import threading
 
 START_LIMIT_S = 30.0
-"""A Python on a network file system with a cold cache, or on a busy node, has been seen to take most of this."""
+"""Seconds for a start; on a network file system with a cold cache, or on a busy node, it can take most of them."""
 LIMIT_S = 3 * START_LIMIT_S
-"""Seconds of all starts together: with all variables, without, and then without each of them, at the same time."""
+"""Seconds of all starts: with all variables, without them, and then several at once, each without one of them."""
 MAX_SUSPECTS = 24
 _ASK = r"""
 import sys
@@ -80,25 +80,25 @@ print(json.dumps(said))
 
 
 def job_python(python: str, env: dict, folder: str, beside: list) -> dict:  # type: ignore[type-arg]
-    """Return the job's Python's versions, and the files that hide modules of its own; torch is not loaded.
+    """Return versions of the job's Python and its packages, and files that hide modules, without loading torch.
 
     Args:
-        python: program or path.
-        env: all variables of the job here.
-        folder: the job's own, where it is on this node already; else empty.
-        beside: [module, path] that the job brings to the folder of its script.
+        python: name or path of the Python.
+        env: all variables of the job on this node.
+        folder: folder of the job's code, if this node has it already; otherwise empty.
+        beside: [module, path] of each module in the folder of the job's script.
 
     Returns:
-        `python`, `torch`, `cuda`, `nccl`, `torch_path`, `shadows` ([module, path of the one that is found, path of the
-        one that is hidden]); or `error`, why it does not start, with `because`: variables without which it does.
+        `python`, `torch`, `cuda`, `nccl`, `torch_path`, `shadows` ([module, path of the found file, path of the hidden
+        file]); or `error`, the reason why Python does not start, with `because`, variables without which it starts.
     """
     argv = [os.path.expanduser(python), "-c", _ASK, json.dumps([os.path.expanduser(folder), beside])]
-    said, error = _run(argv, env)
+    said, error = _run_json_program(argv, env)
     if not error:
         return dict(said)
     suspects = [name for name in env if name.startswith(("PYTHON", "LD_")) or env.get(name) != os.environ.get(name)]
     suspects = suspects[:MAX_SUSPECTS]
-    plain, still = _run(argv, _without(env, suspects))
+    plain, still = _run_json_program(argv, _remove_variables(env, suspects))
     because = []
     if not still:
         because = _each_cured(argv, env, suspects) or suspects
@@ -106,11 +106,11 @@ def job_python(python: str, env: dict, folder: str, beside: list) -> dict:  # ty
 
 
 def _each_cured(argv: list, env: dict, suspects: list) -> list:  # type: ignore[type-arg]
-    """Return the variables without which it starts; where one makes it hang, it hangs without each other one."""
+    """Return the variables of which Python starts without any one; other starts may hang because of that variable."""
     errors = dict.fromkeys(suspects, "not tried")
 
     def start(name: str) -> None:
-        errors[name] = _run(argv, _without(env, [name]))[1]
+        errors[name] = _run_json_program(argv, _remove_variables(env, [name]))[1]
 
     threads = [threading.Thread(target=start, args=(name,)) for name in suspects]
     for thread in threads:
@@ -120,12 +120,12 @@ def _each_cured(argv: list, env: dict, suspects: list) -> list:  # type: ignore[
     return [name for name in suspects if not errors[name]]
 
 
-def _without(env: dict, names: list) -> dict:  # type: ignore[type-arg]
+def _remove_variables(env: dict, names: list) -> dict:  # type: ignore[type-arg]
     return {name: value for name, value in env.items() if name not in names}
 
 
-def _run(argv: list, env: dict) -> tuple:  # type: ignore[type-arg]
-    """Return the object in the last line that it prints, and why there is none."""
+def _run_json_program(argv: list, env: dict) -> tuple:  # type: ignore[type-arg]
+    """Run a program; return the object in the last line of its output, and the reason if there is none."""
     try:
         done = subprocess.run(
             argv, env=env, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=START_LIMIT_S, check=False
@@ -142,7 +142,7 @@ def _run(argv: list, env: dict) -> tuple:  # type: ignore[type-arg]
     if isinstance(said, dict) and done.returncode == 0:
         return said, ""
     words = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-    # The first line of an interpreter that cannot start is the most informative; of a traceback, the last one.
+    # If the interpreter cannot start, the first line is the most informative; of a traceback, the last line is.
     fatal = [line for line in words if line.startswith(("Fatal Python error", "Error", "LookupError"))]
     told = (fatal or words[-1:] or ["nothing"])[0]
     return {}, "it ends with status %s: %s" % (done.returncode, told[:400])

@@ -1,8 +1,8 @@
-"""Quality of the way from one node to another: round trips, loss, bandwidth. Stdlib only, Python 3.8.
+"""Quality of the connection from one node to another: round trips, loss, bandwidth. Stdlib only, Python 3.8.
 
-The bandwidth is what arrives, counted by the receiver after a warm-up in which TCP finds its speed and a shaper's
-bucket runs empty. Loss is counted on UDP in small bursts, each counted before the next: TCP loses packets on any full
-link, and a receiver that is late loses none of a burst that fits its buffer.
+The receiver counts the arriving bytes after a warm-up in which TCP finds its speed and a shaper's bucket runs empty.
+Loss is measured by small bursts over UDP, each counted before the next: TCP loses packets on any full link, and even a
+slow receiver loses no packet of a burst that fits into its buffer.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import time
 PINGS = 20
 BURSTS = 5
 BURST = 100
-"""Datagrams in a burst; they fit into the smallest receive buffer of Linux."""
+"""Number of datagrams in a burst, which fit into the smallest receive buffer of Linux."""
 DATAGRAM = b"\0" * 64
 WARM_S = 0.15
 PHASE_LIMIT_S = 1.5
-"""Seconds after which the round trips, and then the bursts, end with what there is: each loss of TCP costs 0.2 s."""
+"""Seconds after which the round trips, and then the bursts, end: each packet that TCP loses costs 0.2 s."""
 SLICES = 5
-"""Slices of the measurement; their median counts, since TCP halves its speed once when the queue is full, and machines
-pause."""
+"""Number of slices of the measurement, whose median counts, since TCP halves its speed once when the queue is full, and
+machines pause."""
 STALL_S = 2.0
-"""Silence in the middle of a stream after which nothing more will come: TCP has tried again three times by then."""
+"""Seconds of silence in a stream after which it counts as stalled: TCP has then tried again three times."""
 ENOUGH_BYTES = 48 << 20
-"""Bytes that a stream carries at least, if it does so within `MORE_S`: what is in between may give up after some
+"""Least bytes of a stream, unless `MORE_S` ends before, since a device between the nodes may fail after some
 megabytes."""
 MORE_S = 1.0
 MANY = 4 * BURST
 CHUNK = 256 << 10
 LINE_BYTES = 64
-"""Bytes of a line from the other side. It is not trusted: its false data must not look like this node's."""
-_TCP_INFO_RETRANS = 100  # struct tcp_info of linux/tcp.h: tcpi_total_retrans
-_TCP_INFO_DATA_OUT = 156  # tcpi_data_segs_out
+"""Most bytes of a line from the other side, which is not trusted: its false data must not look like this node's."""
+_TCP_INFO_RETRANS = 100  # This is the offset of tcpi_total_retrans in struct tcp_info of linux/tcp.h.
+_TCP_INFO_DATA_OUT = 156  # This is the offset of tcpi_data_segs_out.
 
 
-def _line(sock: socket.socket) -> str:
+def _receive_line(sock: socket.socket) -> str:
     line = b""
     limit = 0.0
     while not line.endswith(b"\n"):
@@ -53,39 +53,39 @@ def _line(sock: socket.socket) -> str:
     return line.strip().decode(errors="replace")
 
 
-def _number(said: str, most: float) -> float:
+def _parse_bounded_number(said: str, most: float) -> float:
     number = float(said)
-    if not 0 <= number <= most:  # nor, by that, not-a-number
+    if not 0 <= number <= most:  # This also rejects NaN.
         raise ValueError("the other side sent an impossible number")
     return number
 
 
-def serve(call: socket.socket) -> None:
-    """Serve as the called side: answer `ping`, count datagrams, read a stream and report its speed."""
+def serve_measurement(call: socket.socket) -> None:
+    """Serve a measurement as the called side: answer `ping`, count datagrams, read a stream and report its speed."""
     call.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
         ear.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         ear.bind(("", 0))
         call.sendall(b"%d\n" % ear.getsockname()[1])
         while True:
-            word, _, seconds = _line(call).partition(" ")
+            word, _, seconds = _receive_line(call).partition(" ")
             if word == "ping":
                 call.sendall(b"pong\n")
             elif word == "count":
-                call.sendall(b"%d\n" % _count(ear))
+                call.sendall(b"%d\n" % _count_datagrams(ear))
             elif word == "stream":
-                rates, got, word = _swallow(call, float(seconds))
+                rates, got, word = _measure_received_stream(call, float(seconds))
                 rates.sort()
                 rate = rates[len(rates) // 2] if rates else 0.0
                 call.sendall(b"%.2f %d %s\n" % (rate, got, word.encode()))
-                _drain(call)
+                _drain_connection(call)
                 return
             else:
                 return
 
 
-def _count(ear: socket.socket) -> int:
-    """Datagrams that are here, or come within some milliseconds after the last."""
+def _count_datagrams(ear: socket.socket) -> int:
+    """Return the number of datagrams that have arrived, or arrive within some milliseconds after the last one."""
     count = 0
     while count < MANY and select.select([ear], [], [], 0.005)[0]:
         ear.recv(2048)
@@ -93,12 +93,12 @@ def _count(ear: socket.socket) -> int:
     return count
 
 
-def _swallow(call: socket.socket, seconds: float) -> tuple:  # type: ignore[type-arg]
-    """Read for so long; Mbit/s in each slice of the time after the warm-up, bytes in all, and `stalled` or `-`.
+def _measure_received_stream(call: socket.socket, seconds: float) -> tuple:  # type: ignore[type-arg]
+    """Read a stream; return Mbit/s in each slice after the warm-up, the total of bytes, and `stalled` or `-`.
 
-    A slice begins and ends with an arrival: bytes come in lumps, and a lump is no part of the time before it. What the
-    kernel has received by then counts, read or not: on a busy machine this program comes late, and what has waited for
-    it would be counted to a slice in which it did not arrive.
+    A slice begins and ends with an arrival, since bytes arrive in lumps, and a lump does not belong to the time before
+    it. All bytes that the kernel has received count, even unread ones: on a busy machine this program reads late, and
+    waiting bytes would otherwise count to a slice in which they did not arrive.
     """
     call.settimeout(STALL_S)
     begun = time.monotonic()
@@ -130,12 +130,12 @@ def _swallow(call: socket.socket, seconds: float) -> tuple:  # type: ignore[type
 
 
 def _waiting_bytes(call: socket.socket) -> int:
-    """Return how many bytes the kernel has received that were not read yet."""
+    """Return the number of bytes that the kernel has received and that were not read yet."""
     return struct.unpack("i", fcntl.ioctl(call, termios.FIONREAD, bytes(4)))[0]  # type: ignore[no-any-return]
 
 
-def _drain(call: socket.socket) -> None:
-    """Read on until the caller has seen the result and hangs up: closing on unread bytes would cut it off."""
+def _drain_connection(call: socket.socket) -> None:
+    """Read until the caller closes the connection, since closing it with unread bytes would discard the result."""
     call.settimeout(PHASE_LIMIT_S)
     try:
         while call.recv(CHUNK):
@@ -144,23 +144,23 @@ def _drain(call: socket.socket) -> None:
         return
 
 
-def measure(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-arg]
-    """Measure as the calling side.
+def measure_connection(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-arg]
+    """Measure a connection as the calling side.
 
     Args:
-        call: to the other node, which now serves.
-        seconds: how long the stream is measured.
+        call: connection to the other node, which serves the measurement.
+        seconds: seconds for which the stream is measured.
 
     Returns:
-        `rtt_ms` (the best and the median of several), `sent`, `lost` and `twice` datagrams (None when no UDP passes),
-        `mbit_s` (payload, None when nothing arrived), `retransmitted` and `segments` of the stream, the bytes that it
-        has `carried`, and if it was interrupted, how it is `broken`: stalled or reset; or `error`.
+        `rtt_ms` (the best and the median of several), `sent`, `lost` and `twice` datagrams (None if no UDP passes),
+        `mbit_s` (payload, None if nothing arrived), `retransmitted` and `segments` of the stream, its `carried` bytes,
+        and `broken` (stalled or reset) if it was interrupted; or `error`.
     """
     try:
-        udp_port = int(_number(_line(call), 65_535))
+        udp_port = int(_parse_bounded_number(_receive_line(call), 65_535))
         figures = {"rtt_ms": _round_trips(call)}
-        figures.update(_bursts(call, (call.getpeername()[0], udp_port)))
-        figures.update(_stream(call, seconds))
+        figures.update(_measure_datagram_loss(call, (call.getpeername()[0], udp_port)))
+        figures.update(_measure_stream_speed(call, seconds))
     except (OSError, ValueError) as exc:
         return {"error": str(exc) or type(exc).__name__}
     return figures
@@ -172,13 +172,13 @@ def _round_trips(call: socket.socket) -> list:  # type: ignore[type-arg]
     while len(took) < PINGS and (not took or time.monotonic() < limit):
         begun = time.monotonic()
         call.sendall(b"ping\n")
-        _line(call)
+        _receive_line(call)
         took.append(time.monotonic() - begun)
     took.sort()
     return [round(took[0] * 1e3, 4), round(took[len(took) // 2] * 1e3, 4)]
 
 
-def _bursts(call: socket.socket, ear: tuple) -> dict:  # type: ignore[type-arg]
+def _measure_datagram_loss(call: socket.socket, ear: tuple) -> dict:  # type: ignore[type-arg]
     sent = lost = twice = 0
     limit = time.monotonic() + PHASE_LIMIT_S
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mouth:
@@ -188,14 +188,14 @@ def _bursts(call: socket.socket, ear: tuple) -> dict:  # type: ignore[type-arg]
                 try:
                     mouth.sendto(DATAGRAM, ear)
                     gone += 1
-                except OSError:  # a filter on this side reports it; one that drops some loses them like any other
+                except OSError:  # A local filter reports dropped packets; they count as lost.
                     continue
             if not gone:
                 return {"sent": 0, "lost": None}
             sent += BURST
             call.sendall(b"count\n")
-            arrived = int(_number(_line(call), MANY))
-            if not arrived:  # no UDP passes here, which is no error
+            arrived = int(_parse_bounded_number(_receive_line(call), MANY))
+            if not arrived:  # UDP may be filtered, which is not an error.
                 return {"sent": sent, "lost": None}
             lost += max(0, BURST - arrived)
             twice += max(0, arrived - BURST)
@@ -204,7 +204,7 @@ def _bursts(call: socket.socket, ear: tuple) -> dict:  # type: ignore[type-arg]
     return {"sent": sent, "lost": lost, "twice": twice}
 
 
-def _stream(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-arg]
+def _measure_stream_speed(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-arg]
     call.sendall(b"stream %g\n" % seconds)
     call.setblocking(False)
     data = memoryview(bytes(CHUNK))
@@ -231,14 +231,14 @@ def _stream(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-a
     if not broken:
         call.settimeout(PHASE_LIMIT_S)
         try:
-            words = _line(call).split()
+            words = _receive_line(call).split()
         except OSError:
             return {**figures, "broken": "reset"}
         if len(words) != 3 or words[2] not in ("-", "stalled"):
             raise ValueError("the other side sent something that was not requested")
-        figures["mbit_s"] = _number(words[0], 1e9) or None
-        figures["carried"] = int(_number(words[1], 1e15))
+        figures["mbit_s"] = _parse_bounded_number(words[0], 1e9) or None
+        figures["carried"] = int(_parse_bounded_number(words[1], 1e15))
         figures["broken"] = words[2].strip("-")
-    # Data that still waits to be sent must not run during the next measurement.
+    # Unsent data must not be sent during the next measurement.
     call.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     return figures

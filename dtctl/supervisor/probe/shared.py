@@ -1,4 +1,4 @@
-"""Test of a shared folder: each node leaves a mark there, all look for all marks, all marks go.
+"""Test of a shared folder: each node writes a mark, all nodes look for all marks, and all marks are removed.
 
 Stdlib only, Python 3.8.
 """
@@ -12,22 +12,22 @@ LOOK_LIMIT_S = 3.0
 EVERY_S = 0.02
 
 
-class Marks:
-    """Marks that this node has left; removed on request, or when it ends."""
+class FolderMarks:
+    """Marks of this node, which are removed on request, or when the probe ends."""
 
     def __init__(self, token: str) -> None:
-        """`token`: of this examination; part of every mark's name."""
+        """Begin without marks; `token` identifies this examination and is part of the name of each mark."""
         self._token = token
         self._left: list = []  # type: ignore[type-arg]
 
-    def _path(self, folder: str, node: str) -> str:
+    def _build_mark_path(self, folder: str, node: str) -> str:
         return os.path.join(os.path.expanduser(folder), ".dtctl-doctor-%s-%s" % (self._token, node))
 
-    def leave(self, folders: list, node: str) -> list:  # type: ignore[type-arg]
-        """Leave a mark in each folder; those in which it was possible."""
+    def write_marks(self, folders: list, node: str) -> list:  # type: ignore[type-arg]
+        """Write a mark into each folder; return the folders in which this was possible."""
         done = []
         for folder in folders:
-            path = self._path(folder, node)
+            path = self._build_mark_path(folder, node)
             try:
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             except OSError:
@@ -36,7 +36,7 @@ class Marks:
             done.append(folder)
         return done
 
-    def look(self, wanted: list) -> list:  # type: ignore[type-arg]
+    def wait_for_marks(self, wanted: list) -> list:  # type: ignore[type-arg]
         """Return for each [folder, node] the seconds until the mark was seen, or None."""
         begun = time.monotonic()
         delays: list = [None] * len(wanted)  # type: ignore[type-arg]
@@ -44,8 +44,10 @@ class Marks:
             for index, (folder, node) in enumerate(wanted):
                 if delays[index] is None:
                     try:
-                        # Listing asks the server again; a look-up of one name may be answered from a cache.
-                        there = os.path.basename(self._path(folder, node)) in os.listdir(os.path.expanduser(folder))
+                        # A list is requested from the server; a look-up of one name may be answered from a cache.
+                        there = os.path.basename(self._build_mark_path(folder, node)) in os.listdir(
+                            os.path.expanduser(folder)
+                        )
                     except OSError:
                         there = False
                     if there:
@@ -54,7 +56,7 @@ class Marks:
         return delays
 
     def remove(self) -> None:
-        """Take all marks away."""
+        """Remove all marks."""
         for path in self._left:
             try:
                 os.unlink(path)

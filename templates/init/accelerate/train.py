@@ -18,6 +18,7 @@ def save(accelerator: Accelerator, folder: Path, step: int) -> None:
     accelerator.save_state(str(folder / f"step_{step}"))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        (folder / f"step_{step}" / "COMPLETE").touch()
         (folder / "latest.new").write_text(str(step))
         (folder / "latest.new").replace(folder / "latest")
 

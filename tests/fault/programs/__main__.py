@@ -3,6 +3,8 @@
 python -m tests.fault.programs --part learn                 those that may be learned from
 python -m tests.fault.programs --part held-out --out FILE   those that are a score, once
 python -m tests.fault.programs --only ema_shadow_dict --keep
+python -m tests.fault.programs --draws 300                  programs and changes that are drawn, instead
+python -m tests.fault.programs --draws 300 --seed 7 --only 7-031 --keep
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.fault.programs.judged import BROKEN, FALSE, LATER, NEEDLESS, ROOT, Judged, judge_in, programs
+from tests.fault.programs.drawn import MISSES, as_table, draws, rate
+from tests.fault.programs.judged import BROKEN, DRAWN, FALSE, LATER, NEEDLESS, ROOT, Judged, judge_in, programs
 
-PARTS = ("learn", "held-out", "later")
+PARTS = ("learn", "held-out", "later", DRAWN)
 SPLIT = "held out: the first byte of the SHA-256 of the program's name is 128 or more; later: written after both"
 
 
@@ -35,6 +38,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, help="only these; all if not given")
     parser.add_argument("--only", action="append", help="this program")
+    parser.add_argument("--draws", type=int, default=0, help="so many of drawn.py, instead of those of `scripts/`")
+    parser.add_argument("--first", type=int, default=0, help="begin with this one of the draws")
+    parser.add_argument("--seed", default=str(int(time.time())), help="of what is drawn; by the clock if not given")
     parser.add_argument("--out", type=Path, help="file for the result, beside what it has under other names")
     parser.add_argument("--name", default="all", help="what the result is called in the file")
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time")
@@ -42,7 +48,7 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [
         program
-        for program in programs()
+        for program in (draws(options.seed, options.draws)[options.first :] if options.draws else programs())
         if (program.name in options.only if options.only else options.part in (None, program.part))
     ]
     began_s = time.monotonic()
@@ -57,18 +63,30 @@ def main() -> int:
                 print(f"{row.verdict:28} {name}  ({row.seconds:.1f} s)  {row.said[:300]}", flush=True)
                 if row.note:
                     print(f"      {row.note[-1500:]}")
-    scores = {part: _score([row for row in rows if row.part == part]) for part in PARTS}
-    for half, score in scores.items():
+            if options.out:  # whoever ends it has what was found until then
+                _write(options.out, options.name, rows, time.monotonic() - began_s)
+    if options.draws:
+        print(f"seed {options.seed}\n{as_table(rows)}")
+        for row in rows:
+            if rate(row) in MISSES:
+                print(f"MISS {rate(row)}: {row.program} {row.change}: {row.kind}; {row.said}")
+    for half, score in _scores(rows).items():
         print(half, score)
     if options.keep:
         print(f"kept in {folder}")
     else:
         shutil.rmtree(folder, ignore_errors=True)
-    if options.out:
-        kept = json.loads(options.out.read_text()) if options.out.exists() else {}
-        kept[options.name] = _result(rows, scores, time.monotonic() - began_s)
-        options.out.write_text(json.dumps(kept, indent=1) + "\n")
-    return int(any(row.verdict == FALSE for row in rows))
+    return int(any(row.verdict == FALSE or (row.part == DRAWN and rate(row) in MISSES) for row in rows))
+
+
+def _write(path: Path, name: str, rows: list[Judged], seconds: float) -> None:
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept[name] = _result(rows, _scores(rows), seconds)
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _scores(rows: list[Judged]) -> dict[str, dict[str, object]]:
+    return {part: _score([row for row in rows if row.part == part]) for part in PARTS}
 
 
 def _score(rows: list[Judged]) -> dict[str, object]:
@@ -98,6 +116,7 @@ def _result(rows: list[Judged], scores: dict[str, dict[str, object]], seconds: f
             "commit": commit.stdout.strip(),
         },
         "split": SPLIT,
+        "drawn": dict(Counter(rate(row) for row in rows if row.part == DRAWN)),
         "seconds": round(seconds),
         "scores": scores,
         "cases": [asdict(row) for row in rows],

@@ -2,6 +2,9 @@
 
     boot.py STEP train.py [ARGS...]        0: it is not killed
 
+With BOOT_EXEC in the environment, this process is replaced by a new one: what Python and torch read from the
+environment when they start has its effect.
+
 After so many steps of its optimizers, and once a snapshot is there, it says so in the file `ready` and stands still:
 whoever kills it then does so at the same step each time.
 """
@@ -14,6 +17,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +29,12 @@ from torch.optim.optimizer import (
 
 
 def note_steps() -> None:
-    """Write down a line for each step of an optimizer: checksums of the losses, the gradients and the parameters."""
+    """Write down checksums of the losses, the gradients, the parameters and the state of each step of an optimizer.
+
+    Those of the parameters and the optimizer's state before the first step are in a file of their own.
+    """
+    loaded = Path(f"loaded.{os.environ.get('RANK', '0')}")
+    loaded.unlink(missing_ok=True)
     file = open(f"steps.{os.environ.get('RANK', '0')}", "w", buffering=1)  # noqa: SIM115 - for as long as this runs
     losses: list[torch.Tensor] = []
     go_backward = torch.autograd.backward
@@ -37,10 +46,13 @@ def note_steps() -> None:
 
     def note_gradients(optimizer: Optimizer, *_: object) -> None:
         nonlocal gradients
+        if not loaded.exists():
+            loaded.write_text(f"{checksum(parameters_of(optimizer))} {checksum(state_of(optimizer))}")
         gradients = checksum(parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
 
     def note(optimizer: Optimizer, *_: object) -> None:
-        file.write(f"{checksum(losses)} {gradients} {checksum(parameters_of(optimizer))}\n")
+        each = ",".join(str(checksum([loss])) for loss in losses)
+        file.write(f"{each} {gradients} {checksum(parameters_of(optimizer))} {checksum(state_of(optimizer))}\n")
         losses.clear()
 
     torch.autograd.backward = backward
@@ -51,6 +63,13 @@ def note_steps() -> None:
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """All that it has, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def state_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The tensors that it keeps of its parameters, in their order."""
+    states = [optimizer.state.get(parameter, {}) for parameter in parameters_of(optimizer)]
+    values = [state[key] for state in states for key in sorted(state, key=str)]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
@@ -85,6 +104,8 @@ def wait_at(step: int) -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.pop("BOOT_EXEC", ""):
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     note_steps()
     if int(sys.argv[1]):
         wait_at(int(sys.argv[1]))

@@ -331,7 +331,7 @@ def _last(output: str) -> str:
 
 def _newest_step(folder: Path) -> int:
     try:
-        rows = commands.ls(folder / "snapshots")["snapshots"]
+        rows = commands.list_snapshots(folder / "snapshots")["snapshots"]
     except SnapshotError:
         return 0
     return max((row["step"] for row in rows if row["committed"]), default=0)
@@ -351,7 +351,7 @@ def _differing(folder: Path, *, same: bool, own: bool) -> list[str]:
         if killed[name].get(part) != value and (same or part != "random")
     ]
     if not own:  # whose snapshots have parts of other names
-        one, two = (commands.digest(folder / name / "snapshots") for name in ("alone", "killed"))
+        one, two = (commands.compute_snapshot_digest(folder / name / "snapshots") for name in ("alone", "killed"))
         parts += ["digest of the snapshot"] if one["digest"] != two["digest"] else []
     if same and alone.keys() != killed.keys():
         parts.append("workers that came to the end")

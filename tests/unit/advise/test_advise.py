@@ -8,41 +8,41 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.advise.advice import advise, as_json, settings
+from dtctl.advise.advice import build_choice_json, build_train_settings, choose_best_layouts
 from dtctl.advise.config import from_config, read_config
-from dtctl.advise.gather import AdviseOptions, task
-from dtctl.advise.hardware import Hardware, gpu, gpus, networks
-from dtctl.advise.model import transformer
-from dtctl.advise.search import Task, choices
+from dtctl.advise.gather import AdviseOptions, build_advise_task
+from dtctl.advise.hardware import Hardware, find_gpu_by_name, read_gpu_table, read_network_table
+from dtctl.advise.model import build_decoder_model
+from dtctl.advise.published_models import build_usual_model
+from dtctl.advise.search import PlanningTask, list_runnable_choices
 from dtctl.advise.sizes import short_count
-from dtctl.advise.usual import usual
-from dtctl.advise.write import as_yaml, with_settings, write
+from dtctl.advise.spec_editor import as_yaml, with_settings, write_spec_settings
 from dtctl.errors import UsageError
-from dtctl.estimate.memory import GIB, Layout, memory
-from dtctl.estimate.model import Model
+from dtctl.estimate.memory import GIB, ParallelLayout, estimate_layout_memory
+from dtctl.estimate.model import ModelProfile
 from tests.command_line import dtctl
 from tests.facts import raises
 
-SMALL = transformer(layers=12, hidden=768, vocab=50257, seq=1024, tied=True, name="GPT-2")
-BIG = transformer(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, seq=8192, gated=True)
+SMALL = build_decoder_model(layers=12, hidden=768, vocab=50257, seq=1024, tied=True, name="GPT-2")
+BIG = build_decoder_model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, seq=8192, gated=True)
 
 
 def cluster(count: int, *, kind: str = "H100", per_node: int = 8) -> Hardware:
-    return Hardware(gpu=gpu(kind), gpus=count, per_node=min(per_node, count), network=400)
+    return Hardware(gpu=find_gpu_by_name(kind), gpus=count, per_node=min(per_node, count), network=400)
 
 
-def plain(params: float) -> Model:
-    return transformer(layers=40, hidden=5120, vocab=32000, seq=2048, params=params)
+def plain(params: float) -> ModelProfile:
+    return build_decoder_model(layers=40, hidden=5120, vocab=32000, seq=2048, params=params)
 
 
 def test_a_search_over_1024_gpus_takes_a_moment() -> None:
-    found = advise(Task(model=BIG, hardware=cluster(1024), global_batch=2048, beyond=True))
+    found = choose_best_layouts(PlanningTask(model=BIG, hardware=cluster(1024), global_batch=2048, beyond=True))
     assert found.evaluated < 20_000, "layouts that are priced, at 30 us each"
     assert found.best.fits
 
 
 def test_every_layout_uses_all_gpus_and_the_whole_batch() -> None:
-    for one in choices(Task(model=BIG, hardware=cluster(64), global_batch=256, beyond=True)):
+    for one in list_runnable_choices(PlanningTask(model=BIG, hardware=cluster(64), global_batch=256, beyond=True)):
         layout = one.layout
         assert layout.workers == 64
         assert layout.micro_batch * layout.accumulate * layout.data == 256
@@ -50,35 +50,35 @@ def test_every_layout_uses_all_gpus_and_the_whole_batch() -> None:
 
 
 def test_a_small_model_needs_nothing_but_ddp() -> None:
-    best = advise(Task(model=SMALL, hardware=cluster(8))).best
+    best = choose_best_layouts(PlanningTask(model=SMALL, hardware=cluster(8))).best
     assert (best.strategy, best.layout.recompute) == ("ddp", "none")
 
 
 def test_one_gpu_is_single() -> None:
-    assert advise(Task(model=SMALL, hardware=cluster(1))).best.strategy == "single"
+    assert choose_best_layouts(PlanningTask(model=SMALL, hardware=cluster(1))).best.strategy == "single"
 
 
 @pytest.mark.parametrize(("params", "count"), [(13e9, 4), (70e9, 8)])
 def test_known_lies_of_tables_by_size_do_not_fit_without_sharding_or_offloading(params: float, count: int) -> None:
     """A guide gives ZeRO-2 on 4 GPUs for 13B and ZeRO-3 on 8 for 70B: states alone are 71.5 and 140 GB."""
-    for one in choices(Task(model=plain(params), hardware=cluster(count, kind="A100"))):
+    for one in list_runnable_choices(PlanningTask(model=plain(params), hardware=cluster(count, kind="A100"))):
         layout = one.layout
         if layout.dp * layout.fsdp == count and not layout.offload and (layout.zero or params > 60e9):
             assert not one.fits
-            assert one.short > 0
+            assert one.missing_bytes > 0
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_it_is() -> None:
-    found = advise(Task(model=plain(70e9), hardware=cluster(1)))
+    found = choose_best_layouts(PlanningTask(model=plain(70e9), hardware=cluster(1)))
     assert not found.best.fits
     assert "nothing fits" in found.reasons[0]
-    assert f"{found.best.short / GIB:.1f} too many" in found.reasons[0]
+    assert f"{found.best.missing_bytes / GIB:.1f} too many" in found.reasons[0]
     assert "states" in found.reasons[1]
 
 
 def test_sharing_and_recomputing_only_ever_save_memory() -> None:
     def total(**how: object) -> float:
-        return memory(BIG, Layout(**how)).tensors  # type: ignore[arg-type]
+        return estimate_layout_memory(BIG, ParallelLayout(**how)).tensors  # type: ignore[arg-type]
 
     assert total(fsdp=8) > total(fsdp=16) > total(fsdp=64)
     recomputed = [total(fsdp=64, micro_batch=8, recompute=how) for how in ("none", "selective", "full")]
@@ -94,23 +94,23 @@ def test_sharing_and_recomputing_only_ever_save_memory() -> None:
 @pytest.mark.parametrize(
     ("layout", "bytes_each"),
     [
-        (Layout(), 16),
-        (Layout(dp=4), 16),
-        (Layout(dp=4, zero=1), 8 + 8 / 4),
-        (Layout(fsdp=4), 16 / 4),
-        (Layout(dp=2, fsdp=4), 16 / 4),
-        (Layout(tp=2), 16 / 2),
-        (Layout(fsdp=4, tp=2), 16 / 8),
+        (ParallelLayout(), 16),
+        (ParallelLayout(dp=4), 16),
+        (ParallelLayout(dp=4, zero=1), 8 + 8 / 4),
+        (ParallelLayout(fsdp=4), 16 / 4),
+        (ParallelLayout(dp=2, fsdp=4), 16 / 4),
+        (ParallelLayout(tp=2), 16 / 2),
+        (ParallelLayout(fsdp=4, tp=2), 16 / 8),
     ],
 )
-def test_states_are_what_adamw_in_fp32_needs(layout: Layout, bytes_each: float) -> None:
-    assert memory(SMALL, layout).states == pytest.approx(bytes_each * SMALL.params)
+def test_states_are_what_adamw_in_fp32_needs(layout: ParallelLayout, bytes_each: float) -> None:
+    assert estimate_layout_memory(SMALL, layout).states == pytest.approx(bytes_each * SMALL.params)
 
 
 def test_the_fastest_that_fits_wins_and_of_those_as_fast_the_simplest() -> None:
-    asked = Task(model=BIG, hardware=cluster(64), global_batch=256)
-    found = advise(asked)
-    fastest = max(one.speed.tokens_per_s_per_gpu for one in choices(asked) if one.fits)
+    asked = PlanningTask(model=BIG, hardware=cluster(64), global_batch=256)
+    found = choose_best_layouts(asked)
+    fastest = max(one.speed.tokens_per_s_per_gpu for one in list_runnable_choices(asked) if one.fits)
     assert found.best.fits
     assert found.best.speed.tokens_per_s_per_gpu >= 0.97 * fastest
     speeds = [one.speed.tokens_per_s_per_gpu for one in found.alternatives if one.fits]
@@ -118,8 +118,8 @@ def test_the_fastest_that_fits_wins_and_of_those_as_fast_the_simplest() -> None:
 
 
 def test_the_json_has_the_keys_of_the_contract() -> None:
-    found = advise(Task(model=SMALL, hardware=cluster(8)))
-    shown = as_json(found.best, found.reasons)
+    found = choose_best_layouts(PlanningTask(model=SMALL, hardware=cluster(8)))
+    shown = build_choice_json(found.best, found.reasons)
     assert {"strategy", "mesh", "micro_batch", "memory_gib", "fits", "tokens_per_s_per_gpu", "reasons"} <= set(shown)
     assert {"total", "states", "activations", "overhead"} <= set(shown["memory_gib"])
     assert {"dp", "fsdp", "tp", "pp"} <= set(shown["mesh"])
@@ -132,7 +132,7 @@ def test_the_json_has_the_keys_of_the_contract() -> None:
     [("L40S", 45), ("A40", 45), ("L4", 22.5), ("T4", 15), ("H100-NVL", 93.5), ("GH200", 95.5), ("A10", 22.5)],
 )
 def test_memory_is_what_nvidia_smi_shows_and_not_what_is_sold(name: str, gib: float) -> None:
-    assert gpu(name).memory == gib
+    assert find_gpu_by_name(name).memory == gib
 
 
 @pytest.mark.parametrize(
@@ -143,18 +143,18 @@ def test_memory_is_what_nvidia_smi_shows_and_not_what_is_sold(name: str, gib: fl
     ],
 )  # fmt: skip
 def test_networks_of_clouds_are_known(name: str, node: float) -> None:
-    assert networks()[name] == node
+    assert read_network_table()[name] == node
 
 
 def test_hardware_has_sources_and_the_runtimes_peaks() -> None:
     from dtctl.runtime.telemetry.hardware import peak_flops
 
-    for one in gpus().values():
+    for one in read_gpu_table().values():
         assert one.source.startswith("https://"), one.name
         known = peak_flops(one.name.replace("-", " "), "bf16")
         if known is not None:
             assert one.half * 1e12 == pytest.approx(known), one.name
-    assert min(networks().values()) > 0
+    assert min(read_network_table().values()) > 0
 
 
 @pytest.mark.parametrize(
@@ -182,12 +182,12 @@ def test_hardware_has_sources_and_the_runtimes_peaks() -> None:
 )
 def test_bad_input_is_told(options: dict[str, object], text: str) -> None:
     with raises(UsageError, text):
-        task(AdviseOptions(**options), None)  # type: ignore[arg-type]
+        build_advise_task(AdviseOptions(**options), None)  # type: ignore[arg-type]
 
 
 def test_a_batch_that_cannot_be_divided_is_told() -> None:
     with raises(UsageError, "64 divided"):
-        advise(Task(model=SMALL, hardware=cluster(64), global_batch=1, compiled=True))
+        choose_best_layouts(PlanningTask(model=SMALL, hardware=cluster(64), global_batch=1, compiled=True))
 
 
 def test_a_config_of_hugging_face(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ train:                 # how
 def test_writing_keeps_everything_else_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "dtctl.yaml"
     path.write_text(SPEC)
-    write(path, {"strategy": {"dp": 2, "tp": 2}, "fsdp": {"cpu_offload": True}, "micro_batch": 4})
+    write_spec_settings(path, {"strategy": {"dp": 2, "tp": 2}, "fsdp": {"cpu_offload": True}, "micro_batch": 4})
     wanted = SPEC.replace("  strategy: ddp        # at first\n", "  strategy: {dp: 2, tp: 2}        # at first\n")
     wanted = wanted.replace("  fsdp:\n    reshard_after_forward: true\n", "  fsdp: {cpu_offload: true}\n")
     wanted = wanted.replace("# how\n", "# how\n  micro_batch: 4\n")
@@ -246,7 +246,7 @@ def test_writing_keeps_everything_else_as_it_was(tmp_path: Path) -> None:
 def test_writing_keeps_line_ends_links_and_a_byte_order_mark(tmp_path: Path, text: str) -> None:
     (tmp_path / "real.yaml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     (tmp_path / "dtctl.yaml").symlink_to("real.yaml")
-    write(tmp_path / "dtctl.yaml", {"strategy": "fsdp", "micro_batch": 4})
+    write_spec_settings(tmp_path / "dtctl.yaml", {"strategy": "fsdp", "micro_batch": 4})
     assert (tmp_path / "dtctl.yaml").is_symlink()
     written = (tmp_path / "real.yaml").read_bytes()
     assert written.startswith(b"\xef\xbb\xbf")
@@ -260,7 +260,7 @@ def test_a_device_is_never_replaced(tmp_path: Path) -> None:
 
     (tmp_path / "null").symlink_to("/dev/null")
     with pytest.raises(UsageError) as refused:
-        write(tmp_path / "null", {"strategy": "ddp"})
+        write_spec_settings(tmp_path / "null", {"strategy": "ddp"})
     assert refused.value.hint == "name the spec itself"
     with raises(UsageError, "folder") as caught:
         check_out(tmp_path, option="--plot")
@@ -281,12 +281,12 @@ def test_settings_are_told_as_they_stand_in_the_spec() -> None:
 
 
 def test_of_equally_fast_choices_the_one_with_the_larger_micro_batch_is_taken_and_its_batch_told() -> None:
-    asked = Task(model=SMALL, hardware=cluster(8), global_batch=256)
-    found = advise(asked)
+    asked = PlanningTask(model=SMALL, hardware=cluster(8), global_batch=256)
+    found = choose_best_layouts(asked)
     pace = f"{found.best.speed.tokens_per_s_per_gpu:.4g}"
     same = [
         one
-        for one in choices(asked)
+        for one in list_runnable_choices(asked)
         if one.fits and one.axes == found.best.axes and f"{one.speed.tokens_per_s_per_gpu:.4g}" == pace
         if one.memory.total <= 0.9 * one.budget
     ]
@@ -294,17 +294,22 @@ def test_of_equally_fast_choices_the_one_with_the_larger_micro_batch_is_taken_an
     assert found.best.memory.total < 0.9 * found.best.budget
     micro = found.best.layout.micro_batch
     assert f"256 samples per step (micro batch {micro} x {32 // micro} accumulated x 8 replicas)" in found.reasons[1]
-    assert as_json(found.best)["global_batch"] == 256
+    assert build_choice_json(found.best)["global_batch"] == 256
 
 
 def test_a_batch_that_shuts_data_parallelism_out_is_told_with_the_next_one_that_does_not() -> None:
-    found = advise(Task(model=SMALL, hardware=cluster(12, per_node=4), global_batch=7))
+    found = choose_best_layouts(PlanningTask(model=SMALL, hardware=cluster(12, per_node=4), global_batch=7))
     assert found.best.layout.data == 1
     (told,) = (reason for reason in found.reasons if "samples per step" in reason)
     assert told.startswith("7 samples per step")
     assert "12 GPUs" in told
     assert "--batch 12" in told
-    assert advise(Task(model=SMALL, hardware=cluster(12, per_node=4), global_batch=12)).best.layout.data == 12
+    assert (
+        choose_best_layouts(
+            PlanningTask(model=SMALL, hardware=cluster(12, per_node=4), global_batch=12)
+        ).best.layout.data
+        == 12
+    )
 
 
 @pytest.mark.parametrize(
@@ -312,22 +317,22 @@ def test_a_batch_that_shuts_data_parallelism_out_is_told_with_the_next_one_that_
 )
 def test_a_search_over_very_many_gpus_ends(count: int, per_node: int, most: int) -> None:
     """A prime and a number with 64 divisors; what is tried grows far less than the number of meshes."""
-    assert 0 < len(choices(Task(model=SMALL, hardware=cluster(count, per_node=per_node)))) < most
+    assert 0 < len(list_runnable_choices(PlanningTask(model=SMALL, hardware=cluster(count, per_node=per_node)))) < most
 
 
 def test_what_is_far_too_large_has_a_bar_of_one_line() -> None:
-    from dtctl.cli.common.advise_view import bar
+    from dtctl.cli.common.advise_view import format_memory_bar
 
-    found = advise(Task(model=usual(1e19, seq=2048, name="huge"), hardware=cluster(1)))
+    found = choose_best_layouts(PlanningTask(model=build_usual_model(1e19, seq=2048, name="huge"), hardware=cluster(1)))
     assert not found.best.fits
-    assert len(bar(found.best)) == 30 + 1 + 12 + 1
+    assert len(format_memory_bar(found.best)) == 30 + 1 + 12 + 1
 
 
 def test_what_the_runtime_has_no_axis_for_is_not_written() -> None:
-    asked = Task(model=BIG, hardware=cluster(64), beyond=True)
-    with_cp = next(one for one in choices(asked) if one.layout.cp > 1 < one.layout.pp)
+    asked = PlanningTask(model=BIG, hardware=cluster(64), beyond=True)
+    with_cp = next(one for one in list_runnable_choices(asked) if one.layout.cp > 1 < one.layout.pp)
     with raises(UsageError, "pipeline"):
-        settings(asked, with_cp)
+        build_train_settings(asked, with_cp)
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -358,12 +363,14 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured_is_told() -> None:
-    from dtctl.advise.measure import measure
+    from dtctl.advise.measure import measure_training_memory
 
     with raises(UsageError, "GPT"):
-        measure(BIG, strategy="ddp", workers=1)
-    with raises(UsageError, "room"):
-        measure(transformer(layers=900, hidden=8192, vocab=64, seq=8, tied=True), strategy="ddp", workers=4)
+        measure_training_memory(BIG, strategy="ddp", workers=1)
+    with raises(UsageError, "4 workers 43200.0 GiB"):
+        measure_training_memory(
+            build_decoder_model(layers=900, hidden=8192, vocab=64, seq=8, tied=True), strategy="ddp", workers=4
+        )
 
 
 @pytest.mark.parametrize(

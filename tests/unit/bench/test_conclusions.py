@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtctl.bench.conclusions import conclusions
+from dtctl.bench.conclusions import build_conclusions
 
 OWNERS = ("a", "a", "b", "b", "c", "c")
 
@@ -17,24 +17,24 @@ def table(slow: dict[tuple[str, str], float]) -> dict[str, object]:
 
 def test_a_slow_node_is_named_and_its_own_workers_are_not_compared_with_others() -> None:
     ways = dict.fromkeys((("a", "b"), ("b", "a"), ("c", "b"), ("b", "c")), 0.2)
-    (said,) = conclusions(table(ways), [], OWNERS)
+    (said,) = build_conclusions(table(ways), [], OWNERS)
     assert said["nodes"] == ["b"]
     assert "0.200 GB/s" in said["summary"]
     assert "dtctl doctor" in said["fix"]
 
 
 def test_a_slow_pair_is_named_and_one_slow_worker_of_several_is_not() -> None:
-    (said,) = conclusions(table({("a", "c"): 0.1}), [], OWNERS)
+    (said,) = build_conclusions(table({("a", "c"): 0.1}), [], OWNERS)
     assert said["nodes"] == ["c"]
     one = table({})
     one["gb_s"][0][4] = 0.1  # type: ignore[index]
-    (said,) = conclusions(one, [], OWNERS)
+    (said,) = build_conclusions(one, [], OWNERS)
     assert (said["nodes"], said["fix"]) == ([], "")
     assert "no pair of nodes stands out" in said["summary"]
 
 
 def test_training_that_is_held_up_is_told_and_what_was_not_measured_is_not() -> None:
-    assert conclusions({}, [], OWNERS) == []
+    assert build_conclusions({}, [], OWNERS) == []
     rows = [{"workers": 1, "efficiency": 1.0}, {"workers": 6, "efficiency": 0.4}]
-    (said,) = conclusions({}, rows, OWNERS)
+    (said,) = build_conclusions({}, rows, OWNERS)
     assert "6 workers train at 40%" in said["summary"]

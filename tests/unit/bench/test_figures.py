@@ -7,9 +7,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from dtctl.bench.figures import OPS, ops_of, result, size_of, size_text, sizes_of, training_row
-from dtctl.bench.job import Figures
-from dtctl.bench.picture import draw
+from dtctl.bench.figures import OPS, build_result_row, ops_of, parse_size_range, size_of, size_text, training_row
+from dtctl.bench.job import BenchmarkResults
+from dtctl.bench.picture import render_bench_svg
 from dtctl.errors import UsageError
 from tests.facts import raises
 
@@ -25,13 +25,13 @@ from tests.facts import raises
     ],
 )
 def test_sizes_grow_fourfold_and_end_with_the_last(text: str, sizes: tuple[int, ...]) -> None:
-    assert sizes_of(text) == sizes
+    assert parse_size_range(text) == sizes
 
 
 @pytest.mark.parametrize("text", ["", "x", "1M:1K", "0:8", "1T", "-1", "1.5M", "2:8"])
 def test_what_is_no_range_of_sizes_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
-        sizes_of(text)
+        parse_size_range(text)
 
 
 def test_a_size_reads_back_as_itself() -> None:
@@ -53,7 +53,7 @@ def test_operations_may_be_spelt_as_people_spell_them() -> None:
      ("all_to_all", 0.75), ("gather", 0.75), ("scatter", 0.75), ("p2p", 1.0)],
 )  # fmt: skip
 def test_bus_bandwidth_is_what_nccl_tests_calls_so(op: str, factor: float) -> None:
-    row = result(op, 10**9, 0.5, ranks=4, wrong=0)
+    row = build_result_row(op, 10**9, 0.5, ranks=4, wrong=0)
     assert (row["algbw_gb_s"], row["busbw_gb_s"], row["time_us"]) == (2.0, 2.0 * factor, 500_000.0)
 
 
@@ -61,15 +61,15 @@ def test_efficiency_is_the_time_of_one_worker_over_that_of_many() -> None:
     assert training_row(4, 0.2, 0.1, loss_ok=True) == {"workers": 4, "step_s": 0.2, "efficiency": 0.5, "ok": True}
 
 
-def figures() -> Figures:
-    made = Figures()
-    made.take({"backend": "gloo", "world": 2, "torch": "2"})
+def figures() -> BenchmarkResults:
+    made = BenchmarkResults()
+    made.add_worker_line({"backend": "gloo", "world": 2, "torch": "2"})
     for size in (1 << 10, 1 << 20):
-        made.take({"op": "all_reduce", "size": size, "seconds": 1e-3, "wrong": 0})
-    made.take({"op": "p2p", "size": 1 << 20, "matrix": [[0.0, 1e-3], [2e-3, 0.0]], "wrong": 3})
-    made.take({"training": 1, "step_s": 0.1, "ok": True})
-    made.take({"training": 2, "step_s": 0.125, "ok": False})
-    made.take({"finished": True})
+        made.add_worker_line({"op": "all_reduce", "size": size, "seconds": 1e-3, "wrong": 0})
+    made.add_worker_line({"op": "p2p", "size": 1 << 20, "matrix": [[0.0, 1e-3], [2e-3, 0.0]], "wrong": 3})
+    made.add_worker_line({"training": 1, "step_s": 0.1, "ok": True})
+    made.add_worker_line({"training": 2, "step_s": 0.125, "ok": False})
+    made.add_worker_line({"finished": True})
     return made
 
 
@@ -85,7 +85,7 @@ def test_the_lines_of_rank_0_become_figures() -> None:
 def test_the_picture_is_an_svg_with_every_operation_and_pair() -> None:
     made = figures()
     facts: dict[str, Any] = {"results": made.results, "pairs": made.pairs, "backend": "gloo", "world_size": 2}
-    texts = [element.text for element in ET.fromstring(draw(facts)).iter() if element.text]
+    texts = [element.text for element in ET.fromstring(render_bench_svg(facts)).iter() if element.text]
     assert {"all_reduce", "p2p", "1", "0.52", "1 MiB"} <= set(texts)
-    ET.fromstring(draw({**facts, "results": [], "pairs": {}}))
-    ET.fromstring(draw({**facts, "results": made.results[:1], "pairs": {}}))
+    ET.fromstring(render_bench_svg({**facts, "results": [], "pairs": {}}))
+    ET.fromstring(render_bench_svg({**facts, "results": made.results[:1], "pairs": {}}))

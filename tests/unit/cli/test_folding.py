@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtctl.cli.common.folding import Folding
+from dtctl.cli.common.traceback_filter import TracebackFilter
 
 AGENT = -1
 CAUSE = """[rank1]: Traceback (most recent call last):
@@ -31,8 +31,8 @@ Failures:
 after"""
 
 
-def shown(text: str, rank: int = 0, folding: Folding | None = None) -> list[str]:
-    folding = folding or Folding()
+def shown(text: str, rank: int = 0, folding: TracebackFilter | None = None) -> list[str]:
+    folding = folding or TracebackFilter()
     return [line for each in text.splitlines() for line in folding.feed("a", rank, each)]
 
 
@@ -50,7 +50,7 @@ def test_who_only_lost_a_peer_gets_one_line() -> None:
 @pytest.mark.parametrize("name", ["SignalException: Process 5 got signal: 15", "DistNetworkError: failed to recv"])
 def test_torchruns_own_tracebacks_are_one_line_for_all_nodes(name: str) -> None:
     text = AGENT_REPORT.replace("ChildFailedError:", name).partition("====")[0]
-    folding = Folding()
+    folding = TracebackFilter()
     assert len(shown(text, AGENT, folding)) == 1
     assert shown(text, AGENT, folding) == []
 
@@ -68,7 +68,7 @@ def test_what_the_agent_cannot_do_is_shown() -> None:
 
 
 def test_processes_do_not_mix_and_nothing_is_lost() -> None:
-    folding = Folding()
+    folding = TracebackFilter()
     for line in CAUSE.splitlines()[:2]:
         assert folding.feed("a", 1, line) == []
     assert folding.feed("b", 2, "hello") == ["hello"]

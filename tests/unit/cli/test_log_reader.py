@@ -11,7 +11,7 @@ import pytest
 
 from dtctl.cli.common.log_reader import LogFilter, LogReader
 from dtctl.launch.records import logs as module
-from dtctl.launch.records.logs import Logs
+from dtctl.launch.records.logs import RunLogs
 from dtctl.launch.records.record import RunRecord
 from dtctl.launch.records.run_writer import RunWriter
 
@@ -19,7 +19,7 @@ from dtctl.launch.records.run_writer import RunWriter
 @pytest.fixture
 def record(tmp_path: Path) -> RunRecord:
     """Two attempts: two workers on a, one on b that takes part in the second only."""
-    logs = Logs(RunWriter(tmp_path))
+    logs = RunLogs(RunWriter(tmp_path))
     logs.begin_attempt()
     logs.write("a", 0, b"first 1\nfirst 2\n")
     logs.write("a", 1, b"first other\n")
@@ -32,7 +32,7 @@ def record(tmp_path: Path) -> RunRecord:
 
 def shown(record: RunRecord, **chosen: object) -> list[str]:
     reader = LogReader(record, LogFilter(**chosen))  # type: ignore[arg-type]
-    return [f"{line.origin} {line.text}" for line in (*reader.read_new(), *reader.read_rest())]
+    return [f"[{line.node}:{line.rank}] {line.text}" for line in (*reader.read_new(), *reader.read_rest())]
 
 
 def test_an_attempt_has_its_lines_alone(record: RunRecord) -> None:
@@ -42,6 +42,23 @@ def test_an_attempt_has_its_lines_alone(record: RunRecord) -> None:
     assert shown(record, attempt=1) == shown(record, attempt=-1) == second
     assert shown(record, attempt=7) == []
     assert len(shown(record)) == len(first) + len(second)
+
+
+def test_attempts_are_found_in_a_log_whose_middle_was_cut_out(tmp_path: Path) -> None:
+    logs = RunLogs(RunWriter(tmp_path), 10_000)
+    for name in ("first", "second", "third"):
+        logs.begin_attempt()
+        for number in range(300):
+            logs.write("a", 0, f"{name} {number:06}\n".encode())
+    logs.close()
+    record = RunWriter(tmp_path)
+    assert logs.cut["a"] > 3_000
+    first, second, third = (shown(record, attempt=number) for number in range(3))
+    assert (first[0], third[-1]) == ("[a:0] first 000000", "[a:0] third 000299")
+    assert any("bytes were cut" in line for line in second)
+    assert all("third" in line for line in third[1:])
+    assert shown(record, attempt=3) == [], "a cut begins no attempt"
+    assert shown(record, attempt=-1) == third
 
 
 def test_the_last_lines_and_those_with_a_pattern(record: RunRecord) -> None:
@@ -59,7 +76,7 @@ def test_new_lines_are_shown_once_and_in_full(record: RunRecord) -> None:
 
 
 def test_only_what_was_printed_lately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logs = Logs(RunWriter(tmp_path))
+    logs = RunLogs(RunWriter(tmp_path))
     now = time.time()
     for age, text in ((500.0, b"old\n"), (100.0, b"newer\n"), (10.0, b"newest\n")):
         monkeypatch.setattr(module.time, "time", lambda age=age: now - age)

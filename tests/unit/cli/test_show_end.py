@@ -10,11 +10,11 @@ import dtctl
 from dtctl.cli import fetch
 from dtctl.cli.common import followed_run
 from dtctl.cli.common.doctor_view import show_cause
-from dtctl.cli.common.followed_run import emitter, show_end
+from dtctl.cli.common.followed_run import make_event_emitter, print_run_end
 from dtctl.launch.control.controller import Result
 from dtctl.launch.control.failure import Failure
-from dtctl.launch.files.fetch import Fetched
-from dtctl.launch.records.events import Event, Outputs, SnapshotBegun
+from dtctl.launch.files.fetch import FetchResult
+from dtctl.launch.records.events import Event, NodeOutputs, SnapshotBegun
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.spec.load import dump_spec, parse_spec
@@ -25,7 +25,7 @@ def test_a_failure_without_output_shows_its_summary(exit_code: int | None, capsy
     failure = Failure(
         node="node1", rank=None, exit_code=exit_code, signal=None, time=0.0, summary="do the nodes see it?"
     )
-    show_end(
+    print_run_end(
         Result(
             run="r", failure=failure, stopped_by=None, asked_to_stop=False, attempts=1, launch_s=None, duration_s=0.5,
             left_behind=0, nodes=1, goodput=None,
@@ -79,7 +79,7 @@ def recorded(folder: Path, *events: Event, job: str = "") -> RunRecord:
         f"cluster: {{transport: local}}\njob: {{script: t.py{job}}}\n", source="dtctl.yaml", base_dir=folder
     )
     record.write_spec(dump_spec(spec))
-    emit = emitter(record)
+    emit = make_event_emitter(record)
     for event in events:
         emit(event)
     return record
@@ -103,7 +103,7 @@ def test_what_continues_a_run_depends_on_what_it_has_saved(
 
 
 def test_outputs_that_were_fetched_are_named_where_they_are(tmp_path: Path) -> None:
-    outputs = {node: Outputs(folder="/there", files=2, bytes=3) for node in ("a", "b")}
+    outputs = {node: NodeOutputs(folder="/there", files=2, bytes=3) for node in ("a", "b")}
     assert "`dtctl fetch r`" in followed_run.outputs_line("r", outputs, is_local=False, fetched=tmp_path)
     (tmp_path / "a").mkdir()
     assert "`dtctl fetch r`" in followed_run.outputs_line("r", outputs, is_local=False, fetched=tmp_path), (
@@ -118,7 +118,7 @@ def test_outputs_that_were_fetched_are_named_where_they_are(tmp_path: Path) -> N
 def test_a_fetch_of_nothing_points_to_snapshots_only_if_there_are_any(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], has_snapshots: bool
 ) -> None:
-    fetch._show({"a": Fetched()}, tmp_path, None, has_snapshots=has_snapshots)
+    fetch._print_fetch_summary({"a": FetchResult()}, tmp_path, None, has_snapshots=has_snapshots)
     assert ("snapshot export" in capsys.readouterr().err) is has_snapshots
 
 
@@ -126,7 +126,7 @@ def test_a_fetch_of_nothing_points_to_snapshots_only_if_there_are_any(
 def test_output_that_was_cut_is_not_called_lost(
     capsys: pytest.CaptureFixture[str], lost: dict[str, int], words: str
 ) -> None:
-    show_end(
+    print_run_end(
         Result(
             run="r", failure=None, stopped_by=None, asked_to_stop=False, attempts=1, launch_s=None, duration_s=0.5,
             left_behind=0, nodes=1, goodput=None, cut_output={"a": 7}, log_mib=3, lost_output=lost,

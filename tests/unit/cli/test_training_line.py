@@ -11,7 +11,7 @@ import pytest
 
 from dtctl.cli import output
 from dtctl.cli.common import progress_line, run_display
-from dtctl.launch.records.events import OutputLine, Stopping
+from dtctl.launch.records.events import OutputLine, RunStopping
 
 
 class Terminal:
@@ -53,21 +53,21 @@ def test_a_printed_bar_is_no_share_of_the_whole() -> None:
 
 
 def test_it_stays_below_what_is_printed_and_is_one_line(terminal: Terminal) -> None:
-    output.stand("step 1")
-    output.out("a")
-    output.stand("step 2 " + 100 * "x")
-    output.err("b")
+    output.set_status_line("step 1")
+    output.print_stdout("a")
+    output.set_status_line("step 2 " + 100 * "x")
+    output.print_stderr("b")
     *above, last = terminal.lines()
     assert above == ["a", "b"]
     assert last.startswith("step 2 x")
-    output.stand("")
-    output.out("c")
+    output.set_status_line("")
+    output.print_stdout("c")
     assert terminal.lines() == ["a", "b", "c"]
 
 
 def test_a_pipe_has_none(capsys: pytest.CaptureFixture[str]) -> None:
-    output.stand("step 1")
-    output.out("a")
+    output.set_status_line("step 1")
+    output.print_stdout("a")
     assert capsys.readouterr() == ("a\n", "")
 
 
@@ -80,5 +80,5 @@ def test_it_tells_the_newest_row_and_goes_when_the_run_stops(
     view = run_display.LaunchView(json_lines=False, record=SimpleNamespace(folder=tmp_path))  # type: ignore[arg-type]
     view.event(OutputLine(node="node1", rank=0, text="step 30"))
     assert terminal.lines() == ["[node1:0] step 30", "step 30 of 120  25%  0:45 to go  500.0 ms/step  loss 1.2500"]
-    view.event(Stopping(reason="asked to"))
+    view.event(RunStopping(reason="asked to"))
     assert [line for line in terminal.lines() if "to go" in line] == []

@@ -9,9 +9,9 @@ import pytest
 
 from dtctl.doctor.checks import network
 from dtctl.doctor.checks.hardware import busy_gpus, dead_ports
-from dtctl.doctor.findings import CHECKS, Finding, cover, odd_ones, ordered
+from dtctl.doctor.findings import CHECKS, Finding, choose_covering_nodes, odd_ones, order_findings
 from dtctl.doctor.node_report import NodeReport
-from dtctl.nccl.interfaces import choose
+from dtctl.nccl.interfaces import choose_interface
 from tests.facts import missing
 
 
@@ -39,7 +39,7 @@ def test_the_odd_node_out(values: dict[str, int], odd: tuple[str, ...], usual: i
     ],
 )
 def test_few_machines_explain_all_failing_pairs(pairs: list[tuple[str, str]], nodes: tuple[str, ...]) -> None:
-    assert cover(pairs) == nodes
+    assert choose_covering_nodes(pairs) == nodes
 
 
 def test_the_lower_layer_is_primary_and_its_consequences_say_so() -> None:
@@ -47,7 +47,7 @@ def test_the_lower_layer_is_primary_and_its_consequences_say_so() -> None:
     env = Finding(check="env-differs", status="fail", nodes=("a",))
     double = Finding(check="duplicate-address", status="fail", nodes=("a", "b"))
     warned = Finding(check="clock", status="warn", nodes=("a",))
-    found = ordered([env, nat, warned, double], ran=["reach", "nat"])
+    found = order_findings([env, nat, warned, double], ran=["reach", "nat"])
     assert [one.check for one in found] == ["duplicate-address", "nat", "env-differs", "clock", "reach"]
     assert [one.primary for one in found] == [True, False, False, False, False]
     assert [one.follows for one in found] == ["", "duplicate-address", "", "", ""]
@@ -67,7 +67,7 @@ def test_the_lower_layer_is_primary_and_its_consequences_say_so() -> None:
 def test_loss_is_the_cause_of_a_slow_link_where_it_is_on_all_of_it(
     slow: tuple[str, ...], peers: tuple[str, ...], primary: str
 ) -> None:
-    found = ordered(
+    found = order_findings(
         [
             Finding(check="bandwidth", status="fail", nodes=slow, peers=peers),
             Finding(check="packet-loss", status="warn", nodes=("c",), peers=("a", "b")),
@@ -120,7 +120,7 @@ def test_an_rdma_port_is_dead_only_beside_living_ones() -> None:
 def test_names_of_interfaces_are_matched_as_nccl_does(value: str, chosen: str) -> None:
     rows = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("st0", "")]
     have = [{"name": name, "address": address, "up": True} for name, address in rows]
-    assert choose(value, have) == chosen
+    assert choose_interface(value, have) == chosen
 
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "100000", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NUM_NODES": "4"}
@@ -139,10 +139,10 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "100000", "SLURM_NTASKS_PER_NO
 def test_what_slurm_has_set_is_held_against_the_spec(
     changed: dict[str, str], check: str, status: str, said: str
 ) -> None:
-    from dtctl.doctor.checks.scheduler import scheduler
+    from dtctl.doctor.checks.scheduler import check_slurm_job
 
     def found(environ: dict[str, str]) -> list[Finding]:
-        return list(scheduler(environ, {}, node="a", nodes=4, kind=None, now=10_000.0, fixed_port=29500))
+        return list(check_slurm_job(environ, {}, node="a", nodes=4, kind=None, now=10_000.0, fixed_port=29500))
 
     assert found(JOB) == []
     assert found({name: value for name, value in {**JOB, **changed}.items() if name != "SLURM_JOB_ID"}) == []
@@ -163,24 +163,26 @@ def test_what_slurm_has_set_is_held_against_the_spec(
     ],
 )
 def test_a_batch_job_that_is_not_started_again_is_told_of(job: dict[str, str], warns: bool) -> None:
-    from dtctl.doctor.checks.scheduler import scheduler
+    from dtctl.doctor.checks.scheduler import check_slurm_job
 
-    found = list(scheduler(JOB, job, node="a", nodes=4, kind=None, now=10_000.0, fixed_port=None))
+    found = list(check_slurm_job(JOB, job, node="a", nodes=4, kind=None, now=10_000.0, fixed_port=None))
     assert [(one.check, one.status, one.evidence) for one in found] == [("requeue", "warn", ("Requeue=0",))] * warns
     assert all("scontrol update JobId=7 Requeue=1" in one.fix for one in found)
 
 
 def test_a_folder_that_is_another_one_on_some_nodes_and_files_that_come_late() -> None:
-    from dtctl.doctor.checks.shared_folders import Sights, judge
+    from dtctl.doctor.checks.shared_folders import Sights, check_shared_folders
 
     def sights(**after: float | None) -> Sights:
         return {("/data", who, whose): after.get(who + whose, 0.01) for who in "abc" for whose in "abc" if who != whose}
 
-    assert list(judge(sights())) == []
-    assert list(judge(dict.fromkeys(sights()))) == [], "each has its own, and nobody has said that it is shared"
-    (one,) = judge(sights(ac=None, bc=None, ca=None, cb=None))
+    assert list(check_shared_folders(sights())) == []
+    assert list(check_shared_folders(dict.fromkeys(sights()))) == [], (
+        "each has its own, and nobody has said that it is shared"
+    )
+    (one,) = check_shared_folders(sights(ac=None, bc=None, ca=None, cb=None))
     assert (one.check, one.status, one.nodes, one.peers) == ("shared", "fail", ("c",), ("a", "b"))
-    (one,) = judge(sights(ba=2.5))
+    (one,) = check_shared_folders(sights(ba=2.5))
     assert (one.check, one.status, one.nodes) == ("visibility", "warn", ("b",))
     assert "2.5 s" in one.summary
 
@@ -190,7 +192,7 @@ def test_what_was_not_made_is_neither_ok_nor_wrong() -> None:
         Finding(check="collective", status="skip", summary="left out", nodes=("a",), missing=True),
         Finding(check="gpus", status="skip", summary="no node shows a GPU"),
     ]
-    found = ordered([], ran=["reach", "gpus", "mtu"], unexamined=lost)
+    found = order_findings([], ran=["reach", "gpus", "mtu"], unexamined=lost)
     assert [(one.check, one.status, one.summary) for one in found] == [
         ("gpus", "skip", "no node shows a GPU"),
         ("collective", "skip", "left out"),
@@ -206,7 +208,7 @@ def test_a_node_behind_a_tunnel_is_no_matter_of_routes() -> None:
         return NodeReport(name=name, address=address, data_address=address, facts=facts)
 
     reports = [node("a", "127.0.0.1"), node("b", "10.0.0.2")]
-    said = network._misrouted("b", "a", reports)
+    said = network._describe_route_fix("b", "a", reports)
     assert not missing(said, "127.0.0.1 cluster.nodes")
     assert "blackhole" not in said
-    assert "blackhole" in network._misrouted("a", "b", reports)
+    assert "blackhole" in network._describe_route_fix("a", "b", reports)

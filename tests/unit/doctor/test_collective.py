@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 
 from dtctl.doctor.checks import collective
-from dtctl.doctor.checks.collective import apart_failed, culprits, merged, other_nccl, well
-from dtctl.doctor.observe import NodeQuery, Probes
-from dtctl.supervisor.probe.child import Child
+from dtctl.doctor.checks.collective import (
+    apart_failed,
+    find_faulty_nodes,
+    is_all_reduce_correct,
+    merge_worker_reports,
+    other_nccl,
+)
+from dtctl.doctor.node_probes import NodeProbes, NodeQuery
+from dtctl.supervisor.probe.child import JobPythonProcess
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalTransport
 
@@ -35,16 +41,16 @@ LATE: dict[str, Any] = {"stage": "group", "wrong": 0, "error": "Timed out", "fin
 def test_the_node_that_differs_is_named_and_nobody_where_all_say_the_same(
     answers: dict[str, Any], named: tuple[str, ...]
 ) -> None:
-    assert not well(answers)
-    assert culprits(answers) == named
+    assert not is_all_reduce_correct(answers)
+    assert find_faulty_nodes(answers) == named
 
 
 def test_all_is_well_when_all_come_to_the_end_with_the_right_sums() -> None:
-    assert well({"a": DONE, "b": DONE})
+    assert is_all_reduce_correct({"a": DONE, "b": DONE})
 
 
-def child(program: str) -> Child:
-    return Child([sys.executable, "-u", "-c", program], {"WORD": "x"})
+def child(program: str) -> JobPythonProcess:
+    return JobPythonProcess([sys.executable, "-u", "-c", program], {"WORD": "x"})
 
 
 def test_a_child_answers_in_lines_of_which_the_last_is_final() -> None:
@@ -52,23 +58,25 @@ def test_a_child_answers_in_lines_of_which_the_last_is_final() -> None:
         "import json,os,sys\nfor line in sys.stdin:\n print('{\"a\": 1}')\n"
         " print(json.dumps({**json.loads(line), 'word': os.environ['WORD'], 'final': True}))"
     )
-    assert echo.ask({"b": 2}, 10.0) == {"a": 1, "b": 2, "word": "x", "final": True}
+    assert echo.exchange_message({"b": 2}, 10.0) == {"a": 1, "b": 2, "word": "x", "final": True}
     echo.kill()
 
 
 @pytest.mark.slow
 def test_a_child_that_says_nothing_more_is_ended_in_time() -> None:
     silent = child('import time; print(\'{"stage": "start"}\', flush=True); time.sleep(100)')
-    assert silent.ask({}, 2.0) == {"stage": "start", "silent": True, "complained": ""}
+    assert silent.exchange_message({}, 2.0) == {"stage": "start", "silent": True, "complained": ""}
 
 
 def test_a_child_that_ends_leaves_its_last_words() -> None:
-    said = child("raise SystemExit('no disk')").ask({}, 10.0)
+    said = child("raise SystemExit('no disk')").exchange_message({}, 10.0)
     assert said == {"error": "it has ended with status 1", "complained": "no disk"}
 
 
 def test_of_a_traceback_the_line_with_the_exception_counts() -> None:
-    said = child("raise ValueError('\\nInvalid log settings: loud, must be\\nregistered names')").ask({}, 10.0)
+    said = child("raise ValueError('\\nInvalid log settings: loud, must be\\nregistered names')").exchange_message(
+        {}, 10.0
+    )
     assert said["complained"] == "ValueError: Invalid log settings: loud, must be registered names"
 
 
@@ -87,18 +95,20 @@ SUM: dict[str, Any] = {**DONE, "seconds": 0.5, "bytes": 1024}
 
 
 def test_workers_of_a_node_say_one_thing() -> None:
-    assert merged(SUM) == SUM
-    assert merged({"each": [SUM, {**SUM, "seconds": 0.7}]}) == {
+    assert merge_worker_reports(SUM) == SUM
+    assert merge_worker_reports({"each": [SUM, {**SUM, "seconds": 0.7}]}) == {
         "stage": "done", "wrong": 0, "seconds": 0.7, "bytes": 1024,
     }  # fmt: skip
-    found = merged({"each": [SUM, {**LATE, "error": "NCCL error"}, {**SUM, "wrong": 3}]})
+    found = merge_worker_reports({"each": [SUM, {**LATE, "error": "NCCL error"}, {**SUM, "wrong": 3}]})
     assert (found["stage"], found["wrong"], found["error"]) == ("group", 3, "worker 1: NCCL error")
     assert "seconds" not in found
-    assert not well({"a": found})
-    lost = merged({"each": [SUM, {"silent": True, "complained": ""}]})
+    assert not is_all_reduce_correct({"a": found})
+    lost = merge_worker_reports({"each": [SUM, {"silent": True, "complained": ""}]})
     assert (lost["silent"], lost["complained"], "stage" in lost) == (True, "", False)
-    assert culprits({"a": merged({"each": [SUM, SUM]}), "b": lost, "c": merged({"each": [SUM, SUM]})}) == ("b",)
-    assert merged({"each": []})["silent"]
+    assert find_faulty_nodes(
+        {"a": merge_worker_reports({"each": [SUM, SUM]}), "b": lost, "c": merge_worker_reports({"each": [SUM, SUM]})}
+    ) == ("b",)
+    assert merge_worker_reports({"each": []})["silent"]
 
 
 def test_gpus_that_do_not_add_up_within_their_node_are_its_own_matter() -> None:
@@ -115,11 +125,11 @@ def test_several_workers_of_each_node_add_up_together_and_apart() -> None:
     queries = [
         NodeQuery(target=Target(name=name, address="127.0.0.1"), python=sys.executable, workdir="~") for name in names
     ]
-    with contextlib.closing(Probes(queries, LocalTransport(), progress=lambda _: None)) as probes:
-        seen = probes.look(rendezvous=(), data_ports=0, measure_s=0.0)
+    with contextlib.closing(NodeProbes(queries, LocalTransport(), progress=lambda _: None)) as probes:
+        seen = probes.collect_reports(rendezvous=(), data_ports=0, measure_s=0.0)
         for one in seen:
             one.data_address = "127.0.0.1"
-        gang = collective._Gang(
+        gang = collective._CollectiveWorkers(
             probes, seen, backend="gloo", progress=lambda _: None, counts={"a": 2, "b": 1},
             python=dict.fromkeys(names, sys.executable),
             env={name: {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} for name in names},
@@ -127,10 +137,10 @@ def test_several_workers_of_each_node_add_up_together_and_apart() -> None:
         loaded = gang.start(names)
         assert {name: one["stage"] for name, one in loaded.items()} == {"a": "torch", "b": "torch"}
         together = gang.round(names)
-        assert well(together), together
+        assert is_all_reduce_correct(together), together
         # Of workers that are apart each node's have a world, and a port, of their own; here both would take one.
-        alone = gang.apart(["a"])
-        assert well(alone), alone
+        alone = gang.run_all_reduce_per_node(["a"])
+        assert is_all_reduce_correct(alone), alone
         assert {*alone} == {"a"}
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dtctl.doctor.explain.attribution import node_named, rank_named
 from dtctl.doctor.explain.diagnose import explain_all
-from dtctl.doctor.explain.who import node_named, rank_named
 
 CAUSE = """Traceback (most recent call last):
   File "/job/train.py", line 3, in <module>

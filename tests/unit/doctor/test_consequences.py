@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.doctor.explain import signatures
-from dtctl.doctor.explain.diagnose import explain
+from dtctl.doctor.explain.diagnose import diagnose_log_files
 from dtctl.doctor.explain.diagnosis import Diagnosis
 
 RUN = Path(__file__).parent / "runs" / "torchrun-value-error"
@@ -40,11 +40,11 @@ def follow_up(id_: str) -> str:
 
 def told(folder: Path, text: str) -> list[Diagnosis]:
     (folder / "job.log").write_text(text)
-    return explain([folder / "job.log"])
+    return diagnose_log_files([folder / "job.log"])
 
 
 def test_a_run_that_one_rank_failed_is_told_without_contradiction(run: Path) -> None:
-    first, *rest = explain([run / "logs"])
+    first, *rest = diagnose_log_files([run / "logs"])
     assert (first.id, first.ranks, first.nodes, first.confidence) == ("exception", (1,), ("node2",), "low")
     assert [(one.id, one.follows) for one in rest] == [("peer-closed", True), ("agent-signalled", True)]
     assert (rest[1].cause, rest[1].ranks, rest[1].nodes) == (follow_up("agent-signalled"), (), ("node3",))
@@ -52,7 +52,7 @@ def test_a_run_that_one_rank_failed_is_told_without_contradiction(run: Path) -> 
 
 def test_only_the_worker_whose_error_is_missing_is_said_to_have_failed_without_one(run: Path) -> None:
     (run / "logs" / "node3" / "rank-2.log").unlink()
-    found = explain([run / "logs"])
+    found = diagnose_log_files([run / "logs"])
     for id_ in ("worker-failed", "torchrun-no-traceback"):
         missing = of(id_, found)
         assert missing is not None
@@ -62,7 +62,7 @@ def test_only_the_worker_whose_error_is_missing_is_said_to_have_failed_without_o
 def test_without_any_error_all_workers_that_failed_are_named(run: Path) -> None:
     for log in (run / "logs").rglob("rank-*.log"):
         log.unlink()
-    failed = of("worker-failed", explain([run / "logs"]))
+    failed = of("worker-failed", diagnose_log_files([run / "logs"]))
     assert failed is not None
     assert (failed.ranks, failed.nodes) == ((0, 1, 2), ("node1", "node2", "node3"))
 
@@ -72,7 +72,7 @@ def test_an_error_in_another_run_is_not_the_one_that_a_launcher_has_missed(run: 
     shutil.copytree(run, other)
     for log in (other / "logs").rglob("rank-*.log"):
         log.unlink()
-    found = explain([run / "logs", other / "logs"])
+    found = diagnose_log_files([run / "logs", other / "logs"])
     missing = of("worker-failed", found)
     assert missing is not None
     assert missing.ranks == (0, 1, 2)
@@ -84,7 +84,7 @@ def test_what_ended_in_another_run_does_not_follow(run: Path) -> None:
     other.mkdir(parents=True)
     (run / "logs" / "node3" / "agent.log").unlink()
     (other / "agent.log").write_text(SIGNALLED)
-    signalled = of("agent-signalled", explain([run / "logs", run.parent / "b" / "logs"]))
+    signalled = of("agent-signalled", diagnose_log_files([run / "logs", run.parent / "b" / "logs"]))
     assert signalled is not None
     assert not signalled.follows
     assert signalled.cause == signatures.by_id("agent-signalled").cause
@@ -140,4 +140,4 @@ def test_plans_of_several_runs_name_a_node_only_where_they_agree(tmp_path: Path)
     for rank, expected in ((0, ("gpu1",)), (1, ())):
         (tmp_path / "a" / "logs" / "job.log").write_text(text.format(rank=rank))
         (tmp_path / "b" / "logs" / "job.log").write_text("all is well\n")
-        assert explain([tmp_path / "a" / "logs", tmp_path / "b" / "logs"])[0].nodes == expected
+        assert diagnose_log_files([tmp_path / "a" / "logs", tmp_path / "b" / "logs"])[0].nodes == expected

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from dtctl.doctor.explain import content
-from dtctl.doctor.explain.diagnose import explain, explain_all
-from dtctl.doctor.explain.lines import shown
+from dtctl.doctor.explain.diagnose import diagnose_log_files, explain_all
+from dtctl.doctor.explain.lines import render_terminal_line
 from tests.command_line import dtctl
 
 OOM = "[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
@@ -46,7 +46,7 @@ def test_of_cut_off_data_what_is_left_is_read_and_the_damage_told(tmp_path: Path
 def test_the_byte_order_mark_says_how_a_log_is_written(tmp_path: Path, coding: str) -> None:
     mark = b"\xfe\xff" if coding == "utf-16-be" else b""
     (tmp_path / "a.log").write_bytes(mark + OOM.encode(coding))
-    assert explain([tmp_path / "a.log"])[0].ranks == (2,)
+    assert diagnose_log_files([tmp_path / "a.log"])[0].ranks == (2,)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_cannot_be_read_is_said_with_the_reason(tmp_path: Path, data: bytes
 
 def test_zero_bytes_that_a_rotation_has_left_do_not_hide_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(bytes(10_000) + OOM.encode())
-    assert explain([tmp_path / "a.log"])[0].id == "cuda-oom"
+    assert diagnose_log_files([tmp_path / "a.log"])[0].id == "cuda-oom"
 
 
 def test_of_very_long_compressed_data_beginning_and_end_are_kept(
@@ -81,7 +81,7 @@ def test_of_very_long_compressed_data_beginning_and_end_are_kept(
         monkeypatch.setattr(content, name, 1 << 20)
     middle = "step 1 loss 2.0\n" * 1_000_000
     (tmp_path / "a.log.gz").write_bytes(gzip.compress(f"first\n{middle}{OOM}".encode(), 1))
-    text = content.content(tmp_path / "a.log.gz").text
+    text = content.read_log_content(tmp_path / "a.log.gz").text
     assert len(text) < 5 << 20
     assert (text.startswith("first\n"), text.endswith(OOM)) == (True, True)
 
@@ -90,7 +90,7 @@ EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m[rank1]: \x08KeyError: '\u202egnitteks\x1b
 
 
 def test_control_characters_never_reach_the_terminal(tmp_path: Path) -> None:
-    assert shown(EVIL) == "[rank1]: KeyError: 'gnitteks'"
+    assert render_terminal_line(EVIL) == "[rank1]: KeyError: 'gnitteks'"
     (tmp_path / "a\x1b[31m.log").write_text(EVIL + "\n")
     (tmp_path / "b\x1b[31m.log").touch()
     done = dtctl("doctor", "--log", str(tmp_path), cwd=tmp_path)
@@ -107,5 +107,5 @@ def test_a_line_without_end_takes_no_time_and_neither_do_many(tmp_path: Path) ->
     (tmp_path / "a.log").write_text("[ Rank 1 Watchdog " * 500_000 + "\n" + OOM)
     (tmp_path / "b.log").write_text("[rank0]: step 8 loss 0.1\n" * 100_000)
     begun = time.process_time()
-    assert explain([tmp_path])[0].id == "cuda-oom"
+    assert diagnose_log_files([tmp_path])[0].id == "cuda-oom"
     assert time.process_time() - begun < 4

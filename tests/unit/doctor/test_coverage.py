@@ -10,7 +10,7 @@ import pytest
 
 from dtctl.doctor import coverage
 from dtctl.doctor.examine import Examination
-from dtctl.doctor.findings import CHECKS, Finding, ordered
+from dtctl.doctor.findings import CHECKS, Finding, order_findings
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.tables import node_table
 from dtctl.errors import ConnectError
@@ -41,8 +41,8 @@ def cluster(count: int = 3) -> list[NodeReport]:
 
 def examined(seen: list[NodeReport], *found: Finding, **options: Any) -> Examination:
     options = {"skip": (), "ran": RAN, "rendezvous": True, **options}
-    lost = list(coverage.unexamined(seen, found=found, **options))
-    return Examination(findings=tuple(ordered(found, ran=options["ran"], unexamined=lost)), seen=tuple(seen))
+    lost = list(coverage.find_unexamined_needs(seen, found=found, **options))
+    return Examination(findings=tuple(order_findings(found, ran=options["ran"], unexamined=lost)), seen=tuple(seen))
 
 
 def test_where_all_was_looked_at_nodes_can_train() -> None:

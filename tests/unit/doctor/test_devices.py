@@ -31,7 +31,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def look() -> dict[str, Any]:
-    return devices.devices()
+    return devices.gather_device_facts()
 
 
 def at(seconds_ago: float) -> str:

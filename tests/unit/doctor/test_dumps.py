@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dtctl.doctor.explain.diagnose import explain
+from dtctl.doctor.explain.diagnose import diagnose_log_files
 from dtctl.doctor.explain.dumps import judge_dumps, read_dump
 from dtctl.errors import UsageError
 from tests.facts import raises
@@ -31,7 +31,7 @@ DUMPS = Path(__file__).parent / "dumps"
 def test_the_rank_to_blame_is_named_by_the_dumps_of_a_real_run(
     case: str, id_: str, ranks: tuple[int, ...], said: str
 ) -> None:
-    first, *rest = explain([DUMPS / case])
+    first, *rest = diagnose_log_files([DUMPS / case])
     assert (first.id, first.ranks, first.primary, rest) == (id_, ranks, True, [])
     assert said in first.cause
     assert first.fix
@@ -56,7 +56,7 @@ def test_a_pickle_that_would_run_a_program_is_passed_over_and_nothing_runs(tmp_p
         path.write_bytes(pickle.dumps({"entries": [], "pg_config": {}, "x": Harm()}, protocol))
         assert read_dump(path) is None
     assert not (tmp_path / "was-run").exists()
-    assert explain([tmp_path]) == []
+    assert diagnose_log_files([tmp_path]) == []
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"{", b"{}", b"[]", b"\x80\x02N.", b"hello\n", b'{"entries": [7]}'])
@@ -86,7 +86,7 @@ def write(folder: Path, rank: int, *entries: dict[str, Any]) -> None:
 def test_an_all_reduce_of_another_size_is_a_mismatch_and_the_line_is_told(tmp_path: Path) -> None:
     for rank in range(4):
         write(tmp_path, rank, entry(1), entry(2, size=5 if rank == 3 else 4, done=False))
-    first = explain([tmp_path])[0]
+    first = diagnose_log_files([tmp_path])[0]
     assert (first.id, first.ranks) == ("collective-mismatch", (3,))
     assert "/job/train.py:17" in first.cause
 
@@ -94,7 +94,7 @@ def test_an_all_reduce_of_another_size_is_a_mismatch_and_the_line_is_told(tmp_pa
 def test_parts_of_different_size_are_no_mismatch(tmp_path: Path) -> None:
     for rank in range(4):
         write(tmp_path, rank, entry(1, "nccl:all_to_all", size=rank + 1, done=False))
-    assert explain([tmp_path]) == [], "all are in the same collective: nobody is to blame by these"
+    assert diagnose_log_files([tmp_path]) == [], "all are in the same collective: nobody is to blame by these"
 
 
 def test_the_lowest_count_is_the_culprit_and_a_cause_from_the_logs_comes_first(tmp_path: Path) -> None:
@@ -105,10 +105,10 @@ def test_the_lowest_count_is_the_culprit_and_a_cause_from_the_logs_comes_first(t
             *[entry(i) for i in range(1, 3 if rank == 2 else 6)],
             *([] if rank == 2 else [entry(6, done=False)]),
         )
-    assert explain([tmp_path])[0].ranks == (2,)
+    assert diagnose_log_files([tmp_path])[0].ranks == (2,)
     log = tmp_path / "rank-2.log"
     log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.\n")
-    first, second, *_ = explain([tmp_path])
+    first, second, *_ = diagnose_log_files([tmp_path])
     assert (first.ranks, second.id, second.primary) == ((2,), "rank-behind", False)
     assert "memory" in first.cause
 
@@ -118,11 +118,11 @@ def test_dumps_beside_the_watchdogs_texts_win(tmp_path: Path) -> None:
     work = "WorkNCCL(SeqNum=4, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000)"
     said = f"Watchdog caught collective operation timeout: {work} ran for 600029 milliseconds before timing out."
     (tmp_path / "rank-0.log").write_text(f"[rank0]:[E321 10:00:00 ProcessGroupNCCL.cpp:607] [Rank 0] {said}\n")
-    first = explain([tmp_path])[0]
+    first = diagnose_log_files([tmp_path])[0]
     assert (first.id, first.ranks, first.primary) == ("rank-behind", (1,), True)
 
 
 def test_a_folder_without_logs_and_dumps_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps({}))
     with raises(UsageError, "logs"):
-        explain([tmp_path])
+        diagnose_log_files([tmp_path])

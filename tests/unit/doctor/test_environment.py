@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtctl.doctor.checks.environment import environment
+from dtctl.doctor.checks.environment import check_environment_variables
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport
 
@@ -15,7 +15,7 @@ def found(vendor: str, *, conf: str = "", **env: dict[str, str]) -> list[Finding
         NodeReport(name=name, facts={"vendor": vendor, "conf": {"/etc/rccl.conf": conf}, "env": env.get(name, {})})
         for name in ("a", "b")
     ]
-    return list(environment(seen, {}))
+    return list(check_environment_variables(seen, {}))
 
 
 def test_what_rccl_reads_has_to_be_alike() -> None:

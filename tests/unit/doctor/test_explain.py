@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from dtctl.doctor.explain import signatures
-from dtctl.doctor.explain.diagnose import explain
+from dtctl.doctor.explain.diagnose import diagnose_log_files
 from dtctl.doctor.explain.diagnosis import Diagnosis
-from dtctl.doctor.explain.lines import parse
+from dtctl.doctor.explain.lines import parse_log_line
 
 LOGS = Path(__file__).parent / "logs"
 QUOTED: list[dict[str, Any]] = yaml.safe_load((LOGS / "quoted.yaml").read_text())
@@ -41,12 +41,12 @@ def check(found: list[Diagnosis], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", QUOTED, ids=[case["name"] for case in QUOTED])
 def test_a_text_from_an_issue_is_explained(tmp_path: Path, case: dict[str, Any]) -> None:
     (tmp_path / "job.log").write_text(case["text"])
-    check(explain([tmp_path / "job.log"]), case)
+    check(diagnose_log_files([tmp_path / "job.log"]), case)
 
 
 @pytest.mark.parametrize("name", sorted(OWN))
 def test_a_real_run_of_torch_is_explained(name: str) -> None:
-    check(explain([LOGS / f"own-{name}.log"]), OWN[name])
+    check(diagnose_log_files([LOGS / f"own-{name}.log"]), OWN[name])
 
 
 def test_every_kept_run_has_an_expectation() -> None:
@@ -54,15 +54,15 @@ def test_every_kept_run_has_an_expectation() -> None:
 
 
 def test_every_signature_is_found_in_its_own_example() -> None:
-    for signature in signatures.signatures():
-        line = parse(signature.example, file="", number=1, rank=None, node=None)
+    for signature in signatures.load_signatures():
+        line = parse_log_line(signature.example, file="", number=1, rank=None, node=None)
         found = signatures.find_best(line.text)
         assert found is not None, signature.id
         assert found[0].id == signature.id
 
 
 def test_signatures_have_what_a_reader_needs_and_ids_are_unique() -> None:
-    every = signatures.signatures()
+    every = signatures.load_signatures()
     assert len({signature.id for signature in every}) == len(every) >= 87
     for signature in every:
         assert signature.source.startswith("https://"), signature.id
@@ -94,7 +94,7 @@ def test_signatures_have_what_a_reader_needs_and_ids_are_unique() -> None:
 def test_prefixes_of_launchers_are_taken_off_and_understood(
     raw: str, rank: int | None, node: str | None, text: str
 ) -> None:
-    line = parse(raw, file="f", number=1, rank=None, node=None)
+    line = parse_log_line(raw, file="f", number=1, rank=None, node=None)
     assert (line.rank, line.node, line.text) == (rank, node, text)
 
 
@@ -120,12 +120,12 @@ def test_prefixes_of_launchers_are_taken_off_and_understood(
 def test_a_process_a_line_of_a_file_and_a_time_of_day_in_a_prefix_are_no_rank(
     raw: str, pid: str | None, text: str
 ) -> None:
-    line = parse(raw, file="f", number=1, rank=None, node=None)
+    line = parse_log_line(raw, file="f", number=1, rank=None, node=None)
     assert (line.rank, line.node, line.pid, line.text) == (None, None, pid, text)
 
 
 def test_nccl_names_a_process_and_a_gpu_and_no_rank() -> None:
-    line = parse("node1:182:190 [0] NCCL WARN boom", file="f", number=1, rank=None, node=None)
+    line = parse_log_line("node1:182:190 [0] NCCL WARN boom", file="f", number=1, rank=None, node=None)
     assert (line.rank, line.node, line.pid, line.text) == (None, "node1", "182", "NCCL WARN boom")
 
 
@@ -149,13 +149,13 @@ def test_the_number_of_a_process_is_a_rank_only_if_the_job_has_that_rank(
     tmp_path: Path, text: str, ranks: tuple[int, ...]
 ) -> None:
     (tmp_path / "job.log").write_text(text)
-    assert explain([tmp_path / "job.log"])[0].ranks == ranks
+    assert diagnose_log_files([tmp_path / "job.log"])[0].ranks == ranks
 
 
 def test_of_two_causes_the_earlier_one_is_the_first_although_it_stands_later(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("2026-01-05 10:00:09 OSError: [Errno 28] No space left on device\n")
     (tmp_path / "b.log").write_text("2026-01-05 10:00:02 torch.OutOfMemoryError: CUDA out of memory. Tried\n")
-    assert [diagnosis.id for diagnosis in explain([tmp_path])] == ["cuda-oom", "disk-full"]
+    assert [diagnosis.id for diagnosis in diagnose_log_files([tmp_path])] == ["cuda-oom", "disk-full"]
 
 
 def test_the_folder_of_a_run_tells_nodes_and_the_rank_that_died_without_a_word(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_the_folder_of_a_run_tells_nodes_and_the_rank_that_died_without_a_word(t
         folder = tmp_path / "logs" / f"node{rank + 1}"
         folder.mkdir(parents=True)
         (folder / f"rank-{rank}.log").write_text("RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.2]:5\n")
-    first = explain([tmp_path])[0]
+    first = diagnose_log_files([tmp_path])[0]
     assert (first.ranks, first.nodes, first.confidence) == ((1,), ("node2",), "medium")
 
 
@@ -185,14 +185,14 @@ def test_a_cause_calls_nodes_as_the_spec_does(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "gpu1" / "rank-0.log"
     log.parent.mkdir(parents=True)
     log.write_text(text)
-    first = explain([tmp_path / "logs"])[0]
+    first = diagnose_log_files([tmp_path / "logs"])[0]
     assert "no samples came from gpu2 or [gpu2]:4000" in first.cause
     assert first.nodes == ("gpu1",)
     log.write_text("socket.gaierror: [Errno -2] Name or service not known: ip-10-0-0-7.internal\n")
-    first = explain([tmp_path / "logs"])[0]
+    first = diagnose_log_files([tmp_path / "logs"])[0]
     assert "ip-10" not in f"{first.cause} {first.fix} {first.nodes}"
     log.write_text("step 1 with ip-10-0-0-7\nFATAL: the frobnicator of ip-10-0-0-7 has failed\nexited with code 3\n")
-    first = explain([tmp_path / "logs"])[0]
+    first = diagnose_log_files([tmp_path / "logs"])[0]
     assert "gpu2" in first.cause
     assert "ip-10" not in f"{first.cause} {first.fix} {first.nodes}"
 
@@ -209,5 +209,24 @@ def test_a_hosts_own_name_does_not_stand_beside_that_of_the_spec(tmp_path: Path)
         path = tmp_path / "logs" / f"{name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    first = explain([tmp_path / "logs"])[0]
+    first = diagnose_log_files([tmp_path / "logs"])[0]
     assert (first.ranks, first.nodes) == ((1,), ("gpu2",))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["You set `devices=1` and `num_nodes=1` in Lightning, but the product (1 * 1) does not match the world size (2).",
+     "You set `num_nodes=1` in Lightning, but the number of nodes configured in SLURM `--nodes=2` does not match.",
+     "You set `devices=4` in Lightning, but the number of tasks per node configured in SLURM `--ntasks-per-node=1`"],
+)  # fmt: skip
+def test_lightning_is_told_which_arguments_it_lacks(tmp_path: Path, line: str) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_text(
+        'Traceback (most recent call last):\n  File "/job/train.py", line 11, in <module>\n    main()\n'
+        '  File "/venv/lib/python3.11/site-packages/lightning/fabric/plugins/environments/torchelastic.py", line 82, '
+        f"in validate_settings\n    raise ValueError(\nValueError: {line}\n"
+    )
+    first = diagnose_log_files([log])[0]
+    assert first.id == "lightning-nodes"
+    assert "num_nodes=" in first.fix
+    assert "devices=" in first.fix

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from dtctl.doctor import worker
-from dtctl.doctor.answers import answer
+from dtctl.doctor.answers import check_probe_answer
 from dtctl.doctor.checks import gpu_speed
-from dtctl.doctor.checks.known_gpus import normal
+from dtctl.doctor.checks.known_gpus import find_gpu_datasheet
+from dtctl.doctor.node_probes import NodeProbes, NodeQuery
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.observe import NodeQuery, Probes
-from dtctl.supervisor.messages.probe import AskPython
+from dtctl.supervisor.messages.probe import QueryPython
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalTransport
 
@@ -35,7 +35,8 @@ def said(count: int = 8, **changed: Any) -> dict[str, Any]:
 
 def judged(**nodes: dict[str, Any]) -> list[tuple[str, str, tuple[str, ...], str]]:
     return [
-        (one.check, one.status, one.nodes, one.summary + " " + " ".join(one.evidence)) for one in gpu_speed.judge(nodes)
+        (one.check, one.status, one.nodes, one.summary + " " + " ".join(one.evidence))
+        for one in gpu_speed.check_gpu_speed(nodes)
     ]
 
 
@@ -86,7 +87,7 @@ def test_what_cannot_be_measured_fails(one: dict[str, Any], check: str, words: s
 
 def test_no_gpu_where_gpus_were_asked_about() -> None:
     seen = [NodeReport(name=name, facts={"gpus": count}) for name, count in (("a", 8), ("b", 0))]
-    (one,) = gpu_speed.required(seen)
+    (one,) = gpu_speed.check_gpus_present(seen)
     assert (one.check, one.status, one.nodes) == ("gpus", "fail", ("b",))
 
 
@@ -108,14 +109,14 @@ def test_no_gpu_where_gpus_were_asked_about() -> None:
     ],
 )
 def test_names_of_the_driver_are_known(name: str, half: float, nvlinks: int) -> None:
-    known = normal(name)
+    known = find_gpu_datasheet(name)
     assert known is not None
     assert (known["half"], known.get("nvlinks", 0)) == (half, nvlinks)
 
 
 @pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-40GB MIG 3g.20gb", "Radeon 680M", ""])
 def test_of_others_nothing_is_expected(name: str) -> None:
-    assert normal(name) is None
+    assert find_gpu_datasheet(name) is None
     slow = {"stage": "measured", "gpus": [{**GOOD, "name": name, "tflops": 1.0, "to_gb_s": 0.1}], "busbw_gb_s": None}
     assert judged(a=slow) == []
 
@@ -199,21 +200,25 @@ def test_a_torch_without_gpus_says_why() -> None:
 def test_the_answer_has_the_form_that_is_expected() -> None:
     found = {**measured(Sums()), "op": "round"}
     found.pop("final")
-    checked = answer(AskPython(asks=[{}], limit_s=1.0), found, node="a")
-    assert gpu_speed.rows({"a": checked})[1]["node"] == "a"
+    checked = check_probe_answer(QueryPython(asks=[{}], limit_s=1.0), found, node="a")
+    assert gpu_speed.build_gpu_speed_rows({"a": checked})[1]["node"] == "a"
 
 
 @pytest.mark.torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_real_torch_without_gpus_on_a_node_that_has_some() -> None:
     query = NodeQuery(target=Target(name="a", address="127.0.0.1"), python=sys.executable, workdir="~")
-    with contextlib.closing(Probes([query], LocalTransport(), progress=lambda _: None)) as probes:
-        (seen,) = probes.look(rendezvous=(), data_ports=0, measure_s=0.0)
+    with contextlib.closing(NodeProbes([query], LocalTransport(), progress=lambda _: None)) as probes:
+        (seen,) = probes.collect_reports(rendezvous=(), data_ports=0, measure_s=0.0)
         assert seen.error is None
-        assert gpu_speed.measure(probes, [seen], python={}, env={}, progress=lambda _: None) == {}, "it has none"
+        assert gpu_speed.measure_node_gpus(probes, [seen], python={}, env={}, progress=lambda _: None) == {}, (
+            "it has none"
+        )
         seen.facts["gpus"] = 8
-        told = gpu_speed.measure(probes, [seen], python={"a": sys.executable}, env={"a": {}}, progress=lambda _: None)
+        told = gpu_speed.measure_node_gpus(
+            probes, [seen], python={"a": sys.executable}, env={"a": {}}, progress=lambda _: None
+        )
     ((check, status, nodes, text),) = judged(**told)
     assert (check, status, nodes) == ("gpu-speed", "fail", ("a",))
     assert "torch cannot use the GPUs" in text
-    assert gpu_speed.rows(told) == ()
+    assert gpu_speed.build_gpu_speed_rows(told) == ()

@@ -67,7 +67,8 @@ def found(**changed: Any) -> list[tuple[str, str, tuple[str, ...], str]]:
     """What is found when b is different."""
     seen = [node("a"), node("b", **changed), node("c", topology=TOPOLOGY.format(cpus="0-15"))]
     return [
-        (one.check, one.status, one.nodes, one.summary + "".join(one.evidence)) for one in hardware.hardware(seen, {})
+        (one.check, one.status, one.nodes, one.summary + "".join(one.evidence))
+        for one in hardware.check_hardware(seen, {})
     ]
 
 
@@ -103,7 +104,7 @@ def test_a_driver_and_a_model_that_differ() -> None:
 
 def test_another_number_of_gpus() -> None:
     assert ("gpus", "warn", ("b",)) in [one[:3] for one in found(gpus=1)]
-    (few, *_) = hardware.hardware([node("a", gpus=1), node("b")], {"a": 2, "b": 2})
+    (few, *_) = hardware.check_hardware([node("a", gpus=1), node("b")], {"a": 2, "b": 2})
     assert (few.check, few.status, few.nodes) == ("gpus", "fail", ("a",))
 
 
@@ -112,7 +113,7 @@ def test_links_that_are_down_on_some_gpus_only() -> None:
     expect("gpu-links", "warn", "GPU 1 has 4 of 6 NVLinks", nvlink=half)
     dead = "".join([V100.format(0), *DEAD_LINKS, V100.format(1), *DEAD_LINKS])
     every = [node(name, nvlink=dead) for name in "abc"]
-    assert list(hardware.hardware(every, {})) == [], "some models have links that are dead by design"
+    assert list(hardware.check_hardware(every, {})) == [], "some models have links that are dead by design"
 
 
 def test_gpus_that_reach_each_other_another_way() -> None:
@@ -142,7 +143,7 @@ def test_a_network_card_that_has_agreed_on_less() -> None:
 def test_tools_that_say_nothing_find_nothing() -> None:
     bare = {"gpus": 0, "gpu": "", "remapped": "", "nvlink": "", "topology": "", "xid": "", "rdma": [], "state": ""}
     bare |= {"gpu_error": "", "fabric": "", "xid_source": ""}
-    assert list(hardware.hardware([node(name, **bare) for name in "abc"], {"a": 1})) == []
+    assert list(hardware.check_hardware([node(name, **bare) for name in "abc"], {"a": 1})) == []
 
 
 LOST = "nvidia-smi ends with status 15: Unable to determine the device handle for GPU 0000:5E:00.0: GPU is lost."
@@ -156,7 +157,7 @@ def test_a_gpu_that_nvidia_smi_cannot_reach() -> None:
     none = {"gpus": 0, "gpu": "", "remapped": "", "nvlink": "", "topology": "", "xid": "", "rdma": [], "state": ""}
     error = "nvidia-smi ends with status 9: NVIDIA-SMI has failed because it couldn't communicate with the driver"
     bare = [node(name, **none, gpu_error=error, interfaces=[]) for name in "ab"]
-    assert list(hardware.hardware(bare, {})) == [], "a machine without GPUs that has the tool"
+    assert list(hardware.check_hardware(bare, {})) == [], "a machine without GPUs that has the tool"
 
 
 def test_a_fabric_that_is_not_ready() -> None:
@@ -176,7 +177,7 @@ def test_errors_of_newer_gpus() -> None:
 def test_the_header_of_a_topology_is_no_row() -> None:
     plain = TOPOLOGY.format(cpus="0-3").strip()
     assert plain.startswith("GPU0    GPU1")
-    assert hardware.topology(plain) == "X NV12; NV12 X"
+    assert hardware.parse_gpu_topology(plain) == "X NV12; NV12 X"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_gpus_of_amd_are_told_of_in_the_kernel_s_words() -> None:
     facts = {"vendor": "amd", "gpus": 1, "gpu": rows, "state": "", "nvlink": "", "topology": "", "remapped": ""}
     facts |= {"fabric": "", "xid": ""}
     seen = [node("a", **facts), node("b", **facts | {"xid": AMD})]
-    (one,) = hardware.hardware(seen, {})
+    (one,) = hardware.check_hardware(seen, {})
     assert (one.check, one.status, one.nodes) == ("gpu-xid", "fail", ("b",))
     assert "GPU reset begin" in one.evidence[0]
     assert "rocm-smi" in one.fix
@@ -225,8 +226,8 @@ def test_gpus_of_amd_that_are_capped_held_narrow_or_broken() -> None:
     facts = {"vendor": "amd", "gpus": 1, "nvlink": "", "topology": "", "remapped": "", "fabric": "", "xid": ""}
     good = facts | {"gpu": rows.format(0), "state": "0, [N/A], 750.00, 750.00, auto, 16, 16, [N/A], [N/A]"}
     bad = facts | {"gpu": rows.format(2), "state": "0, [N/A], 550.00, 750.00, low, 8, 16, [N/A], [N/A]"}
-    assert list(hardware.hardware([node("a", **good), node("b", **good)], {})) == []
-    said = {one.check: one for one in hardware.hardware([node("a", **good), node("b", **bad)], {})}
+    assert list(hardware.check_hardware([node("a", **good), node("b", **good)], {})) == []
+    said = {one.check: one for one in hardware.check_hardware([node("a", **good), node("b", **bad)], {})}
     assert {*said} == {"gpu-power", "gpu-clocks", "gpu-pcie", "gpu-ecc"}
     for one in said.values():
         assert one.nodes == ("b",)
@@ -244,5 +245,5 @@ def test_links_are_counted_against_their_kind() -> None:
     assert hardware.missing_links(gpus, NVLINK) == ["GPU 0 has 6 of 12", "GPU 1 has 6 of 12"]
     assert hardware.missing_links(gpus, "") == [], "nobody has looked"
     assert hardware.missing_links(gpus.replace("SXM4", "PCIE"), NVLINK) == [], "pairs may be bridged, or not"
-    (one,) = hardware.hardware([node(name, gpu=gpus) for name in "ab"], {})
+    (one,) = hardware.check_hardware([node(name, gpu=gpus) for name in "ab"], {})
     assert (one.check, one.status, one.nodes) == ("gpu-links", "warn", ("a", "b"))

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from dtctl.doctor.explain import kinds, signatures, tracebacks
+from dtctl.doctor.explain import exception_classes, signatures, tracebacks
 from dtctl.doctor.explain.diagnose import explain_all
 
 CASES: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "logs" / "kinds.yaml").read_text())
-CONSEQUENCES = {one.id for one in (*signatures.signatures(), *signatures.kinds().values()) if one.role == "effect"}
+CONSEQUENCES = {
+    one.id
+    for one in (*signatures.load_signatures(), *signatures.load_exception_kinds().values())
+    if one.role == "effect"
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
@@ -38,12 +42,12 @@ def test_a_failure_is_told_by_its_kind(tmp_path: Path, case: dict[str, Any]) -> 
 
 
 def test_every_kind_has_what_a_reader_needs() -> None:
-    for id_, kind in signatures.kinds().items():
+    for id_, kind in signatures.load_exception_kinds().items():
         assert kind.cause, id_
         assert kind.fix, id_
         assert kind.source.startswith("https://"), id_
     both = {"host-memory", "storage-failed", "version-conflict", "bad-data"}
-    assert set(signatures.kinds()) & {one.id for one in signatures.signatures()} == both
+    assert set(signatures.load_exception_kinds()) & {one.id for one in signatures.load_signatures()} == both
 
 
 WORDS = (
@@ -166,4 +170,4 @@ def test_no_line_of_a_healthy_log_is_a_failure_even_alone(tmp_path: Path, line: 
     ],
 )
 def test_the_package_of_a_file(path: str, library: str) -> None:
-    assert kinds.library_of(tracebacks.TracebackFrame(path=path, line=1, function="f")) == library
+    assert exception_classes.library_of(tracebacks.TracebackFrame(path=path, line=1, function="f")) == library

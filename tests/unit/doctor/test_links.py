@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.doctor.checks import links, network
-from dtctl.doctor.findings import Finding, ordered
+from dtctl.doctor.findings import Finding, order_findings
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.rounds import all_pairs, disjoint
+from dtctl.doctor.rounds import all_pairs, build_disjoint_rounds
 from dtctl.supervisor.probe import pairs, quality
 
 
@@ -30,7 +30,7 @@ def test_every_pair_meets_once_in_rounds_of_disjoint_pairs(count: int) -> None:
 
 
 def test_ways_that_share_a_node_are_in_different_rounds() -> None:
-    assert disjoint([("a", "b"), ("c", "d"), ("b", "a"), ("a", "c")]) == [
+    assert build_disjoint_rounds([("a", "b"), ("c", "d"), ("b", "a"), ("a", "c")]) == [
         [("a", "b"), ("c", "d")],
         [("b", "a")],
         [("a", "c")],
@@ -47,13 +47,13 @@ def cluster(names: str, **changed: list[dict[str, Any]]) -> list[NodeReport]:
 
 
 def found(seen: list[NodeReport]) -> list[tuple[str, str, tuple[str, ...]]]:
-    return [(one.check, one.status, one.nodes) for one in links.links(seen)]
+    return [(one.check, one.status, one.nodes) for one in links.check_links(seen)]
 
 
 def test_a_healthy_cluster_has_nothing_to_tell_and_nothing_to_repeat() -> None:
     for names in ("ab", "abc", "abcdefgh"):
         assert found(cluster(names)) == []
-        assert links.doubtful(cluster(names)) == []
+        assert links.choose_doubtful_links(cluster(names)) == []
 
 
 @pytest.mark.parametrize(("rate", "status"), [(3000.0, "warn"), (500.0, "fail")])
@@ -87,15 +87,15 @@ def test_a_way_that_was_disturbed_once_accuses_no_machine_beside_a_bad_pair(
     """The pair of a and c is bad both ways, and another way of a or c was measured while something else ran there."""
     bad = {"ac": [tried] * 2, "ca": [tried], disturbed: [tried]}
     ways = {*bad, "ac", "ca"}
-    (one,) = links.links(cluster(names, **bad))
+    (one,) = links.check_links(cluster(names, **bad))
     assert (one.check, {*one.nodes, *one.peers}, len(one.ways)) == (check, {"a", "c"}, 2)
-    again = links.doubtful(cluster(names, **{way: [tried] for way in ways}))
+    again = links.choose_doubtful_links(cluster(names, **{way: [tried] for way in ways}))
     assert {"ac", "ca"} & {caller + called for caller, called in again}
     assert tuple(disturbed) in again, "a second measurement says whether it was disturbed"
 
 
 def test_a_slow_way_is_named_once_it_was_slow_twice() -> None:
-    assert links.doubtful(cluster("abcd", ac=[{"mbit_s": 900.0}])) == [("a", "c")]
+    assert links.choose_doubtful_links(cluster("abcd", ac=[{"mbit_s": 900.0}])) == [("a", "c")]
     assert found(cluster("abcd", ac=[{"mbit_s": 900.0}])) == []
     assert found(cluster("abcd", ac=[{"mbit_s": 900.0}, {"mbit_s": 9000.0}])) == []
     assert found(cluster("abcd", ac=[{"mbit_s": 900.0}, {"mbit_s": 950.0}])) == [("bandwidth", "fail", ("c",))]
@@ -104,10 +104,10 @@ def test_a_slow_way_is_named_once_it_was_slow_twice() -> None:
 def test_a_way_that_is_no_slower_than_its_ends_are_to_themselves_is_not_slow() -> None:
     """A loaded machine carries less on every way, also on the one that has no cable in it."""
     seen = cluster("abc", ac=[{"mbit_s": 3500.0}] * 4, ab=[{"rtt_ms": [3.0, 9.0]}] * 4, bc=[{"lost": 5}] * 4)
-    assert {one.check for one in links.links(seen)} == {"bandwidth", "latency", "packet-loss"}
+    assert {one.check for one in links.check_links(seen)} == {"bandwidth", "latency", "packet-loss"}
     for node in seen:
         node.own = [{"mbit_s": 12_000.0, "rtt_ms": [0.1, 0.2], "sent": 500, "lost": 0}]
-    assert {one.check for one in links.links(seen)} == {"bandwidth", "latency", "packet-loss"}
+    assert {one.check for one in links.check_links(seen)} == {"bandwidth", "latency", "packet-loss"}
     for node in seen:
         node.own.append({"mbit_s": 4000.0, "rtt_ms": [2.0, 5.0], "sent": 500, "lost": 4})
         node.own.append({"mbit_s": 4100.0, "rtt_ms": [2.0, 5.0], "sent": 500, "lost": 4})
@@ -116,15 +116,15 @@ def test_a_way_that_is_no_slower_than_its_ends_are_to_themselves_is_not_slow() -
 
 def test_a_stream_that_breaks_off_every_time_is_told_and_not_called_slow() -> None:
     stalled = {"mbit_s": 80.0, "carried": 8_000_000, "broken": "stalled"}
-    assert links.doubtful(cluster("abc", ab=[stalled])) == [("a", "b")]
+    assert links.choose_doubtful_links(cluster("abc", ab=[stalled])) == [("a", "b")]
     assert found(cluster("abc", ab=[stalled, {}, stalled])) == [], "once it did not"
     assert found(cluster("abc", ab=[stalled] * 3)) == [("stream", "fail", ("b",))]
-    (both,) = links.links(cluster("abc", ab=[stalled] * 3, cb=[stalled] * 3))
+    (both,) = links.check_links(cluster("abc", ab=[stalled] * 3, cb=[stalled] * 3))
     assert both.nodes == ("b",)
     assert "inbound" in both.fix
     assert "8.0 MB" in both.summary
     lossy = {**stalled, "lost": 40}
-    assert "stream" not in {one.check for one in links.links(cluster("abc", ab=[lossy] * 4))}
+    assert "stream" not in {one.check for one in links.check_links(cluster("abc", ab=[lossy] * 4))}
 
 
 def test_packets_that_arrive_twice_are_told() -> None:
@@ -134,7 +134,7 @@ def test_packets_that_arrive_twice_are_told() -> None:
 
 def test_two_nodes_whose_only_link_is_slow_have_no_others_to_compare_with() -> None:
     slow = [{"mbit_s": 50.0}] * 2
-    (one,) = links.links(cluster("ab", ab=slow, ba=slow))
+    (one,) = links.check_links(cluster("ab", ab=slow, ba=slow))
     assert (one.check, one.status) == ("bandwidth", "warn")
     assert "the others are no better" in one.summary
 
@@ -156,7 +156,7 @@ def test_a_short_try_without_a_loss_says_little(tries: list[tuple[int, int]], is
 
 def test_loss_counts_when_it_was_seen_twice() -> None:
     once, never = {"lost": 10}, {"lost": 0}
-    assert links.doubtful(cluster("abc", ab=[once])) == [("a", "b")]
+    assert links.choose_doubtful_links(cluster("abc", ab=[once])) == [("a", "b")]
     assert found(cluster("abc", ab=[once, never])) == []
     assert found(cluster("abc", ab=[once, once])) == [("packet-loss", "warn", ("b",))]
     much = {"lost": 60}
@@ -199,18 +199,18 @@ def test_a_late_node_is_named() -> None:
 def test_at_most_a_dozen_ways_are_repeated() -> None:
     names = "abcdefghijklmnop"
     ways = {one + other: [{"lost": 5}] for one, other in permutations(names, 2)}
-    assert len(links.doubtful(cluster(names, **ways))) == links.AGAIN_AT_MOST
+    assert len(links.choose_doubtful_links(cluster(names, **ways))) == links.AGAIN_AT_MOST
 
 
 def test_a_way_on_this_machine_is_measured() -> None:
-    ears = pairs.Listeners("b", "secret")
+    ears = pairs.ProbeListeners("b", "secret")
     port = ears.open(0)
-    said = pairs.measure("127.0.0.1", port, "secret", 0.05)
+    said = pairs.measure_peer_link("127.0.0.1", port, "secret", 0.05)
     assert said["mbit_s"] > 0
     assert (said["sent"], said["lost"]) == (quality.BURSTS * quality.BURST, 0)
     assert 0 < said["rtt_ms"][0] <= said["rtt_ms"][1]
     assert said["segments"] > 0
-    wrong = pairs.measure("127.0.0.1", port, "wrong", 0.05)
+    wrong = pairs.measure_peer_link("127.0.0.1", port, "wrong", 0.05)
     assert wrong["error"]
     assert "result" not in wrong, "a connection was made"
     for ear in ears.sockets:
@@ -221,7 +221,7 @@ def test_a_connection_that_is_never_made_is_told_as_any_other_call_that_fails() 
     """A rule for some ports may spare the first calls: it meets the port of the caller, which each call has anew."""
     with socket.create_server(("127.0.0.1", 0)) as ear:
         port = ear.getsockname()[1]
-    refused = pairs.measure("127.0.0.1", port, "secret", 0.05)
+    refused = pairs.measure_peer_link("127.0.0.1", port, "secret", 0.05)
     assert refused["result"] == "refused"
     dropped = {"mbit_s": None, "lost": None, "error": "timed out", "result": "dropped"}
     stalled = {"mbit_s": 80.0, "carried": 8_000_000, "broken": "stalled"}
@@ -234,10 +234,10 @@ def test_a_connection_that_is_never_made_is_told_as_any_other_call_that_fails() 
         for node in seen:
             ways = {other.address: "eth0" for other in seen}
             node.facts = {"ways": ways, "neighbours": {}, "interfaces": [], "ports": [32_768, 60_999]}
-        found = [*network.pairs(seen, rendezvous=(), fixed=False), *links.links(seen)]
+        found = [*network.check_node_pairs(seen, rendezvous=(), fixed=False), *links.check_links(seen)]
         return [(one.check, one.nodes) for one in found]
 
-    assert links.doubtful(cluster("abc", ba=[dropped])) == [("b", "a")]
+    assert links.choose_doubtful_links(cluster("abc", ba=[dropped])) == [("b", "a")]
     assert told(ba=[dropped] * 3) == [("data-ports", ("a",))]
     assert told(ba=[dropped] * 3, bc=[dropped] * 3) == [("data-ports", ("b",))]
     assert told(ba=[dropped, {}]) == []
@@ -249,7 +249,7 @@ def test_streams_that_break_off_where_calls_fail_follow_from_it() -> None:
     calls = Finding(check="data-ports", status="fail", nodes=("b",), ways=ways)
     stream = Finding(check="stream", status="fail", nodes=("a",), peers=("b",), ways=ways)
     elsewhere = Finding(check="stream", status="fail", nodes=("c",), peers=("a",), ways=(("a", "c"),))
-    said = ordered([stream, elsewhere, calls], ran=())
+    said = order_findings([stream, elsewhere, calls], ran=())
     assert [(one.check, one.follows) for one in said] == [("data-ports", ""), ("stream", "data-ports"), ("stream", "")]
 
 
@@ -259,5 +259,5 @@ def test_the_verdict_on_many_nodes_takes_a_moment() -> None:
     well = {"mbit_s": 10_000.0, "rtt_ms": [0.1, 0.2], "sent": 500, "lost": 0}
     seen = [NodeReport(name=name, measured={other: [well] for other in names if other != name}) for name in names]
     begun = time.process_time()
-    assert (links.doubtful(seen), found(seen)) == ([], [])
+    assert (links.choose_doubtful_links(seen), found(seen)) == ([], [])
     assert time.process_time() - begun < 2.0

@@ -15,37 +15,39 @@ from dtctl.supervisor.probe import limits, pairs, places, python
 
 def test_it_answers_from_memory_on_a_python_without_site_packages() -> None:
     sent = (
-        bootstrap.opening("", "dtctl.supervisor.probe.main")
+        bootstrap.build_opening_bytes("", "dtctl.supervisor.probe.main")
         + frames.pack_json({"op": "time"})
         + frames.pack_json({"op": "quit"})
     )
-    command = bootstrap.command(sys.executable)
+    command = bootstrap.format_bootstrap_command(sys.executable)
     done = subprocess.run(
         ["sh", "-c", command], input=sent, capture_output=True, check=False, cwd="/", env={}, timeout=600
     )
     assert (done.returncode, done.stderr) == (0, b"")
-    assert [frames.decode(payload)["op"] for _, _, payload in frames.Parser().feed(done.stdout)] == ["time"]
+    assert [frames.decode_message(payload)["op"] for _, _, payload in frames.FrameParser().feed(done.stdout)] == [
+        "time"
+    ]
 
 
 def test_a_call_tells_who_answers_and_that_large_packets_arrive() -> None:
-    ears = pairs.Listeners("b", "secret")
+    ears = pairs.ProbeListeners("b", "secret")
     port = ears.open(0)
     said = pairs.call_all([["b", "127.0.0.1", port, "data"], ["c", "127.0.0.1", port, "data"]], "secret", 5.0)
     assert [one["result"] for one in said] == ["ok", "stranger"]
     assert (said[0]["seen"], said[1]["said"]) == ("127.0.0.1", "b")
     assert ears.open(port) < 0, "the port is taken, and that is told"
-    assert pairs.call("127.0.0.1", port, "b", "wrong", 5.0)["result"] == "stranger"
+    assert pairs.check_peer_connection("127.0.0.1", port, "b", "wrong", 5.0)["result"] == "stranger"
     for ear in ears.sockets:
         ear.close()
 
 
 def test_a_port_on_which_nobody_listens_refuses() -> None:
-    ears = pairs.Listeners("b", "secret")
+    ears = pairs.ProbeListeners("b", "secret")
     port = ears.open(0)
     (ear,) = ears.sockets
     ear.shutdown(2)
     ear.close()
-    assert pairs.call("127.0.0.1", port, "b", "secret", 5.0)["result"] == "refused"
+    assert pairs.check_peer_connection("127.0.0.1", port, "b", "secret", 5.0)["result"] == "refused"
 
 
 def test_the_versions_of_torch_and_nccl_are_read_without_loading_them(
@@ -113,7 +115,7 @@ def test_files_that_variables_name_in_vain(tmp_path: Path) -> None:
         "LD_PRELOAD": f"libc.so.6:{tmp_path}/lib.so",
         "MODEL_FILE": "relative.bin",
     }
-    said = places.places(str(tmp_path), env)
+    said = places.gather_place_facts(str(tmp_path), env)
     assert set(said["files"]) == {"HF_HOME", "NCCL_TOPO_FILE", "LD_PRELOAD"}
     assert (said["writable"], said["tmp"]["origin"]) == ("", "")
     assert list(tmp_path.iterdir()) == [], "nothing is left"
@@ -121,7 +123,7 @@ def test_files_that_variables_name_in_vain(tmp_path: Path) -> None:
 
 def test_a_workdir_below_a_file_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    folder, why = places.usable(str(tmp_path / "file" / "runs"))
+    folder, why = places.find_usable_folder(str(tmp_path / "file" / "runs"))
     assert (folder, why) == (str(tmp_path), f"{tmp_path}/file: it is a file, not a folder")
 
 
@@ -136,19 +138,19 @@ def test_limits_of_control_groups_are_the_smallest_on_the_way_up(monkeypatch: py
         "/sys/fs/cgroup/pids/p/pids.current": "15",
         "/proc/sys/net/ipv4/ip_local_port_range": "60000\t60010",
     }
-    monkeypatch.setattr(limits.node_facts, "read", lambda path: files.get(path, ""))
-    said = limits.limits()
+    monkeypatch.setattr(limits.node_facts, "read_system_file", lambda path: files.get(path, ""))
+    said = limits.gather_process_limits()
     assert (said["memory_limit"], said["cpu_quota"], said["pids_free"]) == (1048576, 0.5, 5)
     assert (said["ports"], said["memory_free"]) == ([60000, 60010], -1)
     files["/proc/self/cgroup"] = "0::/job\n"
     files |= {"/sys/fs/cgroup/job/memory.max": "max", "/sys/fs/cgroup/job/cpu.max": "max 100000"}
-    assert (limits.limits()["memory_limit"], limits.limits()["cpu_quota"]) == (-1, -1)
+    assert (limits.gather_process_limits()["memory_limit"], limits.gather_process_limits()["cpu_quota"]) == (-1, -1)
     files |= {"/sys/fs/cgroup/memory.max": "4096", "/sys/fs/cgroup/job/cpu.max": "150000 100000"}
-    assert (limits.limits()["memory_limit"], limits.limits()["cpu_quota"]) == (4096, 1.5)
+    assert (limits.gather_process_limits()["memory_limit"], limits.gather_process_limits()["cpu_quota"]) == (4096, 1.5)
 
 
 def test_ports_from_all_over_a_range_are_called_without_large_packets() -> None:
-    ears = pairs.Listeners("b", "secret")
+    ears = pairs.ProbeListeners("b", "secret")
     ports = ears.spread(20_000, 32_767, 12)
     assert len(ports) == 12
     assert [(port - 20_000) // 1064 for port in ports] == list(range(12)), "one of each stretch"

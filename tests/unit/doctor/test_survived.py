@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.doctor.explain.diagnose import explain
+from dtctl.doctor.explain.diagnose import diagnose_log_files
 from dtctl.doctor.explain.diagnosis import Diagnosis
-from dtctl.doctor.explain.hits import UNLABELLED
+from dtctl.doctor.explain.log_scan import UNLABELLED
 
 CAUGHT = (
     "step 10: caught torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB; halving micro batch to 4 "
@@ -25,7 +25,7 @@ KEY_ERROR = """\
 
 def told(folder: Path, text: str) -> list[Diagnosis]:
     (folder / "job.log").write_text(text)
-    return explain([folder / "job.log"])
+    return diagnose_log_files([folder / "job.log"])
 
 
 @pytest.mark.parametrize("caught", [CAUGHT, "[rank1]: " + CAUGHT, ERROR])

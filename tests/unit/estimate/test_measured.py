@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.advise.model import transformer
-from dtctl.estimate.memory import GIB, Layout, memory
+from dtctl.advise.model import build_decoder_model
+from dtctl.estimate.memory import GIB, ParallelLayout, estimate_layout_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 KEPT = ROOT / "benchmarks" / "results" / "gpu-20261127-0216.json"
@@ -28,8 +28,8 @@ def test_tensors_take_what_is_predicted(case: dict[str, str]) -> None:
     mesh = {axis: int(size) for axis, size in re.findall(r"\b(dp|fsdp) (\d+)", case["what"])}
     micro_batch = int(case["what"].split()[-1])
     shape = {**SHAPES[name], "vocab": 50304, "seq": 1024}
-    layout = Layout(**mesh, micro_batch=micro_batch, precision=precision)  # type: ignore[arg-type]
+    layout = ParallelLayout(**mesh, micro_batch=micro_batch, precision=precision)  # type: ignore[arg-type]
     found = re.search(r"([\d.]+) measured", case["found"])
     assert found
-    predicted = memory(transformer(**shape, tied=True), layout).tensors / GIB
+    predicted = estimate_layout_memory(build_decoder_model(**shape, tied=True), layout).tensors / GIB
     assert predicted == pytest.approx(float(found[1]), rel=0.15)

@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from dtctl.advise.gather import AdviseOptions, task  # noqa: E402
-from dtctl.advise.shape import Shape, model_of  # noqa: E402
-from dtctl.estimate import look  # noqa: E402
-from dtctl.estimate.memory import RUNTIME, Layout, Recipe, memory  # noqa: E402
-from dtctl.estimate.model import Model, from_inspection  # noqa: E402
+from dtctl.advise.gather import AdviseOptions, build_advise_task  # noqa: E402
+from dtctl.advise.shape import TransformerShape, model_of  # noqa: E402
+from dtctl.estimate import model_shapes  # noqa: E402
+from dtctl.estimate.memory import RUNTIME, FrameworkMemory, ParallelLayout, estimate_layout_memory  # noqa: E402
+from dtctl.estimate.model import ModelProfile, from_inspection  # noqa: E402
 from dtctl.runtime import load, optim  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -47,7 +47,7 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def of_spec(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda model: optim.optimizer(load({"optimizer": name, "steps": 1}, argv=[], environ={}), model)
+    return lambda model: optim.build_optimizer(load({"optimizer": name, "steps": 1}, argv=[], environ={}), model)
 
 
 def counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -59,9 +59,9 @@ def counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.dim())
 
 
-def computed(model: Model, recipe: Recipe, **layout: int) -> float:
-    without = Recipe(optimizer_bytes=0)
-    both = [memory(model, Layout(**layout), one).states for one in (recipe, without)]
+def computed(model: ModelProfile, recipe: FrameworkMemory, **layout: int) -> float:
+    without = FrameworkMemory(optimizer_bytes=0)
+    both = [estimate_layout_memory(model, ParallelLayout(**layout), one).states for one in (recipe, without)]
     return both[0] - both[1]
 
 
@@ -74,7 +74,7 @@ def test_an_estimate_has_the_bytes_that_the_optimizer_has(
     name: str, make: Callable[[nn.Module], torch.optim.Optimizer], tied: bool
 ) -> None:
     model = Network(tied=tied)
-    figures = from_inspection(look.sizes(model, list(model.blocks)), name="network")
+    figures = from_inspection(model_shapes.collect_static_figures(model, list(model.blocks)), name="network")
     found = counted(model, make(model))
     # Adafactor's rows and columns are a share of the width, which is small here.
     room = 0.0 if name != "adafactor" else 4 * figures.params * 2 / WIDTH
@@ -82,7 +82,7 @@ def test_an_estimate_has_the_bytes_that_the_optimizer_has(
 
 
 def test_a_stage_of_a_pipeline_has_the_tables_that_it_has() -> None:
-    shape = Shape(
+    shape = TransformerShape(
         name="gpt", layers=4, hidden=64, heads=4, kv_heads=4, vocab=VOCAB, seq=16, head_dim=16, ffn=256
     )  # fmt: skip
     model, muon = model_of(shape), RUNTIME.with_optimizer("muon")
@@ -97,7 +97,7 @@ def test_a_stage_of_a_pipeline_has_the_tables_that_it_has() -> None:
 
 def test_advise_knows_the_optimizers() -> None:
     def state(optimizer: str) -> float:
-        asked = task(AdviseOptions(params="1B", gpus=8, optimizer=optimizer), None)
+        asked = build_advise_task(AdviseOptions(params="1B", gpus=8, optimizer=optimizer), None)
         return computed(asked.model, asked.recipe) / asked.model.params
 
     assert state("adamw") == 8

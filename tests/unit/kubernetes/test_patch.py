@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dtctl.errors import PlanError
-from dtctl.kubernetes.patch import merge
+from dtctl.kubernetes.patch import apply_merge_patch
 
 POD = {
     "apiVersion": "v1",
@@ -62,13 +62,13 @@ def test_it_is_what_kubectl_makes_of_it(name: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert by_name(merge(POD, PATCHES[name], at="extra")) == by_name(yaml.safe_load(done.stdout))
+    assert by_name(apply_merge_patch(POD, PATCHES[name], at="extra")) == by_name(yaml.safe_load(done.stdout))
 
 
 def test_the_object_stays_as_it_is() -> None:
     before = json.dumps(POD)
     for patch in PATCHES.values():
-        merge(POD, patch, at="extra")
+        apply_merge_patch(POD, patch, at="extra")
     assert json.dumps(POD) == before
 
 
@@ -83,5 +83,5 @@ def test_the_object_stays_as_it_is() -> None:
 )
 def test_what_does_not_fit(patch: dict[str, Any], where: str) -> None:
     with pytest.raises(PlanError) as raised:
-        merge(POD, patch, at="extra")
+        apply_merge_patch(POD, patch, at="extra")
     assert raised.value.where == where

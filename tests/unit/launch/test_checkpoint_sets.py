@@ -34,8 +34,10 @@ def file(
     return SharedFile(path=f"out/{path}", size=size, mtime_ns=mtime_ns, age_s=age_s, origin=origin, end=known)
 
 
-def node(name: str, *files: SharedFile) -> NodeFiles:
-    return NodeFiles(node=name, store=f"store-{name}", files={each.path: each for each in files})
+def node(name: str, *files: SharedFile, removed: tuple[str, ...] = ()) -> NodeFiles:
+    """A node whose programs have removed files that they wrote and that were copied to other nodes."""
+    gone = {f"out/{path}" for path in removed}
+    return NodeFiles(node=name, store=f"store-{name}", files={each.path: each for each in files}, removed=gone)
 
 
 def plan(
@@ -117,11 +119,32 @@ def test_the_newest_version_wins_and_copies_are_known_again() -> None:
 
 def test_what_its_program_has_removed_does_not_come_back() -> None:
     old = file("step-20.pt", 90.0)
-    made = plan(node("a"), node("b", *copies_of("a", old)), node("c"))
+    made = plan(node("a", removed=("step-20.pt",)), node("b", *copies_of("a", old)), node("c"))
     assert copied(made) == {}
+    assert made.removals == {"b": ["out/step-20.pt"]}
+    lost = plan(node("a"), node("b", *copies_of("a", old)), node("c"))
+    assert sorted(copied(lost)) == ["a", "c"], "its disk may have lost it"
+    assert lost.removals == {}
     gone = plan(node("b", *copies_of("a", old)), node("c"))
     assert copied(gone) == {"c": ["step-20.pt"]}, "but the writer's disk may be gone"
     assert gone.copies["c"][0].origin == "store-a"
+
+
+def test_what_another_node_wrote_is_not_removed() -> None:
+    first, second, again = file("step-20/rank-0.pt"), file("step-20/rank-1.pt"), file("best.pt", 30.0)
+    made = plan(
+        node("a", removed=("step-20/rank-0.pt", "best.pt")),
+        node("b", second, *copies_of("a", first, file("best.pt"))),
+        node("c", *copies_of("b", second), again),
+    )
+    assert made.removals == {"b": ["out/step-20/rank-0.pt", "out/best.pt"]}
+    assert copied(made) == {"a": ["best.pt"], "b": ["best.pt"]}, "the rest of step-20 does not come back to a"
+
+
+def test_a_folder_that_is_written_anew_with_other_files_is_copied() -> None:
+    a = [file("last/.metadata"), file("last/__0_0.distcp")]
+    made = plan(node("a", *a, removed=("last/__0_1.distcp",)), node("b", file("last/__1_0.distcp")))
+    assert copied(made)["a"] == ["last/__1_0.distcp"]
 
 
 # -- when workers have ended ------------------------------------------------------------------------------------------
@@ -159,6 +182,23 @@ def test_one_that_went_with_a_lost_node_is_set_aside_however_old_it_is() -> None
     before = LostNode(paths=[], listed_s=5.0)
     made = plan(node("a", *first, *second), node("b", *first), stopped_s=2.0, lost=(before,))
     assert made.aside == {}, "the lost node had no part of it"
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_young_ones_without_the_files_of_a_lost_node_are_set_aside(is_lost: bool) -> None:
+    """All are so young that none is certain, and one alone had been copied before its host was gone."""
+
+    def of_step(step: int, age_s: float) -> tuple[tuple[SharedFile, ...], tuple[SharedFile, ...]]:
+        own = tuple(file(f"step-{step}/{name}", age_s, end="") for name in (".metadata", "__0_0.distcp"))
+        return own, (file(f"step-{step}/__1_0.distcp", age_s, end=""),)
+
+    (first, part), (second, _) = of_step(8, 8.0), of_step(12, 4.0)
+    a = node("a", *first, *copies_of("b", *part), *second)
+    spare = node("c", *copies_of("a", *first), *copies_of("b", *part))
+    lost = (LostNode(paths={each.path for each in (*first, *part)}, listed_s=5.0),) if is_lost else ()
+    made = plan(a, spare, stopped_s=1.0, lost=lost)
+    assert made.aside_names == (["out/step-12"] if is_lost else [])
+    assert made.complete == (1 if is_lost else 2)
 
 
 def test_the_version_before_comes_back_from_a_copy() -> None:
@@ -220,6 +260,6 @@ def test_shapes_differ_by_ranks_alone() -> None:
 
 def test_folders_that_other_nodes_lack_are_found() -> None:
     nodes = [node("a", file("step-20.pt")), node("b")]
-    assert find_unshared(nodes) == {"out": ["a"]}
+    assert find_unshared(nodes) == {"out/": ["a"]}
     assert find_unshared([nodes[0], node("b", file("step-20.pt"))]) == {}
     assert newest_files({}, "out") == {}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dtctl.launch.collect_snapshot import PruneRule, combine, removable
-from dtctl.launch.snapshot_answers import Parts
+from dtctl.launch.collect_snapshot import PruneRule, list_removable_snapshots, merge_node_snapshots
+from dtctl.launch.snapshot_answers import SnapshotParts
 
 FILES = ["model.00000.safetensors", "model.00001.safetensors"]
 
@@ -35,19 +35,19 @@ def row(step: int, good: list[str], *, record: str | None = "r", bad: list[str] 
     }
 
 
-def parts(rows: list[dict[str, Any]]) -> Parts:
-    return Parts.parse({"rows": rows})
+def parts(rows: list[dict[str, Any]]) -> SnapshotParts:
+    return SnapshotParts.parse({"rows": rows})
 
 
 def told(**rows: list[dict[str, Any]]) -> list[tuple[int, str, list[str], str]]:
-    found = [one.row() for one in combine({node: parts(several) for node, several in rows.items()})]
+    found = [one.row() for one in merge_node_snapshots({node: parts(several) for node, several in rows.items()})]
     return [(one["step"], one["status"], one["bad"], one["node"]) for one in found]
 
 
 def test_halves_are_a_whole() -> None:
     both = {"a": [row(2, FILES[:1]), row(1, FILES[:1])], "b": [row(2, FILES[1:]), row(1, FILES[1:])]}
     assert told(**both) == [(2, "ok", [], "a, b"), (1, "ok", [], "a, b")]
-    (newest, _) = combine({node: parts(rows) for node, rows in both.items()})
+    (newest, _) = merge_node_snapshots({node: parts(rows) for node, rows in both.items()})
     assert (newest.complete, newest.holders) == ([], {FILES[0]: "a", FILES[1]: "b"})
 
 
@@ -70,8 +70,8 @@ def test_snapshots_of_one_step_with_other_records_are_two() -> None:
 
 
 def gone(keep: int, node: str = "a", *, all_told: bool = True, **rows: list[dict[str, Any]]) -> list[int]:
-    found = combine({name: parts(several) for name, several in rows.items()})
-    return [one.step for one in removable(found, PruneRule(keep=keep), node, all_answered=all_told)]
+    found = merge_node_snapshots({name: parts(several) for name, several in rows.items()})
+    return [one.step for one in list_removable_snapshots(found, PruneRule(keep=keep), node, all_answered=all_told)]
 
 
 def test_what_is_not_kept_goes_and_what_may_be_on_its_way_does_not() -> None:
@@ -119,5 +119,5 @@ def test_a_manifest_cannot_ask_for_the_last_one_to_go(keep: Any) -> None:
     for step in (2, 1):
         manifest, record = written(step, retention={"keep": keep, "every_s": "x", "best": {"1": 1}})
         rows.append({**row(step, FILES), "manifest": manifest, "record": record})
-    found = combine({"a": parts(rows)})
-    assert 2 not in [one.step for one in removable(found, PruneRule(), "a", all_answered=True)]
+    found = merge_node_snapshots({"a": parts(rows)})
+    assert 2 not in [one.step for one in list_removable_snapshots(found, PruneRule(), "a", all_answered=True)]

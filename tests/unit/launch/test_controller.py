@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dtctl.errors import LaunchError
-from dtctl.launch.control.controller import Result, control
+from dtctl.launch.control.controller import Result, run_backend_to_end
 from dtctl.launch.control.failure import Failure
 
 FAILURE = Failure(node="a", rank=0, exit_code=1, signal=None, time=0.0)
@@ -89,26 +89,26 @@ class Script:
 
 def test_attempts_follow_each_other_until_the_back_end_has_no_more() -> None:
     backend = Script([2, 1], [])
-    end = control(backend, backend.signals)
+    end = run_backend_to_end(backend, backend.signals)
     assert backend.calls == ["start", "poll", "poll", "restart", "poll", "restart", "close"]
     assert (end.status, end.attempts) == ("succeeded", 2)
 
 
 def test_a_signal_ends_the_attempt_and_no_other_one_follows() -> None:
     backend = Script([3, 1], [], signal_at=0)
-    end = control(backend, backend.signals)
+    end = run_backend_to_end(backend, backend.signals)
     assert backend.calls == ["start", "poll", "interrupt", "poll", "interrupt", "poll", "restart", "close"]
     assert (end.status, end.exit_code, end.attempts) == ("stopped", 143, 1)
 
 
 def test_a_signal_before_the_start_starts_nothing() -> None:
     backend = Script([1], [signal.SIGTERM])
-    control(backend, backend.signals)
+    run_backend_to_end(backend, backend.signals)
     assert backend.calls == ["start", "close"]
 
 
 def test_whatever_goes_wrong_the_back_end_is_closed() -> None:
     backend = Script([2], [], breaks_at=1)
     with pytest.raises(LaunchError):
-        control(backend, backend.signals)
+        run_backend_to_end(backend, backend.signals)
     assert backend.calls[-1] == "close"

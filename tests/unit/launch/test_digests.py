@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.launch.files import tree
-from dtctl.launch.files.tree import Digests
+from dtctl.launch.files.tree import DigestCache
 
 
 @pytest.fixture
@@ -38,16 +38,16 @@ def aged(path: Path) -> Path:
 
 
 def look(memory: Path | None, path: Path) -> tuple[str, bool]:
-    with Digests(memory) as known:
-        return known.of(os.fsencode(path.name), os.fsencode(path), path.lstat())
+    with DigestCache(memory) as known:
+        return known.compute_file_digest(os.fsencode(path.name), os.fsencode(path), path.lstat())
 
 
 def is_read(memory: Path | None, path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the file has to be opened to know its digest; checks the digest."""
     opened = []
-    real = tree._read
+    real = tree._read_file_digest
     with monkeypatch.context() as patch:
-        patch.setattr(tree, "_read", lambda name: opened.append(name) or real(name))  # type: ignore[func-returns-value]
+        patch.setattr(tree, "_read_file_digest", lambda name: opened.append(name) or real(name))  # type: ignore[func-returns-value]
         assert look(memory, path)[0] == hashlib.sha256(path.read_bytes()).hexdigest()
     return bool(opened)
 
@@ -93,8 +93,8 @@ def test_a_file_changed_in_the_same_tick_is_not_believed(
 def test_whole_seconds_are_a_coarse_clock(memory: Path, file: Path) -> None:
     info = file.lstat()
     whole = os.stat_result(info, {"st_ctime_ns": info.st_ctime_ns // 10**9 * 10**9, "st_mtime_ns": info.st_mtime_ns})
-    with Digests(memory) as known:
-        known.of(b"train.py", os.fsencode(file), whole)
+    with DigestCache(memory) as known:
+        known.compute_file_digest(b"train.py", os.fsencode(file), whole)
     assert not memory.exists() or json.loads(memory.read_text())["files"] == {}
 
 
@@ -119,7 +119,7 @@ def test_the_memory_is_private_and_leaves_no_partial_file(memory: Path, file: Pa
     look(memory, file)
     assert [path.name for path in memory.parent.iterdir()] == ["digests.json"]
     assert oct(memory.stat().st_mode & 0o777) == "0o600"
-    with pytest.raises(ZeroDivisionError), Digests(memory):
+    with pytest.raises(ZeroDivisionError), DigestCache(memory):
         raise ZeroDivisionError
     assert [path.name for path in memory.parent.iterdir()] == ["digests.json"]
 

@@ -10,6 +10,7 @@ import pytest
 
 from dtctl.launch.records.events import (
     TYPES,
+    AttemptRestarting,
     AttemptRunning,
     AttemptStarting,
     Event,
@@ -20,12 +21,11 @@ from dtctl.launch.records.events import (
     NodeReplaced,
     NodesAllocated,
     PushProgress,
-    Restarting,
     RunEnded,
     RunPlanned,
     RunProgress,
-    Stopping,
-    parse,
+    RunStopping,
+    parse_event,
 )  # fmt: skip
 
 DOCS = Path(__file__).parents[3] / "docs" / "files.md"
@@ -50,13 +50,13 @@ def example(kind: type[Event]) -> Event:
 @pytest.mark.parametrize("kind", TYPES.values(), ids=TYPES)
 def test_what_is_written_is_read(kind: type[Event]) -> None:
     event = example(kind)
-    assert parse(json.dumps(event.to_json())) == event
+    assert parse_event(json.dumps(event.to_json())) == event
 
 
 def test_nested_facts_are_read() -> None:
     pushed = NodeChanged(node="a", state="pushed", push=PushProgress(files=3, path="/x"))
     ended = RunEnded(status="failed", first_failure=FirstFailure(node="a", rank=1, signal=9), lost_output={"a": 5})
-    assert [parse(json.dumps(event.to_json())) for event in (pushed, ended)] == [pushed, ended]
+    assert [parse_event(json.dumps(event.to_json())) for event in (pushed, ended)] == [pushed, ended]
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_nested_facts_are_read() -> None:
     ],
 )  # fmt: skip
 def test_what_is_none_is_left_out(line: str) -> None:
-    assert parse(line) is None
+    assert parse_event(line) is None
 
 
 def test_fields_of_another_version_are_not_read() -> None:
-    event = parse('{"event": "start", "time": 1.0, "attempt": 2, "colour": [1]}')
+    event = parse_event('{"event": "start", "time": 1.0, "attempt": 2, "colour": [1]}')
     assert event == AttemptStarting(attempt=2, time=1.0)
 
 
@@ -99,7 +99,7 @@ def test_nodes_that_may_still_have_processes_are_unknown() -> None:
     stopped = [NodeChanged(node=node, state="stopped", left=left) for node, left in (("a", 0), ("b", 2))]
     assert after(*begun, stopped[0]).left_behind is None
     assert after(*begun, *stopped).left_behind == 2
-    assert after(*begun, *stopped, Restarting(), AttemptStarting(attempt=1)).left_behind is None
+    assert after(*begun, *stopped, AttemptRestarting(), AttemptStarting(attempt=1)).left_behind is None
 
 
 def test_a_job_of_slurm_waits_and_then_has_nodes() -> None:
@@ -113,5 +113,5 @@ def test_a_job_of_slurm_waits_and_then_has_nodes() -> None:
 
 
 def test_a_spare_takes_the_place_of_its_node() -> None:
-    progress = after(RunPlanned(nodes=("a", "b")), NodeReplaced(node="a", by="c"), Stopping(reason="x"))
+    progress = after(RunPlanned(nodes=("a", "b")), NodeReplaced(node="a", by="c"), RunStopping(reason="x"))
     assert (set(progress.nodes), progress.all_nodes, progress.status) == ({"b", "c"}, {"a", "b"}, "stopping")

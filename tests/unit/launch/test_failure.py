@@ -5,14 +5,14 @@ import pytest
 
 from dtctl.launch.control.failure import (
     Failure,
-    describe,
-    first,
+    describe_failure,
+    find_error_line,
+    find_root_failure,
     from_early_exit,
     from_torchrun,
     is_consequence,
     is_stop,
     last_lines,
-    summary,
 )
 
 AGENT_LOG = """\
@@ -61,24 +61,26 @@ def test_an_agent_that_names_nobody_is_left_as_it_is() -> None:
 def test_the_one_ended_by_a_signal_comes_first() -> None:
     lost = failed(0, at=1.0, tail="RuntimeError: Connection closed by peer [10.0.0.2]:1")
     killed = failed(1, at=1.2, code=137, number=9)
-    assert first([lost, killed]) is killed
+    assert find_root_failure([lost, killed]) is killed
 
 
 def test_an_exception_comes_before_what_follows_from_it() -> None:
     follows = failed(0, at=1.0, tail="RuntimeError: [pair.cc] Connection reset by peer")
     cause = failed(1, at=1.5, tail="ValueError: bad data")
-    assert first([follows, cause]) is cause
+    assert find_root_failure([follows, cause]) is cause
     assert is_consequence(follows)
     assert not is_consequence(cause)
 
 
 def test_between_equals_the_earlier_one() -> None:
-    assert first([failed(0, at=2.0), failed(1, at=1.0)]) == failed(1, at=1.0)
-    assert first([]) is None
+    assert find_root_failure([failed(0, at=2.0), failed(1, at=1.0)]) == failed(1, at=1.0)
+    assert find_root_failure([]) is None
 
 
 def test_sigterm_is_what_dtctl_sends_itself() -> None:
-    assert first([failed(0, at=1.0, code=143, number=signal.SIGTERM), failed(1, at=3.0)]) == failed(1, at=3.0)
+    assert find_root_failure([failed(0, at=1.0, code=143, number=signal.SIGTERM), failed(1, at=3.0)]) == failed(
+        1, at=3.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,23 +93,23 @@ def test_sigterm_is_what_dtctl_sends_itself() -> None:
     ],
 )
 def test_words_for_people(failure: Failure, text: str) -> None:
-    assert describe(failure) == text
+    assert describe_failure(failure) == text
 
 
 def test_the_summary_is_the_exception_and_not_the_advice_after_it() -> None:
     tail = last_lines("Traceback\n  File x\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n\nsee the docs\n")
-    assert summary(tail) == "torch.OutOfMemoryError: CUDA out of memory"
-    assert summary(["just text"]) == "just text"
-    assert summary([]) == ""
+    assert find_error_line(tail) == "torch.OutOfMemoryError: CUDA out of memory"
+    assert find_error_line(["just text"]) == "just text"
+    assert find_error_line([]) == ""
 
 
 def test_a_hang_and_a_lack_of_memory_are_named() -> None:
     hung = Failure(node="a", rank=1, exit_code=None, signal=None, time=0.0, hang=True)
-    assert describe(hung) == "made no progress"
+    assert describe_failure(hung) == "made no progress"
     starved = Failure(
         node="a", rank=1, exit_code=137, signal=9, time=0.0, node_reason="the kernel killed it for lack of memory"
     )
-    assert describe(starved) == "was ended by signal 9 (SIGKILL): the kernel killed it for lack of memory"
+    assert describe_failure(starved) == "was ended by signal 9 (SIGKILL): the kernel killed it for lack of memory"
 
 
 def test_who_was_told_to_stop_has_not_failed() -> None:
@@ -116,7 +118,7 @@ def test_who_was_told_to_stop_has_not_failed() -> None:
     assert not is_stop(failed(0, at=1.0, code=1), trains=True)
     ended = replace(failed(1, at=2.0, code=143, number=signal.SIGTERM), asked_to_stop=True)
     follows = failed(0, at=1.9, tail="RuntimeError: Connection closed by peer")
-    assert first([follows, ended]) is ended
+    assert find_root_failure([follows, ended]) is ended
     assert is_stop(ended, trains=True)
     assert not is_stop(ended, trains=False), "a program without dtctl.runtime, which is started again"
     assert not is_stop(replace(ended, asked_to_stop=False), trains=True), "the supervisor's own SIGTERM"
@@ -137,6 +139,6 @@ def test_who_left_without_an_error_is_the_cause_of_lost_connections() -> None:
         "rank 1 left the training after step 3 of 12, before the others, without an error, "
         "and rank 0 on a lost the connection to it"
     )
-    assert describe(said) == "left the training after step 3 of 12, before the others"
+    assert describe_failure(said) == "left the training after step 3 of 12, before the others"
     for line in ("ValueError: x", "Traceback (most recent call last):", "dtctl: error: x", "Broken pipe"):
         assert from_early_exit(lost, node="b", rank=1, early_exit="ended", tail=(line, "end")) is None

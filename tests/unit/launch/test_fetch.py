@@ -11,7 +11,7 @@ import pytest
 
 from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.launch.files import fetch as fetching
-from dtctl.launch.files.fetch import Fetched, FetchSource, fetch
+from dtctl.launch.files.fetch import FetchResult, FetchSource, fetch_run_outputs
 from dtctl.supervisor import frames
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalConnection, LocalTransport
@@ -42,21 +42,21 @@ class Waiting(LocalTransport):
         return self.connections[-1]
 
 
-def bring(tmp_path: Path, *paths: str, python: str = sys.executable) -> Fetched | DtctlError:
+def bring(tmp_path: Path, *paths: str, python: str = sys.executable) -> FetchResult | DtctlError:
     target = Target(name="a", address="a")
     source = FetchSource(target=target, python=python, run_dir=str(tmp_path / "node" / "runs" / RUN))
     into = tmp_path / "here"
     transport = Waiting()
-    answer = fetch([source], transport, paths=paths, into=into)["a"]
+    answer = fetch_run_outputs([source], transport, paths=paths, into=into)["a"]
     for connection in transport.connections:
-        for stream in connection._streams:
+        for stream in connection.streams:
             assert stream.exit_status(60) is not None
     return answer
 
 
-def brought(tmp_path: Path, *paths: str) -> Fetched:
+def brought(tmp_path: Path, *paths: str) -> FetchResult:
     answer = bring(tmp_path, *paths)
-    assert isinstance(answer, Fetched), answer
+    assert isinstance(answer, FetchResult), answer
     return answer
 
 
@@ -111,7 +111,7 @@ def test_a_file_that_changed_there_comes_anew(tmp_path: Path, node: Path) -> Non
 def test_an_interrupted_file_is_continued_if_its_beginning_is_right(tmp_path: Path, node: Path, spoilt: bool) -> None:
     data = os.urandom(1_000_000)
     (node / "a").write_bytes(data)
-    partial = tmp_path / "here" / "a" / fetching._partial("a")
+    partial = tmp_path / "here" / "a" / fetching._build_partial_name("a")
     partial.parent.mkdir(parents=True)
     partial.write_bytes((b"x" if spoilt else data[:1]) + data[1:700_000])
     done = brought(tmp_path)
@@ -174,7 +174,7 @@ while {answer!r} and os.read(0, 65536):
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lying_node_writes_nothing_outside(tmp_path: Path, lie: str) -> None:
-    said = [frames.pack(frames.BYTES, x, 0) if isinstance(x, bytes) else frames.pack_json(x) for x in LIES[lie]]
+    said = [frames.pack_frame(frames.BYTES, x, 0) if isinstance(x, bytes) else frames.pack_json(x) for x in LIES[lie]]
     program = tmp_path / "liar"
     program.write_text(LIAR.format(python=sys.executable, answer=b"".join(said)))
     program.chmod(0o700)

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from dtctl.errors import ConnectError, NodeError, NodeFailures
-from dtctl.launch.control import gang
+from dtctl.launch.control import node_sessions
 from dtctl.launch.control.attempt import Attempt
-from dtctl.launch.control.failure import first
-from dtctl.launch.control.gang import Gang
+from dtctl.launch.control.failure import find_root_failure
 from dtctl.launch.control.hang import HangMonitor
-from dtctl.launch.control.healing import Healing
 from dtctl.launch.control.link import NodeLink
-from dtctl.launch.control.session import Content, LinkLost, NodeMessage, NodeSetup, Session, SessionFailed
-from dtctl.launch.records.events import Event, Note, Stopping, WorkerExited
+from dtctl.launch.control.node_sessions import NodeSessions
+from dtctl.launch.control.session import Content, LinkLost, NodeMessage, NodeSession, NodeSetup, SessionFailed
+from dtctl.launch.control.worker_replacement import WorkerReplacement
+from dtctl.launch.records.events import Event, Note, RunStopping, WorkerExited
 from dtctl.launch.records.ledger import Ledger
-from dtctl.launch.records.logs import Logs
+from dtctl.launch.records.logs import RunLogs
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
@@ -31,8 +31,8 @@ from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
 from dtctl.supervisor import frames
 from dtctl.supervisor.messages.attempt import WHILE_RUNNING, StopAttempt, WorkerExit
-from dtctl.supervisor.messages.base import Message, Working, parse
-from dtctl.supervisor.messages.setup import NodeDescription, Prepare, Ready
+from dtctl.supervisor.messages.base import Message, StillWorking, parse_message_document
+from dtctl.supervisor.messages.setup import NodeDescription, NodeReady, Prepare
 from dtctl.transport.base import Connection, Target
 from dtctl.transport.local import LocalTransport
 from tests.facts import missing, raises
@@ -42,7 +42,7 @@ PREPARE = Prepare(run="r", fresh=True, cwd="", pushed=False, files=[], programs=
 ERRAND = NodeSetup(python=None, workdir="/w", ports=(), push=None, prepare=lambda _cwd: PREPARE)
 
 
-class Deaf(Session):
+class Deaf(NodeSession):
     """A session that was never started: keeps what it was to send."""
 
     def __init__(self, name: str, inbox: queue.Queue[NodeMessage]) -> None:
@@ -68,8 +68,8 @@ class Rig:
         self.events: list[Event] = []
         self.inbox: queue.Queue[NodeMessage] = queue.Queue()
         self.nodes = {name: Deaf(name, self.inbox) for name in "abc"}
-        logs = Logs(RunWriter(folder))
-        self.gang = Gang([*self.nodes.values()], self.inbox, logs=logs, emit=self.events.append)
+        logs = RunLogs(RunWriter(folder))
+        self.gang = NodeSessions([*self.nodes.values()], self.inbox, logs=logs, emit=self.events.append)
         self.standings: list[Any] = []
         hang_monitor = HangMonitor(
             node_of_rank=dict(enumerate("abc")),
@@ -82,12 +82,14 @@ class Rig:
         healing = None
         if heal_s is not None:
             ranks = dict(enumerate("abc"))
-            healing = Healing(self.gang, ranks, limit_s=heal_s, ledger=self.ledger, address="10.0.0.{}".format)
+            healing = WorkerReplacement(
+                self.gang, ranks, limit_s=heal_s, ledger=self.ledger, address="10.0.0.{}".format
+            )
         self.attempt = Attempt(self.gang, self.plan, 30.0, hang_monitor=hang_monitor, healing=healing)
 
     def say(self, node: str, op: str, **fields: Any) -> None:
         """What a node has sent."""
-        self.tell(node, parse({"op": op, **fields}, WHILE_RUNNING))
+        self.tell(node, parse_message_document({"op": op, **fields}, WHILE_RUNNING))
 
     def tell(self, node: str, content: Content) -> None:
         """What a session says of itself."""
@@ -131,7 +133,7 @@ def test_the_first_failure_ends_the_others_once(rig: Rig) -> None:
         ("b", 1, 3, None),
         ("c", 2, 143, 15),
     ]
-    assert [event.reason for event in rig.events if isinstance(event, Stopping)] == [
+    assert [event.reason for event in rig.events if isinstance(event, RunStopping)] == [
         "rank 1 on b ended with exit code 3"
     ]
 
@@ -190,7 +192,7 @@ def test_a_lost_node_whose_workers_have_told_the_others_to_stop_is_the_first_fai
     rig.exit("a", code=75)
     rig.exit("b", code=75)
     rig.tell("c", LinkLost("connection closed"))
-    found = first(rig.attempt.nodes.outcome.failures)
+    found = find_root_failure(rig.attempt.nodes.outcome.failures)
     assert found is not None
     assert (found.node, found.exit_code) == ("c", None)
 
@@ -206,11 +208,11 @@ def test_an_error_of_a_node_fails_the_attempt_and_what_is_left_there_is_to_be_lo
 def test_the_user_stops_once_gently_and_twice_at_once(rig: Rig) -> None:
     rig.attempt.nodes.interrupt(2, hard=False)
     rig.attempt.nodes.interrupt(2, hard=False)
-    assert rig.nodes["a"].sent == [StopAttempt()]
+    assert rig.nodes["a"].sent == [StopAttempt(requested=True)]
     rig.exit("a", code=130, signal=2)
     assert rig.attempt.nodes.outcome.failures == [], "what ends because the user stops it has not failed"
     rig.attempt.nodes.interrupt(2, hard=True)
-    assert rig.nodes["a"].sent[-1] == StopAttempt(now=True)
+    assert rig.nodes["a"].sent[-1] == StopAttempt(now=True, requested=True)
     assert rig.attempt.nodes.outcome.stopped_by == 2
 
 
@@ -297,7 +299,7 @@ def test_nodes_that_cannot_be_made_ready_are_all_named(rig: Rig) -> None:
     for node, error in (("c", NodeError("no Python", node="c")), ("a", ConnectError("refused", node="a"))):
         rig.inbox.put(NodeMessage(rig.nodes[node], SessionFailed(error)))
     rig.inbox.put(NodeMessage(rig.nodes["b"], NodeDescription(gpus=0, address="", port=0)))
-    rig.inbox.put(NodeMessage(rig.nodes["b"], Ready()))
+    rig.inbox.put(NodeMessage(rig.nodes["b"], NodeReady()))
     with pytest.raises(NodeFailures) as caught:
         rig.gang.gather()
     assert list(caught.value.failures) == ["a", "c"]
@@ -305,7 +307,7 @@ def test_nodes_that_cannot_be_made_ready_are_all_named(rig: Rig) -> None:
 
 def test_a_bug_in_a_session_is_told_as_one(rig: Rig) -> None:
     for node in "abc":
-        content = SessionFailed(KeyError("x")) if node == "b" else Ready()
+        content = SessionFailed(KeyError("x")) if node == "b" else NodeReady()
         rig.inbox.put(NodeMessage(rig.nodes[node], content))
     with raises(Exception, "KeyError") as caught:
         rig.gang.gather()
@@ -448,12 +450,12 @@ def test_only_a_node_that_owes_an_answer_can_be_too_silent(rig: Rig) -> None:
     thread.start()
     wait_for(lambda: link.waiting_since is not None)
     first = link.waiting_since
-    stream.chunks.put(frames.pack_json(Working()))
+    stream.chunks.put(frames.pack_json(StillWorking()))
     wait_for(lambda: link.waiting_since not in (None, first))
     assert link.waiting_since is not None
-    link.waiting_since -= gang.PUSH_SILENCE_S + 1
+    link.waiting_since -= node_sessions.PUSH_SILENCE_S + 1
     assert rig.gang.find_stall(node) is not None
-    stream.chunks.put(frames.pack_json(Ready()))
+    stream.chunks.put(frames.pack_json(NodeReady()))
     thread.join(10)
     assert answers == [{"op": "ready"}]
     assert rig.gang.find_stall(node) is None

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 from dtctl.launch.control import hang
-from dtctl.launch.control.hang import Stack, culprits, silence
-from dtctl.launch.control.progress import ReportedPhase, Standing, standings
+from dtctl.launch.control.hang import StackTrace, compute_hang_duration, find_blocking_workers
+from dtctl.launch.control.progress import RankProgress, ReportedPhase, build_worker_standings
 from dtctl.runtime.telemetry import progress as noted
 from dtctl.supervisor import progress as read
 
-WORKER = Standing(
+WORKER = RankProgress(
     node="a", rank=0, pid=1, phase=ReportedPhase.STEPPING, step=50, place=2, first=0, saved=40, until=99, begun_s=90.0,
     stale_s=40.0, slowest_s=2.0, stall_s=0.0, evaluation_s=0.0, state="S",
 )  # fmt: skip
-WAITS = Stack(
+WAITS = StackTrace(
     state="S", tool="faulthandler", flight="",
     text='Thread 0x01 (most recent call first):\n  File "/x/threading.py", line 3 in run\n\n'
     'Stack (most recent call first):\n'
     '  File "/lib/torch/autograd/graph.py", line 979 in _engine_run_backward\n  File "/me/train.py", line 8 in train\n',
 )  # fmt: skip
-SLEEPS = Stack(
+SLEEPS = StackTrace(
     state="S", tool="py-spy", flight="",
     text='Process 1: python train.py\n\nThread 1 (idle): "MainThread"\n'
     '    mine (/me/train.py:5)\n    run (/me/train.py:9)\n'
@@ -32,7 +32,7 @@ SLEEPS = Stack(
 )  # fmt: skip
 
 
-def gang(*changes: dict[str, object]) -> list[Standing]:
+def gang(*changes: dict[str, object]) -> list[RankProgress]:
     return [replace(WORKER, rank=rank, node=f"n{rank}", **change) for rank, change in enumerate(changes)]
 
 
@@ -87,7 +87,7 @@ def gang(*changes: dict[str, object]) -> list[Standing]:
 def test_a_run_hangs_when_nobody_has_moved_for_longer_than_steps_take(
     limit: hang.HangLimit, changes: list[dict[str, object]], expected: float | None
 ) -> None:
-    assert silence(gang(*changes), world_size=2, limit=limit) == expected
+    assert compute_hang_duration(gang(*changes), world_size=2, limit=limit) == expected
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_a_run_hangs_when_nobody_has_moved_for_longer_than_steps_take(
     ],
 )
 def test_who_is_behind_is_to_blame_and_not_who_waits(
-    changes: list[dict[str, object]], stacks: dict[int, Stack], blamed: list[int]
+    changes: list[dict[str, object]], stacks: dict[int, StackTrace], blamed: list[int]
 ) -> None:
-    assert [worker.rank for worker in culprits(gang(*changes), stacks)] == blamed
+    assert [worker.rank for worker in find_blocking_workers(gang(*changes), stacks)] == blamed
 
 
 def test_what_is_said() -> None:
@@ -160,20 +160,20 @@ def test_what_workers_note_is_what_their_node_reads(tmp_path: Path) -> None:
         phase.name: phase.value for phase in ReportedPhase
     }
     began = time.monotonic()
-    mine = noted.Progress(3, folder=str(tmp_path))
-    (begun,) = standings("n", read.read(str(tmp_path)))
+    mine = noted.ProgressFile(3, folder=str(tmp_path))
+    (begun,) = build_worker_standings("n", read.read_worker_progress(str(tmp_path)))
     assert (begun.phase, begun.state) == (ReportedPhase.STARTING, "R")
     mine.begin(7)
     for step in (8, 9, 10):
         mine.forward()
         mine.backward()
         mine.step(step)
-    with mine.apart(noted.WorkerPhase.SNAPSHOT):
-        (saving,) = standings("n", read.read(str(tmp_path)))
+    with mine.timing_phase(noted.WorkerPhase.SNAPSHOT):
+        (saving,) = build_worker_standings("n", read.read_worker_progress(str(tmp_path)))
     mine.forward()
     mine.backward()
     mine.forward()
-    (last,) = standings("n", read.read(str(tmp_path)))
+    (last,) = build_worker_standings("n", read.read_worker_progress(str(tmp_path)))
     assert saving.phase == ReportedPhase.SNAPSHOT
     assert (last.rank, last.phase, last.step, last.place, last.first, last.saved) == (3, 1, 10, 9, 7, 10)
     assert last.place_text == "in a forward pass"
@@ -187,8 +187,8 @@ def test_half_a_file_and_others_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "rank-1").write_bytes(b"short")
     (tmp_path / "rank-2").write_bytes(bytes(read.RECORD.size))
     (tmp_path / "rank-3.stack").write_bytes(bytes(read.RECORD.size))
-    assert read.read(str(tmp_path)) == []
-    assert read.read(str(tmp_path / "none")) == []
+    assert read.read_worker_progress(str(tmp_path)) == []
+    assert read.read_worker_progress(str(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_who_fetches_a_number_from_a_gpu_waits_for_the_exchange_before_it(file: 
         "it was renamed, and hang.py has to follow"
     )
     assert fetches.is_waiting
-    (blamed,) = culprits(gang({}, {}, {}), {0: fetches, 1: SLEEPS, 2: fetches})
+    (blamed,) = find_blocking_workers(gang({}, {}, {}), {0: fetches, 1: SLEEPS, 2: fetches})
     assert blamed.rank == 1
 
 
@@ -218,7 +218,7 @@ def test_a_program_without_progress_hangs_by_its_output_alone(tmp_path: Path) ->
     assert not limited.hangs(now + 4)
     limited.printed_at = now + 4
     assert not limited.hangs(now + 8)
-    limited.worker_ended(1)
+    limited.record_worker_end(1)
     assert limited.hangs(now + 10)
     failure = limited.verdict(now + 10)
     assert failure is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.records.events import Healed, Note
+from dtctl.launch.records.events import Note, WorkersReplaced
 from dtctl.supervisor.messages.attempt import Heal, Join
 from tests.unit.launch.test_gang import Rig, worker
 
@@ -49,7 +49,7 @@ def test_a_killed_worker_is_replaced_and_the_others_are_named(rig: LiveRig) -> N
     assert [(message.epoch, message.port) for message in rig.joins("b")] == [(1, 4711)]
     rig.all_do("joined", 1)
     assert rig.ledger.phase == "useful"
-    [healed] = [event for event in rig.events if isinstance(event, Healed)]
+    [healed] = [event for event in rig.events if isinstance(event, WorkersReplaced)]
     assert [(each.rank, each.node, each.by) for each in healed.replaced] == [(1, "b", "b")]
     assert [(each.rank, each.pid) for each in healed.survivors] == [(0, 100), (2, 102)]
     assert (healed.step, healed.repeated_steps) == (7, 1)
@@ -68,12 +68,12 @@ def test_a_second_loss_begins_it_anew_and_words_about_the_first_count_no_more(ri
     second = rig.heals("c")[-1]
     assert (second.epoch, second.lost, second.host) == (2, [0], 2)
     rig.all_do("joined", 1)
-    assert not any(isinstance(event, Healed) for event in rig.events)
+    assert not any(isinstance(event, WorkersReplaced) for event in rig.events)
     rig.report("c", "hosting", 2, port=2)
     rig.all_do("ready", 2, newcomers="ab")
     assert [(message.epoch, message.port) for message in rig.joins("c")] == [(1, 1), (2, 2)]
     rig.all_do("joined", 2, newcomers="ab")
-    [healed] = [event for event in rig.events if isinstance(event, Healed)]
+    [healed] = [event for event in rig.events if isinstance(event, WorkersReplaced)]
     assert [each.rank for each in healed.replaced] == [0, 1]
 
 
@@ -87,7 +87,7 @@ def test_who_does_not_reach_the_others_gets_another_epoch(rig: LiveRig) -> None:
     rig.report("a", "hosting", 2, port=2)
     rig.all_do("ready", 2)
     rig.all_do("joined", 2)
-    assert any(isinstance(event, Healed) for event in rig.events)
+    assert any(isinstance(event, WorkersReplaced) for event in rig.events)
 
 
 def stopped_because_of(rig: LiveRig, node: str) -> str:
@@ -149,7 +149,7 @@ def test_a_worker_that_hangs_was_lost_when_it_stopped_moving(rig: LiveRig) -> No
     rig.report("a", "hosting", port=1)
     rig.all_do("ready", 1)
     rig.all_do("joined", 1)
-    [healed] = [event for event in rig.events if isinstance(event, Healed)]
+    [healed] = [event for event in rig.events if isinstance(event, WorkersReplaced)]
     assert 9.0 <= healed.detect_s < 60.0
 
 
@@ -177,7 +177,7 @@ def test_a_survivor_that_does_not_react_is_replaced_too(rig: LiveRig, first: int
     rig.report("a", "hosting", 2 + before, port=5)
     rig.all_do("ready", 2 + before, newcomers="bc")
     rig.all_do("joined", 2 + before, newcomers="bc")
-    healed = [event for event in rig.events if isinstance(event, Healed)][-1]
+    healed = [event for event in rig.events if isinstance(event, WorkersReplaced)][-1]
     assert [each.rank for each in healed.replaced] == [1, 2]
 
 

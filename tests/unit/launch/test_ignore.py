@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dtctl.launch.files.ignore import Rules, split
+from dtctl.launch.files.ignore import IgnoreRules, split_ignore_lines
 from dtctl.launch.files.push_selection import TreeWalk
 
 GIT = shutil.which("git")
@@ -131,10 +131,10 @@ def test_a_pattern_may_be_anything_and_never_fails() -> None:
     @settings(max_examples=300)
     @given(st.lists(st.binary(max_size=12), max_size=5), st.binary(min_size=1, max_size=8))
     def check(patterns: list[bytes], name: bytes) -> None:
-        assert Rules(patterns).verdict(b"", name) in (True, False, None)
+        assert IgnoreRules(patterns).verdict(b"", name) in (True, False, None)
 
     check()
 
 
 def test_lines_are_split_as_git_splits_them() -> None:
-    assert split(b"\xef\xbb\xbfa\r\n\nb \n") == [b"a", b"", b"b ", b""]
+    assert split_ignore_lines(b"\xef\xbb\xbfa\r\n\nb \n") == [b"a", b"", b"b ", b""]

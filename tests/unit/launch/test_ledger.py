@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtctl.launch.control.progress import ReportedPhase, Standing
+from dtctl.launch.control.progress import RankProgress, ReportedPhase
 from dtctl.launch.records.ledger import PHASES, Ledger
 
 
@@ -52,8 +52,8 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "ledger.json").read_text())["wall_s"] == 11.25, "it may be written again later"
 
 
-def standing(step: int, *, first: int = 0, begun_s: float = 0.0, stall_s: float = 0.0, saved: int = 0) -> Standing:
-    return Standing(
+def standing(step: int, *, first: int = 0, begun_s: float = 0.0, stall_s: float = 0.0, saved: int = 0) -> RankProgress:
+    return RankProgress(
         node="a", rank=0, pid=1, phase=ReportedPhase.STEPPING, step=step, place=0, first=first, saved=saved, until=99,
         begun_s=begun_s, stale_s=0.0, slowest_s=1.0, stall_s=stall_s, evaluation_s=0.0, state="S",
     )  # fmt: skip
@@ -69,7 +69,7 @@ class Run:
     def start(self, after_s: float) -> None:
         self.ledger.enter("start")
         self.pass_(1.0)
-        self.ledger.started()
+        self.ledger.record_processes_started()
         self.pass_(after_s)
 
     def pass_(self, seconds: float) -> None:
@@ -84,20 +84,20 @@ class Run:
 def test_steps_that_are_done_again_are_lost_and_not_useful() -> None:
     run = Run()
     run.start(4.5)
-    run.ledger.watch([standing(0, begun_s=0.5)])  # heard of half a second late
+    run.ledger.record_worker_progress([standing(0, begun_s=0.5)])  # heard of half a second late
     for step in range(1, 11):
         run.pass_(1.0)
-        run.ledger.watch([standing(step, saved=4)])
+        run.ledger.record_worker_progress([standing(step, saved=4)])
     run.pass_(2.0)  # nobody knew at first
-    run.ledger.ended(failed_s=1.5)
+    run.ledger.record_attempt_end(failed_s=1.5)
     run.ledger.enter("restart")
     assert run.spent() == {"start": 5.0, "useful": 11.0, "restart": 1.5}
     run.start(3.0)
-    run.ledger.watch([standing(4, first=4)])
+    run.ledger.record_worker_progress([standing(4, first=4)])
     assert run.spent() == {"start": 9.0, "useful": 4.5, "lost": 6.5, "restart": 1.5}
     run.pass_(8.0)
-    run.ledger.watch([standing(12, first=4)])
-    run.ledger.ended()
+    run.ledger.record_worker_progress([standing(12, first=4)])
+    run.ledger.record_attempt_end()
     run.ledger.close(succeeded=True)
     assert run.spent()["useful"] == 12.5
     assert (run.ledger.facts().steps, run.ledger.facts().steps_lost) == (12, 6)
@@ -107,10 +107,10 @@ def test_steps_that_are_done_again_are_lost_and_not_useful() -> None:
 def test_what_passed_until_a_loss_was_noticed_is_not_useful() -> None:
     run = Run()
     run.start(1.0)
-    run.ledger.watch([standing(0, begun_s=1.0)])
+    run.ledger.record_worker_progress([standing(0, begun_s=1.0)])
     run.pass_(30.0)
-    run.ledger.watch([standing(10)])
-    run.ledger.lost(20.0)
+    run.ledger.record_worker_progress([standing(10)])
+    run.ledger.record_worker_loss(20.0)
     run.pass_(0.5)
     run.ledger.enter("useful")
     run.pass_(4.0)
@@ -122,33 +122,33 @@ def test_what_passed_until_a_loss_was_noticed_is_not_useful() -> None:
 def test_a_replacement_counts_its_stalls_from_the_beginning() -> None:
     run = Run()
     run.start(0.0)
-    run.ledger.watch([standing(0)])
+    run.ledger.record_worker_progress([standing(0)])
     run.pass_(10.0)
-    run.ledger.watch([standing(5, stall_s=2.0)])
+    run.ledger.record_worker_progress([standing(5, stall_s=2.0)])
     run.pass_(10.0)
-    run.ledger.watch([replace(standing(9, stall_s=1.5), pid=2)])
+    run.ledger.record_worker_progress([replace(standing(9, stall_s=1.5), pid=2)])
     assert run.spent() == {"start": 1.0, "useful": 16.5, "stall": 3.5}
 
 
 def test_waiting_for_snapshots_is_not_useful() -> None:
     run = Run()
     run.start(0.0)
-    run.ledger.watch([standing(0)])
+    run.ledger.record_worker_progress([standing(0)])
     run.pass_(10.0)
-    run.ledger.watch([standing(8, stall_s=2.0)])
+    run.ledger.record_worker_progress([standing(8, stall_s=2.0)])
     run.pass_(5.0)
-    run.ledger.watch([standing(12, stall_s=3.0)])
+    run.ledger.record_worker_progress([standing(12, stall_s=3.0)])
     assert run.spent() == {"start": 1.0, "useful": 12.0, "stall": 3.0}
 
 
 def test_a_hang_costs_the_time_since_the_last_sign_of_progress() -> None:
     run = Run()
     run.start(0.0)
-    run.ledger.watch([standing(0)])
+    run.ledger.record_worker_progress([standing(0)])
     run.pass_(4.0)
-    run.ledger.watch([standing(4, saved=4)])
+    run.ledger.record_worker_progress([standing(4, saved=4)])
     run.pass_(33.0)
-    run.ledger.ended(failed_s=1.0, hung_s=32.0)
+    run.ledger.record_attempt_end(failed_s=1.0, hung_s=32.0)
     run.ledger.close(succeeded=False)
     assert run.spent() == {"start": 1.0, "useful": 4.0, "hang": 32.0, "restart": 1.0}
 
@@ -156,10 +156,10 @@ def test_a_hang_costs_the_time_since_the_last_sign_of_progress() -> None:
 def test_a_run_that_ends_badly_has_lost_what_came_after_its_last_snapshot() -> None:
     run = Run()
     run.start(0.0)
-    run.ledger.watch([standing(0)])
+    run.ledger.record_worker_progress([standing(0)])
     run.pass_(9.0)
-    run.ledger.watch([standing(9, saved=6)])
-    run.ledger.ended()
+    run.ledger.record_worker_progress([standing(9, saved=6)])
+    run.ledger.record_attempt_end()
     run.ledger.close(succeeded=False)
     assert run.spent() == {"start": 1.0, "useful": 6.0, "lost": 3.0}
 
@@ -168,9 +168,9 @@ def test_another_launcher_goes_on_with_what_one_that_was_killed_has_written(tmp_
     run = Run()
     run.ledger.path = tmp_path / "ledger.json"
     run.start(2.0)
-    run.ledger.watch([standing(0)])
+    run.ledger.record_worker_progress([standing(0)])
     run.pass_(6.0)
-    run.ledger.watch([standing(5, stall_s=1.0)])  # which writes it down
+    run.ledger.record_worker_progress([standing(5, stall_s=1.0)])  # which writes it down
     run.pass_(4.0)
     after = Run()
     after.clock.now = run.clock.now
@@ -178,7 +178,7 @@ def test_another_launcher_goes_on_with_what_one_that_was_killed_has_written(tmp_
     after.ledger.resume(tmp_path / "ledger.json")
     assert after.spent() == {"start": 3.0, "useful": 9.0, "stall": 1.0}
     after.pass_(1.0)
-    after.ledger.watch([standing(9, stall_s=1.5)])
+    after.ledger.record_worker_progress([standing(9, stall_s=1.5)])
     assert after.spent() == {"start": 3.0, "useful": 9.5, "stall": 1.5}
 
 
@@ -203,9 +203,11 @@ def test_whatever_workers_tell_the_phases_add_up(acts: list[tuple[str, float, in
         if act == "start":
             run.start(seconds)
         elif act == "watch":
-            run.ledger.watch([standing(number, first=number // 2, begun_s=seconds, stall_s=seconds / 3)])
+            run.ledger.record_worker_progress(
+                [standing(number, first=number // 2, begun_s=seconds, stall_s=seconds / 3)]
+            )
         else:
-            run.ledger.ended(failed_s=seconds / 2, hung_s=seconds if act == "hang" else 0.0)
+            run.ledger.record_attempt_end(failed_s=seconds / 2, hung_s=seconds if act == "hang" else 0.0)
     run.ledger.close(succeeded=False)
     facts = run.ledger.facts()
     assert sum(facts.phases_s.values()) == pytest.approx(facts.wall_s, abs=0.02)
@@ -236,12 +238,12 @@ def test_the_course_is_where_the_time_went(attempts: list[tuple[float, float, in
     for start_s, begun_s, steps, failed, hung in attempts:
         ledger.enter("start")
         clock.now += 1
-        ledger.started()
+        ledger.record_processes_started()
         clock.now += start_s
         for step in range(steps):
-            ledger.watch([standing(step, begun_s=min(begun_s, start_s) + step, stall_s=step / 8)])
+            ledger.record_worker_progress([standing(step, begun_s=min(begun_s, start_s) + step, stall_s=step / 8)])
             clock.now += 1
-        ledger.ended(failed_s=failed * steps, hung_s=hung * steps)
+        ledger.record_attempt_end(failed_s=failed * steps, hung_s=hung * steps)
         clock.now += 0.5
         ledger.enter("restart")
         clock.now += 2
@@ -259,9 +261,9 @@ def test_a_launcher_that_takes_over_continues_the_course(tmp_path: Path) -> None
     ledger = Ledger(clock, path=tmp_path / "ledger.json")
     ledger.enter("start")
     clock.now += 2
-    ledger.started()
+    ledger.record_processes_started()
     clock.now += 3
-    ledger.watch([standing(1, begun_s=1.0)])
+    ledger.record_worker_progress([standing(1, begun_s=1.0)])
     clock.now += 4
     ledger.write(tmp_path / "ledger.json", attempts=1)
     clock.now += 5

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtctl.launch.files import left_out
+from dtctl.launch.files import exclusion_reason
+from dtctl.launch.files.excluded_files import list_not_sent
 from dtctl.launch.files.missing import left_out_here
 from dtctl.launch.files.push_selection import TreeWalk
+from dtctl.launch.files.tree import scan_push_tree
 from dtctl.spec.load import parse_spec
 
 
@@ -24,7 +26,7 @@ def make(root: Path, **files: str) -> Path:
 
 
 def why(root: Path, path: str, **rules: list[str]) -> str:
-    return left_out.reason(os.fsencode(root.resolve()), path.encode(), **rules)
+    return exclusion_reason.find_exclusion_reason(os.fsencode(root.resolve()), path.encode(), **rules)
 
 
 def test_the_rule_and_its_line_are_named(tmp_path: Path) -> None:
@@ -77,6 +79,7 @@ def test_a_reason_is_given_for_what_is_left_out_and_for_nothing_else(
         "cat: data/train.bin: No such file or directory",
         "OSError: data/train.bin not found.",
         'RuntimeError: unable to open file "./data/train.bin" in read-only mode',
+        "FileNotFoundError: Unable to find '/home/me/.dtctl/node/runs/r1/work/data/train.bin'",
     ],
 )
 def test_a_file_that_was_missed_and_left_out_is_named_with_the_rule(tmp_path: Path, line: str) -> None:
@@ -84,6 +87,30 @@ def test_a_file_that_was_missed_and_left_out_is_named_with_the_rule(tmp_path: Pa
     spec = parse_spec("job: {script: t.py}", source="s", base_dir=tmp_path)
     found = left_out_here(["Traceback", line], spec, folders=["/home/me/.dtctl/node/code/ab12", "/runs/r1/work"])
     assert [(file.path, file.rule) for file in found] == [("data/train.bin", ".gitignore:1 (*.bin)")]
+
+
+@pytest.mark.parametrize(
+    ("rule", "missed", "others", "pattern"),
+    [
+        ("data/", "data/x/0.bin", 2, "data/x/"),
+        ("*.bin", "data/x/0.bin", 1, "data/x/"),
+        ("0.bin", "data/x/0.bin", 0, "data/x/0.bin"),
+        ("data/", "data/x", 0, "data/x/"),
+        ("*.bin", "top.bin", 1, "top.bin"),
+    ],
+)
+def test_the_pattern_brings_what_the_program_needs_next(
+    tmp_path: Path, rule: str, missed: str, others: int, pattern: str
+) -> None:
+    files = ["data/x/0.bin", "data/x/1.bin", "data/x/index.txt", "data/y/2.bin", "top.bin", "more.bin"]
+    make(tmp_path, **{".gitignore": f"{rule}\n", **dict.fromkeys(files, "x")})
+    spec = parse_spec("job: {script: t.py}", source="s", base_dir=tmp_path)
+    line = f"FileNotFoundError: [Errno 2] No such file or directory: '{missed}'"
+    (found,) = left_out_here([line], spec, folders=["/code"])
+    assert (found.others, found.include_pattern) == (others, pattern)
+    walk = TreeWalk(os.fsencode(tmp_path.resolve()), include=[pattern])
+    taken = {os.fsdecode(file.path) for file in walk.run()}
+    assert {name for name in files if name.startswith(pattern)} <= taken
 
 
 @pytest.mark.parametrize(
@@ -99,3 +126,16 @@ def test_nothing_is_said_of_other_files(tmp_path: Path, line: str) -> None:
     make(tmp_path, **{".gitignore": "*.bin\n", "data/train.bin": "x", "data/other.txt": ""})
     spec = parse_spec("job: {script: t.py}", source="s", base_dir=tmp_path)
     assert left_out_here([line], spec, folders=["/code"]) == []
+
+
+@pytest.mark.parametrize("outputs", ["out", "out/", "./out", "out/**"])
+@pytest.mark.parametrize("rule", ["out/", "*.pt", "out/*"])
+def test_outputs_do_not_count_as_not_sent_whichever_rule_keeps_them_here(
+    tmp_path: Path, outputs: str, rule: str
+) -> None:
+    root = make(tmp_path, **{"out/a.pt": "x", "out/best/m.pt": "x", "data/a.pt": "x", ".gitignore": f"{rule}\ndata/\n"})
+    spec = parse_spec(
+        f"cluster: {{transport: local}}\njob: {{script: t.py, outputs: ['{outputs}']}}", source="s", base_dir=root
+    )
+    tree = scan_push_tree(root, include=(), exclude=())
+    assert [each.path.split("/")[0] for each in list_not_sent(spec, tree, most=9)] == ["data"]

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import ConnectError, NodeFailures
-from dtctl.launch.control import node_pool, spares
-from dtctl.launch.control.node_pool import KEPT, LIVE, CallRule, NodePool, Substitute
-from dtctl.launch.control.session import LinkLost, NodeMessage, Session, SessionFailed
-from dtctl.launch.control.spares import NotHealed, Spares
-from dtctl.launch.records.events import Event, Healed, NodeChanged, Note
+from dtctl.launch.control import node_pool, spare_pool
+from dtctl.launch.control.node_pool import KEPT, LIVE, NodePool, ReconnectPolicy, ReplacementNode
+from dtctl.launch.control.session import LinkLost, NodeMessage, NodeSession, SessionFailed
+from dtctl.launch.control.spare_pool import SparePool, WorkerNotReplaced
+from dtctl.launch.records.events import Event, NodeChanged, Note, WorkersReplaced
 from dtctl.supervisor.messages.base import Refusal
-from dtctl.supervisor.messages.setup import NodeDescription, Ready
+from dtctl.supervisor.messages.setup import NodeDescription, NodeReady
 from tests.unit.launch.test_gang import Deaf, Rig
 from tests.unit.launch.test_healing import LiveRig
 
@@ -44,7 +44,7 @@ class NodesRig(LiveRig):
         healing = self.attempt.losses.healing
         assert healing is not None
         healing._place = self.place
-        pool = NodePool(self.gang, Spares(self.spares, self.events.append), self.call, self.warm_up)
+        pool = NodePool(self.gang, SparePool(self.spares, self.events.append), self.call, self.warm_up)
         self.pool = self.attempt.losses.pool = healing._pool = pool
 
     @property
@@ -53,18 +53,18 @@ class NodesRig(LiveRig):
         notes = [(event.node or "", event.text.split(": ")) for event in self.events if isinstance(event, Note)]
         return [(node, text[1]) for node, text in notes if text[0] == "this spare cannot stand by"]
 
-    def warm_up(self, session: Session, description: NodeDescription) -> None:
+    def warm_up(self, session: NodeSession, description: NodeDescription) -> None:
         assert description is DESCRIPTION
         if not self.is_fit:
-            raise NotHealed("too few GPUs")
+            raise WorkerNotReplaced("too few GPUs")
         self.warmed_up.append(session.name)
 
-    def call(self, name: str, _rule: CallRule) -> Called:
+    def call(self, name: str, _rule: ReconnectPolicy) -> Called:
         self.calls.append(name)
         self.called = Called(name, queue.Queue())
         return self.called
 
-    def place(self, substitute: Substitute, epoch: int) -> None:
+    def place(self, substitute: ReplacementNode, epoch: int) -> None:
         name, order = substitute.session.name, list(self.gang.sessions)
         order[order.index(substitute.lost)] = name
         sessions = self.gang.sessions | {name: substitute.session}
@@ -77,7 +77,7 @@ class NodesRig(LiveRig):
 
     def becomes_ready(self, session: Deaf) -> None:
         self.attempt.handle(NodeMessage(session, DESCRIPTION))
-        self.attempt.handle(NodeMessage(session, Ready()))
+        self.attempt.handle(NodeMessage(session, NodeReady()))
 
 
 def test_a_lost_node_that_answers_has_its_place_again(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_lost_node_that_answers_has_its_place_again(tmp_path: Path) -> None:
     rig.all_do("ready", 1)
     assert [(message.epoch, message.port) for message in rig.joins("b")] == [(1, 5)]
     rig.all_do("joined", 1)
-    [healed] = [event for event in rig.events if isinstance(event, Healed)]
+    [healed] = [event for event in rig.events if isinstance(event, WorkersReplaced)]
     assert [(each.rank, each.node, each.by) for each in healed.replaced] == [(1, "b", "b")]
     assert rig.spares == ["s"]
     states = [event.state for event in rig.events if isinstance(event, NodeChanged) and event.node == "b"]
@@ -127,8 +127,8 @@ def test_a_spare_that_was_not_needed_can_be_called_again(tmp_path: Path) -> None
         lost = rig.called
         found._searches["b"].began_s -= 3.0
         found.check()
-        for content in (DESCRIPTION, Ready()):
-            substitute = found.take(NodeMessage(lost, content))
+        for content in (DESCRIPTION, NodeReady()):
+            substitute = found.handle_called_node_message(NodeMessage(lost, content))
         assert substitute is not None
         assert rig.calls == ["b", "s"]
         assert rig.called.closed
@@ -151,7 +151,7 @@ def test_a_spare_that_stands_by_takes_the_place_at_once_and_the_lost_node_is_a_s
 
 def test_two_spares_stand_by_and_then_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = NodesRig(tmp_path, "s", "t", "u")
-    monkeypatch.setattr(spares, "RETIRED_S", 1000.0)
+    monkeypatch.setattr(spare_pool, "RETIRED_S", 1000.0)
     rig.attempt.deadlines.check()
     assert rig.calls == ["s", "t"]
     rig.becomes_ready(rig.called)
@@ -177,7 +177,7 @@ def test_a_spare_that_is_silent_is_not_relied_upon(tmp_path: Path) -> None:
     rig.attempt.deadlines.check()
     standby = rig.called
     rig.becomes_ready(standby)
-    standby.last_heard -= spares.FRESH_S + 1
+    standby.last_heard -= spare_pool.FRESH_S + 1
     rig.tell("b", LinkLost("gone"))
     assert standby.closed
     assert rig.calls == ["s", "b"]
@@ -192,7 +192,7 @@ def test_a_spare_that_is_not_ready_yet_takes_part_in_the_search(tmp_path: Path) 
     standby = rig.called
     rig.attempt.handle(NodeMessage(standby, DESCRIPTION))
     rig.tell("b", LinkLost("gone"))
-    rig.attempt.handle(NodeMessage(standby, Ready()))
+    rig.attempt.handle(NodeMessage(standby, NodeReady()))
     assert rig.started == ("s", 1)
     assert rig.warmed_up == []
     assert rig.called.closed, "the lost node was called, too"
@@ -208,7 +208,7 @@ def test_a_spare_that_cannot_stand_by_is_told_of_once_and_tried_again(
     assert rig.complaints == [("s", "off")]
     rig.attempt.deadlines.check()
     assert rig.calls == ["s"], "not at once"
-    monkeypatch.setattr(spares, "FAILED_S", -1.0)
+    monkeypatch.setattr(spare_pool, "FAILED_S", -1.0)
     rig = NodesRig(tmp_path, "s")
     for content in (Refusal(code="disk-full", message="1 MiB is left"), LinkLost(""), LinkLost("")):
         rig.attempt.deadlines.check()
@@ -236,7 +236,7 @@ def test_a_kept_run_calls_a_lost_node_again_until_it_answers(tmp_path: Path) -> 
     rig = Rig(tmp_path)
     called: list[Called] = []
 
-    def call(name: str, rule: CallRule) -> Called:
+    def call(name: str, rule: ReconnectPolicy) -> Called:
         assert rule is KEPT
         called.append(Called(name, rig.inbox))
         return called[-1]
@@ -244,7 +244,7 @@ def test_a_kept_run_calls_a_lost_node_again_until_it_answers(tmp_path: Path) -> 
     def refuse() -> None:
         rig.attempt.handle(NodeMessage(called[-1], SessionFailed(ConnectError("refused", node="b"))))
 
-    pool = NodePool(rig.gang, Spares(["s"], rig.events.append), call, lambda *_: None)
+    pool = NodePool(rig.gang, SparePool(["s"], rig.events.append), call, lambda *_: None)
     rig.attempt.losses.pool, rig.attempt.nodes.keeps_nodes = pool, True
     rig.tell("b", LinkLost(""))
     assert (rig.attempt.nodes.outcome.lost_nodes, rig.sent_to("a")) == ([], []), "it goes on by itself"
@@ -256,7 +256,7 @@ def test_a_kept_run_calls_a_lost_node_again_until_it_answers(tmp_path: Path) -> 
         assert len(called) == tries + 1, "not at once"
         pool._searches["b"].next_call_s = 0.0
     rig.attempt.deadlines.check()
-    rig.attempt.handle(NodeMessage(called[-1], Ready()))
+    rig.attempt.handle(NodeMessage(called[-1], NodeReady()))
     assert (pool.vacant, rig.gang.sessions["b"]) == (set(), called[-1])
     rig.nodes["b"] = called[-1]
     rig.tell("b", LinkLost(""))
@@ -270,11 +270,11 @@ def test_a_kept_run_calls_a_lost_node_again_until_it_answers(tmp_path: Path) -> 
 def test_a_kept_node_that_is_away_when_the_run_is_stopped_is_told_once_it_answers(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     called = Called("b", rig.inbox)
-    pool = NodePool(rig.gang, Spares([], rig.events.append), lambda *_: called, lambda *_: None)
+    pool = NodePool(rig.gang, SparePool([], rig.events.append), lambda *_: called, lambda *_: None)
     rig.attempt.losses.pool, rig.attempt.nodes.keeps_nodes = pool, True
     rig.tell("b", LinkLost(""))
     rig.attempt.nodes.interrupt(15, hard=False)
-    rig.attempt.handle(NodeMessage(called, Ready()))
+    rig.attempt.handle(NodeMessage(called, NodeReady()))
     assert [message.op for message in called.sent] == ["stop"]
 
 
@@ -284,12 +284,12 @@ class RestartRig(Rig):
     def __init__(self, folder: Path, spares: str, answers: str) -> None:
         super().__init__(folder)
         self.answers, self.calls = set(answers), list[str]()
-        self.pool = NodePool(self.gang, Spares(list(spares), self.events.append), self.call, lambda *_: None)
+        self.pool = NodePool(self.gang, SparePool(list(spares), self.events.append), self.call, lambda *_: None)
 
-    def call(self, name: str, _rule: CallRule) -> Called:
+    def call(self, name: str, _rule: ReconnectPolicy) -> Called:
         self.calls.append(name)
         session = Called(name, self.inbox)
-        works = (DESCRIPTION, Ready()) if name in self.answers else (SessionFailed(ConnectError("off", node=name)),)
+        works = (DESCRIPTION, NodeReady()) if name in self.answers else (SessionFailed(ConnectError("off", node=name)),)
         for content in works:
             self.inbox.put(NodeMessage(session, content))
         return session
@@ -407,6 +407,6 @@ def test_connections_that_broke_without_a_loss_are_made_anew(tmp_path: Path) -> 
     rig.report("a", "hosting", port=5)
     rig.all_do("ready", 1, newcomers="")
     rig.all_do("joined", 1, newcomers="")
-    [healed] = [event for event in rig.events if isinstance(event, Healed)]
+    [healed] = [event for event in rig.events if isinstance(event, WorkersReplaced)]
     assert (healed.replaced, len(healed.survivors)) == ((), 3)
     assert rig.attempt.nodes.outcome.failures == []

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dtctl.errors import ConnectError, NodeError, TransferError
 from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push as pushing
-from dtctl.launch.files.push import Payloads, push
+from dtctl.launch.files.push import PayloadCache, push_tree_to_node
 from dtctl.launch.files.push_selection import ALWAYS_LEFT_OUT
-from dtctl.launch.files.tree import Tree, scan
+from dtctl.launch.files.tree import FileTree, scan_push_tree
 from dtctl.supervisor import frames
 from tests.facts import raises
 from tests.unit.pushing import SocketStream, bring, bring_tree, left_in, listing, node, release
@@ -46,7 +46,7 @@ def project(tmp_path: Path) -> Path:
 def test_what_arrives_is_what_was_there(project: Path, tmp_path: Path) -> None:
     done = bring(project, tmp_path / "node")
     assert done.state == "done"
-    assert done.path == str(tmp_path / "node" / "code" / scan(project).digest)
+    assert done.path == str(tmp_path / "node" / "code" / scan_push_tree(project).digest)
     assert listing(Path(done.path)) == {path: (mode & 0o700, data) for path, (mode, data) in listing(project).items()}
     assert done.files_sent == 4  # the empty ones are sent as one, the link not at all
     assert 700_000 < done.bytes_sent < 702_000
@@ -73,7 +73,7 @@ def test_only_what_changed_is_sent(project: Path, tmp_path: Path) -> None:
 
 def test_a_link_can_be_used_for_more_after_a_push(project: Path, tmp_path: Path) -> None:
     with node(tmp_path / "node") as link:
-        states = [push(link, scan(project), shared=Payloads()).state for _ in range(3)]
+        states = [push_tree_to_node(link, scan_push_tree(project), shared=PayloadCache()).state for _ in range(3)]
         assert states == ["done", "have", "have"]
 
 
@@ -90,7 +90,7 @@ def test_odd_names_and_contents_arrive_byte_for_byte(tmp_path_factory: pytest.Te
             path = root / os.fsdecode(name)
             path.write_bytes(data)
             path.chmod(0o700 if executable else 0o600)
-        tree = scan(root, include=["*"])
+        tree = scan_push_tree(root, include=["*"])
         done = bring_tree(tree, tmp_path_factory.mktemp("node"))
         assert listing(Path(done.path)) == {e.path: (e.mode, files[e.path]) for e in tree.files}
         assert len(tree.files) + len(tree.withheld) == len(files)
@@ -110,14 +110,17 @@ def test_contents_do_not_depend_on_how_they_are_cut(
 
 
 def test_what_cannot_be_compressed_is_not(project: Path, tmp_path: Path) -> None:
-    tree = scan(project)
+    tree = scan_push_tree(project)
     assert (
-        pushing._level(tree, pushing._whole(tree, [i for i, e in enumerate(tree.files) if e.path.endswith(b".bin")]))
+        pushing._choose_compression_level(
+            tree, pushing._build_whole_segments(tree, [i for i, e in enumerate(tree.files) if e.path.endswith(b".bin")])
+        )
         == 0
     )
     assert (
-        pushing._level(
-            tree, pushing._whole(tree, [i for i, e in enumerate(tree.files) if e.path.endswith(b"train.py")])
+        pushing._choose_compression_level(
+            tree,
+            pushing._build_whole_segments(tree, [i for i, e in enumerate(tree.files) if e.path.endswith(b"train.py")]),
         )
         == 1
     )
@@ -127,29 +130,29 @@ def test_many_nodes_at_once_share_one_compression(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Sequence[int]] = []
-    compressed = pushing._compressed
+    compressed = pushing._compress_segments
 
-    def count(tree: Tree, indexes: Sequence[int]) -> Iterator[bytes]:
+    def count(tree: FileTree, indexes: Sequence[int]) -> Iterator[tuple[bytes, int]]:
         made.append(indexes)
         return compressed(tree, indexes)
 
-    monkeypatch.setattr(pushing, "_compressed", count)
+    monkeypatch.setattr(pushing, "_compress_segments", count)
     barrier = threading.Barrier(4)
 
-    class Together(Payloads):
-        def pieces(self, tree: Tree, indexes: tuple[int, ...]) -> Iterator[bytes]:
+    class Together(PayloadCache):
+        def pieces(self, tree: FileTree, indexes: tuple[int, ...]) -> Iterator[tuple[bytes, int]]:
             source = super().pieces(tree, indexes)
             first = next(source)
             barrier.wait(60)  # nobody has finished when the last one begins
             yield first
             yield from source
 
-    shared, tree = Together(), scan(project)
+    shared, tree = Together(), scan_push_tree(project)
     paths = []
 
     def one(number: int) -> None:
         with node(tmp_path / f"node{number}") as link:
-            paths.append(push(link, tree, shared=shared).path)
+            paths.append(push_tree_to_node(link, tree, shared=shared).path)
 
     threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(4)]
     for thread in threads:
@@ -168,36 +171,39 @@ def test_a_large_payload_is_not_kept_in_memory(project: Path, tmp_path: Path, mo
     assert bring(project, tmp_path / "node").state == "done"
 
 
-def test_progress_counts_up_to_the_bytes_sent(project: Path, tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_progress_counts_up_to_what_the_node_lacked(project: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, ...]] = []
+    tree = scan_push_tree(project)
     with node(tmp_path / "node") as link:
-        done = push(link, scan(project), shared=Payloads(), progress=seen.append)
+        done = push_tree_to_node(link, tree, shared=PayloadCache(), progress=lambda *report: seen.append(report[:2]))
+    size = sum(file.size for file in tree.files if file.mode != 0o120000)
     assert seen == sorted(seen)
-    assert seen[-1] == done.bytes_sent
+    assert {of for _, of in seen} == {size} == {done.content_bytes}
+    assert (seen[0][0], seen[-1][0]) == (0, size)
 
 
 @pytest.mark.parametrize("change", ["longer", "shorter", "gone"])
 def test_a_file_that_changes_meanwhile_is_named(project: Path, tmp_path: Path, change: str) -> None:
-    tree = scan(project)
+    tree = scan_push_tree(project)
     if change == "gone":
         (project / "train.py").unlink()
     else:
         (project / "train.py").write_text("x" * (5000 if change == "longer" else 5))
     with node(tmp_path / "node") as link, pytest.raises(TransferError) as caught:
-        push(link, tree, shared=Payloads())
+        push_tree_to_node(link, tree, shared=PayloadCache())
     assert caught.value.where == str(project / "train.py")
     assert caught.value.node == "node1"
     assert left_in(tmp_path / "node") == []
 
 
 def test_a_file_that_changes_and_keeps_its_size_is_found_out_by_its_digest(project: Path, tmp_path: Path) -> None:
-    tree = scan(project)
+    tree = scan_push_tree(project)
     (project / "train.py").write_text("print('HELLO')\n" * 100)
     with (
         node(tmp_path / "node") as link,
         raises(TransferError, "train.py differ") as caught,
     ):
-        push(link, tree, shared=Payloads())
+        push_tree_to_node(link, tree, shared=PayloadCache())
     assert caught.value.hint
     assert left_in(tmp_path / "node") == []
 
@@ -212,14 +218,14 @@ def test_a_flipped_bit_on_the_way_is_noticed(project: Path, tmp_path: Path) -> N
         node(tmp_path / "node", spoil=flip) as link,
         pytest.raises(TransferError),  # the compressed stream is damaged, or contents differ
     ):
-        push(link, scan(project), shared=Payloads())
+        push_tree_to_node(link, scan_push_tree(project), shared=PayloadCache())
     assert left_in(tmp_path / "node") == []
 
 
 def test_a_workdir_that_cannot_be_made_is_the_nodes_error(project: Path, tmp_path: Path) -> None:
     (tmp_path / "node").write_text("a file")
     with node(tmp_path / "node") as link, raises(NodeError, "directory"):
-        push(link, scan(project), shared=Payloads())
+        push_tree_to_node(link, scan_push_tree(project), shared=PayloadCache())
 
 
 class Scripted(SocketStream):
@@ -260,12 +266,16 @@ def test_what_a_node_says_becomes_an_error_with_a_class(
     project: Path, messages: list[dict[str, object]], kind: type[Exception], text: str
 ) -> None:
     with raises(kind, text):
-        push(NodeLink(Scripted(*messages), node="node1"), scan(project), shared=Payloads())
+        push_tree_to_node(NodeLink(Scripted(*messages), node="node1"), scan_push_tree(project), shared=PayloadCache())
 
 
 def test_a_node_that_stops_reading_is_asked_why(project: Path) -> None:
     with raises(NodeError, "disk full") as caught:
-        push(NodeLink(Scripted(WANT, FULL, reads=False), node="node1"), scan(project), shared=Payloads())
+        push_tree_to_node(
+            NodeLink(Scripted(WANT, FULL, reads=False), node="node1"), scan_push_tree(project), shared=PayloadCache()
+        )
     assert caught.value.hint
     with pytest.raises(ConnectError):
-        push(NodeLink(Scripted(WANT, reads=False), node="node1"), scan(project), shared=Payloads())
+        push_tree_to_node(
+            NodeLink(Scripted(WANT, reads=False), node="node1"), scan_push_tree(project), shared=PayloadCache()
+        )

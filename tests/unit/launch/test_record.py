@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 
 from dtctl.errors import LaunchError, UsageError
 from dtctl.launch.records.events import Note, RunPlanned
-from dtctl.launch.records.logs import Logs
-from dtctl.launch.records.record import RUN_NAME, RunInfo, RunRecord, check_run_name, find_run, list_runs, new_run_id
+from dtctl.launch.records.logs import RunLogs
+from dtctl.launch.records.record import (
+    RUN_NAME,
+    RunInfo,
+    RunRecord,
+    check_run_name,
+    find_run,
+    list_run_records,
+    new_run_id,
+)
 from dtctl.launch.records.run_writer import RunWriter, write_private
 from tests.facts import raises
 
@@ -104,7 +112,7 @@ def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
 def test_runs_are_listed_oldest_first_and_the_newest_is_the_default(tmp_path: Path) -> None:
     for run, started in (("b", 30.0), ("c", 10.0), ("a", 20.0)):
         made(tmp_path, run, started)
-    assert [record.run for record in list_runs(tmp_path)] == ["c", "a", "b"]
+    assert [record.run for record in list_run_records(tmp_path)] == ["c", "a", "b"]
     assert find_run(tmp_path, None).run == "b"
 
 
@@ -115,7 +123,7 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path, damage: str) -> 
     (bad.folder / "run.json").write_text(damage)
     (tmp_path / ".dtctl" / "runs" / "a file").write_text("")
     (tmp_path / ".dtctl" / "runs" / "half-made").mkdir()
-    assert [record.run for record in list_runs(tmp_path)] == ["good"]
+    assert [record.run for record in list_run_records(tmp_path)] == ["good"]
     assert find_run(tmp_path, None).run == "good"
     with raises(LaunchError, "bad"):
         find_run(tmp_path, "bad")
@@ -162,8 +170,8 @@ def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
     record = made(tmp_path, "one")
     (record.folder / "events.jsonl").symlink_to("/dev/full")
     record.append_event(RunPlanned())
-    logs = Logs(record)
-    logs._log("a", 0)._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - closed with the logs
+    logs = RunLogs(record)
+    logs._open_rank_log("a", 0)._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - closed with the logs
     assert logs.write("a", 0, b"shown\n") == ["shown"], "people still see it"
     assert logs.offsets["a"][0] == 6
     logs.close()

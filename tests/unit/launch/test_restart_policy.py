@@ -16,39 +16,51 @@ FAILURE = Failure(node="a", rank=3, exit_code=1, signal=None, time=0.0, summary=
 def test_the_first_failure_is_followed_at_once_and_the_next_ones_later() -> None:
     patience = RestartPolicy()
     other = replace(FAILURE, summary="KeyError: no")
-    waits = [patience.judge(each, step=None, lasted_s=1).wait_s for each in (FAILURE, FAILURE, other, other)]
+    waits = [
+        patience.decide_next_attempt(each, step=None, lasted_s=1).wait_s for each in (FAILURE, FAILURE, other, other)
+    ]
     assert waits == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_what_fails_in_the_same_way_at_the_same_step_is_hopeless() -> None:
     patience = RestartPolicy()
-    verdicts = [patience.judge(FAILURE, step=70, lasted_s=1) for _ in range(SAME_LIMIT)]
+    verdicts = [patience.decide_next_attempt(FAILURE, step=70, lasted_s=1) for _ in range(SAME_LIMIT)]
     assert [verdict.give_up_reason is None for verdict in verdicts] == [True, True, False]
     assert verdicts[-1].give_up_reason == "3 attempts have failed in the same way at step 70"
 
 
 def test_what_another_worker_says_in_the_same_words_is_the_same_failure() -> None:
     patience = RestartPolicy()
-    verdicts = [patience.judge(replace(FAILURE, rank=rank, node=f"n{rank}"), step=70, lasted_s=1) for rank in range(3)]
+    verdicts = [
+        patience.decide_next_attempt(replace(FAILURE, rank=rank, node=f"n{rank}"), step=70, lasted_s=1)
+        for rank in range(3)
+    ]
     assert verdicts[-1].give_up_reason is not None, "which of them was first is chance"
 
 
 def test_progress_gives_new_patience() -> None:
     patience = RestartPolicy()
-    assert all(patience.judge(FAILURE, step=step, lasted_s=1).give_up_reason is None for step in range(20))
-    assert all(patience.judge(FAILURE, step=None, lasted_s=1000).give_up_reason is None for _ in range(20))
+    assert all(
+        patience.decide_next_attempt(FAILURE, step=step, lasted_s=1).give_up_reason is None for step in range(20)
+    )
+    assert all(
+        patience.decide_next_attempt(FAILURE, step=None, lasted_s=1000).give_up_reason is None for _ in range(20)
+    )
 
 
 def test_another_failure_is_not_the_same_one() -> None:
     patience = RestartPolicy()
     for index in range(20):
-        assert patience.judge(replace(FAILURE, summary=str(index)), step=5, lasted_s=1).give_up_reason is None
+        assert (
+            patience.decide_next_attempt(replace(FAILURE, summary=str(index)), step=5, lasted_s=1).give_up_reason
+            is None
+        )
 
 
 def test_a_step_that_was_done_before_is_no_progress() -> None:
     patience = RestartPolicy()
-    patience.judge(FAILURE, step=100, lasted_s=1)
-    verdicts = [patience.judge(FAILURE, step=60, lasted_s=1) for _ in range(SAME_LIMIT)]
+    patience.decide_next_attempt(FAILURE, step=100, lasted_s=1)
+    verdicts = [patience.decide_next_attempt(FAILURE, step=60, lasted_s=1) for _ in range(SAME_LIMIT)]
     assert verdicts[-1].give_up_reason is not None
 
 
@@ -57,10 +69,14 @@ def test_who_was_killed_from_outside_is_started_again_at_once() -> None:
     killed = replace(FAILURE, exit_code=137, signal=9)
     lost = replace(FAILURE, exit_code=None, rank=None)
     for failure in [killed] * 10 + [lost] * 10:
-        verdict = patience.judge(failure, step=5, lasted_s=1)
+        verdict = patience.decide_next_attempt(failure, step=5, lasted_s=1)
         assert (verdict.wait_s, verdict.give_up_reason) == (0.0, None)
     crashed = replace(FAILURE, exit_code=139, signal=11)
-    assert [patience.judge(crashed, step=5, lasted_s=1).give_up_reason is None for _ in range(3)] == [True, True, False]
+    assert [patience.decide_next_attempt(crashed, step=5, lasted_s=1).give_up_reason is None for _ in range(3)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_hang_at_the_same_step_is_a_failure_of_the_program() -> None:
@@ -68,7 +84,7 @@ def test_a_hang_at_the_same_step_is_a_failure_of_the_program() -> None:
     verdicts = []
     for seconds in (31, 32, 33):
         hung = replace(FAILURE, exit_code=None, hang=True, summary=f"no progress for {seconds} s in step 71: rank 3")
-        verdicts.append(patience.judge(hung, step=70, lasted_s=1))
+        verdicts.append(patience.decide_next_attempt(hung, step=70, lasted_s=1))
     assert [verdict.give_up_reason is None for verdict in verdicts] == [True, True, False]
 
 
@@ -77,23 +93,23 @@ def test_a_lack_of_memory_comes_back_and_a_kill_by_somebody_does_not() -> None:
     verdicts = []
     for count in range(3):
         starved = replace(FAILURE, exit_code=137, signal=9, node_reason=f"oom_kill went from {count} to {count + 1}")
-        verdicts.append(patience.judge(starved, step=70, lasted_s=1))
+        verdicts.append(patience.decide_next_attempt(starved, step=70, lasted_s=1))
     assert [verdict.give_up_reason is None for verdict in verdicts] == [True, True, False]
 
 
 @pytest.mark.parametrize("code", [3, 4])
 def test_workers_that_refuse_the_spec_are_not_started_again(code: int) -> None:
     refused = replace(FAILURE, exit_code=code, summary="error: the global batch cannot be kept")
-    assert RestartPolicy(trains=True).judge(refused, step=None, lasted_s=1).give_up_reason
-    assert not RestartPolicy().judge(refused, step=None, lasted_s=1).give_up_reason, (
+    assert RestartPolicy(trains=True).decide_next_attempt(refused, step=None, lasted_s=1).give_up_reason
+    assert not RestartPolicy().decide_next_attempt(refused, step=None, lasted_s=1).give_up_reason, (
         "another program's codes mean something else"
     )
 
 
 def test_the_same_error_in_the_same_step_after_good_ones_is_the_programs() -> None:
     patience = RestartPolicy()
-    assert patience.judge(FAILURE, step=70, first=0, lasted_s=1).give_up_reason is None
-    verdict = patience.judge(FAILURE, step=70, first=60, lasted_s=1)
+    assert patience.decide_next_attempt(FAILURE, step=70, first=0, lasted_s=1).give_up_reason is None
+    verdict = patience.decide_next_attempt(FAILURE, step=70, first=60, lasted_s=1)
     assert verdict.give_up_reason == "2 attempts have failed with the same error after step 70"
 
 
@@ -114,20 +130,23 @@ def test_what_may_have_come_from_a_machine_is_tried_again(
 ) -> None:
     patience = RestartPolicy()
     before = replace(replace(FAILURE, **changes), summary="ValueError: no")
-    patience.judge(before, step=70, first=0, lasted_s=1)
-    assert patience.judge(replace(FAILURE, **changes), step=step, first=first, lasted_s=1).give_up_reason is None
+    patience.decide_next_attempt(before, step=70, first=0, lasted_s=1)
+    assert (
+        patience.decide_next_attempt(replace(FAILURE, **changes), step=step, first=first, lasted_s=1).give_up_reason
+        is None
+    )
 
 
 def test_an_error_that_names_its_step_is_known_again_by_it() -> None:
     patience = RestartPolicy()
     first = replace(FAILURE, summary="error: the gradient of step 21 is not finite: somewhere")
     again = replace(FAILURE, summary="error: the gradient of step 21 is not finite: in 0.bias")
-    patience.judge(first, step=24, first=0, lasted_s=1)
-    assert patience.judge(again, step=20, first=15, lasted_s=1).give_up_reason is not None
+    patience.decide_next_attempt(first, step=24, first=0, lasted_s=1)
+    assert patience.decide_next_attempt(again, step=20, first=15, lasted_s=1).give_up_reason is not None
     patience = RestartPolicy()
-    patience.judge(first, step=24, first=0, lasted_s=1)
+    patience.decide_next_attempt(first, step=24, first=0, lasted_s=1)
     other = replace(first, summary=first.summary.replace("21", "22"))
-    assert patience.judge(other, step=20, first=15, lasted_s=1).give_up_reason is None
+    assert patience.decide_next_attempt(other, step=20, first=15, lasted_s=1).give_up_reason is None
 
 
 @pytest.mark.parametrize(
@@ -144,9 +163,9 @@ def test_an_error_that_names_its_step_is_known_again_by_it() -> None:
 )
 def test_what_no_restart_changes_ends_the_run_at_once(summary: str, facts: dict[str, Any]) -> None:
     failure = replace(FAILURE, summary=summary, **facts)
-    assert RestartPolicy().judge(failure, step=None, lasted_s=2).give_up_reason is not None
-    assert RestartPolicy().judge(failure, step=0, lasted_s=2).give_up_reason is not None
+    assert RestartPolicy().decide_next_attempt(failure, step=None, lasted_s=2).give_up_reason is not None
+    assert RestartPolicy().decide_next_attempt(failure, step=0, lasted_s=2).give_up_reason is not None
     # After steps, or after a while, something else has changed meanwhile: a disk, a file server.
-    assert RestartPolicy().judge(failure, step=7, lasted_s=2).give_up_reason is None
-    assert RestartPolicy().judge(failure, step=None, lasted_s=1000).give_up_reason is None
-    assert RestartPolicy().judge(replace(failure, signal=9), step=None, lasted_s=2).give_up_reason is None
+    assert RestartPolicy().decide_next_attempt(failure, step=7, lasted_s=2).give_up_reason is None
+    assert RestartPolicy().decide_next_attempt(failure, step=None, lasted_s=1000).give_up_reason is None
+    assert RestartPolicy().decide_next_attempt(replace(failure, signal=9), step=None, lasted_s=2).give_up_reason is None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.control.session import NodeMessage, NodeSetup, Session, SessionFailed
-from dtctl.supervisor.messages.setup import Prepare, Ready, Sweep
+from dtctl.launch.control.session import NodeMessage, NodeSession, NodeSetup, SessionFailed
+from dtctl.supervisor.messages.setup import EndOrphanedRun, NodeReady, Prepare
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalTransport
 
@@ -27,14 +27,14 @@ def test_a_node_whose_code_is_there_is_swept_before_it_is_prepared_again(tmp_pat
         )
 
     for _ in range(2):  # the second time the run's folder is there
-        sweep = Sweep(run="a", token="0123456789abcdef", grace_s=0.0)
+        sweep = EndOrphanedRun(run="a", token="0123456789abcdef", grace_s=0.0)
         setup = NodeSetup(
             python=sys.executable, workdir=str(workdir), ports=(), push=None, prepare=prepare, code=str(code),
             sweep=sweep,
         )  # fmt: skip
-        session = Session(Target(name="here", address="127.0.0.1"), LocalTransport(), setup, inbox)
+        session = NodeSession(Target(name="here", address="127.0.0.1"), LocalTransport(), setup, inbox)
         session.start()
-        while not isinstance(content := inbox.get(timeout=600).content, Ready):
+        while not isinstance(content := inbox.get(timeout=600).content, NodeReady):
             assert not isinstance(content, SessionFailed), content
         session.close()
     top = workdir / "runs" / "a" / "work"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import NodeError
-from dtctl.launch.files.shared import CopyNode, CopyResult, CopyRounds, _Listed, _require_path
+from dtctl.launch.files.shared import CopyNode, CopyResult, CopyRounds, _require_path, _SharedFolderNode
 from dtctl.supervisor import receive, relay, shared
 from dtctl.supervisor.messages.shared import SharedCopy
 from dtctl.transport.base import Target
@@ -82,7 +83,7 @@ def go(
     finally:
         rounds.close()
     for connection in transport.connections:
-        for stream in connection._streams:
+        for stream in connection.streams:
             assert stream.exit_status(60) is not None
     return result
 
@@ -109,6 +110,58 @@ def test_all_nodes_get_what_each_has_written(tmp_path: Path) -> None:
     assert go(tmp_path, "a", "b", "c").files == 0, "what its own node has removed stays away from there"
 
 
+def test_copies_go_when_their_writer_has_removed_the_file(tmp_path: Path) -> None:
+    a, b, c = prepared(tmp_path, "a", "b", "c")
+    for step in ("step-1", "step-2"):
+        write(a / "out" / step / "deep" / "rank-0.bin", b"first")
+        write(b / "out" / step / "rank-1.bin", b"first")
+    write(a / "out" / "gone-at-once.bin", b"first")
+    go(tmp_path, "a", "b", "c")
+    assert listing(a / "out") == listing(b / "out") == listing(c / "out")
+    shutil.rmtree(a / "out" / "step-1")
+    (a / "out" / "gone-at-once.bin").unlink()
+    write(c / "out" / "gone-at-once.bin", b"its own")
+    assert go(tmp_path, "a", "b", "c").notes == []
+    assert {*listing(a / "out")} == {"gone-at-once.bin", "step-2/deep/rank-0.bin", "step-2/rank-1.bin"}
+    assert {*listing(b / "out")} == {*listing(a / "out"), "step-1/rank-1.bin"} == {*listing(c / "out")}
+    assert listing(b / "out")["gone-at-once.bin"][0] == b"its own"
+    assert not (b / "out" / "step-1" / "deep").exists()
+    shutil.rmtree(b / "out" / "step-1")
+    go(tmp_path, "a", "b", "c")
+    assert listing(a / "out") == listing(b / "out") == listing(c / "out")
+    write(a / "out" / "step-1" / "deep" / "rank-0.bin", b"again")
+    go(tmp_path, "a", "b", "c")
+    assert listing(c / "out")["step-1/deep/rank-0.bin"][0] == b"again"
+
+
+@pytest.mark.parametrize("how", ["boot", "folder", "unreadable", "set aside"])
+def test_a_file_that_its_writer_has_lost_stays_on_other_nodes(tmp_path: Path, how: str) -> None:
+    a, b = prepared(tmp_path, "a", "b")
+    write(a / "out" / "step-1.bin", b"first")
+    write(a / "out" / "step-1b.pt", b"PK\x03\x04" + bytes(100) + b"PK\x05\x06" + bytes(18))
+    go(tmp_path, "a", "b")
+    before = listing(b / "out")
+    assert {*before} == {"step-1.bin", "step-1b.pt"}
+    record = a.parent / "shared.json"
+    if how == "boot":
+        rows = json.loads(record.read_text())
+        record.write_text(json.dumps({path: [*row[:3], "another"] for path, row in rows.items()}))
+        shutil.rmtree(a / "out")
+    elif how == "folder":
+        shutil.rmtree(a)
+    elif how == "unreadable":  # as by a disk that fails
+        (a / "out").rename(a / "elsewhere")
+        (a / "out").symlink_to("out")
+    else:
+        write(a / "out" / "step-1b.pt", b"PK\x03\x04", age_s=0)
+        go(tmp_path, "a", "b", stopped_s=0.0)
+        assert (a.parent / "aside-0" / "out" / "step-1b.pt").read_bytes() == b"PK\x03\x04"
+    go(tmp_path, "a", "b")
+    assert listing(b / "out") == before
+    if how != "unreadable":
+        assert listing(a / "out") == before
+
+
 @pytest.mark.usefixtures("_way")
 def test_a_newer_version_replaces_an_older_one(tmp_path: Path) -> None:
     a, b = prepared(tmp_path, "a", "b")
@@ -124,11 +177,11 @@ def test_a_spare_keeps_copies_until_it_has_a_working_folder(tmp_path: Path) -> N
     assert go(tmp_path, "a", "s").notes == []
     run = tmp_path / "s" / "runs" / RUN
     assert listing(run / "ahead" / "out") == listing(a / "out")
-    from dtctl.supervisor import work
+    from dtctl.supervisor import run_workdir
 
-    assert work.holds_copies_alone(str(run))
+    assert run_workdir.holds_copies_alone(str(run))
     (run / "work").mkdir()
-    work._merge(str(run / "ahead"), str(run / "work"))
+    run_workdir._move_missing_files(str(run / "ahead"), str(run / "work"))
     assert listing(run / "work" / "out") == listing(a / "out")
     assert not (run / "ahead").exists()
 
@@ -146,6 +199,14 @@ def test_links_are_left_out_and_named(tmp_path: Path) -> None:
     assert {text.partition(": ")[2] for _, text in result.notes} == {
         "out/last.bin: a link", "out/more: a link", "out/pipe: no regular file",
     }  # fmt: skip
+
+
+def test_a_file_where_a_folder_is_named_is_reported(tmp_path: Path) -> None:
+    """A program that writes `out` itself would share nothing, and its workers would resume at different steps."""
+    a, _ = prepared(tmp_path, "a", "b")
+    write(a / "out", b"weights")
+    text = "left out of job.shared: out: a file, and job.shared names folders: let the program write it into one"
+    assert go(tmp_path, "a", "b").notes == [("a", text)]
 
 
 def test_a_folder_that_is_a_link_is_neither_read_nor_written_through(tmp_path: Path) -> None:
@@ -183,13 +244,13 @@ def test_a_file_that_differs_from_its_digest_is_not_kept(tmp_path: Path, monkeyp
     a, b = prepared(tmp_path, "a", "b")
     write(a / "out" / "step-1.bin", os.urandom(5000))
     write(b / "out" / "step-0.bin", b"before")
-    offer = CopyRounds._sizes
+    offer = CopyRounds._compute_block_sizes
 
     def spoil(self: CopyRounds, rows: object) -> dict[bytes, int]:
         write(a / "out" / "step-1.bin", os.urandom(5000), age_s=59)
         return offer(self, rows)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(CopyRounds, "_sizes", spoil)
+    monkeypatch.setattr(CopyRounds, "_compute_block_sizes", spoil)
     result = go(tmp_path, "a", "b")
     assert {*listing(b / "out")} == {"step-0.bin"}
     assert [node for node, text in result.notes if node is not None and "not copied" in text] == ["b"]
@@ -200,13 +261,13 @@ def test_of_a_checkpoint_all_comes_or_nothing(tmp_path: Path, monkeypatch: pytes
     a, b = prepared(tmp_path, "a", "b")
     for name in ("step-1/a.bin", "step-1/b.bin", "step-2/a.bin"):
         write(a / "out" / name, b"first")
-    offer = _Listed.offer
+    offer = _SharedFolderNode.offer
 
-    def change_before(self: _Listed, paths: list[str], pair: tuple[str, str]) -> list[str]:
+    def change_before(self: _SharedFolderNode, paths: list[str], pair: tuple[str, str]) -> list[str]:
         write(a / "out" / "step-1" / "b.bin", b"second", age_s=0)
         return offer(self, paths, pair)
 
-    monkeypatch.setattr(_Listed, "offer", change_before)
+    monkeypatch.setattr(_SharedFolderNode, "offer", change_before)
     assert go(tmp_path, "a", "b").files == 1
     assert {*listing(b / "out")} == {"step-2/a.bin"}
 
@@ -253,7 +314,7 @@ def test_the_end_of_a_file_shows_whether_it_is_whole(tmp_path: Path, name: str, 
 
 
 def test_a_pace_leaves_most_of_a_link_to_others() -> None:
-    pace, began = relay.Pace(0.25), time.monotonic()
+    pace, began = relay.RateLimiter(0.25), time.monotonic()
     for _ in range(4):
         time.sleep(0.02)
         pace.wait(4 << 20)

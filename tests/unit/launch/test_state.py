@@ -15,10 +15,17 @@ import pytest
 from dtctl import names
 from dtctl.errors import LaunchError
 from dtctl.launch import stop
-from dtctl.launch.records.events import AttemptRunning, Healed, Replacement, RunProgress, Survivor, parse
+from dtctl.launch.records.events import (
+    AttemptRunning,
+    ReplacedWorker,
+    RunProgress,
+    SurvivingWorker,
+    WorkersReplaced,
+    parse_event,
+)
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.launch.records.run_writer import RunWriter
-from dtctl.launch.records.state import alive, follow, state_of
+from dtctl.launch.records.state import is_launcher_alive, state_of
 from dtctl.node_facts import boot_id, start_ticks
 from tests.facts import missing, raises
 from tests.unit.report.runs import append
@@ -99,54 +106,42 @@ def test_a_run_that_is_over_has_lasted_until_its_last_event(tmp_path: Path, gone
 
 def test_a_dead_launcher_is_told_from_a_later_process_of_the_same_id(sleeper: subprocess.Popen[bytes]) -> None:
     info = replace(ME, pid=sleeper.pid, pid_started=start_ticks(sleeper.pid))
-    assert alive(ME)
-    assert alive(info)
-    assert not alive(replace(info, pid_started=info.pid_started - 1))
-    assert not alive(replace(info, pid_started=0))
-    assert not alive(replace(info, boot="")), "the same number and start, of nobody knows which boot"
+    assert is_launcher_alive(ME)
+    assert is_launcher_alive(info)
+    assert not is_launcher_alive(replace(info, pid_started=info.pid_started - 1))
+    assert not is_launcher_alive(replace(info, pid_started=0))
+    assert not is_launcher_alive(replace(info, boot="")), "the same number and start, of nobody knows which boot"
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
-    assert not alive(info), "a zombie"
+    assert not is_launcher_alive(info), "a zombie"
     sleeper.wait()
-    assert not alive(info)
+    assert not is_launcher_alive(info)
 
 
 def test_stop_does_not_signal_a_stranger(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     stale = replace(ME, pid=sleeper.pid, pid_started=start_ticks(sleeper.pid) - 1)
-    assert not stop.by_launcher(record_of(tmp_path, PLAN, STARTED, info=stale), wait_s=0)
+    assert not stop.request_launcher_stop(record_of(tmp_path, PLAN, STARTED, info=stale), wait_s=0)
     assert sleeper.poll() is None
 
 
 def test_stop_leaves_a_run_alone_that_is_over(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     info = replace(ME, pid=sleeper.pid, pid_started=start_ticks(sleeper.pid))
-    assert not stop.by_launcher(record_of(tmp_path, PLAN, DONE, info=info), wait_s=0)
+    assert not stop.request_launcher_stop(record_of(tmp_path, PLAN, DONE, info=info), wait_s=0)
     assert sleeper.poll() is None
 
 
 def test_stop_waits_for_the_launcher(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     info = replace(ME, pid=sleeper.pid, pid_started=start_ticks(sleeper.pid))
     record = record_of(tmp_path, PLAN, STARTED, info=info)
-    assert not stop.by_launcher(record, wait_s=10), "a launcher holds its run's lock"
+    assert not stop.request_launcher_stop(record, wait_s=10), "a launcher holds its run's lock"
     with record.launcher_lock(), raises(LaunchError, "stop"):
-        stop.by_launcher(record, wait_s=0)
+        stop.request_launcher_stop(record, wait_s=0)
     assert sleeper.wait(60) == -15
 
 
 def test_a_run_without_a_plan_has_nothing_to_stop(tmp_path: Path) -> None:
     with raises(LaunchError, "never started"):
         stop.on_nodes(record_of(tmp_path, PLAN), {}, None, note=True)  # type: ignore[arg-type]
-
-
-def test_events_are_followed_to_the_end(tmp_path: Path) -> None:
-    record = record_of(tmp_path, PLAN)
-    found = []
-    for event in follow(record, interval_s=0.001):
-        found.append(event.event)
-        if event.event == "plan":
-            append(record, STARTED)
-        if event.event == "started":
-            append(record, DONE)
-    assert found == ["plan", "started", "done"]
 
 
 def test_why_it_was_started_again(tmp_path: Path) -> None:
@@ -156,13 +151,13 @@ def test_why_it_was_started_again(tmp_path: Path) -> None:
 
 def test_who_was_replaced() -> None:
     """As the line of `status`, `watch` and the report has it."""
-    killed = Replacement(rank=1, node="b", by="b", reason="was ended by signal 9 (SIGKILL)")
-    stayed = (Survivor(rank=0, node="a", pid=5), Survivor(rank=2, node="c", pid=6))
-    healed = Healed(step=7, replaced=(killed,), survivors=stayed, repeated_steps=1, detect_s=0.0, heal_s=0.25)
+    killed = ReplacedWorker(rank=1, node="b", by="b", reason="was ended by signal 9 (SIGKILL)")
+    stayed = (SurvivingWorker(rank=0, node="a", pid=5), SurvivingWorker(rank=2, node="c", pid=6))
+    healed = WorkersReplaced(step=7, replaced=(killed,), survivors=stayed, repeated_steps=1, detect_s=0.0, heal_s=0.25)
     progress = RunProgress()
-    for event in (AttemptRunning(), parse(json.dumps(healed.to_json()))):
+    for event in (AttemptRunning(), parse_event(json.dumps(healed.to_json()))):
         assert event is not None
         progress.apply(event)
     assert progress.heals == [healed]
     assert progress.status == "running"
-    assert missing(healed.told, "1 b 9 7 0.25 2 stayed again") == []
+    assert missing(healed.event_text, "1 b 9 7 0.25 2 stayed again") == []

@@ -12,7 +12,7 @@ import pytest
 from dtctl.errors import PlanError
 from dtctl.launch.files import tree as module
 from dtctl.launch.files.push_selection import SelectedFile, TreeWalk
-from dtctl.launch.files.tree import Digests, scan
+from dtctl.launch.files.tree import DigestCache, scan_push_tree
 from dtctl.supervisor.receive import LINK_MODE
 from tests.facts import raises
 
@@ -29,11 +29,11 @@ def project(tmp_path: Path) -> Path:
 
 
 def entry(root: Path, path: str) -> module.TreeFile:
-    return {os.fsdecode(entry.path): entry for entry in scan(root).files}[path]
+    return {os.fsdecode(entry.path): entry for entry in scan_push_tree(root).files}[path]
 
 
 def test_files_come_in_the_order_of_their_paths_with_what_matters_of_their_modes(project: Path) -> None:
-    tree = scan(project)
+    tree = scan_push_tree(project)
     assert [(e.path, e.mode, e.size) for e in tree.files] == [
         (b"pkg/__init__.py", 0o600, 0),
         (b"run.sh", 0o700, 10),
@@ -59,25 +59,25 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_any_change_changes_the_digest(project: Path, change: str) -> None:
-    before = scan(project).digest
+    before = scan_push_tree(project).digest
     CHANGES[change](project)
-    assert scan(project).digest != before
+    assert scan_push_tree(project).digest != before
 
 
 def test_the_digest_does_not_depend_on_place_and_time(project: Path) -> None:
-    before = scan(project).digest
+    before = scan_push_tree(project).digest
     os.utime(project / "train.py", (1, 1))
     (project / "train.py").chmod(0o644)
     (project / "empty folder").mkdir()
-    assert scan(project.rename(project.with_name("elsewhere"))).digest == before
+    assert scan_push_tree(project.rename(project.with_name("elsewhere"))).digest == before
 
 
 def test_a_file_and_a_link_of_the_same_text_are_different(project: Path) -> None:
     (project / "x").write_text("train.py")
-    before = scan(project).digest
+    before = scan_push_tree(project).digest
     (project / "x").unlink()
     (project / "x").symlink_to("train.py")
-    assert scan(project).digest != before
+    assert scan_push_tree(project).digest != before
 
 
 @pytest.mark.parametrize(
@@ -108,17 +108,17 @@ def test_a_link_that_leaves_the_tree_is_refused(project: Path, target: str) -> N
     project.with_name("other").mkdir()
     (project / "data").symlink_to(target)
     with raises(PlanError, "data outside") as caught:
-        scan(project)
+        scan_push_tree(project)
     assert caught.value.where == str(project / "data")
     assert ".dtctlignore" in str(caught.value.hint)
     (project / ".dtctlignore").write_text("data\n")
-    assert len(scan(project).files) == 4
+    assert len(scan_push_tree(project).files) == 4
 
 
 @pytest.mark.parametrize("target", ["nowhere", "loop", "/nowhere/at/all"])
 def test_a_link_that_leads_nowhere_is_left_out_and_reported(project: Path, target: str) -> None:
     (project / "loop").symlink_to(target)
-    tree = scan(project)
+    tree = scan_push_tree(project)
     assert tree.skipped == ("loop",)
     assert len(tree.files) == 3
 
@@ -126,15 +126,15 @@ def test_a_link_that_leads_nowhere_is_left_out_and_reported(project: Path, targe
 def test_the_root_may_be_a_link(project: Path) -> None:
     project.with_name("here").symlink_to("project")
     (project / "inside").symlink_to(project / "train.py")
-    assert scan(project.with_name("here")).digest == scan(project).digest
+    assert scan_push_tree(project.with_name("here")).digest == scan_push_tree(project).digest
 
 
 def test_a_private_key_is_withheld_whatever_its_name(project: Path) -> None:
     (project / "deploy").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n")
-    tree = scan(project, include=["*"])
+    tree = scan_push_tree(project, include=["*"])
     assert tree.withheld == ("deploy",)
     assert b"deploy" not in {e.path for e in tree.files}
-    asked = scan(project, include=["deploy"])
+    asked = scan_push_tree(project, include=["deploy"])
     assert asked.withheld == ()
     assert b"deploy" in {e.path for e in asked.files}
 
@@ -143,19 +143,19 @@ def test_a_key_that_was_asked_for_once_is_withheld_the_next_time(project: Path, 
     (project / "deploy").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n")
     cache = tmp_path / "cache"
     for include, expected in (["deploy"], ()), ([], ("deploy",)), (["deploy"], ()), ([], ("deploy",)):
-        assert scan(project, include=include, cache=cache).withheld == expected
+        assert scan_push_tree(project, include=include, cache=cache).withheld == expected
 
 
 def test_two_roots_share_a_cache_folder(project: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    assert scan(project, cache=cache).digest == scan(project).digest
-    assert scan(project / "pkg", cache=cache).digest == scan(project / "pkg").digest
+    assert scan_push_tree(project, cache=cache).digest == scan_push_tree(project).digest
+    assert scan_push_tree(project / "pkg", cache=cache).digest == scan_push_tree(project / "pkg").digest
     assert len(list(cache.iterdir())) <= 2
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with raises(PlanError, "exist"):
-        scan(tmp_path / "none")
+        scan_push_tree(tmp_path / "none")
 
 
 @pytest.mark.parametrize("limit", ["MAX_BYTES", "MAX_FILES"])
@@ -167,7 +167,7 @@ def test_far_too_much_is_refused_and_the_largest_folders_are_named(
         (project / "data" / f"{number}.bin").write_bytes(b"x" * 1000)
     monkeypatch.setattr(module, limit, 10)
     with raises(PlanError, "push") as caught:
-        scan(project)
+        scan_push_tree(project)
     assert "data (20 files" in str(caught.value.hint)
     assert ".dtctlignore" in str(caught.value.hint)
 
@@ -188,17 +188,17 @@ def test_a_file_that_cannot_be_read_is_named(as_nobody: Path) -> None:
     if os.geteuid() == 0:
         os.seteuid(65534)
     with raises(PlanError, "Permission denied") as caught:
-        scan(as_nobody)
+        scan_push_tree(as_nobody)
     assert caught.value.where == str(as_nobody / "notes.bin")
 
 
 def test_a_file_that_goes_away_during_the_scan_was_never_there(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = module._entry
+    entry = module._build_tree_file
 
-    def remove_first(walk: TreeWalk, file: SelectedFile, digests: Digests) -> module.TreeFile | None:
+    def remove_first(walk: TreeWalk, file: SelectedFile, digests: DigestCache) -> module.TreeFile | None:
         if file.path == b"train.py":
             (project / "train.py").unlink()
         return entry(walk, file, digests)
 
-    monkeypatch.setattr(module, "_entry", remove_first)
-    assert [e.path for e in scan(project).files] == [b"pkg/__init__.py", b"run.sh"]
+    monkeypatch.setattr(module, "_build_tree_file", remove_first)
+    assert [e.path for e in scan_push_tree(project).files] == [b"pkg/__init__.py", b"run.sh"]

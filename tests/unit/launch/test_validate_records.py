@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtctl.launch.records.record import list_runs
+from dtctl.launch.records.record import list_run_records
 from dtctl.launch.records.state import state_of
 from tests.unit.report.runs import make_run
 
@@ -66,4 +66,4 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path, damage: dict[s
     good, bad = make_run(tmp_path, "good"), make_run(tmp_path, "bad")
     path = bad.folder / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
-    assert [record.run for record in list_runs(tmp_path)] == [good.run]
+    assert [record.run for record in list_run_records(tmp_path)] == [good.run]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from dtctl.lint import engine, formats
-from dtctl.lint.engine import lint
-from dtctl.lint.fixes import apply
+from dtctl.lint.engine import lint_paths
+from dtctl.lint.fixes import apply_fixes
 from dtctl.lint.model import ClusterFacts, Edit, Problem
-from dtctl.lint.source import collect
+from dtctl.lint.source import collect_source_files
 from tests.command_line import dtctl
 from tests.facts import missing
 
@@ -24,12 +24,12 @@ WRONG = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.ba
 
 
 def rules_of(path: Path) -> list[tuple[str, int]]:
-    return [(one.rule, one.line) for one in lint([path], cluster=ClusterFacts())]
+    return [(one.rule, one.line) for one in lint_paths([path], cluster=ClusterFacts())]
 
 
 def fixed(path: Path) -> str:
     """Mend a file; why not, if it was not."""
-    return apply(path, lint([path], cluster=ClusterFacts())).refused
+    return apply_fixes(path, lint_paths([path], cluster=ClusterFacts())).refused
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_chain_of_more_branches_than_python_recurses_is_read(tmp_path: Path) -
 def test_what_nobody_can_parse_is_said_and_the_others_are_read(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.py").write_text(text + " # barrier dist.\n")
     (tmp_path / "b.py").write_text(WRONG)
-    got = [(Path(one.path).name, one.rule) for one in lint([tmp_path], cluster=ClusterFacts())]
+    got = [(Path(one.path).name, one.rule) for one in lint_paths([tmp_path], cluster=ClusterFacts())]
     assert got == [("a.py", "DT000"), ("b.py", "DT011")]
 
 
@@ -75,7 +75,7 @@ def test_a_rule_that_breaks_down_is_named_and_the_others_still_speak(
     monkeypatch.setattr(engine, "PYTHON_CHECKS", (broken, *engine.PYTHON_CHECKS))
     (tmp_path / "a.py").write_text(WRONG)
     (tmp_path / "b.py").write_text(WRONG)
-    got = lint([tmp_path], cluster=ClusterFacts())
+    got = lint_paths([tmp_path], cluster=ClusterFacts())
     assert [one.rule for one in got] == ["DT000", "DT011", "DT000", "DT011"]
     assert "broken" in got[0].message
 
@@ -88,7 +88,7 @@ def test_what_is_no_file_is_not_opened_and_links_to_nothing_are_skipped(tmp_path
     (tmp_path / "tool").write_text("#!/usr/bin/env python3\n" + WRONG)
     (tmp_path / "start").write_text("#!/bin/bash\nexport NCCL_TIMEOUT=3\n")
     assert rules_of(tmp_path) == [("DT011", 3)]
-    files, unread = collect([tmp_path / "a.py", tmp_path / "notes.txt", tmp_path / "tool"])
+    files, unread = collect_source_files([tmp_path / "a.py", tmp_path / "notes.txt", tmp_path / "tool"])
     assert files == [tmp_path / "tool"]
     assert [path.name for path, _ in unread] == ["a.py", "notes.txt"]
     assert rules_of(tmp_path / "tool") == [("DT011", 4)]
@@ -131,7 +131,7 @@ def test_a_result_that_is_not_python_is_not_written(tmp_path: Path) -> None:
         rule="DT001", severity="error", path=str(path), line=1, column=1, message="", fix="", end_line=1,
         edits=(Edit((1, 0), (1, 1), "x ="),),
     )  # fmt: skip
-    assert "would not be Python" in apply(path, [problem]).refused
+    assert "would not be Python" in apply_fixes(path, [problem]).refused
     assert path.read_text() == "x = 1\n"
 
 
@@ -145,7 +145,7 @@ def test_addresses_in_sarif_are_escaped() -> None:
     problem = Problem(
         rule="DT001", severity="error", path="a b#%é.py", line=1, column=1, message="", fix="", end_line=1
     )
-    log = formats.sarif([problem], "1")
+    log = formats.build_sarif_log([problem], "1")
     uri = log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
     assert uri == "a%20b%23%25%C3%A9.py"
 
@@ -174,9 +174,9 @@ def test_the_command_says_what_it_does_not_read_and_reads_its_input(tmp_path: Pa
 def test_an_encoding_that_no_program_has_concerns_its_file_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.py").write_text(f"# coding: {name}\nimport b\n")
     (tmp_path / "b.py").write_text("import a\n" + WRONG)
-    found = lint([tmp_path / "a.py", tmp_path / "b.py"], cluster=ClusterFacts())
+    found = lint_paths([tmp_path / "a.py", tmp_path / "b.py"], cluster=ClusterFacts())
     assert [(one.rule, Path(one.path).name) for one in found] == [("DT000", "a.py"), ("DT011", "b.py")]
-    assert lint([tmp_path / "b.py"], cluster=ClusterFacts()) == found[1:]
+    assert lint_paths([tmp_path / "b.py"], cluster=ClusterFacts()) == found[1:]
 
 
 SHELL = (
@@ -196,7 +196,7 @@ def test_a_long_shell_file_takes_time_by_its_length(tmp_path: Path, piece: str) 
         path = tmp_path / f"{length}.sh"
         path.write_text("#!/bin/bash\nexport NCCL_DEBUG=INFO\n" + piece * (length // len(piece)))
         began = time.process_time()
-        lint([path], cluster=ClusterFacts())
+        lint_paths([path], cluster=ClusterFacts())
         return time.process_time() - began
 
     short, long = min(seconds(10_000) for _ in range(3)), seconds(40_000)

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from snippets import PRELUDE, found, problems
 
-from dtctl.lint.engine import lint
+from dtctl.lint.engine import lint_paths
 from dtctl.lint.model import ClusterFacts
 
 START = 'dist.init_process_group("nccl")\n'
@@ -22,7 +22,7 @@ def said(tmp_path: Path, **files: str) -> set[tuple[str, str]]:
         path = tmp_path / (name.replace("_of_", "/") + ".py")
         path.parent.mkdir(exist_ok=True)
         path.write_text(PRELUDE + text)
-    problems = lint([tmp_path], cluster=ClusterFacts())
+    problems = lint_paths([tmp_path], cluster=ClusterFacts())
     return {(Path(problem.path).stem, problem.rule) for problem in problems}
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from dtctl.errors import UsageError
 from dtctl.lint import formats
-from dtctl.lint.engine import lint
-from dtctl.lint.fixes import Fixed, apply, fixed_text
+from dtctl.lint.engine import lint_paths
+from dtctl.lint.fixes import FixResult, apply_fixes, fixed_text
 from dtctl.lint.model import ClusterFacts, Problem
-from dtctl.lint.rules import rules
+from dtctl.lint.rules import load_lint_rules
 from tests.command_line import dtctl
 from tests.facts import missing, raises
 
@@ -30,7 +30,7 @@ def test_a_syntax_error_is_reported_and_the_rest_still_checked(tmp_path: Path) -
     (tmp_path / "b.py").write_text("import torch\nmodel = torch.nn.DataParallel(m)\n")
     (tmp_path / "c.py").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "d.py").write_text("x = 1\0")
-    got = lint([tmp_path], cluster=ClusterFacts())
+    got = lint_paths([tmp_path], cluster=ClusterFacts())
     assert [(Path(one.path).name, one.rule, one.line) for one in got] == [
         ("a.py", "DT000", 1),
         ("b.py", "DT001", 2),
@@ -41,13 +41,13 @@ def test_a_syntax_error_is_reported_and_the_rest_still_checked(tmp_path: Path) -
 
 def test_a_path_that_does_not_exist_is_wrong_usage(tmp_path: Path) -> None:
     with raises(UsageError, "file"):
-        lint([tmp_path / "nothing.py"], cluster=ClusterFacts())
+        lint_paths([tmp_path / "nothing.py"], cluster=ClusterFacts())
 
 
 def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
     for number in range(120):
         (tmp_path / f"f{number:03}.py").write_text("import torch\nm = torch.nn.DataParallel(m)\n")
-    one, many = (lint([tmp_path], cluster=ClusterFacts(), jobs=jobs) for jobs in (1, 2))
+    one, many = (lint_paths([tmp_path], cluster=ClusterFacts(), jobs=jobs) for jobs in (1, 2))
     assert one == many
     assert len(one) == 120
 
@@ -80,11 +80,11 @@ def test_local_imports_are_looked_at(tmp_path: Path) -> None:
         "setup()\ntorch.cuda.set_device(0)\n"
         "if dist.get_rank() == 0:\n    print(mean(torch.ones(1)))\n"
     )
-    got = {(one.rule, one.line) for one in lint([main], cluster=ClusterFacts())}
+    got = {(one.rule, one.line) for one in lint_paths([main], cluster=ClusterFacts())}
     assert ("DT007", 5) in got  # a distributed job: the process group is started in the other file
     assert ("DT011", 7) in got  # and so is the collective
     (tmp_path / "setup_dist.py").write_text("def setup(): ...\ndef mean(x): ...\n")
-    assert lint([main], cluster=ClusterFacts()) == []
+    assert lint_paths([main], cluster=ClusterFacts()) == []
 
 
 def test_the_spec_decides_what_is_wrong_on_several_nodes() -> None:
@@ -138,17 +138,17 @@ def test_fixes(before: str, after: str) -> None:
 def test_the_old_launcher_is_replaced_where_the_script_reads_the_variable(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text("python -m torch.distributed.launch --nproc_per_node=4 --use_env train.py\n")
-    apply(path, lint([path], cluster=ClusterFacts()))
+    apply_fixes(path, lint_paths([path], cluster=ClusterFacts()))
     assert path.read_text() == "torchrun --nproc_per_node=4 train.py\n"
     path.write_text("python -m torch.distributed.launch --nproc_per_node=4 train.py\n")
-    assert apply(path, lint([path], cluster=ClusterFacts())) == Fixed()
+    assert apply_fixes(path, lint_paths([path], cluster=ClusterFacts())) == FixResult()
 
 
 def test_fixing_keeps_the_mode_and_line_ends_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_bytes(b"import torch\r\nwith torch.cuda.amp.autocast():\r\n    pass\r\n")
     path.chmod(0o755)
-    assert [one.rule for one in apply(path, lint([path], cluster=ClusterFacts())).mended] == ["DT025"]
+    assert [one.rule for one in apply_fixes(path, lint_paths([path], cluster=ClusterFacts())).mended] == ["DT025"]
     assert path.read_bytes() == b'import torch\r\nwith torch.amp.autocast("cuda"):\r\n    pass\r\n'
     assert path.stat().st_mode & 0o777 == 0o755
     assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
@@ -159,13 +159,13 @@ def sample() -> list[Problem]:
 
 
 def test_json_has_the_keys_of_the_contract() -> None:
-    first = formats.as_json(sample())[0]
+    first = formats.build_json_problems(sample())[0]
     assert list(first) == ["rule", "severity", "path", "line", "column", "message", "fix"]
     assert (first["rule"], first["severity"]) == ("DT011", "error")
 
 
 def test_sarif_names_every_rule_once_and_points_at_it() -> None:
-    log = json.loads(formats.dumped(formats.sarif(sample(), "1.2")))
+    log = json.loads(formats.format_json_value(formats.build_sarif_log(sample(), "1.2")))
     (run,) = log["runs"]
     ids = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
     assert ids == ["DT001", "DT011"]
@@ -177,13 +177,13 @@ def test_sarif_names_every_rule_once_and_points_at_it() -> None:
 
 def test_github_commands_escape_what_would_end_them() -> None:
     one = sample()[0]
-    text = formats.github(one)
+    text = formats.format_github_command(one)
     assert text.startswith(f"::error file=train.py,line={one.line},col=5,title=DT011::")
     assert "\n" not in text
 
 
 def test_every_rule_explains_itself() -> None:
-    for rule in rules().values():
+    for rule in load_lint_rules().values():
         text = formats.explained(rule)
         assert rule.wrong.splitlines()[0] in text
         assert rule.source in text

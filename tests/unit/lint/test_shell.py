@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.lint.engine import lint
-from dtctl.lint.fixes import apply
+from dtctl.lint.engine import lint_paths
+from dtctl.lint.fixes import apply_fixes
 from dtctl.lint.model import ClusterFacts
-from dtctl.lint.shell_words import scanned
+from dtctl.lint.shell_words import parse_shell_script
 
 sys.path.insert(0, str(Path(__file__).parent))
 from snippets import found, problems
@@ -23,9 +23,9 @@ OLD = "python -m torch.distributed.launch --use_env --nproc_per_node=8 train.py"
 def mended(tmp_path: Path, text: str) -> str:
     path = tmp_path / "run.sh"
     path.write_text(text)
-    problems = lint([path], cluster=ClusterFacts())
+    problems = lint_paths([path], cluster=ClusterFacts())
     assert {one.rule for one in problems} <= {"DT025"}
-    apply(path, problems)
+    apply_fixes(path, problems)
     return path.read_text()
 
 
@@ -125,8 +125,8 @@ def test_variables_of_rccl_are_those_of_nccl_and_its_own() -> None:
 
 @pytest.mark.parametrize("text", ["x='a", 'x="a', "x=$(a", "cat <<EOF\nx", "x=`a", "((a", "x=(a", "${a"])
 def test_what_does_not_end_is_known_not_to(text: str) -> None:
-    assert not scanned(text).complete
-    assert scanned('a \'b\' "c $(d ")") e" $((1 << 2)) <<X\n\'\nX\nf=(1 2)\n').complete
+    assert not parse_shell_script(text).complete
+    assert parse_shell_script('a \'b\' "c $(d ")") e" $((1 << 2)) <<X\n\'\nX\nf=(1 2)\n').complete
 
 
 def test_substitutions_a_thousand_deep_are_read_without_their_words() -> None:

@@ -38,7 +38,7 @@ class WrittenRun:
     def happens(self, *events: Event) -> RunFigures:
         for event in events:
             self.record.append_event(event)
-        self.follower.look()
+        self.follower.collect_new_events()
         return self.follower.figures
 
     def logs(self, *rows: dict[str, Any]) -> RunFigures:
@@ -47,7 +47,7 @@ class WrittenRun:
             for row in rows:
                 self.now += 0.1
                 file.write(json.dumps({"time": self.now, **row}) + "\n")
-        self.follower.look()
+        self.follower.collect_new_events()
         return self.follower.figures
 
     def spends(self, *, steps: int | None = None, phase: str = "useful", **spent: float) -> RunFigures:
@@ -57,7 +57,7 @@ class WrittenRun:
             "course": [["connect", 0.0], ["start", 1.0], [phase, 3.0]],
         }  # fmt: skip
         (self.record.folder / "ledger.json").write_text(json.dumps(facts))
-        self.follower.look()
+        self.follower.collect_new_events()
         return self.follower.figures
 
 

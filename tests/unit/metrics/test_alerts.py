@@ -9,10 +9,10 @@ import pytest
 
 from dtctl.launch.records.events import (
     AlertChanged,
+    AttemptRestarting,
     AttemptRunning,
     AttemptStarting,
     FirstFailure,
-    Restarting,
     RunEnded,
     RunPlanned,
 )
@@ -32,8 +32,8 @@ class Judged:
 
     def after(self, seconds: float) -> list[tuple[str, str]]:
         self.run.now += seconds
-        changes = self.rules.judge(self.run.follower.figures, self.run.now)
-        assert self.rules.judge(self.run.follower.figures, self.run.now) == [], "told twice"
+        changes = self.rules.evaluate_rules(self.run.follower.figures, self.run.now)
+        assert self.rules.evaluate_rules(self.run.follower.figures, self.run.now) == [], "told twice"
         return [(change.alert, change.state) for change in changes]
 
     def steps(self, first: int, count: int, **row: Any) -> None:
@@ -80,7 +80,7 @@ def test_a_run_that_fails_because_of_it(tmp_path: Path) -> None:
     log.parent.mkdir(parents=True)
     reason = "the gradient of step 7 is not finite: the loss of rank 1 was not"
     log.write_text(f"step 6\nerror: {reason}\nhint: lower `lr`\n")
-    judged.run.happens(Restarting(attempt=1, of=1, node="a", rank=1, time=judged.run.now))
+    judged.run.happens(AttemptRestarting(attempt=1, of=1, node="a", rank=1, time=judged.run.now))
     assert judged.after(0) == [("loss-not-finite", "firing")]
     assert judged.rules.firing["loss-not-finite"].text == reason
     judged.run.happens(AttemptStarting(attempt=1))
@@ -96,7 +96,7 @@ def test_each_restart_is_told(tmp_path: Path) -> None:
     judged.steps(1, 2)
     for attempt in (1, 2, 3):
         judged.run.happens(
-            Restarting(attempt=attempt, of=3, reason="was lost", node="a", time=judged.run.now),
+            AttemptRestarting(attempt=attempt, of=3, reason="was lost", node="a", time=judged.run.now),
             AttemptStarting(attempt=attempt),
             AttemptRunning(attempt=attempt, time=judged.run.now + 1),
         )
@@ -107,7 +107,7 @@ def test_each_restart_is_told(tmp_path: Path) -> None:
 
 def test_a_program_without_steps_is_back_when_it_runs(tmp_path: Path) -> None:
     judged = Judged(tmp_path, trains=False)
-    judged.run.happens(Restarting(attempt=1, of=3, time=judged.run.now), AttemptStarting(attempt=1))
+    judged.run.happens(AttemptRestarting(attempt=1, of=3, time=judged.run.now), AttemptStarting(attempt=1))
     assert judged.after(5) == [("restart-1", "firing")]
     judged.run.happens(AttemptRunning(attempt=1, time=judged.run.now))
     assert judged.after(5) == [("restart-1", "resolved")]
@@ -147,7 +147,7 @@ def test_a_launcher_that_dies_is_a_failure(tmp_path: Path) -> None:
 
 def test_what_another_process_has_told_is_not_told_again(tmp_path: Path) -> None:
     judged = Judged(tmp_path, no_step_s=60.0)
-    judged.run.happens(Restarting(attempt=1, of=3, time=judged.run.now))
+    judged.run.happens(AttemptRestarting(attempt=1, of=3, time=judged.run.now))
     told = [
         AlertChanged(alert="no-step", state="firing"),
         AlertChanged(alert="restart-1", state="firing"),

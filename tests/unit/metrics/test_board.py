@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtctl.metrics.families import families
+from dtctl.metrics.families import build_metric_families
 from tests.unit.metrics.following import full_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,7 +24,7 @@ def labels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     figures = full_run(tmp_path_factory.mktemp("run")).follower.figures
     return {
         family.name: {"run", *(label for labels, _ in family.samples for label in labels)}
-        for family in families(figures)
+        for family in build_metric_families(figures)
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.launch.records.events import AlertChanged, AttemptStarting, NodeChanged, RunEnded, RunPlanned
-from dtctl.metrics.families import MetricFamily, families, page
+from dtctl.metrics.families import MetricFamily, build_metric_families, format_prometheus_text
 from tests.unit.metrics.following import WrittenRun
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -16,7 +16,7 @@ parser = pytest.importorskip("prometheus_client.parser")
 
 def samples(run: WrittenRun) -> dict[tuple[str, str], float]:
     """(name, its label beside `run`) -> value, as Prometheus' own reader finds them."""
-    text = page(families(run.follower.figures), "try-1")
+    text = format_prometheus_text(build_metric_families(run.follower.figures), "try-1")
     found = {}
     for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:
@@ -68,6 +68,6 @@ def test_what_hurts_in_labels_and_numbers() -> None:
     family = MetricFamily(
         name="n", kind="gauge", help="first\nsecond \\", samples=(({"x": hurts}, math.inf), ({"x": "y"}, 1e300))
     )  # fmt: skip
-    (found,) = parser.text_string_to_metric_families(page(iter([family]), "r"))
+    (found,) = parser.text_string_to_metric_families(format_prometheus_text(iter([family]), "r"))
     assert found.documentation == "first\nsecond \\"
     assert [(sample.labels["x"], sample.value) for sample in found.samples] == [(hurts, math.inf), ("y", 1e300)]

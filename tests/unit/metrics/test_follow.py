@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from dtctl.launch.records.events import (
+    AttemptRestarting,
     AttemptRunning,
     AttemptStarting,
-    Restarting,
     RunPlanned,
+    RunStopping,
     SnapshotBegun,
-    Stopping,
     WorkerExited,
 )
 from dtctl.launch.records.ledger import LedgerFacts
-from dtctl.metrics.follow import Tail, TrainingSpeed
+from dtctl.metrics.follow import FileTail, TrainingSpeed
 from tests.unit.metrics.following import STARTED, WrittenRun
 
 
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> WrittenRun:
 
 def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    tail = Tail(path)
+    tail = FileTail(path)
     assert tail.lines() == []
     path.write_text("one\ntw")
     assert tail.lines() == ["one"]
@@ -43,7 +43,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     import os
 
     os.mkfifo(tmp_path / "pipe")
-    assert Tail(tmp_path / "pipe").lines() == []
+    assert FileTail(tmp_path / "pipe").lines() == []
 
 
 def test_a_worker_that_is_ended_because_of_another_has_not_failed(run: WrittenRun) -> None:
@@ -51,9 +51,9 @@ def test_a_worker_that_is_ended_because_of_another_has_not_failed(run: WrittenRu
         RunPlanned(run="try-1", nodes=("a", "b"), world_size=2),
         AttemptStarting(attempt=0),
         WorkerExited(node="a", rank=0, exit_code=1),
-        Stopping(reason="a failed"),
+        RunStopping(reason="a failed"),
         WorkerExited(node="b", rank=1, exit_code=143, signal=15),
-        Restarting(attempt=1, of=3, reason="ended with exit code 1", node="a", rank=0),
+        AttemptRestarting(attempt=1, of=3, reason="ended with exit code 1", node="a", rank=0),
         AttemptStarting(attempt=1),
         WorkerExited(node="b", rank=1, exit_code=9),
         SnapshotBegun(step=40),
@@ -72,9 +72,9 @@ def test_what_an_attempt_sends_again_is_no_step(run: WrittenRun) -> None:
     path = run.record.folder / "metrics.jsonl"
     text = path.read_text()
     path.write_text("")  # as the launcher does when rank 0 begins again from a snapshot
-    run.follower.look()
+    run.follower.collect_new_events()
     path.write_text(text.splitlines(keepends=True)[0])
-    run.follower.look()
+    run.follower.collect_new_events()
     assert figures.stepped == stepped
     assert run.logs({"step": 11, "loss": 0.9}).stepped == run.now
     assert figures.step == 11
@@ -100,7 +100,7 @@ def test_one_bad_step_among_good_ones_is_seen(run: WrittenRun) -> None:
     assert run.logs({"step": 1, **good}).spoilt == ""
     figures = run.logs({"step": 2, **good}, {"step": 3, "loss": None, "grad_norm": 1.0}, {"step": 4, **good})
     assert figures.spoilt == "loss of step 3 not finite"
-    run.follower.look()
+    run.follower.collect_new_events()
     assert figures.spoilt, "nothing new was logged"
     assert run.logs({"step": 5, **good}).spoilt == ""
 
@@ -109,10 +109,10 @@ def test_lines_that_are_none_are_left_out(run: WrittenRun) -> None:
     with (run.record.folder / "metrics.jsonl").open("w") as file:
         file.write('{"step": "x"}\n[1]\nnonsense\n' + '{"a":' * 5000 + "\n")
         file.write(json.dumps({"step": 3, "text": "no number", "huge": 10**400, "time": STARTED}) + "\n")
-    run.follower.look()
+    run.follower.collect_new_events()
     assert run.follower.figures.row == {"step": 3.0, "huge": None, "time": STARTED}
     (run.record.folder / "ledger.json").write_text('{"phases_s": []}')
-    run.follower.look()
+    run.follower.collect_new_events()
     assert run.follower.figures.ledger == LedgerFacts()
 
 
@@ -129,8 +129,8 @@ def test_the_best_speed_is_no_outlier() -> None:
     speed = TrainingSpeed()
     for value in [1.0] * 5 + [100.0] * 10 + [1000.0] * 3 + [100.0] * 7:
         speed.add(value)
-    assert (speed.best, speed.recent) == (100.0, 100.0)
+    assert (speed.best, speed.recent_median) == (100.0, 100.0)
     speed.begin_attempt()
     for _ in range(5):
         speed.add(1.0)
-    assert (speed.best, speed.recent) == (100.0, None)
+    assert (speed.best, speed.recent_median) == (100.0, None)

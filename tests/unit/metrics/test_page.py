@@ -11,23 +11,23 @@ from collections.abc import Iterator
 import pytest
 
 from dtctl.metrics import page as module
-from dtctl.metrics.page import Page
+from dtctl.metrics.page import MetricsServer
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
-    page = Page("127.0.0.1", 0, lambda: "dtctl_step 3\n")
+def page() -> Iterator[MetricsServer]:
+    page = MetricsServer("127.0.0.1", 0, lambda: "dtctl_step 3\n")
     yield page
     page.close()
 
 
-def read(page: Page) -> str:
+def read(page: MetricsServer) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=5) as answer:
         text: str = answer.read().decode()
         return text
 
 
-def test_slow_clients_keep_nobody_out(page: Page) -> None:
+def test_slow_clients_keep_nobody_out(page: MetricsServer) -> None:
     """As many as there is room for, and more, that have sent a part of a request."""
     slow = []
     for _ in range(3 * module.MANY):
@@ -43,7 +43,9 @@ def test_slow_clients_keep_nobody_out(page: Page) -> None:
             client.close()
 
 
-def test_a_client_that_sends_a_byte_now_and_then_has_one_limit(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_sends_a_byte_now_and_then_has_one_limit(
+    page: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "CLIENT_S", 1.0)
     with socket.create_connection(("127.0.0.1", page.port)) as client:
         client.settimeout(0.1)
@@ -62,7 +64,7 @@ def test_a_client_that_sends_a_byte_now_and_then_has_one_limit(page: Page, monke
 
 def test_a_client_that_does_not_take_its_answer_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLIENT_S", 1.0)
-    page = Page("127.0.0.1", 0, lambda: "x" * (32 << 20))
+    page = MetricsServer("127.0.0.1", 0, lambda: "x" * (32 << 20))
     before = threading.active_count()
     try:
         with socket.create_connection(("127.0.0.1", page.port)) as client:
@@ -76,7 +78,7 @@ def test_a_client_that_does_not_take_its_answer_has_one_limit(monkeypatch: pytes
         page.close()
 
 
-def test_many_at_once_all_have_the_page(page: Page) -> None:
+def test_many_at_once_all_have_the_page(page: MetricsServer) -> None:
     answers: list[str] = []
     threads = [threading.Thread(target=lambda: answers.append(read(page))) for _ in range(module.MANY // 2)]
     for thread in threads:

@@ -12,7 +12,7 @@ import pytest
 from dtctl.launch.records.events import AlertChanged
 from dtctl.metrics import messages, send
 from dtctl.metrics.messages import AlertMessage
-from dtctl.metrics.send import DeliveryFailed, Outlet
+from dtctl.metrics.send import DeliveryFailed, MessageSender
 from tests.unit.metrics.receivers import certificate, http_receiver
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -29,12 +29,12 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_webhook_is_alertmanagers() -> None:
-    body = messages.webhook(MESSAGE)
+    body = messages.build_webhook_body(MESSAGE)
     assert (body["version"], body["status"]) == ("4", "firing")
     (alert,) = body["alerts"]
     assert alert["labels"] == {"alertname": "no-step", "run": "gpt-1", "job": "gpt", "severity": "critical"}
     assert (alert["startsAt"], alert["endsAt"]) == ("2027-01-15T08:00:00.500Z", "0001-01-01T00:00:00Z")
-    over = messages.webhook(OVER)["alerts"][0]
+    over = messages.build_webhook_body(OVER)["alerts"][0]
     assert (over["status"], over["startsAt"], over["endsAt"]) == (
         "resolved", "2027-01-15T08:00:00.500Z", "2027-01-15T08:01:30.000Z",
     )  # fmt: skip
@@ -42,7 +42,7 @@ def test_a_webhook_is_alertmanagers() -> None:
 
 
 def test_a_webhook_has_the_text_that_chats_show() -> None:
-    assert messages.webhook(MESSAGE)["text"] == "firing: no-step in run gpt-1: a <b> & c\\x1b"
+    assert messages.build_webhook_body(MESSAGE)["text"] == "firing: no-step in run gpt-1: a <b> & c\\x1b"
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ class Told(list[str]):
     """What an outlet has told."""
 
 
-def outlet(deliver: Any, told: Told) -> Outlet:
-    return Outlet("metrics.alerts.webhook", deliver, told.append)
+def outlet(deliver: Any, told: Told) -> MessageSender:
+    return MessageSender("metrics.alerts.webhook", deliver, told.append)
 
 
 def test_a_receiver_that_comes_back_gets_everything_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

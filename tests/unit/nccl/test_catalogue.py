@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dtctl.nccl.catalogue import catalogue, closest_name
+from dtctl.nccl.catalogue import closest_name, load_variable_catalogue
 
 
 def test_every_entry_says_what_it_means_and_dead_ones_what_to_use_instead() -> None:
-    for variable in catalogue().values():
+    for variable in load_variable_catalogue().values():
         assert variable.meaning, variable.name
         assert (variable.kind == "live") == (not variable.instead), variable.name
         assert variable.default or variable.kind != "live", variable.name

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.errors import PlanError
-from dtctl.plan.build import PlanFacts, build, digest
-from dtctl.plan.environment import Share
-from dtctl.plan.model import Plan, Threads
+from dtctl.plan.build import PlanFacts, build, compute_spec_digest
+from dtctl.plan.environment import MachineShare
+from dtctl.plan.model import Plan, ThreadCount
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
 from tests.facts import raises
@@ -178,8 +178,8 @@ def test_ranks_are_dense_and_in_the_order_of_the_nodes(slots: list[int]) -> None
 def test_the_digest_tells_specs_apart() -> None:
     one = parse_spec("job: {script: a.py}", source="x", base_dir=Path("/a"))
     two = parse_spec("job: {script: b.py}", source="x", base_dir=Path("/a"))
-    assert digest(one) == digest(one.model_copy(update={"base_dir": Path("/b")}))
-    assert digest(one) != digest(two)
+    assert compute_spec_digest(one) == compute_spec_digest(one.model_copy(update={"base_dir": Path("/b")}))
+    assert compute_spec_digest(one) != compute_spec_digest(two)
 
 
 def test_an_ipv6_endpoint_has_brackets() -> None:
@@ -230,26 +230,26 @@ def threads(text: str, **facts: object) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("slots", "share", "value", "reason"),
     [
-        (1, Share(cores=2, nodes=3), "1", "3 nodes of 1 worker share this machine's 2 cores"),
-        (1, Share(cores=16, nodes=2), "8", "2 nodes of 1 worker share this machine's 16 cores"),
-        (2, Share(cores=16, nodes=3), "2", "3 nodes of 2 workers share this machine's 16 cores"),
-        (4, Share(cores=12, nodes=1), "3", "4 workers share this machine's 12 cores"),
-        (4, Share(cores=1, nodes=1), "1", "4 workers share this machine's 1 core"),
+        (1, MachineShare(cores=2, nodes=3), "1", "3 nodes of 1 worker share this machine's 2 cores"),
+        (1, MachineShare(cores=16, nodes=2), "8", "2 nodes of 1 worker share this machine's 16 cores"),
+        (2, MachineShare(cores=16, nodes=3), "2", "3 nodes of 2 workers share this machine's 16 cores"),
+        (4, MachineShare(cores=12, nodes=1), "3", "4 workers share this machine's 12 cores"),
+        (4, MachineShare(cores=1, nodes=1), "1", "4 workers share this machine's 1 core"),
     ],
 )
-def test_workers_on_one_machine_share_its_cores(slots: int, share: Share, value: str, reason: str) -> None:
+def test_workers_on_one_machine_share_its_cores(slots: int, share: MachineShare, value: str, reason: str) -> None:
     text = f"cluster: {{transport: sandbox, nodes: 2, slots: {slots}}}\njob: {{script: t.py}}"
     assert threads(text, share=share) == [(value, f"dtctl: {reason}")] * 2
 
 
 def test_a_worker_that_has_the_machine_to_itself_keeps_what_torch_chooses() -> None:
     text = "cluster: {transport: local, slots: 1}\njob: {script: t.py}"
-    assert threads(text, share=Share(cores=8, nodes=1)) == []
+    assert threads(text, share=MachineShare(cores=8, nodes=1)) == []
 
 
 def test_threads_that_the_user_has_set_win() -> None:
     text = "cluster: {transport: local, slots: 2}\njob: {script: t.py}"
-    shell = Share(cores=8, nodes=1, threads="7")
+    shell = MachineShare(cores=8, nodes=1, threads="7")
     assert threads(text, share=shell) == [("7", "set in the launching shell")]
     spec = text.replace("t.py", "t.py, env: {OMP_NUM_THREADS: 5}")
     assert threads(spec, share=shell) == [("5", "job.env")]
@@ -273,13 +273,13 @@ def test_all_workers_have_the_threads_that_the_fullest_node_can_give(
     value = f"${{OMP_NUM_THREADS:-{number}}}"
     assert threads(text, cores=cores) == [(value, f"dtctl: {reason}, unless the node sets it")] * 2
     made = plan(text, cores=cores)
-    assert made.threads == Threads(number=number, reason=reason)
+    assert made.threads == ThreadCount(number=number, reason=reason)
     assert not any("OMP_NUM_THREADS" in note for note in made.notes)
 
 
 def test_threads_stay_those_of_the_first_attempt() -> None:
     text = UNEQUAL + "job: {script: t.py, kind: direct}"
-    first = Threads(number=7, reason="of nodes that were there")
+    first = ThreadCount(number=7, reason="of nodes that were there")
     assert plan(text, cores={"a": 16, "b": 16}, threads=first).threads == first
     assert {value for value, _ in threads(text, threads=first)} == {"${OMP_NUM_THREADS:-7}"}
 

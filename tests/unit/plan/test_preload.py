@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtctl import runtime
-from dtctl.plan.preload import TRAINING, WITH_TORCH, modules_of
+from dtctl.plan.preload import TRAINING, WITH_TORCH, find_preload_modules
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from dtctl.plan.preload import TRAINING, WITH_TORCH, modules_of
     ],
 )
 def test_slow_modules_that_the_script_imports_at_its_top(source: str, wanted: tuple[str, ...]) -> None:
-    assert modules_of(source) == wanted
+    assert find_preload_modules(source) == wanted
 
 
 def test_the_modules_of_a_training_are_those_that_its_names_come_from() -> None:

@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from dtctl.errors import DtctlError
-from dtctl.launch.assemble import settings_of
 from dtctl.launch.cluster import cluster_of, first_plan
 from dtctl.launch.files.data import find_data
 from dtctl.launch.files.environment import describe_environment
-from dtctl.launch.files.tree import scan
+from dtctl.launch.files.tree import scan_push_tree
+from dtctl.launch.job_builder import settings_of
 from dtctl.plan.warnings import unused_keys
 from dtctl.render import node_scripts
 from dtctl.slurm import batch
@@ -196,7 +196,9 @@ def sent(spec: Spec) -> dict[str, Any]:
     cluster = cluster_of(spec, start=False)
     plan = replace(first_plan(spec, cluster, run="run-1"), notes=())
     files = spec.job.files
-    tree = scan(spec.base_dir / files.root, include=files.include, exclude=files.exclude) if files.push else None
+    tree = (
+        scan_push_tree(spec.base_dir / files.root, include=files.include, exclude=files.exclude) if files.push else None
+    )
     made: dict[str, Any] = {
         "environment": describe_environment(spec),
         "outputs": spec.job.outputs,
@@ -208,7 +210,9 @@ def sent(spec: Spec) -> dict[str, Any]:
     if spec.cluster.transport == "slurm":
         made["login"] = [getattr(spec.cluster, name) for name in LOGIN if spec.cluster.login is not None]
         run = locate_folder(spec, "run-1")
-        text_of = batch.text(spec, plan, chdir=run / "work", output=run / "job.log", folder=run, followed=True)
+        text_of = batch.render_batch_file(
+            spec, plan, chdir=run / "work", output=run / "job.log", folder=run, followed=True
+        )
         made["batch"] = [line for line in text_of.splitlines() if not line.startswith("# ")]
         if not spec.is_plain:
             file = make_job_file(spec, "run-1", code="", snapshots="", is_followed=True)

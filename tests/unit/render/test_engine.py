@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import RenderError
-from dtctl.render import render
+from dtctl.render import render_template
 
 
 def text(tmp_path: Path, template: str, **values: object) -> str:
     (tmp_path / "t.j2").write_text(template)
-    return render("t.j2", values, folders=[tmp_path])
+    return render_template("t.j2", values, folders=[tmp_path])
 
 
 def test_values_are_quoted_unless_a_filter_says_otherwise(tmp_path: Path) -> None:
@@ -55,5 +55,5 @@ def test_the_first_folder_wins(tmp_path: Path) -> None:
     for name in ("mine", "theirs"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "t.j2").write_text(name)
-    assert render("t.j2", {}, folders=[tmp_path / "mine", tmp_path / "theirs"]) == "mine"
-    assert render("t.j2", {}, folders=[tmp_path / "none", tmp_path / "theirs"]) == "theirs"
+    assert render_template("t.j2", {}, folders=[tmp_path / "mine", tmp_path / "theirs"]) == "mine"
+    assert render_template("t.j2", {}, folders=[tmp_path / "none", tmp_path / "theirs"]) == "theirs"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtctl.launch.records.events import Event, parse
+from dtctl.launch.records.events import Event, parse_event
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.node_facts import start_ticks
@@ -44,7 +44,7 @@ def append(record: RunRecord, event: Mapping[str, Any]) -> None:
 
 def parsed(told: Iterable[Mapping[str, Any]]) -> list[Event]:
     """The same, as they are read."""
-    return [event for one in told if (event := parse(json.dumps(one))) is not None]
+    return [event for one in told if (event := parse_event(json.dumps(one))) is not None]
 
 
 def events() -> list[dict[str, Any]]:

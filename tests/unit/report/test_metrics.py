@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.report import metrics
-from dtctl.report.metrics import percentile, read, thin
+from dtctl.report.metrics import compute_percentile, downsample_curve, read_metrics_table
 from tests.unit.report.runs import row
 
 
@@ -24,7 +24,7 @@ def write(path: Path, lines: list[str]) -> Path:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(1, 20))
 def test_thinning_keeps_the_least_and_the_greatest(values: list[float], points: int) -> None:
-    curve = thin(range(len(values)), values, points)
+    curve = downsample_curve(range(len(values)), values, points)
     assert len(curve.values) <= 2 * points
     assert min(curve.low or curve.values) == min(values)
     assert max(curve.high or curve.values) == max(values)
@@ -32,7 +32,7 @@ def test_thinning_keeps_the_least_and_the_greatest(values: list[float], points: 
 
 
 def test_a_bucket_with_a_loss_that_is_no_number_is_a_gap() -> None:
-    curve = thin(range(9), [1.0, 2, 3, 4, math.nan, 6, 7, 8, 9], 3)
+    curve = downsample_curve(range(9), [1.0, 2, 3, 4, math.nan, 6, 7, 8, 9], 3)
     assert curve.values[0] == 2.0
     assert math.isnan(curve.values[1])
     assert (curve.low[1], curve.high[1]) == (4.0, 6.0)
@@ -45,7 +45,7 @@ def test_every_line_is_in_one_block(lengths: list[int], parts: int, size: int) -
         file.write("".join(lines).encode())
         file.flush()
         edges = [file.tell() * part // parts for part in range(parts + 1)]
-        blocks = [metrics._blocks(Path(file.name), *part, size) for part in pairwise(edges)]
+        blocks = [metrics._read_line_blocks(Path(file.name), *part, size) for part in pairwise(edges)]
         assert "".join(block for part in blocks for block in part) == "".join(lines)
 
 
@@ -62,7 +62,7 @@ def test_a_file_is_read_whole_however_long(tmp_path: Path, monkeypatch: pytest.M
     lines[5000] = "\x00nonsense"
     if not short:
         monkeypatch.setattr(metrics, "SHORT_BYTES", 0)
-    found = read(write(tmp_path / "m.jsonl", lines))
+    found = read_metrics_table(write(tmp_path / "m.jsonl", lines))
     assert found is not None
     assert (found.rows, found.damaged, found.last_step) == (8998, 2, 9000)
     assert (found.stride > 1) is not short
@@ -72,25 +72,25 @@ def test_a_file_is_read_whole_however_long(tmp_path: Path, monkeypatch: pytest.M
     assert sum(map(math.isnan, loss.values)) == 1
     assert found.curves["val_loss"].values == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
     assert set(found.curves) == {*row(1), "val_loss"} - {"step"}
-    assert percentile(found.step_s, 0.5) == 1.0
+    assert compute_percentile(found.step_s, 0.5) == 1.0
 
 
 def test_of_steps_done_twice_the_newest_counts(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "loss": loss}) for step, loss in ((1, 9.0), (2, 8.0), (3, 7.0), (2, 5.0))]
-    found = read(write(tmp_path / "m.jsonl", lines))
+    found = read_metrics_table(write(tmp_path / "m.jsonl", lines))
     assert found is not None
     assert found.curves["loss"].values == (9.0, 5.0, 7.0)
 
 
 def test_no_file_and_an_empty_one_are_no_metrics(tmp_path: Path) -> None:
-    assert read(tmp_path / "none") is None
+    assert read_metrics_table(tmp_path / "none") is None
     (tmp_path / "empty").touch()
-    assert read(tmp_path / "empty") is None
+    assert read_metrics_table(tmp_path / "empty") is None
 
 
 def test_percentiles_are_values_that_occurred() -> None:
-    assert [percentile((1.0, 2.0, 3.0, 4.0), share) for share in (0.0, 0.5, 0.95, 1.0)] == [1.0, 2.0, 4.0, 4.0]
-    assert math.isnan(percentile((), 0.5))
+    assert [compute_percentile((1.0, 2.0, 3.0, 4.0), share) for share in (0.0, 0.5, 0.95, 1.0)] == [1.0, 2.0, 4.0, 4.0]
+    assert math.isnan(compute_percentile((), 0.5))
 
 
 def test_what_no_plot_can_show_is_damaged_or_off_the_scale(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_what_no_plot_can_show_is_damaged_or_off_the_scale(tmp_path: Path) -> No
         f'{{"step": 3, "loss": {huge}}}',
     ]
     path.write_text("\n".join(lines) + "\n")
-    found = read(path)
+    found = read_metrics_table(path)
     assert found is not None
     assert (found.rows, found.damaged) == (3, 3), "of the fourth, only the name cannot be shown"
     assert found.curves["loss"].values == (2.0, math.inf)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from dtctl.errors import WorkerFailed
-from dtctl.estimate.choice import TrainingSetting
+from dtctl.estimate.choice import StrategyInputs
 from dtctl.runtime import TensorData, Worker, automatic, load
-from dtctl.runtime.automatic import Subject, settle
+from dtctl.runtime.automatic import TrainingInputs, resolve_strategy
 from dtctl.runtime.distributed import capacity
-from dtctl.runtime.distributed.run_forked import apart
-from dtctl.runtime.exactness.randomness import capture
-from dtctl.train.batch import Batch
+from dtctl.runtime.distributed.run_forked import run_in_forked_process
+from dtctl.runtime.exactness.randomness import capture_rng_states
+from dtctl.train.batch import BatchSizes
 from tests.facts import raises
 from tests.unit.runtime.conftest import Make, points, squared
 
@@ -31,9 +31,11 @@ def config(**settings: Any) -> Any:
 
 
 def seen(model: Any, loss: Any = squared, samples: Any = None, **settings: Any) -> dict[str, Any]:
-    tight = TrainingSetting(workers=2, per_node=2, budget=1.0, micro_batch=4)
-    subject = Subject(model=model, loss=loss, samples=samples or points())
-    return apart(lambda: automatic._seen(subject, config(**settings), tight), limit_s=240)
+    tight = StrategyInputs(workers=2, per_node=2, budget=1.0, micro_batch=4)
+    subject = TrainingInputs(model=model, loss=loss, samples=samples or points())
+    return run_in_forked_process(
+        lambda: automatic._measure_kept_activations(subject, config(**settings), tight), limit_s=240
+    )
 
 
 def wide(width: int = 64) -> nn.Module:
@@ -89,10 +91,10 @@ def test_looking_leaves_no_trace() -> None:
             random.random(), np.random.rand()
             return nn.functional.dropout(self.norm(inputs), 0.5).sum(1, keepdim=True)
 
-    model, before = Drawing(), capture(CPU)
+    model, before = Drawing(), capture_rng_states(CPU)
     mean = model.norm.running_mean.clone()  # type: ignore[union-attr]
     assert "unseen" not in seen(model)
-    after = capture(CPU)
+    after = capture_rng_states(CPU)
     assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)
     assert (model.calls, model.cache) == (0, None)
     assert torch.equal(model.norm.running_mean, mean)  # type: ignore[arg-type]
@@ -131,15 +133,22 @@ def test_parameters_that_blocks_share_cannot_be_divided() -> None:
 def test_blocks_that_are_computed_again_keep_less() -> None:
     found = {"params": 1.0, "looked_up": 0, "layers": 2, "block_params": 1.0, "hidden": 8, "vocab": 0, "seq": 1}
     found |= {"kept_bytes": 4000.0, "entering_bytes": 400.0}
-    kept = {every: automatic._model(found, config(checkpointing=every)).block_kept for every in ("none", 1, 2, 4)}
+    kept = {
+        every: automatic._build_estimate_model(found, config(checkpointing=every)).block_kept
+        for every in ("none", 1, 2, 4)
+    }
     # Half of the bytes in half precision, of each of two blocks; every second or fourth keeps what enters it.
     assert kept == {"none": 1000.0, 1: 1000.0, 2: (1000 + 200) / 2, 4: (3 * 1000 + 200) / 4}
-    assert [automatic._recompute(config(checkpointing=every)) for every in ("full", 1, 2)] == ["full", "full", "none"]
+    assert [automatic._choose_recompute(config(checkpointing=every)) for every in ("full", 1, 2)] == [
+        "full",
+        "full",
+        "none",
+    ]
 
 
 def test_what_the_optimizer_keeps_counts(worker: Worker) -> None:
     def bytes_of(**settings: Any) -> tuple[int, int]:
-        recipe = automatic._recipe(config(**settings), worker)
+        recipe = automatic._build_training_recipe(config(**settings), worker)
         return recipe.optimizer_bytes, recipe.average_bytes
 
     assert bytes_of() == (8, 0)
@@ -155,10 +164,10 @@ def decided(told: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(3000, 3000) for _ in range(20)))
     samples = TensorData(torch.zeros(4, 3000))
-    subject = Subject(model=model, loss=lambda model, batch: model(batch[0]).mean(), samples=samples)
-    chosen, sizes = config(**settings), Batch(micro=4, accumulate=1, world_size=len(told))
-    asked = automatic._asked(chosen, first, sizes)
-    return automatic._decide(chosen, first, subject, sizes, told, asked)
+    subject = TrainingInputs(model=model, loss=lambda model, batch: model(batch[0]).mean(), samples=samples)
+    chosen, sizes = config(**settings), BatchSizes(micro=4, accumulate=1, world_size=len(told))
+    asked = automatic._build_choice_request(chosen, first, sizes)
+    return automatic._decide_strategy(chosen, first, subject, sizes, told, asked)
 
 
 def told(*budgets: float, slots: int = 2) -> list[dict[str, Any]]:
@@ -207,7 +216,7 @@ def test_an_error_of_rank_0_is_an_answer() -> None:
 
 def test_one_worker_is_warned_and_trains(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make({"memory_gib": 1e-6, "steps": 1})
-    assert trainer.strategy.name == "single"
+    assert trainer.training.engine.strategy.name == "single"
     said = capsys.readouterr().out
     assert said.startswith("warning: memory may not suffice: single needs 0.35 GiB")
     trainer.run()
@@ -216,20 +225,20 @@ def test_one_worker_is_warned_and_trains(make: Make, capsys: pytest.CaptureFixtu
 
 
 def test_a_small_model_costs_next_to_nothing(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(automatic, "apart", lambda *_: pytest.fail("it was looked at"))
-    subject = Subject(model=wide(), loss=squared, samples=points())
-    settled = settle(config(), worker, subject, tmp_path)
+    monkeypatch.setattr(automatic, "run_in_forked_process", lambda *_: pytest.fail("it was looked at"))
+    subject = TrainingInputs(model=wide(), loss=squared, samples=points())
+    settled = resolve_strategy(config(), worker, subject, tmp_path)
     assert settled.degrees.workers == 1
 
 
 def test_what_happens_apart_is_told() -> None:
-    assert apart(lambda: {"a": [1, None]}, limit_s=120) == {"a": [1, None]}
+    assert run_in_forked_process(lambda: {"a": [1, None]}, limit_s=120) == {"a": [1, None]}
     with raises(WorkerFailed, "ZeroDivisionError"):
-        apart(lambda: {"a": 1 // 0}, limit_s=120)
+        run_in_forked_process(lambda: {"a": 1 // 0}, limit_s=120)
     with raises(WorkerFailed, "process died"):
-        apart(lambda: __import__("os")._exit(1), limit_s=120)
+        run_in_forked_process(lambda: __import__("os")._exit(1), limit_s=120)
     with raises(WorkerFailed, "0 s"):
-        apart(lambda: time.sleep(60) or {}, limit_s=0.2)
+        run_in_forked_process(lambda: time.sleep(60) or {}, limit_s=0.2)
 
 
 @pytest.mark.parametrize(
@@ -251,4 +260,6 @@ def test_control_groups_limit_a_nodes_memory(
     for name, text in {"proc/self/cgroup": lines, **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert capacity.of_node(tmp_path) == (limit or capacity.of_node(tmp_path / "nowhere"))
+    assert capacity.compute_node_memory_bytes(tmp_path) == (
+        limit or capacity.compute_node_memory_bytes(tmp_path / "nowhere")
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtctl.runtime import bits
-from dtctl.runtime.bits import MODULUS, sum_part, sum_tensors
+from dtctl.runtime.bits import MODULUS, sum_tensor_part, sum_tensors
 
 pytestmark = pytest.mark.torch
 
@@ -38,7 +38,7 @@ def add_up(tensor: torch.Tensor) -> int:
 def test_parts_add_up_to_the_whole(dtype: torch.dtype) -> None:
     whole = make(dtype)
     expected = add_up(whole)
-    assert sum_part(whole, whole.shape, (0, 0, 0)) == expected
+    assert sum_tensor_part(whole, whole.shape, (0, 0, 0)) == expected
     for cut in itertools.product((False, True), repeat=3):
         cuts = [
             ((0, 2), (2, 3), (3, size)) if divided else ((0, size),)
@@ -47,17 +47,25 @@ def test_parts_add_up_to_the_whole(dtype: torch.dtype) -> None:
         total = 0
         for ranges in itertools.product(*cuts):
             part = whole[tuple(slice(*ends) for ends in ranges)]
-            total += sum_part(part, whole.shape, [first for first, _ in ranges])
+            total += sum_tensor_part(part, whole.shape, [first for first, _ in ranges])
         assert total % MODULUS == expected, cut
+
+
+@pytest.mark.parametrize("word", [-(1 << 31), (1 << 31) - 1, -1])
+def test_the_largest_words_are_summed_exactly(word: int) -> None:
+    words = torch.full((3 * bits.BLOCK + 1030,), word, dtype=torch.int32)
+    assert sum_tensor_part(words, words.shape, (0,)) == word * len(words) ** 2 % MODULUS
+    words[::3] += 1
+    assert sum_tensor_part(words, words.shape, (0,)) == add_up(words)
 
 
 @pytest.mark.parametrize("shape", [(1, 1 << 17), (3, 40_000), (70_000,), (300, 333), (5, 0), ()])
 def test_long_tensors_are_summed_in_blocks(shape: tuple[int, ...]) -> None:
     whole = make(torch.float32, shape)
-    assert sum_part(whole, shape, (0,) * len(shape)) == add_up(whole)
+    assert sum_tensor_part(whole, shape, (0,) * len(shape)) == add_up(whole)
     if len(shape) > 1 and whole.numel():
         left, right = whole.split([shape[1] // 3, shape[1] - shape[1] // 3], 1)
-        total = sum_part(left, shape, (0, 0)) + sum_part(right, shape, (0, shape[1] // 3))
+        total = sum_tensor_part(left, shape, (0, 0)) + sum_tensor_part(right, shape, (0, shape[1] // 3))
         assert total % MODULUS == add_up(whole)
 
 
@@ -67,8 +75,10 @@ def test_a_gpu_adds_up_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bits, "DEVICE_BLOCK", 100)
     for dtype in DTYPES:
         whole = make(dtype)
-        assert sum_part(whole, whole.shape, (0, 0, 0)) == add_up(whole)
-        parts = sum_part(whole[:, 2:], whole.shape, (0, 2, 0)) + sum_part(whole[:, :2], whole.shape, (0, 0, 0))
+        assert sum_tensor_part(whole, whole.shape, (0, 0, 0)) == add_up(whole)
+        parts = sum_tensor_part(whole[:, 2:], whole.shape, (0, 2, 0)) + sum_tensor_part(
+            whole[:, :2], whole.shape, (0, 0, 0)
+        )
         assert parts % MODULUS == add_up(whole)
 
 

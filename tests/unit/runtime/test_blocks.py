@@ -55,13 +55,13 @@ def config(**settings: Any) -> TrainConfig:
 
 
 def test_members_of_module_lists_are_blocks() -> None:
-    assert list(blocks.find(Network())) == [f"blocks.{i}" for i in range(4)]
+    assert list(blocks.find_blocks_by_name(Network())) == [f"blocks.{i}" for i in range(4)]
 
 
 def test_without_lists_repeated_parts_of_a_sequence_are() -> None:
     plain = nn.Sequential(nn.Embedding(3, 8), Block(), nn.ReLU(), Block(), nn.LayerNorm(8))
-    assert list(blocks.find(plain)) == ["1", "3"]
-    assert blocks.find(nn.Linear(2, 2)) == {}
+    assert list(blocks.find_blocks_by_name(plain)) == ["1", "3"]
+    assert blocks.find_blocks_by_name(nn.Linear(2, 2)) == {}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_checkpointing_computes_twice_and_changes_no_bit(setting: Any, calls: li
     plain = Network()
     model = copy.deepcopy(plain)
     names = list(model.state_dict())
-    blocks.prepare(model, config(checkpointing=setting))
+    blocks.prepare_blocks(model, config(checkpointing=setting))
     assert list(model.state_dict()) == names
     for one, two in zip(gradients(plain), gradients(model), strict=True):
         assert torch.equal(one, two)
@@ -84,7 +84,7 @@ def test_checkpointing_computes_twice_and_changes_no_bit(setting: Any, calls: li
 
 def test_a_copy_of_a_prepared_model_is_its_own() -> None:
     model = Network()
-    blocks.prepare(model, config(checkpointing="full"))
+    blocks.prepare_blocks(model, config(checkpointing="full"))
     copied = copy.deepcopy(model)
     gradients(copied)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -108,7 +108,7 @@ def kept_bytes(model: nn.Module) -> int:
 
 def test_checkpointing_keeps_less() -> None:
     plain, full = Network(), Network()
-    blocks.prepare(full, config(checkpointing="full"))
+    blocks.prepare_blocks(full, config(checkpointing="full"))
     assert kept_bytes(full) < kept_bytes(plain) / 2
 
 
@@ -118,7 +118,7 @@ def test_compiled_blocks_compute_the_same(backend: Any) -> None:
     plain = Network().eval()
     model = copy.deepcopy(plain)
     names = list(model.state_dict())
-    blocks.prepare(model, config(compile=backend, checkpointing="full"))
+    blocks.prepare_blocks(model, config(compile=backend, checkpointing="full"))
     assert list(model.state_dict()) == names
     inputs = torch.randn(3, 8)
     assert torch.allclose(model(inputs), plain(inputs), atol=1e-6)
@@ -127,9 +127,9 @@ def test_compiled_blocks_compute_the_same(backend: Any) -> None:
 def test_what_cannot_be_computed_twice_is_refused() -> None:
     model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))])
     with raises(PlanError, "block 0 BatchNorm"):
-        blocks.prepare(model, config(checkpointing="full"))
+        blocks.prepare_blocks(model, config(checkpointing="full"))
     with raises(PlanError, "repeated blocks"):
-        blocks.prepare(nn.Linear(2, 2), config(compile=True))
+        blocks.prepare_blocks(nn.Linear(2, 2), config(compile=True))
 
 
 def test_a_training_with_and_without_ends_with_the_same_bits(make: Make) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dtctl.errors import SpecError
-from dtctl.runtime.data_loading.datasets import TensorData, TokenFile, reader, to_device
+from dtctl.runtime.data_loading.datasets import TensorData, TokenFile, make_batch_reader, to_device
 from tests.facts import raises
 
 
@@ -20,7 +20,7 @@ def test_both_kinds_of_data_sets_give_the_same_batches() -> None:
     tensors = TensorData(torch.arange(12.0).view(6, 2), torch.arange(6))
     pairs = [(tensors.tensors[0][i], tensors.tensors[1][i]) for i in range(6)]
     indices = np.array([4, 0, 5])
-    fast, slow = reader(tensors)(indices), reader(pairs)(indices)
+    fast, slow = make_batch_reader(tensors)(indices), make_batch_reader(pairs)(indices)
     assert all(torch.equal(one, two) for one, two in zip(fast, slow, strict=True))
 
 

@@ -31,7 +31,7 @@ def test_the_average_is_the_average() -> None:
             decay = min(0.5, (1 + step / 2) / (10 + step / 2))
             expected = decay * expected + (1 - decay) * step
     assert float(ema.state()["weight"]) == pytest.approx(expected, rel=1e-5)
-    with ema.applied():
+    with ema.using_averages():
         assert float(model.weight.detach()) == pytest.approx(expected, rel=1e-5)
     assert float(model.weight.detach()) == 40.0
 
@@ -59,8 +59,8 @@ def test_evaluations_use_it_and_a_resume_has_it(make: Make, tmp_path: Path) -> N
                 make(settings, validation=points(3), score=value, loss=dies_at(10)).run()
         trainer = make(settings, validation=points(3), score=value)
         trainer.run()
-        assert trainer.ema is not None
-        ends.append(trainer.ema.state())
+        assert trainer.training.trained.ema is not None
+        ends.append(trainer.training.trained.ema.state())
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         rows.append([row["val_norm"] for row in map(json.loads, lines) if "val_norm" in row])
         weights = norm(trainer.model.parameters())
@@ -76,6 +76,6 @@ def test_it_may_begin_late(make: Make) -> None:
     make({"steps": 4}).run()
     trainer = make({"steps": 4, "ema": {}})
     trainer.run()
-    assert trainer.ema is not None
+    assert trainer.training.trained.ema is not None
     weights = dict(trainer.model.named_parameters())
-    assert all(torch.equal(average, weights[name]) for name, average in trainer.ema.state().items())
+    assert all(torch.equal(average, weights[name]) for name, average in trainer.training.trained.ema.state().items())

@@ -33,8 +33,11 @@ HALF, WHOLE = 6, 12
 
 def bits(trainer: Trainer) -> dict[str, bytes]:
     """Of everything that training has changed."""
-    tree = {**trainer.model.state_dict(), **dict(state.tensors(state.optimizer_tree(trainer.model, trainer.optimizer)))}
-    return {name: bytes(state.raw(value).numpy()) for name, value in tree.items()}
+    tree = {
+        **trainer.model.state_dict(),
+        **dict(state.iter_named_tensors(state.optimizer_tree(trainer.model, trainer.optimizer))),
+    }
+    return {name: bytes(state.view_tensor_bytes(value).numpy()) for name, value in tree.items()}
 
 
 def halves(
@@ -47,7 +50,7 @@ def halves(
     }  # fmt: skip
     straight = make(common, **parts())
     straight.run()
-    shutil.rmtree(layout.folder_of(Path("snapshots"), WHOLE))
+    shutil.rmtree(layout.build_snapshot_path(Path("snapshots"), WHOLE))
     again = make(common, **parts())
     capsys.readouterr()
     again.run()
@@ -64,7 +67,7 @@ def go_on(
     """What is said of a resume with something changed; with `require_exact` one that is not exact is refused."""
     settings = {"steps": WHOLE, "schedule": "constant", **after.pop("settings", {})}
     make({"steps": WHOLE, "schedule": "constant", "snapshot": {"every_steps": HALF}}, **before()).run()
-    shutil.rmtree(layout.folder_of(Path("snapshots"), WHOLE))
+    shutil.rmtree(layout.build_snapshot_path(Path("snapshots"), WHOLE))
     shutil.copytree("snapshots", "kept")
     capsys.readouterr()
     make(settings, **after).run()
@@ -278,11 +281,11 @@ def test_a_rate_by_epochs_goes_on(make: Make, capsys: pytest.CaptureFixture[str]
         "schedule": "constant", "epochs": 1, "steps": None, "micro_batch": 5, "snapshot": {"every_steps": 6, "keep": 9}
     }  # fmt: skip
     make(settings, rate=lambda step: 0.1 / (1 + step)).run()
-    shutil.rmtree(layout.folder_of(Path("snapshots"), 10))
+    shutil.rmtree(layout.build_snapshot_path(Path("snapshots"), 10))
     again = make(settings, rate=lambda step: 0.1 / (1 + step))
     again.run()
     assert read_verdict(capsys.readouterr().out) == "exact"
-    assert again.rate(9) == 0.01
+    assert again.training.trained.rate(9) == 0.01
 
 
 @pytest.mark.parametrize("kind", [NoisyBatches, NoisySamples, Shuffled])
@@ -524,7 +527,7 @@ def test_precisions_of_parts_are_read_whatever_was_set(part: str, value: str) ->
     """torch refuses to read the setting of all once a part has its own."""
     script = (
         "import functools, torch\n"
-        "from dtctl.runtime.exactness.circumstances import fp32_precision\n"
+        "from dtctl.runtime.exactness.run_conditions import fp32_precision\n"
         f"where = functools.reduce(getattr, filter(None, {part!r}.split('.')), torch.backends)\n"
         f"where.fp32_precision = {value!r}\n"
         "after = fp32_precision()\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dtctl.render import project, render
+from dtctl.render import project, render_template
 from dtctl.spec.load import load_spec
 from dtctl.train import config, settings
 
@@ -24,9 +24,9 @@ EXAMPLES = {"gpt": "gpt", "digits": "classifier", "moe": "moe"}
 def make(example: str, folder: Path) -> None:
     """An example in `folder`, which has its name, and beside its spec one for the sandbox."""
     template = EXAMPLES[example]
-    project.create(folder, template=template, launcher="local", force=True)
+    project.create_project(folder, template=template, launcher="local", force=True)
     values = {"name": example, "launcher": "sandbox", "version": ""}
-    text = render("dtctl.yaml.j2", values, folders=[TEMPLATES / template])
+    text = render_template("dtctl.yaml.j2", values, folders=[TEMPLATES / template])
     (folder / "dtctl.sandbox.yaml").write_text(text, encoding="utf-8")
 
 
@@ -48,10 +48,15 @@ def test_examples_are_what_init_makes(example: str, tmp_path: Path) -> None:
     assert contents(ROOT / "examples" / example) == contents(tmp_path / example), __doc__
 
 
+def test_the_example_of_a_session_is_that_of_its_page() -> None:
+    code = (ROOT / "examples" / "session.py").read_text()
+    assert f"```python\n{code[code.index('import torch') :]}```" in (ROOT / "docs/guides/own-loop.md").read_text()
+
+
 @pytest.mark.parametrize("launcher", project.LAUNCHERS)
 @pytest.mark.parametrize("template", [path.name for path in sorted(TEMPLATES.iterdir())])
 def test_new_projects_have_a_valid_spec(template: str, launcher: str, tmp_path: Path) -> None:
-    project.create(tmp_path / "my-run", template=template, launcher=launcher, force=False)
+    project.create_project(tmp_path / "my-run", template=template, launcher=launcher, force=False)
     spec = load_spec(tmp_path / "my-run" / "dtctl.yaml")
     assert spec.cluster.transport == launcher
     assert spec.job.name == "my-run"
@@ -61,7 +66,7 @@ def test_new_projects_have_a_valid_spec(template: str, launcher: str, tmp_path: 
 @pytest.mark.parametrize("template", ["gpt", "classifier", "moe"])
 def test_the_spec_repeats_the_defaults_of_the_script(template: str, tmp_path: Path) -> None:
     """So that `python train.py` and `dtctl launch` train the same."""
-    project.create(tmp_path / "run", template=template, launcher="local", force=False)
+    project.create_project(tmp_path / "run", template=template, launcher="local", force=False)
     source = (tmp_path / "run" / "train.py").read_text()
     defaults = next(
         ast.literal_eval(node.value)
@@ -70,14 +75,14 @@ def test_the_spec_repeats_the_defaults_of_the_script(template: str, tmp_path: Pa
     )
     written = yaml.safe_load((tmp_path / "run" / "dtctl.yaml").read_text())["train"]
     del written["model"], written["strategy"]
-    assert settings.merge(defaults, written) == defaults
+    assert settings.merge_settings(defaults, written) == defaults
     config.load(defaults, argv=[], environ={})
 
 
 @pytest.mark.parametrize("launcher", project.LAUNCHERS)
 @pytest.mark.parametrize("template", ["gpt", "classifier", "moe"])
 def test_the_readme_of_a_new_project_is_for_its_launcher(template: str, launcher: str, tmp_path: Path) -> None:
-    project.create(tmp_path / "run", template=template, launcher=launcher, force=False)
+    project.create_project(tmp_path / "run", template=template, launcher=launcher, force=False)
     text = (tmp_path / "run" / "README.md").read_text()
     assert ("dtctl sandbox down" in text) == (launcher == "sandbox")
     assert ("dtctl doctor" in text) == ("on every node" in text) == (launcher in ("ssh", "slurm"))
@@ -87,7 +92,7 @@ def test_the_readme_of_a_new_project_is_for_its_launcher(template: str, launcher
 @pytest.mark.parametrize("template", [path.name for path in sorted(TEMPLATES.iterdir())])
 def test_dtctl_is_installed_as_the_guide_says(template: str, tmp_path: Path) -> None:
     """By no name, which stands for nothing until a version is released."""
-    project.create(tmp_path / "run", template=template, launcher="ssh", force=False)
+    project.create_project(tmp_path / "run", template=template, launcher="ssh", force=False)
     written = {path.name: path.read_text() for path in (tmp_path / "run").iterdir()}
     required = [line for line in written.get("requirements.txt", "").splitlines() if not line.startswith("#")]
     assert [line for line in required if line.startswith("dtctl")] == []

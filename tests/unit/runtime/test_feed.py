@@ -17,10 +17,10 @@ from torch import nn
 
 from dtctl.errors import PlanError, WorkerFailed
 from dtctl.runtime import TensorData
-from dtctl.runtime.data_loading.feed import Feed
-from dtctl.runtime.data_loading.order import InSequence, Order, Schedule
-from dtctl.runtime.data_loading.reading import Reader
-from dtctl.train.batch import Batch
+from dtctl.runtime.data_loading.feed import BatchLoader
+from dtctl.runtime.data_loading.order import SampleOrder, SequentialOrder, WorkerSampler
+from dtctl.runtime.data_loading.reading import BatchReader
+from dtctl.train.batch import BatchSizes
 from dtctl.train.config import TrainConfig
 from tests.facts import raises
 from tests.unit.runtime.conftest import Make, points, squared
@@ -97,7 +97,7 @@ def test_augmentation_depends_on_neither_processes_nor_interruptions(make: Make)
 
 
 def test_every_epoch_has_noise_of_its_own_and_the_loops_is_left_alone() -> None:
-    reader = Reader(Noisy(), 0)
+    reader = BatchReader(Noisy(), 0)
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -105,7 +105,7 @@ def test_every_epoch_has_noise_of_its_own_and_the_loops_is_left_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
     assert torch.equal(reader(np.array([7]), np.array([0]))[0][0], first[0][0])
     assert not torch.equal(reader(np.array([7]), np.array([50]))[0][0], first[0][0])
-    assert not torch.equal(Reader(Noisy(), 1)(np.array([7]), np.array([0]))[0][0], first[0][0])
+    assert not torch.equal(BatchReader(Noisy(), 1)(np.array([7]), np.array([0]))[0][0], first[0][0])
 
 
 @pytest.mark.parametrize("workers", [1, "thread"])
@@ -131,11 +131,11 @@ def test_no_sample_is_lost_or_doubled_at_the_end_of_an_epoch(make: Make) -> None
 @pytest.mark.parametrize("fast", [True, False])
 def test_shards_are_read_in_turn_from_anywhere(fast: bool) -> None:
     stream = Counting(fast=fast)
-    whole = Reader(stream, 0)(np.arange(60), np.arange(60)).tolist()
+    whole = BatchReader(stream, 0)(np.arange(60), np.arange(60)).tolist()
     assert whole[:6] == [[0, 0, 0], [1, 0, 0], [2, 0, 0], [0, 0, 1], [1, 0, 1], [2, 0, 1]]
     assert whole[9:12] == [[0, 0, 3], [1, 1, 0], [2, 0, 3]]
     assert len({tuple(row) for row in whole}) == 60
-    reader = Reader(stream, 0)
+    reader = BatchReader(stream, 0)
     for start in (0, 48, 50, 12, 13):
         found = np.arange(start, start + 2)
         assert reader(found, found).tolist() == whole[start : start + 2]
@@ -145,22 +145,22 @@ def test_shards_are_read_in_turn_from_anywhere(fast: bool) -> None:
 def test_workers_share_a_stream(workers: int) -> None:
     rows: list[Any] = []
     for rank in range(2):
-        sizes = Batch(micro=2, accumulate=2, world_size=2)
-        schedule = Schedule(InSequence(), sizes, rank=rank, end=32)
-        feed = Feed(Reader(Counting(), 0), TrainConfig(data_workers=workers), CPU)
+        sizes = BatchSizes(micro=2, accumulate=2, world_size=2)
+        schedule = WorkerSampler(SequentialOrder(), sizes, rank=rank, end=32)
+        feed = BatchLoader(BatchReader(Counting(), 0), TrainConfig(data_workers=workers), CPU)
         with feed.running():
             for start in (8, 16, 24):
                 for index in range(2):
                     rows += feed.batch(schedule(start)[index], schedule, start, index).tolist()
-    expected = Reader(Counting(), 0)(np.arange(8, 32), np.arange(8, 32)).tolist()
+    expected = BatchReader(Counting(), 0)(np.arange(8, 32), np.arange(8, 32)).tolist()
     assert sorted(rows) == sorted(expected)
 
 
 def test_a_jump_is_followed() -> None:
-    sizes = Batch(micro=3, accumulate=2, world_size=1)
-    schedule = Schedule(Order(40, 0), sizes, rank=0, end=40)
+    sizes = BatchSizes(micro=3, accumulate=2, world_size=1)
+    schedule = WorkerSampler(SampleOrder(40, 0), sizes, rank=0, end=40)
     data = TensorData(torch.arange(40))
-    feed = Feed(Reader(data, 0), TrainConfig(data_workers=1, data_prefetch=3), CPU)
+    feed = BatchLoader(BatchReader(data, 0), TrainConfig(data_workers=1, data_prefetch=3), CPU)
     with feed.running():
         for start, index in ((0, 0), (0, 1), (6, 0), (0, 0), (0, 1), (36, 0), (36, 1), (12, 1)):
             assert (
@@ -232,8 +232,8 @@ def test_batches_for_a_gpu_are_pinned_also_if_the_loop_reads(monkeypatch: pytest
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     config = TrainConfig(micro_batch=4, steps=2, data_workers=workers)
-    feed = Feed(Reader(points(), 0), config, torch.device("cuda", 0))
-    schedule = Schedule(Order(50, 0), Batch(micro=4, accumulate=1, world_size=1), rank=0, end=8)
+    feed = BatchLoader(BatchReader(points(), 0), config, torch.device("cuda", 0))
+    schedule = WorkerSampler(SampleOrder(50, 0), BatchSizes(micro=4, accumulate=1, world_size=1), rank=0, end=8)
     with feed.running():
         feed.batch(schedule(0)[0], schedule, 0, 0)
     assert len(seen) >= 2

@@ -12,7 +12,7 @@ from torch._C import _distributed_c10d as c10d
 
 from dtctl import names
 from dtctl.doctor.explain.dumps import is_dump, judge_dumps, read_dump
-from dtctl.launch.control.hang import Stack, write_stack
+from dtctl.launch.control.hang import StackTrace, write_stack
 from dtctl.runtime.distributed import network
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.telemetry import flight
@@ -60,7 +60,7 @@ def ops(record: dict[str, Any]) -> set[str]:
 
 def test_on_gpus_the_record_is_nccl_s_with_gloo_s_beside_it(recorders: Any) -> None:
     recorders(8, 5)
-    found = json.loads(flight.dump())
+    found = json.loads(flight.dump_flight_recorder())
     assert ops(found) == {"nccl:all_reduce"}
     assert ops(found["gloo"]) == {"gloo:all_reduce"}
 
@@ -68,22 +68,22 @@ def test_on_gpus_the_record_is_nccl_s_with_gloo_s_beside_it(recorders: Any) -> N
 @pytest.mark.parametrize(("nccl", "other"), [(None, 5), (0, 5)])
 def test_elsewhere_it_is_gloo_s(recorders: Any, nccl: int | None, other: int) -> None:
     recorders(nccl, other)
-    assert ops(json.loads(flight.dump())) == {"gloo:all_reduce"}
+    assert ops(json.loads(flight.dump_flight_recorder())) == {"gloo:all_reduce"}
 
 
 def test_a_torch_without_recorders_says_nothing(recorders: Any) -> None:
     recorders(None, None)
-    assert flight.dump() == b""
+    assert flight.dump_flight_recorder() == b""
 
 
 def test_a_long_record_keeps_its_end_and_can_be_read_on_the_control_machine(recorders: Any, tmp_path: Path) -> None:
     recorders(2000, 2000)
     answer = tmp_path / "rank-0.flight"
-    answer.write_bytes(flight.dump())
-    told = stacks._flight(str(answer))
+    answer.write_bytes(flight.dump_flight_recorder())
+    told = stacks._read_flight_record(str(answer))
     assert json.loads(told)["entries"][-1]["collective_seq_id"] == 2000
     for rank in (0, 1):
-        write_stack(tmp_path / "hangs", "a", rank, Stack(state="S", tool="none", text="", flight=told))
+        write_stack(tmp_path / "hangs", "a", rank, StackTrace(state="S", tool="none", text="", flight=told))
     kept = sorted(path for path in (tmp_path / "hangs" / "a").iterdir() if is_dump(path))
     assert len(kept) == 2, "doctor --log reads them"
     dumps = [read_dump(path) for path in kept]
@@ -94,7 +94,7 @@ def test_a_long_record_keeps_its_end_and_can_be_read_on_the_control_machine(reco
 def test_what_is_too_long_is_left_out_and_not_cut(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.flight"
     path.write_text('{"entries": ["' + "x" * stacks.FLIGHT_BYTES + '"]}')
-    assert stacks._flight(str(path)) == ""
+    assert stacks._read_flight_record(str(path)) == ""
 
 
 def test_records_of_a_failure_have_names_that_the_doctor_knows(
@@ -102,7 +102,7 @@ def test_records_of_a_failure_have_names_that_the_doctor_knows(
 ) -> None:
     recorders(3, 3)
     monkeypatch.setenv(names.RUN_DIR, str(tmp_path))
-    path = network.record(dataclasses.replace(worker, rank=5, world_size=8, backend="gloo"))
+    path = network.write_flight_record(dataclasses.replace(worker, rank=5, world_size=8, backend="gloo"))
     assert path is not None
     assert is_dump(path)
     found = read_dump(path)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import _random
 
 from dtctl.errors import PlanError
 from dtctl.runtime.distributed.device_mesh import limit_groups
-from dtctl.runtime.distributed.process_group import _can_be_bound, leave, require_same_device
+from dtctl.runtime.distributed.process_group import _can_be_bound, leave_process_group, require_same_device
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.strategies.tensor import draw_alike
 from tests.facts import raises
@@ -58,7 +58,7 @@ def test_a_failed_worker_does_not_wait_for_its_peers_on_gpus(
     monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: done.append("aborted"))
-    leave(within_s=5.0)
+    leave_process_group(within_s=5.0)
     assert done == ["aborted" if aborts else "destroyed"]
     assert threading.active_count() >= 1
     monkeypatch.undo()

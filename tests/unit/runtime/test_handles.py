@@ -22,10 +22,10 @@ import torch
 
 from dtctl.errors import PlanError
 from dtctl.runtime.data_loading import handles
-from dtctl.runtime.data_loading.feed import Feed
-from dtctl.runtime.data_loading.order import Order, Schedule
-from dtctl.runtime.data_loading.reading import Reader
-from dtctl.train.batch import Batch
+from dtctl.runtime.data_loading.feed import BatchLoader
+from dtctl.runtime.data_loading.order import SampleOrder, WorkerSampler
+from dtctl.runtime.data_loading.reading import BatchReader
+from dtctl.train.batch import BatchSizes
 from dtctl.train.config import TrainConfig
 from tests.facts import raises
 
@@ -125,9 +125,9 @@ def mapped(path: Path) -> Records:
 
 
 def all_of(data: object, workers: int) -> list[list[int]]:
-    sizes = Batch(micro=4, accumulate=1, world_size=1)
-    schedule = Schedule(Order(COUNT, 0), sizes, rank=0, end=COUNT)
-    feed = Feed(Reader(data, 0), TrainConfig(data_workers=workers), torch.device("cpu"))  # type: ignore[arg-type]
+    sizes = BatchSizes(micro=4, accumulate=1, world_size=1)
+    schedule = WorkerSampler(SampleOrder(COUNT, 0), sizes, rank=0, end=COUNT)
+    feed = BatchLoader(BatchReader(data, 0), TrainConfig(data_workers=workers), torch.device("cpu"))  # type: ignore[arg-type]
     with feed.running():
         return [
             feed.batch(schedule(start)[0], schedule, start, 0)[:, ::8].tolist()
@@ -184,8 +184,8 @@ class Holder:
 
 def refuse(handle: object, facts: str) -> None:
     with raises(PlanError, facts):
-        Feed(Reader(Holder(handle), 0), TrainConfig(data_workers=2), torch.device("cpu"))
-    Feed(Reader(Holder(handle), 0), TrainConfig(data_workers=0), torch.device("cpu"))
+        BatchLoader(BatchReader(Holder(handle), 0), TrainConfig(data_workers=2), torch.device("cpu"))
+    BatchLoader(BatchReader(Holder(handle), 0), TrainConfig(data_workers=0), torch.device("cpu"))
 
 
 def test_a_socket_is_refused_by_name() -> None:
@@ -200,10 +200,10 @@ def test_an_open_database_is_refused_by_name(tmp_path: Path) -> None:
     connection.commit()
     refuse(connection, "SQLite rows.db nested handle")
     # One that something else has opened is no business of the data set.
-    Feed(Reader(Holder(io.BytesIO()), 0), TrainConfig(data_workers=2), torch.device("cpu"))
+    BatchLoader(BatchReader(Holder(io.BytesIO()), 0), TrainConfig(data_workers=2), torch.device("cpu"))
     connection.close()
     with closing(sqlite3.connect(":memory:")) as memory:
-        Feed(Reader(Holder(memory), 0), TrainConfig(data_workers=2), torch.device("cpu"))
+        BatchLoader(BatchReader(Holder(memory), 0), TrainConfig(data_workers=2), torch.device("cpu"))
 
 
 def test_a_map_of_lmdb_is_refused_by_name(tmp_path: Path) -> None:
@@ -226,10 +226,12 @@ def test_what_a_data_set_opens_when_it_is_read_each_process_opens_itself(tmp_pat
 
     for opens in (connect, socket.socket):
         data = Holder(opens=opens)
-        feed = Feed(Reader(data, 0), TrainConfig(data_workers=2), torch.device("cpu"))
+        feed = BatchLoader(BatchReader(data, 0), TrainConfig(data_workers=2), torch.device("cpu"))
         feed.single(np.array([1, 2]))
         assert data.connection is not None
-        schedule = Schedule(Order(COUNT, 0), Batch(micro=4, accumulate=1, world_size=1), rank=0, end=COUNT)
+        schedule = WorkerSampler(
+            SampleOrder(COUNT, 0), BatchSizes(micro=4, accumulate=1, world_size=1), rank=0, end=COUNT
+        )
         with feed.running():
             for start in range(0, 32, 4):
                 assert feed.batch(schedule(start)[0], schedule, start, 0).tolist() == schedule(start)[0].tolist()
@@ -244,7 +246,7 @@ def test_positions_are_those_before_the_fork(tmp_path: Path) -> None:
         files = handles.open_files()
         assert files[file.fileno()].position == SIZE
         file.seek(0)
-        handles.reopen({file.fileno(): files[file.fileno()]})
+        handles.reopen_inherited_files({file.fileno(): files[file.fileno()]})
         assert file.read(2) == b"\1\0"
 
 
@@ -255,11 +257,11 @@ def test_a_file_that_was_closed_since_is_left_alone(tmp_path: Path) -> None:
     number = os.open(tmp_path / "a", os.O_RDONLY)
     files = handles.open_files()
     os.close(number)
-    handles.reopen({number: files[number]})
+    handles.reopen_inherited_files({number: files[number]})
     other = os.open(tmp_path / "b", os.O_RDONLY)
     try:
         os.lseek(other, 1, os.SEEK_SET)
-        handles.reopen({other: files[number]})
+        handles.reopen_inherited_files({other: files[number]})
         assert os.lseek(other, 0, os.SEEK_CUR) == 1
     finally:
         os.close(other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime import Hook, Outcome, Trainer
-from dtctl.runtime.hooks import Hooks, TrainingView
+from dtctl.runtime.hooks import HookRunner, TrainingView
 from dtctl.runtime.snapshot.format import layout
 from tests.facts import raises
 from tests.unit.runtime.conftest import Make, points
@@ -93,14 +94,14 @@ def test_a_training_that_a_hook_ends_is_finished_and_exact_after_a_kill(
     calm = with_hooks(make, Patience(1e9))
     assert calm.run() is Outcome.FINISHED
     assert 8 < calm.step < 20
-    newest, *_ = layout.listing(Path("snapshots"))
+    newest, *_ = layout.list_step_folders(Path("snapshots"))
     assert newest[0] == calm.step, "there is a snapshot of the end"
 
     again = with_hooks(make, Patience(1e9))
     assert again.run() is Outcome.FINISHED
     assert again.step == calm.step, "a run that was ended stays ended"
 
-    for step, path in layout.listing(Path("snapshots")):
+    for step, path in layout.list_step_folders(Path("snapshots")):
         if step > 8:
             shutil.rmtree(path)
     capsys.readouterr()
@@ -108,8 +109,10 @@ def test_a_training_that_a_hook_ends_is_finished_and_exact_after_a_kill(
     assert killed.run() is Outcome.FINISHED
     assert read_verdict(capsys.readouterr().out) == "exact"
     assert killed.step == calm.step
-    assert killed.rate.factor == calm.rate.factor < 1
-    assert all(torch.equal(one, other) for one, other in zip(calm.parameters, killed.parameters, strict=True))
+    assert killed.training.trained.rate.factor == calm.training.trained.rate.factor < 1
+    assert all(
+        torch.equal(one, other) for one, other in zip(calm.model.parameters(), killed.model.parameters(), strict=True)
+    )
 
 
 def test_a_decision_elsewhere_is_refused(make: Make) -> None:
@@ -123,16 +126,32 @@ def test_a_decision_elsewhere_is_refused(make: Make) -> None:
 
 def test_calls_are_held_back_until_a_resume_is_known_to_be_exact(make: Make) -> None:
     with_hooks(make, settings={"steps": 8}).run()
-    shutil.rmtree(layout.folder_of(Path("snapshots"), 8))
+    shutil.rmtree(layout.build_snapshot_path(Path("snapshots"), 8))
     hook = Moments()
 
     class Noting(Hook):
         def after_step(self, training: TrainingView) -> None:
-            hook.seen.append((f"with {trainer.recorder.is_pending}", training.step))
+            hook.seen.append((f"with {trainer.training.check.recorder.is_pending}", training.step))
 
     trainer = with_hooks(make, Noting(), settings={"steps": 8, "require_exact": True})
     trainer.run()
     assert hook.seen == [("with False", step) for step in (5, 6, 7, 8)]
+
+
+def test_the_verdict_of_a_resume_is_seen_and_in_the_metrics(make: Make) -> None:
+    settings = {"steps": 8, "log_every": 1}
+    with_hooks(make, settings=settings).run()
+    shutil.rmtree(layout.build_snapshot_path(Path("snapshots"), 8))
+    seen: list[str | None] = []
+
+    class Seeing(Hook):
+        def after_step(self, training: TrainingView) -> None:
+            seen.append(training.verdict and training.verdict.verdict)
+
+    with_hooks(make, Seeing(), settings=settings).run()
+    assert seen == [None, "exact", "exact", "exact"], "steps 5 and 6 are repeated"
+    rows = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    assert [row.get("resume_exact") for row in rows[-4:]] == [None, 1, 1, 1]
 
 
 def test_workers_that_decide_differently_are_named(tmp_path: Path) -> None:
@@ -147,6 +166,6 @@ def test_workers_that_decide_differently_are_named(tmp_path: Path) -> None:
     def action(worker: Any) -> None:
         view = TrainingView(4, 9, nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)], lr=1.0))
         with raises(PlanError, "rank 0 1 stop False True step 4"):
-            Hooks([Own(worker.rank)], worker).decide(view, {"val_loss": 1.0})
+            HookRunner([Own(worker.rank)], worker).call_evaluation_hooks(view, {"val_loss": 1.0})
 
     gang(2, tmp_path, action)

@@ -49,14 +49,14 @@ def trained(worker: Worker, folder: Path, model: nn.Module, stop: int = 0, **set
     defaults = {"steps": 8, "micro_batch": 4, "log_every": 100, "snapshot": {"dir": str(folder)}, **settings}
     trainer = Trainer(load(defaults, argv=[], environ={}), worker, model, squared, images())
     if stop:
-        done = trainer.report.step
+        done = trainer.training.report.step
 
         def after(step: int) -> None:
             done(step)
             if step == stop:
                 signal.raise_signal(signal.SIGTERM)
 
-        trainer.report.step = after  # type: ignore[method-assign]
+        trainer.training.report.step = after  # type: ignore[method-assign]
     trainer.run()
     return trainer
 
@@ -73,13 +73,13 @@ def test_images_channel_by_channel_are_resumed_with_the_same_bits(
     whole = trained(worker, tmp_path / "whole", model(), **settings)
     trained(worker, tmp_path / "parts", model(), stop=4, **settings)
     again = trained(worker, tmp_path / "parts", model(), **settings)
-    assert again.began_at == 4
+    assert again.training.position.began_at == 4
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, again.model.state_dict()[name]), name
     for trainer in (whole, again):
         moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
-        assert [one.stride() for one in moments] == [one.stride() for one in trainer.parameters]
-        assert trainer.parameters[0].is_contiguous(memory_format=torch.channels_last)
+        assert [one.stride() for one in moments] == [one.stride() for one in trainer.training.trained.parameters]
+        assert trainer.training.trained.parameters[0].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_they_compute_what_others_do(worker: Worker, tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_models_in_parts_have_no_such_form(degrees: Degrees) -> None:
 
 
 def test_cudnn_measures_only_where_the_same_bits_are_not_wanted() -> None:
-    chosen.choose(load({"cudnn_benchmark": True}, argv=[], environ={}), "cuda")
+    chosen.apply_kernel_settings(load({"cudnn_benchmark": True}, argv=[], environ={}), "cuda")
     assert torch.backends.cudnn.benchmark
     for wanted in ({"deterministic": True}, {"require_exact": True}):
         with pytest.raises(PlanError) as caught:
-            chosen.choose(load({"cudnn_benchmark": True, **wanted}, argv=[], environ={}), "cuda")
+            chosen.apply_kernel_settings(load({"cudnn_benchmark": True, **wanted}, argv=[], environ={}), "cuda")
         assert caught.value.where == "train.cudnn_benchmark"
 
 
@@ -112,7 +112,7 @@ def test_cudnn_measures_only_where_the_same_bits_are_not_wanted() -> None:
     [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("", set()), ("0-x", set()), ("\n", set())],
 )
 def test_lists_of_cores(text: str, cores: set[int]) -> None:
-    assert affinity.parsed(text) == cores
+    assert affinity.parse_core_list(text) == cores
 
 
 def test_a_worker_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +120,13 @@ def test_a_worker_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: known)
     monkeypatch.setattr(affinity, "PCI", tmp_path)
     before = os.sched_getaffinity(0)
-    assert affinity.near(torch.device("cuda", 0)) == frozenset(), "the system does not say"
-    assert affinity.bind(affinity.near(torch.device("cuda", 0))) == before
+    assert affinity.find_cores_near_gpu(torch.device("cuda", 0)) == frozenset(), "the system does not say"
+    assert affinity.bind_process_to_cores(affinity.find_cores_near_gpu(torch.device("cuda", 0))) == before
     own = tmp_path / "0000:3b:00.0"
     own.mkdir()
     (own / "local_cpulist").write_text(f"{min(before)}\n")
-    near = affinity.near(torch.device("cuda", 0))
+    near = affinity.find_cores_near_gpu(torch.device("cuda", 0))
     assert near == {min(before)}
-    assert affinity.bind({max(before) + 1000}) == before, "cores that are not this process's"
-    assert affinity.bind(near) == {min(before)}
+    assert affinity.bind_process_to_cores({max(before) + 1000}) == before, "cores that are not this process's"
+    assert affinity.bind_process_to_cores(near) == {min(before)}
     assert os.sched_getaffinity(0) == {min(before)}

@@ -40,11 +40,13 @@ def dies_at(call: int) -> Callable[[nn.Module, Any], torch.Tensor]:
 
 
 def digest(trainer: Trainer) -> str:
-    return state.digest(trainer.model.state_dict(), state.optimizer_tree(trainer.model, trainer.optimizer))
+    return state.compute_state_digest(
+        trainer.model.state_dict(), state.optimizer_tree(trainer.model, trainer.optimizer)
+    )
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [step for step, _ in layout.listing(folder)]
+    return [step for step, _ in layout.list_step_folders(folder)]
 
 
 def test_a_training_learns_and_logs(make: Make, tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_epochs_end_with_a_short_batch(make: Make, tmp_path: Path) -> None:
     trainer.run()
     assert trainer.steps == 7
     assert seen == [8, 8, 8, 8, 8, 8, 2]
-    assert trainer.position == 50
+    assert trainer.training.position.samples == 50
 
 
 def test_short_last_micro_batches_weigh_by_sample(make: Make) -> None:
@@ -140,7 +142,7 @@ def test_a_damaged_snapshot_gives_way(make: Make, tmp_path: Path, capsys: pytest
     assert "skipped: step-00000012 is corrupt: model.safetensors does not have the digest" in out
     assert "resumed at step 10 of 12: nothing known differs\nexact: steps 11 to 12 repeated bit for bit" in out
     assert digest(resumed) == digest(straight)
-    assert read.verify(path.parent).status == "ok"
+    assert read.verify_snapshot(path.parent).status == "ok"
 
 
 def test_what_differs_is_said(make: Make, capsys: pytest.CaptureFixture[str]) -> None:

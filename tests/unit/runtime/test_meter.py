@@ -35,12 +35,12 @@ def test_the_spread_is_of_the_window(clock: Clock) -> None:
         clock.now += milliseconds / 1000
         times.record_passes((1.0, 1.5), 0.0)
         times.step()
-    spread, own_s, _ = times.take()
+    spread, own_s, _ = times.pop_time_spread()
     assert spread["step_p50_s"] == 0.050
     assert spread["step_p95_s"] == 0.095
     assert spread["step_max_s"] == 0.100
     assert own_s == 0.5
-    assert times.take() == ({}, 0.0, 0.0)
+    assert times.pop_time_spread() == ({}, 0.0, 0.0)
 
 
 def test_pauses_are_left_out(clock: Clock) -> None:
@@ -48,20 +48,20 @@ def test_pauses_are_left_out(clock: Clock) -> None:
     clock.now += 5.25
     times.pause(5.0)
     times.step()
-    assert times.take()[0]["step_max_s"] == 0.25
+    assert times.pop_time_spread()[0]["step_max_s"] == 0.25
 
 
 def test_the_slowest_is_named() -> None:
-    assert meter.stragglers(torch.tensor([0.1])) == {}
-    found = meter.stragglers(torch.tensor([0.1, 0.5, 0.2], dtype=torch.float64))
+    assert meter.find_slowest_rank(torch.tensor([0.1])) == {}
+    found = meter.find_slowest_rank(torch.tensor([0.1, 0.5, 0.2], dtype=torch.float64))
     assert found == {"slowest_rank": 1, "slowest_own_s": 0.5, "median_own_s": 0.2}
 
 
 def test_memory_is_that_of_the_process() -> None:
-    before = meter.memory(torch.device("cpu"))
+    before = meter.measure_worker_memory(torch.device("cpu"))
     assert 0.05 < before["rss_gib"] <= before["rss_peak_gib"] * 1.01
     held = torch.ones(64 << 20, dtype=torch.uint8)
-    after = meter.memory(torch.device("cpu"))
+    after = meter.measure_worker_memory(torch.device("cpu"))
     assert after["rss_gib"] - before["rss_gib"] == pytest.approx(len(held) / (1 << 30), abs=0.01)
 
 
@@ -102,7 +102,7 @@ def test_every_peak_has_a_source_and_half_is_faster() -> None:
 
 
 def test_use_is_known_where_peak_and_work_are(worker: Worker) -> None:
-    assert meter.Use(worker, "bf16", 1e9).of(10.0) == {}
+    assert meter.ModelFlopsUtilization(worker, "bf16", 1e9).compute_mfu(10.0) == {}
     model = nn.Linear(9, 10)
     assert meter.flops_per_sample(model, None) is None
     assert meter.flops_per_sample(model, 7) == 6 * 7 * 100
@@ -140,7 +140,7 @@ class Event:
 def test_on_a_gpu_times_are_those_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "queue_s", 0.0)
-    clock = meter.clock(torch.device("cuda", 0))
+    clock = meter.build_step_clock(torch.device("cuda", 0))
     times = meter.StepTimes(clock)
     for kernels in (4.0, 2.0, 3.0):
         begin = clock.mark()
@@ -151,13 +151,13 @@ def test_on_a_gpu_times_are_those_of_its_kernels(monkeypatch: pytest.MonkeyPatch
         Event.queue_s += 50.0  # a snapshot's copies
         times.pause(0.001)
     assert Event.waited == 0, "a step waits for nothing"
-    assert times.take() == ({"step_p50_s": 3.0, "step_p95_s": 4.0, "step_max_s": 4.0}, 0.75, 0.0)
-    assert meter.clock(torch.device("cpu")).mark is not None
+    assert times.pop_time_spread() == ({"step_p50_s": 3.0, "step_p95_s": 4.0, "step_max_s": 4.0}, 0.75, 0.0)
+    assert meter.build_step_clock(torch.device("cpu")).mark is not None
 
 
 def test_the_fullest_worker_is_named() -> None:
-    assert meter.fullest(torch.tensor([1.5])) == {}
-    assert meter.fullest(torch.tensor([10.25, 71.5, 70.0])) == {"fullest_rank": 1, "fullest_gib": 71.5}
+    assert meter.find_fullest_rank(torch.tensor([1.5])) == {}
+    assert meter.find_fullest_rank(torch.tensor([10.25, 71.5, 70.0])) == {"fullest_rank": 1, "fullest_gib": 71.5}
 
 
 @pytest.mark.parametrize(("name", "peak"), [("NVIDIA A100-SXM4-80GB", 156e12), ("Tesla V100-SXM2-32GB", 15.7e12)])
@@ -187,7 +187,7 @@ def test_a_process_is_never_many_steps_ahead_of_its_gpu() -> None:
     times.step()
     times.step()
     assert queue.waited == [2, 3], "the ends of the first two steps"
-    times.take()
+    times.pop_time_spread()
     times.step()
     assert len(queue.waited) == 2, "a line of metrics has waited for all of them"
 
@@ -198,7 +198,7 @@ def test_the_share_of_time_waited_for_data_is_that_of_the_steps_since_the_last_l
         clock.now += 2.0
         times.record_passes(None, 0.5)
         times.step()
-    assert times.take()[2] == 0.25
+    assert times.pop_time_spread()[2] == 0.25
     clock.now += 1.0
     times.step()
-    assert times.take()[2] == 0.0
+    assert times.pop_time_spread()[2] == 0.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.runtime.telemetry.metrics import MetricsWriter, cut
+from dtctl.runtime.telemetry.metrics import MetricsWriter, remove_later_lines
 from dtctl.runtime.telemetry.sinks import TensorBoard
 
 KEYS = {"step", "loss", "lr", "grad_norm", "step_s", "samples_per_s", "tokens_per_s", "time"}
@@ -52,11 +52,11 @@ def test_resuming_removes_later_and_torn_lines(tmp_path: Path) -> None:
 
 def test_cutting_nothing_leaves_the_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    cut(path, 3)
+    remove_later_lines(path, 3)
     assert not path.exists()
     path.write_text('{"step": 3}\n')
     before = path.stat().st_ino
-    cut(path, 3)
+    remove_later_lines(path, 3)
     assert path.stat().st_ino == before
 
 

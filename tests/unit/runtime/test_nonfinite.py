@@ -47,39 +47,39 @@ def finite(trainer: Trainer) -> bool:
 
 def test_an_overflow_that_the_scale_explains_is_skipped_and_is_no_case_for_the_policy(worker: Worker) -> None:
     guard = NonFiniteGuard("stop", LossScale(4.0), worker)
-    assert [guard.judge(step, BAD) for step in (1, 2)] == ["skip", "skip"]
+    assert [guard.decide_step_action(step, BAD) for step in (1, 2)] == ["skip", "skip"]
     with raises(WorkerFailed, "gradient step 3 finite"):
-        guard.judge(3, BAD)
+        guard.decide_step_action(3, BAD)
 
 
 def test_skipping_without_end_ends(worker: Worker) -> None:
     guard = NonFiniteGuard("skip", None, worker)
-    assert guard.judge(1, BAD) == "skip"
-    assert guard.judge(2, GOOD) == "take"
+    assert guard.decide_step_action(1, BAD) == "skip"
+    assert guard.decide_step_action(2, GOOD) == "take"
     for step in range(MAX_SKIPPED):
-        assert guard.judge(3 + step, BAD) == "skip"
+        assert guard.decide_step_action(3 + step, BAD) == "skip"
     with raises(WorkerFailed, "100 row"):
-        guard.judge(200, BAD)
+        guard.decide_step_action(200, BAD)
     assert guard.skipped == MAX_SKIPPED + 2
 
 
 def test_going_back_helps_or_ends(worker: Worker) -> None:
     guard = NonFiniteGuard("rollback", None, worker)
     for _ in range(MAX_ROLLBACKS):
-        assert guard.judge(10, BAD) == "rollback"
-        assert guard.judge(8, GOOD) == "take"
-    assert guard.judge(11, GOOD) == "take"
+        assert guard.decide_step_action(10, BAD) == "rollback"
+        assert guard.decide_step_action(8, GOOD) == "take"
+    assert guard.decide_step_action(11, GOOD) == "take"
     for _ in range(MAX_ROLLBACKS):
-        assert guard.judge(12, BAD) == "rollback"
+        assert guard.decide_step_action(12, BAD) == "rollback"
     with raises(WorkerFailed, "3"):
-        guard.judge(9, BAD)
+        guard.decide_step_action(9, BAD)
 
 
 def test_stop_leaves_no_spoilt_snapshot(make: Make, tmp_path: Path) -> None:
     settings = {"snapshot": {"every_steps": 2, "keep": 9}, "log_every": 100}
     with raises(WorkerFailed, "gradient step 5 loss"):
         make(settings, **linear(loss=poisoned(5))).run()
-    assert [step for step, _ in layout.listing(tmp_path / "snapshots")] == [4, 2]
+    assert [step for step, _ in layout.list_step_folders(tmp_path / "snapshots")] == [4, 2]
 
 
 class Root(torch.autograd.Function):
@@ -145,8 +145,8 @@ def test_what_cannot_be_known_is_said_and_the_next_attempt_finds_it(
     trainer = make({"log_every": 10}, model=nn.Sequential(*layers), loss=rooted(3))
     with raises(WorkerFailed, "3 0.bias"):
         trainer.run()
-    trainer.guard.note(11, GOOD)
-    assert not trainer.guard.always, "it looks no longer than it has to"
+    trainer.training.engine.guard.record_step_loss(11, GOOD)
+    assert not trainer.training.engine.guard.must_check_step, "it looks no longer than it has to"
 
 
 def test_skip_leaves_weights_and_moments_as_they_were(make: Make) -> None:
@@ -156,7 +156,7 @@ def test_skip_leaves_weights_and_moments_as_they_were(make: Make) -> None:
         trainer = make(settings, **linear(loss=poisoned(*calls)))
         trainer.run()
         ends.append(trainer.model.state_dict())
-        assert trainer.guard.skipped == len(calls)
+        assert trainer.training.engine.guard.skipped == len(calls)
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
@@ -167,7 +167,7 @@ def test_going_back_leaves_samples_out_and_lines_stand_once(
     trainer = make(settings, **linear(loss=poisoned(7)))
     trainer.run()
     assert finite(trainer)
-    assert (trainer.step, trainer.position) == (12, 15 * 4)
+    assert (trainer.step, trainer.training.position.samples) == (12, 15 * 4)
     assert not missing(capsys.readouterr().out, "gradient step 7 back step 4 12 samples")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 13))
@@ -181,7 +181,7 @@ def test_by_epochs_samples_left_out_are_not_made_up_for(make: Make) -> None:
     settings = {"on_nan": "rollback", "steps": None, "epochs": 1, "snapshot": {"every_steps": 4}}
     trainer = make(settings, **linear(loss=poisoned(7)))
     trainer.run()
-    assert (trainer.step, trainer.position) == (10, 50)
+    assert (trainer.step, trainer.training.position.samples) == (10, 50)
 
 
 def test_without_a_snapshot_there_is_no_way_back(make: Make) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from dtctl.errors import PlanError, WorkerFailed
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.guards import oom
-from dtctl.runtime.guards.oom import MemoryWatch, smaller
-from dtctl.train.batch import Batch
+from dtctl.runtime.guards.oom import OomGuard, reduce_micro_batch
+from dtctl.train.batch import BatchSizes
 from tests.facts import raises
 from tests.unit.runtime.conftest import Make, points, squared
 
@@ -39,12 +39,12 @@ def network() -> nn.Module:
 
 @pytest.mark.parametrize(("micro", "parts"), [(8, [4, 2, 1]), (12, [6, 3, 1]), (15, [5, 1]), (7, [1])])
 def test_micro_batches_are_cut_down_to_one(micro: int, parts: list[int]) -> None:
-    sizes = Batch(micro=micro, accumulate=2, world_size=3)
+    sizes = BatchSizes(micro=micro, accumulate=2, world_size=3)
     for part in parts:
-        sizes = smaller(sizes)
+        sizes = reduce_micro_batch(sizes)
         assert (sizes.micro, sizes.total) == (part, micro * 6)
     with raises(PlanError, "micro batch"):
-        smaller(sizes)
+        reduce_micro_batch(sizes)
 
 
 def test_the_step_is_repeated_over_the_same_samples(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,11 +68,11 @@ def test_a_resumed_training_keeps_what_was_learnt(make: Make, capsys: pytest.Cap
     capsys.readouterr()
     trainer = make({"micro_batch": 8, "steps": 8}, loss=limited(4))
     trainer.run()
-    assert (trainer.batch.micro, trainer.batch.accumulate) == (4, 2)
+    assert (trainer.training.position.batch.micro, trainer.training.position.batch.accumulate) == (4, 2)
     assert "out of memory" not in capsys.readouterr().out
     other = make({"micro_batch": 6, "steps": 9}, loss=limited(9))
     other.run()
-    assert (other.batch.micro, other.batch.accumulate) == (6, 1)
+    assert (other.training.position.batch.micro, other.training.position.batch.accumulate) == (6, 1)
 
 
 def test_stop_is_stop(make: Make) -> None:
@@ -98,7 +98,7 @@ def test_a_model_that_exchanges_in_its_passes_is_not_begun_anew(
     one_of_two = dataclasses.replace(worker, world_size=2, backend="gloo")
     for norm, can in ((nn.BatchNorm1d(8), True), (nn.SyncBatchNorm(8), False)):
         model = nn.Sequential(nn.Linear(8, 8), norm)
-        watch = MemoryWatch(Wrapped(model), list(model.parameters()), one_of_two, wanted=True)
+        watch = OomGuard(Wrapped(model), list(model.parameters()), one_of_two, wanted=True)
         assert watch.can_recover is can
 
     def fails() -> torch.Tensor:
@@ -126,7 +126,7 @@ def test_libraries_that_allocate_past_torch(make: Make, error: RuntimeError, hal
     trainer = make({"micro_batch": 4, "steps": 2}, model=network(), loss=loss)
     if halves:
         trainer.run()
-        assert trainer.batch.micro == 2
+        assert trainer.training.position.batch.micro == 2
     else:
         with pytest.raises(RuntimeError, match=str(error)[:20]):
             trainer.run()
@@ -157,7 +157,7 @@ class FromGpu:
 def test_on_gpus_the_processes_ask_each_other(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> None:
     one_of_three = dataclasses.replace(worker, rank=1, world_size=3, backend="cpu:gloo,cuda:nccl")
     monkeypatch.setattr(oom, "DistributedDataParallel", Wrapped)
-    watch = MemoryWatch(Wrapped(network()), [FromGpu()], one_of_three, wanted=True)  # type: ignore[list-item]
+    watch = OomGuard(Wrapped(network()), [FromGpu()], one_of_three, wanted=True)  # type: ignore[list-item]
     told: list[list[int]] = []
 
     def from_rank_2(_: Worker, flags: torch.Tensor) -> torch.Tensor:

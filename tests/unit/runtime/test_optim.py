@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.runtime.optim import optimizer, schedule
+from dtctl.runtime.optim import build_optimizer, build_rate_schedule
 from dtctl.train.config import TrainConfig
 
 
 def rates(steps: int, **settings: object) -> list[float]:
-    rate = schedule(TrainConfig(**settings), steps)  # type: ignore[arg-type]
+    rate = build_rate_schedule(TrainConfig(**settings), steps)  # type: ignore[arg-type]
     return [rate(step) for step in range(steps)]
 
 
@@ -45,7 +45,7 @@ def test_wsd_stays_and_falls_at_the_end() -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_kernels_and_numbers_are_those_asked_for(name: str, kernel: str) -> None:
     settings = {"optimizer": name, "kernel": kernel, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "momentum": 0.7}
-    (group,) = optimizer(TrainConfig(**settings), nn.Linear(2, 2)).param_groups  # type: ignore[arg-type]
+    (group,) = build_optimizer(TrainConfig(**settings), nn.Linear(2, 2)).param_groups  # type: ignore[arg-type]
     assert (group["fused"], group["foreach"]) == (kernel == "fused", kernel == "foreach")
     if name == "sgd":
         assert group["momentum"] == 0.7
@@ -59,7 +59,7 @@ def test_muon_has_matrices_and_adamw_the_rest() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6), nn.Linear(6, 3))
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     config = TrainConfig(optimizer="muon", lr=0.1, momentum=0.8, beta1=0.7, beta2=0.9, weight_decay=0.2)
-    found = optimizer(config, model)
+    found = build_optimizer(config, model)
     matrices, others = (
         {name: nn.Parameter(before[name].clone()) for name in names}
         for names in (("1.weight", "2.weight"), ("0.weight", "1.bias", "2.bias"))
@@ -90,7 +90,7 @@ def test_short_trainings_have_a_rate() -> None:
 def test_only_matrices_decay_and_frozen_parameters_stay_out(name: str, kind: type) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
     model[2].weight.requires_grad_(False)
-    found = optimizer(TrainConfig(optimizer=name, weight_decay=0.1), model)  # type: ignore[arg-type]
+    found = build_optimizer(TrainConfig(optimizer=name, weight_decay=0.1), model)  # type: ignore[arg-type]
     assert isinstance(found, kind)
     decayed, kept = found.param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)

@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtctl.runtime.data_loading.order import Order, Schedule
-from dtctl.train.batch import Batch
+from dtctl.runtime.data_loading.order import SampleOrder, WorkerSampler
+from dtctl.train.batch import BatchSizes
 
 
 @given(samples=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 1000))
 def test_an_epoch_is_a_permutation(samples: int, seed: int, epoch: int) -> None:
-    found = Order(samples, seed)(np.arange(epoch * samples, (epoch + 1) * samples))
+    found = SampleOrder(samples, seed)(np.arange(epoch * samples, (epoch + 1) * samples))
     assert sorted(found.tolist()) == list(range(samples))
 
 
 def test_large_sets_need_no_table() -> None:
     samples = 10**12 + 39
-    found = Order(samples, 1)(np.arange(100_000))
+    found = SampleOrder(samples, 1)(np.arange(100_000))
     assert found.min() >= 0
     assert found.max() < samples
     assert len(np.unique(found)) == 100_000
@@ -27,12 +27,12 @@ def test_large_sets_need_no_table() -> None:
 
 def test_the_order_is_fixed_for_good() -> None:
     """A resumed run must find the order it began with: other numbers here break every run under way."""
-    assert Order(10, 0)(np.arange(20)).tolist() == [4, 9, 3, 0, 5, 7, 2, 1, 6, 8, 5, 1, 8, 0, 7, 4, 6, 9, 2, 3]
+    assert SampleOrder(10, 0)(np.arange(20)).tolist() == [4, 9, 3, 0, 5, 7, 2, 1, 6, 8, 5, 1, 8, 0, 7, 4, 6, 9, 2, 3]
 
 
 def test_epochs_and_seeds_differ_and_indices_are_spread() -> None:
     samples = 1000
-    orders = [Order(samples, seed)(np.arange(2 * samples)) for seed in range(20)]
+    orders = [SampleOrder(samples, seed)(np.arange(2 * samples)) for seed in range(20)]
     first = np.array([found[:samples] for found in orders])
     second = np.array([found[samples:] for found in orders])
     assert all((one != two).mean() > 0.98 for one, two in zip(first, second, strict=True))
@@ -53,10 +53,10 @@ def test_epochs_and_seeds_differ_and_indices_are_spread() -> None:
 def test_workers_share_each_step_and_lose_nothing(
     samples: int, micro: int, workers: int, accumulate: int, epochs: int
 ) -> None:
-    sizes = Batch(micro=micro, accumulate=accumulate, world_size=workers)
+    sizes = BatchSizes(micro=micro, accumulate=accumulate, world_size=workers)
     end = samples * epochs
-    order = Order(samples, 5)
-    schedules = [Schedule(order, sizes, rank=rank, end=end) for rank in range(workers)]
+    order = SampleOrder(samples, 5)
+    schedules = [WorkerSampler(order, sizes, rank=rank, end=end) for rank in range(workers)]
     seen: list[int] = []
     for start in range(0, end, sizes.total):
         step = [indices for schedule in schedules for indices in schedule(start)]
@@ -68,17 +68,21 @@ def test_workers_share_each_step_and_lose_nothing(
 
 
 def test_other_numbers_of_workers_see_the_same_steps() -> None:
-    order = Order(100, 3)
+    order = SampleOrder(100, 3)
     for start in (0, 24, 48):
         steps = []
         for micro, workers, accumulate in ((24, 1, 1), (4, 3, 2), (6, 2, 2), (1, 4, 6)):
-            sizes = Batch(micro=micro, accumulate=accumulate, world_size=workers)
-            step = [i for r in range(workers) for part in Schedule(order, sizes, rank=r, end=1000)(start) for i in part]
+            sizes = BatchSizes(micro=micro, accumulate=accumulate, world_size=workers)
+            step = [
+                i for r in range(workers) for part in WorkerSampler(order, sizes, rank=r, end=1000)(start) for i in part
+            ]
             steps.append(sorted(step))
         for micro, shares in ((2, (1, 3)), (4, (3, 2, 1)), (1, (5, 1))):
-            sizes = Batch(micro=micro, accumulate=24 // micro // sum(shares), world_size=len(shares), shares=shares)
+            sizes = BatchSizes(
+                micro=micro, accumulate=24 // micro // sum(shares), world_size=len(shares), shares=shares
+            )
             assert sizes.total == 24
-            schedules = [Schedule(order, sizes, rank=rank, end=1000) for rank in range(len(shares))]
+            schedules = [WorkerSampler(order, sizes, rank=rank, end=1000) for rank in range(len(shares))]
             parts = [schedule(start) for schedule in schedules]
             assert [len(part[0]) for part in parts] == [micro * share for share in shares]
             steps.append(sorted(i for part in parts for indices in part for i in indices))
@@ -86,11 +90,14 @@ def test_other_numbers_of_workers_see_the_same_steps() -> None:
 
 
 def test_a_schedule_may_begin_anywhere() -> None:
-    sizes = Batch(micro=3, accumulate=2, world_size=2)
-    whole = Schedule(Order(50, 1), sizes, rank=1, end=10**6)
+    sizes = BatchSizes(micro=3, accumulate=2, world_size=2)
+    whole = WorkerSampler(SampleOrder(50, 1), sizes, rank=1, end=10**6)
     expected = {start: np.concatenate(whole(start)).tolist() for start in range(0, 120_000, 12)}
     for start in (119_988, 48, 60, 72, 0):
-        assert np.concatenate(Schedule(Order(50, 1), sizes, rank=1, end=10**6)(start)).tolist() == expected[start]
+        assert (
+            np.concatenate(WorkerSampler(SampleOrder(50, 1), sizes, rank=1, end=10**6)(start)).tolist()
+            == expected[start]
+        )
         assert np.concatenate(whole(start)).tolist() == expected[start]
-    off_grid = Schedule(Order(50, 1), sizes, rank=0, end=10**6)
-    assert off_grid(5)[0].tolist() == Order(50, 1)(np.arange(5, 8)).tolist()
+    off_grid = WorkerSampler(SampleOrder(50, 1), sizes, rank=0, end=10**6)
+    assert off_grid(5)[0].tolist() == SampleOrder(50, 1)(np.arange(5, 8)).tolist()

@@ -21,7 +21,7 @@ import torch
 from pydantic import BaseModel, PrivateAttr
 from torch import nn
 
-from dtctl.runtime.exactness import circumstances
+from dtctl.runtime.exactness import run_conditions
 from tests.unit.runtime.conftest import Make, squared
 from tests.unit.runtime.test_exactness import halves
 
@@ -452,7 +452,13 @@ def test_looking_at_the_data_leaves_no_trace_in_it(make: Make) -> None:
 
 
 def test_samples_that_there_was_no_time_for_are_no_difference() -> None:
-    whole = circumstances.checksum({"model (class)": "Net", "data[0]": "a", "data[7]": "b"})
-    assert circumstances.is_alike(whole, circumstances.checksum({"model (class)": "Net", "data[0]": "a"}))
-    assert not circumstances.is_alike(whole, circumstances.checksum({"model (class)": "Net", "data[0]": "c"}))
-    assert not circumstances.is_alike(whole, circumstances.checksum({"model (class)": "Other", "data[0]": "a"}))
+    whole = run_conditions.compute_facts_checksum({"model (class)": "Net", "data[0]": "a", "data[7]": "b"})
+    assert run_conditions.is_alike(
+        whole, run_conditions.compute_facts_checksum({"model (class)": "Net", "data[0]": "a"})
+    )
+    assert not run_conditions.is_alike(
+        whole, run_conditions.compute_facts_checksum({"model (class)": "Net", "data[0]": "c"})
+    )
+    assert not run_conditions.is_alike(
+        whole, run_conditions.compute_facts_checksum({"model (class)": "Other", "data[0]": "a"})
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.runtime.precision import LossScale, autocast, multiply
+from dtctl.runtime.precision import LossScale, autocast, multiply_tensors
 from dtctl.runtime.snapshot import read
 from tests.unit.runtime.conftest import Make, squared
 
@@ -49,9 +50,9 @@ def test_a_state_is_put_back() -> None:
 
 
 def test_multiplying_nothing_is_fine() -> None:
-    multiply([], 2.0)
+    multiply_tensors([], 2.0)
     values = [torch.ones(2), torch.ones(1)]
-    multiply(values, 0.5)
+    multiply_tensors(values, 0.5)
     assert [value.tolist() for value in values] == [[0.5, 0.5], [0.5]]
 
 
@@ -65,17 +66,19 @@ def test_overflow_skips_steps_until_the_scale_fits(make: Make, tmp_path: Path) -
     start = model.weight.detach().clone()
     trainer = make({"precision": "fp16", "steps": 1, "snapshot": {"every_steps": 1}}, model=model, loss=loud)
     trainer.run()
-    assert trainer.loss_scale is not None
-    assert trainer.loss_scale.scale == 32768
+    assert trainer.training.trained.loss_scale is not None
+    assert trainer.training.trained.loss_scale.scale == 32768
     assert torch.equal(model.weight, start)
     good, _ = read.newest_good(tmp_path / "snapshots")
     assert good is not None
     assert good.manifest is not None
-    assert good.manifest.facts["loss_scale"] == trainer.loss_scale.state()
+    assert good.manifest.facts["loss_scale"] == trainer.training.trained.loss_scale.state()
     again = make({"precision": "fp16", "steps": 40}, model=model, loss=loud)
     again.run()
-    assert again.loss_scale is not None
-    assert again.loss_scale.scale < 32768
+    rows = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss_scale"] == again.training.trained.loss_scale.scale  # type: ignore[union-attr]
+    assert again.training.trained.loss_scale is not None
+    assert again.training.trained.loss_scale.scale < 32768
     assert not torch.equal(model.weight, start)
     assert model.weight.isfinite().all()
 
@@ -84,5 +87,5 @@ def test_a_factor_goes_to_where_the_gradients_are(monkeypatch: pytest.MonkeyPatc
     """On the CPU torch takes a factor from anywhere; with a GPU it refuses one from the other device."""
     seen = []
     monkeypatch.setattr(torch, "_foreach_mul_", lambda some, factor: seen.append((some[0].device, factor.device)))
-    multiply([torch.ones(2), torch.ones(2, device="meta"), torch.ones(3)], torch.tensor(2.0, device="cpu"))
+    multiply_tensors([torch.ones(2), torch.ones(2, device="meta"), torch.ones(3)], torch.tensor(2.0, device="cpu"))
     assert seen == [(torch.device("cpu"),) * 2, (torch.device("meta"),) * 2]

@@ -16,21 +16,21 @@ def draw() -> list[float]:
 
 
 def test_restore_repeats_the_draws(worker: Worker) -> None:
-    randomness.begin(3, 0)
+    randomness.seed_worker_generators(3, 0)
     draw()  # leaves half a pair of normal numbers behind in Python and NumPy
-    captured = randomness.capture(worker.device)
+    captured = randomness.capture_rng_states(worker.device)
     expected = draw()
     assert draw() != expected
-    randomness.restore(captured, worker.device)
+    randomness.restore_rng_states(captured, worker.device)
     assert draw() == expected
 
 
 def test_gathered_states_are_of_ranks(worker: Worker) -> None:
-    everyone = randomness.gather(worker)
+    everyone = randomness.gather_rng_states(worker)
     assert everyone is not None
     mine = randomness.of_rank(everyone, 0)
     assert mine is not None
-    for name, tensor in randomness.capture(worker.device).items():
+    for name, tensor in randomness.capture_rng_states(worker.device).items():
         assert torch.equal(mine[name], tensor) or mine[name].isnan() == tensor.isnan()
     assert randomness.of_rank(everyone, 1) is None
 
@@ -38,13 +38,13 @@ def test_gathered_states_are_of_ranks(worker: Worker) -> None:
 def test_streams_differ_by_seed_rank_and_step() -> None:
     drawn = set()
     for seed, rank, step in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**63, 0, 0)):
-        randomness.begin(seed, rank, step=step)
+        randomness.seed_worker_generators(seed, rank, step=step)
         drawn.add(tuple(draw()))
     assert len(drawn) == 5
 
 
 def drawn_in(step: int, *, seed: int = 3, rank: int = 1) -> list[float]:
-    randomness.StepStream(seed, rank, torch.device("cpu")).begin(step)
+    randomness.StepRandomStream(seed, rank, torch.device("cpu")).begin(step)
     drawn: list[float] = torch.rand(4).tolist()
     return drawn
 

@@ -40,12 +40,12 @@ def begin(make: Make, settings: dict[str, Any] | None = None, **parts: Any) -> T
     """Train to the end, and leave the snapshot of the half alone, as if the run had been killed."""
     trainer = make({**SETTINGS, **(settings or {})}, **parts)
     trainer.run()
-    shutil.rmtree(layout.folder_of(Path("snapshots"), WHOLE))
+    shutil.rmtree(layout.build_snapshot_path(Path("snapshots"), WHOLE))
     return trainer
 
 
 def record(step: int = HALF) -> Path:
-    return Path(layout.folder_of(Path("snapshots"), step)) / FILE
+    return Path(layout.build_snapshot_path(Path("snapshots"), step)) / FILE
 
 
 def scaled(factor: float) -> Callable[[nn.Module, Any], torch.Tensor]:
@@ -95,7 +95,7 @@ def test_two_steps_are_recorded_and_repeated(make: Make, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert f"resumed at step {HALF} of {WHOLE}: nothing known differs\n" in out
     assert "exact: steps 7 to 8 repeated bit for bit\n" in out
-    assert all(torch.equal(a, b) for a, b in zip(straight.parameters, again.parameters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), again.model.parameters(), strict=True))
 
 
 class Killed(Exception):
@@ -207,7 +207,7 @@ def test_what_differs_first_is_named(
     """None of these is in a list of what to compare."""
 
     def go_on(settings: dict[str, Any] | None = None, **parts: Any) -> str:
-        for number, path in layout.listing(Path("snapshots")):
+        for number, path in layout.list_step_folders(Path("snapshots")):
             if number > HALF:
                 shutil.rmtree(path)
         make({**SETTINGS, **(settings or {})}, **parts).run()
@@ -274,8 +274,8 @@ def test_a_step_that_never_repeats_is_told_from_one_that_is_another(
 def read_order(make: Make) -> list[int]:
     """Samples of step 7."""
     trainer = make(SETTINGS)
-    position = HALF * trainer.batch.total
-    return [int(index) for indices in trainer.schedule(position) for index in indices]
+    position = HALF * trainer.training.position.batch.total
+    return [int(index) for indices in trainer.training.position.schedule(position) for index in indices]
 
 
 def test_a_known_difference_that_changes_no_bit(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +358,7 @@ def test_what_was_held_back_is_kept_after_the_verdict(make: Make, tmp_path: Path
     make({**SETTINGS, "require_exact": True}).run()
     again = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["loss"] for row in again] == [json.loads(row)["loss"] for row in rows]
-    assert [step for step, _ in layout.listing(Path("snapshots"))] == [WHOLE, HALF]
+    assert [step for step, _ in layout.list_step_folders(Path("snapshots"))] == [WHOLE, HALF]
 
 
 def test_a_stop_takes_two_more_steps_for_the_record(
@@ -406,13 +406,13 @@ def test_a_stop_before_the_verdict_keeps_nothing(make: Make, capsys: pytest.Capt
     trainer = make({**SETTINGS, "require_exact": True}, loss=loss)
     assert trainer.run() is Outcome.STOPPED
     assert not missing(capsys.readouterr().out, "stopped 7 12 without snapshot exact")
-    assert [step for step, _ in layout.listing(Path("snapshots"))] == [HALF]
+    assert [step for step, _ in layout.list_step_folders(Path("snapshots"))] == [HALF]
 
 
 def test_snapshots_at_every_step_have_a_record_each(make: Make) -> None:
     make({**SETTINGS, "snapshot": {"every_steps": 1, "keep": 99}}, model=network()).run()
     found = {
         step: [row["step"] for row in json.loads(record(step).read_text())["steps"]] if record(step).exists() else []
-        for step, _ in layout.listing(Path("snapshots"))
+        for step, _ in layout.list_step_folders(Path("snapshots"))
     }
     assert found == {step: [n for n in (step + 1, step + 2) if n <= WHOLE] for step in range(1, WHOLE + 1)}

@@ -9,24 +9,24 @@ import pytest
 
 from dtctl.errors import PlanError
 from dtctl.runtime import resume
-from dtctl.train.batch import Batch, batch
+from dtctl.train.batch import BatchSizes, compute_batch_sizes
 from dtctl.train.config import TrainConfig
 from tests.facts import raises
 
 
-def facts(config: TrainConfig, workers: int, *, used: Batch | None = None, factor: float = 1.0) -> dict[str, Any]:
-    asked = batch(config, workers)
-    return {"batch": resume.sizes(asked, used or asked), "rate_factor": factor}
+def facts(config: TrainConfig, workers: int, *, used: BatchSizes | None = None, factor: float = 1.0) -> dict[str, Any]:
+    asked = compute_batch_sizes(config, workers)
+    return {"batch": resume.build_batch_facts(asked, used or asked), "rate_factor": factor}
 
 
 def go_on(config: TrainConfig, workers: int, then: dict[str, Any]) -> tuple[int, int, int, float]:
-    sizes, factor = resume.batch(config, batch(config, workers), then)
+    sizes, factor = resume.resolve_resumed_batch(config, compute_batch_sizes(config, workers), then)
     return sizes.micro, sizes.accumulate, sizes.total, factor
 
 
 def test_the_same_goes_on_with_what_memory_allowed() -> None:
     config = TrainConfig(micro_batch=8)
-    then = facts(config, 2, used=Batch(micro=2, accumulate=4, world_size=2), factor=0.5)
+    then = facts(config, 2, used=BatchSizes(micro=2, accumulate=4, world_size=2), factor=0.5)
     assert go_on(config, 2, then) == (2, 4, 16, 0.5)
     assert go_on(TrainConfig(micro_batch=4), 2, then) == (4, 1, 8, 0.5)
     assert go_on(config, 2, {}) == (8, 1, 16, 1.0)

@@ -10,8 +10,8 @@ from dtctl import names
 from dtctl.errors import PlanError, SpecError
 from dtctl.runtime.data_loading import shares
 from dtctl.runtime.data_loading.shares import of_replicas, shares_of_all
-from dtctl.runtime.distributed.worker import identify
-from dtctl.train.batch import Batch, batch
+from dtctl.runtime.distributed.worker import resolve_worker_from_env
+from dtctl.train.batch import BatchSizes, compute_batch_sizes
 from dtctl.train.compatibility import require
 from dtctl.train.config import TrainConfig, load
 from dtctl.train.mesh import Degrees
@@ -31,7 +31,7 @@ def test_shares_follow_from_the_names_of_gpus_and_nodes(
     wanted: dict[str, int], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shares, "gathered_json", lambda _value, _worker: FACTS)
-    assert shares_of_all(config(shares=wanted), identify({})) == expected
+    assert shares_of_all(config(shares=wanted), resolve_worker_from_env({})) == expected
 
 
 @pytest.mark.parametrize("wanted", [{"H200": 2}, {"A100": 2, "b": 3}])
@@ -40,19 +40,19 @@ def test_a_share_of_nobody_or_two_shares_of_one_are_refused(
 ) -> None:
     monkeypatch.setattr(shares, "gathered_json", lambda _value, _worker: FACTS)
     with pytest.raises(PlanError) as refused:
-        shares_of_all(config(shares=wanted), identify({}))
+        shares_of_all(config(shares=wanted), resolve_worker_from_env({}))
     assert refused.value.where == "train.shares"
 
 
 def test_after_a_restart_the_nodes_may_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "gathered_json", lambda _value, _worker: FACTS)
     monkeypatch.setenv(names.ATTEMPT, "1")
-    assert shares_of_all(config(shares={"H200": 2, "c": 3}), identify({})) == [1, 1, 3]
+    assert shares_of_all(config(shares={"H200": 2, "c": 3}), resolve_worker_from_env({})) == [1, 1, 3]
 
 
 def test_one_process_knows_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(names.NODE, "here")
-    assert shares_of_all(config(shares={"here": 2}), identify({})) == [2]
+    assert shares_of_all(config(shares={"here": 2}), resolve_worker_from_env({})) == [2]
 
 
 def test_workers_of_one_part_of_a_batch_have_one_share() -> None:
@@ -63,12 +63,12 @@ def test_workers_of_one_part_of_a_batch_have_one_share() -> None:
 
 
 def test_a_global_batch_is_divided_by_shares() -> None:
-    assert batch(config(global_batch=24, accumulate=2), 2, shares=(3, 1)) == Batch(
+    assert compute_batch_sizes(config(global_batch=24, accumulate=2), 2, shares=(3, 1)) == BatchSizes(
         micro=3, accumulate=2, world_size=2, shares=(3, 1)
     )
-    assert batch(config(micro_batch=4), 2, shares=(3, 1)).total == 16
+    assert compute_batch_sizes(config(micro_batch=4), 2, shares=(3, 1)).total == 16
     with pytest.raises(PlanError):
-        batch(config(global_batch=18), 2, shares=(3, 1))
+        compute_batch_sizes(config(global_batch=18), 2, shares=(3, 1))
 
 
 def test_what_does_not_go_with_shares_is_refused() -> None:

@@ -41,8 +41,8 @@ def counted(
 
             def run(after: Callable[[int], None]) -> None:
                 def hear(trainer: Trainer) -> None:
-                    step = trainer.report.step
-                    trainer.report.step = lambda number: (step(number), after(number))  # type: ignore[assignment]
+                    step = trainer.training.report.step
+                    trainer.training.report.step = lambda number: (step(number), after(number))  # type: ignore[assignment]
 
                 asked = {"steps": 20, "log_every": 10, "clip_norm": 1.0, **(settings or {})}
                 train(on, there, "run", asked, model=lambda: model, loss=loss, make=MAKE[strategy], before=hear)
@@ -88,7 +88,7 @@ def test_every_look_is_counted(tmp_path: Path, worker: Worker, look: Callable[[A
 def test_copies_from_memory_that_is_not_locked_are_counted(
     tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed, "pinned", lambda batch: batch)
+    monkeypatch.setattr(feed, "pin_batch_tensors", lambda batch: batch)
     found = counted(tmp_path, worker, "single")
     assert found == {"pageable copy by to at dtctl.runtime.data_loading.datasets.<lambda>": 8}
 
@@ -102,5 +102,5 @@ def test_numbers_that_are_copied_are_counted(tmp_path: Path, worker: Worker) -> 
 
 def test_a_policy_that_must_look_does(tmp_path: Path, worker: Worker) -> None:
     assert counted(tmp_path, worker, "single", {"on_nan": "skip"}) == {
-        "__float__ at dtctl.runtime.guards.nonfinite.judge": 4
+        "__float__ at dtctl.runtime.guards.nonfinite.decide_step_action": 4
     }

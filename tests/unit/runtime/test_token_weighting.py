@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtctl.runtime import TensorData, Worker
-from dtctl.runtime.token_weighting import correction
+from dtctl.runtime.token_weighting import compute_gradient_correction
 from tests.unit.runtime.conftest import Make
 
 IGNORED = -100
@@ -54,8 +54,8 @@ def test_however_the_batch_is_cut(make: Make, precision: str) -> None:
         )
         torch.manual_seed(2)
         nn.init.normal_(trainer.model.weight)  # type: ignore[arg-type]
-        if trainer.loss_scale is not None:
-            trainer.loss_scale.scale = 64.0  # at which none of the cuts overflows, so that all take the same steps
+        if (scale := trainer.training.trained.loss_scale) is not None:
+            scale.scale = 64.0  # at which none of the cuts overflows, so that all take the same steps
         trainer.run()
         weights.append(trainer.model.weight)
     close = {"fp32": 1e-6, "fp16": 1e-3}[precision]
@@ -67,11 +67,11 @@ def test_however_the_batch_is_cut(make: Make, precision: str) -> None:
 def test_the_gradient_is_that_of_the_mean(make: Make, precision: str) -> None:
     settings = {"micro_batch": 6, "accumulate": 4, "precision": precision}
     trainer = make(settings, model=nn.Linear(8, 4), loss=per_token, samples=texts())
-    if trainer.loss_scale is not None:
-        trainer.loss_scale.scale = 64.0
-    trainer.backward()
-    trainer._unscale()
-    found = [gradient.clone() for gradient in trainer.gradients()]
+    if trainer.training.trained.loss_scale is not None:
+        trainer.training.trained.loss_scale.scale = 64.0
+    trainer.training.engine.compute_gradients(trainer.training.position)
+    trainer.training.engine.unscale_gradients()
+    found = [gradient.clone() for gradient in trainer.training.trained.list_gradients()]
     total, count = per_token(trainer.model, texts().tensors)
     expected = torch.autograd.grad(total / count, list(trainer.model.parameters()))
     close = {"fp32": 1e-6, "fp16": 1e-3}[precision]
@@ -89,10 +89,10 @@ def test_the_logged_loss_is_the_mean_over_tokens(make: Make) -> None:
         seen.append((float(total.detach()), float(count)))
         return total, count
 
-    trainer.passes.loss = loss
-    mean = float(trainer.backward())
+    trainer.training.engine.passes.loss = loss
+    mean = float(trainer.training.engine.compute_gradients(trainer.training.position))
     assert mean == pytest.approx(sum(total for total, _ in seen) / sum(count for _, count in seen), rel=1e-5)
 
 
 def test_nothing_to_count_is_no_gradient(worker: Worker) -> None:
-    assert float(correction([torch.zeros(()), torch.zeros(())], 8, worker)) == 8.0
+    assert float(compute_gradient_correction([torch.zeros(()), torch.zeros(())], 8, worker)) == 8.0

@@ -17,7 +17,7 @@ from dtctl import names, node_facts
 from dtctl.errors import PlanError
 from dtctl.runtime import main
 from dtctl.runtime.distributed.process_group import start
-from dtctl.runtime.distributed.worker import identify
+from dtctl.runtime.distributed.worker import resolve_worker_from_env
 from dtctl.runtime.exactness.randomness import seed_all
 from tests.facts import raises
 
@@ -31,7 +31,7 @@ TORCHRUN = {
 
 
 def test_without_a_launcher_there_is_one_worker() -> None:
-    worker = identify({})
+    worker = resolve_worker_from_env({})
     assert (worker.rank, worker.world_size, worker.backend, worker.is_first) == (0, 1, None, True)
     worker.barrier()
     assert worker.sum(torch.ones(2)).tolist() == [1, 1]
@@ -40,7 +40,7 @@ def test_without_a_launcher_there_is_one_worker() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for GPUs that are not there")
 def test_a_launcher_says_who_a_worker_is() -> None:
-    worker = identify(TORCHRUN)
+    worker = resolve_worker_from_env(TORCHRUN)
     assert (worker.rank, worker.local_rank, worker.world_size) == (3, 1, 4)
     assert (worker.local_world_size, worker.node_rank, worker.backend) == (2, 1, "gloo")
     assert not worker.is_first
@@ -57,7 +57,7 @@ def test_a_launcher_says_who_a_worker_is() -> None:
 )
 def test_an_environment_that_makes_no_sense(changes: dict[str, str], message: str) -> None:
     with raises(PlanError, message):
-        identify(TORCHRUN | changes)
+        resolve_worker_from_env(TORCHRUN | changes)
 
 
 @pytest.fixture
@@ -109,9 +109,9 @@ def test_the_gpu_of_a_worker(monkeypatch: pytest.MonkeyPatch, count: int, visibl
     environ = TORCHRUN if visible is None else {**TORCHRUN, "CUDA_VISIBLE_DEVICES": visible}
     if device == "PlanError":
         with raises(PlanError, "1 GPU"):
-            identify(environ)
+            resolve_worker_from_env(environ)
     else:
-        assert identify(environ).device == torch.device(device)
+        assert resolve_worker_from_env(environ).device == torch.device(device)
 
 
 def test_nobody_trains_on_the_cpu_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,24 +123,24 @@ def test_nobody_trains_on_the_cpu_by_accident(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.cuda, "init", init)
     with raises(PlanError, "Error 802"):
-        identify(TORCHRUN)
+        resolve_worker_from_env(TORCHRUN)
     for hidden in ("", "-1"):
-        assert identify({**TORCHRUN, "CUDA_VISIBLE_DEVICES": hidden}).device.type == "cpu"
+        assert resolve_worker_from_env({**TORCHRUN, "CUDA_VISIBLE_DEVICES": hidden}).device.type == "cpu"
     monkeypatch.setattr(node_facts, "nvidia_devices", list)
     monkeypatch.setattr(node_facts, "amd_devices", list)
-    assert identify(TORCHRUN).device.type == "cpu"
+    assert resolve_worker_from_env(TORCHRUN).device.type == "cpu"
     monkeypatch.setattr(node_facts, "amd_devices", lambda: ["renderD128"])
     with raises(PlanError, "GPUs"):
-        identify(TORCHRUN)
-    assert identify({**TORCHRUN, "HIP_VISIBLE_DEVICES": ""}).device.type == "cpu"
+        resolve_worker_from_env(TORCHRUN)
+    assert resolve_worker_from_env({**TORCHRUN, "HIP_VISIBLE_DEVICES": ""}).device.type == "cpu"
 
 
 def test_waiting_for_others_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     shows(monkeypatch, 4)
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(dist, "all_reduce", seen.append)
-    monkeypatch.setattr(dist, "barrier", lambda: pytest.fail("that is NCCL's, which aborts the process"))
-    identify(TORCHRUN).barrier()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: seen.append(tensor))
+    monkeypatch.setattr(dist, "barrier", lambda **_: pytest.fail("that is NCCL's, which aborts the process"))
+    resolve_worker_from_env(TORCHRUN).barrier()
     assert [value.device.type for value in seen] == ["cpu"]
 
 

@@ -71,7 +71,7 @@ def test_the_routes_of_this_machine() -> None:
 
 def test_what_was_saved_is_read(tmp_path: Path) -> None:
     wanted = sandbox_in(tmp_path)
-    layout.save(wanted)
+    layout.write_sandbox_state(wanted)
     assert layout.load(tmp_path) == wanted
     assert [path.name for path in tmp_path.iterdir()] == ["sandbox.json"]
 
@@ -91,6 +91,9 @@ def test_hosts_by_name(tmp_path: Path) -> None:
     with raises(SandboxError, "node3") as caught:
         replace(sandbox).peer("node3")
     assert caught.value.hint == "its hosts are node1, node2"
+    with raises(SandboxError, "nod1") as caught:
+        sandbox.node("nod1")
+    assert caught.value.hint == "did you mean node1?"
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../x", "a/b", ".", "x" * 41, "$(id)"])

@@ -11,7 +11,7 @@ from dtctl.errors import NodeError
 from dtctl.slurm import answers
 from dtctl.supervisor import slurm_commands
 
-KINDS = {kind.op: kind for kind in answers.AgentAnswer.__subclasses__()}
+KINDS = {kind.op: kind for kind in answers.SlurmAnswer.__subclasses__()}
 
 
 def test_there_is_a_type_for_every_request() -> None:
@@ -23,7 +23,7 @@ def test_what_is_said_of_a_job_arrives() -> None:
         "JobState": "COMPLETED", "Reason": "None", "ExitCode": "0:0", "Partition": "a", "Account": "b", "QOS": "c",
         "ids": ["7"], "nodes": ["n1"], "start": 1.0, "end": 5.0,
     }  # fmt: skip
-    answer = answers.parse(answers.JobAsked, {}, json.dumps({"job": job}), node="login")
+    answer = answers.parse_login_answer(answers.JobStatus, {}, json.dumps({"job": job}), node="login")
     assert answer.job == answers.JobFacts(
         state="COMPLETED", reason="None", exit_code="0:0", partition="a", account="b", qos="c", ids=["7"],
         nodes=["n1"], start=1.0, end=5.0,
@@ -31,8 +31,10 @@ def test_what_is_said_of_a_job_arrives() -> None:
 
 
 def test_a_refusal_is_told_from_an_answer() -> None:
-    with pytest.raises(answers.AgentRefused, match="sbatch: No such file"):
-        answers.parse(answers.Offer, {}, json.dumps({"error": "sbatch: No such file"}), node="login")
+    with pytest.raises(answers.SlurmRequestRefused, match="sbatch: No such file"):
+        answers.parse_login_answer(
+            answers.ClusterResources, {}, json.dumps({"error": "sbatch: No such file"}), node="login"
+        )
 
 
 STATE = {"JobState": "RUNNING"}
@@ -81,10 +83,10 @@ ODD: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("op", "said"), ODD)
 def test_what_makes_no_sense_is_that_machines_fault(op: str, said: Any) -> None:
     with pytest.raises(NodeError):
-        answers.parse(KINDS[op], {"run": "one"}, json.dumps(said), node="login")
+        answers.parse_login_answer(KINDS[op], {"run": "one"}, json.dumps(said), node="login")
 
 
 @pytest.mark.parametrize("said", ["", "{", "[" * 100_000, "\x00"])
 def test_what_is_no_answer_is_told_from_one(said: str) -> None:
     with pytest.raises(answers.InvalidMessage):
-        answers.parse(answers.JobLook, {}, said, node="login")
+        answers.parse_login_answer(answers.JobUpdate, {}, said, node="login")

@@ -18,11 +18,11 @@ from dtctl.slurm import arrays
     ],
 )
 def test_its_indexes(text: str, indexes: list[int]) -> None:
-    assert arrays.indexes(text, where="here") == indexes
+    assert arrays.parse_array_indexes(text, where="here") == indexes
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "1-", "0-4:0", "1,,2", "0-999999999", "1-2-3"])
 def test_what_is_none(text: str) -> None:
     with pytest.raises(PlanError) as raised:
-        arrays.indexes(text, where="here")
+        arrays.parse_array_indexes(text, where="here")
     assert raised.value.where == "here"

@@ -21,9 +21,9 @@ from dtctl.errors import LaunchError
 from dtctl.launch.records.events import NodesAllocated
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.run_writer import RunWriter
-from dtctl.plan.bind import Attempt, bind_plan
+from dtctl.plan.bind import AttemptFacts, bind_plan
 from dtctl.plan.build import PlanFacts, build
-from dtctl.plan.model import Threads
+from dtctl.plan.model import ThreadCount
 from dtctl.render import node_script
 from dtctl.slurm.job_control import granted_cores, job_in, open_ledger, own_address
 from dtctl.slurm.job_file import JobFile, read_job_file
@@ -131,7 +131,9 @@ def test_a_plan_inside_the_job_is_the_plan_outside(name: str, tmp_path: Path, mo
         file.template,
         nodes=tuple(replace(each, address=node.address) for each, node in zip(file.template.nodes, nodes, strict=True)),
     )
-    inside = bind_plan(template, Attempt(number=2, rendezvous=outside.rendezvous, gpus=facts.gpus, cores=facts.cores))
+    inside = bind_plan(
+        template, AttemptFacts(number=2, rendezvous=outside.rendezvous, gpus=facts.gpus, cores=facts.cores)
+    )
     assert inside.nodes[1].env == outside.nodes[1].env
     assert inside.nodes[1].argv == outside.nodes[1].argv
     assert inside.nodes[1].setup[1:] == outside.nodes[1].setup
@@ -189,7 +191,7 @@ def test_a_launch_inside_is_the_launch_outside(tmp_path: Path, monkeypatch: pyte
     assert job.spares["n3"].node_rank == 1
     assert job.secrets == {"KEY": "value"}
     assert job.first_plan.rendezvous.address == "10.0.0.1"
-    threads = Threads(number=5, reason="counted before")
+    threads = ThreadCount(number=5, reason="counted before")
     again = job.make_plan(1, ["n3", "n1"], "10.0.0.3", 20200, gpus={}, threads=threads)
     assert [(node.name, node.address, node.first_rank) for node in again.nodes] == [
         ("n3", "10.0.0.3", 0), ("n1", "10.0.0.1", 2),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dtctl.slurm.answers import Offer
-from dtctl.slurm.partition_checks import Lack, lacks, minutes
+from dtctl.slurm.answers import ClusterResources
+from dtctl.slurm.partition_checks import UnmetRequirement, check_job_offer, parse_time_limit
 from dtctl.spec.model import Slurm
 
 PARTITIONS = [
@@ -25,11 +25,11 @@ NODES = [
     ["g3", "gpu", "idle", "gpu:v100:4", "v100"],
     ["o1", "old", "drained", "(null)", "(null)"],
 ]
-OFFER = Offer(partitions=PARTITIONS, nodes=NODES)
+OFFER = ClusterResources(partitions=PARTITIONS, nodes=NODES)
 
 
-def found(nodes: int, **slurm: Any) -> list[Lack]:
-    return list(lacks(Slurm(**slurm), nodes, OFFER))
+def found(nodes: int, **slurm: Any) -> list[UnmetRequirement]:
+    return list(check_job_offer(Slurm(**slurm), nodes, OFFER))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_what_it_lacks_is_named_by_the_key(
 def test_what_keeps_an_interrupted_job_from_going_on(
     partition: dict[str, str], slurm: dict[str, Any], key: str, words: str
 ) -> None:
-    offer = Offer(partitions=[PARTITIONS[0] | partition], nodes=NODES)
-    (lack,) = lacks(Slurm(**slurm), 1, offer)
+    offer = ClusterResources(partitions=[PARTITIONS[0] | partition], nodes=NODES)
+    (lack,) = check_job_offer(Slurm(**slurm), 1, offer)
     assert (lack.check, lack.key, lack.never) == ("requeue", key, False)
     assert words in lack.summary
 
@@ -106,8 +106,8 @@ def test_what_keeps_an_interrupted_job_from_going_on(
     ],
 )
 def test_an_interrupted_job_that_can_go_on(partition: dict[str, str], slurm: dict[str, Any]) -> None:
-    offer = Offer(partitions=[PARTITIONS[0] | partition], nodes=NODES)
-    assert list(lacks(Slurm(**slurm), 1, offer)) == []
+    offer = ClusterResources(partitions=[PARTITIONS[0] | partition], nodes=NODES)
+    assert list(check_job_offer(Slurm(**slurm), 1, offer)) == []
 
 
 def test_a_partition_that_takes_no_jobs_now() -> None:
@@ -117,7 +117,7 @@ def test_a_partition_that_takes_no_jobs_now() -> None:
 
 
 def test_no_default_partition() -> None:
-    (lack,) = lacks(Slurm(), 1, Offer(partitions=PARTITIONS[1:], nodes=NODES))
+    (lack,) = check_job_offer(Slurm(), 1, ClusterResources(partitions=PARTITIONS[1:], nodes=NODES))
     assert lack.never
     assert "one of: gpu, old" in lack.fix
 
@@ -135,7 +135,7 @@ def test_no_default_partition() -> None:
     ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(text: str, value: float | None) -> None:
-    assert minutes(text) == value
+    assert parse_time_limit(text) == value
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,6 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, value: float | None
 )
 def test_nodes_that_take_no_jobs_are_named_with_what_brings_them_back(state: str, typed: str) -> None:
     rows = [[*row[:2], state, *row[3:]] if row[0] == "c3" else row for row in NODES]
-    (lack,) = lacks(Slurm(), 3, Offer(partitions=PARTITIONS, nodes=rows))
+    (lack,) = check_job_offer(Slurm(), 3, ClusterResources(partitions=PARTITIONS, nodes=rows))
     assert (lack.check, lack.nodes) == ("job-nodes", ("c3",))
     assert typed in lack.fix

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.errors import SpecError
-from dtctl.spec.hostfile import HostfileLine, parse, read
+from dtctl.spec.hostfile import HostfileLine, parse_hostfile, read_hostfile
 
 
 def test_all_dialects() -> None:
     text = "# cluster\na slots=4\nb slots=8 max_slots=16  # big\nc:2\n\n  d\t\ne max-slots=4\nfe80::1 slots=1\r\n"
-    assert [(line.name, line.slots, line.where) for line in parse(text, source="hosts")] == [
+    assert [(line.name, line.slots, line.where) for line in parse_hostfile(text, source="hosts")] == [
         ("a", 4, "hosts:2"),
         ("b", 8, "hosts:3"),
         ("c", 2, "hosts:4"),
@@ -46,14 +46,14 @@ def test_all_dialects() -> None:
 )  # fmt: skip
 def test_what_is_wrong_is_named(text: str, message: str, where: str, hint: str | None) -> None:
     with pytest.raises(SpecError) as caught:
-        parse(text, source="hosts")
+        parse_hostfile(text, source="hosts")
     assert (caught.value.message, caught.value.where, caught.value.hint) == (message, where, hint)
 
 
 @given(st.text(max_size=40) | st.text("ab slots=:14#\n", max_size=40))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        found = parse(text, source="hosts")
+        found = parse_hostfile(text, source="hosts")
     except SpecError:
         return
     assert all(line.name and (line.slots is None or line.slots > 0) for line in found)
@@ -62,18 +62,18 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(b"\xef\xbb\xbfa slots=2\n")
-    assert read(path) == [HostfileLine(name="a", slots=2, where=f"{path}:1")]
+    assert read_hostfile(path) == [HostfileLine(name="a", slots=2, where=f"{path}:1")]
 
 
 def test_a_file_that_cannot_be_read_is_an_error_and_not_an_empty_cluster(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as missing:
-        read(tmp_path / "hosts")
+        read_hostfile(tmp_path / "hosts")
     assert missing.value.message == "the hostfile cannot be read: No such file or directory"
     assert missing.value.where == str(tmp_path / "hosts")
     with pytest.raises(SpecError) as folder:
-        read(tmp_path)
+        read_hostfile(tmp_path)
     assert folder.value.message == "the hostfile cannot be read: it is a folder, not a regular file"
     (tmp_path / "latin").write_bytes(b"caf\xe9\n")
     with pytest.raises(SpecError) as latin:
-        read(tmp_path / "latin")
+        read_hostfile(tmp_path / "latin")
     assert latin.value.message == "the hostfile is not UTF-8 text"

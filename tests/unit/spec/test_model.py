@@ -59,7 +59,7 @@ job:
   max_restarts: 1
   log_mib: 5
   data: [{from: ~/x, to: data/x}]
-  environment: {requirements: requirements.txt, python: "3.12", platform: aarch64, index: wheels/}
+  environment: {requirements: requirements.txt, python: "3.12", platform: aarch64, index: wheels/, wheels: relay}
   progress: "at (?P<step>[0-9]+)"
   outputs: [out/, ./logs]
   shared: [checkpoints/, {path: saved, complete: DONE}]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.errors import SpecError
-from dtctl.spec.nodeset import LIMIT, expand, fold
+from dtctl.spec.nodeset import LIMIT, expand_nodeset, fold_node_names
 
 WORDS = st.text("abxyz-.", min_size=1, max_size=4)
 
@@ -32,7 +32,7 @@ WORDS = st.text("abxyz-.", min_size=1, max_size=4)
     ],
 )
 def test_expand(text: str, names: list[str]) -> None:
-    assert expand(text) == names
+    assert expand_nodeset(text) == names
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_expand(text: str, names: list[str]) -> None:
 )
 def test_what_is_wrong_is_named(text: str, why: str) -> None:
     with pytest.raises(SpecError) as caught:
-        expand(text)
+        expand_nodeset(text)
     assert caught.value.message == f"{text!r} is not a list of nodes: {why}"
     assert caught.value.hint == "write it like gpu[01-04,7]"
 
@@ -72,19 +72,19 @@ def test_what_is_wrong_is_named(text: str, why: str) -> None:
 )
 def test_too_many_names_are_refused_before_they_are_made(text: str) -> None:
     with pytest.raises(SpecError) as caught:
-        expand(text)
+        expand_nodeset(text)
     assert len(caught.value.message) < 300
 
 
 def test_as_many_names_as_are_allowed() -> None:
-    assert len(expand("a[0-65535]")) == LIMIT
-    assert len(expand("a[0-255]b[0-255]")) == LIMIT
+    assert len(expand_nodeset("a[0-65535]")) == LIMIT
+    assert len(expand_nodeset("a[0-255]b[0-255]")) == LIMIT
 
 
 @given(st.text(max_size=30) | st.text("a1[]-,/0 ", max_size=30))
 def test_any_text_is_expanded_or_refused(text: str) -> None:
     try:
-        names = expand(text)
+        names = expand_nodeset(text)
     except SpecError:
         return
     assert all(names)
@@ -97,18 +97,18 @@ def test_several_brackets_are_a_product(parts: list[tuple[str, int, int, int]]) 
     choices = [
         [f"{word}{number:03d}" for number in range(first, first + more + 1, step)] for word, first, more, step in parts
     ]
-    assert expand(text) == ["".join(pick) for pick in itertools.product(*choices)]
+    assert expand_nodeset(text) == ["".join(pick) for pick in itertools.product(*choices)]
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.integers(0, 4), st.sampled_from(["", "-ib", ".a-b"]))
 def test_fold_is_undone_by_expand(numbers: list[int], width: int, tail: str) -> None:
     names = [f"gpu{number:0{width}d}{tail}" for number in numbers]
-    assert expand(fold(names)) == names
+    assert expand_nodeset(fold_node_names(names)) == names
 
 
 @given(st.lists(st.from_regex(r"[a-z]{0,2}[0-9]{0,3}[a-z-]{0,2}[0-9]{1,3}[a-z]?", fullmatch=True), min_size=1))
 def test_fold_keeps_names_of_all_shapes(names: list[str]) -> None:
-    assert expand(fold(names)) == names
+    assert expand_nodeset(fold_node_names(names)) == names
 
 
 @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ def test_fold_keeps_names_of_all_shapes(names: list[str]) -> None:
     ],
 )
 def test_fold_is_short(names: list[str], text: str) -> None:
-    assert fold(names) == text
+    assert fold_node_names(names) == text

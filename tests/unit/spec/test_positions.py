@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.errors import SpecError
-from dtctl.spec.positions import MAX_VALUES, parse, write
+from dtctl.spec.positions import MAX_VALUES, format_yaml_document, parse_yaml_document
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
 WORDS = st.sampled_from(["NO", "on", "1e3", "010", "1:30:00", "2024-01-01", "~", "null", "<<", "0x1", "1_0", ".5", "="])
@@ -18,24 +18,24 @@ DATA = st.recursive(
 
 
 def data(text: str) -> Any:
-    return parse(text, source="f").data
+    return parse_yaml_document(text, source="f").data
 
 
 def error(text: str) -> SpecError:
     with pytest.raises(SpecError) as caught:
-        parse(text, source="f")
+        parse_yaml_document(text, source="f")
     return caught.value
 
 
 @given(DATA)
 def test_data_survives_being_written_and_read(value: Any) -> None:
-    assert data(write(value)) == value
+    assert data(format_yaml_document(value)) == value
 
 
 @given(st.text(max_size=60) | st.text("[]{}&*a<:,-?!|>'\"#%@ \n\t0.", max_size=60))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        parse(text, source="f")
+        parse_yaml_document(text, source="f")
     except SpecError as exc:
         where = exc.where or ""
     else:
@@ -71,7 +71,7 @@ def test_keys_are_text_as_they_are_typed() -> None:
 
 
 def test_numbers_are_remembered_as_they_were_typed() -> None:
-    assert parse("a: {b: 1.10, c: [0x10, text, true]}", source="f").texts == {
+    assert parse_yaml_document("a: {b: 1.10, c: [0x10, text, true]}", source="f").texts == {
         ("a", "b"): "1.10",
         ("a", "c", 0): "0x10",
         ("a", "c", 2): "true",
@@ -79,7 +79,7 @@ def test_numbers_are_remembered_as_they_were_typed() -> None:
 
 
 def test_every_key_has_its_line() -> None:
-    places = parse("a:\n  b: 1\n  c:\n    - x\n    - {d: 1,\n       e: 2}\n", source="f").places
+    places = parse_yaml_document("a:\n  b: 1\n  c:\n    - x\n    - {d: 1,\n       e: 2}\n", source="f").places
     assert {path: line for path, line in places.lines.items() if path} == {
         ("a",): 1, ("a", "b"): 2, ("a", "c"): 3, ("a", "c", 0): 4, ("a", "c", 1): 5,
         ("a", "c", 1, "d"): 5, ("a", "c", 1, "e"): 6,
@@ -88,7 +88,7 @@ def test_every_key_has_its_line() -> None:
 
 def test_merged_keys_yield_and_keep_their_lines() -> None:
     text = "a: &a\n  x: 1\n  y: 1\nb: &b\n  y: 2\n  z: 2\nc:\n  z: 3\n  <<: [*a, *b]\n"
-    document = parse(text, source="f")
+    document = parse_yaml_document(text, source="f")
     assert document.data["c"] == {"x": 1, "y": 1, "z": 3}
     assert [document.places.line(("c", key)) for key in "xyz"] == [2, 3, 8]
     assert document.texts[("c", "z")] == "3"

@@ -1,7 +1,7 @@
 from typing import Any
 
 from dtctl.spec.model import Spec
-from dtctl.spec.schema import documentation, json_schema
+from dtctl.spec.schema import collect_key_documentation, json_schema
 from dtctl.spec.section import Section
 
 SCHEMA = json_schema()
@@ -13,7 +13,7 @@ def properties(section: str) -> dict[str, Any]:
 
 
 def test_every_key_is_documented() -> None:
-    texts = documentation()
+    texts = collect_key_documentation()
     undocumented = [
         f"{model.__name__}.{name}"
         for model in Section.__subclasses__()

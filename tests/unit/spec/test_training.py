@@ -91,5 +91,5 @@ def test_what_the_spec_takes_the_workers_take(values: dict[str, Any]) -> None:
         section = make_train_section().model_validate(values).model_dump(exclude_none=True, exclude_unset=True)
     except ValueError:
         return
-    assert Train.of(section).config == load(section, argv=[], environ={})
+    assert Train.build_section(section).config == load(section, argv=[], environ={})
     assert TrainConfig() == load({}, argv=[], environ={})

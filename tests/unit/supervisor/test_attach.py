@@ -14,7 +14,7 @@ import pytest
 
 from dtctl.supervisor import frames
 from dtctl.supervisor.messages.attempt import Attach, AttemptStopped
-from dtctl.supervisor.setup import attach, listen
+from dtctl.supervisor.setup import attach_to_supervisor, listen_for_links
 
 
 def end_at_once(server: socket.socket) -> None:
@@ -43,7 +43,7 @@ def test_the_end_of_a_run_is_told_when_its_supervisor_ends_meanwhile(
     (tmp_path / "attempt-0").mkdir()
     (tmp_path / "attempt-0" / "rank-0.log").write_text("the whole output\n")
     (tmp_path / "attempt-0" / "exit.json").write_bytes(json.dumps(AttemptStopped(left=0, exits=[]).to_json()).encode())
-    server = socket.socket(fileno=listen(str(tmp_path)))
+    server = socket.socket(fileno=listen_for_links(str(tmp_path)))
     server.setblocking(True)
 
     def supervise() -> None:
@@ -55,7 +55,9 @@ def test_the_end_of_a_run_is_told_when_its_supervisor_ends_meanwhile(
     supervisor.start()
     (request_fd, request_end), (answer_fd, answer_end) = os.pipe(), os.pipe()
     try:
-        assert attach(frames.FdLink(request_fd, answer_end), str(tmp_path), Attach(run="r", offsets={})) == 0
+        assert (
+            attach_to_supervisor(frames.FdLink(request_fd, answer_end), str(tmp_path), Attach(run="r", offsets={})) == 0
+        )
     finally:
         supervisor.join()
         os.close(answer_end)

@@ -14,16 +14,16 @@ def test_what_a_killed_run_has_left_in_memory_is_shown_and_goes_with_it(tmp_path
     run = tmp_path / "runs" / "left"
     run.mkdir(parents=True)
     (run / "supervisor.json").write_text("{}")
-    (without,) = clean.stored(str(tmp_path))
+    (without,) = clean.list_stored_items(str(tmp_path))
     assert without.has == []
     memory = Path(folders.memory_folder(str(run)))
     try:
         (memory / "snapshots").mkdir(parents=True)
         (memory / "snapshots" / "model").write_bytes(os.urandom(1 << 20))
-        (found,) = clean.stored(str(tmp_path))
+        (found,) = clean.list_stored_items(str(tmp_path))
         assert found.has == ["memory"]
         assert found.bytes >= without.bytes + (1 << 20)
-        assert clean.remove(str(tmp_path), [("run", "left")]) == []
+        assert clean.remove_stored_items(str(tmp_path), [("run", "left")]) == []
         assert not memory.exists()
         assert not run.exists()
     finally:

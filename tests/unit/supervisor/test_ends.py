@@ -15,12 +15,12 @@ from dtctl.supervisor.messages.attempt import AttemptStopped, WorkerExit
 
 SUPERVISE = """\
 import os, signal, sys, threading, time
-from dtctl.supervisor import work
+from dtctl.supervisor import run_workdir
 from dtctl.supervisor.messages.attempt import StartAttempt, WorkerSpec
 from dtctl.supervisor.supervisor import Supervisor
 
 run_dir, token, script = sys.argv[1:]
-work.share(run_dir, run_dir)
+run_workdir.share_code_folder(run_dir, run_dir)
 workers = [WorkerSpec(rank=rank, env={"RANK": str(rank)}) for rank in range(3)]
 start = StartAttempt(
     run="r", token=token, attempt=0, script=script, workers=workers, split_ranks=False, env={}, peer="", grace_s=0.5,
@@ -81,7 +81,7 @@ def begin_and_be_told():
     begin()
     os.kill(os.getpid(), int(sys.argv[1]))
 os.setsid = begin_and_be_told
-child = processes.spawn(["sleep", "2"], "/", dict(os.environ), {})
+child = processes.spawn_program(["sleep", "2"], "/", dict(os.environ), {})
 print(os.waitpid(child, 0)[1])
 """
 
@@ -98,7 +98,7 @@ def test_no_signal_is_blocked_in_a_program_nor_in_who_has_started_it() -> None:
     program = (
         "import os, signal\nfrom dtctl.supervisor import processes\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])\n"
-        "child = processes.spawn(['grep', 'SigBlk', '/proc/self/status'], '/', dict(os.environ), {})\n"
+        "child = processes.spawn_program(['grep', 'SigBlk', '/proc/self/status'], '/', dict(os.environ), {})\n"
         "os.waitpid(child, 0)\nprint(*signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

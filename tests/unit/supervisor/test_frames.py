@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dtctl.supervisor import frames
-from dtctl.supervisor.frames import BYTES, HEADER, JSON, LOG, MAX_FRAME, BrokenFrame, FdLink, Parser
+from dtctl.supervisor.frames import BYTES, HEADER, JSON, LOG, MAX_FRAME, BrokenFrame, FdLink, FrameParser
 from tests.facts import raises
 
 KINDS = st.sampled_from([JSON, LOG, BYTES])
@@ -26,7 +26,7 @@ VALUES = st.recursive(
 
 
 def packed(wanted: list[tuple[bytes, int, bytes]]) -> bytes:
-    return b"".join(frames.pack(kind, payload, rank) for kind, rank, payload in wanted)
+    return b"".join(frames.pack_frame(kind, payload, rank) for kind, rank, payload in wanted)
 
 
 @given(FRAMES, st.lists(st.integers(1, 50), max_size=60))
@@ -34,7 +34,7 @@ def test_frames_arrive_whole_and_in_order_however_they_are_cut(
     wanted: list[tuple[bytes, int, bytes]], cuts: list[int]
 ) -> None:
     data = packed(wanted)
-    parser, found = Parser(), []
+    parser, found = FrameParser(), []
     for size in cuts:
         found += parser.feed(data[:size])
         data = data[size:]
@@ -49,7 +49,7 @@ def test_a_cut_stream_gives_the_whole_frames_before_the_cut(
 ) -> None:
     whole = packed(wanted)
     at = data.draw(st.integers(0, len(whole)))
-    parser = Parser()
+    parser = FrameParser()
     found = parser.feed(whole[:at])
     assert found == wanted[: len(found)]
     assert len(packed(found)) + parser.pending == at
@@ -58,16 +58,16 @@ def test_a_cut_stream_gives_the_whole_frames_before_the_cut(
 @given(st.dictionaries(TEXT, VALUES))
 @example({"text": "\x00\x7fé\u2028😀", "big": 2**80, "deep": [[[[]]]]})
 def test_messages_arrive_as_they_were(message: dict[str, object]) -> None:
-    ((kind, rank, payload),) = Parser().feed(frames.pack_json(message))
+    ((kind, rank, payload),) = FrameParser().feed(frames.pack_json(message))
     assert (kind, rank) == (JSON, -1)
-    assert frames.decode(payload) == json.loads(payload) == message
+    assert frames.decode_message(payload) == json.loads(payload) == message
 
 
 @given(st.binary(min_size=HEADER.size, max_size=300))
 @example(b"Last login: Mon Nov 2 10:00:00\r\n")
 def test_bytes_that_are_no_frames_are_never_waited_for_in_vain(noise: bytes) -> None:
     """Either they are refused at once, or they announce no more than a frame may hold."""
-    parser = Parser()
+    parser = FrameParser()
     try:
         found = parser.feed(noise)
     except BrokenFrame:
@@ -82,12 +82,12 @@ def test_bytes_that_are_no_frames_are_never_waited_for_in_vain(noise: bytes) -> 
 @pytest.mark.parametrize("length", [-1, MAX_FRAME + 1, 2**31 - 1])
 def test_an_impossible_length_is_refused_before_it_is_waited_for(length: int) -> None:
     with raises(BrokenFrame, "frame"):
-        Parser().feed(HEADER.pack(JSON, -1, length))
+        FrameParser().feed(HEADER.pack(JSON, -1, length))
 
 
 def test_the_longest_frame_passes() -> None:
     payload = bytes(MAX_FRAME)
-    assert Parser().feed(frames.pack(BYTES, payload, 7)) == [(BYTES, 7, payload)]
+    assert FrameParser().feed(frames.pack_frame(BYTES, payload, 7)) == [(BYTES, 7, payload)]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_longest_frame_passes() -> None:
 )
 def test_what_is_not_a_message_is_refused(payload: bytes) -> None:
     with raises(BrokenFrame, "message"):
-        frames.decode(payload)
+        frames.decode_message(payload)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def pipe() -> Iterator[tuple[FdLink, int]]:
 def test_a_link_reads_frame_by_frame_and_hides_pings(pipe: tuple[FdLink, int]) -> None:
     link, here = pipe
     sent = [{"op": "hello", "n": 1}, {"op": "ping", "time": 1.0}, {"op": "hello", "n": 2}]
-    os.write(here, b"".join(map(frames.pack_json, sent)) + frames.pack(BYTES, b"data", 3))
+    os.write(here, b"".join(map(frames.pack_json, sent)) + frames.pack_frame(BYTES, b"data", 3))
     assert [link.receive_json(), link.receive_json()] == [sent[0], sent[2]]
     with raises(BrokenFrame, "4 bytes"):
         link.receive_json()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtctl.runtime.telemetry.progress import Progress
+from dtctl.runtime.telemetry.progress import ProgressFile
 from dtctl.schema import InvalidMessage
 from dtctl.supervisor import frames, progress
 from dtctl.supervisor.messages.attempt import (
@@ -24,7 +24,7 @@ from dtctl.supervisor.messages.attempt import (
     WorkerSpec,
     WorkerStack,
 )
-from dtctl.supervisor.messages.base import Message, parse
+from dtctl.supervisor.messages.base import Message, parse_message_document
 from dtctl.supervisor.messages.setup import Hello, NodeDescription, PushState
 from dtctl.supervisor.requests import ANSWERED_BY
 from tests import messages
@@ -52,8 +52,8 @@ SAMPLES: list[Message] = [
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
 def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
-    ((_, _, payload),) = frames.Parser().feed(frames.pack_json(message))
-    assert parse(frames.decode(payload), {message.op: type(message)}) == message
+    ((_, _, payload),) = frames.FrameParser().feed(frames.pack_json(message))
+    assert parse_message_document(frames.decode_message(payload), {message.op: type(message)}) == message
 
 
 def test_the_table_names_every_request_and_who_answers_it() -> None:
@@ -74,21 +74,21 @@ def test_no_message_is_without_a_direction() -> None:
 def test_what_is_no_message_is_refused(document: dict[str, Any]) -> None:
     for kinds in (messages.REQUESTS, *messages.answers()):
         with pytest.raises(InvalidMessage):
-            parse(document, kinds)
+            parse_message_document(document, kinds)
 
 
 def test_what_a_worker_tells_of_a_resume_is_sent_on_or_left_out(tmp_path: Path) -> None:
     """Whatever the file has, progress itself is sent."""
-    worker = Progress(0, folder=str(tmp_path))
+    worker = ProgressFile(0, folder=str(tmp_path))
     verdict = {"step": 4, "verdict": "exact", "steps": 2, "differs": None, "why": ["seed changed from 1 to 2"]}
-    worker.tell_resume(resumed={**verdict, "verdict": None, "steps": 0})
-    worker.tell_resume(confirmed=verdict)
-    (report,) = progress.read(str(tmp_path))
+    worker.report_resume(resumed={**verdict, "verdict": None, "steps": 0})
+    worker.report_resume(confirmed=verdict)
+    (report,) = progress.read_worker_progress(str(tmp_path))
     again = WorkerProgress.parse(json.loads(json.dumps(report, default=lambda record: record.to_json())))
     assert again.resumed is not None
     assert again.confirmed is not None
     assert (again.resumed.verdict, again.confirmed.verdict, again.confirmed.why) == (None, "exact", verdict["why"])
     for content in ("", "{", "[]", '{"confirmed": 3}', '{"confirmed": {"step": -1}}', "[" * 10_000, "\x00\xff"):
         (tmp_path / "rank-0.resume").write_text(content)
-        (report,) = progress.read(str(tmp_path))
+        (report,) = progress.read_worker_progress(str(tmp_path))
         assert (report.rank, report.confirmed) == (0, None)

@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.supervisor import output_log
-from dtctl.supervisor.output_log import Log, read_from
+from dtctl.supervisor.output_log import OutputLog, read_from
 
 
-class Disk(Log):
+class Disk(OutputLog):
     """A log on a disk that has so much room; -1: as much as is wanted."""
 
     room = -1
 
-    def _store(self, data: bytes) -> int:
+    def _write_output(self, data: bytes) -> int:
         if self.room >= 0:
             data = data[: self.room]
             self.room -= len(data)
-        return super()._store(data)
+        return super()._write_output(data)
 
 
 ACTIONS = st.lists(
@@ -52,7 +52,7 @@ def _try(actions: list[tuple[str, int]], limit: int) -> None:
         log = Disk(str(Path(folder, "x")), limit)
 
         def take(size: int) -> bytes:
-            missing, data = log.take(size)
+            missing, data = log.take_unsent(size)
             return b"?" * missing + data
 
         for action, number in actions:
@@ -86,12 +86,12 @@ def _try(actions: list[tuple[str, int]], limit: int) -> None:
 
 
 def test_what_is_cut_out_of_the_middle_is_said_there(tmp_path: Path) -> None:
-    log = Log(str(tmp_path / "x"), 100_000)
+    log = OutputLog(str(tmp_path / "x"), 100_000)
     lines = [b"%06d\n" % n for n in range(100_000)]
     for number in range(0, len(lines), 100):
         log.write(b"".join(lines[number : number + 100]))
         while log.sent < log.size:
-            log.take(1 << 16)
+            log.take_unsent(1 << 16)
     kept = (tmp_path / "x").read_bytes().splitlines()
     marks = [line for line in kept if b"cut" in line]
     assert len(marks) == 1
@@ -101,13 +101,22 @@ def test_what_is_cut_out_of_the_middle_is_said_there(tmp_path: Path) -> None:
     assert len((tmp_path / "x").read_bytes()) < 101_000
 
 
+def test_a_link_that_is_as_slow_as_allowed_misses_nothing(tmp_path: Path) -> None:
+    log = OutputLog(str(tmp_path / "x"), 8 << 20)
+    for _ in range(40):
+        while log.is_full():
+            assert log.take_unsent(1 << 16)[0] == 0
+        log.write(bytes(output_log.READ_BYTES))
+    assert log.cut > 0
+
+
 @pytest.mark.parametrize("backlog", [0, 60_000])
 def test_a_worker_waits_only_where_something_would_be_missed(tmp_path: Path, backlog: int) -> None:
-    log = Log(str(tmp_path / "x"), 8 << 20)
+    log = OutputLog(str(tmp_path / "x"), 16 << 20)
     log.write(bytes(2 << 20))
     assert not log.is_full(), "it is on the disk"
-    log.write(bytes(5_500_000))
+    log.write(bytes(13_800_000))
     assert log.is_full(), "the link is far behind, and the middle is about to be cut"
     while log.sent < log.size - backlog:
-        log.take(1 << 16)
+        log.take_unsent(1 << 16)
     assert not log.is_full()

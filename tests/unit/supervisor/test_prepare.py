@@ -9,8 +9,8 @@ import pytest
 
 from dtctl.supervisor import frames, processes
 from dtctl.supervisor.messages.setup import Prepare
-from dtctl.supervisor.requests import CannotDo
-from dtctl.supervisor.setup import prepare, runs_under_way
+from dtctl.supervisor.requests import RequestFailed
+from dtctl.supervisor.setup import check_start_conditions, runs_under_way
 from tests.facts import missing
 
 
@@ -29,18 +29,18 @@ def test_what_is_no_folder_or_file_is_not_said_to_be_absent(
     (tmp_path / "train.py").touch()
     (tmp_path / "data").mkdir()
     asked = Prepare(run="r", fresh=True, cwd=str(tmp_path / cwd), pushed=False, files=[file], programs=[])
-    with pytest.raises(CannotDo) as stopped:
-        prepare(str(tmp_path), asked)
+    with pytest.raises(RequestFailed) as stopped:
+        check_start_conditions(str(tmp_path), asked)
     assert stopped.value.code == code
     assert not missing(str(stopped.value).replace("/", " "), facts)
 
 
 def test_only_runs_whose_supervisor_lives_are_under_way(tmp_path: Path) -> None:
-    me = {"pid": os.getpid(), "identity": processes.identity(os.getpid())}
+    me = {"pid": os.getpid(), "identity": processes.read_process_identity(os.getpid())}
     records = {
-        "living": frames.encode(me),
-        "of-another-process": frames.encode({**me, "identity": "before the reboot 1"}),
-        "of-nobody": frames.encode({"pid": 1 << 22, "identity": ""}),
+        "living": frames.encode_message(me),
+        "of-another-process": frames.encode_message({**me, "identity": "before the reboot 1"}),
+        "of-nobody": frames.encode_message({"pid": 1 << 22, "identity": ""}),
         "damaged": b"{",
     }
     for run, content in records.items():

@@ -22,10 +22,10 @@ SLEEP = "exec sleep 60"
 
 # Asked by a process of its own: to one that asks, all its own children belong to the run.
 FIND = (
-    "import sys; from dtctl.supervisor.processes import find\n"
-    "print(*find(sys.argv[1], frozenset(map(int, sys.argv[2:]))))"
+    "import sys; from dtctl.supervisor.processes import find_run_processes\n"
+    "print(*find_run_processes(sys.argv[1], frozenset(map(int, sys.argv[2:]))))"
 )
-KILL = "import sys; from dtctl.supervisor.processes import kill; print(kill(sys.argv[1]))"
+KILL = "import sys; from dtctl.supervisor.processes import kill_run_processes; print(kill_run_processes(sys.argv[1]))"
 
 
 def ask(program: str, *arguments: str) -> list[int]:
@@ -66,7 +66,7 @@ def started(command: str, token: str | None) -> Iterator[subprocess.Popen[bytes]
 
 
 def marked_or_below(root: int) -> list[int]:
-    table = processes._table()
+    table = processes._read_process_table()
     inside = {root}
     for pid in sorted(table):
         if table[pid][0] in inside:
@@ -82,7 +82,7 @@ def test_a_process_whose_first_thread_alone_has_ended_is_found_and_ended() -> No
         "ctypes.CDLL(None).pthread_exit(None)\n"
     )
     token = secrets.token_hex(16)
-    with started(f"exec {shell.quote(sys.executable)} -c {shell.quote(program)}", token) as process:
+    with started(f"exec {shell.quote_word(sys.executable)} -c {shell.quote_word(program)}", token) as process:
         stat = Path(f"/proc/{process.pid}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
         assert process.poll() is None
@@ -130,10 +130,10 @@ def test_a_daemonized_process_is_found(token: str) -> None:
         daemon = line_of(parent)
         parent.wait()
         assert found(token) == [daemon]
-        assert processes._table()[daemon][0] != parent.pid, "it belongs to somebody else by now"
+        assert processes._read_process_table()[daemon][0] != parent.pid, "it belongs to somebody else by now"
         assert kill(token) == 0
         assert found(token) == []
-        wait_until(lambda: processes._table().get(daemon, (0, "Z", 0))[1] == "Z")
+        wait_until(lambda: processes._read_process_table().get(daemon, (0, "Z", 0))[1] == "Z")
 
 
 def test_a_child_that_has_wiped_its_environment_is_found_by_descent(token: str) -> None:
@@ -153,15 +153,15 @@ def test_descendants_of_the_supervisor_belong_to_the_run_and_it_does_not(token: 
 def test_zombies_do_not_count(token: str) -> None:
     with started("sh -c 'echo $$' & exec sleep 60", token) as parent:
         child = line_of(parent)
-        wait_until(lambda: processes._table()[child][1] == "Z")
+        wait_until(lambda: processes._read_process_table()[child][1] == "Z")
         assert found(token) == [parent.pid]
 
 
 def test_a_command_name_with_spaces_and_parentheses_is_read(token: str) -> None:
     program = "open('/proc/self/comm', 'w').write('a) R 1 (b'); import time; print(1, flush=True); time.sleep(60)"
-    with started("exec " + shell.join([sys.executable, "-c", program]), token) as odd:
+    with started("exec " + shell.join_command([sys.executable, "-c", program]), token) as odd:
         line_of(odd)
-        assert processes._table()[odd.pid][0] == os.getpid()
+        assert processes._read_process_table()[odd.pid][0] == os.getpid()
         assert found(token) == [odd.pid]
 
 
@@ -176,7 +176,7 @@ def test_kill_ends_all_of_them_even_those_that_fork_and_ignore(token: str) -> No
 
 def test_a_stopped_process_is_ended_too(token: str) -> None:
     with started("kill -STOP $$; sleep 60", token) as stopped:
-        wait_until(lambda: processes._table()[stopped.pid][1] == "T")
+        wait_until(lambda: processes._read_process_table()[stopped.pid][1] == "T")
         assert kill(token) == 0
         assert stopped.wait(60) == -signal.SIGKILL
 
@@ -184,7 +184,7 @@ def test_a_stopped_process_is_ended_too(token: str) -> None:
 def test_signals_to_those_that_are_gone_are_no_error() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
-    processes.send([process.pid], signal.SIGTERM)
+    processes.send_process_signal([process.pid], signal.SIGTERM)
 
 
 def test_children_are_reaped_and_orphans_adopted() -> None:
@@ -193,8 +193,8 @@ def test_children_are_reaped_and_orphans_adopted() -> None:
         "assert p.become_subreaper()\nassert not p.has_children()\n"
         "shell = subprocess.Popen(['sh', '-c', 'setsid sleep 0.05 & exit 4'])\n"
         "ended = []\n"
-        "while p.has_children():\n    ended += p.reap()\n"
-        "print(len(ended), sorted(status for _, status in ended), p.reap())\nshell.returncode = 0\n"
+        "while p.has_children():\n    ended += p.reap_children()\n"
+        "print(len(ended), sorted(status for _, status in ended), p.reap_children())\nshell.returncode = 0\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600)
     assert done.stdout == "2 [0, 1024] []\n", done.stderr
@@ -203,7 +203,8 @@ def test_children_are_reaped_and_orphans_adopted() -> None:
 def test_a_process_ends_with_its_parent() -> None:
     program = (
         "import os, time\nfrom dtctl.supervisor import processes as p\nparent = os.getpid()\nif os.fork() == 0:\n"
-        "    p.die_with_parent(parent)\n    print(os.getpid(), flush=True)\n    time.sleep(60)\ntime.sleep(60)\n"
+        "    p.set_parent_death_signal(parent)\n    print(os.getpid(), flush=True)\n"
+        "    time.sleep(60)\ntime.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     child = line_of(parent)
@@ -211,7 +212,7 @@ def test_a_process_ends_with_its_parent() -> None:
     parent.wait()
     assert parent.stdout is not None
     parent.stdout.close()
-    wait_until(lambda: processes._table().get(child, (0, "Z", 0))[1] == "Z")
+    wait_until(lambda: processes._read_process_table().get(child, (0, "Z", 0))[1] == "Z")
 
 
 WITHOUT_GUARD = """
@@ -234,7 +235,7 @@ if os.fork() == 0:
         os.kill(guard, signal.SIGKILL)
         while os.getppid() == guard:
             time.sleep(0.001)
-        os.write(writing, str(processes.kill(sys.argv[2], server.run.helpers)).encode())
+        os.write(writing, str(processes.kill_run_processes(sys.argv[2], server.run.helpers)).encode())
         os._exit(0)
     signal.pause()
 os.close(writing)

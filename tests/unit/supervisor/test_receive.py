@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtctl.launch.files.push import Payloads, push
-from dtctl.launch.files.tree import TreeFile, scan, tree_digest
+from dtctl.launch.files.push import PayloadCache, push_tree_to_node
+from dtctl.launch.files.tree import TreeFile, scan_push_tree, tree_digest
 from dtctl.supervisor import frames, receive
 from tests.unit.pushing import bring, left_in, listing, node, release
 
@@ -72,11 +72,11 @@ class Answers:
             ours.sendall(b"".join(parts))
             ours.shutdown(socket.SHUT_WR)
             self.path: str | None = None
-            with contextlib.suppress(receive.Refused):
-                self.path = receive.receive(frames.FdLink(theirs.fileno(), theirs.fileno(), 5), str(workdir), tree)
+            with contextlib.suppress(receive.PushRefused):
+                self.path = receive.receive_tree(frames.FdLink(theirs.fileno(), theirs.fileno(), 5), str(workdir), tree)
             theirs.shutdown(socket.SHUT_WR)
             said = b"".join(iter(lambda: ours.recv(1 << 16), b""))
-        self.messages = [frames.decode(payload) for _, _, payload in frames.Parser().feed(said)]
+        self.messages = [frames.decode_message(payload) for _, _, payload in frames.FrameParser().feed(said)]
         self.code = self.messages[-1].get("code")
 
 
@@ -85,9 +85,9 @@ def send(workdir: Path, rows: object, contents: bytes = b"", *, stream: bytes | 
     manifest = zlib.compress(json.dumps(rows).encode())
     return Answers(
         workdir,
-        frames.pack(frames.BYTES, manifest),
+        frames.pack_frame(frames.BYTES, manifest),
         frames.pack_json({"op": "push-manifest-end"}),
-        frames.pack(frames.BYTES, zlib.compress(contents) if stream is None else stream),
+        frames.pack_frame(frames.BYTES, zlib.compress(contents) if stream is None else stream),
         frames.pack_json({"op": "push-end"}),
         tree=tree or digest_of(rows),
     )
@@ -213,9 +213,9 @@ def test_a_manifest_that_grows_without_end_is_refused(workdir: Path, monkeypatch
 def test_a_sender_that_goes_away_leaves_nothing(workdir: Path, ends: str) -> None:
     rows = [row("a", b"hello")]
     parts = [] if ends == "before the manifest" else [
-        frames.pack(frames.BYTES, zlib.compress(json.dumps(rows).encode())),
+        frames.pack_frame(frames.BYTES, zlib.compress(json.dumps(rows).encode())),
         frames.pack_json({"op": "push-manifest-end"}),
-        frames.pack(frames.BYTES, zlib.compress(b"hello")[:4]),
+        frames.pack_frame(frames.BYTES, zlib.compress(b"hello")[:4]),
     ]  # fmt: skip
     refused = Answers(workdir, *parts, tree=digest_of(rows))
     assert refused.code == "protocol"
@@ -309,7 +309,7 @@ def test_a_tree_that_was_used_again_is_new_again(project: Path, workdir: Path) -
 
 def test_a_tree_in_use_is_kept(project: Path, workdir: Path) -> None:
     first = versions(project, workdir, 1)[0]
-    fd = receive.hold(str(first))
+    fd = receive.lock_stored_tree(str(first))
     made = versions(project, workdir, 6)
     assert first.is_dir()
     os.close(fd)
@@ -359,17 +359,17 @@ def test_a_push_that_removes_its_part_meanwhile_disturbs_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "listdir", lambda _: [".part-12-0123abcd.json"])
-    receive._clean(str(tmp_path))
+    receive._prune_tree_store(str(tmp_path))
 
 
 def test_many_pushes_of_one_tree_at_once_all_end_well(project: Path, workdir: Path) -> None:
     barrier = threading.Barrier(6)
-    tree, shared, paths = scan(project), Payloads(), []
+    tree, shared, paths = scan_push_tree(project), PayloadCache(), []
 
     def one() -> None:
         with node(workdir) as link:
             barrier.wait(60)
-            paths.append(push(link, tree, shared=shared).path)
+            paths.append(push_tree_to_node(link, tree, shared=shared).path)
 
     threads = [threading.Thread(target=one, daemon=True) for _ in range(6)]
     for thread in threads:
@@ -387,14 +387,14 @@ def test_pushes_of_different_trees_at_once_all_end_well(tmp_path: Path, workdir:
         root.mkdir()
         (root / "common.py").write_text("X = 1\n" * 1000)
         (root / "own.py").write_text(f"X = {number}\n")
-        trees.append(scan(root))
+        trees.append(scan_push_tree(root))
     barrier = threading.Barrier(6)
     paths: dict[int, str] = {}
 
     def one(number: int) -> None:
         with node(workdir) as link:
             barrier.wait(60)
-            paths[number] = push(link, trees[number], shared=Payloads()).path
+            paths[number] = push_tree_to_node(link, trees[number], shared=PayloadCache()).path
 
     threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(6)]
     for thread in threads:

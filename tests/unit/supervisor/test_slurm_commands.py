@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import LaunchError
-from dtctl.slurm import login_client
-from dtctl.slurm.answers import Filled, JobAsked
-from dtctl.slurm.left import look
-from dtctl.slurm.site import LocalSite
+from dtctl.slurm import remote_commands
+from dtctl.slurm.answers import JobStatus, RunFolderFilled
+from dtctl.slurm.leftover_processes import end_left_processes
+from dtctl.slurm.site import LocalCommandHost
 
 
 def fill(folder: Path, code: Path) -> None:
     folder.mkdir(parents=True)
-    login_client.ask(
-        LocalSite(), sys.executable, Filled, folder=str(folder), code=str(code), pushed=False, binary={}, files={},
-        folders=[], outputs=[], earlier="",
+    remote_commands.send_login_request(
+        LocalCommandHost(), sys.executable, RunFolderFilled, folder=str(folder), code=str(code), pushed=False,
+        binary={}, files={}, folders=[], outputs=[], earlier="",
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_a_job_that_was_never_given_a_node_has_left_nothing(
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f"#!/bin/sh\necho {shlex.quote(line)}\n")
     scontrol.chmod(0o755)
-    site = LocalSite(env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    state = login_client.ask(site, sys.executable, JobAsked, job="7").job
+    site = LocalCommandHost(env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    state = remote_commands.send_login_request(site, sys.executable, JobStatus, job="7").job
     assert (state.state, state.nodes) == ("CANCELLED", [])
-    assert look(site, sys.executable, "7", state, state.nodes).total == total
+    assert end_left_processes(site, sys.executable, "7", state, state.nodes).total == total

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dtctl.launch.control.hang import Stack
+from dtctl.launch.control.hang import StackTrace
 from dtctl.supervisor import processes, progress
 from dtctl.supervisor.stacks import StackDump
 
 TOKEN = "stacks-of-a-test"
 WORKER = """
 import ctypes, sys, threading, time
-from dtctl.runtime.telemetry.progress import Progress
+from dtctl.runtime.telemetry.progress import ProgressFile
 
 def deeper(levels):
     return deeper(levels - 1) if levels else [str(n) for n in range(9)]
@@ -31,7 +31,7 @@ def work():
 def waits_for_the_end():
     time.sleep(1000)
 
-Progress(0, folder=sys.argv[1])
+ProgressFile(0, folder=sys.argv[1])
 if sys.argv[2] == "ends":  # without threads: with them, Python 3.10 itself fails after its end
     c = ctypes.CDLL(None)
     getattr(c, "__cxa_atexit")(c.pause, None, None)  # after the interpreter
@@ -60,7 +60,7 @@ def worker(folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_who_is_asked_for_its_stacks_lives_on(tmp_path: Path) -> None:
     with worker(tmp_path, "waits") as process:
-        (report,) = progress.read(str(tmp_path))
+        (report,) = progress.read_worker_progress(str(tmp_path))
         for _ in range(2000):
             os.kill(process.pid, report.signal)
             time.sleep(0.0005)
@@ -69,7 +69,7 @@ def test_who_is_asked_for_its_stacks_lives_on(tmp_path: Path) -> None:
         while not dump.ready():
             time.sleep(0.05)
         (answer,) = dump.answers()
-    stack = Stack(state=answer.state, tool=answer.how, flight=answer.flight, text=answer.text)
+    stack = StackTrace(state=answer.state, tool=answer.how, flight=answer.flight, text=answer.text)
     assert stack.frames[0][2] == "_shutdown"
     assert answer.text.count(" in work\n") == 3
     assert " in waits_for_the_end\n" in answer.text
@@ -78,7 +78,7 @@ def test_who_is_asked_for_its_stacks_lives_on(tmp_path: Path) -> None:
 
 def test_an_interpreter_that_has_ended_ignores_the_question(tmp_path: Path) -> None:
     with worker(tmp_path, "ends") as process:
-        (report,) = progress.read(str(tmp_path))
+        (report,) = progress.read_worker_progress(str(tmp_path))
         bit = 1 << (report.signal - 1)
         status = Path(f"/proc/{process.pid}/status")
 

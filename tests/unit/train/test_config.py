@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dtctl.errors import PlanError, SpecError
 from dtctl.names import TRAIN_CONFIG
-from dtctl.train.batch import Batch, batch, length
+from dtctl.train.batch import BatchSizes, compute_batch_sizes, compute_training_length
 from dtctl.train.config import TrainConfig, load
 from tests.facts import raises
 
@@ -114,7 +114,7 @@ def test_command_line_mistakes_name_the_command_line() -> None:
     ],
 )
 def test_sizes_are_derived(sizes: dict[str, int], workers: int, expected: tuple[int, int]) -> None:
-    found = batch(TrainConfig(**sizes), workers)
+    found = compute_batch_sizes(TrainConfig(**sizes), workers)
     assert (found.micro, found.accumulate) == expected
     assert found.total == found.micro * workers * found.accumulate
 
@@ -130,14 +130,14 @@ def test_sizes_are_derived(sizes: dict[str, int], workers: int, expected: tuple[
 )
 def test_sizes_that_cannot_be(sizes: dict[str, int], message: str, hint: str) -> None:
     with pytest.raises(PlanError) as caught:
-        batch(TrainConfig(**sizes), 3)
+        compute_batch_sizes(TrainConfig(**sizes), 3)
     assert message in caught.value.message
     assert hint in (caught.value.hint or "")
 
 
 def test_two_sizes_of_the_spec_push_out_the_scripts() -> None:
     config = load({"micro_batch": 12}, environ=from_spec({"global_batch": 48, "accumulate": 2}), argv=[])
-    assert batch(config, 3).micro == 8
+    assert compute_batch_sizes(config, 3).micro == 8
     config = load({"epochs": 2}, environ=from_spec({"steps": 9}), argv=[])
     assert (config.steps, config.epochs) == (9, None)
 
@@ -152,21 +152,21 @@ def test_two_sizes_of_the_spec_push_out_the_scripts() -> None:
 def test_length_by_epochs_covers_every_sample(
     samples: int, micro: int, workers: int, accumulate: int, epochs: int
 ) -> None:
-    sizes = Batch(micro=micro, accumulate=accumulate, world_size=workers)
+    sizes = BatchSizes(micro=micro, accumulate=accumulate, world_size=workers)
     assume(epochs == 1 or samples >= sizes.total)
-    steps, end = length(TrainConfig(epochs=epochs), samples=samples, batch=sizes)
+    steps, end = compute_training_length(TrainConfig(epochs=epochs), samples=samples, batch=sizes)
     assert end == epochs * samples
     assert (steps - 1) * sizes.total < end <= steps * sizes.total
 
 
 def test_no_sample_is_twice_in_one_step() -> None:
-    sizes = Batch(micro=3, accumulate=2, world_size=4)
-    assert length(TrainConfig(steps=2), samples=24, batch=sizes) == (2, 48)
-    assert length(TrainConfig(epochs=1), samples=23, batch=sizes) == (1, 23)
+    sizes = BatchSizes(micro=3, accumulate=2, world_size=4)
+    assert compute_training_length(TrainConfig(steps=2), samples=24, batch=sizes) == (2, 48)
+    assert compute_training_length(TrainConfig(epochs=1), samples=23, batch=sizes) == (1, 23)
     with raises(PlanError, "samples step"):
-        length(TrainConfig(epochs=2), samples=23, batch=sizes)
+        compute_training_length(TrainConfig(epochs=2), samples=23, batch=sizes)
     with raises(PlanError, "23 samples 24"):
-        length(TrainConfig(steps=2), samples=23, batch=sizes)
+        compute_training_length(TrainConfig(steps=2), samples=23, batch=sizes)
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,10 @@ def test_no_sample_is_twice_in_one_step() -> None:
     ],
 )
 def test_micro_batches_are_the_accumulation(settings: dict[str, Any], sizes: tuple[int, int]) -> None:
-    found = batch(load(settings, argv=[], environ={}), 2, stages=4)
+    found = compute_batch_sizes(load(settings, argv=[], environ={}), 2, stages=4)
     assert (found.micro, found.accumulate) == sizes
 
 
 def test_two_words_for_one_thing_must_agree() -> None:
     with raises(PlanError, "same"):
-        batch(load({"accumulate": 4, "pipeline": {"micro_batches": 8}}, argv=[], environ={}), 2, stages=2)
+        compute_batch_sizes(load({"accumulate": 4, "pipeline": {"micro_batches": 8}}, argv=[], environ={}), 2, stages=2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dtctl.errors import PlanError
 from dtctl.train.config import StrategyName
-from dtctl.train.mesh import AXES, NAMES, Coordinate, Degrees, resolve
+from dtctl.train.mesh import AXES, NAMES, Coordinate, Degrees, resolve_degrees
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ from dtctl.train.mesh import AXES, NAMES, Coordinate, Degrees, resolve
     ],
 )
 def test_strategies_mean_degrees(strategy: object, workers: int, per_node: int, degrees: Degrees) -> None:
-    assert resolve(strategy, workers=workers, per_node=per_node) == degrees  # type: ignore[arg-type]
+    assert resolve_degrees(strategy, workers=workers, per_node=per_node) == degrees  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("strategy", "workers", "message", "hint"),
     [
-        ("single", 2, "would train 2 models apart", "`ddp`"),
+        ("single", 2, "would train 2 separate models", "`ddp`"),
         ("dpp", 2, "there is no strategy dpp", "ddp"),
         ("hsdp", 4, "all 4 workers are on one node", "{dp: 2, fsdp: -1}"),
         ("hsdp", 6, "6 workers are no multiple of the 4 here", "{dp: 2, fsdp: -1}"),
@@ -56,7 +56,7 @@ def test_what_is_no_mesh_is_refused_with_the_nearest_one(
     strategy: object, workers: int, message: str, hint: str | None
 ) -> None:
     with pytest.raises(PlanError) as caught:
-        resolve(strategy, workers=workers, per_node=4)  # type: ignore[arg-type]
+        resolve_degrees(strategy, workers=workers, per_node=4)  # type: ignore[arg-type]
     assert message in caught.value.message
     assert (hint or "") in (caught.value.hint or "")
 

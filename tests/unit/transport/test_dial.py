@@ -10,7 +10,7 @@ import pytest
 
 from dtctl.errors import ConnectError
 from dtctl.transport.base import Target
-from dtctl.transport.dial import EarlyCalls
+from dtctl.transport.dial import EarlyConnections
 from tests.facts import raises
 
 
@@ -27,21 +27,21 @@ def target(name: str, port: int, *, ssh_config: str = "none") -> Target:
 
 def test_a_node_is_called_at_once_and_handed_out_once(listener: socket.socket) -> None:
     node = target("a", listener.getsockname()[1])
-    calls = EarlyCalls([node])
+    calls = EarlyConnections([node])
     listener.accept()[0].close()  # before anybody asks for it
-    call = calls.take(node)
+    call = calls.pop_connection(node)
     assert call is not None
     assert call.error is None
     assert call.connection.getpeername() == listener.getsockname()
     call.connection.close()
-    assert calls.take(node) is None
+    assert calls.pop_connection(node) is None
 
 
 def test_a_refusal_is_kept_for_whoever_asks() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1]
     node = target("a", free)
-    call = EarlyCalls([node]).take(node)
+    call = EarlyConnections([node]).pop_connection(node)
     assert call is not None
     assert isinstance(call.error, ConnectionRefusedError)
     assert call.settings.port == free
@@ -56,12 +56,12 @@ def test_one_slow_node_does_not_hold_up_the_others() -> None:
         return port
 
     slow, quick = target("slow", 1), target("quick", 2)
-    calls = EarlyCalls([slow, quick], connect)
-    taken = calls.take(quick)
+    calls = EarlyConnections([slow, quick], connect)
+    taken = calls.pop_connection(quick)
     assert taken is not None
     assert taken.connection == 2
     answer.set()
-    late = calls.take(slow)
+    late = calls.pop_connection(slow)
     assert late is not None
     assert late.connection == 1
 
@@ -70,7 +70,7 @@ def test_a_way_through_a_program_is_left_to_the_transport(tmp_path) -> None:
     config = tmp_path / "config"
     config.write_text("Host *\n  ProxyCommand nc %h %p\n")
     node = target("a", 22, ssh_config=str(config))
-    call = EarlyCalls([node], lambda *_: pytest.fail("called directly")).take(node)
+    call = EarlyConnections([node], lambda *_: pytest.fail("called directly")).pop_connection(node)
     assert call is not None
     assert call.connection is None
     assert call.settings.proxy_command is not None
@@ -81,4 +81,4 @@ def test_a_configuration_that_openssh_refuses_is_reported(tmp_path) -> None:
     config.write_text("NoSuchKeyword yes\n")
     node = target("a", 22, ssh_config=str(config))
     with raises(ConnectError, "OpenSSH"):
-        EarlyCalls([node]).take(node)
+        EarlyConnections([node]).pop_connection(node)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import HostKeyError
-from dtctl.transport.hostkeys import KnownKey, check, fingerprint, known_keys, lookup_name
+from dtctl.transport.hostkeys import KnownKey, check_host_key, compute_key_fingerprint, known_keys, lookup_name
 from tests.facts import raises
 
 
@@ -55,7 +55,7 @@ def shown(key: Key, host: str, file: Path, port: int = 22, alias: str | None = N
     """What happens when `host` shows `key` and `file` is on record."""
     name = lookup_name(host, port, alias)
     found = known_keys(name, [str(file)])
-    check(name, key.kind, key.blob, found, node="gpu1", files=[str(file)])
+    check_host_key(name, key.kind, key.blob, found, node="gpu1", files=[str(file)])
 
 
 def refused(key: Key, host: str, file: Path, port: int = 22, alias: str | None = None) -> HostKeyError:
@@ -70,7 +70,7 @@ def refused(key: Key, host: str, file: Path, port: int = 22, alias: str | None =
 
 def test_fingerprints_are_those_of_ssh_keygen(keys: dict[str, Key]) -> None:
     for key in keys.values():
-        assert fingerprint(key.blob) == key.printed
+        assert compute_key_fingerprint(key.blob) == key.printed
 
 
 @pytest.mark.parametrize("kind", ["ed25519", "ecdsa", "rsa"])
@@ -200,4 +200,4 @@ def test_a_key_is_compared_whole(keys: dict[str, Key]) -> None:
     key = keys["ed25519"]
     cut = KnownKey(key_type=key.kind, blob=key.blob[:-1], revoked=False, place="f:1")
     with raises(HostKeyError, "changed"):
-        check("gpu1", key.kind, key.blob, [cut], node="gpu1", files=["f"])
+        check_host_key("gpu1", key.kind, key.blob, [cut], node="gpu1", files=["f"])

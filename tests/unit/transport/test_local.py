@@ -23,7 +23,7 @@ def connection() -> Iterator[LocalConnection]:
     made = LocalTransport().connect(Target(name="here", address="ignored"))
     yield made
     made.close()
-    for stream in made._streams:
+    for stream in made.streams:
         stream.exit_status(60)  # all of them end at the end of their input
 
 
@@ -35,7 +35,7 @@ def read_all(stream: LocalStream) -> bytes:
 
 
 def test_a_command_is_shell_text_in_the_home_folder(connection: LocalConnection) -> None:
-    stream = connection.open("pwd; echo $((1 + 1)); " + shell.join(["printf", "%s", "a b'c"]))
+    stream = connection.open("pwd; echo $((1 + 1)); " + shell.join_command(["printf", "%s", "a b'c"]))
     assert read_all(stream).decode() == f"{Path.home()}\n2\na b'c"
     assert stream.exit_status(60) == 0
 

@@ -15,8 +15,8 @@ import pytest
 from dtctl.errors import AuthError, ConnectError, HostKeyError, LaunchError, TransportError
 from dtctl.transport import openssh
 from dtctl.transport.base import Target
-from dtctl.transport.openssh import Login, OpenSshStream, OpenSshTransport, _line_of, config_text, waiting_script
-from dtctl.transport.openssh_errors import Words, explain_login, is_busy, login_command
+from dtctl.transport.openssh import OpenSshStream, OpenSshTransport, SshLogin, _line_of, config_text, waiting_script
+from dtctl.transport.openssh_errors import SshMessages, explain_login, is_busy, login_command
 from tests.hosts import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh")
@@ -211,7 +211,7 @@ def test_a_shell_that_waits_for_its_command_ends_by_itself(shell: str, given: by
     ],
 )  # fmt: skip
 def test_words_of_ssh(log: str, stderr: str, kind: type[TransportError], fact: str, hint: str) -> None:
-    error = explain_login(Words(log, stderr), TARGET, lambda: "", lambda: "login")
+    error = explain_login(SshMessages(log, stderr), TARGET, lambda: "", lambda: "login")
     assert type(error) is kind
     assert error.node == "gpu1"
     assert fact in error.message
@@ -233,7 +233,7 @@ def test_a_changed_key_is_shown_with_both_fingerprints_and_how_to_take_the_old_o
     listed = subprocess.run(["ssh-keygen", "-lf", tmp_path / "key"], capture_output=True, text=True, check=True).stdout
     known = tmp_path / "known"
     known.write_text(f"# a comment\n[a]:2222 {(tmp_path / 'key.pub').read_text()}")
-    error = explain_login(Words(DEBUG + CHANGED.format(known=known)), TARGET, lambda: "", lambda: "")
+    error = explain_login(SshMessages(DEBUG + CHANGED.format(known=known)), TARGET, lambda: "", lambda: "")
     assert isinstance(error, HostKeyError)
     assert (error.fingerprint, error.where) == ("SHA256:abc", f"{known}:2")
     assert f"it presents ssh-ed25519 SHA256:abc, the recorded key is {listed.split()[1]}" in error.message
@@ -241,7 +241,7 @@ def test_a_changed_key_is_shown_with_both_fingerprints_and_how_to_take_the_old_o
 
 
 def test_a_changed_key_of_a_jump_host_is_the_jump_hosts() -> None:
-    words = Words(log="kex_exchange_identification: closed\r\n", stderr=CHANGED.format(known="/nowhere"))
+    words = SshMessages(log="kex_exchange_identification: closed\r\n", stderr=CHANGED.format(known="/nowhere"))
     error = explain_login(words, TARGET, lambda: DEBUG, lambda: "login")
     assert isinstance(error, HostKeyError)
     assert (error.fingerprint, error.where) == ("SHA256:abc", "/nowhere:2")
@@ -267,7 +267,7 @@ OFFERS = (
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_keys_that_were_offered(log: str, fact: str, hint: str) -> None:
-    error = explain_login(Words(log), TARGET, lambda: "", lambda: "")
+    error = explain_login(SshMessages(log), TARGET, lambda: "", lambda: "")
     assert isinstance(error, AuthError)
     assert fact in error.message
     assert hint in str(error.hint)
@@ -275,7 +275,7 @@ def test_a_refusal_names_the_keys_that_were_offered(log: str, fact: str, hint: s
 
 def test_what_a_server_calls_itself_is_no_login(tmp_path: Path) -> None:
     log = "debug1: Remote protocol version 2.0, remote software version Authenticated to a ([10.0.0.1]:22)\n"
-    login = Login(TARGET, ["true"], tmp_path / "log")
+    login = SshLogin(TARGET, ["true"], tmp_path / "log")
     login.words.log = log
     assert not login.has_own_connection
     login.words.log += 'Authenticated to a ([10.0.0.1]:22) using "publickey".\n'
@@ -285,7 +285,9 @@ def test_what_a_server_calls_itself_is_no_login(tmp_path: Path) -> None:
 
 
 def test_a_log_that_grows_for_weeks_is_drained_and_keeps_what_tells() -> None:
-    words = Words('debug1: a\nAuthenticated to a ([10.0.0.1]:22) using "publickey".\ndebug1: b\nConnection lost\ndebu')
+    words = SshMessages(
+        'debug1: a\nAuthenticated to a ([10.0.0.1]:22) using "publickey".\ndebug1: b\nConnection lost\ndebu'
+    )
     words.forget_debug()
     words.log += "g1: c\n"
     assert words.after_login() == "Connection lost"
@@ -303,13 +305,15 @@ def test_a_log_that_grows_for_weeks_is_drained_and_keeps_what_tells() -> None:
     ],
 )
 def test_only_a_server_with_too_many_logins_is_called_again(log: str, busy: bool) -> None:
-    assert is_busy(Words(log)) is busy
+    assert is_busy(SshMessages(log)) is busy
 
 
 def test_what_is_said_at_each_end_is_no_loss() -> None:
     usual = 'Authenticated to a ([10.0.0.1]:22) using "publickey".\nTransferred: sent 1\nBytes per second: 2\n'
-    assert Words(usual).after_login() == ""
-    assert Words(usual.replace("Transferred", "Connection to a closed by remote host.\nTransferred")).after_login()
+    assert SshMessages(usual).after_login() == ""
+    assert SshMessages(
+        usual.replace("Transferred", "Connection to a closed by remote host.\nTransferred")
+    ).after_login()
 
 
 def test_the_command_to_try_is_what_is_tried() -> None:
@@ -320,7 +324,7 @@ def test_the_command_to_try_is_what_is_tried() -> None:
 
 def test_a_program_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConnectError, match="cannot be started"):
-        Login(TARGET, [str(tmp_path / "nowhere")], tmp_path / "log")
+        SshLogin(TARGET, [str(tmp_path / "nowhere")], tmp_path / "log")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -328,9 +332,9 @@ LAUNCHER_THAT_DIES = """\
 import os, sys
 from pathlib import Path
 from dtctl.transport.base import Target
-from dtctl.transport.openssh import Login
+from dtctl.transport.openssh import SshLogin
 slow_ssh = ["/bin/sh", "-c", 'sleep 0.5; exec ssh "$@"', "sh", "-F", "/dev/null", "-p", "1"]
-login = Login(Target(name="gpu1", address="127.0.0.1"), slow_ssh, Path(sys.argv[1]))
+login = SshLogin(Target(name="gpu1", address="127.0.0.1"), slow_ssh, Path(sys.argv[1]))
 print(login.process.pid, flush=True)
 os._exit(1)  # as by kill -9, before ssh has opened its log
 """
@@ -385,7 +389,7 @@ def test_the_last_words_of_ssh_are_waited_for_at_the_end_of_its_output(tmp_path:
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\necho output\nexec 1>&-\nsleep 0.5\necho last words >&2\nexit 255\n")
     ssh.chmod(0o755)
-    stream = OpenSshStream(Login(TARGET, [str(ssh)], tmp_path / "log"))
+    stream = OpenSshStream(SshLogin(TARGET, [str(ssh)], tmp_path / "log"))
     try:
         while stream.read(100):
             pass

@@ -23,7 +23,7 @@ import pytest
 from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError
 from dtctl.transport import hostkeys, ssh
 from dtctl.transport.base import Target
-from dtctl.transport.ssh import SshTransport, mapped
+from dtctl.transport.ssh import SshTransport, translate_ssh_errors
 from tests.facts import raises
 
 
@@ -88,14 +88,16 @@ SYSTEM: list[tuple[BaseException, str]] = [
 
 def told(exc: BaseException) -> TransportError:
     with pytest.raises(TransportError) as caught:
-        with mapped("gpu7", doing="connecting"):
+        with translate_ssh_errors("gpu7", doing="connecting"):
             raise exc
     return caught.value
 
 
 def test_every_exception_of_paramiko_is_listed() -> None:
     found = {cls.__name__ for cls in exceptions_of_paramiko()}
-    assert found <= set(PARAMIKO), "a new class: decide what dtctl says of it in PARAMIKO, and see `ssh.mapped`"
+    assert found <= set(PARAMIKO), (
+        "a new class: decide what dtctl says of it in PARAMIKO, and see `ssh.translate_ssh_errors`"
+    )
     assert len(found) > 12, "the search finds too few; has paramiko moved its exceptions?"
 
 
@@ -123,14 +125,14 @@ def test_each_error_of_a_socket_has_a_fact_a_place_and_a_hint(exc: BaseException
 def test_our_own_errors_and_an_interrupt_pass_unchanged() -> None:
     ours = HostKeyError("changed", node="other", fingerprint="SHA256:x")
     assert told(ours) is ours
-    with pytest.raises(KeyboardInterrupt), mapped("gpu7", doing="connecting"):
+    with pytest.raises(KeyboardInterrupt), translate_ssh_errors("gpu7", doing="connecting"):
         raise KeyboardInterrupt
 
 
 def test_a_key_that_has_changed_is_named_by_its_fingerprint() -> None:
     error = told(paramiko.BadHostKeyException("node", KEY, KEY))
     assert isinstance(error, HostKeyError)
-    assert error.fingerprint == hostkeys.fingerprint(KEY.asbytes()) == KEY.fingerprint
+    assert error.fingerprint == hostkeys.compute_key_fingerprint(KEY.asbytes()) == KEY.fingerprint
 
 
 @pytest.fixture
@@ -199,7 +201,7 @@ def keygen(path: Path, *options: str) -> Path:
 
 
 def offered(file: Path) -> object:
-    return SshTransport()._key(str(file))
+    return SshTransport()._load_private_key(str(file))
 
 
 @pytest.mark.parametrize("kind", ["ed25519", "ecdsa", "rsa"])

@@ -12,14 +12,14 @@ import pytest
 from dtctl.errors import ConnectError
 from dtctl.transport import sshconfig
 from dtctl.transport.base import Target
-from dtctl.transport.sshconfig import Settings, jump_parts, settings_for
+from dtctl.transport.sshconfig import SshSettings, jump_parts, resolve_ssh_settings
 from tests.facts import raises
 
 HOME = str(Path.home())
 
 
-def asked(config: Path, address: str, **more: object) -> Settings:
-    return settings_for(Target(name="n", address=address, ssh_config=str(config), **more))  # type: ignore[arg-type]
+def asked(config: Path, address: str, **more: object) -> SshSettings:
+    return resolve_ssh_settings(Target(name="n", address=address, ssh_config=str(config), **more))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_none_means_no_configuration_at_all(monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / ".ssh" / "config").write_text("Host *\n  User somebody\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = settings_for(Target(name="n", address="gpu1", ssh_config="none"))
+    found = resolve_ssh_settings(Target(name="n", address="gpu1", ssh_config="none"))
     assert (found.user, found.identity_files[0]) == (getpass.getuser(), f"{tmp_path}/.ssh/id_ed25519")
 
 

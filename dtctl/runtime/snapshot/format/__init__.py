@@ -1,1 +1,1 @@
-"""The bytes of a snapshot: layout of the folder, headers, and the encoding of state as tensors."""
+"""Format of snapshots: layout of the folder, headers, and the encoding of state as tensors."""

@@ -1,7 +1,7 @@
-"""Python values as what snapshots keep, JSON and tensors, and back: tuples, sets, NumPy arrays, generators ...
+"""Encoding of Python values as JSON and tensors, and back: tuples, sets, NumPy arrays, generators ...
 
-State that a program brings along (`state_dict()` of an optimizer or a scheduler, attributes of modules) has keys that
-are numbers and values that are tuples. Nothing is pickled: a value of any other kind is refused by its name.
+State of a program (`state_dict()` of an optimizer or a scheduler, attributes of modules) has numbers as keys and tuples
+as values. Nothing is pickled; a value of any other kind is refused with its name.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from dtctl.errors import SnapshotError
 
 _MARK: Final = "$"
 _ADDRESSES: Final = 1 << 32
-"""Whole numbers from here on are rarely counted, and mostly `id(...)`."""
+"""Whole numbers from here on are rarely counters, and mostly `id(...)`."""
 _SCALARS: Final = (bool, int, float, str, type(None))
 
 
 class NotEncodable(SnapshotError):
-    """A value that snapshots do not keep."""
+    """A value that snapshots cannot keep."""
 
 
-def encode(value: Any, path: str = "state") -> Any:
+def encode_value(value: Any, path: str = "state") -> Any:
     """Return the value as JSON and tensors; tensors are not copied.
 
     Args:
         value: numbers, text, bytes, tensors, arrays, dtypes, random generators, and dicts, lists, tuples, sets and
             deques of them.
-        path: what it is called in an error.
+        path: name of the value in an error.
 
     Raises:
-        NotEncodable: it has something else in it.
+        NotEncodable: the value contains something else.
     """
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
@@ -46,14 +46,16 @@ def encode(value: Any, path: str = "state") -> Any:
     if type(value) in (dict, OrderedDict) or (isinstance(value, Mapping) and not isinstance(value, dict)):
         if any(type(key) is int and key >= _ADDRESSES for key in value):
             raise NotEncodable(f"{path} has keys that look like addresses, which are others in each process")
-        items = [[encode(key, f"{path} (a key)"), encode(item, f"{path}.{key}")] for key, item in value.items()]
+        items = [
+            [encode_value(key, f"{path} (a key)"), encode_value(item, f"{path}.{key}")] for key, item in value.items()
+        ]
         if type(value) in (dict, OrderedDict) and all(type(key) is str and not key.startswith(_MARK) for key in value):
             return dict(items)
         return {"$items": items}
     if type(value) is list:
-        return [encode(item, f"{path}.{index}") for index, item in enumerate(value)]
+        return [encode_value(item, f"{path}.{index}") for index, item in enumerate(value)]
     if type(value) in (tuple, torch.Size):
-        return {"$tuple": [encode(item, f"{path}.{index}") for index, item in enumerate(value)]}
+        return {"$tuple": [encode_value(item, f"{path}.{index}") for index, item in enumerate(value)]}
     found = _encoded_rarely(value, path)
     if found is not None:
         return found
@@ -64,11 +66,11 @@ def encode(value: Any, path: str = "state") -> Any:
 
 
 def _encoded_rarely(value: Any, path: str) -> Any:
-    """Encode as `encode` does, for kinds that are rare in states; return None for any other."""
+    """Encode as `encode_value` does, for rare types; return None for any other type."""
     if type(value) in (set, frozenset):
-        return {"$set": sorted((encode(item, path) for item in value), key=repr)}
+        return {"$set": sorted((encode_value(item, path) for item in value), key=repr)}
     if type(value) is deque:
-        return {"$deque": [encode(item, path) for item in value], "maxlen": value.maxlen}
+        return {"$deque": [encode_value(item, path) for item in value], "maxlen": value.maxlen}
     if isinstance(value, bytes):
         return {"$bytes": value.hex()}
     if isinstance(value, complex):
@@ -90,7 +92,7 @@ def _encoded_rarely(value: Any, path: str) -> Any:
 
 
 def with_devices(tree: Any) -> Any:
-    """Return an encoded tree with further facts of its tensors: on an accelerator, with a gradient, transposed."""
+    """Return an encoded tree with more facts about its tensors: on an accelerator, with a gradient, transposed."""
     if isinstance(tree, torch.Tensor):
         facts: dict[str, Any] = {"requires_grad": True} if tree.requires_grad and tree.is_leaf else {}
         if not tree.is_contiguous() and _is_permuted(tree):
@@ -104,26 +106,26 @@ def with_devices(tree: Any) -> Any:
 
 
 def _is_permuted(tensor: torch.Tensor) -> bool:
-    """Return whether its numbers lie side by side, in an order of dimensions that is not the usual one."""
+    """Return whether a tensor's numbers are contiguous, in an unusual order of dimensions."""
     order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride()[dim])
     return tensor.permute(order).is_contiguous()
 
 
-def decode(tree: Any) -> Any:
-    """Return what `encode` was given; a generator is what `set_generator_state` takes."""
+def decode_value(tree: Any) -> Any:
+    """Return the value that `encode_value` was given; a generator becomes an argument for `set_generator_state`."""
     if isinstance(tree, list):
-        return [decode(item) for item in tree]
+        return [decode_value(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
     mark = next((key for key in tree if key.startswith(_MARK)), None)
     if mark is None:
-        return {key: decode(item) for key, item in tree.items()}
+        return {key: decode_value(item) for key, item in tree.items()}
     held = tree[mark]
     simple: dict[str, Any] = {
-        "$items": lambda: {decode(key): decode(item) for key, item in held},
-        "$tuple": lambda: tuple(decode(item) for item in held),
-        "$set": lambda: {decode(item) for item in held},
-        "$deque": lambda: deque((decode(item) for item in held), tree["maxlen"]),
+        "$items": lambda: {decode_value(key): decode_value(item) for key, item in held},
+        "$tuple": lambda: tuple(decode_value(item) for item in held),
+        "$set": lambda: {decode_value(item) for item in held},
+        "$deque": lambda: deque((decode_value(item) for item in held), tree["maxlen"]),
         "$range": lambda: range(*held),
         "$bytes": lambda: bytes.fromhex(held),
         "$complex": lambda: complex(*held),
@@ -131,7 +133,7 @@ def decode(tree: Any) -> Any:
         "$device": lambda: torch.device(held),
         "$scalar": lambda: np.dtype(held[0]).type(held[1]),
         "$array": lambda: held.numpy().reshape(tree["shape"]).copy(order=tree.get("order", "C")),
-        "$generator": lambda: decode(held),
+        "$generator": lambda: decode_value(held),
         "$on": lambda: _tensor_on(held, **{key: value for key, value in tree.items() if key != mark}),
         "$tensor_bytes": lambda: _tensor_of(*held),
     }
@@ -158,26 +160,26 @@ Generator = torch.Generator | random.Random | np.random.Generator | np.random.Ra
 
 
 def is_generator(value: object) -> bool:
-    """Return whether a value is a generator of random numbers whose state can be kept."""
+    """Return whether a value is a random generator whose state can be kept."""
     return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
 
 
 def generator_state(generator: Generator) -> Any:
-    """Return the state of a generator, encoded; drawing nothing from it."""
+    """Return the encoded state of a generator, without drawing from it."""
     if isinstance(generator, torch.Generator):
         return {"torch": generator.get_state()}
     if isinstance(generator, random.Random):
-        return {"python": encode(generator.getstate())}
+        return {"python": encode_value(generator.getstate())}
     if isinstance(generator, np.random.RandomState):
-        return {"numpy": encode(generator.get_state(legacy=False))}
-    return {"numpy": encode(generator.bit_generator.state)}
+        return {"numpy": encode_value(generator.get_state(legacy=False))}
+    return {"numpy": encode_value(generator.bit_generator.state)}
 
 
 def set_generator_state(generator: Generator, state: Mapping[str, Any]) -> None:
-    """Put back a decoded state.
+    """Restore a decoded state of a generator.
 
     Raises:
-        SnapshotError: it is of a generator of another kind.
+        SnapshotError: the state belongs to another kind of generator.
     """
     try:
         if isinstance(generator, torch.Generator):

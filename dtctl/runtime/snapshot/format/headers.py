@@ -1,11 +1,12 @@
-"""The format of safetensors, in which parts lie on disk, so that others can read them. Imports no torch.
+"""The format of safetensors, in which parts are stored, so that other programs can read them. Imports no torch.
 
     8 bytes       length of the header, little endian
     header        JSON: name -> {"dtype", "shape", "data_offsets"}; padded with spaces, so that data begins aligned
     data          tensors without gaps
 
-`__metadata__.tree` of the header is the part as JSON, with `{"$tensor": name}` in the place of each tensor, and
-`{"$tensor": name, "$of": {"shape": ..., "offset": ...}}` in that of a piece of a larger one.
+`__metadata__.tree` of the header is the part as JSON. `{"$tensor": name}` stands for a tensor, and
+`{"$tensor": name, "$of": {"shape": ..., "offset": ...}}` for a piece of a larger tensor.
+
 Source of the format: README.md of safetensors 0.6, "Format".
 """
 
@@ -22,7 +23,7 @@ METADATA: Final = "__metadata__"
 TREE: Final = "tree"
 TENSOR: Final = "$tensor"
 OF: Final = "$of"
-"""Key next to it: shape of the whole tensor that it is a piece of, and the index of its first number in there."""
+"""Key of a piece: shape of the whole tensor, and the index there of the first number of the piece."""
 
 DTYPES: Final[Mapping[str, str]] = {
     "F64": "float64",
@@ -41,17 +42,17 @@ DTYPES: Final[Mapping[str, str]] = {
     "U8": "uint8",
     "BOOL": "bool",
     "C64": "complex64",
-    "C128": "complex128",  # ours: safetensors has no name for it
+    "C128": "complex128",  # a name of our own, as safetensors has none for it
 }
-"""Name in the file -> torch's name."""
+"""Name of a number format in the file -> torch's name."""
 SIZES: Final[Mapping[str, int]] = {
     name: 1 if name == "BOOL" else int(name.split("_")[0].lstrip("BFICU")) // 8 for name in DTYPES
 }
-"""Name in the file -> bytes of a number."""
+"""Name of a number format in the file -> bytes of a number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class FileHeader:
     """Header of a file, before its data."""
 
     tensors: Mapping[str, Any]
@@ -61,13 +62,13 @@ class Header:
 
 
 MAX_BYTES: Final = 100_000_000
-"""Longest header that readers of safetensors take."""
+"""Longest header that readers of safetensors accept."""
 
 
-class FreeNames:
-    """Names of tensors that are alike get a number: {"a.b": x, "a": {"b": y}} is allowed.
+class UniqueNames:
+    """Unique names of tensors: equal names get a number, so that {"a.b": x, "a": {"b": y}} is allowed.
 
-    Takes time by the number of names, also where thousands are alike.
+    The time is linear in the number of names, even if thousands of them are equal.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class FreeNames:
         self._next: dict[str, int] = {}
 
     def choose(self, name: str) -> str:
-        """Return a name that was not returned before: this one, or it with a number."""
+        """Return this name, or this name with a number if it was returned before."""
         chosen = name
         while chosen in self._taken:
             number = self._next[name] = self._next.get(name, 0) + 1
@@ -85,7 +86,7 @@ class FreeNames:
 
 
 def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
-    """Return all that stands before the data.
+    """Return the bytes of the file before its data.
 
     Args:
         tensors: name -> dtype, shape and data_offsets.
@@ -97,73 +98,73 @@ def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
 
 
 def is_tensor(tree: Any) -> bool:
-    """Return whether this place of a tree stands for a tensor or a piece of one."""
+    """Return whether a node of a tree stands for a tensor or a piece of one."""
     return isinstance(tree, dict) and TENSOR in tree and tree.keys() <= {TENSOR, OF}
 
 
-class Malformed(ValueError):
-    """A file matches its digest, but is not a valid file of a snapshot."""
+class MalformedFile(ValueError):
+    """A file that matches its digest, but is not a valid file of a snapshot."""
 
 
-def parse(file: memoryview) -> Header:
-    """Return the header of a file; at least the beginning of the file must be given.
+def parse_header(file: memoryview) -> FileHeader:
+    """Return the header of a file from its first bytes.
 
     Raises:
-        Malformed: there is no header, or it has an impossible entry for a tensor.
+        MalformedFile: there is no header, or an entry for a tensor is impossible.
     """
     length = int.from_bytes(file[:8], "little")
     if len(file) < 8 or not 0 < length <= len(file) - 8:
-        raise Malformed("its header is incomplete")
+        raise MalformedFile("its header is incomplete")
     try:
         document = json.loads(bytes(file[8 : 8 + length]))
         metadata = document.pop(METADATA)
         tree = json.loads(metadata[TREE])
         for name, entry in document.items():
-            _check(name, entry)
+            _check_tensor_entry(name, entry)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
-        raise Malformed(f"its header is malformed: {exc}") from None
-    return Header(document, tree, 8 + length)
+        raise MalformedFile(f"its header is malformed: {exc}") from None
+    return FileHeader(document, tree, 8 + length)
 
 
-def check_data(header: Header, size_bytes: int) -> None:
+def check_data(header: FileHeader, size_bytes: int) -> None:
     """Compare a header with the size of its file.
 
     Raises:
-        Malformed: a tensor would end behind the file, or two share bytes.
+        MalformedFile: a tensor would end after the file, or two tensors share bytes.
     """
     place = 0
     for begin, end in sorted(entry["data_offsets"] for entry in header.tensors.values()):
         if begin < place:
-            raise Malformed("two of its tensors share bytes")
+            raise MalformedFile("two of its tensors share bytes")
         place = end
     if header.size_bytes + place > size_bytes:
-        raise Malformed("its tensors are longer than the file")
+        raise MalformedFile("its tensors are longer than the file")
 
 
-class Readable(Protocol):
-    """An open file."""
+class ReadableFile(Protocol):
+    """Open file that headers are read from."""
 
     def read(self, size: int, /) -> bytes:
         """Return the next bytes; fewer at the end."""
 
 
-def read(file: Readable, size_bytes: int) -> Header:
+def read_header(file: ReadableFile, size_bytes: int) -> FileHeader:
     """Return the header of an open file of this size.
 
     Raises:
-        Malformed: as `parse` and `check_data`.
-        OSError: it cannot be read.
+        MalformedFile: as in `parse_header` and `check_data`.
+        OSError: the file cannot be read.
     """
     beginning = file.read(8)
     length = int.from_bytes(beginning, "little")
     if length > size_bytes:
-        raise Malformed("its header is longer than the file")
-    header = parse(memoryview(beginning + file.read(length)))
+        raise MalformedFile("its header is longer than the file")
+    header = parse_header(memoryview(beginning + file.read(length)))
     check_data(header, size_bytes)
     return header
 
 
-def _check(name: str, entry: Any) -> None:
+def _check_tensor_entry(name: str, entry: Any) -> None:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     numbers = (*shape, begin, end)
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or len(shape) > 64:

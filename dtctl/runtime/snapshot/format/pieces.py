@@ -1,4 +1,4 @@
-"""Pieces that each worker writes of a state that is spread over workers, or that several of them have alike."""
+"""Pieces of the state that each worker writes, if the state is spread over workers or several of them have the same."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dtctl.runtime.snapshot import assembly
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 
 GONE: Final = object()
-"""Stands for what another worker writes."""
+"""Marker for a value that another worker writes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """A stretch of a larger tensor."""
 
     tensor: torch.Tensor
@@ -30,26 +30,26 @@ class Piece:
 
 
 Key = tuple[str, ...]
-"""Path of a tensor in the parts, and the offset of the piece as its last word."""
+"""Path of a tensor in the parts, followed by the offset of the piece."""
 
 
-def local(tree: Any) -> Any:
-    """Return a tree in which every sharded tensor (DTensor) is a `Piece`; nothing is copied or exchanged."""
+def extract_local_pieces(tree: Any) -> Any:
+    """Return a tree in which every sharded tensor (DTensor) is a `TensorPiece`, without copies or exchanges."""
     if isinstance(tree, torch.Tensor) and hasattr(tree, "device_mesh"):
         own: torch.Tensor = tree.to_local().detach()  # type: ignore[attr-defined]
-        return Piece(own, tuple(tree.shape), box_of(tree)[0])
+        return TensorPiece(own, tuple(tree.shape), box_of(tree)[0])
     if isinstance(tree, Mapping):
-        return {key: local(value) for key, value in tree.items()}
+        return {key: extract_local_pieces(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [local(value) for value in tree]
+        return [extract_local_pieces(value) for value in tree]
     return tree
 
 
 def box_of(tensor: torch.Tensor) -> assembly.Box:
-    """Return the stretch of a sharded tensor that this worker has; all of any other."""
+    """Return the box of a sharded tensor that this worker has; of any other tensor, the box of the whole."""
     if not hasattr(tensor, "device_mesh"):
         return (0,) * tensor.dim(), tuple(tensor.shape)
-    # To import this costs every training half a second, and only sharded ones have need of it.
+    # The import costs half a second, and only sharded tensors need it.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -58,10 +58,11 @@ def box_of(tensor: torch.Tensor) -> assembly.Box:
     return tuple(offset), tuple(shape)
 
 
-def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return this worker's part of a whole tensor, as a DTensor like `tensor`, if that is sharded; else the whole.
+def shard_tensor_like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return this worker's part of a whole tensor as a DTensor like `tensor`, or the whole if `tensor` is not sharded.
 
-    A tensor of another shape is left whole: loading reports it. One that is sharded already is left as it is.
+    A tensor of another shape is returned whole, and the loading function reports it. A sharded tensor is returned as it
+    is.
     """
     if hasattr(whole, "device_mesh") or not hasattr(tensor, "device_mesh") or tensor.shape != whole.shape:
         return whole
@@ -70,7 +71,7 @@ def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor that is sharded as `tensor` is, of this worker's part."""
+    """Return a DTensor sharded like `tensor`, with `part` as this worker's part."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)  # noqa: S101  # for the type checker
@@ -93,36 +94,40 @@ def find_buffers(model: nn.Module) -> Callable[[Key], bool]:
     return lambda key: key[0] == "model" and key[1] not in trained
 
 
-class Division:
-    """Assignment of pieces to workers: each piece once, and about as much on every worker that has something.
+class PieceAssignment:
+    """Assignment of pieces to workers: each piece once, with about equal shares for the workers that have it.
 
-    Found out together once, and again only when a worker has something else than before.
+    The workers compute it together once, and repeat this only when one of them has different pieces.
     """
 
     def __init__(self, worker: Worker, firsts: Callable[[Key], bool]) -> None:
-        """Nothing is exchanged yet.
+        """Prepare the assignment; the workers exchange their lists of pieces at the first selection.
 
         Args:
             worker: this worker.
-            firsts: whether something is written by the first worker that has it, since others may have other values.
+            firsts: returns True for pieces that the first worker that has them writes, since values of the others may
+                differ.
         """
         self._worker, self._firsts = worker, firsts
         self._had: list[list[Any]] | None = None
         self._mine: frozenset[Key] = frozenset()
 
-    def mine(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what this worker writes of its parts, which are of `local`. Collective over all workers."""
-        have = [[size, self._firsts(key), *key] for key, size in _keys(parts, ())]
+    def select_own_pieces(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the pieces that this worker writes, out of its parts from `extract_local_pieces`.
+
+        Collective over all workers.
+        """
+        have = [[size, self._firsts(key), *key] for key, size in _list_tensor_keys(parts, ())]
         changed = torch.tensor([int(have != self._had)])
         if int(self._worker.sum(changed)):
             self._had = have
             everyone = gathered_json(have, self._worker)
-            self._mine = frozenset(self._divided(everyone))
-        left = _without(parts, (), self._mine)
+            self._mine = frozenset(self._choose_written_keys(everyone))
+        left = _remove_foreign_tensors(parts, (), self._mine)
         return left if isinstance(left, dict) else {}
 
-    def _divided(self, everyone: list[list[list[Any]]]) -> Iterator[Key]:
-        """Keys of what this worker writes: what it has alone, and of the rest such that all write about as much."""
+    def _choose_written_keys(self, everyone: list[list[list[Any]]]) -> Iterator[Key]:
+        """Yield the keys that this worker writes: its unique pieces, and a balanced share of the others."""
         holders: dict[Key, list[int]] = {}
         sizes: dict[Key, int] = {}
         for rank, have in enumerate(everyone):
@@ -130,7 +135,7 @@ class Division:
                 key = tuple(words)
                 ranks = holders.setdefault(key, [])
                 sizes[key] = size
-                # `first` as the worker with the tensor has sent it: others lack it, and all need the same result.
+                # `first` is used as the holder of the tensor has sent it, since all workers need the same result.
                 if not (first and ranks):
                     ranks.append(rank)
         loads = [0] * len(everyone)
@@ -141,32 +146,32 @@ class Division:
                 yield key
 
 
-def _keys(tree: Any, path: Key) -> Iterator[tuple[Key, int]]:
-    tensor = tree.tensor if isinstance(tree, Piece) else tree
+def _list_tensor_keys(tree: Any, path: Key) -> Iterator[tuple[Key, int]]:
+    tensor = tree.tensor if isinstance(tree, TensorPiece) else tree
     if isinstance(tensor, torch.Tensor):
-        # An empty piece of a larger tensor is nothing to write.
-        if tensor.numel() or not isinstance(tree, Piece):
-            yield _key(tree, path), tensor.numel() * tensor.element_size()
+        # Empty pieces of larger tensors are not written.
+        if tensor.numel() or not isinstance(tree, TensorPiece):
+            yield _build_piece_key(tree, path), tensor.numel() * tensor.element_size()
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _keys(value, (*path, key))
+            yield from _list_tensor_keys(value, (*path, key))
     elif isinstance(tree, list | tuple):
         for index, value in enumerate(tree):
-            yield from _keys(value, (*path, str(index)))
+            yield from _list_tensor_keys(value, (*path, str(index)))
 
 
-def _key(tree: Any, path: Key) -> Key:
-    return (*path, json.dumps(tree.offset if isinstance(tree, Piece) else None))
+def _build_piece_key(tree: Any, path: Key) -> Key:
+    return (*path, json.dumps(tree.offset if isinstance(tree, TensorPiece) else None))
 
 
-def _without(tree: Any, path: Key, mine: frozenset[Key]) -> Any:
-    """Return the tree without tensors of others; where a list has one, None."""
-    if isinstance(tree, torch.Tensor | Piece):
-        return tree if _key(tree, path) in mine else GONE
+def _remove_foreign_tensors(tree: Any, path: Key, mine: frozenset[Key]) -> Any:
+    """Return the tree without tensors that other workers write; in a list they become None."""
+    if isinstance(tree, torch.Tensor | TensorPiece):
+        return tree if _build_piece_key(tree, path) in mine else GONE
     if isinstance(tree, Mapping):
-        left = {key: _without(value, (*path, key), mine) for key, value in tree.items()}
+        left = {key: _remove_foreign_tensors(value, (*path, key), mine) for key, value in tree.items()}
         return {key: value for key, value in left.items() if value is not GONE}
     if isinstance(tree, list | tuple):
-        found = [_without(value, (*path, str(index)), mine) for index, value in enumerate(tree)]
+        found = [_remove_foreign_tensors(value, (*path, str(index)), mine) for index, value in enumerate(tree)]
         return [None if value is GONE else value for value in found]
     return tree

@@ -1,4 +1,4 @@
-"""Writes of files with contents and names that survive a power failure."""
+"""Writing of files whose contents and names survive a power failure."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ from typing import Protocol
 
 from dtctl import folders
 from dtctl.runtime.snapshot.format.layout import DRAFT_SUFFIX
-from dtctl.runtime.snapshot.storage.place import Place, Remote
+from dtctl.runtime.snapshot.storage.place import Place, RemotePath
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 class ByteSink(Protocol):
-    """Destination of bytes."""
+    """File-like object that bytes are written to."""
 
     def write(self, chunk: bytes | memoryview, /) -> int:
-        """Take some, and return how many."""
+        """Write some of the bytes, and return their number."""
 
 
 @contextmanager
-def written(path: Place) -> Iterator[ByteSink]:
-    """Open a new file; its bytes are durable when the block has ended without an error.
+def open_durable_file(path: Place) -> Iterator[ByteSink]:
+    """Open a new file, whose bytes are durable when the block has ended without an error.
 
     Raises:
         OSError: the disk is full, or cannot be written.
         SnapshotError: a store cannot be written.
     """
-    if isinstance(path, Remote):
+    if isinstance(path, RemotePath):
         with path.upload() as upload:
             yield upload
         return
-    with path.open("wb", buffering=0) as out:
+    with path.open("w+b", buffering=0) as out:
         yield out
         os.fsync(out.fileno())
 
 
 def begin_writing(out: ByteSink, begin: int, end: int) -> None:
-    """Make the kernel begin to write a stretch of a file to the disk, so that `written` has less to wait for.
+    """Make the kernel begin to write a stretch of a file to the disk, so that `open_durable_file` has less to wait for.
 
-    On the advice that pages will not be read soon, Linux writes those that are dirty, and keeps them in memory until
-    they are clean (mm/fadvise.c). On other systems and in stores there is no such effect.
+    Linux writes dirty pages to the disk when it gets the advice that they will not be read soon, and keeps them in
+    memory until then (mm/fadvise.c). Other systems and stores do nothing.
     """
     if isinstance(out, io.FileIO) and hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(out.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
-def make_folder(path: Place) -> None:
-    """Make a folder and those above it, with durable names.
+def make_durable_folder(path: Place) -> None:
+    """Make a folder and its parents, with durable names.
 
     Raises:
         OSError: the folder cannot be made.
     """
-    if not isinstance(path, Remote):  # a store has no folders
+    if not isinstance(path, RemotePath):  # a store has no folders
         folders.make_durable(str(path))
 
 
-def sync_folder(path: Path) -> None:
+def sync_folder_names(path: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -72,10 +72,10 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def exchanged(draft: Path, target: Path) -> Path:
-    """Give a draft the name of a folder that is there, at once, so that there is never none; where that is now.
+def exchange_folders(draft: Path, target: Path) -> Path:
+    """Swap a draft atomically with the existing folder that it replaces; return where the old folder is now.
 
-    Where the file system cannot, one is renamed after the other.
+    On a file system that cannot swap folders, rename one after the other.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "renameat2"):

@@ -1,9 +1,9 @@
-"""Place of snapshots: a folder, or a URL for fsspec (s3://, gs://, abfs:// ...); only this file uses fsspec.
+"""Place of snapshots: a folder, or a URL for fsspec (s3://, gs://, abfs:// ...). Only this file uses fsspec.
 
-A `Remote` has as much of `pathlib.Path` as snapshots need, so that readers of snapshots need no special case. It has no
-rename and no fsync: a store takes an object when its upload is closed, whole. Nothing is cached here, and a store that
-does not answer is an error, never a missing file: a snapshot must not be passed over, or removed, because a link is
-down.
+`RemotePath` has the methods of `pathlib.Path` that snapshots need, so that their readers need no special case. It has
+no rename and no fsync: a store accepts an object when its upload is closed, completely. Nothing is cached here. A store
+that does not answer is an error, never a missing file: a snapshot must not be passed over or removed because a
+connection is down.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 BLOCK_BYTES: Final = 1 << 26
-"""Bytes that are uploaded at a time: large enough for 10,000 parts, which is all that S3 takes, to be 640 GB."""
+"""Bytes that are uploaded at a time; 10,000 parts, the most that S3 accepts, make 640 GB."""
 FETCH_BYTES: Final = 1 << 24
-"""Bytes that are fetched at a time,"""
+"""Bytes that are fetched at a time."""
 FIRST_BYTES: Final = 1 << 20
-"""and at first;"""
+"""Bytes of the first request for a file."""
 AHEAD: Final = 4
-"""and how many of these at once, of each file."""
+"""Number of requests for one file that run at the same time."""
 PATIENCE_S: Final = 300.0
 """Seconds that a store may take for one block. s3fs, for example, would wait as long as TCP retransmits."""
 IMPATIENCE_S: Final = 15.0
-"""And how long after it once did not answer: the next thing is to clear away, which can wait."""
+"""Seconds that a store may take after it did not answer once, since only removals follow, which can wait."""
 KEY: Final = "train.snapshot.dir"
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
@@ -45,14 +45,14 @@ _REFUSED: Final = ("sftp://", "ssh://")
 _NO_CREDENTIALS: Final = "credentials come from the provider's own variables and files, on every node"
 
 
-class _Store:
-    """One of fsspec's filesystems, which is asked from a thread that can be left waiting."""
+class _RemoteStore:
+    """File system of fsspec that is called from a separate thread, so that a call can be given up."""
 
     def __init__(self, fs: Any) -> None:
         self.fs, self._answers = fs, True
 
-    def ask(self, action: Callable[[Any], Any]) -> Any:
-        """Return what comes of it; whatever it raises, and TimeoutError if nothing comes."""
+    def call_store(self, action: Callable[[Any], Any]) -> Any:
+        """Return the result of an action, or raise its error; raise TimeoutError if it does not end in time."""
         answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -74,23 +74,23 @@ class _Store:
         return result
 
 
-class Remote:
+class RemotePath:
     """A folder or a file at a URL."""
 
     __slots__ = ("_path", "_store", "_url")
 
-    def __init__(self, store: _Store, path: str, url: str) -> None:
-        """Store the arguments; nothing is requested yet.
+    def __init__(self, store: _RemoteStore, path: str, url: str) -> None:
+        """Store the arguments, without a request.
 
         Args:
-            store: that has it.
-            path: in the store, without a slash at its end.
-            url: in human-readable form.
+            store: store of the folder or file.
+            path: path in the store, without a slash at its end.
+            url: URL in human-readable form.
         """
         self._store, self._path, self._url = store, path, url
 
-    def __truediv__(self, name: str) -> Remote:
-        return Remote(self._store, f"{self._path}/{name}", f"{self._url}/{name}")
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self._store, f"{self._path}/{name}", f"{self._url}/{name}")
 
     def __str__(self) -> str:
         return self._url
@@ -99,9 +99,9 @@ class Remote:
         return f"Remote({self._url!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and other._url == self._url
+        return isinstance(other, RemotePath) and other._url == self._url
 
-    def __lt__(self, other: Remote) -> bool:
+    def __lt__(self, other: RemotePath) -> bool:
         return self._url < other._url
 
     def __hash__(self) -> int:
@@ -109,25 +109,25 @@ class Remote:
 
     @property
     def name(self) -> str:
-        """Return its last word."""
+        """Return the last component of the path."""
         return self._url.rsplit("/", 1)[-1]
 
     def is_dir(self) -> bool:
-        """Return whether there is anything below it."""
-        return self._kind() == "directory"
+        """Return whether any object exists below this path."""
+        return self._read_path_type() == "directory"
 
     def is_file(self) -> bool:
-        """Return whether there is an object of this name."""
-        return self._kind() == "file"
+        """Return whether an object of this name exists."""
+        return self._read_path_type() == "file"
 
     def exists(self) -> bool:
-        """Return whether there is anything of this name."""
-        return self._kind() is not None
+        """Return whether an object or a folder of this name exists."""
+        return self._read_path_type() is not None
 
     def entries(self) -> dict[str, int | None]:
-        """Return what a folder has: name -> bytes of a file, None for a folder; nothing if there is no such folder."""
+        """Return the entries of a folder: name -> bytes of a file, None for a folder; empty if there is no folder."""
         try:
-            rows = self._fresh("listed", lambda fs: fs.ls(self._path, detail=True))
+            rows = self._query_store_uncached("listed", lambda fs: fs.ls(self._path, detail=True))
         except FileNotFoundError:
             return {}
         sizes = {}
@@ -137,51 +137,51 @@ class Remote:
                 sizes[path.rsplit("/", 1)[-1]] = row["size"] if row["type"] == "file" else None
         return sizes
 
-    def iterdir(self) -> Iterator[Remote]:
-        """Return what a folder has."""
+    def iterdir(self) -> Iterator[RemotePath]:
+        """Yield the entries of a folder."""
         return (self / name for name in self.entries())
 
     def size_bytes(self) -> int:
         """Return the bytes of a file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the file does not exist.
         """
-        return int(self._fresh("looked at", lambda fs: fs.info(self._path))["size"])
+        return int(self._query_store_uncached("looked at", lambda fs: fs.info(self._path))["size"])
 
     def modified_s(self) -> float:
-        """Return when a file was written, in seconds since the epoch."""
-        return float(self._fresh("looked at", lambda fs: fs.modified(self._path)).timestamp())
+        """Return the time when a file was written, in seconds since the epoch."""
+        return float(self._query_store_uncached("looked at", lambda fs: fs.modified(self._path)).timestamp())
 
     def read_bytes(self) -> bytes:
-        """Return all of a file; FileNotFoundError if there is none."""
-        return bytes(self._asked("read", lambda fs: fs.cat_file(self._path)))
+        """Return the whole content of a file; raise FileNotFoundError if it does not exist."""
+        return bytes(self._query_store("read", lambda fs: fs.cat_file(self._path)))
 
     def read_text(self) -> str:
-        """Return all of a file; FileNotFoundError if there is none."""
+        """Return the whole text of a file; raise FileNotFoundError if it does not exist."""
         return self.read_bytes().decode()
 
     def open(self, mode: str = "rb", buffering: int = 0) -> _Download:
-        """Return a file's bytes, once, from the first on; the arguments are there to be those of a Path."""
+        """Return a reader of a file's bytes from the first to the last; the arguments are those of `Path.open`."""
         if mode != "rb" or buffering:
             raise ValueError("files at URLs are written by `upload`")
         return _Download(self)
 
-    def stretch(self, begin: int, end: int) -> bytes:
-        """Some of a file's bytes.
+    def read_range(self, begin: int, end: int) -> bytes:
+        """Return a range of a file's bytes.
 
         Raises:
-            SnapshotError: they did not come, or not all of them.
+            SnapshotError: the bytes did not arrive, or not all of them.
         """
-        data: bytes = self._asked("read", lambda fs: fs.cat_file(self._path, start=begin, end=end))
+        data: bytes = self._query_store("read", lambda fs: fs.cat_file(self._path, start=begin, end=end))
         if len(data) != end - begin:
             raise SnapshotError(f"{self} cannot be read: {len(data)} of {end - begin} bytes came", where=str(self))
         return data
 
     def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:  # noqa: ARG002  # a Path's arguments
-        """Make a folder where the store has any; others have buckets, which are not ours to make, and names."""
+        """Make a folder if the store has folders; object stores have only names, and buckets that users make."""
         if self._path.startswith("/"):
-            self._asked("made", lambda fs: fs.makedirs(self._path, exist_ok=True))
+            self._query_store("made", lambda fs: fs.makedirs(self._path, exist_ok=True))
 
     def touch(self) -> None:
         """Write an empty file."""
@@ -191,7 +191,7 @@ class Remote:
     def unlink(self, *, missing_ok: bool = False) -> None:
         """Remove a file."""
         try:
-            self._asked("removed", lambda fs: fs.rm_file(self._path))
+            self._query_store("removed", lambda fs: fs.rm_file(self._path))
         except FileNotFoundError:
             if not missing_ok:
                 raise
@@ -199,54 +199,54 @@ class Remote:
     def remove(self) -> None:
         """Remove a folder with all that is below it."""
         with contextlib.suppress(FileNotFoundError):
-            self._asked("removed", lambda fs: fs.rm(self._path, recursive=True))
+            self._query_store("removed", lambda fs: fs.rm(self._path, recursive=True))
 
     @contextlib.contextmanager
     def upload(self) -> Iterator[_Upload]:
-        """A new file, which is there, whole, when the block has ended without an error; else not at all.
+        """Open a new file, which is complete when the block ends without an error; else it is not created.
 
         Raises:
-            SnapshotError: the store did not take all of it.
+            SnapshotError: the store did not accept all bytes.
         """
-        file = self._asked("written", lambda fs: fs.open(self._path, "wb", block_size=BLOCK_BYTES))
+        file = self._query_store("written", lambda fs: fs.open(self._path, "wb", block_size=BLOCK_BYTES))
         upload = _Upload(self, file)
         try:
             yield upload
-            self._asked("written", lambda _: file.close())
+            self._query_store("written", lambda _: file.close())
         except BaseException:
-            # fsspec would upload what it has so far, when the file is collected at the latest.
+            # Otherwise fsspec would upload the bytes so far, at the latest when the file is garbage collected.
             with contextlib.suppress(Exception):
                 file.closed = True
             with contextlib.suppress(Exception):
-                self._store.ask(lambda _: file.discard())
+                self._store.call_store(lambda _: file.discard())
             raise
         size = self.size_bytes()
         if size != upload.size_bytes:
             raise SnapshotError(f"{self} was written with {upload.size_bytes} bytes and has {size}")
 
-    def _kind(self) -> str | None:
+    def _read_path_type(self) -> str | None:
         try:
-            return str(self._fresh("looked at", lambda fs: fs.info(self._path))["type"])
+            return str(self._query_store_uncached("looked at", lambda fs: fs.info(self._path))["type"])
         except FileNotFoundError:
             return None
 
-    def _fresh(self, verb: str, action: Callable[[Any], Any]) -> Any:
-        """Read as `_asked` does, what others may have changed."""
+    def _query_store_uncached(self, verb: str, action: Callable[[Any], Any]) -> Any:
+        """Query as `_query_store` does, without fsspec's cache, since other processes may change the store."""
         self._store.fs.invalidate_cache()
-        return self._asked(verb, action)
+        return self._query_store(verb, action)
 
-    def _asked(self, verb: str, action: Callable[[Any], Any]) -> Any:
-        """Return the store's answer, and reduce the errors of its libraries to two.
+    def _query_store(self, verb: str, action: Callable[[Any], Any]) -> Any:
+        """Return the store's answer, and map the errors of its libraries to two.
 
         Raises:
             FileNotFoundError: the store reports that there is nothing of this name.
-            SnapshotError: any other error, which is no sign of a damaged snapshot.
+            SnapshotError: any other error, which does not mean a damaged snapshot.
         """
         try:
-            return self._store.ask(action)
+            return self._store.call_store(action)
         except FileNotFoundError as exc:
             raise FileNotFoundError(errno.ENOENT, "there is no such file", str(self)) from exc
-        except Exception as exc:  # each library has its own
+        except Exception as exc:  # each library has its own errors
             reason = " ".join(_SECRET.sub(r"\1:...@", str(exc)).split())[:400]
             raise SnapshotError(
                 f"{self} cannot be {verb}: {type(exc).__name__}: {reason}",
@@ -256,9 +256,9 @@ class Remote:
 
 
 class _Download:
-    """An open file, as far as readers of snapshots need one: from the first byte to the last, some blocks ahead."""
+    """An open file as readers of snapshots need it: read from the first byte to the last, some blocks ahead."""
 
-    def __init__(self, place: Remote) -> None:
+    def __init__(self, place: RemotePath) -> None:
         self._place, self._size_bytes = place, place.size_bytes()
         self._asked_for = 0
         self._coming: deque[Future[bytes]] = deque()
@@ -280,7 +280,7 @@ class _Download:
         return bytes(buffer[: size - len(place)])
 
     def readinto(self, chunk: memoryview) -> int:
-        """Some of the next bytes, for which there is room. Returns how many; 0 at the end."""
+        """Fill a chunk with the next bytes; return their number, 0 at the end."""
         if not self._block:
             self._block = self._next_block()
         count = min(len(chunk), len(self._block))
@@ -292,44 +292,44 @@ class _Download:
         ahead, size = (AHEAD, FETCH_BYTES) if self._asked_for else (1, FIRST_BYTES)
         while len(self._coming) < ahead and self._asked_for < self._size_bytes:
             end = min(self._asked_for + size, self._size_bytes)
-            self._coming.append(self._pool.submit(self._place.stretch, self._asked_for, end))
+            self._coming.append(self._pool.submit(self._place.read_range, self._asked_for, end))
             self._asked_for = end
         return memoryview(self._coming.popleft().result() if self._coming else b"")
 
 
 class _Upload:
-    """A file that is being written."""
+    """A file that is being uploaded."""
 
-    def __init__(self, place: Remote, file: Any) -> None:
+    def __init__(self, place: RemotePath, file: Any) -> None:
         self._place, self._file = place, file
         self.size_bytes = 0
 
     def write(self, chunk: bytes | memoryview) -> int:
-        """Take all of it."""
-        self._place._asked("written", lambda _: self._file.write(bytes(chunk)))
+        """Write all bytes."""
+        self._place._query_store("written", lambda _: self._file.write(bytes(chunk)))
         self.size_bytes += len(chunk)
         return len(chunk)
 
 
-Place: TypeAlias = Path | Remote
+Place: TypeAlias = Path | RemotePath
 """Folder or file, on any kind of storage."""
 
 
-def is_url(text: str) -> bool:
-    """Return whether this names a place by a URL; one of this machine's files is a folder all the same."""
+def is_remote_url(text: str) -> bool:
+    """Return whether a text names a remote place; a URL of a local file does not."""
     return bool(_URL.match(text)) and not text.startswith(_LOCAL)
 
 
-def place(text: str | Place) -> Place:
-    """Return the place that a path or a URL names; nothing is asked for there.
+def parse_place(text: str | Place) -> Place:
+    """Return the place that a path or a URL names, without a request to it.
 
     Raises:
-        SpecError: a URL with a password, or of a kind that is not known.
+        SpecError: the URL contains a password, or has an unknown scheme.
         SnapshotError: a package is missing.
     """
     if not isinstance(text, str):
         return text
-    if not is_url(text):
+    if not is_remote_url(text):
         for scheme in _LOCAL:
             text = text.removeprefix(scheme)
         return Path(text).expanduser()
@@ -353,6 +353,6 @@ def place(text: str | Place) -> Place:
         raise SnapshotError(f"{text} needs a package: {exc}", where=KEY, hint=f"pip install {package}") from exc
     except ValueError as exc:
         raise SpecError(f"{text}: {exc}", where=KEY, hint="see fsspec's list of protocols") from exc
-    except Exception as exc:  # some connect here
+    except Exception as exc:  # some libraries connect here
         raise SnapshotError(f"{text} cannot be reached: {exc}", where=KEY, hint=_NO_CREDENTIALS) from exc
-    return Remote(_Store(fs), path.rstrip("/"), text)
+    return RemotePath(_RemoteStore(fs), path.rstrip("/"), text)

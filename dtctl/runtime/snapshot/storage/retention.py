@@ -1,4 +1,4 @@
-"""Retention of snapshots: the newest, one every so often, and the best."""
+"""Retention of snapshots: the newest ones, some older ones at an interval, and the best ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dtctl import folders
 from dtctl.runtime.snapshot.format import layout
-from dtctl.runtime.snapshot.storage.place import Place, Remote
+from dtctl.runtime.snapshot.storage.place import Place, RemotePath
 
 FACT: Final = "retention"
 """Key in a manifest of the rule that its writer followed."""
@@ -17,22 +17,22 @@ FACT: Final = "retention"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionRule:
-    """Rule for the snapshots to keep; a snapshot that one of its lines names stays."""
+    """Rule for the snapshots to keep: a snapshot that any of its fields names is kept."""
 
     keep: int = 1
     """Number of the newest snapshots that are kept."""
     every_s: float | None = None
-    """Seconds between older snapshots that are kept, at least, counted from the oldest."""
+    """Minimum interval in seconds between older snapshots that are kept, counted from the oldest."""
     best: Collection[int] = ()
-    """Steps."""
+    """Steps with the best evaluations, whose snapshots are kept."""
 
     def document(self) -> dict[str, Any]:
         """Return the rule as JSON."""
         return {"keep": self.keep, "every_s": self.every_s, "best": sorted(self.best)}
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> RetentionRule:
-        """Return the rule that a manifest's facts have; the newest alone if they have none that makes sense."""
+    def from_manifest_facts(cls, facts: Mapping[str, Any]) -> RetentionRule:
+        """Return the rule in a manifest's facts; the default rule if they have none that is valid."""
         recorded = facts.get(FACT)
         recorded = recorded if isinstance(recorded, dict) else {}
         keep, every_s, best = recorded.get("keep"), recorded.get("every_s"), recorded.get("best")
@@ -42,14 +42,14 @@ class RetentionRule:
             best=[step for step in best if type(step) is int] if isinstance(best, list) else (),
         )
 
-    def stays(self, good: Sequence[tuple[int, float]]) -> set[int]:
-        """Return the steps of snapshots that stay.
+    def choose_retained_steps(self, good: Sequence[tuple[int, float]]) -> set[int]:
+        """Return the steps of the snapshots to keep.
 
         Args:
-            good: step, and when it was made, in seconds; of snapshots that count.
+            good: step and time in seconds of each snapshot that counts.
         """
         steps = {step for step, _ in sorted(good)[-max(1, self.keep) :]}
-        # From the oldest on: what is kept once is kept again, whatever comes later.
+        # Counted from the oldest, so that a snapshot that was kept once is kept when newer ones are added.
         last_s = None
         for step, made_s in sorted(good) if self.every_s is not None else ():
             if last_s is None or made_s - last_s >= (self.every_s or 0.0):
@@ -59,50 +59,50 @@ class RetentionRule:
 
 
 def made_s(path: Place) -> float:
-    """Return when a snapshot was made, in seconds since the epoch."""
-    return (path / layout.COMMIT).modified_s() if isinstance(path, Remote) else path.stat().st_mtime
+    """Return the time when a snapshot was made, in seconds since the epoch."""
+    return (path / layout.COMMIT).modified_s() if isinstance(path, RemotePath) else path.stat().st_mtime
 
 
-def prune(folder: Place, *, newest: Place, rule: RetentionRule) -> list[Place]:
-    """Remove snapshots that are no longer kept, right after `newest` was committed.
+def remove_expired_snapshots(folder: Place, *, newest: Place, rule: RetentionRule) -> list[Place]:
+    """Remove snapshots that the rule no longer keeps, right after `newest` was committed.
 
-    That one the disk has confirmed, and it always stays; so the only good snapshot is never removed. Those that lack a
-    commit record do not count, and go. So do those of later steps: they are of a future that this run did not resume
-    from, because they were found bad.
+    `newest` is durable and is always kept, so the only good snapshot is never removed. Snapshots without a commit
+    record are removed. Snapshots of later steps are removed as well: this run did not resume from them because they
+    were damaged.
 
     Returns:
-        What was removed.
+        Paths that were removed.
     """
-    listed, last = layout.listing(folder), layout.step_of(newest) or 0
-    # Of its step, that one alone stays: another was found bad, or is made again.
+    listed, last = layout.list_step_folders(folder), layout.parse_snapshot_step(newest) or 0
+    # Of the same step only `newest` stays: any other one is damaged, or is replaced by it.
     count = [(step, path) for step, path in listed if step < last or path == newest]
     whole = [(step, path) for step, path in count if (path / layout.COMMIT).is_file()]
-    stays = rule.stays([(step, made_s(path) if rule.every_s else 0.0) for step, path in whole]) | {last}
+    stays = rule.choose_retained_steps([(step, made_s(path) if rule.every_s else 0.0) for step, path in whole]) | {last}
     kept_paths = {path for step, path in whole if step in stays}
     gone = [path for _, path in listed if path not in kept_paths]
     gone += [path for path in folder.iterdir() if path.name.startswith(".") and path.name.endswith(layout.DRAFT_SUFFIX)]
-    remove(gone)
+    remove_snapshot_folders(gone)
     return gone
 
 
-def remove(paths: Sequence[Place]) -> list[Place]:
-    """Remove snapshots and drafts, but nothing that a link among them leads to, or that is mounted in one.
+def remove_snapshot_folders(paths: Sequence[Place]) -> list[Place]:
+    """Remove snapshots and drafts, but follow no links and leave what is mounted below them.
 
     Returns:
-        Those that are still there.
+        Paths that still exist.
     """
     left: list[Place] = []
     for path in paths:
-        if isinstance(path, Remote):
+        if isinstance(path, RemotePath):
             (path / layout.COMMIT).unlink(missing_ok=True)
             path.remove()
-        elif path.is_symlink():  # what it leads to is an archive's, or another run's
+        elif path.is_symlink():  # its target is an archive, or belongs to another run
             left.append(path)
         else:
             if path.is_dir():
-                # Without its commit record it is no snapshot any more, should the removal be cut short.
+                # The commit record goes first, so that an interrupted removal leaves no valid snapshot.
                 with contextlib.suppress(OSError):
                     (path / layout.COMMIT).unlink(missing_ok=True)
-            if folders.remove_tree(str(path)):
+            if folders.remove_folder_tree(str(path)):
                 left.append(path)
     return left

@@ -1,4 +1,4 @@
-"""The one thing that training stops for: a copy of the state into memory that is used again for each snapshot."""
+"""Copy of the state into memory that is reused for each snapshot; training pauses only for this copy."""
 
 from __future__ import annotations
 
@@ -16,40 +16,41 @@ from dtctl.runtime.snapshot.format import headers, packing
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
-    """One part, ready to be written."""
+    """A part of a snapshot that is ready to be written."""
 
     name: str
     """Name of the part."""
-    outline: packing.Outline
+    outline: packing.PartOutline
     data: torch.Tensor
-    """uint8, a stretch of the staging buffer."""
+    """Stretch of the staging buffer with the data, uint8."""
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """The state of a step as it was; valid until the staging is used again."""
+class StagedState:
+    """State of a step at the time of the copy; valid until the buffer is used again."""
 
     files: tuple[StagedFile, ...]
     arrived: torch.cuda.Event | None
-    """Time when copies from the GPU are through; None if there are none on the way."""
+    """Event after which copies from the GPU are complete; None if there are none."""
 
     def wait(self) -> None:
-        """Return when all bytes are there."""
+        """Wait until all bytes have been copied."""
         if self.arrived is not None:
             self.arrived.synchronize()
 
 
 def page_locked(size_bytes: int) -> torch.Tensor:
-    """Memory that a GPU can copy to while it computes, as much as was asked for.
+    """Return memory of this size that a GPU can copy to while it computes.
 
-    torch's own pinned memory is rounded up to a power of two, 20 GiB to 32, and never given back. Where memory cannot
-    be locked otherwise, it is taken all the same.
+    torch's own pinned memory is rounded up to a power of two (20 GiB to 32 GiB), and never freed. It is used where
+    memory cannot be locked otherwise.
     """
     buffer = torch.empty(size_bytes, dtype=torch.uint8)
     runtime, address = torch.cuda.cudart(), buffer.data_ptr()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(address, size_bytes, 0)) != 0:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    # Before the memory is free: what follows it there would be locked, and could not be locked again.
+    # Unlocked before the memory is freed: otherwise later memory at this address would be locked already, and could not
+    # be locked once more.
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
     return buffer
 
@@ -58,7 +59,7 @@ def _require_room(size_bytes: int, node_bytes: int) -> None:
     """Check that a copy of the state fits into the node's memory; else the kernel would kill the process silently.
 
     Raises:
-        SnapshotError: it cannot.
+        SnapshotError: the copy does not fit.
     """
     if size_bytes > node_bytes:
         raise SnapshotError(
@@ -69,26 +70,26 @@ def _require_room(size_bytes: int, node_bytes: int) -> None:
         )
 
 
-class Staging:
-    """A buffer as large as the largest state so far; pinned when the state comes from a GPU."""
+class StagingBuffer:
+    """Buffer as large as the largest state so far; pinned if the state comes from a GPU."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._layout: list[tuple[packing.Slot, ...]] = []
+        self._layout: list[tuple[packing.TensorSlot, ...]] = []
         self._views: list[torch.Tensor] = []
 
-    def take(self, parts: Mapping[str, Any]) -> Staged:
-        """Copy all tensors. Copies from a GPU are only begun: what is computed there later comes after them.
+    def stage_tensors(self, parts: Mapping[str, Any]) -> StagedState:
+        """Copy all tensors. Copies from a GPU are only enqueued; later work on the GPU runs after them.
 
         Args:
-            parts: name -> tensors and plain values, as `packing.outline` takes them.
+            parts: name -> tensors and plain values, as `packing.build_part_outline` takes them.
 
         Raises:
             SnapshotError: a tensor or a key is of a kind that snapshots do not keep.
         """
         outlines, sources = [], []
         for part in parts.values():
-            outline, tensors = packing.outline(part)
+            outline, tensors = packing.build_part_outline(part)
             outlines.append(outline)
             sources += tensors
         begins, size_bytes = [], 0
@@ -96,7 +97,7 @@ class Staging:
             begins.append(size_bytes)
             size_bytes += outline.size_bytes + -outline.size_bytes % headers.ALIGNMENT
         device = next((tensor.device for tensor in sources if tensor.device.type == "cuda"), None)
-        self._prepare(outlines, begins, size_bytes, pinned=device is not None)
+        self._prepare_staging_buffer(outlines, begins, size_bytes, pinned=device is not None)
         if sources:
             torch._foreach_copy_(self._views, sources, non_blocking=device is not None)
         arrived = None
@@ -107,21 +108,23 @@ class Staging:
             StagedFile(name, outline, self._buffer[begin : begin + outline.size_bytes])
             for name, outline, begin in zip(parts, outlines, begins, strict=True)
         )
-        return Staged(tuple(files), arrived)
+        return StagedState(tuple(files), arrived)
 
-    def _prepare(self, outlines: list[packing.Outline], begins: list[int], size_bytes: int, *, pinned: bool) -> None:
-        """Make sure of the buffer and of the views that tensors are copied to; mostly they are as they were."""
+    def _prepare_staging_buffer(
+        self, outlines: list[packing.PartOutline], begins: list[int], size_bytes: int, *, pinned: bool
+    ) -> None:
+        """Prepare the buffer and the views that tensors are copied to; they are reused if the layout is the same."""
         layout = [outline.slots for outline in outlines]
         large_enough = self._buffer.numel() >= size_bytes
         if large_enough and layout == self._layout:
             return
         if not large_enough:
-            self._views, self._buffer = [], torch.empty(0)  # not both at the same time
-            _require_room(size_bytes, capacity.of_node())
+            self._views, self._buffer = [], torch.empty(0)  # freed first, so that there are never two buffers
+            _require_room(size_bytes, capacity.compute_node_memory_bytes())
             self._buffer = page_locked(size_bytes) if pinned else torch.empty(size_bytes, dtype=torch.uint8)
         self._layout = layout
         self._views = [
-            packing.view(self._buffer[begin : begin + outline.size_bytes], slot)
+            packing.view_slot_tensor(self._buffer[begin : begin + outline.size_bytes], slot)
             for outline, begin in zip(outlines, begins, strict=True)
             for slot in outline.slots
         ]

@@ -1,4 +1,4 @@
-"""Workers that write into the same folder, and nodes that have one of their own."""
+"""Groups of workers that write into the same folder, for shared folders and for folders of each node."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.json_collectives import gathered_json
-from dtctl.runtime.snapshot.storage.durable import make_folder
-from dtctl.runtime.snapshot.storage.place import Place, Remote
+from dtctl.runtime.snapshot.storage.durable import make_durable_folder
+from dtctl.runtime.snapshot.storage.place import Place, RemotePath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stores:
+class SnapshotStores:
     """Folders of snapshots that all have the same path, and the workers that see each."""
 
     ranks: tuple[tuple[int, ...], ...]
-    """Ranks of each store, in the order of their first ranks."""
+    """Ranks of the workers in each store, in the order of their first ranks."""
     racks: tuple[str, ...]
-    """Rack of each store, that of its first worker's node; empty: not known."""
+    """Rack of each store, that of its first worker's node; empty if unknown."""
     own: int
     """Index of this worker's store."""
     token: str
-    """A name for what these workers do together, the same on all of them."""
+    """Name for the joint actions of these workers, the same on all of them."""
     hash: str
-    """Hash function that all of them have."""
+    """Hash function that all workers support."""
 
     @property
-    def leader(self) -> int:
-        """The worker that commits what is in this worker's store."""
+    def committing_worker(self) -> int:
+        """Return the rank of the worker that commits the snapshots in this worker's store."""
         return self.ranks[self.own][0]
 
 
-def stores(folder: Place, worker: Worker, *, in_memory: bool = False) -> Stores:
-    """Find the workers that share a folder: one of each node leaves a sign there, and all look for it. Collective.
+def find_shared_stores(folder: Place, worker: Worker, *, in_memory: bool = False) -> SnapshotStores:
+    """Find the workers that share a folder: one worker of each node writes a file, and all look for it. Collective.
 
     Raises:
-        SnapshotError: a worker cannot write there; on every worker.
+        SnapshotError: a worker cannot write there; raised on every worker.
     """
-    at_url = isinstance(folder, Remote)
+    at_url = isinstance(folder, RemotePath)
     token = str(gathered_json(secrets.token_hex(8), worker)[0])
     error, visible_ranks = None, []
     try:
-        make_folder(folder)
+        make_durable_folder(folder)
         if worker.local_rank == 0:
-            _sign(folder, token, worker.rank).touch()
+            _build_sign_path(folder, token, worker.rank).touch()
     except (OSError, DtctlError) as exc:
         error = str(exc)
     rack = os.environ.get(names.RACK, "")
@@ -57,15 +57,17 @@ def stores(folder: Place, worker: Worker, *, in_memory: bool = False) -> Stores:
     left = [rank for rank, (_, has_left, *_) in enumerate(reports) if has_left]
     if error is None:
         try:
-            # Asked for by name: a list of the folder may be an older one, where it comes over a network.
-            # What is at a URL all see, or it is of no use.
-            visible_ranks = [rank for rank in left[: 1 if at_url else None] if _sign(folder, token, rank).exists()]
+            # Files are checked by name, since a network file system may return an outdated listing. At a URL all
+            # workers must see the file of the first one.
+            visible_ranks = [
+                rank for rank in left[: 1 if at_url else None] if _build_sign_path(folder, token, rank).exists()
+            ]
         except DtctlError as exc:
             error = str(exc)
     places = gathered_json([error, visible_ranks[:1]], worker)
     if worker.local_rank == 0 and error is None:
-        with contextlib.suppress(DtctlError):  # pruning removes it
-            _sign(folder, token, worker.rank).unlink(missing_ok=True)
+        with contextlib.suppress(DtctlError):  # a leftover file is removed with the next pruning
+            _build_sign_path(folder, token, worker.rank).unlink(missing_ok=True)
     blind = "it does not see what rank 0 wrote" if at_url else "its node does not see what it wrote"
     groups: dict[int, list[int]] = {}
     for rank, (reason, first) in enumerate(places):
@@ -79,7 +81,7 @@ def stores(folder: Place, worker: Worker, *, in_memory: bool = False) -> Stores:
     ranks = tuple(tuple(group) for group in groups.values())
     own = next(number for number, group in enumerate(ranks) if worker.rank in group)
     hashes = {report[2] for report in reports}
-    return Stores(
+    return SnapshotStores(
         ranks=ranks,
         racks=tuple(reports[group[0]][3] for group in ranks),
         own=own,
@@ -88,5 +90,5 @@ def stores(folder: Place, worker: Worker, *, in_memory: bool = False) -> Stores:
     )
 
 
-def _sign(folder: Place, token: str, rank: int) -> Place:
+def _build_sign_path(folder: Place, token: str, rank: int) -> Place:
     return folder / f".here-{token}-{rank}{layout.DRAFT_SUFFIX}"

@@ -14,7 +14,22 @@ from torch.nn import functional as F
 
 from dtctl.runtime import Outcome, TensorData, Trainer, run
 
-__all__ = ["F", "TensorData", "Trainer", "data", "finish", "fit", "math", "mlp", "mse", "nn", "np", "os", "points"]
+__all__ = [
+    "F",
+    "TensorData",
+    "Trainer",
+    "data",
+    "finish",
+    "fit",
+    "math",
+    "mlp",
+    "mse",
+    "nn",
+    "np",
+    "once",
+    "os",
+    "points",
+]
 __all__ += ["random", "start", "toy_state", "torch"]
 
 SETTINGS = {
@@ -28,6 +43,16 @@ def points(count=64):
     """Inputs of six numbers and a target of one."""
     inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(7))
     return inputs, torch.sin(inputs[:, :1] * inputs[:, 1:2]) + 0.3 * inputs[:, 2:3]
+
+
+def once(path, write):
+    """Have a file written by whichever worker comes first; it appears whole."""
+    if not Path(path).exists():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        part = Path(f"{path}.{os.getpid()}")
+        with part.open("wb") as file:
+            write(file)
+        part.replace(path)
 
 
 def data():
@@ -68,5 +93,5 @@ def finish(trainer):
             value = value.dequantize() if value.is_quantized else value
             found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             found.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-        Path(f"final.{trainer.worker.rank}.json").write_text(json.dumps(found.hexdigest()))
+        Path(f"final.{trainer.training.settings.worker.rank}.json").write_text(json.dumps(found.hexdigest()))
     return outcome

@@ -39,9 +39,8 @@ def main(name: str, altered: Altered) -> int:
         trainer = Trainer(config, worker, parts.model, loss, parts.data, **parts.more)
         outcome = trainer.run()
         if outcome is Outcome.FINISHED:
-            leave(
-                worker.rank, parts.model, trainer.optimizer, {**parts.kept, "ema": trainer.ema and trainer.ema.state()}
-            )
+            ema = trainer.training.trained.ema
+            leave(worker.rank, parts.model, trainer.optimizer, {**parts.kept, "ema": ema and ema.state()})
         return outcome
 
     return run(train, defaults={**DEFAULTS, **kind.settings})

@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from dtctl.runtime.live import recovery, sockets
-from dtctl.runtime.live.control import Control
-from dtctl.supervisor.live import Live
+from dtctl.runtime.live.control import SupervisorLink
+from dtctl.supervisor.replacement_pipes import ReplacementPipes
 
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 known = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, is_master=False)
-pipes = Live(str(folder / f"pipes-{rank}"), [rank])
-control = Control(folder / f"pipes-{rank}", rank, 2, epoch=0)
+pipes = ReplacementPipes(str(folder / f"pipes-{rank}"), [rank])
+control = SupervisorLink(folder / f"pipes-{rank}", rank, 2, epoch=0)
 sizes = []
 for epoch in range(1, EPOCHS + 1):
-    recovery.leave()
+    recovery.destroy_broken_group()
     control.joining(epoch)
     if rank == 0:
         store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
@@ -39,7 +39,7 @@ for epoch in range(1, EPOCHS + 1):
     control.is_joined()
     dist.all_reduce(torch.ones(1))
     gc.collect()
-    sizes.append([len(os.listdir("/proc/self/task")), len(sockets.opened())])
+    sizes.append([len(os.listdir("/proc/self/task")), len(sockets.list_open_sockets())])
     dist.barrier()  # nobody is cut off in the midst of its sum
     sockets.shut_down(control._group)
 (folder / f"sizes-{rank}").write_text(json.dumps(sizes))

@@ -16,13 +16,13 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from dtctl.runtime.live.control import Control
-from dtctl.supervisor.live import Live
+from dtctl.runtime.live.control import SupervisorLink
+from dtctl.supervisor.replacement_pipes import ReplacementPipes
 from dtctl.supervisor.messages.attempt import Heal
 
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-pipes = Live(str(folder / f"pipes-{rank}"), [rank])
-control = Control(folder / f"pipes-{rank}", rank, 2, epoch=0)
+pipes = ReplacementPipes(str(folder / f"pipes-{rank}"), [rank])
+control = SupervisorLink(folder / f"pipes-{rank}", rank, 2, epoch=0)
 control.joining()
 dist.init_process_group("gloo")
 control.is_joined()

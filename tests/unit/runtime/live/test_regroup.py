@@ -52,7 +52,7 @@ def test_what_was_made_from_a_mesh_has_its_new_groups() -> None:
         dist.destroy_process_group()
         begin(others=others)
         new, new_flat = made()
-        regroup.replace([(held, new)])
+        regroup.replace_mesh_groups([(held, new)])
         dp, fsdp, data = new.get_group("dp"), new.get_group("fsdp"), new_flat.get_group()
         now = groups([held, *parts])
         assert all(found is group for found, group in zip(now, [dp, fsdp, dp, fsdp, data, fsdp, dp], strict=True))
@@ -67,5 +67,5 @@ def test_who_is_interrupted_before_its_first_pass_has_nothing_to_forget() -> Non
     for part in [*model, model]:
         fully_shard(part, mesh=mesh)
     before = [parameter.to_local().clone() for parameter in model.parameters()]  # type: ignore[operator]
-    regroup.interrupt(model)
+    regroup.reset_interrupted_pass(model)
     assert all(map(torch.equal, before, [parameter.to_local() for parameter in model.parameters()]))  # type: ignore[operator]

@@ -18,10 +18,10 @@ def connected() -> tuple[socket.socket, socket.socket, socket.socket]:
 
 def test_who_waits_is_woken_and_listeners_and_others_are_left_alone() -> None:
     others = connected()
-    before = sockets.opened()
+    before = sockets.list_open_sockets()
     listener, client, server = connected()
     pipe = socket.socketpair()
-    group = sockets.opened() - before
+    group = sockets.list_open_sockets() - before
     assert {number for number, _ in group} == {each.fileno() for each in (listener, client, server, *pipe)}
     received: list[bytes] = []
     waiting = threading.Thread(target=lambda: received.append(client.recv(1)), daemon=True)
@@ -39,9 +39,9 @@ def test_who_waits_is_woken_and_listeners_and_others_are_left_alone() -> None:
 
 
 def test_a_number_that_is_another_file_by_now_is_left_alone() -> None:
-    before = sockets.opened()
+    before = sockets.list_open_sockets()
     first = connected()
-    group = sockets.opened() - before
+    group = sockets.list_open_sockets() - before
     for each in first:
         each.close()
     listener, client, server = connected()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dtctl import names
-from dtctl.supervisor.live import Live
 from dtctl.supervisor.messages.attempt import Heal
+from dtctl.supervisor.replacement_pipes import ReplacementPipes
 
 pytestmark = pytest.mark.torch
 
@@ -22,12 +22,12 @@ import datetime, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 from dtctl.runtime.live import stuck
-from dtctl.runtime.live.control import Control
+from dtctl.runtime.live.control import SupervisorLink
 
 kind, peer_ends, port = sys.argv[1:]
 other = os.fork()
 rank = 1 if other else 0
-control = Control.of(os.environ, rank, 2) if rank else None
+control = SupervisorLink.build_from_environ(os.environ, rank, 2) if rank else None
 if control:
     control.joining()
 limit = datetime.timedelta(seconds=600)
@@ -49,13 +49,13 @@ def exchange(**options):
 if not rank:  # has said that it takes the data, and takes none
     if kind != "all_reduce":
         exchange(async_op=True)
-        until(lambda: kind == "send" or stuck.waits())
+        until(lambda: kind == "send" or stuck.find_gloo_waits())
     os.kill(os.getpid(), signal.SIGSTOP)
 control.trains = True
 control.is_joined()
 
 def tell():
-    until(stuck.waits)
+    until(stuck.find_gloo_waits)
     print("waits", flush=True)
     if peer_ends == "killed":
         os.kill(other, signal.SIGKILL)
@@ -76,7 +76,7 @@ os._exit(0)
 @pytest.mark.parametrize("peer_ends", ["frozen", "killed"])
 @pytest.mark.parametrize(("kind", "is_stuck"), [("send", True), ("broadcast", True), ("all_reduce", False)])
 def test_a_send_that_gloo_forgets(tmp_path: Path, kind: str, is_stuck: bool, peer_ends: str) -> None:
-    pipes = Live(str(tmp_path / "live"), [1])
+    pipes = ReplacementPipes(str(tmp_path / "live"), [1])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     worker = subprocess.Popen(

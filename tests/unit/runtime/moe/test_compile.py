@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtctl.runtime import MoE
 from dtctl.runtime.moe import accounting, divide
-from dtctl.runtime.moe.accounting import Load
+from dtctl.runtime.moe.accounting import ExpertLoad
 from tests.integration import mixtures
 
 
@@ -26,8 +26,8 @@ def group() -> Iterator[None]:
 
 def chosen(block: nn.Module, layer: nn.Module, stream: torch.Tensor) -> tuple[int, ...]:
     """How often each expert was chosen in a pass forward and backward."""
-    load = Load({layer})
-    with accounting.Pass(weight=1.0, samples=len(stream), load=load):
+    load = ExpertLoad({layer})
+    with accounting.ForwardPass(weight=1.0, samples=len(stream), load=load):
         block(stream).sum().backward()
     return tuple(load.chosen[layer].tolist())
 
@@ -40,7 +40,7 @@ def test_passes_with_other_numbers_of_tokens_compile_nothing_anew(kind: str) -> 
     own = kind == "dtctl"
     mixture = MoE(width=mixtures.WIDTH, hidden=4, experts=4, capacity=1.0) if own else mixtures.Grouped()
     block = mixtures.Block(mixture)
-    divide.divide(block, init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "ep")))
+    divide.divide_experts(block, init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "ep")))
     block.compile(backend="eager")
     layer = mixture if isinstance(mixture, MoE) else mixture.experts
     assert isinstance(layer, nn.Module)

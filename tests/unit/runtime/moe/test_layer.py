@@ -11,8 +11,8 @@ from torch import nn
 from dtctl.errors import PlanError
 from dtctl.runtime import MoE
 from dtctl.runtime.moe import accounting
-from dtctl.runtime.moe.accounting import Load
-from dtctl.runtime.moe.balance import Balance, counted, use
+from dtctl.runtime.moe.accounting import ExpertLoad
+from dtctl.runtime.moe.balance import ExpertBalance, compute_expert_use, list_counted_layers
 from dtctl.train.mesh import Coordinate, Degrees
 
 WIDTH, EXPERTS = 6, 4
@@ -84,7 +84,7 @@ def gradient(made: MoE, stream: torch.Tensor) -> torch.Tensor:
 def test_the_balance_loss_is_that_of_the_samples_which_count_times_the_weight_of_the_pass() -> None:
     plain, balanced = layer(), layer(balance_loss=0.3, z_loss=0.2)
     stream = torch.randn(3, 8, WIDTH, dtype=torch.float64)
-    with accounting.Pass(weight=2.5, samples=2, load=None):
+    with accounting.ForwardPass(weight=2.5, samples=2, load=None):
         added = gradient(balanced, stream) - gradient(plain, stream)
     logits = stream[:2] @ plain.router.weight.T
     shares = logits.softmax(-1)
@@ -98,7 +98,7 @@ def test_the_balance_loss_is_that_of_the_samples_which_count_times_the_weight_of
 def test_an_evaluation_and_a_stand_in_add_nothing() -> None:
     plain, balanced = layer(), layer(balance_loss=0.3, z_loss=0.2)
     stream = torch.randn(3, 8, WIDTH, dtype=torch.float64)
-    with accounting.Pass(weight=1.0, samples=0, load=None):
+    with accounting.ForwardPass(weight=1.0, samples=0, load=None):
         assert torch.equal(gradient(balanced, stream), gradient(plain, stream))
     balanced.eval()
     assert torch.equal(gradient(balanced, stream), gradient(plain, stream))
@@ -118,13 +118,13 @@ def test_more_choices_than_experts_are_refused() -> None:
 def test_a_step_moves_the_bias_towards_experts_that_got_less_and_tells_how_even_it_was(worker: Any) -> None:
     made = layer(bias_rate=0.5, top_k=1)
     model = nn.Sequential(made)
-    balance = Balance(counted(model), model, worker, Coordinate(degrees=Degrees(), rank=0))
+    balance = ExpertBalance(list_counted_layers(model), model, worker, Coordinate(degrees=Degrees(), rank=0))
     balance.load.add(made, torch.tensor([6, 2, 0, 0]), torch.tensor(2))
     counts = balance.counts(taken=True, logged=True)
-    balance.move(counts)
+    balance.update_biases(counts)
     assert made.bias is not None
     assert made.bias.tolist() == [-0.5, 0.0, 0.5, 0.5]
-    assert use(counts) == {
+    assert compute_expert_use(counts) == {
         "expert_load": 3.0, "expert_tokens": 2.0, "expert_tokens_max": 6.0, "experts_idle": 0.5, "tokens_dropped": 0.25
     }  # fmt: skip
     balance.load.add(made, torch.tensor([6, 2, 0, 0]), torch.tensor(2))
@@ -135,8 +135,8 @@ def test_a_step_moves_the_bias_towards_experts_that_got_less_and_tells_how_even_
 
 def test_a_pass_counts_the_choices_of_the_samples_that_count_and_no_pass_that_is_made_again() -> None:
     made, stream = layer(capacity=0.5), torch.randn(3, 8, WIDTH, dtype=torch.float64)
-    load = Load({made})
-    with accounting.Pass(weight=1.0, samples=2, load=load):
+    load = ExpertLoad({made})
+    with accounting.ForwardPass(weight=1.0, samples=2, load=load):
         result = torch.utils.checkpoint.checkpoint(made, stream, use_reentrant=False)
         with torch.no_grad():
             made(stream)

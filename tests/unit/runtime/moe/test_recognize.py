@@ -16,9 +16,9 @@ from tests.integration import mixtures
 
 def test_experts_of_dtctl_transformers_and_torchtitan_are_found() -> None:
     model = nn.ModuleList([mixtures.Indexed(), mixtures.Grouped(), MoE(width=4, hidden=4, experts=4)])
-    found = recognize.find(model)
+    found = recognize.find_expert_modules(model)
     assert list(found) == ["0.experts", "1.experts", "2.experts"]
-    assert [recognize.form(module) for module in found.values()] == [3, 2, 2]
+    assert [recognize.find_expert_form(module) for module in found.values()] == [3, 2, 2]
 
 
 def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ class Decorated(mixtures.IndexedExperts):
 
 
 def test_a_forward_pass_that_is_wrapped_keeps_its_form() -> None:
-    assert recognize.form(Decorated()) == 3
+    assert recognize.find_expert_form(Decorated()) == 3
 
 
 class Router(nn.Module):
@@ -68,4 +68,6 @@ class Uneven(mixtures.GroupedExperts):
 
 
 def test_routers_and_modules_with_other_parameters_are_not() -> None:
-    assert not recognize.find(nn.ModuleList([Router(), BiasedRouter(), Uneven(), nn.Linear(4, 4), nn.Embedding(4, 4)]))
+    assert not recognize.find_expert_modules(
+        nn.ModuleList([Router(), BiasedRouter(), Uneven(), nn.Linear(4, 4), nn.Embedding(4, 4)])
+    )

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import assembly
 from dtctl.runtime.snapshot.format import headers, packing
-from dtctl.runtime.snapshot.format.pieces import Piece
+from dtctl.runtime.snapshot.format.pieces import TensorPiece
 from tests.facts import raises
 
 
-def cuts(tensor: torch.Tensor, dim: int, places: list[int]) -> list[Piece]:
+def cuts(tensor: torch.Tensor, dim: int, places: list[int]) -> list[TensorPiece]:
     """A tensor divided along one dim."""
     ends = [0, *sorted(places), tensor.shape[dim]]
     found = []
@@ -25,22 +25,22 @@ def cuts(tensor: torch.Tensor, dim: int, places: list[int]) -> list[Piece]:
         offset = [0] * tensor.dim()
         offset[dim] = begin
         part = tensor.narrow(dim, begin, end - begin).contiguous()
-        found.append(Piece(part, tuple(tensor.shape), tuple(offset)))
+        found.append(TensorPiece(part, tuple(tensor.shape), tuple(offset)))
     return found
 
 
-def file(part: Any) -> tuple[headers.Header, memoryview]:
+def file(part: Any) -> tuple[headers.FileHeader, memoryview]:
     """A part's file as header and data."""
-    outline, tensors = packing.outline(part)
+    outline, tensors = packing.build_part_outline(part)
     data = bytearray(outline.size_bytes)
     for slot, tensor in zip(outline.slots, tensors, strict=True):
         data[slot.begin : slot.end] = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return headers.parse(memoryview(outline.header())), memoryview(data)
+    return headers.parse_header(memoryview(outline.header())), memoryview(data)
 
 
 def together(parts: list[Any]) -> tuple[Any, dict[str, memoryview]]:
     files = {f"{number}": file(part) for number, part in enumerate(parts)}
-    trees = assembly.assembled(("part", name, header) for name, (header, _) in files.items())
+    trees = assembly.assemble_part_trees(("part", name, header) for name, (header, _) in files.items())
     return trees["part"], {name: data for name, (_, data) in files.items()}
 
 
@@ -52,9 +52,9 @@ def test_a_tensor_cut_along_any_dim_is_whole_again(data: st.DataObject) -> None:
     whole = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
     pieces = [piece for piece in cuts(whole, dim, places) if piece.tensor.numel()]
     tree, files = together([{"w": piece} for piece in reversed(pieces)])
-    (leaf,) = assembly.leaves(tree)
+    (leaf,) = assembly.iter_tree_entries(tree)
     assert (leaf.name, leaf.shape) == ("w", tuple(shape))
-    assert b"".join(assembly.content(leaf, files)) == whole.numpy().tobytes()
+    assert b"".join(assembly.iter_tensor_bytes(leaf, files)) == whole.numpy().tobytes()
 
 
 def test_a_piece_that_lacks_is_said() -> None:
@@ -67,13 +67,13 @@ def test_what_is_no_tensor_is_added_up() -> None:
     one = {"groups": [{"lr": 0.1, "params": ["a", "b"]}], "state": {"a": {"step": 3}}}
     two = {"groups": [{"lr": 0.1, "params": ["b", "c"]}], "state": {"c": {"step": 4, "list": [None, 7]}}}
     files = [("optimizer", str(number), file(part)[0]) for number, part in enumerate((one, two))]
-    assert assembly.assembled(files)["optimizer"] == {
+    assert assembly.assemble_part_trees(files)["optimizer"] == {
         "groups": [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 0.1, "params": ["c"]}],
         "state": {"a": {"step": 3}, "c": {"step": 4, "list": [None, 7]}},
     }
 
 
 def test_boxes_have_in_common_what_both_have() -> None:
-    assert assembly.overlap(((0, 2), (4, 3)), ((1, 0), (9, 4))) == ((1, 2), (3, 2))
-    assert assembly.overlap(((0,), (4,)), ((4,), (2,))) is None
-    assert assembly.overlap(((), ()), ((), ())) == ((), ())
+    assert assembly.intersect_boxes(((0, 2), (4, 3)), ((1, 0), (9, 4))) == ((1, 2), (3, 2))
+    assert assembly.intersect_boxes(((0,), (4,)), ((4,), (2,))) is None
+    assert assembly.intersect_boxes(((), ()), ((), ())) == ((), ())

@@ -38,8 +38,10 @@ def save(folder: Path, step: int) -> str:
     with torch.no_grad():
         model[0].weight += step
     tree = state.optimizer_tree(model, optimizer)
-    write.save(folder, step, {"model": dict(model.state_dict()), "optimizer": tree}, facts={"position": step}, keep=9)
-    return state.digest(model.state_dict(), tree)
+    write.save_snapshot_parts(
+        folder, step, {"model": dict(model.state_dict()), "optimizer": tree}, facts={"position": step}, keep=9
+    )
+    return state.compute_state_digest(model.state_dict(), tree)
 
 
 def damage(path: Path) -> None:
@@ -50,10 +52,10 @@ def damage(path: Path) -> None:
 
 def test_the_digest_is_that_of_the_training(tmp_path: Path) -> None:
     expected = {step: save(tmp_path, step) for step in (5, 10)}
-    assert commands.digest(tmp_path)["digest"] == expected[10]
-    assert commands.digest(layout.folder_of(tmp_path, 5))["digest"] == expected[5]
-    damage(layout.folder_of(tmp_path, 10) / "optimizer.safetensors")
-    found = commands.digest(tmp_path)
+    assert commands.compute_snapshot_digest(tmp_path)["digest"] == expected[10]
+    assert commands.compute_snapshot_digest(layout.build_snapshot_path(tmp_path, 5))["digest"] == expected[5]
+    damage(layout.build_snapshot_path(tmp_path, 10) / "optimizer.safetensors")
+    found = commands.compute_snapshot_digest(tmp_path)
     assert (found["step"], found["digest"]) == (5, expected[5])
     assert found["rejected"] == [
         "step-00000010 is corrupt: optimizer.safetensors does not have the digest that was recorded"
@@ -64,12 +66,12 @@ def test_one_object_and_ten_on_damage(tmp_path: Path, capsys: pytest.CaptureFixt
     for step in (5, 10):
         save(tmp_path, step)
     assert program.main(["verify", str(tmp_path)]) == 0
-    damage(layout.folder_of(tmp_path, 10) / "model.safetensors")
+    damage(layout.build_snapshot_path(tmp_path, 10) / "model.safetensors")
     capsys.readouterr()
     assert program.main(["verify", str(tmp_path)]) == 10
     found = json.loads(capsys.readouterr().out)
     assert [(row["step"], row["status"]) for row in found["snapshots"]] == [(10, "corrupt"), (5, "ok")]
-    assert found["newest_good"] == str(layout.folder_of(tmp_path, 5))
+    assert found["newest_good"] == str(layout.build_snapshot_path(tmp_path, 5))
     assert program.main(["digest", str(tmp_path / "nowhere")]) == 10
     assert json.loads(capsys.readouterr().out)["error"] == "there is no folder of snapshots here"
 
@@ -87,7 +89,7 @@ def test_nothing_of_torch_is_needed(tmp_path: Path) -> None:
 
 def test_show_names_every_tensor(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    found = commands.show(tmp_path)
+    found = commands.describe_newest_snapshot(tmp_path)
     assert found["facts"]["position"] == 5
     assert int(found["facts"]["state_sum"], 16)
     assert found["tensors"]["model.0.weight"] == {"dtype": "float32", "shape": [4, 3]}
@@ -97,7 +99,7 @@ def test_show_names_every_tensor(tmp_path: Path) -> None:
 def test_an_export_is_a_plain_safetensors_file(tmp_path: Path) -> None:
     save(tmp_path, 5)
     out = tmp_path / "weights.safetensors"
-    told = commands.export(tmp_path, part="model", out=out)
+    told = commands.export_snapshot_part(tmp_path, part="model", out=out)
     text = out.read_bytes()
     assert (told["step"], told["size_bytes"]) == (5, len(text))
     (length,) = struct.unpack("<Q", text[:8])
@@ -109,12 +111,12 @@ def test_an_export_is_a_plain_safetensors_file(tmp_path: Path) -> None:
     values = torch.frombuffer(bytearray(text[8 + length + begin : 8 + length + end]), dtype=torch.float32)
     assert torch.equal(values.view(4, 3), model.state_dict()["0.weight"] + 5)
     stream = io.BytesIO()
-    commands.export(tmp_path, part="model", out=stream)
+    commands.export_snapshot_part(tmp_path, part="model", out=stream)
     assert stream.getvalue() == text
     with raises(SnapshotError, "part ema"):
-        commands.export(tmp_path, part="ema", out=out)
+        commands.export_snapshot_part(tmp_path, part="ema", out=out)
     with raises(SnapshotError, "written"):
-        commands.export(tmp_path, part="model", out=tmp_path / "no" / "folder")
+        commands.export_snapshot_part(tmp_path, part="model", out=tmp_path / "no" / "folder")
     assert out.read_bytes() == text
 
 
@@ -127,9 +129,9 @@ def splits(letters: str) -> dict[str, Any]:
 
 
 def test_thousands_of_names_that_are_alike_take_no_minutes(tmp_path: Path) -> None:
-    write.save(tmp_path, 1, {"model": splits("abcdefghijklmno")}, facts={})
+    write.save_snapshot_parts(tmp_path, 1, {"model": splits("abcdefghijklmno")}, facts={})
     began = time.process_time()
-    commands.export(tmp_path, part="model", out=tmp_path / "out")
+    commands.export_snapshot_part(tmp_path, part="model", out=tmp_path / "out")
     assert time.process_time() - began < 20
     text = (tmp_path / "out").read_bytes()
     names = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])
@@ -138,44 +140,44 @@ def test_thousands_of_names_that_are_alike_take_no_minutes(tmp_path: Path) -> No
 
 def test_a_tree_that_names_a_tensor_often_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its digests are right, since whoever made it has computed them. Written out it would be many times as large."""
-    text = packing._text
-    monkeypatch.setattr(packing, "_text", lambda tree: text(tree).replace(':"small"', ':"large"'))
+    text = packing._format_tree_json
+    monkeypatch.setattr(packing, "_format_tree_json", lambda tree: text(tree).replace(':"small"', ':"large"'))
     parts = {"model": {"large": torch.zeros(1 << 16), "small": torch.zeros(1)}}
-    write.save(tmp_path, 1, parts, facts={})
+    write.save_snapshot_parts(tmp_path, 1, parts, facts={})
     with raises(SnapshotError, "snapshot"):
-        commands.export(tmp_path, part="model", out=tmp_path / "out")
+        commands.export_snapshot_part(tmp_path, part="model", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_names_for_which_a_header_has_no_room_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write.save(tmp_path, 1, {"model": {"a" * 3000: torch.zeros(1)}}, facts={})
+    write.save_snapshot_parts(tmp_path, 1, {"model": {"a" * 3000: torch.zeros(1)}}, facts={})
     monkeypatch.setattr(headers, "MAX_BYTES", 2000)
     with raises(SnapshotError, "model safetensors room"):
-        commands.export(tmp_path, part="model", out=tmp_path / "out")
+        commands.export_snapshot_part(tmp_path, part="model", out=tmp_path / "out")
 
 
 def test_prune_keeps_the_newest_good_ones(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    damage(layout.folder_of(tmp_path, 4) / "model.safetensors")
-    assert len(commands.prune(tmp_path, keep=2, dry_run=True)["removed"]) == 2
-    assert len(layout.listing(tmp_path)) == 4
-    commands.prune(tmp_path, keep=2)
-    assert [step for step, _ in layout.listing(tmp_path)] == [3, 2]
+    damage(layout.build_snapshot_path(tmp_path, 4) / "model.safetensors")
+    assert len(commands.prune_snapshot_folder(tmp_path, keep=2, dry_run=True)["removed"]) == 2
+    assert len(layout.list_step_folders(tmp_path)) == 4
+    commands.prune_snapshot_folder(tmp_path, keep=2)
+    assert [step for step, _ in layout.list_step_folders(tmp_path)] == [3, 2]
     for step in (2, 3):
-        damage(layout.folder_of(tmp_path, step) / "model.safetensors")
-    assert commands.prune(tmp_path, keep=1)["removed"] == []
-    assert len(layout.listing(tmp_path)) == 2
+        damage(layout.build_snapshot_path(tmp_path, step) / "model.safetensors")
+    assert commands.prune_snapshot_folder(tmp_path, keep=1)["removed"] == []
+    assert len(layout.list_step_folders(tmp_path)) == 2
 
 
 def test_prune_keeps_one_every_so_many_hours(tmp_path: Path) -> None:
     for hour in range(7):
         save(tmp_path, hour)
-        os.utime(layout.folder_of(tmp_path, hour), (hour * 3600, hour * 3600))
-    commands.prune(tmp_path, keep=2, every_s=7200)
-    assert [step for step, _ in layout.listing(tmp_path)] == [6, 5, 4, 2, 0]
+        os.utime(layout.build_snapshot_path(tmp_path, hour), (hour * 3600, hour * 3600))
+    commands.prune_snapshot_folder(tmp_path, keep=2, every_s=7200)
+    assert [step for step, _ in layout.list_step_folders(tmp_path)] == [6, 5, 4, 2, 0]
 
 
 def test_headers_are_read_from_their_beginning_alone(tmp_path: Path) -> None:
     text = headers.to_bytes({}, {headers.TREE: "[1]"})
-    assert headers.parse(memoryview(text)).tree == [1]
+    assert headers.parse_header(memoryview(text)).tree == [1]

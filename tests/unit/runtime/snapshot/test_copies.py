@@ -7,15 +7,17 @@ from collections import Counter
 import pytest
 
 from dtctl.runtime.snapshot.storage import copies
-from dtctl.runtime.snapshot.storage.stores import Stores
+from dtctl.runtime.snapshot.storage.stores import SnapshotStores
 
 
 def keepers(racks: str, replicas: int) -> dict[int, list[int]]:
     """Node -> those that keep a copy of its file; two workers a node, a letter for each node's rack."""
     ranks = tuple((2 * node, 2 * node + 1) for node in range(len(racks)))
-    stores = Stores(ranks=ranks, racks=tuple(racks.replace("-", "")) or ("",) * len(racks), own=0, token="", hash="")
+    stores = SnapshotStores(
+        ranks=ranks, racks=tuple(racks.replace("-", "")) or ("",) * len(racks), own=0, token="", hash=""
+    )
     found: dict[int, list[int]] = {node: [] for node in range(len(racks))}
-    for copy in copies.plan(stores, [[f"file-{rank}"] for rank in range(2 * len(racks))], replicas):
+    for copy in copies.plan_replica_copies(stores, [[f"file-{rank}"] for rank in range(2 * len(racks))], replicas):
         assert copy.name == f"file-{copy.source}"
         if copy.source % 2 == 0:
             found[copy.source // 2].append(copy.taker // 2)

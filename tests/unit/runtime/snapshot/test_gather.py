@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Worker
 from dtctl.runtime.snapshot import state
-from dtctl.runtime.snapshot.format.pieces import like
-from dtctl.runtime.snapshot.gather import gathered, gathered_optimizer
+from dtctl.runtime.snapshot.format.pieces import shard_tensor_like
+from dtctl.runtime.snapshot.gather import gather_entries_on_first, gathered_optimizer
 from tests.facts import raises
 
 
@@ -32,12 +32,14 @@ def mesh(worker: Worker) -> Iterator[DeviceMesh]:
 def test_a_sharded_tensor_is_gathered_and_cut_again(mesh: DeviceMesh, worker: Worker) -> None:
     whole = torch.arange(12.0).view(3, 4)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
-    tree = gathered({"a": sharded, "b": {"step": torch.tensor(3.0), "deep": {"x": sharded}, "none": None}}, worker)
+    tree = gather_entries_on_first(
+        {"a": sharded, "b": {"step": torch.tensor(3.0), "deep": {"x": sharded}, "none": None}}, worker
+    )
     assert tree is not None
     assert type(tree["a"]) is torch.Tensor
     assert torch.equal(tree["b"]["deep"]["x"], whole)
     assert tree["b"]["none"] is None
-    again = like(sharded, tree["a"])
+    again = shard_tensor_like(sharded, tree["a"])
     assert isinstance(again, DTensor)
     assert torch.equal(again.to_local(), whole)
 
@@ -45,8 +47,8 @@ def test_a_sharded_tensor_is_gathered_and_cut_again(mesh: DeviceMesh, worker: Wo
 def test_what_has_another_shape_or_is_not_sharded_stays_whole(mesh: DeviceMesh) -> None:
     sharded = distribute_tensor(torch.zeros(3, 4), mesh, [Shard(0)])
     scalar = torch.tensor(1.0)
-    assert like(sharded, scalar) is scalar
-    assert like(torch.zeros(()), scalar) is scalar
+    assert shard_tensor_like(sharded, scalar) is scalar
+    assert shard_tensor_like(torch.zeros(()), scalar) is scalar
 
 
 def test_another_model_is_refused_with_its_names(mesh: DeviceMesh) -> None:

@@ -18,7 +18,7 @@ from dtctl import names
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot.storage import lease, retention
 from dtctl.runtime.snapshot.storage.lease import Lease
-from dtctl.runtime.snapshot.storage.place import place
+from dtctl.runtime.snapshot.storage.place import parse_place
 from tests.facts import raises
 
 HOLD = """
@@ -79,7 +79,7 @@ def test_one_that_was_killed_is_no_hindrance(tmp_path: Path) -> None:
 
 
 def test_a_number_that_was_used_again_is_another_process(tmp_path: Path) -> None:
-    foreign(tmp_path, dataclasses.replace(lease.myself(), held=True, pid=os.getppid(), started="1"))
+    foreign(tmp_path, dataclasses.replace(lease.build_own_holder(), held=True, pid=os.getppid(), started="1"))
     own = Lease(tmp_path)
     own.acquire()
     own.release()
@@ -105,7 +105,10 @@ def test_who_has_lost_it_does_not_commit(tmp_path: Path) -> None:
     own = Lease(tmp_path)
     own.acquire()
     own._path.unlink()
-    foreign(tmp_path, dataclasses.replace(lease.myself(), held=True, run="other", host="node7", boot="b", space="s"))
+    foreign(
+        tmp_path,
+        dataclasses.replace(lease.build_own_holder(), held=True, run="other", host="node7", boot="b", space="s"),
+    )
     with raises(SnapshotError, "node7"):
         own.require()
     own.release()
@@ -121,7 +124,7 @@ def test_one_that_was_removed_is_put_back(tmp_path: Path) -> None:
     own.release()
 
 
-def foreign(folder: Path, holder: lease.Holder) -> Path:
+def foreign(folder: Path, holder: lease.LeaseHolder) -> Path:
     """A lease that another machine has left."""
     path = folder / f".lease-{'ab' * 8}.json"
     path.write_text(json.dumps(dataclasses.asdict(holder)))
@@ -129,19 +132,19 @@ def foreign(folder: Path, holder: lease.Holder) -> Path:
 
 
 @pytest.fixture
-def absent_keys() -> lease.Holder:
-    return dataclasses.replace(lease.myself(), host="node7", boot="another", space="another", held=True)
+def absent_keys() -> lease.LeaseHolder:
+    return dataclasses.replace(lease.build_own_holder(), host="node7", boot="another", space="another", held=True)
 
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_one_of_another_machine_is_gone_when_it_is_silent(
-    tmp_path: Path, absent_keys: lease.Holder, monkeypatch: pytest.MonkeyPatch, remote: bool
+    tmp_path: Path, absent_keys: lease.LeaseHolder, monkeypatch: pytest.MonkeyPatch, remote: bool
 ) -> None:
     for name in ("STALE_S", "STALE_REMOTE_S", "POLL_S"):
         monkeypatch.setattr(lease, name, 0.05)
     monkeypatch.chdir(tmp_path)
     left = foreign(tmp_path, absent_keys)
-    own = Lease(place(f"memory://{tmp_path.name}") if remote else tmp_path)
+    own = Lease(parse_place(f"memory://{tmp_path.name}") if remote else tmp_path)
     if remote:
         with (own._folder / left.name).upload() as out:  # type: ignore[union-attr]
             out.write(left.read_bytes())
@@ -153,7 +156,7 @@ def test_one_of_another_machine_is_gone_when_it_is_silent(
 
 
 def test_one_of_another_machine_that_renews_it_is_there(
-    tmp_path: Path, absent_keys: lease.Holder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, absent_keys: lease.LeaseHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "POLL_S", 0.01)
     left, done = foreign(tmp_path, absent_keys), threading.Event()
@@ -202,7 +205,7 @@ def test_what_a_dead_writer_left_goes_with_drafts(tmp_path: Path) -> None:
     left.write_text("")
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "COMMIT").write_text("")
-    retention.prune(tmp_path, newest=tmp_path / "step-00000001", rule=retention.RetentionRule())
+    retention.remove_expired_snapshots(tmp_path, newest=tmp_path / "step-00000001", rule=retention.RetentionRule())
     assert not left.exists()
 
 

@@ -11,11 +11,11 @@ import torch
 
 from dtctl.runtime.snapshot import load
 from dtctl.runtime.snapshot.format import headers, layout, packing
-from dtctl.runtime.snapshot.storage.staging import Staging
+from dtctl.runtime.snapshot.storage.staging import StagingBuffer
 
 
 def there_and_back(part: Any) -> Any:
-    (file,) = Staging().take({"part": part}).files
+    (file,) = StagingBuffer().stage_tensors({"part": part}).files
     text = file.outline.header() + file.data.numpy().tobytes()
     return unpacked(text)
 
@@ -23,7 +23,7 @@ def there_and_back(part: Any) -> Any:
 def unpacked(text: bytes) -> Any:
     entry = layout.SnapshotFile(size_bytes=len(text), digest="")
     manifest = layout.Manifest(step=1, hash="blake3", facts={}, files={"part.safetensors": entry})
-    return load.parts({"part.safetensors": memoryview(bytearray(text))}, manifest)["part"]
+    return load.build_parts_from_contents({"part.safetensors": memoryview(bytearray(text))}, manifest)["part"]
 
 
 @pytest.mark.parametrize("dtype", packing.DTYPES.values(), ids=str)
@@ -63,7 +63,11 @@ def test_plain_values_keep_theirs() -> None:
 
 def test_the_file_is_as_safetensors_says() -> None:
     """By its README: length, JSON, data without gaps; and aligned."""
-    (file,) = Staging().take({"model": {"b": torch.ones(3, dtype=torch.int8), "a.weight": torch.ones(2, 2)}}).files
+    (file,) = (
+        StagingBuffer()
+        .stage_tensors({"model": {"b": torch.ones(3, dtype=torch.int8), "a.weight": torch.ones(2, 2)}})
+        .files
+    )
     header = file.outline.header()
     length = int.from_bytes(header[:8], "little")
     assert len(header) == 8 + length
@@ -77,14 +81,14 @@ def test_the_file_is_as_safetensors_says() -> None:
 
 
 def test_the_buffer_is_used_again_whatever_the_state_becomes() -> None:
-    staging = Staging()
-    first = staging.take({"model": {"w": torch.zeros(1000)}}).files[0].data.data_ptr()
+    staging = StagingBuffer()
+    first = staging.stage_tensors({"model": {"w": torch.zeros(1000)}}).files[0].data.data_ptr()
     for state in (
         {"w": torch.ones(1000)},
         {"w": torch.ones(500), "v": torch.zeros(7, dtype=torch.int8)},
         {"w": torch.ones(1000)},
     ):
-        staged = staging.take({"model": state})
+        staged = staging.stage_tensors({"model": state})
         assert staged.files[0].data.data_ptr() == first
         text = staged.files[0].outline.header() + staged.files[0].data.numpy().tobytes()
         back = unpacked(text)

@@ -12,7 +12,7 @@ import torch
 from dtctl.errors import DtctlError, SnapshotError, SpecError
 from dtctl.runtime.snapshot import Saver, commands, newest, read, write
 from dtctl.runtime.snapshot.format import layout
-from dtctl.runtime.snapshot.storage.place import Remote, is_url, place
+from dtctl.runtime.snapshot.storage.place import RemotePath, is_remote_url, parse_place
 from tests.facts import raises
 
 
@@ -21,26 +21,26 @@ def url() -> str:
     return f"memory://{secrets.token_hex(4)}/run"
 
 
-def save(url: str, step: int, value: float = 0.0, keep: int = 1) -> Remote:
+def save(url: str, step: int, value: float = 0.0, keep: int = 1) -> RemotePath:
     parts = {"model": {"w": torch.full((9,), value)}, "optimizer": {"state": {}, "groups": []}}
-    found = write.save(place(url), step, parts, facts={"a": 1}, keep=keep)
-    assert isinstance(found, Remote)
+    found = write.save_snapshot_parts(parse_place(url), step, parts, facts={"a": 1}, keep=keep)
+    assert isinstance(found, RemotePath)
     return found
 
 
 def steps(url: str) -> list[int]:
-    return [step for step, _ in layout.listing(place(url))]
+    return [step for step, _ in layout.list_step_folders(parse_place(url))]
 
 
 def test_what_is_a_url() -> None:
-    assert is_url("s3://bucket/run")
-    assert is_url("memory://run")
-    assert not is_url("/mnt/run")
-    assert not is_url("file:///mnt/run")
-    assert place("file:///mnt/run") == Path("/mnt/run")
-    assert place("~/run") == Path.home() / "run"
-    assert str(place("memory://run/")) == "memory://run"
-    assert place(Path("run")) == Path("run")
+    assert is_remote_url("s3://bucket/run")
+    assert is_remote_url("memory://run")
+    assert not is_remote_url("/mnt/run")
+    assert not is_remote_url("file:///mnt/run")
+    assert parse_place("file:///mnt/run") == Path("/mnt/run")
+    assert parse_place("~/run") == Path.home() / "run"
+    assert str(parse_place("memory://run/")) == "memory://run"
+    assert parse_place(Path("run")) == Path("run")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_is_a_url() -> None:
 )
 def test_what_is_refused(text: str, error: type[DtctlError], message: str) -> None:
     with raises(error, message) as caught:
-        place(text)
+        parse_place(text)
     assert "hidden" not in f"{caught.value} {caught.value.where} {caught.value.hint}"
     if text.startswith("gs"):
         assert caught.value.hint == "pip install gcsfs"
@@ -85,12 +85,12 @@ def test_a_step_that_is_made_again_is_there_all_the_time(url: str, monkeypatch: 
         raise SnapshotError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(write, "write_record", fails)
+        patch.setattr(write, "write_commit_record", fails)
         with raises(SnapshotError, "step 5"):
             save(url, 5, value=2.0)
-    assert [path.name for path in place(url).iterdir()] == [first.name]
+    assert [path.name for path in parse_place(url).iterdir()] == [first.name]
     second = save(url, 5, value=2.0)
-    assert [path.name for path in place(url).iterdir()] == [second.name] != [first.name]
+    assert [path.name for path in parse_place(url).iterdir()] == [second.name] != [first.name]
     found = newest(url)
     assert found is not None
     assert found.parts["model"]["w"][0] == 2.0
@@ -102,7 +102,7 @@ def test_a_damaged_one_gives_way_and_one_without_commit_does_not_count(url: str)
     store = fsspec.filesystem("memory").store
     name = next(name for name in store if second.name in name and "model" in name)
     store[name].getbuffer()[-1] ^= 1
-    found, rejected = read.newest_good(place(url))
+    found, rejected = read.newest_good(parse_place(url))
     assert found is not None
     assert found.path == first
     assert [bad.bad for bad in rejected] == [
@@ -116,25 +116,25 @@ def test_a_damaged_one_gives_way_and_one_without_commit_does_not_count(url: str)
 def test_commands_say_the_same(url: str, tmp_path: Path) -> None:
     old, new = save(url, 5, 1.0, keep=9), save(url, 10, 2.0, keep=9)
     local = tmp_path / "local"
-    write.save(
+    write.save_snapshot_parts(
         local, 10, {"model": {"w": torch.full((9,), 2.0)}, "optimizer": {"state": {}, "groups": []}}, facts={"a": 1}
     )
-    there = place(url)
-    rows = commands.ls(there)["snapshots"]
+    there = parse_place(url)
+    rows = commands.list_snapshots(there)["snapshots"]
     assert [(row["path"], row["step"], row["committed"]) for row in rows] == [(str(new), 10, True), (str(old), 5, True)]
-    assert rows[0]["size_bytes"] == commands.ls(local)["snapshots"][0]["size_bytes"]
-    assert commands.verify(there)["newest_good"] == str(new)
-    assert commands.digest(there)["digest"] == commands.digest(local)["digest"]
-    assert commands.digest(old)["step"] == 5
-    assert commands.show(there)["tensors"] == commands.show(local)["tensors"]
-    commands.export(there, part="model", out=tmp_path / "a")
-    commands.export(local, part="model", out=tmp_path / "b")
+    assert rows[0]["size_bytes"] == commands.list_snapshots(local)["snapshots"][0]["size_bytes"]
+    assert commands.verify_snapshots(there)["newest_good"] == str(new)
+    assert commands.compute_snapshot_digest(there)["digest"] == commands.compute_snapshot_digest(local)["digest"]
+    assert commands.compute_snapshot_digest(old)["step"] == 5
+    assert commands.describe_newest_snapshot(there)["tensors"] == commands.describe_newest_snapshot(local)["tensors"]
+    commands.export_snapshot_part(there, part="model", out=tmp_path / "a")
+    commands.export_snapshot_part(local, part="model", out=tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert commands.prune(there, keep=1, dry_run=True)["removed"] == [str(old)]
-    assert commands.prune(there, keep=1)["removed"] == [str(old)]
+    assert commands.prune_snapshot_folder(there, keep=1, dry_run=True)["removed"] == [str(old)]
+    assert commands.prune_snapshot_folder(there, keep=1)["removed"] == [str(old)]
     assert steps(url) == [10]
     with raises(SnapshotError, "folder snapshots"):
-        commands.ls(place(f"{url}/nothing"))
+        commands.list_snapshots(parse_place(f"{url}/nothing"))
 
 
 def test_a_copy_of_one_in_a_folder_is_a_snapshot(url: str, tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_a_copy_of_one_in_a_folder_is_a_snapshot(url: str, tmp_path: Path) -> No
     (tmp_path / there.name).mkdir()
     for path in there.iterdir():
         (tmp_path / there.name / path.name).write_bytes(path.read_bytes())
-    assert commands.verify(tmp_path)["newest_good"] == str(tmp_path / there.name)
-    write.save(tmp_path, 6, {"model": {}}, facts={}, keep=1)
+    assert commands.verify_snapshots(tmp_path)["newest_good"] == str(tmp_path / there.name)
+    write.save_snapshot_parts(tmp_path, 6, {"model": {}}, facts={}, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
 
 
@@ -154,7 +154,13 @@ def test_what_does_not_answer_is_not_missing(url: str, monkeypatch: pytest.Monke
         raise ConnectionError("who:hidden@ does not answer")
 
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", silent)
-    for ask in (where.is_dir, where.is_file, where.exists, lambda: newest(url), lambda: commands.verify(place(url))):
+    for ask in (
+        where.is_dir,
+        where.is_file,
+        where.exists,
+        lambda: newest(url),
+        lambda: commands.verify_snapshots(parse_place(url)),
+    ):
         with raises(SnapshotError, "ConnectionError"):
             ask()
 
@@ -162,8 +168,8 @@ def test_what_does_not_answer_is_not_missing(url: str, monkeypatch: pytest.Monke
 def test_a_file_is_read_in_blocks_that_come_side_by_side(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtctl.runtime.snapshot.storage.place.FIRST_BYTES", 3)
     monkeypatch.setattr("dtctl.runtime.snapshot.storage.place.FETCH_BYTES", 10)
-    content, file = bytes(range(100)), place(url) / "file"
-    assert isinstance(file, Remote)
+    content, file = bytes(range(100)), parse_place(url) / "file"
+    assert isinstance(file, RemotePath)
     with file.upload() as out:
         out.write(content)
     with file.open() as stream:
@@ -175,14 +181,14 @@ def test_a_file_is_read_in_blocks_that_come_side_by_side(url: str, monkeypatch: 
         while count := stream.readinto(chunk):
             found += bytes(chunk[:count])
     assert found == content
-    monkeypatch.setattr(Remote, "size_bytes", lambda _: 101)
+    monkeypatch.setattr(RemotePath, "size_bytes", lambda _: 101)
     with file.open() as stream, raises(SnapshotError, "7 8 bytes"):
         stream.read(101)
 
 
 def test_an_upload_that_the_store_cuts_short_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = place(url) / "file"
-    assert isinstance(file, Remote)
-    monkeypatch.setattr(Remote, "size_bytes", lambda _: 2)
+    file = parse_place(url) / "file"
+    assert isinstance(file, RemotePath)
+    monkeypatch.setattr(RemotePath, "size_bytes", lambda _: 2)
     with raises(SnapshotError, "0 2 bytes"):
         file.touch()

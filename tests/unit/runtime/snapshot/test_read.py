@@ -24,7 +24,7 @@ def parts(step: int) -> dict[str, object]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for step in (10, 20):
-        write.save(tmp_path, step, parts(step), facts={"position": step * 8}, keep=5)
+        write.save_snapshot_parts(tmp_path, step, parts(step), facts={"position": step * 8}, keep=5)
     return tmp_path
 
 
@@ -44,7 +44,7 @@ def test_no_folder_is_no_snapshot(tmp_path: Path) -> None:
 
 
 def test_every_flipped_byte_is_noticed(folder: Path) -> None:
-    newest = layout.folder_of(folder, 20)
+    newest = layout.build_snapshot_path(folder, 20)
     source = random.Random(4)
     for name in sorted(path.name for path in newest.iterdir()):
         path = newest / name
@@ -56,33 +56,33 @@ def test_every_flipped_byte_is_noticed(folder: Path) -> None:
             assert good is not None
             assert (good.step, bad.status) == (10, "corrupt")
         path.write_bytes(whole)
-    assert read.verify(newest).status == "ok"
+    assert read.verify_snapshot(newest).status == "ok"
 
 
 def test_cut_and_missing_files_are_noticed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     for name in ("model.safetensors", "random.safetensors", layout.MANIFEST, layout.COMMIT):
         copy = tmp_path_factory.mktemp("copy")
         shutil.copytree(folder, copy, dirs_exist_ok=True)
-        path = layout.folder_of(copy, 20) / name
+        path = layout.build_snapshot_path(copy, 20) / name
         path.write_bytes(path.read_bytes()[:-1])
-        verdict = read.verify(path.parent)
+        verdict = read.verify_snapshot(path.parent)
         assert verdict.status == "corrupt"
         assert verdict.bad
         path.unlink()
-        verdict = read.verify(path.parent)
+        verdict = read.verify_snapshot(path.parent)
         assert verdict.status == "incomplete"
         assert verdict.bad == (f"{name} is missing",)
 
 
 def test_a_renamed_snapshot_is_not_what_it_says(folder: Path) -> None:
-    layout.folder_of(folder, 20).rename(layout.folder_of(folder, 30))
-    verdict = read.verify(layout.folder_of(folder, 30))
+    layout.build_snapshot_path(folder, 20).rename(layout.build_snapshot_path(folder, 30))
+    verdict = read.verify_snapshot(layout.build_snapshot_path(folder, 30))
     assert verdict.status == "corrupt"
     assert verdict.bad == ("the folder is named after step 30 and holds step 20",)
 
 
 def test_a_later_format_is_not_taken_for_damage(folder: Path) -> None:
-    path = layout.folder_of(folder, 20)
+    path = layout.build_snapshot_path(folder, 20)
     document = json.loads((path / layout.MANIFEST).read_text())
     text = json.dumps({**document, "format": 99}).encode()
     (path / layout.MANIFEST).write_bytes(text)
@@ -92,19 +92,19 @@ def test_a_later_format_is_not_taken_for_damage(folder: Path) -> None:
 
 
 def test_nothing_unverified_is_loaded(folder: Path) -> None:
-    path = layout.folder_of(folder, 20)
+    path = layout.build_snapshot_path(folder, 20)
     (path / layout.COMMIT).unlink()
     with raises(SnapshotError, "incomplete COMMIT"):
-        load.load(read.verify(path))
+        load.load(read.verify_snapshot(path))
     with raises(SnapshotError, "snapshot"):
-        read.verify(folder / "elsewhere")
+        read.verify_snapshot(folder / "elsewhere")
 
 
 def test_what_is_neither_tensor_nor_json_is_refused(folder: Path) -> None:
     """Nothing is pickled, so nothing can run code when it is read."""
     for value in (object(), {1: torch.zeros(1)}, torch.zeros(2, 2).to_sparse(), {1, 2}):
         with raises(SnapshotError, "snapshots"):
-            write.save(folder, 30, {"model": {"weight": value}}, facts={}, keep=5)
+            write.save_snapshot_parts(folder, 30, {"model": {"weight": value}}, facts={}, keep=5)
     assert [path.name for path in sorted(folder.iterdir())] == ["step-00000010", "step-00000020"]
 
 
@@ -120,27 +120,27 @@ def test_bytes_that_were_verified_are_the_bytes_that_are_used(folder: Path) -> N
 
 def test_sha256_where_blake3_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "blake3", None)
-    write.save(folder, 30, parts(30), facts={}, keep=5)
+    write.save_snapshot_parts(folder, 30, parts(30), facts={}, keep=5)
     good, _ = read.newest_good(folder)
     assert good is not None
     assert good.manifest is not None
     assert good.manifest.hash == "sha256"
     with raises(SnapshotError, "blake3"):
-        read.verify(layout.folder_of(folder, 20))
+        read.verify_snapshot(layout.build_snapshot_path(folder, 20))
 
 
 def test_a_flipped_byte_in_memory_is_noticed(tmp_path: Path) -> None:
     saver = Saver(tmp_path, in_memory=True)
     saver.save(10, parts(10), facts={})
     saver.wait()
-    path = layout.folder_of(tmp_path, 10)
+    path = layout.build_snapshot_path(tmp_path, 10)
     assert json.loads((path / layout.MANIFEST).read_text())["hash"] == "xxh3_128"
-    assert read.verify(path).status == "ok"
+    assert read.verify_snapshot(path).status == "ok"
     whole = (path / "model.safetensors").read_bytes()
     for place in (0, 9, len(whole) // 2, len(whole) - 1):
         damaged = bytes([whole[place] ^ 4])
         (path / "model.safetensors").write_bytes(whole[:place] + damaged + whole[place + 1 :])
-        assert read.verify(path).status == "corrupt"
+        assert read.verify_snapshot(path).status == "corrupt"
 
 
 def test_tensors_that_are_there_are_filled_and_others_made(folder: Path) -> None:
@@ -158,7 +158,7 @@ def test_tensors_that_are_there_are_filled_and_others_made(folder: Path) -> None
 def test_filling_notices_every_flip_cut_and_loss(folder: Path) -> None:
     weight = torch.zeros(40, 30)
     source = random.Random(6)
-    path = layout.folder_of(folder, 20) / "model.safetensors"
+    path = layout.build_snapshot_path(folder, 20) / "model.safetensors"
     whole = path.read_bytes()
     for _ in range(150):
         hurt = bytearray(whole)
@@ -174,6 +174,6 @@ def test_filling_notices_every_flip_cut_and_loss(folder: Path) -> None:
         assert (found.step, len(found.rejected)) == (10, 1)
         assert torch.equal(weight, torch.full((40, 30), 10.0))
     path.unlink()
-    shutil.rmtree(layout.folder_of(folder, 10))
+    shutil.rmtree(layout.build_snapshot_path(folder, 10))
     with raises(SnapshotError, "step-00000020 incomplete"):
         load.newest(folder, into={"model": {"weight": weight}})

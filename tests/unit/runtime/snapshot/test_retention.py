@@ -15,11 +15,11 @@ from dtctl.runtime.snapshot.storage.retention import RetentionRule
 
 
 def save(folder: Path, step: int, keep: int) -> None:
-    write.save(folder, step, {"model": {"weight": torch.zeros(10)}}, facts={}, keep=keep)
+    write.save_snapshot_parts(folder, step, {"model": {"weight": torch.zeros(10)}}, facts={}, keep=keep)
 
 
 def steps(folder: Path) -> list[int]:
-    return [step for step, _ in layout.listing(folder)]
+    return [step for step, _ in layout.list_step_folders(folder)]
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
 def test_one_without_commit_does_not_count(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, keep=2)
-    (layout.folder_of(tmp_path, 2) / layout.COMMIT).unlink()
+    (layout.build_snapshot_path(tmp_path, 2) / layout.COMMIT).unlink()
     save(tmp_path, 3, keep=2)
     assert steps(tmp_path) == [3, 1]
 
@@ -60,7 +60,7 @@ def test_one_every_so_often_stays_for_ever_and_gaps_stay_small(gaps: list[int], 
     for step, gap in enumerate(gaps, 1):
         now_s += gap
         there.append((step, now_s))
-        stays = rule.stays(there)
+        stays = rule.choose_retained_steps(there)
         there = [row for row in there if row[0] in stays]
         often = list(there[:-keep])
         assert step in stays
@@ -72,6 +72,8 @@ def test_one_every_so_often_stays_for_ever_and_gaps_stay_small(gaps: list[int], 
 def test_the_best_stay_and_a_command_without_options_does_the_same() -> None:
     rule = RetentionRule(keep=2, every_s=100, best=[3])
     good = [(step, 30.0 * step) for step in range(1, 9)]
-    assert rule.stays(good) == {8, 7, 3, 1, 5}
-    assert RetentionRule.of({"retention": rule.document()}) == RetentionRule(keep=2, every_s=100, best=[3])
-    assert RetentionRule.of({}) == RetentionRule(keep=1)
+    assert rule.choose_retained_steps(good) == {8, 7, 3, 1, 5}
+    assert RetentionRule.from_manifest_facts({"retention": rule.document()}) == RetentionRule(
+        keep=2, every_s=100, best=[3]
+    )
+    assert RetentionRule.from_manifest_facts({}) == RetentionRule(keep=1)

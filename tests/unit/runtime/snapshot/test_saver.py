@@ -41,7 +41,7 @@ def state(value: float) -> dict[str, object]:
 
 
 def steps(folder: Path) -> list[int]:
-    return [step for step, _ in layout.listing(folder)]
+    return [step for step, _ in layout.list_step_folders(folder)]
 
 
 def test_what_is_written_is_the_state_at_the_time_of_the_save(tmp_path: Path, slow_disk: SlowDisk) -> None:
@@ -82,8 +82,8 @@ def test_else_it_waits_and_memory_does_not_grow(tmp_path: Path) -> None:
         assert threading.active_count() <= before + 3  # who writes, who sums, and who renews the lease
     found.finish()
     assert steps(tmp_path) == [5, 4, 3, 2, 1]
-    for step, path in layout.listing(tmp_path):
-        assert load.load(read.verify(path))["model"]["weight"][0] == step
+    for step, path in layout.list_step_folders(tmp_path):
+        assert load.load(read.verify_snapshot(path))["model"]["weight"][0] == step
 
 
 def test_a_failed_save_is_told_at_once_and_ends_training_only_when_it_was_not_the_first(tmp_path: Path) -> None:

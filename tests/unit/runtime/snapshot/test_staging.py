@@ -10,7 +10,7 @@ import torch
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.distributed import capacity
-from dtctl.runtime.snapshot.storage.staging import Staging, page_locked
+from dtctl.runtime.snapshot.storage.staging import StagingBuffer, page_locked
 from tests.facts import raises
 
 
@@ -61,11 +61,11 @@ def test_where_it_cannot_be_locked_torch_s_own_is_taken(monkeypatch: pytest.Monk
 
 def test_a_state_that_no_memory_holds_is_refused_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"model": {"weight": torch.ones(1024)}}
-    monkeypatch.setattr(capacity, "of_node", lambda: 4096 + 1024)
-    staging = Staging()
-    assert staging.take(state).files[0].data.numel() >= 4096
-    monkeypatch.setattr(capacity, "of_node", lambda: 4095)
-    staging.take(state)  # there is room already
+    monkeypatch.setattr(capacity, "compute_node_memory_bytes", lambda: 4096 + 1024)
+    staging = StagingBuffer()
+    assert staging.stage_tensors(state).files[0].data.numel() >= 4096
+    monkeypatch.setattr(capacity, "compute_node_memory_bytes", lambda: 4095)
+    staging.stage_tensors(state)  # there is room already
     with raises(SnapshotError, "copied memory") as refused:
-        Staging().take(state)
+        StagingBuffer().stage_tensors(state)
     assert "sharded" in str(refused.value.hint)

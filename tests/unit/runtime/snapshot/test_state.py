@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot.state import digest, load_model, load_optimizer, optimizer_tree, raw, tensors
+from dtctl.runtime.snapshot.state import (
+    compute_state_digest,
+    iter_named_tensors,
+    load_model,
+    load_optimizer,
+    optimizer_tree,
+    view_tensor_bytes,
+)
 from tests.facts import raises
 
 
@@ -36,8 +43,8 @@ def test_there_and_back(kind: Any, settings: dict[str, Any]) -> None:
     )
     load_optimizer(model, fresh, tree)
     again = optimizer_tree(model, fresh)
-    assert dict(tensors(again["state"])).keys() == dict(tensors(tree["state"])).keys()
-    assert digest(model.state_dict(), again) == digest(model.state_dict(), tree)
+    assert dict(iter_named_tensors(again["state"])).keys() == dict(iter_named_tensors(tree["state"])).keys()
+    assert compute_state_digest(model.state_dict(), again) == compute_state_digest(model.state_dict(), tree)
 
 
 def test_another_optimizer_is_refused() -> None:
@@ -52,7 +59,9 @@ def test_groups_may_be_cut_otherwise() -> None:
     tree = optimizer_tree(model, optimizer)
     fresh = torch.optim.AdamW(reversed(list(model.parameters())))
     load_optimizer(model, fresh, tree)
-    assert digest(model.state_dict(), optimizer_tree(model, fresh)) == digest(model.state_dict(), tree)
+    assert compute_state_digest(model.state_dict(), optimizer_tree(model, fresh)) == compute_state_digest(
+        model.state_dict(), tree
+    )
 
 
 def test_another_model_is_refused() -> None:
@@ -65,20 +74,22 @@ def test_the_digest_is_of_names_types_shapes_and_bytes() -> None:
     base = {"a": torch.zeros(2, 3), "b": torch.ones(2)}
     empty: dict[str, Any] = {"state": {}}
     same = {"b": torch.ones(2), "a": torch.zeros(3, 2).T}
-    assert digest(base, empty) == digest(same, empty)
+    assert compute_state_digest(base, empty) == compute_state_digest(same, empty)
     others: list[dict[str, torch.Tensor]] = [
         {"a": torch.zeros(2, 3), "c": torch.ones(2)},
         {"a": torch.zeros(3, 2), "b": torch.ones(2)},
         {"a": torch.zeros(2, 3, dtype=torch.int32), "b": torch.ones(2)},
         {"a": torch.zeros(2, 3), "b": torch.tensor([1.0, 1.0 + 2**-23])},
     ]
-    assert len({digest(other, empty) for other in [base, *others]}) == 5
-    assert digest(base, {"state": {"a": {"step": torch.tensor(1.0)}}}) != digest(base, empty)
+    assert len({compute_state_digest(other, empty) for other in [base, *others]}) == 5
+    assert compute_state_digest(base, {"state": {"a": {"step": torch.tensor(1.0)}}}) != compute_state_digest(
+        base, empty
+    )
 
 
 def test_the_digest_is_fixed_for_good() -> None:
     """Digests are compared between versions: another number here breaks that."""
-    found = digest(
+    found = compute_state_digest(
         {"w": torch.arange(6.0).view(2, 3)}, {"state": {"w": {"exp_avg": torch.ones(1, dtype=torch.bfloat16)}}}
     )
     assert found == "235c3cbf471b9eec0d47b7932ae3efd4fe9d99fee7683d0467c7118e450793cf"
@@ -86,5 +97,5 @@ def test_the_digest_is_fixed_for_good() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_raw_bytes_of_any_shape(dtype: torch.dtype) -> None:
-    assert raw(torch.ones((), dtype=dtype)).numel() == torch.ones((), dtype=dtype).element_size()
-    assert raw(torch.ones(0, 3, dtype=dtype)).numel() == 0
+    assert view_tensor_bytes(torch.ones((), dtype=dtype)).numel() == torch.ones((), dtype=dtype).element_size()
+    assert view_tensor_bytes(torch.ones(0, 3, dtype=dtype)).numel() == 0

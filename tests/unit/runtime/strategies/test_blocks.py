@@ -20,7 +20,7 @@ class Layered(nn.Module):
 
 
 def test_the_largest_list_is_found() -> None:
-    found = blocks.find(Layered())
+    found = blocks.find_repeated_blocks(Layered())
     assert found is not None
     assert found.name == "body.layers"
     assert len(found) == len(found.modules) == 3
@@ -28,17 +28,17 @@ def test_the_largest_list_is_found() -> None:
 
 def test_a_model_of_steps_is_its_own_list() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    found = blocks.find(model)
+    found = blocks.find_repeated_blocks(model)
     assert found is not None
     assert (found.name, found.container) == ("", model)
 
 
 def test_nothing_repeats() -> None:
-    assert blocks.find(nn.Linear(2, 2)) is None
+    assert blocks.find_repeated_blocks(nn.Linear(2, 2)) is None
 
 
 def test_blocks_may_be_named() -> None:
-    found = blocks.find(Layered(), "steps")
+    found = blocks.find_repeated_blocks(Layered(), "steps")
     assert found is not None
     assert len(found) == 2
 
@@ -46,5 +46,5 @@ def test_blocks_may_be_named() -> None:
 @pytest.mark.parametrize("name", ["layers", "one.0"])
 def test_a_wrong_name_is_refused_with_those_that_there_are(name: str) -> None:
     with raises(PlanError, f"{name}") as caught:
-        blocks.find(Layered(), name)
+        blocks.find_repeated_blocks(Layered(), name)
     assert caught.value.hint == "it has few, body.layers, one, steps"

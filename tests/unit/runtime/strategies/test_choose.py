@@ -10,7 +10,7 @@ from torch import nn
 
 from dtctl.runtime import strategies
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.train.batch import Batch
+from dtctl.train.batch import BatchSizes
 from dtctl.train.config import load
 from dtctl.train.mesh import Degrees
 
@@ -33,9 +33,9 @@ def test_matrices_that_are_split_over_nodes_are_told_of(
 
     monkeypatch.setattr(strategies, "device_mesh", stop)
     first = dataclasses.replace(worker, world_size=16, local_world_size=local, backend="gloo")
-    batch = Batch(micro=1, accumulate=1, world_size=16 // tp)
+    batch = BatchSizes(micro=1, accumulate=1, world_size=16 // tp)
     with pytest.raises(Enough):
-        strategies.choose(
+        strategies.build_strategy(
             load({}, argv=[], environ={}), first, Degrees(tp=tp, fsdp=16 // tp), batch, nn.Linear(1, 1),
             lambda _: torch.zeros(()),
         )  # fmt: skip

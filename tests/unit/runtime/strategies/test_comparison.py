@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import copy as copies
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime.strategies.blocks import Blocks
-from dtctl.runtime.strategies.comparison import Call, Comparison, compute, copy, kind_of, recording
-from dtctl.runtime.strategies.tensor import Split, _attempts, check, compared_modules, proportions
-from dtctl.runtime.strategies.trial import Stream, measure
+from dtctl.runtime.strategies.blocks import RepeatedBlocks
+from dtctl.runtime.strategies.comparison import (
+    ModuleCall,
+    ModuleComparison,
+    compute_outputs_and_gradients,
+    copy_with_random_weights,
+    describe_module_kind,
+    recording,
+)
+from dtctl.runtime.strategies.tensor import (
+    TensorParallelPlan,
+    _list_style_attempts,
+    compared_modules,
+    parse_fused_proportions,
+    require_divisible_modules,
+)
+from dtctl.runtime.strategies.trial import BlockInputRecorder, measure_loss
 from tests.facts import raises
 
 
@@ -37,8 +51,8 @@ def test_a_copy_has_other_weights_and_shares_nothing() -> None:
     module = Branch().train()
     module.up.register_forward_hook(lambda *_: None)
     before, drawn = copies.deepcopy(module.state_dict()), torch.get_rng_state()
-    twin = copy(module, torch.float64)
-    answer = compute(twin, Call((torch.ones(3, 4),), {}), torch.float64, nullcontext())
+    twin = copy_with_random_weights(module, torch.float64)
+    answer = compute_outputs_and_gradients(twin, ModuleCall((torch.ones(3, 4),), {}), torch.float64, nullcontext())
     assert answer.outputs[0].dtype == torch.float64
     assert all(value is not None for value in [*answer.of_inputs, *answer.of_parameters.values()])
     assert float(twin.get_parameter("down.weight").detach().abs().min()) > 0
@@ -52,8 +66,11 @@ def test_a_copy_has_other_weights_and_shares_nothing() -> None:
 
 
 def test_a_copy_computes_the_same_each_time() -> None:
-    module, call = Branch(), Call((torch.ones(3, 4),), {})
-    one, other = (compute(copy(module, None), call, None, nullcontext()) for _ in range(2))
+    module, call = Branch(), ModuleCall((torch.ones(3, 4),), {})
+    one, other = (
+        compute_outputs_and_gradients(copy_with_random_weights(module, None), call, None, nullcontext())
+        for _ in range(2)
+    )
     assert torch.equal(one.outputs[0], other.outputs[0])
     for name, value in one.of_parameters.items():
         assert value is not None
@@ -72,10 +89,10 @@ class Halves(nn.Linear):
 @pytest.mark.parametrize(("outputs", "dtype"), [(3, torch.float32), (2, torch.bfloat16)])
 def test_what_takes_no_fp64_is_computed_in_its_own_format(outputs: int, dtype: torch.dtype) -> None:
     bf16 = torch.autocast("cpu", dtype=torch.bfloat16)
-    found = Comparison(Halves(4, outputs), Call((torch.ones(2, 4),), {}), bf16)
+    found = ModuleComparison(Halves(4, outputs), ModuleCall((torch.ones(2, 4),), {}), bf16)
     assert found.whole.outputs[0].dtype == dtype
     with pytest.raises(RuntimeError, match="only support"):
-        Comparison(Halves(4, 2), Call((torch.ones(2, 4),), {}), None)
+        ModuleComparison(Halves(4, 2), ModuleCall((torch.ones(2, 4),), {}), None)
 
 
 def test_the_first_call_is_recorded_as_it_was() -> None:
@@ -106,7 +123,9 @@ class Fused(nn.Module):
 
 def test_parts_of_a_fused_matrix_follow_from_the_next_one() -> None:
     def attempts(model: nn.Module, plan: dict[str, str]) -> list[dict[str, str]]:
-        return _attempts(model, plan, 2, Comparison(model, Call((torch.randn(2, 8),), {}), None), "")
+        return _list_style_attempts(
+            model, plan, 2, ModuleComparison(model, ModuleCall((torch.randn(2, 8),), {}), None), ""
+        )
 
     plan = {"qkv": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}
     fused = plan | {"qkv": "colwise-3", "up": "colwise-2"}
@@ -115,28 +134,28 @@ def test_parts_of_a_fused_matrix_follow_from_the_next_one() -> None:
     model = nn.ModuleDict({"qkv": nn.Linear(8, 12), "o": nn.Linear(8, 8)})
     model.forward = lambda x: model.o(model.qkv(x)[:, :8])  # type: ignore[method-assign, operator]
     assert attempts(model, {"qkv": "colwise", "o": "rowwise"})[0]["qkv"] == "colwise-8:2:2"
-    assert proportions("colwise-8:2:2") == [8, 2, 2]
-    assert proportions("colwise-3") == [1, 1, 1]
-    assert not any(map(proportions, ("colwise", "colwise-gather", "colwise-0", "rowwise-2", "colwise-2:")))
-    assert compared_modules(Split({"a.b": "colwise"})) == ["", "a", "a.b"]
+    assert parse_fused_proportions("colwise-8:2:2") == [8, 2, 2]
+    assert parse_fused_proportions("colwise-3") == [1, 1, 1]
+    assert not any(map(parse_fused_proportions, ("colwise", "colwise-gather", "colwise-0", "rowwise-2", "colwise-2:")))
+    assert compared_modules(TensorParallelPlan({"a.b": "colwise"})) == ["", "a", "a.b"]
 
 
 def test_parts_that_cannot_be_divided_are_refused() -> None:
     model = nn.ModuleDict({"qkv": nn.Linear(8, 12)})
-    check(model, {"qkv": "colwise-8:2:2"}, 2)
+    require_divisible_modules(model, {"qkv": "colwise-8:2:2"}, 2)
     with raises(PlanError, "qkv 12 8:2:2 4"):
-        check(model, {"qkv": "colwise-8:2:2"}, 4)
+        require_divisible_modules(model, {"qkv": "colwise-8:2:2"}, 4)
     with raises(PlanError, "qkv 12 5"):
-        check(model, {"qkv": "colwise-5"}, 2)
+        require_divisible_modules(model, {"qkv": "colwise-5"}, 2)
 
 
 def test_a_tied_parameter_is_split_in_one_way() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
     model["head"].weight = model["table"].weight
-    check(model, {"table": "embedding", "head": "colwise-gather"}, 2)
+    require_divisible_modules(model, {"table": "embedding", "head": "colwise-gather"}, 2)
     for plan in ({"table": "embedding"}, {"head": "rowwise", "table": "embedding"}):
         with raises(PlanError, "table.weight head.weight"):
-            check(model, plan, 2)
+            require_divisible_modules(model, plan, 2)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -158,26 +177,42 @@ def test_a_block_that_is_given_another_stream_is_noticed(swapped: bool) -> None:
             return x * 0
 
     model, inputs = Model(), torch.ones(2, 4)
-    with Stream(Blocks(name="blocks", container=model.blocks)) as stream:
-        whole = measure(lambda module: module(inputs).sum(), model)
-        stream.divided()
+    with BlockInputRecorder(RepeatedBlocks(name="blocks", container=model.blocks)) as stream:
+        whole = measure_loss(lambda module: module(inputs).sum(), model)
+        stream.start_comparison()
         model.order = [0, 2, 1] if swapped else model.order
-        assert measure(lambda module: module(inputs).sum(), model) == whole
-    assert (stream.worst > 1e-2) is swapped
+        assert measure_loss(lambda module: module(inputs).sum(), model) == whole
+    assert (stream.max_relative_difference > 1e-2) is swapped
     assert not model.blocks[0]._forward_hooks
 
 
 def test_modules_of_one_kind_differ_in_their_numbers_alone() -> None:
     one, other = Branch(), Branch()
-    assert kind_of(one) == kind_of(other)
+    assert describe_module_kind(one) == describe_module_kind(other)
     other.norm.running_mean += 1  # type: ignore[operator]
-    assert kind_of(one) != kind_of(other)
+    assert describe_module_kind(one) != describe_module_kind(other)
     own = {"_layer": 3}, {"settings": {"layer": 3}}, {"settings": object()}
     for change in ({"layer": 3}, {"activation": torch.sigmoid}, {"scales": [1, 2.5]}, *own):
         other = Branch()
         vars(other.up).update(change)
-        assert kind_of(one) != kind_of(other), change
+        assert describe_module_kind(one) != describe_module_kind(other), change
     one, other = Branch(), Branch()
     one.shared = other.shared = object()  # type: ignore[assignment]
-    assert kind_of(one) == kind_of(other)
-    assert kind_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) != kind_of(nn.Sequential(nn.Linear(2, 2), nn.GELU()))
+    assert describe_module_kind(one) == describe_module_kind(other)
+    assert describe_module_kind(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) != describe_module_kind(
+        nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    )
+
+
+@pytest.mark.parametrize(
+    ("widths", "named"),
+    [((8, 8, 8, 1), ""), ((8, 15, 16, 1), "block 3 15 2 8"), ((8, 8, 4, 1), "block 4 3 8")],
+)
+def test_blocks_of_other_widths_are_refused_in_a_pipeline(widths: tuple[int, ...], named: str) -> None:
+    """What the last block returns stays on its stage. Stages that waited for another length ended in gloo's abort."""
+    sizes = (8, *widths)
+    model = nn.Sequential(*(nn.Linear(size, after) for size, after in pairwise(sizes)))
+    with BlockInputRecorder(RepeatedBlocks(name="", container=model)) as stream:
+        model(torch.ones(4, 8))
+        with raises(PlanError, named) if named else nullcontext():
+            stream.require_one_shape()

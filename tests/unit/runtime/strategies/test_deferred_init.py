@@ -60,9 +60,9 @@ def test_code_that_needs_values_is_refused(second: Worker) -> None:
 
 def test_what_arrives_keeps_ties_and_what_is_frozen(second: Worker, alone: None) -> None:
     model = deferred_init.build(Model, second, Degrees(fsdp=2))
-    deferred_init.bring(model.get_submodule("first"), model, second)
+    deferred_init.broadcast_module_tensors(model.get_submodule("first"), model, second)
     assert model.get_parameter("last.bias").is_meta
-    deferred_init.bring(model, model, second)
+    deferred_init.broadcast_module_tensors(model, model, second)
     assert not any(value.is_meta for value in [*model.parameters(), *model.buffers()])
     assert model.get_parameter("first.weight") is model.get_parameter("last.weight")
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["first.bias"]
@@ -72,7 +72,7 @@ def test_what_arrives_keeps_ties_and_what_is_frozen(second: Worker, alone: None)
 def test_values_that_are_there_stay(worker: Worker, alone: None) -> None:
     model = Model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    deferred_init.bring(model, model, worker)
+    deferred_init.broadcast_module_tensors(model, model, worker)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

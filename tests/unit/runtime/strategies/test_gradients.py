@@ -17,17 +17,17 @@ def model() -> nn.Module:
 
 def test_norm_and_cut_are_those_of_torch() -> None:
     one = model()
-    wanted = gradients.wanted(one)
+    wanted = gradients.list_trained_parameters(one)
     assert len(wanted) == 4
     whole = torch.cat([parameter.grad.reshape(-1) for parameter in wanted if parameter.grad is not None])
-    total = gradients.norm(wanted)
+    total = gradients.compute_gradient_norm(wanted)
     torch.testing.assert_close(total, whole.norm())
-    gradients.clip(wanted, float(total) * 2, total)
-    torch.testing.assert_close(gradients.norm(wanted), total)
-    gradients.clip(wanted, float(total) / 2, total)
-    torch.testing.assert_close(gradients.norm(wanted), total / 2)
+    gradients.clip_gradients(wanted, float(total) * 2, total)
+    torch.testing.assert_close(gradients.compute_gradient_norm(wanted), total)
+    gradients.clip_gradients(wanted, float(total) / 2, total)
+    torch.testing.assert_close(gradients.compute_gradient_norm(wanted), total / 2)
 
 
 def test_no_gradients_have_no_length() -> None:
-    assert float(gradients.norm([torch.zeros(3)])) == 0
-    gradients.clip([torch.zeros(3)], 1.0, torch.zeros(()))
+    assert float(gradients.compute_gradient_norm([torch.zeros(3)])) == 0
+    gradients.clip_gradients([torch.zeros(3)], 1.0, torch.zeros(()))

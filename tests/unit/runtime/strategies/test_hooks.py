@@ -54,6 +54,6 @@ def test_a_step_that_is_not_taken_is_told_to_the_strategy(make: Make, monkeypatc
 
     trainer = make({"on_nan": "skip", "steps": 5}, loss=loss)
     told: list[int] = []
-    monkeypatch.setattr(trainer.strategy, "discard", lambda: told.append(trainer.step + 1))
+    monkeypatch.setattr(trainer.training.engine.strategy, "discard", lambda: told.append(trainer.step + 1))
     trainer.run()
     assert told == [3]

@@ -19,7 +19,7 @@ from benchmarks.gpu_checks import exchange
 from benchmarks.gpu_checks.exchange import fsdp
 from benchmarks.gpu_checks.ground import Ground, train
 from dtctl.runtime import Worker
-from dtctl.runtime.strategies.sharded import precision
+from dtctl.runtime.strategies.sharded import build_precision_policy
 from dtctl.train.config import FsdpConfig
 
 WIDTH = 64
@@ -39,7 +39,7 @@ def kept_weights(options: FsdpConfig) -> tuple[int, nn.Module]:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8)))
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
     for layer in [*model, model]:
-        fully_shard(layer, mesh=mesh, mp_policy=precision(options))
+        fully_shard(layer, mesh=mesh, mp_policy=build_precision_policy(options))
     kept: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_the_default_format_makes_bf16_mean_the_same_whatever_the_strategy() -> 
         model = Stream()
         if options is not None:
             for part in [*model.blocks, model]:
-                fully_shard(part, mesh=mesh, mp_policy=precision(options))
+                fully_shard(part, mesh=mesh, mp_policy=build_precision_policy(options))
         with torch.autocast("cpu", torch.bfloat16):
             found = model(tokens)
         found.float().square().mean().backward()
@@ -115,7 +115,7 @@ def test_the_default_format_makes_bf16_mean_the_same_whatever_the_strategy() -> 
     ],
 )
 def test_formats(options: FsdpConfig, gathered: torch.dtype | None, added: torch.dtype | None) -> None:
-    policy = precision(options)
+    policy = build_precision_policy(options)
     assert (policy.param_dtype, policy.reduce_dtype) == (gathered, added)
 
 

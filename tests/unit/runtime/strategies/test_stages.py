@@ -38,8 +38,8 @@ class Model(nn.Module):
         return self.last(stream)
 
 
-def found(model: nn.Module) -> blocks.Blocks:
-    there = blocks.find(model)
+def found(model: nn.Module) -> blocks.RepeatedBlocks:
+    there = blocks.find_repeated_blocks(model)
     assert there is not None
     return there
 
@@ -49,11 +49,11 @@ def through(model: nn.Module, sizes: list[int], inputs: torch.Tensor, samples: i
     ends = list(itertools.accumulate(sizes))
     stream = None
     for size, end in zip(sizes, ends, strict=True):
-        cut = stages.Cut(model, found(model), end - size, end)
+        cut = stages.StageModel(model, found(model), end - size, end)
         cut.entrance.source = lambda _, before=stream: before  # type: ignore[misc]
         try:
-            return stages.Caller(cut, samples)(inputs)  # type: ignore[no-any-return]
-        except stages.Reached as reached:
+            return stages.StageCaller(cut, samples)(inputs)  # type: ignore[no-any-return]
+        except stages.StageEndReached as reached:
             stream = reached.stream
             assert end < len(found(model))
     raise AssertionError("the last stage was left early")
@@ -92,7 +92,7 @@ def test_what_is_taken_from_a_block_elsewhere_shows() -> None:
 def test_attributes_of_the_model_are_there_for_the_loss_function() -> None:
     model = Model()
     model.alpha = 3  # type: ignore[assignment]
-    caller = stages.Caller(stages.Cut(model, found(model), 0, 5))
+    caller = stages.StageCaller(stages.StageModel(model, found(model), 0, 5))
     assert caller.alpha == 3
     with pytest.raises(AttributeError):
         _ = caller.beta
@@ -102,7 +102,7 @@ def test_attributes_of_the_model_are_there_for_the_loss_function() -> None:
 def test_no_split_has_a_lighter_heaviest_stage(costs: list[int], after: int, count: int) -> None:
     if len(costs) < count:
         with raises(PlanError, "too few"):
-            stages.balanced(costs, after, count)
+            stages.balance_stage_sizes(costs, after, count)
         return
 
     def heaviest(sizes: tuple[int, ...]) -> int:
@@ -111,20 +111,20 @@ def test_no_split_has_a_lighter_heaviest_stage(costs: list[int], after: int, cou
         loads[-1] += after
         return max(loads)
 
-    sizes = tuple(stages.balanced(costs, after, count))
+    sizes = tuple(stages.balance_stage_sizes(costs, after, count))
     every = [parts for parts in itertools.product(range(1, len(costs) + 1), repeat=count) if sum(parts) == len(costs)]
     assert sizes in every
     assert heaviest(sizes) == min(map(heaviest, every))
 
 
 def test_a_heavy_head_gets_fewer_blocks() -> None:
-    assert stages.balanced([10] * 8, 20, 2) == [5, 3]
-    assert stages.balanced([10] * 8, 0, 4) == [2, 2, 2, 2]
+    assert stages.balance_stage_sizes([10] * 8, 20, 2) == [5, 3]
+    assert stages.balance_stage_sizes([10] * 8, 0, 4) == [2, 2, 2, 2]
 
 
 def test_costs_are_those_of_a_forward_pass() -> None:
     model, inputs = Model(), torch.randn(6, 3)
-    each, after = stages.costs(found(model), lambda: model(inputs))
+    each, after = stages.count_block_flops(found(model), lambda: model(inputs))
     assert each == [2 * 6 * 4 * 4] * 5
     assert after == 2 * 6 * (3 * 4 + 4 * 2)
 
@@ -132,14 +132,14 @@ def test_costs_are_those_of_a_forward_pass() -> None:
 @pytest.mark.parametrize(("split", "message"), [((2, 2), "5"), ((5, 0), "put"), ((5,), "2")])
 def test_a_split_must_fit(split: tuple[int, ...], message: str) -> None:
     with raises(PlanError, message) as caught:
-        pipeline.sizes_of(PipelineConfig(split=split), 2, [1] * 5, 0)
+        pipeline.choose_stage_sizes(PipelineConfig(split=split), 2, [1] * 5, 0)
     assert "[" in (caught.value.hint or "")
 
 
 def test_parameters_outside_of_one_stage_are_shared() -> None:
     model = Model()
     model.body["layers"][4].linear = model.body["layers"][0].linear  # type: ignore[index,union-attr]
-    shared = pipeline.outside(model, found(model), [2, 3])
+    shared = pipeline.list_cross_stage_parameters(model, found(model), [2, 3])
     assert {id(p) for p in shared} == {
         id(p)
         for module in (model.first, model.last, model.body["layers"][0].linear)

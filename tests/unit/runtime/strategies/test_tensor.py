@@ -7,7 +7,7 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime.strategies import blocks
-from dtctl.runtime.strategies.tensor import check, styles
+from dtctl.runtime.strategies.tensor import require_divisible_modules, resolve_split_styles
 from tests.facts import raises
 
 
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 def plan(given: dict[str, str]) -> dict[str, str]:
     model = Model()
-    return styles(model, blocks.find(model), given)
+    return resolve_split_styles(model, blocks.find_repeated_blocks(model), given)
 
 
 def test_blocks_are_recognized_by_the_names_of_their_matrices() -> None:
@@ -67,7 +67,7 @@ def test_unknown_names_are_refused(given: dict[str, str], message: str, hint: st
 def test_a_model_without_known_names_needs_a_plan() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with raises(PlanError, "names split"):
-        styles(model, blocks.find(model), {})
+        resolve_split_styles(model, blocks.find_repeated_blocks(model), {})
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_a_model_without_known_names_needs_a_plan() -> None:
 )
 def test_what_cannot_be_divided_is_refused(given: dict[str, str], degree: int, message: str) -> None:
     with raises(PlanError, message):
-        check(Model(), plan(given), degree)
+        require_divisible_modules(Model(), plan(given), degree)
 
 
 def test_what_can_be_divided_passes() -> None:
-    check(Model(), plan({}), 3)
+    require_divisible_modules(Model(), plan({}), 3)

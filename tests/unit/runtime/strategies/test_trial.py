@@ -10,16 +10,16 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime import Worker
-from dtctl.runtime.strategies.blocks import Blocks
-from dtctl.runtime.strategies.comparison import evaluating
+from dtctl.runtime.strategies.blocks import RepeatedBlocks
+from dtctl.runtime.strategies.comparison import evaluating_module
 from dtctl.runtime.strategies.trial import (
     ROUNDING,
     ROUNDING_OF_HALVES,
     Probe,
-    measure,
+    measure_loss,
+    measure_whole_model,
     require_agreement,
     require_results_alone,
-    whole,
 )
 from tests.facts import raises
 
@@ -27,8 +27,8 @@ from tests.facts import raises
 def test_a_model_is_measured_without_dropout_and_left_as_it_was() -> None:
     model = nn.Sequential(nn.Dropout(0.9), nn.BatchNorm1d(3))
     inputs, before = torch.randn(5, 3), torch.get_rng_state()
-    first = measure(lambda module: module(inputs).square().mean(), model)
-    assert first == measure(lambda module: module(inputs).square().mean(), model)
+    first = measure_loss(lambda module: module(inputs).square().mean(), model)
+    assert first == measure_loss(lambda module: module(inputs).square().mean(), model)
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
     assert int(model[1].num_batches_tracked) == 0  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def penalized(of: str) -> Probe:
 @pytest.mark.parametrize("training", [True, False])
 def test_a_loss_that_reads_the_weights_of_blocks_is_no_loss_for_a_pipeline(training: bool) -> None:
     model = Blocky().train(training)
-    found = Blocks(name="blocks", container=model.blocks)
+    found = RepeatedBlocks(name="blocks", container=model.blocks)
     before = dict(vars(model))
     for of in ("first", "none"):  # what is on all stages has its gradients added up
         require_results_alone(penalized(of), model, found)
@@ -93,7 +93,7 @@ def test_a_loss_that_reads_the_weights_of_blocks_is_no_loss_for_a_pipeline(train
 def test_a_recurrent_layer_stays_in_training_mode_without_its_dropout() -> None:
     model = nn.ModuleDict({"layer": nn.LSTM(3, 3, num_layers=2, dropout=0.5), "drop": nn.Dropout()}).train()
     layer, inputs = model["layer"], torch.randn(4, 3)
-    with evaluating(model):
+    with evaluating_module(model):
         assert (layer.training, model["drop"].training) == (True, False)
         assert torch.equal(layer(inputs)[0], layer(inputs)[0])
     assert (layer.dropout, model["drop"].training) == (0.5, True)
@@ -109,14 +109,14 @@ def halves_only(model: nn.Module) -> torch.Tensor:
 
 def test_kernels_that_take_halves_alone_are_tried_in_the_format_of_the_training(worker: Worker) -> None:
     model, bf16 = nn.Linear(3, 3), torch.autocast("cpu", dtype=torch.bfloat16)
-    expected, probe, rounding = whole(halves_only, model, bf16)
+    expected, probe, rounding = measure_whole_model(halves_only, model, bf16)
     assert rounding == ROUNDING_OF_HALVES
-    assert measure(probe, model) == expected
+    assert measure_loss(probe, model) == expected
     require_agreement(expected, expected * 1.01, worker, how="split", rounding=rounding)
     with pytest.raises(PlanError):
         require_agreement(1.0, 1.1, worker, how="split", rounding=rounding)
     with pytest.raises(RuntimeError, match="FlashAttention"):
-        whole(halves_only, model, None)
+        measure_whole_model(halves_only, model, None)
 
 
 def test_others_are_tried_in_fp32_which_tells_more(worker: Worker) -> None:
@@ -128,7 +128,7 @@ def test_others_are_tried_in_fp32_which_tells_more(worker: Worker) -> None:
         seen.append(found.dtype)
         return found.float().mean()
 
-    assert whole(loss, nn.Linear(3, 3), bf16)[2] == ROUNDING
+    assert measure_whole_model(loss, nn.Linear(3, 3), bf16)[2] == ROUNDING
     assert seen == [torch.float32]
 
 
@@ -140,5 +140,5 @@ def test_memory_that_runs_out_is_no_question_of_the_format() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        whole(short, nn.Linear(3, 3), torch.autocast("cpu", dtype=torch.bfloat16))
+        measure_whole_model(short, nn.Linear(3, 3), torch.autocast("cpu", dtype=torch.bfloat16))
     assert len(calls) == 1

@@ -15,13 +15,13 @@ from torch import nn
 
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.strategies import zero1
-from dtctl.runtime.strategies.zero1 import Zero1, bunched, shares
+from dtctl.runtime.strategies.zero1 import Zero1, assign_parameter_owners, group_message_parameters
 from dtctl.train.config import DdpConfig
 
 
 @given(st.lists(st.integers(0, 1000)), st.integers(1, 9))
 def test_loads_differ_by_no_more_than_the_largest_parameter(sizes: list[int], workers: int) -> None:
-    owners = shares(sizes, workers)
+    owners = assign_parameter_owners(sizes, workers)
     loads = [
         sum(size for size, owner in zip(sizes, owners, strict=True) if owner == worker) for worker in range(workers)
     ]
@@ -30,7 +30,7 @@ def test_loads_differ_by_no_more_than_the_largest_parameter(sizes: list[int], wo
 
 
 def test_shares_are_the_same_on_all_workers() -> None:
-    assert shares([5, 5, 1, 9], 2) == shares([5, 5, 1, 9], 2) == [1, 1, 0, 0]
+    assert assign_parameter_owners([5, 5, 1, 9], 2) == assign_parameter_owners([5, 5, 1, 9], 2) == [1, 1, 0, 0]
 
 
 def test_small_parameters_travel_together(tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +59,10 @@ def test_small_parameters_travel_together(tmp_path: Path, worker: Worker, monkey
 def test_messages_have_one_kind_of_number_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero1, "MESSAGE_BYTES", 40)
     given = [torch.zeros(4), torch.zeros(4, dtype=torch.float64), torch.zeros(4), torch.zeros(99), torch.zeros(2, 2)]
-    found = bunched(given)
+    found = group_message_parameters(given)
     assert [[len(one.reshape(-1)) for one in bunch] for bunch in found] == [[4, 4], [4], [99], [4]]
     assert all(len({one.dtype for one in bunch}) == 1 for bunch in found)
     new = [torch.full((4,), 7.0), torch.full((2, 2), 8.0)]
     old = [torch.zeros(4), torch.zeros(2, 2)]
-    zero1._put(old, zero1._flat(new))
+    zero1._copy_received_values(old, zero1._flatten_sent_parameters(new))
     assert all(torch.equal(one, other) for one, other in zip(old, new, strict=True))

@@ -1,0 +1,83 @@
+"""Loops with several models in a session: the weights of one process, and the bits of a calm run after a kill."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dtctl.errors import PlanError
+from dtctl.runtime import session
+from dtctl.runtime.own_loop.several_models import join_optimizers
+from tests import forked
+from tests.facts import raises
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+EXAMPLE = Path(__file__).parents[3] / "examples/several_models.py"
+
+
+def train(folder: Path, kind: str, workers: int, *options: str) -> forked.Ended:
+    folder.mkdir(exist_ok=True)
+    return forked.launch([EXAMPLE, kind, *options], workers, cwd=folder, environ=ALONE if workers == 1 else {})
+
+
+def weights(ended: forked.Ended) -> str:
+    assert ended.code == 0, ended.output
+    found = re.search(r"weights (\S+)", ended.output)
+    assert found is not None, ended.output
+    return found[1]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gan", "actor", "byol", "reference"])
+def test_the_example_gives_the_weights_of_one_process(tmp_path: Path, kind: str) -> None:
+    alone = float(weights(train(tmp_path / "one", kind, 1)))
+    for options in ((), ("--fsdp",)):
+        folder = tmp_path / f"two{len(options)}"
+        calm = weights(train(folder, kind, 2, *options))
+        assert float(calm) == pytest.approx(alone, rel=1e-9)
+        for step in sorted((folder / "snapshots").glob("step-*"))[1:]:  # as if it had been killed since
+            step.rename(tmp_path / f"{len(options)}-{step.name}")
+        again = train(folder, kind, 2, *options)
+        assert "repeated bit for bit" in again.output
+        assert weights(again) == calm
+
+
+@pytest.mark.torch
+def test_a_parameter_has_one_optimizer() -> None:
+    model = nn.Linear(2, 1)
+    with raises(PlanError, "optimizers parameter"):
+        join_optimizers({"one": torch.optim.SGD(model.parameters()), "two": torch.optim.SGD(model.parameters())})
+
+
+@pytest.mark.torch
+def test_several_optimizers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own kind, groups and state; another kind than before is refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DTCTL_SNAPSHOT_DIR", str(tmp_path / "snapshots"))
+
+    def run(steps: int, second: type[torch.optim.Optimizer] = torch.optim.SGD) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        models = {"maker": nn.Linear(3, 2), "critic": nn.Linear(2, 1)}
+        more = {"momentum": 0.9} if second is torch.optim.SGD else {}
+        optimizers = {
+            "maker": torch.optim.Adam(models["maker"].parameters()),
+            "critic": second(models["critic"].parameters(), lr=0.1, **more),  # type: ignore[call-arg]
+        }
+        with session(models, optimizers, every_steps=1) as s:
+            while s.steps_done < steps:
+                inputs = torch.ones(4, 3) * s.steps_done
+                s.step(models["critic"](models["maker"](inputs)).square().mean())
+        return [parameter for model in models.values() for parameter in model.parameters()]
+
+    straight = run(6)
+    for path in (tmp_path / "snapshots").iterdir():
+        path.rename(tmp_path / path.name) if path.name.startswith("step-") else None
+    run(3)
+    assert all(map(torch.equal, straight, run(6)))
+    with raises(SystemExit, "10"):
+        run(8, torch.optim.RMSprop)
