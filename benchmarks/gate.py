@@ -29,6 +29,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,6 +51,8 @@ MIN_PAIRS = 6
 """The fewest with which the range of all ratios is a 95% interval of their median."""
 BUDGET_S = 720.0
 """Seconds for all measurements; checkouts, virtual hosts and last pairs take up to two minutes more."""
+TRACE_S = 150.0
+"""Seconds for the samples of --trace."""
 HOSTS = 16
 STEPS = {"tiny": 1500, "small": 260}
 SNAPSHOT = """
@@ -630,16 +633,19 @@ def main() -> int:
     parser.add_argument("--trace", choices=NAMES, metavar="NAME", help="follow one measurement from commit to commit")
     parser.add_argument("--until", default="HEAD", metavar="COMMIT", help="the newest commit that --trace looks at")
     parser.add_argument("--points", type=int, default=9, help="commits that --trace looks at")
-    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for all measurements")
+    parser.add_argument(
+        "--seconds", type=float, help=f"for all measurements; {BUDGET_S:.0f}, with --trace {TRACE_S:.0f}"
+    )
     parser.add_argument("--busy", action="store_true", help="on a busy machine, too; nothing is kept")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that checkouts and virtual hosts are removed
     base = options.base or find_merge_base()
     if not options.busy:
         wait_for_quiet()
     if options.trace:
-        run_trace(base, options.trace, options.points, options.seconds, options.until)
+        run_trace(base, options.trace, options.points, options.seconds or TRACE_S, options.until)
         return 0
-    return run_gate(base, options.only, options.seconds, busy=options.busy)
+    return run_gate(base, options.only, options.seconds or BUDGET_S, busy=options.busy)
 
 
 if __name__ == "__main__":

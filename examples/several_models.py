@@ -53,19 +53,23 @@ def gan():
     maker, critic = spread(nn.Linear(3, 4)), spread(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     models = {"maker": maker, "critic": critic}
     steps = {"maker": torch.optim.Adam(maker.parameters()), "critic": torch.optim.SGD(critic.parameters(), 0.1, 0.9)}
-    with session(models, steps, batches(torch.randn(96, 3), torch.randn(96, 4) + 1), every_steps=4) as s:
+    rates = {"critic": torch.optim.lr_scheduler.ExponentialLR(steps["critic"], 0.98)}
+
+    def step(training, noise, real):
+        made = maker(noise)
+        judged = critic(torch.cat([made.detach(), real]))
+        training.backward(judged[: len(made)].mean() - judged[len(made) :].mean())
+        training.update("critic")
+        loss = -critic(made).mean()
+        training.backward(loss)
+        training.update("maker")
+        return loss
+
+    loader = batches(torch.randn(96, 3), torch.randn(96, 4) + 1)
+    with session(models, steps, loader, schedule=rates, clip=1.0, every_steps=4) as s:
         for _ in s.epochs(EPOCHS):
             for noise, real in s.batches:
-                made = maker(noise)
-                judged = critic(torch.cat([made.detach(), real]))
-                steps["critic"].zero_grad()
-                (judged[: len(made)].mean() - judged[len(made) :].mean()).backward()
-                steps["critic"].step()
-                steps["maker"].zero_grad()
-                loss = -critic(made).mean()
-                loss.backward()
-                steps["maker"].step()
-                s.end_step(loss)
+                s.end_step(step(s, noise, real))
     return models
 
 

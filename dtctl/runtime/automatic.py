@@ -70,7 +70,8 @@ class TrainingInputs:
 
     model: nn.Module | Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], Any]
-    samples: datasets.MapDataset | datasets.BatchDataset | datasets.SampleStream
+    samples: Any
+    """A data set of any kind; before `adapt_training_data`, also a DataLoader."""
 
 
 def resolve_strategy(config: TrainConfig, worker: Worker, subject: TrainingInputs, folder: Place) -> ResolvedStrategy:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from dtctl.errors import PlanError
 from dtctl.runtime.data_loading import datasets
+from dtctl.runtime.data_loading.loaders import adapt_validation_data
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness.randomness import preserving_rng_states
 from dtctl.runtime.guards.oom import enough_memory
@@ -94,17 +96,20 @@ class Evaluation:
     """The evaluations of one run."""
 
     def __init__(
-        self, config: TrainConfig, validation: datasets.MapDataset | datasets.BatchDataset | None, score: Score | None
+        self,
+        config: TrainConfig,
+        validation: datasets.MapDataset | datasets.BatchDataset | DataLoader[Any] | None,
+        score: Score | None,
     ) -> None:
         """Store the parts of an evaluation.
 
         Args:
             config: settings of the run.
-            validation: the validation set; None if there are no evaluations.
+            validation: the validation set, or a DataLoader of it; None if there are no evaluations.
             score: returns values per sample.
         """
         self._every, self._ema = config.eval_every, config.ema
-        self._validation, self._score = validation, score
+        self._validation, self._score = adapt_validation_data(validation), score
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return whether an evaluation is due after this step of a run of `steps` steps."""

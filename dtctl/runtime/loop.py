@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from dtctl.errors import WorkerFailed
 from dtctl.runtime import diagnose, restore
@@ -37,7 +38,7 @@ from dtctl.runtime.telemetry.profile import Profiler, kept_buffers
 from dtctl.runtime.training import Training, build_training
 from dtctl.train.config import TrainConfig
 
-Data = datasets.MapDataset | datasets.BatchDataset | datasets.SampleStream
+Data = datasets.MapDataset | datasets.BatchDataset | datasets.SampleStream | DataLoader[Any] | IterableDataset[Any]
 
 
 class Trainer:
@@ -55,7 +56,7 @@ class Trainer:
         loss: Loss,
         samples: Data,
         *,
-        validation: datasets.MapDataset | datasets.BatchDataset | None = None,
+        validation: datasets.MapDataset | datasets.BatchDataset | DataLoader[Any] | None = None,
         score: Score | None = None,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         rate: Callable[[int], float] | None = None,
@@ -71,7 +72,8 @@ class Trainer:
             model: any module, or a function that makes it; the same on all workers. Given a function, fsdp and hsdp
                 train models that are too large for one worker (strategies/deferred_init.py).
             loss: mean loss of a batch, or a sum over its tokens and their number.
-            samples: data to train on, the same on all workers. If it has an attribute `tokens_per_sample`, metrics
+            samples: data to train on, the same on all workers: a data set, or a DataLoader of all samples, which the
+                Trainer divides (data_loading/loaders.py). If the data set has an attribute `tokens_per_sample`, metrics
                 include `tokens_per_s`.
             validation: data of the evaluations, every `eval_every` steps and at the end; needs `score`.
             score: returns values per sample, whose means are logged as `val_NAME`.

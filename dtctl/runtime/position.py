@@ -21,14 +21,14 @@ class TrainingPosition:
         is_ended: True if a hook has ended the run before its last step.
     """
 
-    def __init__(self, config: TrainConfig, asked: BatchSizes, *, samples: int, is_stream: bool, rank: int) -> None:
+    def __init__(self, config: TrainConfig, asked: BatchSizes, *, samples: int, in_order: bool, rank: int) -> None:
         """Start at step 0.
 
         Args:
             config: settings of the run.
             asked: configured sizes of a batch.
             samples: size of the data set.
-            is_stream: True if samples are read in their own order, False if in a random one.
+            in_order: True if samples are read in their own order, False if in a random one.
             rank: number of this worker among those with different samples.
 
         Raises:
@@ -39,7 +39,7 @@ class TrainingPosition:
         self.step = self.samples = self.began_at = 0
         self.is_ended = False
         self._counts_steps = config.steps is not None
-        self._order = SequentialOrder() if is_stream else SampleOrder(samples, config.seed)
+        self._order = SequentialOrder() if in_order else SampleOrder(samples, config.seed)
         self._rank = rank
         self.schedule = self._build_schedule()
 

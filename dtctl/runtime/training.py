@@ -15,8 +15,10 @@ from torch import nn
 
 from dtctl.runtime import blocks, kernels, resume, snapshot_saver
 from dtctl.runtime.automatic import TrainingInputs, resolve_strategy
+from dtctl.runtime.console import say
 from dtctl.runtime.data_loading import datasets
 from dtctl.runtime.data_loading.feed import BatchLoader
+from dtctl.runtime.data_loading.loaders import adapt_training_data, has_own_order
 from dtctl.runtime.data_loading.reading import BatchReader
 from dtctl.runtime.data_loading.shares import of_replicas
 from dtctl.runtime.distributed.agreement import DecisionExchange
@@ -173,6 +175,10 @@ def build_training(
     Raises:
         PlanError: the configuration does not fit these workers or this data, or the workers differ.
     """
+    adapted = adapt_training_data(inputs.samples, config, worker)
+    config, inputs = adapted.config, replace(inputs, samples=adapted.data)
+    if adapted.line is not None and worker.is_first:
+        say(adapted.line)
     require_equal_facts(compute_settings_checksum(config), worker)
     kernels.apply_kernel_settings(config, worker.device.type)
     folder = snapshot_saver.choose_snapshot_folder(config.snapshot, os.environ)
@@ -184,8 +190,9 @@ def build_training(
     )
     shares = of_replicas(resolved.shares, place.degrees)
     sizes = compute_batch_sizes(config, place.degrees.data, stages=place.degrees.pp, shares=shares)
-    is_stream = isinstance(data, datasets.SampleStream)
-    position = TrainingPosition(config, sizes, samples=settings.samples, is_stream=is_stream, rank=place.data)
+    position = TrainingPosition(
+        config, sizes, samples=settings.samples, in_order=has_own_order(data), rank=place.data
+    )  # fmt: skip
 
     model = _build_model(settings, inputs.model, steps=position.steps)
     feed = BatchLoader(BatchReader(data, config.seed), config, worker.device)

@@ -70,6 +70,28 @@ class SampleStream(Protocol):
         """Return the samples of a shard in its reading number `epoch`; their order must depend on nothing else."""
 
 
+class CollatedDataset:
+    """Data set with a function of its own that makes a batch of samples, as a DataLoader has it.
+
+    Attributes:
+        data: the program's data set.
+        collate: makes a batch of samples.
+        parts: objects of the program that it consists of, by name.
+        irreproducible: reason why a sample depends on more than its position; None if there is no sign of it.
+    """
+
+    def __init__(self, data: Any, collate: Callable[[Any], Any]) -> None:
+        """Store the program's objects."""
+        self.data, self.collate = data, collate
+        self.parts: dict[str, Any] = {"data": data, "collate_fn": collate}
+        self.irreproducible: str | None = None
+
+
+def choose_collate(data: object) -> Callable[[Any], Any]:
+    """Return the function that makes a batch of samples of a data set."""
+    return data.collate if isinstance(data, CollatedDataset) else default_collate
+
+
 def is_deterministic(data: object) -> bool:
     """Return whether the class that defines `batch` promises to draw no random numbers; this is not inherited."""
     for kind in type(data).__mro__:
@@ -87,7 +109,8 @@ def make_batch_reader(data: MapDataset | BatchDataset) -> Callable[[Indices], An
     """Return a function that reads a batch of a data set of either kind."""
     if isinstance(data, BatchDataset):
         return data.batch
-    return lambda indices: default_collate([data[int(index)] for index in indices])
+    collate = choose_collate(data)
+    return lambda indices: collate([data[int(index)] for index in indices])
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -16,9 +16,15 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
-from dtctl.runtime.data_loading.datasets import BatchDataset, MapDataset, SampleStream, is_deterministic
+from dtctl.runtime.data_loading.datasets import (
+    BatchDataset,
+    CollatedDataset,
+    MapDataset,
+    SampleStream,
+    choose_collate,
+    is_deterministic,
+)
 from dtctl.runtime.data_loading.order import Indices, hash_uint64_array
 from dtctl.runtime.data_loading.seeding import GeneratorSeeder
 from dtctl.runtime.snapshot.format.encoding import Generator, generator_state
@@ -49,6 +55,7 @@ class BatchReader:
         self.seeder = GeneratorSeeder(data, seed)
         self._cursors: dict[int, ShardCursor] = {}
         self._examining, self._drawn = False, 0
+        self._collate = choose_collate(data)
         self.at_once: Callable[[Indices], Any] | None = None
         """Function that returns a whole batch of a data set that draws no random numbers."""
         self._read: Callable[[Indices, Indices], Any] = self._one_by_one
@@ -102,7 +109,7 @@ class BatchReader:
         for index, seed in zip(indices.tolist(), self.seeder.compute_sample_seeds(positions), strict=True):
             self.seeder.seed_all(seed)
             samples.append(self.data[index])  # type: ignore[index]
-        return default_collate(samples)
+        return self._collate(samples)
 
     def _from_stream(self, _indices: Indices, positions: Indices) -> Any:
         stream = cast(SampleStream, self.data)
@@ -116,7 +123,7 @@ class BatchReader:
                 )
             cursor.skip_to_place(place)
             samples.append(cursor.read_sample())
-        return default_collate(samples)
+        return self._collate(samples)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the objects that belong to this process."""
@@ -134,16 +141,19 @@ class BatchReader:
             positions: positions to read in a stream.
             threaded: True if a thread will read, which draws from the loop's generators in no fixed order.
         """
-        examination = DatasetExamination()
+        subject = self.data.data if isinstance(self.data, CollatedDataset) else self.data
+        examination = DatasetExamination(
+            irreproducible=self.data.irreproducible if isinstance(self.data, CollatedDataset) else None
+        )
         self._examining = True
         rng_state = torch.get_rng_state()
         # A data set may count its reads, so its counters are restored afterwards.
-        held = getattr(self.data, "__dict__", {})
+        held = getattr(subject, "__dict__", {})
         numbers = {name: value for name, value in held.items() if isinstance(value, int | float)}
         begun_s = time.perf_counter()
         try:
             for name, indices, places in self._choose_probe_samples(positions):
-                first, drawn = self._compute_probe_digest(indices, places, other=False), self._drawn
+                first, drawn = self.compute_probe_digest(indices, places, other=False), self._drawn
                 spent_s = time.perf_counter() - begun_s
                 examination.digests[name] = first
                 if self.at_once is not None:
@@ -154,7 +164,7 @@ class BatchReader:
                             f"whether the data set returns the same sample twice: reading one takes {spent_s:.1f} s"
                         )
                     break
-                again = self._compute_probe_digest(indices, places, other=threaded)
+                again = self.compute_probe_digest(indices, places, other=threaded)
                 if again == first and not threaded and drawn != self._drawn:
                     examination.irreproducible = (
                         f"the data set draws random numbers for sample {name} when it is first asked, and keeps them"
@@ -165,7 +175,7 @@ class BatchReader:
                     examination.irreproducible = (
                         "`batch` draws random numbers in a thread, which shares their generators with the loop "
                         "(use processes: train.data_workers: 1)"
-                        if threaded and self._compute_probe_digest(indices, places, other=False) == first
+                        if threaded and self.compute_probe_digest(indices, places, other=False) == first
                         else f"the data set gives another sample {name} each time it is asked"
                     )
                     break
@@ -192,7 +202,7 @@ class BatchReader:
             pair = np.array([index, (index + 1) % count][: min(2, count)], dtype=np.int64)
             yield str(index), pair, pair
 
-    def _compute_probe_digest(self, indices: Indices, positions: Indices, *, other: bool) -> str:
+    def compute_probe_digest(self, indices: Indices, positions: Indices, *, other: bool = False) -> str:
         """Return the digest of a batch; if `other` is true, the generators of the process have another seed."""
         reader = self
         if isinstance(self.data, SampleStream):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dtctl.errors import PlanError
+from dtctl.runtime.data_loading.datasets import CollatedDataset
 from dtctl.runtime.data_loading.feed import BatchLoader
 from dtctl.runtime.data_loading.order import Indices
 from dtctl.runtime.data_loading.reading import DatasetExamination
@@ -189,7 +190,8 @@ class FingerprintInputs:
 def build_training_account(subject: FingerprintInputs, worker: Worker, *, elastic: bool) -> ProgramFingerprint:
     """Return the fingerprint of a run that is about to begin; collective over all workers."""
     reader = subject.feed.reader
-    roots = {"model": subject.model, "loss": subject.loss, "optimizer": subject.optimizer, "data": reader.data}
+    roots = {"model": subject.model, "loss": subject.loss, "optimizer": subject.optimizer}
+    roots |= reader.data.parts if isinstance(reader.data, CollatedDataset) else {"data": reader.data}
     if subject.rate is not None:
         roots["rate"] = subject.rate
     roots |= {f"extra_state.{name}": value for name, value in subject.extra_state.items()}

@@ -33,7 +33,7 @@ from dtctl.runtime.exactness.confirmation import has_time_to_record
 from dtctl.runtime.exactness.record import STEPS
 from dtctl.runtime.guards.consistency import require_equal_facts
 from dtctl.runtime.live.control import SupervisorLink
-from dtctl.runtime.own_loop.optimizer_step import OptimizerStep
+from dtctl.runtime.own_loop.optimizer_step import OptimizerStep, Schedules, list_schedules
 from dtctl.runtime.own_loop.position import DataPosition, Skip
 from dtctl.runtime.own_loop.several_models import WHERE, Models, Optimizers, join_optimizers, list_models
 from dtctl.runtime.own_loop.snapshots import SessionSnapshots
@@ -60,7 +60,7 @@ def session(
     optimizer: Optimizers,
     loader: Iterable[Any] | None = None,
     *,
-    schedule: Any = None,
+    schedule: Schedules = None,
     scaler: Any = None,
     clip: float | None = None,
     accumulate: int = 1,
@@ -82,7 +82,8 @@ def session(
         optimizer: of its parameters; several by name as well.
         loader: any iterable of batches, the same number on each worker. None: the loop reads its data itself, and
             keeps its position in `extra_state`.
-        schedule: scheduler of the learning rate, which `step` steps after each optimizer step.
+        schedule: scheduler of the learning rate, which steps after each optimizer step; several by the names of their
+            optimizers.
         scaler: torch.amp.GradScaler, which `step` uses.
         clip: largest 2-norm of the gradient; a larger one is scaled down to it. None: no limit.
         accumulate: number of batches in an optimizer step.
@@ -130,17 +131,19 @@ class Session:
         loader: Iterable[Any] | None,
         *,
         config: train_config.TrainConfig,
-        schedule: Any,
+        schedule: Schedules,
         scaler: Any,
         extra_state: Mapping[str, Any],
         skip: Skip,
     ) -> None:
         """Store the arguments; `session` has them all. Nothing happens before `with`."""
         self._model, self._optimizer, self._loader, self._config = model, join_optimizers(optimizer), loader, config
-        own = {"schedule": schedule, "scaler": scaler}
-        self._kept = {name: value for name, value in own.items() if value is not None}
+        schedules = {
+            f"schedule.{name}" if name else "schedule": each for name, each in list_schedules(schedule).items()
+        }
+        self._kept = schedules if scaler is None else {**schedules, "scaler": scaler}
         self._extra_state, self._skip = dict(extra_state), skip
-        self._step = OptimizerStep(self._optimizer, schedule, scaler, config.clip_norm)
+        self._step = OptimizerStep(optimizer, schedule, scaler, config.clip_norm)
         self.steps_done = 0
         self.batches = Batches(self)
         self.is_open = False
@@ -285,14 +288,40 @@ class Session:
         if not self._step.run_backward(loss, self.batches.in_step):
             return False
         number, lr = self.steps_done + 1, self._step.lr
-        self._record_gradient(number)
-        norm = self._step.clip_gradient(is_logged=self._is_logged(number))
+        self._step.record_gradient(self._recorder, number)
+        norm = self._step.clip_gradient(is_logged=self._snapshots.is_logged(number))
         self._step.apply()
         self._end_optimizer_step(number, lr, norm)
         return True
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run a backward pass, for a step of several losses; `update` and `end_step` follow.
+
+        Args:
+            loss: a scalar on this worker.
+
+        Raises:
+            PlanError: no batch was taken from `batches`, or the step is to have several batches.
+        """
+        self.batches.require_batch("backward", alone=True)
+        self._report.progress.backward()
+        self._step.scale_backward(loss)
+
+    def update(self, *names: str) -> None:
+        """Clip the gradient of some optimizers, step them, and set all gradients to zero; collective.
+
+        Their schedules step in `end_step`, once each.
+
+        Args:
+            names: names of the optimizers; none for all.
+
+        Raises:
+            PlanError: there is no optimizer of this name, or its parameters have no gradient.
+        """
+        self._step.update(names)
+
     def end_step(self, loss: torch.Tensor | None = None) -> None:
-        """Count an optimizer step that the loop has made itself, with backward pass and schedule; collective.
+        """Count an optimizer step that the loop has made, with `update` or by itself; collective.
 
         Call it after the optimizer's step. The gradients may still be there.
 
@@ -301,24 +330,16 @@ class Session:
                 there is no line of metrics, and the check uses gradients and parameters.
 
         Raises:
-            PlanError: no batch was taken from `batches` for this step.
+            PlanError: no batch was taken from `batches` for this step, or the step is to have several batches.
         """
-        self.batches.require_batch("end_step")
+        self.batches.require_batch("end_step", alone=True)
         self.batches.is_taken = False
-        number, self._step.loss = self.steps_done + 1, None if loss is None else loss.detach()
-        self._record_gradient(number)
-        self._end_optimizer_step(number, self._step.lr, None)
+        number, lr, self._step.loss = self.steps_done + 1, self._step.lr, None if loss is None else loss.detach()
+        self._step.record_gradient(self._recorder, number)
+        self._step.end_updates()
+        self._end_optimizer_step(number, lr, None)
 
     # -- a step -------------------------------------------------------------------------------------------------------
-
-    def _record_gradient(self, number: int) -> None:
-        if self._step.loss is not None:
-            self._recorder.losses.record_loss(number, self._step.loss)
-        if self._recorder.is_wanted(number):
-            self._recorder.take_gradient(number, self._step.loss)
-
-    def _is_logged(self, number: int) -> bool:
-        return number % self._config.log_every == 0 or number == self._snapshots.steps
 
     def _end_optimizer_step(self, number: int, lr: float, norm: torch.Tensor | None) -> None:
         """Report a step, compare it with its record, and agree on a stop or a snapshot; collective over all workers."""
@@ -335,7 +356,7 @@ class Session:
         if self._stop.is_agreed:
             return  # a step only for the record, which the next attempt repeats
         samples = self.batches.pop_samples()
-        if self._is_logged(number) and self._step.loss is not None:
+        if self._snapshots.is_logged(number) and self._step.loss is not None:
             sizes = BatchSizes(micro=samples, accumulate=1, world_size=self.worker.world_size)
             self._report.log(number, self._step.loss, lr, norm, sizes, {}, {})
         decision = self._agreement.exchange_wishes(
@@ -456,12 +477,23 @@ class Batches:
         if accumulate > 1:
             session._wrapped.exchange_gradients(session._step.passes + 1 == self.in_step)
 
-    def require_batch(self, name: str) -> None:
+    def require_batch(self, name: str, *, alone: bool = False) -> None:
         """Refuse a step without a batch.
 
+        Args:
+            name: name of the session's method.
+            alone: True if the step can have one batch only.
+
         Raises:
-            PlanError: the session has a loader, and no batch was taken from it since the last step.
+            PlanError: the session has a loader, and no batch was taken from it since the last step; or the step is to
+                have several batches.
         """
+        if alone and (self._session._config.accumulate or 1) > 1:
+            raise PlanError(
+                f"s.{name}() makes steps of one batch, and accumulate is {self._session._config.accumulate}",
+                where=f"step {self._session.steps_done + 1}",
+                hint="use s.step(), which adds up the gradients of several batches, or leave accumulate out",
+            )
         if self._session._loader is not None and not self.is_taken:
             raise PlanError(
                 f"s.{name}() was called without a batch of `s.batches`, so that a resume would not find its position",

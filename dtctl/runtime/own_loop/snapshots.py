@@ -139,6 +139,10 @@ class SessionSnapshots:
             "threads": torch.get_num_threads(), "torch": torch.__version__,
         }  # fmt: skip
 
+    def is_logged(self, step: int) -> bool:
+        """Return whether metrics have a line for this step."""
+        return step % self._config.log_every == 0 or step == self.steps
+
     def is_due(self, step: int) -> bool:
         """Return whether a snapshot is due by the number of steps; the result is the same on all workers."""
         every = self._config.snapshot.every_steps
