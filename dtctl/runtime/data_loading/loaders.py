@@ -34,7 +34,7 @@ from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.train.config import TrainConfig
 
 WHERE: Final = "the DataLoader of the Trainer"
-IN_A_SESSION: Final = "or write the loop yourself, in dtctl.runtime.session, which iterates over the DataLoader itself"
+IN_A_SESSION: Final = "or write the loop yourself, in dtctl.runtime.session"
 _PLACE: Final = (1 << 20) - 1
 """Number in place of a shard, by which the seeds of samplers differ from those of samples."""
 Data = MapDataset | BatchDataset | SampleStream
@@ -221,6 +221,17 @@ def _adapt(data: Any, config: TrainConfig) -> AdaptedData:
         return _adapt_loader(data, config)
     if isinstance(data, IterableDataset) and not isinstance(data, SampleStream | BatchDataset):
         return _adapt_iterable(data, None, config)
+    kind = type(data)
+    is_known = isinstance(data, SampleStream) or (
+        hasattr(kind, "__len__") and (hasattr(kind, "__getitem__") or isinstance(data, BatchDataset))
+    )
+    if not is_known:
+        raise PlanError(
+            f"the Trainer reads samples by their position, and a {kind.__qualname__} has none",
+            where="Trainer, samples",
+            hint="give a data set (`__len__` and `__getitem__`), a DataLoader or an IterableDataset, "
+            f"{IN_A_SESSION}, which takes any iterable",
+        )
     return AdaptedData(data=data, config=config)
 
 

@@ -316,6 +316,8 @@ def test_workers_whose_data_differ_are_refused(tmp_path: Path) -> None:
             "micro_batch 4 DataLoader",
         ),
         (Stream, {"data_workers": 2}, "data_workers 2 IterableDataset"),
+        (lambda: iter(range(9)), {}, "range_iterator position"),
+        (lambda: None, {}, "NoneType position"),
     ],
 )  # fmt: skip
 def test_what_has_no_position_is_refused(make: Make, samples: Any, settings: dict[str, Any], message: str) -> None:
