@@ -1,8 +1,8 @@
 """Faults of virtual hosts, and what `dtctl doctor`, torchrun alone, and ping with nc say of each.
 
     python benchmarks/doctor_faults.py [--only WORDS] [--into FILE]
-    python benchmarks/doctor_faults.py --grammar developed|held|harmless|second-developed|second-held [--only WORDS]
-        [--into FILE] [--again N]
+    python benchmarks/doctor_faults.py --grammar developed|held|harmless|second-developed|second-held|third|odd
+        [--only WORDS] [--into FILE] [--again N]
 
 With --grammar the faults are those of tests/fault/grammar, each on three fresh hosts, and only the doctor is asked:
 right is the expected check as the primary one, the node or pair, and a usable fix. `held` are those on which it was not
@@ -48,7 +48,9 @@ from tests.fault import examining, grammar, scoring  # noqa: E402
 LAYERS = ("network", "reach", "links", "settings", "torch", "node")
 LEFT_OUT = ("quick", "nothing_is_left", "people_see", "nccl_env", "launch", "iperf3", "torch_is_not_asked", "adds_up")
 """Tests of something else than one fault and what is found."""
-HALVES = ("developed", "held", "harmless", "second-developed", "second-held")
+HALVES = ("developed", "held", "harmless", "second-developed", "second-held", "third", "odd")
+WITH_LAUNCH = ("third", "odd")
+"""Collections in which a launch on the same hosts shows whether `can train` and its opposite are true."""
 LIMIT_S = 22.0
 """torchrun, the processes it starts and their imports of torch included."""
 PING_LIMIT_S = 10.0
@@ -260,7 +262,8 @@ class Table:
 def by_grammar(half: str, only: str, path: Path, limit_s: float, again: int) -> None:
     """Examine the faults of one half, or what only looks like faults, and keep each verdict and the sums."""
     of_half = grammar.second_half if half.startswith("second-") else grammar.of_half
-    chosen = list(grammar.HARMLESS) if half == "harmless" else of_half(held=half.endswith("held"))
+    whole = {"harmless": grammar.HARMLESS, "third": grammar.THIRD, "odd": grammar.ODD}
+    chosen = list(whole[half]) if half in whole else of_half(held=half.endswith("held"))
     chosen = [fault for fault in chosen if only in fault.name] * again
     deadline = time.monotonic() + limit_s
     rows: dict[str, Any] = {}
@@ -269,13 +272,17 @@ def by_grammar(half: str, only: str, path: Path, limit_s: float, again: int) -> 
             break
         load = os.getloadavg()[0]
         try:
-            said = scoring.examine(fault)
+            said = scoring.examine(fault, launch=half in WITH_LAUNCH)
         except RuntimeError as exc:  # this machine's kernel lacks what the fault is made with
             print(f"not injected: {fault.name}: {exc}", flush=True)
             continue
         name = fault.name if again == 1 else f"{fault.name} #{number}"
         rows[name] = {"layer": fault.layer, **scoring.score(fault, said), "took_s": said["wall_s"], "load": load}
-        print(f"{rows[name]['verdict']}: {name}: {rows[name]['first']}", flush=True)
+        if half in WITH_LAUNCH:
+            claimed = said.get("can_train", said["ok"])
+            rows[name] |= {"claims": claimed, "trains": said["trains"], "launched": said["launched"]}
+            rows[name]["claim"] = "open" if claimed is None else "true" if claimed == said["trains"] else "false"
+        print(f"{rows[name]['verdict']}: {name}: {rows[name]['first']}; {rows[name].get('claim', '')}", flush=True)
     figures = {"date": time.strftime("%Y-%m-%d %H:%M"), half: {**sums(rows, len(chosen)), "faults": rows}}
     machine.keep("doctor-grammar", figures, path)
 

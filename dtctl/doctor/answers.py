@@ -184,6 +184,10 @@ _ANSWERS: Final[Mapping[str, Check[Any]]] = {
     ),
     "call": make_object_check(answers=list_of(_check_call_answer, 1 << 20)),
     "measure": _check_measurement,
+    "network-settings": make_object_check(
+        sysctls=mapping_of(_NAME, check_prose, 64), unread=check_prose, filters=list_of(check_prose, 64),
+        queues=list_of(check_prose, 64), routes=list_of(check_prose, 64),
+    ),
     "mark": make_object_check(folders=list_of(make_text_check(4096), _ROWS)),
     "look": make_object_check(seen=list_of(_RATE, 1 << 20)),
     "unmark": make_object_check(),

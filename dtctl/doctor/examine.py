@@ -13,7 +13,17 @@ from typing import Any, Literal, get_args
 from dtctl import node_facts
 from dtctl.doctor import coverage
 from dtctl.doctor.checks import address_checks as checks_of_used
-from dtctl.doctor.checks import collective, environment, hardware, links, network, node, scheduler, shared_folders
+from dtctl.doctor.checks import (
+    collective,
+    environment,
+    hardware,
+    links,
+    network,
+    network_settings,
+    node,
+    scheduler,
+    shared_folders,
+)
 from dtctl.doctor.findings import Finding, order_findings
 from dtctl.doctor.node_probes import Locate, NodeProbes, NodeQuery, Progress
 from dtctl.doctor.node_report import NodeReport
@@ -106,6 +116,7 @@ def examine_spec_nodes(
             spread=QUICK_STRETCHES if quick else STRETCHES,
         )
         findings, ran = _run_cluster_checks(spec, cluster, reports, candidates, envs, measured="links" not in skip)
+        findings = network_settings.add_network_settings(probes, reports, findings)
         folders = list(dict.fromkeys(path for one in wanted for path in one.paths))
         if folders and not quick and len(reports) > 1:
             findings += shared_folders.check_shared_folders(

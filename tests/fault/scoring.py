@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -74,15 +75,28 @@ def spec_of(fault: Fault, sandbox: Sandbox) -> dict[str, Any]:
     return spec
 
 
-def examine(fault: Fault, *, options: Sequence[str] = ()) -> dict[str, Any]:
+JOB = """\
+import datetime, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=40))
+data = torch.ones(1 << 18)
+for _ in range(5):
+    data.fill_(1.0)
+    dist.all_reduce(data)
+assert (data == dist.get_world_size()).all(), "wrong sums"
+dist.destroy_process_group()
+"""
+LAUNCH_LIMIT_S = 150.0
+
+
+def examine(fault: Fault, *, options: Sequence[str] = (), launch: bool = False) -> dict[str, Any]:
     """What the doctor says of a fault: the object of `--json`, and `code`; `said` is what it printed where that is
-    none."""
+    none. With `launch`, `trains` says whether a launch on the same hosts has trained, and `launched` how it ended."""
     name = f"g{secrets.token_hex(3)}"
     with tempfile.TemporaryDirectory(dir=Path.home() / ".cache") as base, hosts_in(base, name) as sandbox:
         folder = Path(base) / "project"
         folder.mkdir()
         (folder / "dtctl.yaml").write_text(json.dumps(spec_of(fault, sandbox)))
-        for path, text in {"train.py": "print(1)\n", **fault.files}.items():
+        for path, text in {"train.py": JOB if launch else "print(1)\n", **fault.files}.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
         for node, script in fault.do:
@@ -102,10 +116,30 @@ def examine(fault: Fault, *, options: Sequence[str] = ()) -> dict[str, Any]:
             out = process.stdout.read() if process.stdout else ""
             code = process.wait(LIMIT_S)
         took_s = round(time.monotonic() - begun, 1)
+        launched = _launch(folder, env) if launch else {}
     try:
-        return {**json.loads(out), "code": code, "wall_s": took_s}
+        return {**json.loads(out), "code": code, "wall_s": took_s, **launched}
     except ValueError:
-        return {"ok": False, "findings": [], "code": code, "said": (out + told)[-400:], "wall_s": took_s}
+        return {"ok": False, "findings": [], "code": code, "said": (out + told)[-400:], "wall_s": took_s, **launched}
+
+
+def _launch(folder: Path, env: Mapping[str, str]) -> dict[str, Any]:
+    """Whether a launch trains on the hosts as they are, without restarts."""
+    command = [sys.executable, "-P", "-m", "dtctl", "launch", "--set", "job.max_restarts=0"]
+    with subprocess.Popen(
+        command, cwd=folder, env={**env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            out, _ = process.communicate(timeout=LAUNCH_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            try:
+                out, _ = process.communicate(timeout=30.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, _ = process.communicate()
+            return {"trains": False, "launched": f"no end within {LAUNCH_LIMIT_S:g} s: {out[-200:]}"}
+    return {"trains": process.returncode == 0, "launched": f"exit code {process.returncode}: {out[-300:]}"}
 
 
 @contextmanager

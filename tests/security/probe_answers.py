@@ -16,7 +16,7 @@ from dtctl.doctor.findings import order_findings
 from dtctl.doctor.node_report import NodeReport
 from dtctl.supervisor.messages.base import Message
 from dtctl.supervisor.messages.probe import QueryFacts
-from dtctl.supervisor.probe import facts, python
+from dtctl.supervisor.probe import facts, python, settings
 
 Answers = dict[str, dict[str, Any]]
 """Question -> answer."""
@@ -55,6 +55,7 @@ def real_answers() -> Answers:
         "job-python": {"job": json.loads(json.dumps(job))},
         "call": {"answers": [call]},
         "measure": measured,
+        "network-settings": settings.read_network_settings(),
         "listen": {"ports": [4000, 4001]},
         "round": {"each": [worker, worker]},
         "start-python": worker,

@@ -100,6 +100,12 @@ class MeasureLink(Message):
     seconds: float = define_record_key(check_number)
 
 
+class QueryNetworkSettings(Message):
+    """Request for the settings that limit the node's network, after a symptom was measured there."""
+
+    op = "network-settings"
+
+
 class WriteMarks(Message):
     """Request to write a mark into each folder."""
 
@@ -152,6 +158,6 @@ class QueryPython(Message):
 
 
 PROBE_REQUESTS = by_op(
-    QueryTime, QueryFacts, QueryJobPython, OpenPorts, OpenSampledPorts, CallNodes, MeasureLink, WriteMarks, FindMarks,
-    RemoveMarks, StartPython, QueryPython,
+    QueryTime, QueryFacts, QueryJobPython, OpenPorts, OpenSampledPorts, CallNodes, MeasureLink,
+    QueryNetworkSettings, WriteMarks, FindMarks, RemoveMarks, StartPython, QueryPython,
 )  # fmt: skip

@@ -19,13 +19,14 @@ from dtctl.supervisor.messages.probe import (
     OpenSampledPorts,
     QueryFacts,
     QueryJobPython,
+    QueryNetworkSettings,
     QueryPython,
     QueryTime,
     RemoveMarks,
     StartPython,
     WriteMarks,
 )
-from dtctl.supervisor.probe import child, facts, limits, pairs, python, shared
+from dtctl.supervisor.probe import child, facts, limits, pairs, python, settings, shared
 from dtctl.supervisor.requests import NodeRequests
 
 TYPE_CHECKING = False  # typing is slow to import on a node
@@ -58,6 +59,7 @@ class ProbeRequests(NodeRequests):
             OpenSampledPorts: self.open_spread,
             CallNodes: self.call_nodes,
             MeasureLink: self.measure_way,
+            QueryNetworkSettings: lambda _: settings.read_network_settings(),
             WriteMarks: self.write_folder_marks,
             FindMarks: self.find_folder_marks,
             RemoveMarks: self.remove_marks,

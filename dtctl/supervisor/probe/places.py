@@ -108,8 +108,15 @@ def _describe_temporary_folder(env: dict) -> dict:  # type: ignore[type-arg]
     """Return the folder of temporary files: `read_disk_space` of it, `why` it is not writable, and its `origin`."""
     origin = "TMPDIR" if env.get("TMPDIR") else ""
     path = env.get("TMPDIR") or "/tmp"  # noqa: S108 - this folder is the subject
-    why = check_folder_writable(path) if os.path.isdir(path) else "%s: %s" % (path, os.strerror(errno.ENOENT))
-    return {**read_disk_space(path), "why": why, "origin": origin}
+    return {**read_disk_space(path), "why": _check_existing_folder(path), "origin": origin}
+
+
+def _check_existing_folder(path: str) -> str:
+    """Return the reason why a folder is missing or not writable; empty if it is there."""
+    if os.path.isdir(path):
+        return check_folder_writable(path)
+    is_there = os.path.lexists(path)
+    return ("%s: it is a file, not a folder" % path) if is_there else "%s: %s" % (path, os.strerror(errno.ENOENT))
 
 
 def _check_named_paths(env: dict) -> dict:  # type: ignore[type-arg]
@@ -122,10 +129,7 @@ def _check_named_paths(env: dict) -> dict:  # type: ignore[type-arg]
             if not os.path.isabs(path):
                 continue
             if name.endswith("_FILE"):
-                path = os.path.dirname(path)
-                why = (
-                    check_folder_writable(path) if os.path.isdir(path) else "%s: %s" % (path, os.strerror(errno.ENOENT))
-                )
+                why = _check_existing_folder(os.path.dirname(path))
             else:
                 why = find_usable_folder(path)[1]
         elif (name.endswith(_READ_ENDS) and name.startswith(_READ_OF)) or name in _PRELOADED:

@@ -5,6 +5,8 @@ expectation was written from knowledge of the fault, before any doctor was asked
 of them on different hosts at once, and `HARMLESS` what looks odd and keeps nobody from training. By the hash of its
 name each is in the half that the doctor is developed on (`is_held` false) or in the one that is only scored. `SECOND`
 are singles of other layers, written when the doctor had learnt from the first half of `FAULTS`, and split alike.
+`THIRD` are faults whose cause can be read on the node, and `ODD` clusters that look odd and train: all were written
+before the doctor was asked about one, and each answer is compared with a launch.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from tests.fault.grammar import (
     partial,
     plan,
     ports,
+    readable,
     streams,
     surroundings,
     times,
@@ -30,7 +33,20 @@ from tests.fault.grammar import (
 )
 from tests.fault.grammar.fault import NODES, PRELUDE, Collection, Expected, Fault
 
-__all__ = ["FAULTS", "HARMLESS", "NODES", "PAIRS", "PRELUDE", "SECOND", "Expected", "Fault", "of_half", "second_half"]
+__all__ = [
+    "FAULTS",
+    "HARMLESS",
+    "NODES",
+    "ODD",
+    "PAIRS",
+    "PRELUDE",
+    "SECOND",
+    "THIRD",
+    "Expected",
+    "Fault",
+    "of_half",
+    "second_half",
+]
 
 
 def _singles() -> tuple[Fault, ...]:
@@ -47,9 +63,17 @@ def _second() -> tuple[Fault, ...]:
     return tuple(made.faults)
 
 
+def _third() -> tuple[Fault, ...]:
+    made = Collection()
+    readable.add(made)
+    return tuple(made.faults)
+
+
 FAULTS = _singles()
 SECOND = _second()
+THIRD = _third()
 HARMLESS = tuple(harmless.faults())
+ODD = tuple(readable.odd())
 
 
 def _pairs(wanted: int) -> Iterator[Fault]:
