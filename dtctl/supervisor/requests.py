@@ -27,7 +27,7 @@ ANSWERED_BY = {
     "node_runs.RunRequests": ("runs", "logs"),
     "slurm_commands.SlurmRequests": ("slurm",),
     "probe.main.ProbeRequests": (
-        "time", "facts", "job-python", "listen", "spread", "call", "measure", "mark", "look", "unmark",
+        "time", "facts", "job-python", "listen", "spread", "call", "measure", "network-settings", "mark", "look", "unmark",
         "start-python", "round",
     ),
 }  # fmt: skip

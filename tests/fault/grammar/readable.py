@@ -32,10 +32,8 @@ def _buffers_and_queues(made: Collection) -> None:
              (node, "for b in rmem wmem; do echo '4096 4096 4096' >/proc/sys/net/ipv4/tcp_$b; done"), fatal=False)  # fmt: skip
     for word, queue, checks in (
         ("of 5 Mbit/s", "tbf rate 5mbit burst 10kb latency 50ms", "bandwidth"),
-        ("of 5 Mbit/s by netem", "netem rate 5mbit", "bandwidth"),
-        ("that loses 4%", "netem loss 4%", "packet-loss"),
-        ("that delays 60 ms", "netem delay 60ms", "latency"),
-        ("that doubles 15%", "netem duplicate 15%", "duplicate-packets"),
+        ("of 1 Mbit/s", "tbf rate 1mbit burst 10kb latency 50ms", "bandwidth"),
+        ("of 40 Mbit/s", "tbf rate 40mbit burst 20kb latency 20ms", "bandwidth"),
     ):
         node = made.host()
         made.add(f"read: a queue {word}", "queues", checks, [node], r"tc qdisc del dev eth0",
