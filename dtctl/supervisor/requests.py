@@ -27,8 +27,8 @@ ANSWERED_BY = {
     "node_runs.RunRequests": ("runs", "logs"),
     "slurm_commands.SlurmRequests": ("slurm",),
     "probe.main.ProbeRequests": (
-        "time", "facts", "job-python", "listen", "spread", "call", "measure", "network-settings", "mark", "look", "unmark",
-        "start-python", "round",
+        "time", "facts", "job-python", "listen", "spread", "call", "measure", "network-settings", "mark", "look",
+        "unmark", "start-python", "round",
     ),
 }  # fmt: skip
 """The `op` of each request, by the class in this package that answers it."""
