@@ -27,7 +27,7 @@ from dtctl.runtime.data_loading import datasets
 from dtctl.runtime.distributed.agreement import DecisionExchange
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.evaluation import Evaluation, Score
-from dtctl.runtime.exactness.confirmation import has_time_to_record
+from dtctl.runtime.exactness.resume_check import has_time_to_record
 from dtctl.runtime.guards import other_optimizers
 from dtctl.runtime.hooks import Hook, TrainingView
 from dtctl.runtime.live import recovery

@@ -37,7 +37,11 @@ def resume_training(training: Training) -> None:
             lines.append("there is no snapshot yet: this attempt begins at step 0 again")
     else:
         origin = " from memory" if point.is_in_memory else ""
-        verdict = check.start_comparison(training.state, position, point, known)
+        then, now = point.facts["circumstances"], settings.circumstances
+        same_shares = all(then.get(key) == now.get(key) for key in ("workers", "micro_batch", "accumulate"))
+        verdict = check.start_comparison(
+            training.state, point, known, end=position.steps, losses=same_shares and not settings.is_elastic
+        )
         differing = f"known to differ: {'; '.join(known)}" if known else "nothing known differs"
         lines.append(f"resumed at step {position.step} of {position.steps}{origin}: {differing}")
         if position.step >= position.steps:

@@ -25,6 +25,7 @@ from dtctl.runtime.distributed.agreement import DecisionExchange
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.engine import TrainingEngine
 from dtctl.runtime.exactness import program_fingerprint, randomness, run_conditions
+from dtctl.runtime.exactness.record import StepRecorder
 from dtctl.runtime.exactness.resume_check import ResumeCheck
 from dtctl.runtime.frozen_weights import FrozenWeights
 from dtctl.runtime.guards.consistency import build_training_fingerprint, compute_settings_checksum, require_equal_facts
@@ -32,6 +33,7 @@ from dtctl.runtime.hooks import Hook, HookRunner
 from dtctl.runtime.live.transaction import StepTransaction
 from dtctl.runtime.memory_snapshots import MemorySnapshots
 from dtctl.runtime.position import TrainingPosition
+from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot_saver import SnapshotWriters
 from dtctl.runtime.strategies import deferred_init
 from dtctl.runtime.telemetry.report import TrainingReport
@@ -145,7 +147,7 @@ class Training:
         with self.report.saving():
             self.engine.check_newest_gradient(self.position.step)
             self.snapshots.save(self.position.step, self.state, self.collect_counters(), needed=needed)
-        self.check.record_following_steps(self.position, self.snapshots.saver)
+        self._record_following_steps(self.snapshots.saver)
 
     def save_in_memory(self, memory: MemorySnapshots) -> None:
         """Begin a snapshot of this step in the memory of the nodes; collective over all workers."""
@@ -156,7 +158,12 @@ class Training:
             # The interval between these snapshots follows from their cost, of which the sums of steps are a part.
             began_s -= self.check.recorder.pop_spent_s()
             memory.save(self.position.step, parts, {**self.collect_counters(), **facts}, began_s=began_s)
-        self.check.record_following_steps(self.position, memory.saver)
+        self._record_following_steps(memory.saver)
+
+    def _record_following_steps(self, saver: Saver) -> None:
+        """Record the bits of the next steps next to the snapshot that has just begun; collective."""
+        if self.position.step < self.position.steps:
+            self.check.recorder.start_recording(self.position.step, saver)
 
 
 def build_training(
@@ -217,7 +224,14 @@ def build_training(
         position=position,
         report=report,
         snapshots=snapshots,
-        check=ResumeCheck(settings, folder, trained, report, runner),
+        check=ResumeCheck(
+            lambda: StepRecorder(worker, trained.model, trained.optimizer),
+            config=config,
+            worker=worker,
+            folder=folder,
+            report=report,
+            release=runner.release,
+        ),
         hooks=runner,
         extra_state=states,
         draws=randomness.StepRandomStream(config.seed, place.stream, worker.device),

@@ -138,7 +138,7 @@ def test_numbers_of_a_page_are_those_of_the_code(name: str) -> None:
 def test_numbers_of_the_runtime_are_those_of_the_code() -> None:
     pytest.importorskip("torch")
     from dtctl.runtime import memory_snapshots
-    from dtctl.runtime.exactness import confirmation
+    from dtctl.runtime.exactness import resume_check
     from dtctl.runtime.guards import other_optimizers
     from dtctl.runtime.snapshot.storage import lease, place
     from dtctl.runtime.strategies import comparison
@@ -151,7 +151,7 @@ def test_numbers_of_the_runtime_are_those_of_the_code() -> None:
         "after three failures in a row": memory_snapshots.MOST_FAILED == 3,
         "a block (64 MiB) in 300 seconds": (64 * MIB, 300) == (place.BLOCK_BYTES, place.PATIENCE_S),
         "less than 30% of `job.grace_s` together (3 seconds by default)": (
-            (confirmation.AHEAD, default(Job, "grace_s")) == (0.3, 10)
+            (resume_check.AHEAD, default(Job, "grace_s")) == (0.3, 10)
         ),
         "After steps 1, 2 and 10": other_optimizers.STEPS == (1, 2, 10),
     }

@@ -1,25 +1,46 @@
-"""Check of a resumed run by the steps that it repeats, and the actions that wait for the verdict."""
+"""Check of a resumed run by the steps that it repeats, and the actions that wait for the verdict.
+
+The Trainer and the session start it after they have loaded a snapshot. record.py compares the steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
+from dtctl import names
+from dtctl.errors import SnapshotError
 from dtctl.runtime.console import say
-from dtctl.runtime.exactness.confirmation import refuse_inexact_resume, start_resume_comparison
-from dtctl.runtime.exactness.record import StepRecorder
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.exactness.record import STEPS, StepRecorder, gather_step_record
 from dtctl.runtime.exactness.verdict import ExactnessVerdict
-from dtctl.runtime.snapshot.saver import Saver
+from dtctl.runtime.frozen_weights import list_left_out
+from dtctl.runtime.snapshot import state_sum
+from dtctl.runtime.snapshot.format.pieces import find_buffers
+from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.storage.place import Place
+from dtctl.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from dtctl.runtime.hooks import HookRunner
-    from dtctl.runtime.position import TrainingPosition
     from dtctl.runtime.resume import ResumePoint
     from dtctl.runtime.telemetry.report import TrainingReport
-    from dtctl.runtime.trained_model import TrainedModel
-    from dtctl.runtime.training_settings import TrainingSettings
     from dtctl.runtime.training_state import TrainingState
+
+AHEAD: Final = 0.3
+"""Largest share of the grace period for the steps after an agreed stop."""
+
+
+def has_time_to_record(step_s: float, worker: Worker) -> bool:
+    """Return whether the steps after an agreed stop can be recorded within the grace; collective over all workers.
+
+    Args:
+        step_s: seconds of a step on this worker; 0 if unknown.
+        worker: this worker.
+    """
+    limit_s = AHEAD * float(os.environ.get(names.GRACE_S, "10"))
+    slowest_s: float = max(gathered_json(step_s, worker))
+    return slowest_s * STEPS <= limit_s
 
 
 class ResumeCheck:
@@ -32,49 +53,46 @@ class ResumeCheck:
 
     def __init__(
         self,
-        settings: TrainingSettings,
+        build_recorder: Callable[[], StepRecorder],
+        *,
+        config: TrainConfig,
+        worker: Worker,
         folder: Place,
-        trained: TrainedModel,
         report: TrainingReport,
-        hooks: HookRunner,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare to record steps.
 
         Args:
-            settings: settings of the run.
+            build_recorder: returns a recorder of the present parameters.
+            config: settings of the run.
+            worker: this worker.
             folder: place of its snapshots.
-            trained: model and optimizer.
             report: receives the verdict; its lines may have to wait for it.
-            hooks: hooks of the program; their calls may have to wait as well.
+            release: called when the verdict is known, for calls that have to wait as well.
         """
-        self._settings, self._folder, self._trained = settings, folder, trained
-        self._report, self._hooks = report, hooks
-        self.recorder = self._build_recorder()
+        self._build_recorder, self._release = build_recorder, release
+        self._worker, self._folder, self._report = worker, folder, report
+        self._must_be_exact = config.require_exact
+        self.recorder = build_recorder()
         self.verdict: ExactnessVerdict | None = None
-
-    def _build_recorder(self) -> StepRecorder:
-        return StepRecorder(self._settings.worker, self._trained.model, self._trained.optimizer)
 
     @property
     def is_held(self) -> bool:
         """Return whether nothing may be saved yet, because the verdict on the resume is still open."""
-        return self._settings.config.require_exact and self.recorder.is_pending
-
-    def record_following_steps(self, position: TrainingPosition, saver: Saver) -> None:
-        """Record the bits of the next steps next to the snapshot that has just begun; collective."""
-        if position.step < position.steps:
-            self.recorder.start_recording(position.step, saver)
+        return self._must_be_exact and self.recorder.is_pending
 
     def start_comparison(
-        self, state: TrainingState, position: TrainingPosition, point: ResumePoint, known: Sequence[str]
+        self, state: TrainingState, point: ResumePoint, known: Sequence[str], *, end: int, losses: bool
     ) -> ExactnessVerdict | None:
         """Compare the loaded state with the snapshot's sum, and the next steps with their record; collective.
 
         Args:
             state: state of the run, as it was loaded.
-            position: position of the run.
             point: the snapshot that was loaded.
             known: known differences, a phrase each.
+            end: last step of the run.
+            losses: True if each worker has the same samples as before.
 
         Returns:
             The verdict, if it is known without the steps; else None.
@@ -83,13 +101,21 @@ class ResumeCheck:
             SnapshotError: the resume must be exact, a difference is known, and there is no record that could show
                 whether it matters.
         """
-        settings = self._settings
-        then, now = point.facts["circumstances"], settings.circumstances
-        same_shares = all(then.get(key) == now.get(key) for key in ("workers", "micro_batch", "accumulate"))
-        return start_resume_comparison(
-            point, known, state=state, recorder=self.recorder, end=position.steps,
-            losses=same_shares and not settings.is_elastic, require_exact=settings.config.require_exact,
-        )  # fmt: skip
+        assert point.path is not None  # noqa: S101  # for the type checker
+        step, saved = point.step, point.facts.get(state_sum.FACT)
+        parts = state.collect_own_parts(list_left_out(point.facts))
+        total = state_sum.sum_state(parts, self._worker, find_buffers(state.model))
+        if saved is not None and saved != state_sum.to_fact(total):
+            return ExactnessVerdict(verdict="not-exact", step=step, steps=0, differs="state", why=tuple(known))
+        rows = gather_step_record(point.path, self._worker) if step < end else []
+        verdict = self.recorder.start_step_comparison(step, rows, known, end=end, losses=losses)
+        if verdict is not None and known and self._must_be_exact:
+            raise SnapshotError(
+                f"going on from step {step} would not be exact: {'; '.join(known)}",
+                where=point.path,
+                hint="undo these differences, or remove `train.require_exact`",
+            )
+        return verdict if step < end else None
 
     def stop_comparison(self, why: str) -> None:
         """End the comparison under way, and report its result so far.
@@ -113,12 +139,19 @@ class ResumeCheck:
         if verdict is None:
             return
         self.verdict = verdict
-        config, is_first = self._settings.config, self._settings.worker.is_first
-        if is_first:
+        if self._worker.is_first:
             self._report.progress.report_resume(confirmed=verdict.document())
-        if config.require_exact:
-            refuse_inexact_resume(verdict, self._folder)
-        if is_first:
+        if self._must_be_exact and verdict.verdict == "not-exact":
+            is_late = verdict.at > verdict.step + STEPS
+            kept = (
+                f"snapshots after step {verdict.step} are not those of before" if is_late else "nothing was kept since"
+            )
+            raise SnapshotError(
+                f"going on from step {verdict.step} is {verdict.describe()}",
+                where=str(self._folder),
+                hint=f"undo what differs, or remove `train.require_exact`; {kept}",
+            )
+        if self._worker.is_first:
             say(verdict.describe())
         self._report.release()
-        self._hooks.release()
+        self._release()

@@ -29,8 +29,8 @@ from dtctl.runtime.console import say, write_error_to_stderr
 from dtctl.runtime.distributed.agreement import DecisionExchange
 from dtctl.runtime.distributed.process_group import TEAR_DOWN_S, leave_process_group, record_failure
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.exactness.confirmation import has_time_to_record
 from dtctl.runtime.exactness.record import STEPS
+from dtctl.runtime.exactness.resume_check import has_time_to_record
 from dtctl.runtime.guards.consistency import require_equal_facts
 from dtctl.runtime.live.control import SupervisorLink
 from dtctl.runtime.own_loop.optimizer_step import OptimizerStep, Schedules, list_schedules
@@ -183,7 +183,7 @@ class Session:
             say("\n".join(_describe_session(config, self._snapshots, wrapped, worker)))
         self.steps_done = self._snapshots.load_newest()
         self._stop.asked = self._stack.enter_context(StopRequest().handling_stop_signals())
-        self._stack.enter_context(self._report.open(self.steps_done, 0, hold=self._snapshots.is_held))
+        self._stack.enter_context(self._report.open(self.steps_done, 0, hold=self._snapshots.check.is_held))
         self._stack.callback(self._saver.wait)
         self._agreement = DecisionExchange(worker, step=self.steps_done)
         self.is_open = True
@@ -211,7 +211,7 @@ class Session:
         """Store the end of the loop; collective over all workers."""
         self._phase.close()
         has_left_early = self._is_in_epochs
-        if not self._snapshots.is_held and (self._snapshots.newest_step != self.steps_done or has_left_early):
+        if not self._snapshots.check.is_held and (self._snapshots.newest_step != self.steps_done or has_left_early):
             self._snapshots.save(
                 self.steps_done, self._step.loss, needed=True, finished=True, ended=has_left_early
             )  # fmt: skip
@@ -352,7 +352,7 @@ class Session:
             self._recorder.take_update(number)
             verdict = self._recorder.exchange(number)
             if not self._stop.is_agreed:
-                self._snapshots.conclude(verdict)
+                self._snapshots.check.conclude(verdict)
         if self._stop.is_agreed:
             return  # a step only for the record, which the next attempt repeats
         samples = self.batches.pop_samples()
@@ -376,7 +376,7 @@ class Session:
         """
         if self._step.passes:  # inside a step
             return
-        if self._is_save_due and not self._snapshots.is_held:
+        if self._is_save_due and not self._snapshots.check.is_held:
             self._is_save_due = False
             self._snapshots.save(self.steps_done, self._step.loss, needed=self._stop.is_agreed)
         if not self._stop.is_agreed:

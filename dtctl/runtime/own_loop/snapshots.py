@@ -16,10 +16,9 @@ from dtctl.runtime.console import say
 from dtctl.runtime.data_loading.reading import DatasetExamination
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness import program_fingerprint, randomness, run_conditions
-from dtctl.runtime.exactness.confirmation import refuse_inexact_resume, start_resume_comparison
 from dtctl.runtime.exactness.record import StepRecorder
+from dtctl.runtime.exactness.resume_check import ResumeCheck
 from dtctl.runtime.exactness.stateful import StatefulObjects
-from dtctl.runtime.exactness.verdict import ExactnessVerdict
 from dtctl.runtime.frozen_weights import FrozenWeights
 from dtctl.runtime.own_loop.position import DataPosition
 from dtctl.runtime.own_loop.wrappers import WrappedModel
@@ -42,6 +41,7 @@ class SessionSnapshots:
     """Snapshots of one session.
 
     Attributes:
+        check: check of a resume by the steps that it repeats.
         recorder: recorder of the steps after each snapshot.
         saver: writer of the snapshots.
         newest_step: step of the newest snapshot of this process, or of the one that it resumed from; None if there is
@@ -83,7 +83,11 @@ class SessionSnapshots:
         self.folder = snapshot_saver.choose_snapshot_folder(config.snapshot, os.environ)
         extra = {**extra_state, **kept}
         program_fingerprint.require_stateful(extra, where="dtctl.runtime.session")
-        self.recorder = StepRecorder(worker, model.module, optimizer)
+        self.check = ResumeCheck(
+            lambda: StepRecorder(worker, model.module, optimizer), config=config, worker=worker, folder=self.folder,
+            report=report,
+        )  # fmt: skip
+        self.recorder = self.check.recorder
         self._extra = {**extra, **({LOADER: position.generators} if position.generators else {})}
         if model.buckets is not None:
             self._extra[BUCKETS] = model.buckets
@@ -152,11 +156,6 @@ class SessionSnapshots:
         """Return whether a snapshot is due by the clock of the first worker."""
         is_over = self.every_s is not None and time.monotonic() - self._saved_s >= self.every_s
         return self._worker.is_first and is_over
-
-    @property
-    def is_held(self) -> bool:
-        """Return whether nothing may be saved yet, because the verdict on the resume is still open."""
-        return self._config.require_exact and self.recorder.is_pending
 
     def save(
         self, step: int, loss: torch.Tensor | None, *, needed: bool, finished: bool = False, ended: bool = False
@@ -227,10 +226,7 @@ class SessionSnapshots:
             is_same = point.facts["circumstances"].get("workers") == self._worker.world_size
             is_last = point.facts["finished"] or point.facts["steps"] == point.step
             end = point.step if is_last else NO_END
-            verdict = start_resume_comparison(
-                point, known, state=self.state, recorder=self.recorder, end=end, losses=is_same,
-                require_exact=self._config.require_exact,
-            )  # fmt: skip
+            verdict = self.check.start_comparison(self.state, point, known, end=end, losses=is_same)
             differing = f"known to differ: {'; '.join(known)}" if known else "nothing known differs"
             lines.append(f"resumed at step {point.step}: {differing}")
             if self.is_ended:
@@ -241,7 +237,7 @@ class SessionSnapshots:
                 self._report.progress.report_resume(resumed=told)
         if self._worker.is_first and lines:
             say("\n".join(lines))
-        self.conclude(verdict)
+        self.check.conclude(verdict)
         if self.state.frozen is not None:
             self.state.frozen.record()
         return point.step
@@ -305,19 +301,3 @@ class SessionSnapshots:
             self.state.account.extra = self._extra
         random, self._random = self._random, None
         randomness.restore_rng_states(random, self._worker.device)
-
-    def conclude(self, verdict: ExactnessVerdict | None) -> None:
-        """Report the verdict on the resume, once it is known.
-
-        Raises:
-            SnapshotError: the resume had to be exact and is not; raised on every worker.
-        """
-        if verdict is None:
-            return
-        if self._worker.is_first:
-            self._report.progress.report_resume(confirmed=verdict.document())
-        if self._config.require_exact:
-            refuse_inexact_resume(verdict, self.folder)
-        if self._worker.is_first:
-            say(verdict.describe())
-        self._report.release()
