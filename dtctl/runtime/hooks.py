@@ -6,7 +6,7 @@ can end a run or change its learning rate only after an evaluation, and the work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 STATE: Final = "hooks."
 """Prefix of a hook's number in the names of `extra_state`."""
+CHECKED: Final = (1, 2, 10)
+"""Steps after which a hook that does not declare it must not have changed the model."""
 
 
 class TrainingView:
@@ -87,10 +89,20 @@ class Hook:
     """Base class of hooks; override only the methods that you need.
 
     The state of a hook with `state_dict` and `load_state_dict` is saved and restored like that of `extra_state`.
+
+    Attributes:
+        changes_training: True if `after_step` changes tensors that later steps use, such as a teacher that follows the
+            model. Then it is called in every step that is computed, also in those that only confirm a resume.
     """
 
+    changes_training: bool = False
+
     def after_step(self, training: TrainingView) -> None:
-        """Run code after an optimizer step."""
+        """Run code after an optimizer step.
+
+        With `require_exact`, the calls of a resumed run are postponed until its verdict is known, except for hooks with
+        `changes_training`.
+        """
 
     def after_evaluation(self, training: TrainingView, scores: Mapping[str, float]) -> None:
         """Run code after an evaluation.
@@ -124,17 +136,37 @@ class HookRunner:
         """Return the hooks that have state, by their names in `extra_state`."""
         return {f"{STATE}{number}": hook for number, hook in enumerate(self._hooks) if is_stateful(hook)}
 
-    def call(self, moment: str, view: TrainingView, *, is_held: bool) -> None:
-        """Call `after_step` or `after_snapshot` of all hooks, or postpone the calls.
+    def call_step_hooks(self, view: TrainingView, *, is_held: bool) -> None:
+        """Call `after_step` of all hooks, or postpone the calls of those that do not change the training.
 
         Args:
-            moment: name of the method.
             view: view of the run.
             is_held: True if results of training may not be kept yet.
+
+        Raises:
+            PlanError: a hook has changed the model, and does not declare it.
         """
-        self._held += [partial(getattr(hook, moment), view) for hook in self._hooks]
         if not is_held:
             self.release()
+        for hook in self._hooks:
+            if is_held and not hook.changes_training:
+                self._held.append(partial(hook.after_step, view))
+            elif view.step in CHECKED and not hook.changes_training:
+                _call_unchanging_hook(hook, view)
+            else:
+                hook.after_step(view)
+
+    def repeat_step_hooks(self, view: TrainingView) -> None:
+        """Call `after_step` of the hooks that change the training, after a step that is only recorded."""
+        for hook in self._hooks:
+            if hook.changes_training:
+                hook.after_step(view)
+
+    def call_snapshot_hooks(self, view: TrainingView) -> None:
+        """Call `after_snapshot` of all hooks."""
+        self.release()
+        for hook in self._hooks:
+            hook.after_snapshot(view)
 
     def release(self) -> None:
         """Make the calls that were postponed."""
@@ -161,3 +193,22 @@ class HookRunner:
                 where="a hook of the Trainer",
                 hint="decide by the scores alone, which are the same on all workers",
             )
+
+
+def _call_unchanging_hook(hook: Hook, view: TrainingView) -> None:
+    before = list(_list_versions(hook, view.model))
+    hook.after_step(view)
+    if before != list(_list_versions(hook, view.model)):
+        raise PlanError(
+            f"the hook {type(hook).__qualname__} changes tensors in after_step, which later steps may use",
+            where=f"a hook of the Trainer, after step {view.step}",
+            hint="set `changes_training = True` in its class, so that it is called in all steps that are computed, "
+            "also in those that confirm a resume",
+        )
+
+
+def _list_versions(hook: Hook, model: nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield address and number of changes of the tensors of a model, and of modules that are attributes of a hook."""
+    for module in (model, *(value for value in vars(hook).values() if isinstance(value, nn.Module))):
+        for tensor in (*module.parameters(), *module.buffers()):
+            yield id(tensor), tensor._version

@@ -319,7 +319,7 @@ class Trainer:
         if last or best or decision.stop or decision.save or snapshots.is_due(step):
             self.save(needed=last or best or decision.stop)
             if training.hooks:
-                training.hooks.call("after_snapshot", _build_view(training), is_held=False)
+                training.hooks.call_snapshot_hooks(_build_view(training))
         elif snapshots.in_memory is not None and snapshots.in_memory.is_due(step):
             training.save_in_memory(snapshots.in_memory)
         return decision.stop
@@ -339,6 +339,11 @@ class Trainer:
                 position.step < position.steps and recorder.is_wanted(position.step + 1) and self._run_optimizer_step()
             ):
                 recorder.exchange(position.step)
+                if training.hooks:
+                    training.hooks.repeat_step_hooks(_build_view(training))
+                    # A hook may change the rate by the scores of an evaluation, and there is none here.
+                    if self._evaluation.is_due(position.step, position.steps):
+                        break
         except Exception as exc:  # noqa: BLE001  # a peer that is gone, data that end: the snapshot is there
             write_error_to_stderr(
                 WorkerFailed(f"step {position.step + 1} could not be recorded for the next attempt: {exc}")
@@ -416,7 +421,7 @@ def _evaluate_and_call_hooks(training: Training, evaluation: Evaluation) -> dict
     if not hooks:
         return evaluation.run(training) if is_due else {}
     view = _build_view(training)
-    hooks.call("after_step", view, is_held=training.check.is_held)
+    hooks.call_step_hooks(view, is_held=training.check.is_held)
     scores = evaluation.run(training) if is_due else {}
     if scores:
         hooks.call_evaluation_hooks(view, scores)

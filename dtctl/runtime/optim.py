@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from dtctl.errors import WorkerFailed
+from dtctl.errors import PlanError, WorkerFailed
 from dtctl.train.config import TrainConfig
 
 
@@ -93,6 +93,8 @@ class LearningRateScheduler:
         self.own, self.factor = own, 1.0
         self._config, self._optimizer = config, optimizer
         self._scales = [group["lr"] / config.lr for group in optimizer.param_groups]
+        self._newest: list[float] | None = None
+        """Rates of the groups as they were set last; None if others were loaded since."""
         self._schedule = build_rate_schedule(config, steps)
 
     def set_total_steps(self, steps: int) -> None:
@@ -108,6 +110,7 @@ class LearningRateScheduler:
 
         Raises:
             WorkerFailed: the optimizer has other groups than when training began.
+            PlanError: the program has set the rate of a group since the step before.
         """
         rate = (self.own or self._schedule)(step) * self.factor
         groups = self._optimizer.param_groups
@@ -118,6 +121,21 @@ class LearningRateScheduler:
                 where="optimizer.add_param_group",
                 hint="clipping, other workers and snapshots know the groups of the beginning: make all of them there",
             )
-        for group, scale in zip(groups, self._scales, strict=True):
-            group["lr"] = rate * scale
+        expected = self._newest
+        rates = [rate * scale for scale in self._scales]
+        for number, group in enumerate(groups):
+            if expected is not None and group["lr"] != expected[number]:
+                raise PlanError(
+                    f"the learning rate of the optimizer was changed from {expected[number]:.3g} to {group['lr']:.3g} "
+                    f"after step {step}, and the Trainer sets it before each step",
+                    where=f"optimizer.param_groups[{number}]",
+                    hint="call `training.scale_rate(factor)` in `after_evaluation` of a hook, or give the Trainer "
+                    "`rate=`; schedulers of torch work in a session (dtctl.runtime.session)",
+                )
+            group["lr"] = rates[number]
+        self._newest = rates
         return rate
+
+    def accept_loaded_rates(self) -> None:
+        """Let the optimizer have other rates than those that were set, since its state was loaded."""
+        self._newest = None

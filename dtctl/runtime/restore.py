@@ -72,6 +72,7 @@ def restore_training(training: Training, found: resume.ResumePoint, *, going_bac
     worker = settings.worker
     position.step, position.samples = found.step, found.facts["position"]
     sizes, trained.rate.factor = resume.resolve_resumed_batch(settings.config, position.asked, found.facts)
+    trained.rate.accept_loaded_rates()
     training.set_batch_sizes(sizes)
     position.is_ended = False
     if found.facts.get("ended"):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from dtctl.errors import PlanError
 from dtctl.runtime import optim
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.precision import LossScale
@@ -47,9 +48,19 @@ class TrainedModel:
             optimizer: makes the optimizer. None: the one that the configuration names.
             rate: returns the learning rate of a step, counted from 0. None: the schedule that the configuration names.
             steps: number of steps of the run.
+
+        Raises:
+            PlanError: `optimizer` has returned something else than an optimizer.
         """
         self.model = model
         self.optimizer = optimizer(model) if optimizer else optim.build_optimizer(config, model)
+        if not hasattr(self.optimizer, "param_groups"):
+            raise PlanError(
+                f"`optimizer` has returned a {type(self.optimizer).__qualname__}, and the Trainer takes one optimizer",
+                where="optimizer= of the Trainer",
+                hint="give groups of parameters to one optimizer (`train.optimizer: muon` has AdamW for vectors), or "
+                "write the loop in a session (dtctl.runtime.session), which takes several optimizers by name",
+            )
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self._config = config
         self.take_parameters(strategy, rate, steps)

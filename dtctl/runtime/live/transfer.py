@@ -210,6 +210,7 @@ def _load_received_state(training: Training, tree: dict[str, Any]) -> None:
     trained = training.trained
     load_model(trained.model, tree["model"])
     load_optimizer(trained.model, trained.optimizer, tree["optimizer"], configured=trained.configured)
+    trained.rate.accept_loaded_rates()
     if trained.ema is not None:
         trained.ema.load(tree["ema"])
 

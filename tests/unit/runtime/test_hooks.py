@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,84 @@ def test_a_decision_elsewhere_is_refused(make: Make) -> None:
         with_hooks(make, Hasty()).run()
 
 
+class Teacher(nn.Module):
+    """A student that learns from the data and from a teacher that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 1), nn.Linear(8, 1).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            learnt = self.teacher(inputs)
+        output: torch.Tensor = self.student(inputs) + 0.5 * learnt
+        return output
+
+
+class Follow(Hook):
+    changes_training = True
+
+    def after_step(self, training: TrainingView) -> None:
+        assert isinstance(training.model, Teacher)
+        with torch.no_grad():
+            pairs = zip(training.model.teacher.parameters(), training.model.student.parameters(), strict=True)
+            for slow, fast in pairs:
+                slow.lerp_(fast, 0.2)
+
+
+class StopAt(Hook):
+    """Sends this process the signal by which the launcher requests a stop."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, training: TrainingView) -> None:
+        if training.step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def teach(make: Make, *hooks: Hook, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    return with_hooks(make, *hooks, settings=settings, model=Teacher())
+
+
+@pytest.mark.parametrize("require_exact", [False, True])
+def test_a_teacher_that_a_hook_moves_is_exact_after_a_kill_and_after_a_stop(
+    make: Make, capsys: pytest.CaptureFixture[str], require_exact: bool
+) -> None:
+    """The hook is part of each step that is recorded, and of each that is repeated."""
+    calm = teach(make, Follow(), steps=12)
+    calm.run()
+    for step, path in layout.list_step_folders(Path("snapshots")):
+        if step > 8:  # as if it had been killed since
+            shutil.rmtree(path)
+    killed = teach(make, Follow(), steps=12, require_exact=require_exact)
+    assert killed.run() is Outcome.FINISHED
+    assert read_verdict(capsys.readouterr().out) == "exact"
+    shutil.rmtree("snapshots")
+    assert teach(make, Follow(), StopAt(7), steps=12).run() is Outcome.STOPPED
+    stopped = teach(make, Follow(), steps=12, require_exact=require_exact)
+    assert stopped.run() is Outcome.FINISHED
+    assert read_verdict(capsys.readouterr().out) == "exact"
+    for run in (killed, stopped):
+        assert all(
+            torch.equal(one, other) for one, other in zip(calm.model.parameters(), run.model.parameters(), strict=True)
+        )
+
+
+def test_the_record_after_a_stop_ends_where_a_hook_may_decide(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps after an evaluation are not recorded: there was none, and the rate follows from its scores."""
+
+    class Halving(Hook):
+        def after_evaluation(self, training: TrainingView, scores: Mapping[str, float]) -> None:
+            training.scale_rate(0.5)
+
+    assert with_hooks(make, Halving(), StopAt(7), settings={"steps": 12}).run() is Outcome.STOPPED
+    assert with_hooks(make, Halving(), settings={"steps": 12}).run() is Outcome.FINISHED
+    output = capsys.readouterr().out
+    assert read_verdict(output) == "exact", output
+
+
 def test_calls_are_held_back_until_a_resume_is_known_to_be_exact(make: Make) -> None:
     with_hooks(make, settings={"steps": 8}).run()
     shutil.rmtree(layout.build_snapshot_path(Path("snapshots"), 8))
@@ -136,6 +215,38 @@ def test_calls_are_held_back_until_a_resume_is_known_to_be_exact(make: Make) -> 
     trainer = with_hooks(make, Noting(), settings={"steps": 8, "require_exact": True})
     trainer.run()
     assert hook.seen == [("with False", step) for step in (5, 6, 7, 8)]
+
+
+def test_steps_for_the_record_alone_have_no_effect_of_hooks(make: Make) -> None:
+    """Only hooks that change the training are called in the steps after a requested stop."""
+    hook = Moments()
+    assert with_hooks(make, hook, StopAt(7), settings={"steps": 12}).run() is Outcome.STOPPED
+    assert [step for moment, step in hook.seen if moment == "step"] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_hook_that_changes_the_model_must_declare_it(make: Make) -> None:
+    class Silent(Follow):
+        changes_training = False
+
+    with raises(PlanError, "hook Silent after_step changes_training"):
+        teach(make, Silent(), steps=12).run()
+
+
+def test_a_rate_that_the_program_sets_itself_is_refused(make: Make) -> None:
+    """The Trainer sets it before each step, so that it would have no effect."""
+
+    class Plateau(Hook):
+        def after_evaluation(self, training: TrainingView, scores: Mapping[str, float]) -> None:
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(training.optimizer, factor=0.5)
+            schedule._reduce_lr(0)  # type: ignore[attr-defined]
+
+    with raises(PlanError, "learning rate 0.05 0.025 step 2 scale_rate"):
+        with_hooks(make, Plateau()).run()
+
+
+def test_several_optimizers_are_refused(make: Make) -> None:
+    with raises(PlanError, "list optimizer muon session"):
+        make(optimizer=lambda model: [torch.optim.SGD(model.parameters(), lr=0.1)])
 
 
 def test_the_verdict_of_a_resume_is_seen_and_in_the_metrics(make: Make) -> None:
