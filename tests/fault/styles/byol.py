@@ -30,12 +30,15 @@ class Follow(Hook):
             slow.lerp_(fast, 0.05)
 
 
+def loss(model, batch):
+    return -model(*batch).mean()
+
+
 def train(config, worker):
     torch.set_default_dtype(torch.float64)
     views = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(2, 96, 4, generator=torch.Generator().manual_seed(1))
     data = TensorData(views + 0.1 * noise[0], views + 0.1 * noise[1])
-    loss = lambda model, batch: -model(*batch).mean()
     trainer = Trainer(config, worker, Pair(), loss, data, hooks=[Follow()])
     outcome = trainer.run()
     save_weights(trainer.full_weights())

@@ -11,13 +11,12 @@ from tests.fault.styles.spread import begin, spread
 
 
 def main():
-    rank, workers = begin()
+    _, workers = begin()
     maker, critic = spread(nn.Linear(3, 4)), spread(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     models = {"maker": maker, "critic": critic}
     steps = {name: torch.optim.Adam(model.parameters(), 0.01) for name, model in models.items()}
-    data = TensorDataset(
-        torch.randn(96, 3), torch.randn(96, 4) + 1
-    )  # the noise is part of the data: the same on any number of workers
+    # The noise is part of the data, so that each sample has the same one on any number of workers.
+    data = TensorDataset(torch.randn(96, 3), torch.randn(96, 4) + 1)
     loader = DataLoader(data, 16 // workers, sampler=DistributedSampler(data))
     with session(models, steps, loader, every_steps=4) as s:
         for _ in s.epochs(3):

@@ -18,13 +18,16 @@ class Adapted(nn.Module):
         return self.linear(inputs) + inputs @ self.down.T @ self.up.T
 
 
+def loss(model, batch):
+    return ((model(batch[0]) - batch[1]) ** 2).mean()
+
+
 def train(config, worker):
     torch.set_default_dtype(torch.float64)
     inputs = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
     data = TensorData(inputs, inputs.cumsum(1)[:, :3].sin())
     torch.manual_seed(7)  # in place of pretrained weights
     model = nn.Sequential(Adapted(nn.Linear(8, 64)), nn.Tanh(), Adapted(nn.Linear(64, 3)))
-    loss = lambda model, batch: ((model(batch[0]) - batch[1]) ** 2).mean()
     trainer = Trainer(config, worker, model, loss, data)
     outcome = trainer.run()
     save_weights(trainer.full_weights())

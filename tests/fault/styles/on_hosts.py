@@ -8,10 +8,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from dtctl.sandbox import control
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 300.0
@@ -20,7 +24,7 @@ LIMIT_S = 300.0
 class HostPair:
     """A sandbox of two hosts, which is removed at the end."""
 
-    def __enter__(self) -> HostPair:
+    def __enter__(self) -> Self:
         # Not below /tmp, nor below the home folder: the hosts have their own ones.
         self._base = Path(tempfile.mkdtemp(prefix="dtctl-styles-", dir="/var/tmp"))
         os.environ["DTCTL_SANDBOX_DIR"], os.environ["DTCTL_SANDBOX"] = str(self._base / "sandbox"), "styles"

@@ -1,4 +1,4 @@
-"""A program with torch.compile and checkpoints of its own, without dtctl.runtime: dtctl launches it and starts it again."""
+"""A program with torch.compile and checkpoints of its own, without dtctl.runtime: dtctl launches and restarts it."""
 
 import json
 import os

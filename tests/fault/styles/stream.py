@@ -20,10 +20,13 @@ class Augmented(IterableDataset):
                 yield buffer.pop(random.randrange(20))
 
 
+def loss(model, batch):
+    return ((model(batch[0]) - batch[1]) ** 2).mean()
+
+
 def train(config, worker):
     torch.set_default_dtype(torch.float64)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    loss = lambda model, batch: ((model(batch[0]) - batch[1]) ** 2).mean()
     trainer = Trainer(config, worker, model, loss, Augmented())
     outcome = trainer.run()
     save_weights(trainer.full_weights())
