@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,6 +66,19 @@ def build_rate_schedule(config: TrainConfig, steps: int) -> Callable[[int], floa
         return floor + (peak - floor) * left
 
     return rate
+
+
+def needs_arguments(step: Callable[..., Any]) -> bool:
+    """Return True if a function cannot be called without arguments, like `step` of LBFGS or ReduceLROnPlateau."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # compiled code may have none
+        return False
+    try:
+        signature.bind()
+    except TypeError:
+        return True
+    return False
 
 
 def replace_optimizer_parameters(

@@ -50,7 +50,7 @@ class TrainedModel:
             steps: number of steps of the run.
 
         Raises:
-            PlanError: `optimizer` has returned something else than an optimizer.
+            PlanError: `optimizer` has returned something else than an optimizer, or one that needs a closure.
         """
         self.model = model
         self.optimizer = optimizer(model) if optimizer else optim.build_optimizer(config, model)
@@ -60,6 +60,13 @@ class TrainedModel:
                 where="optimizer= of the Trainer",
                 hint="give groups of parameters to one optimizer (`train.optimizer: muon` has AdamW for vectors), or "
                 "write the loop in a session (dtctl.runtime.session), which takes several optimizers by name",
+            )
+        if optim.needs_arguments(self.optimizer.step):
+            raise PlanError(
+                f"{type(self.optimizer).__qualname__}.step needs a closure, and the Trainer calls it without one",
+                where="optimizer= of the Trainer",
+                hint="write the loop in a session (dtctl.runtime.session): call `optimizer.step(closure)` there, and "
+                "then `s.end_step(loss)`",
             )
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self._config = config

@@ -10,6 +10,7 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime.exactness.record import StepRecorder
+from dtctl.runtime.optim import needs_arguments
 from dtctl.runtime.own_loop.several_models import WHERE, Optimizers
 
 Schedules = Any
@@ -34,7 +35,7 @@ class OptimizerStep:
             clip: largest 2-norm of the gradient of each update; None: no limit.
 
         Raises:
-            PlanError: a schedule has the name of no optimizer.
+            PlanError: a schedule has the name of no optimizer, or its step needs a score.
         """
         self._optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
         self._schedules = list_schedules(schedule)
@@ -44,6 +45,18 @@ class OptimizerStep:
                 where=WHERE,
                 hint=f"the optimizers are {', '.join(self._optimizers)}",
             )
+        for each in self._schedules.values():
+            if needs_arguments(each.step):
+                raise PlanError(
+                    f"{type(each).__qualname__}.step needs a score, and a session calls it after each optimizer step, "
+                    "without one",
+                    where=WHERE,
+                    hint='give it as `extra_state={"plateau": schedule}`, and call its step after an evaluation, with '
+                    "a score that is the same on all workers",
+                )
+        self._with_closure = {
+            name: type(each).__qualname__ for name, each in self._optimizers.items() if needs_arguments(each.step)
+        }
         self._scaler, self._clip = scaler, clip
         self._updated: dict[str, None] = {}
         """Optimizers that were stepped in the step under way."""
@@ -146,6 +159,12 @@ class OptimizerStep:
         """Step optimizers, and set all gradients to zero."""
         for name in names:
             optimizer = self._optimizers[name]
+            if name in self._with_closure:
+                raise PlanError(
+                    f"{self._with_closure[name]}.step needs a closure, and a session calls it without one",
+                    where=WHERE,
+                    hint="call `optimizer.step(closure)` in your loop, and then `s.end_step(loss)`",
+                )
             if self._scaler is None:
                 optimizer.step()
             elif self._list_trained_parameters([name]):  # the scaler refuses an optimizer without gradients

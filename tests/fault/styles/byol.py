@@ -23,6 +23,8 @@ class Pair(nn.Module):
 
 
 class Follow(Hook):
+    changes_training = True
+
     @torch.no_grad()
     def after_step(self, training):
         pair = training.model

@@ -249,6 +249,11 @@ def test_several_optimizers_are_refused(make: Make) -> None:
         make(optimizer=lambda model: [torch.optim.SGD(model.parameters(), lr=0.1)])
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused(make: Make) -> None:
+    with raises(PlanError, "LBFGS.step closure session"):
+        make(optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+
+
 def test_the_verdict_of_a_resume_is_seen_and_in_the_metrics(make: Make) -> None:
     settings = {"steps": 8, "log_every": 1}
     with_hooks(make, settings=settings).run()

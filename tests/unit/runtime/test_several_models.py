@@ -55,6 +55,31 @@ def test_a_parameter_has_one_optimizer() -> None:
 
 
 @pytest.mark.torch
+def test_steps_that_need_an_argument_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score for a schedule, and a closure for an optimizer, which a loop of one's own may call itself."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DTCTL_SNAPSHOT_DIR", str(tmp_path / "snapshots"))
+    model = nn.Linear(2, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with raises(PlanError, "ReduceLROnPlateau.step score extra_state"):
+        session(model, plain, schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(plain))
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(4, 2)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    with session(model, optimizer) as s:
+        while s.steps_done < 3:
+            s.end_step(optimizer.step(closure))
+    assert closure() < 1e-6
+    with raises(SystemExit, "4"), session(model, optimizer) as s:
+        s.step(model(torch.ones(4, 2)).square().mean())
+
+
+@pytest.mark.torch
 def test_several_optimizers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has its own kind, groups and state; another kind than before is refused."""
     monkeypatch.chdir(tmp_path)
