@@ -14,7 +14,7 @@ if sys.path and sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os
 
 def main() -> None:
     """Run the command line and end the process."""
-    if sys.getfilesystemencoding() != "utf-8":  # an old locale, in which most file names cannot be written
+    if sys.getfilesystemencoding() != "utf-8":  # an old locale, in which most file names cannot be represented
         from dtctl import children
 
         python, *rest = children.build_module_argv(sys.executable, "dtctl", *sys.argv[1:])

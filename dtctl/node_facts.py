@@ -208,7 +208,7 @@ def visible_gpus(environ: Mapping[str, str], count: int) -> int:
         if name in environ:
             entries = [entry.strip() for entry in environ[name].split(",")]
             hidden = [place for place, entry in enumerate(entries) if entry in ("", "-1", "NoDevFiles")]
-            count = min(count, hidden[0] if hidden else len(entries))  # what comes after is hidden, too
+            count = min(count, hidden[0] if hidden else len(entries))  # later entries are hidden, too
     allocated = environ.get("SLURM_GPUS_ON_NODE", "")
     return min(count, int(allocated)) if allocated.isdigit() and int(allocated) else count
 
@@ -319,7 +319,7 @@ def start_ticks(pid: int) -> int:
 def process_start() -> float:
     """Return when this process began, on the monotonic clock; needed to count the time of the imports."""
     ticks = start_ticks(os.getpid())
-    if ticks <= 0:  # unknown to the system; until now we have computed rather than waited
+    if ticks <= 0:  # the system has no record of it; this process has computed all the time, without waiting
         return time.monotonic() - time.process_time()
     # The kernel counts from boot, sleep included; the monotonic clock leaves sleep out.
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -69,7 +69,7 @@ FAMILIES: Mapping[str, ModelFamilyDefaults] = {
     "gpt_neo": _GPT,
     "gptj": ModelFamilyDefaults(wide=True),
     "gpt_neox": ModelFamilyDefaults(),
-    "falcon": ModelFamilyDefaults(wide=True),  # the files that are published hold an output of its own
+    "falcon": ModelFamilyDefaults(wide=True),  # published files of this model have a separate output layer
     "opt": ModelFamilyDefaults(tied=True, positions=1),
     "bloom": ModelFamilyDefaults(tied=True, wide=True),
     "bert": _BERT,
@@ -217,7 +217,7 @@ def _fill_missing_values(values: dict[str, int], family: ModelFamilyDefaults, *,
 
 
 def _kv_heads(data: Mapping[str, Any], values: Mapping[str, int], family: ModelFamilyDefaults, kind: str) -> int:
-    if kind == "falcon":  # num_kv_heads counts in the new architecture only
+    if kind == "falcon":  # only the new architecture uses num_kv_heads
         if data.get("new_decoder_architecture"):
             return int(data.get("num_kv_heads") or values["heads"])
         return 1 if data.get("multi_query", True) else values["heads"]

@@ -132,7 +132,7 @@ def build_advise_task(options: AdviseOptions, spec: Spec | None) -> PlanningTask
         fp8=options.fp8,
         beyond=options.beyond,
         recipe=_build_framework_recipe(options, written, precision, name),
-        # The kernels are no reason for an axis: they are the same for all meshes.
+        # Fused kernels are ignored here: they are the same for all meshes, so they do not favour an axis.
         parallel=replace(_build_framework_recipe(options, written, precision, "megatron"), fused=False)
         if usual_ones
         else None,
@@ -281,7 +281,7 @@ def _collect_pinned_fields(options: AdviseOptions) -> dict[str, Any]:
         "accumulate": options.accumulate,
         "recompute": options.recompute,
         "chunks": options.chunks,
-        # Who names a mesh means it on the GPUs.
+        # A user who names a mesh expects it to fit on the GPUs without offloading.
         "offload": False if options.offload is None and options.mesh is not None else options.offload,
     }
     return {name: value for name, value in values.items() if value is not None}
@@ -296,7 +296,7 @@ def _resolve_hardware(options: AdviseOptions, spec: Spec | None) -> Hardware:
         gpus = options.gpus
         per_node = min(per_node or 8, gpus)
     elif nodes:
-        per_node = per_node or 8  # `auto` is known on the nodes only
+        per_node = per_node or 8  # only the nodes can resolve `auto`
         gpus = sum(slot_count if isinstance(slot_count, int) else per_node for slot_count in slots)
     else:
         raise UsageError("the number of GPUs is missing", hint="add --gpus 16 --gpus-per-node 8, or name a spec")

@@ -85,7 +85,7 @@ def measure_training_memory(
             f"{workers} workers need {need.tensors * workers / 2**30:.1f} GiB, and this machine has less memory",
             hint="measure a model with fewer blocks: memory grows with their number",
         )
-    # What libraries take is found out with a model of next to nothing, and is not the model's.
+    # The memory of the libraries is measured with a tiny model, and then subtracted.
     least = {"layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "vocab": 16, "tied": True}
     trained = {"strategy": strategy, "micro_batch": micro_batch, "steps": STEPS, "log_every": STEPS}
     trainings = [
@@ -148,7 +148,7 @@ def _run_trial_process(settings: dict[str, Any], python: str, folder: Path) -> N
         "MALLOC_ARENA_MAX": "1",
     }  # fmt: skip
     argv = children.build_module_argv(python, "dtctl.advise.trial", json.dumps(settings), last=str(Path.cwd()))
-    # A session of its own, whose processes are ended together.
+    # The processes get a session of their own, so that all of them can be ended together.
     process = subprocess.Popen(
         argv, cwd=folder, env=environ, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -29,7 +29,7 @@ def _build_llama_shape(
     )  # fmt: skip
 
 
-# From the config.json files that are published with each.
+# These values are from the config.json file that is published with each model.
 FAMILIES: Final = (
     _build_gpt_shape("GPT-2 small", 12, 768, 12),
     _build_gpt_shape("GPT-2 medium", 24, 1024, 16),

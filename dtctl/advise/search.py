@@ -183,7 +183,7 @@ def _generate_batch_layouts(task: PlanningTask, base: ParallelLayout) -> Iterato
             if task.global_batch % step or accumulate not in (None, task.global_batch // step):
                 continue
             accumulate = task.global_batch // step
-        # Interleaved schedules take micro batches in rounds of as many as there are workers.
+        # Interleaved schedules process micro batches in groups of `pp`.
         if accumulate >= base.pp and (base.chunks == 1 or accumulate % base.pp == 0):
             yield replace(base, micro_batch=micro, accumulate=accumulate)
 
@@ -221,7 +221,7 @@ def _generate_expert_layouts(task: PlanningTask, layout: ParallelLayout) -> Iter
     yield layout
     recipe = task.recipe_of(layout)
     together = 1 if recipe.split_experts else layout.tp
-    # dtctl.runtime refuses ep where tensor parallel workers have a part of each sample.
+    # dtctl.runtime does not support ep if each tensor parallel worker has only a part of a sample.
     apart = layout.tp > 1 and recipe.sequence_parallel and not recipe.free
     if not task.model.experts or task.model.experts % together or apart:
         return

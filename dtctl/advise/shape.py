@@ -120,7 +120,7 @@ def model_of(shape: TransformerShape, *, params: float | None = None, doubts: tu
     root = looked_up * (1 if shape.tied else 2) + shape.positions * shape.hidden
     root += 2.0 * shape.embed * shape.hidden
     crossed = shape.cross / shape.layers
-    # Blocks that differ are counted by their mean.
+    # Blocks of different sizes are counted with their mean.
     block = attention.params * (1 + crossed) + (few * dense.params + many * sparse.params) / shape.layers
     total = root + shape.layers * block
     if params is not None:

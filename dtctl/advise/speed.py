@@ -87,7 +87,7 @@ def estimate_step_speed(
     block, output = _compute_block_seconds(model, layout, hardware, recipe, compiled=compiled, fp8=fp8)
     blocks = -(-model.layers // layout.pp)
     even = (model.layers * block + output) / layout.pp
-    # The slowest stage sets the pace: the last one has the output beside its blocks.
+    # The slowest stage sets the pace; the last stage computes the output layer in addition to its blocks.
     stage = max(even, blocks * block + UNEVEN * output) if layout.pp > 1 else even
     compute = stage * layout.accumulate
     bubble = even * (layout.pp - 1) / layout.chunks
@@ -126,7 +126,7 @@ def _compute_block_seconds(
     peak = (gpu.half * gpu.products if half else gpu.single * max(gpu.products, 0.7)) * 1e12
     faster = FP8 if fp8 and half else 1.0
     expert_split = recipe.expert_split(layout)
-    # A product is as wide as its narrower side lets it: experts are narrow.
+    # The narrower side limits the speed of a matrix product, and experts are narrow.
     width = model.hidden / layout.tp**0.5
     if model.expert_width:
         width = min(width, model.expert_width * EXPERTS / (layout.tp**0.5 if recipe.split_experts else 1.0))
@@ -139,7 +139,7 @@ def _compute_block_seconds(
     inner += model.expert_params_used / model.layers / expert_split
     again = {"none": 1.0, "selective": 1.0 + 0.5 / 3, "full": 4 / 3}[layout.recompute]
     products = 6 * inner * again * tokens / (peak * faster)
-    # Causal attention has half of the scores; fused kernels compute them again in the backward pass.
+    # Causal attention computes half of the scores; fused kernels compute them again in the backward pass.
     again_attention = {"none": 1.0, "selective": 1.0, "full": 9 / 7}[layout.recompute]
     scores = model.seq * tokens / layout.tp
     if recipe.attention == "square":
@@ -184,7 +184,7 @@ def _compute_data_parallel_seconds(
         weight = 2 if half and not recipe.autocast else 4
         bandwidth, wait = _compute_ring_bandwidth(hardware, shards, layout.tp)
         moved = (replica - experts) * (shards - 1) / shards / bandwidth
-        # Experts are gathered from the workers that have the same ones, which lie ep apart.
+        # The shards of an expert are gathered from the workers that hold the same experts; their ranks are ep apart.
         same = max(1, shards // layout.ep)
         moved += (
             experts / layout.ep * (same - 1) / same / _compute_ring_bandwidth(hardware, same, layout.tp * layout.ep)[0]
@@ -202,10 +202,10 @@ def _compute_data_parallel_seconds(
                 each += reduce
     if layout.dp > 1:
         bandwidth, wait = _compute_ring_bandwidth(hardware, layout.dp, inner * layout.fsdp)
-        # All-reduce, or reduce-scatter of gradients and all-gather of the weights that were updated.
+        # This is an all-reduce, or a reduce-scatter of gradients and an all-gather of the updated weights.
         gathered = recipe.weight_bytes if layout.zero else recipe.gradient_bytes
         moved = (layout.dp - 1) / layout.dp * replica / shards / bandwidth
-        if layout.zero > 1:  # gradients that are divided cannot be added up before they are exchanged
+        if layout.zero > 1:  # divided gradients cannot be added up before they are exchanged
             each += recipe.gradient_bytes * moved + wait * blocks
             last += gathered * moved
         else:
@@ -218,7 +218,7 @@ def _compute_ring_bandwidth(hardware: Hardware, members: int, stride: int) -> tu
     wait = LATENCY + HOP * members
     if members * stride <= hardware.per_node:
         return hardware.gpu.link * WIRE * 1e9, wait
-    # A ring that has several members on a node crosses the network once for all of them.
+    # A ring with several members on a node crosses the network once for all of them.
     sharing_link = max(1, hardware.per_node // stride)
     across = hardware.network_per_gpu * min(sharing_link, members)
     return min(hardware.gpu.link, across) * WIRE * 1e9, wait
@@ -232,14 +232,15 @@ def _compute_model_parallel_seconds(
     blocks = -(-model.layers // layout.pp)
     seconds = 0.0
     if layout.tp > 1:
-        # Forward and backward pass 4 gathers or scatters of a token's width each; once more when all is computed again.
+        # The forward and the backward pass make 4 gathers or scatters each, one token wide; a full recomputation makes
+        # 4 more.
         times = 12 if layout.recompute == "full" else 8
         link = hardware.gpu.link if layout.tp <= hardware.per_node else hardware.network_per_gpu
         moved = model.block_input * tokens * (layout.tp - 1) / layout.tp / (link * WIRE * 1e9)
         shown = 1 - TP_HIDDEN if recipe.tp_overlap else 1.0
         seconds += times * blocks * (moved * shown + TP_WAIT)
     if layout.ep > 1:
-        # Tokens go to their experts and come back, forward and backward.
+        # Tokens are sent to their experts and back, in the forward and in the backward pass.
         near = min(1.0, hardware.per_node / (layout.ep * layout.tp))
         link = hardware.gpu.link * near + hardware.network_per_gpu * (1 - near)
         members = layout.ep if recipe.split_experts else layout.ep * layout.tp
@@ -247,7 +248,8 @@ def _compute_model_parallel_seconds(
         moved = 4 * rows / layout.tp * (members - 1) / members
         seconds += SENT * blocks * (moved / (link * WIRE * 1e9) + 4 * LATENCY)
         if layout.tp > 1 and not recipe.split_experts:
-            # Each sends a part of the rows that all of them have, so the results of all parts are gathered.
+            # Tensor parallel workers have the same rows; each sends a part of them, so the results are gathered
+            # afterwards.
             moved = 2 * rows * (layout.tp - 1) / layout.tp
             seconds += blocks * (moved / (hardware.gpu.link * WIRE * 1e9) + 2 * LATENCY)
     if layout.cp > 1:
@@ -267,7 +269,8 @@ def _compute_optimizer_seconds(
     """Return the seconds of the optimizer's step: states go through memory once, on the GPU or on the host."""
     params = (model.params - model.expert_params) / layout.tp + model.expert_params / recipe.expert_split(layout)
     params /= layout.shards * layout.pp
-    if layout.offload:  # gradients out, the optimizer on the host, weights in: 4 + 4 bytes over the bus, 28 in memory
+    # Gradients to the host, weights back: 4 + 4 bytes over the bus; the optimizer moves 28 bytes in memory.
+    if layout.offload:
         per_node = min(hardware.per_node, layout.workers)
         return params * 8 / (hardware.gpu.host * 1e9) + params * 28 * per_node / 200e9
     params /= layout.dp if layout.zero else 1

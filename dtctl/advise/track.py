@@ -41,7 +41,7 @@ def track_peak_memory(settings: dict[str, Any]) -> int:
     workers, config = settings["workers"], load(settings["train"], argv=[], environ={})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
     try:
-        mesh = device_mesh(Degrees(fsdp=workers), "cpu")  # of real numbers
+        mesh = device_mesh(Degrees(fsdp=workers), "cpu")  # the mesh needs real tensors
         with FakeTensorMode():
             return _train_with_tracker(settings, config, mesh)
     finally:

@@ -97,7 +97,7 @@ def train_and_note(settings: dict[str, Any], out: Path) -> int:
         generator = torch.Generator().manual_seed(0)
         count = settings["train"]["micro_batch"] * worker.world_size * (settings["train"]["steps"] + 1)
         tokens = torch.randint(settings["vocab"], (count, seq + 1), generator=generator)
-        # What the first use of the libraries takes is not the model's.
+        # The first use of the libraries allocates memory that does not belong to the model.
         warm = nn.Linear(8, 8)
         warm(torch.ones(1, 8)).sum().backward()
         before = 0 if on_gpu else _read_process_memory("VmRSS")
@@ -107,7 +107,7 @@ def train_and_note(settings: dict[str, Any], out: Path) -> int:
         peaks = []
 
         def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            # Looked at before each step: the snapshot of the end takes memory of its own.
+            # The peak is read before each step, since the snapshot at the end takes additional memory.
             peaks.append(
                 torch.cuda.max_memory_allocated(worker.device) if on_gpu else _read_process_memory("VmHWM") - before
             )
@@ -142,7 +142,7 @@ def _fork_training_workers(training: dict[str, Any], workers: int, out: Path, nu
         port = reserved.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
     common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(workers))
-    own = out / str(number)  # where nothing is to be resumed
+    own = out / str(number)  # a new folder, so that no snapshot is resumed
     own.mkdir()
     running = {}
     for rank in range(workers):

@@ -157,7 +157,8 @@ def run_benchmark(
     cluster = cluster_of(spec, start=True)
     job_spec = spec_for(spec, code, request)
     run = new_run_id("bench", now=time.time())
-    pushed = CodePush(job_spec.model_copy(update={"base_dir": folder}))  # what it keeps for the next push goes there
+    # The cache of digests for the next push is stored there.
+    pushed = CodePush(job_spec.model_copy(update={"base_dir": folder}))
     job = build_launch_job(job_spec, cluster, run=run, keep=False, code=pushed)
     record = RunWriter.create(
         folder, RunInfo(run=run, token=job.token, pid=0, started=time.time(), spec="", command=[], detached=False)

@@ -167,7 +167,7 @@ def list_fetch_sources(record: RunRecord, node: str | None, *, where: str = "--n
     plan, cluster = record.whole_plan(), cluster_of_run(record)
     targets = cluster.targets
     if not targets:
-        cluster.make_transport()  # raises the reason why there are none
+        cluster.make_transport()  # raises an error with the reason if there are none
     nodes = [each for each in plan["nodes"] if each["name"] in targets and node in (None, each["name"])]
     if not nodes:
         raise build_node_error(record.run, node, (each["name"] for each in plan["nodes"]), where)

@@ -64,7 +64,7 @@ def render(
     nodes, settings = resolve_nodes(checked), checked.kubernetes
     has_devices = settings is None or settings.gpu or any("/" in resource for resource in settings.resources)
     gpus = {} if has_devices else {node.name: 0 for node in nodes}
-    # The address will be that of a pod, which is not known yet.
+    # The address is that of a pod, which is not known yet.
     facts = PlanFacts(environ=os.environ, address="pod-0", source=source_of(checked), gpus=gpus)
     plan = build(checked, nodes, run=run, facts=facts)
     text = jobset.render_jobset_file(checked, plan)

@@ -30,10 +30,10 @@ FRAMEWORKS: Final[Mapping[str, FrameworkMemory]] = {
     "fsdp": replace(TORCHTITAN, loss_parallel=False, sequence_parallel=False, free=True, shards_copied=True),
     # docs/source/api-guide/dist_optimizer.md: 18 bytes, or 6 + 12/d with the distributed optimizer.
     "megatron": replace(_MIXED, gradient_bytes=4, loss_parallel=True, sequence_parallel=True, fused=True),
-    # ZeRO (https://arxiv.org/abs/1910.02054) counts 2 + 2 + 12. Gradients and weights have flat fp32 copies besides:
-    # BLOOM's tables (bigscience, train/tr11-176B-ml/chronicles-prequel.md) show 4 + 21/d.
-    # Stages 2 and 3 have no such copies of gradients: 2 + 2 + 12, and models' own layers, not Megatron's kernels.
-    # Its defaults stage3_max_live_parameters and stage3_max_reuse_distance are 1e9 each.
+    # The ZeRO paper (https://arxiv.org/abs/1910.02054) counts 2 + 2 + 12 bytes. Gradients and weights also have flat
+    # fp32 copies: BLOOM's tables (bigscience, train/tr11-176B-ml/chronicles-prequel.md) show 4 + 21/d. Stages 2 and 3
+    # have no such copies of gradients: 2 + 2 + 12; models have their own layers and not Megatron's kernels. The
+    # defaults of stage3_max_live_parameters and stage3_max_reuse_distance are 1e9 each.
     "deepspeed": replace(
         _MIXED, gradient_bytes=2, master_bytes=13, live_params=2e9, fused=True, loss_parallel=True, collectives=12,
         overlap=0.1, stage_pace=1.15, sharded=(("master_bytes", 4), ("fused", False)),

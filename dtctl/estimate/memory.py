@@ -271,7 +271,8 @@ def _count_inflight_batches(layout: ParallelLayout) -> float:
     """Return the number of micro batches whose activations the first stage holds, in units of all its blocks."""
     if layout.pp == 1:
         return 1.0
-    # 1F1B: as many as there are stages; interleaved ones begin some more before the first backward pass.
+    # 1F1B keeps as many micro batches as there are stages; an interleaved schedule starts some more before the first
+    # backward pass.
     more = 1 + (layout.pp - 1) / (layout.pp * layout.chunks) if layout.chunks > 1 else 1.0
     return min(layout.pp * more, layout.accumulate)
 
@@ -283,9 +284,9 @@ def _estimate_stage_memory(
     table_share = 1 if layout.pp == 1 or model.tied else 2
     root = model.root_params / layout.tp / table_share
     blocks = -(-model.layers // layout.pp)
-    # Experts are parted over workers that otherwise hold copies (dp) or shards (fsdp) of the same: over dp there are
-    # fewer copies, over fsdp nothing less lies on a worker, but less is gathered. tp divides experts already, so a
-    # stage's experts lie on dp x tp workers at most, also where ep is larger than dp.
+    # Experts are divided over workers that otherwise hold copies (dp) or shards (fsdp) of the same parameters. With dp
+    # there are fewer copies; with fsdp each worker holds as much as before, but gathers less. tp divides experts
+    # already, so a stage's experts are on at most dp x tp workers, also if ep is larger than dp.
     experts = model.expert_params / model.layers / recipe.expert_split(layout)
     parted = min(layout.ep, layout.dp) if layout.shards == 1 else 1
     dense = model.dense_block_params / layout.tp
@@ -301,25 +302,25 @@ def _estimate_stage_memory(
     optimizer = trained * (recipe.optimizer_bytes + recipe.master_bytes)
     optimizer += trained / params * _state_beside_matrices(model, layout, recipe, blocks, last=last)
     optimizer /= layout.shards
-    if layout.zero:  # what is parted already has fewer workers to divide it among
+    if layout.zero:  # divided experts have fewer copies, over which the state can be divided
         optimizer *= whole / params / layout.dp
     weight_bytes = (params * recipe.weight_bytes + trained * recipe.average_bytes) / layout.shards
     state, host = weight_bytes + gradients + optimizer, 0.0
-    gathered = root + blocks * block if layout.shards > 1 else params  # of experts only this worker's
+    gathered = root + blocks * block if layout.shards > 1 else params  # includes only this worker's experts
     temporary = _compute_temporary_bytes(layout, recipe, params=gathered, block=block, root=root)
     if layout.offload:
         state, host = 0.0, state
         temporary += 2 * block * recipe.weight_bytes / (layout.shards if recipe.shards_copied else 1)
-    # Of what several have, each writes a part; the optimizer of zero1 is divided over dp already.
+    # Workers with the same state write a part of it each; zero1 has already divided the optimizer's state over dp.
     stored = (weight_bytes + optimizer * (layout.dp if layout.zero else 1)) / layout.dp
     host += recipe.snapshots * stored
-    # The output of the model is gone before a block's gradients are on their way.
+    # The output of the model is freed before the gradients of the first block are computed.
     work = activations + max(logits, working + _on_their_way(layout, recipe, block))
-    # Gradients are made while activations are given back, and given back before the next pass: they share their room,
-    # unless those of earlier micro batches are added up, or they never go.
+    # Gradients are allocated while activations are freed, and freed before the next pass, so they share this memory.
+    # The exceptions are gradients of earlier micro batches that are added up, and gradients that are never freed.
     alone = layout.accumulate == 1 and layout.pp == 1 and not recipe.gradients_stay and not layout.offload
     work -= min(gradients, work) if alone else 0.0
-    # The step comes when activations and what was gathered are gone.
+    # The optimizer steps when activations and gathered parameters have been freed.
     step = trained * recipe.step_bytes / layout.shards / (layout.dp if layout.zero else 1)
     work = max(work, step - temporary)
     exchange = recipe.exchange if layout.workers > 1 else 0.0
@@ -353,7 +354,7 @@ def _compute_kept_token_bytes(
     else:  # norms and rotary embeddings in fp32, step by step
         share, extra = 1.0, model.block_upcast if half else 0.0
     stream = min(4 * model.block_input, model.block_kept)
-    # Between the matrices (norms, what enters a block) nothing is split by tensor parallelism alone.
+    # Tensor parallelism alone splits nothing between the matrices (norms, inputs of a block).
     stream_split = layout.tp if recipe.sequence_parallel else 1
     inside = (model.block_kept - stream - model.expert_kept) / layout.tp
     inside += model.expert_kept / recipe.expert_split(layout)
@@ -367,9 +368,9 @@ def _compute_activation_bytes(
     """Bytes kept for the backward pass by so many blocks, and of the block at work, which needs all of its own."""
     scale = 1.0 if layout.precision != "fp32" else 2.0
     tokens = layout.micro_batch * model.seq / layout.cp
-    # Softmax and dropout of the scores: 5 bytes for each of them.
+    # Softmax and dropout of the scores take 5 bytes for each score.
     scores = 5.0 * model.heads * model.seq / layout.tp if recipe.attention == "square" else 0.0
-    # Under autocast the stream between blocks stays fp32, as the weights are.
+    # Under autocast the residual stream between blocks stays in fp32, as the weights do.
     entering = scale * model.block_input * (2 if recipe.autocast and scale == 1.0 else 1)
     entering /= layout.tp if recipe.sequence_parallel else 1
     cached = 4 * model.hidden * model.kv_heads / model.heads / layout.tp if recipe.cache else 0.0
@@ -413,7 +414,7 @@ def _compute_temporary_bytes(
     if layout.shards == 1:
         return casts
     weight = 2 if half and not recipe.autocast else 4
-    if layout.pp > 1:  # weights stay gathered over all micro batches, and gradients are added up whole
+    if layout.pp > 1:  # weights stay gathered over all micro batches, and whole gradients are added up
         return casts + params * weight + params * 4
     two_blocks = 2 * block + root
     live = max(two_blocks, min(params, recipe.live_params))

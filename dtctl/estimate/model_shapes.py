@@ -75,9 +75,9 @@ def measure_forward_pass(
     tables = [block for block in model.modules() if isinstance(block, nn.Embedding)]
     logits = len(shape) == 3 and bool(tables)
     measured: dict[str, Any] = {"vocab": shape[-1] if logits else 0, "seq": shape[1] if logits else 1}
-    # The loss of logits is counted by formula; any other is part of what was seen.
+    # A formula counts the loss that is computed from logits; any other loss is part of what was measured.
     measured |= {"kept_bytes": (inner if logits else tracker.bytes) / samples, "entering_bytes": entering / samples}
-    # An embedding that shares its weight with the output layer is multiplied with, not only looked up.
+    # An embedding that shares its weight with the output layer also takes part in a matrix product.
     tied = any(block.num_embeddings == (shape[-1] if shape else -1) for block in tables) and not any(
         isinstance(block, nn.Linear) and block.out_features == shape[-1] for block in model.modules()
     )
@@ -100,6 +100,6 @@ class SavedTensors:
         """Count a tensor that is saved."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._model_storages and storage._cdata not in self._storages:
-            self._storages[storage._cdata] = storage  # held, so that no other takes its place
+            self._storages[storage._cdata] = storage  # kept alive, so that no other storage gets the same id
             self.bytes += storage.nbytes()
         return tensor

@@ -114,7 +114,7 @@ def object_name(run: str) -> str:
     slug = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
     if len(slug) <= NAME_LIMIT:
         return slug
-    # The end of a run's id is what people look at; two long names that end alike are still two.
+    # Users look at the end of a run's id; two long names with equal ends still have to differ.
     mark = hashlib.blake2b(run.encode(), digest_size=3).hexdigest()
     room = NAME_LIMIT - len(mark) - 2
     return f"j{mark}-{slug[-room:].strip('-')}"
@@ -128,10 +128,10 @@ def _build_jobset(plan: Plan, settings: Kubernetes, name: str, script: str) -> d
         "parallelism": len(plan.nodes),
         "completions": len(plan.nodes),
         "completionMode": "Indexed",
-        "backoffLimit": 0,  # one pod that fails fails the job, and JobSet decides whether all start again
+        "backoffLimit": 0,  # a failed pod fails the job, and JobSet decides whether all pods start again
         "podFailurePolicy": {
             "rules": [
-                # Stopped, and to be continued; or taken off its node.
+                # The pod was stopped and is to continue, or was evicted from its node.
                 {
                     "action": "FailJob",
                     "onExitCodes": {"containerName": WORKERS, "operator": "In", "values": [names.REQUEUE_EXIT]},
@@ -188,7 +188,8 @@ def _render_pod_script(spec: Spec, plan: Plan, name: str) -> str:
         "meeting": build_standalone_program(Path(__file__).with_name("pick_endpoint.py")),
         "argv": _with_late_values(node.argv) if plan.kind == "torchrun" else node.argv,
         "grace_s": plan.grace_s,
-        # torchrun itself takes 30 s; it reads its options from the environment, too, and older ones ignore this.
+        # The default of torchrun is 30 s. It also reads its options from the environment; older versions ignore this
+        # one.
         "shutdown_s": max(1, pod.termination_s(plan, spec.kubernetes or Kubernetes()) - SHUTDOWN_MARGIN_S),
     }
     return render_template(TEMPLATE, values, folders=template_folders(spec.base_dir))

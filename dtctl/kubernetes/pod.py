@@ -85,7 +85,8 @@ def _build_pod_spec(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
     script = {"path": SCRIPT, "fieldRef": {"fieldPath": f"metadata.annotations['{SCRIPT_ANNOTATION}']"}}
     volumes: list[dict[str, Any]] = [
         {"name": "script", "downwardAPI": {"items": [script]}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm}},  # of data loaders and NCCL
+        # Shared memory of data loaders and NCCL.
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm}},
     ]
     if settings.claim:
         volumes.append({"name": "code", "persistentVolumeClaim": {"claimName": settings.claim}})
@@ -110,7 +111,7 @@ def _build_pod_spec(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
         "tolerations": [toleration.model_dump(exclude_none=True) for toleration in settings.tolerations],
     }
     if settings.host_network:
-        # The names of the other pods are known to the cluster's DNS alone.
+        # Only the cluster's DNS can resolve the names of the other pods.
         optional |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     return {**pod, **{key: value for key, value in optional.items() if value}}
 

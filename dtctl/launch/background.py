@@ -51,7 +51,7 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Emit) -> tuple[i
         on_event: called with every event of the run until the job runs.
     """
     partial = state_folder(base_dir, names.RUNS_DIR).parent / f".{run}.launcher.log"
-    # A launcher that was killed before its run had a folder has left this file, or somebody has put a link here.
+    # A launcher that was killed before its run had a folder has left this file, or another user has put a link here.
     partial.unlink(missing_ok=True)
     with translate_write_errors(partial):
         opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

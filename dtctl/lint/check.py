@@ -34,7 +34,7 @@ class CheckContext:
         meta = load_lint_rules()[rule]
         severity = severity or meta.severity
         if severity == "warning" and self.module.is_test_file:
-            severity = "info"  # a test is no training run, and often does such things on purpose
+            severity = "info"  # a test is not a training run, and often does such things on purpose
         line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]  # all nodes that are reported have them
         text = self.module.text.split("\n", line)[line - 1] if line else ""
         return Problem(

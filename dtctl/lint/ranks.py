@@ -154,7 +154,7 @@ def _rank_of_call(module: SourceFile, call: ast.Call, frame: CallFrame | None) -
     if call.args or call.keywords:  # the call returns the rank in a group
         return None
     if last in ("get_rank", "get_world_rank", "get_global_rank", "Get_rank", "get_ordinal"):
-        return "global"  # also for a mesh, whose own numbers are get_local_rank()
+        return "global"  # also for a mesh: its own numbering is get_local_rank()
     if name in ("hvd.rank", "horovod.rank", "idist.get_rank"):
         return "global"
     if last in ("get_local_rank", "get_node_local_rank", "get_local_ordinal") or name in ("hvd.local_rank",):

@@ -31,7 +31,7 @@ def _watch_launcher(gone: threading.Event) -> None:
 def main(folder: Path) -> None:
     """Collect and send until the launcher is gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the end of the launcher has to be sent, too
+        signal.signal(number, signal.SIG_IGN)  # the end of the launcher must be reported, too
     gone = threading.Event()
     threading.Thread(target=_watch_launcher, args=(gone,), daemon=True).start()
     record = RunRecord(folder)

@@ -98,7 +98,7 @@ class AlertRules:
         drop, recent, best = self._rules.throughput_drop, figures.speed.recent_median, figures.speed.best
         if drop == "off" or not best:
             return ""
-        # Half of the drop has to be made good before it counts as over, so that noise does not send it twice.
+        # The alert ends only when half of the drop has been recovered, so that noise does not trigger it twice.
         limit = (1 - drop / 2 if "throughput" in self.firing else 1 - drop) * best
         if recent is None:  # the first steps of an attempt are not representative
             return self.firing["throughput"].text if "throughput" in self.firing else ""
@@ -121,7 +121,7 @@ class AlertRules:
                         AlertChanged(time=now, alert=f"restart-{restart.attempt}", state="firing", text=text)
                     )
         began = max((restart.time for restart in restarts), default=now)
-        # A program that reports no steps is back when its processes are there.
+        # A program that reports no steps has recovered when its processes exist again.
         back = figures.stepped if figures.step is not None or self._trains else figures.running_since
         if back is not None and back > began:
             over = [alert for alert in self.firing if alert.startswith("restart-")]

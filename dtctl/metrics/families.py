@@ -118,7 +118,7 @@ def _of_training(figures: RunFigures) -> Iterator[MetricFamily]:
     for key, (name, text) in _ROW.items():
         if key in row:
             value = row[key]
-            # Samples have no tokens where that is null; a loss that is null was not finite.
+            # A null number of tokens means that samples have no tokens; a null loss means that it was not finite.
             yield from _build_gauge(
                 name, text, ({}, math.nan if value is None and key in ("loss", "grad_norm") else value)
             )
@@ -132,7 +132,7 @@ def _of_ledger(figures: RunFigures) -> Iterator[MetricFamily]:
     ledger = figures.ledger
     phases = ledger.phases_s
     spent = [({"phase": phase}, phases.get(phase)) for phase in PHASES]
-    # Not counters: what was useful is lost when a step has to be done again.
+    # These are gauges and not counters: useful time decreases when a step has to be repeated.
     yield from _build_gauge("dtctl_phase_seconds", "Time by phase; the phases add up to the time of the run.", *spent)
     yield from _build_gauge(
         "dtctl_goodput_ratio", "Share of the time that went into steps which count.", ({}, ledger.goodput)

@@ -184,7 +184,7 @@ class FigureCollector:
         self._read_ledger()
         spoilt = [self._add_logged_step(row) for row in _parse_metric_rows(self._rows.lines())]
         if any(found is not None for found in spoilt):
-            # One bad step among good ones is reported, too; its end follows from the next look with rows.
+            # One bad step among good ones is reported, too; its end is reported when the next rows are read.
             self.figures.spoilt = next((found for found in spoilt if found), "")
         return events
 

@@ -44,7 +44,7 @@ class MetricsProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the launcher, and this reports what follows
+                start_new_session=True,  # Ctrl-C is meant for the launcher; this process reports what follows
             )
         finally:
             os.close(log)

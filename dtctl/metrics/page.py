@@ -47,7 +47,7 @@ class _ClientConnections:
     def _close_client(self, client: socket.socket) -> None:
         del self._since[client]
         with contextlib.suppress(OSError):
-            client.shutdown(socket.SHUT_RDWR)  # its thread finds the end, and closes it
+            client.shutdown(socket.SHUT_RDWR)  # its thread detects the end, and closes the socket
 
 
 class MetricsServer:

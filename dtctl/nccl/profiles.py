@@ -59,7 +59,7 @@ def _is_port_routable(port: Mapping[str, str]) -> bool:
 def list_profile_variables(profile: str, network: NetworkProfile) -> list[VariableSetting]:
     """Return the variables for a profile (one of `network.profile`, not auto) on a node."""
     if network.nodes == 1 or profile == "nvlink":
-        return []  # GPUs of one machine find their ways themselves
+        return []  # NCCL needs no settings for the GPUs of one machine
     result = []
     if network.interface:
         route = f"{network.interface} is the interface of the route to the other nodes"
@@ -94,17 +94,18 @@ def _list_rdma_variables(network: NetworkProfile) -> list[VariableSetting]:
     devices = dict.fromkeys(port["device"] for port in network.rdma)
     active = _list_usable_ports(network)
     if any(port["link_layer"] == "InfiniBand" for port in active):
-        active = [port for port in active if port["link_layer"] == "InfiniBand"]  # Ethernet beside it is for storage
+        # In such a cluster, Ethernet is for storage.
+        active = [port for port in active if port["link_layer"] == "InfiniBand"]
     used = dict.fromkeys(port["device"] for port in active)
     if used and len(used) < len(devices):
-        # NCCL takes one = off and compares the rest by name, so a second one would spoil the first name.
+        # NCCL removes one `=` and compares the rest by name, so a second `=` would invalidate the first name.
         why = "leaves out devices without a link, and Ethernet beside InfiniBand; = means exactly these"
         variables.append(VariableSetting(name="NCCL_IB_HCA", value="=" + ",".join(used), reason=why))
     return variables
 
 
 def _list_efa_variables(_: NetworkProfile) -> list[VariableSetting]:
-    # Nothing of FI_PROVIDER, NCCL_PROTO or FI_EFA_USE_DEVICE_RDMA: aws-ofi-nccl 1.7 and newer decides better.
+    # FI_PROVIDER, NCCL_PROTO and FI_EFA_USE_DEVICE_RDMA are not set: aws-ofi-nccl 1.7 and newer chooses better values.
     return [
         VariableSetting(name="NCCL_NET", value="AWS Libfabric", reason="an error instead of a silent fall-back to TCP")
     ]
@@ -121,7 +122,7 @@ def _list_azure_variables(network: NetworkProfile) -> list[VariableSetting]:
 
 
 def _gcp_tcpxo(_: NetworkProfile) -> list[VariableSetting]:
-    # The plug-in brings a script with two dozen values that change with its version; copies of it go stale.
+    # The plug-in includes a script with two dozen values that change with its version, so copies of it become outdated.
     return []
 
 

@@ -54,7 +54,7 @@ def _build_fsdp_variables(settings: FrameworkSettings, degrees: Degrees) -> dict
             "FSDP_VERSION": "2",
             "FSDP_RESHARD_AFTER_FORWARD": _format_boolean(part.get("reshard_after_forward", True)),
             "FSDP_OFFLOAD_PARAMS": _format_boolean(part.get("cpu_offload", False)),
-            # By the classes that a Hugging Face model names itself; FSDP_TRANSFORMER_CLS_TO_WRAP names others.
+            # Wrap the classes that a Hugging Face model names itself; FSDP_TRANSFORMER_CLS_TO_WRAP names others.
             "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         }
         checkpointing = settings.pop_setting("checkpointing")

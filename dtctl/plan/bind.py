@@ -161,7 +161,7 @@ def _build_node_plan(
         gres=node.gres,
         preload=node.preload,
         files=node.files,
-        # With setup lines the PATH is not known before they have run.
+        # Setup lines may change the PATH, so the program can only be looked up after they have run.
         programs=() if node.setup else (argv[0],),
     )
 
@@ -169,7 +169,7 @@ def _build_node_plan(
 def _count_template_gpus(node: NodeTemplate, found: Mapping[str, int]) -> int | None:
     """Return the number of GPUs that workers of a node can use; None before it is counted."""
     count = found.get(node.name)
-    # The node has counted by its own variables; those of the job may show fewer.
+    # The node has counted its GPUs with its own variables; the variables of the job may hide some of them.
     given = {variable.name: variable.value for variable in node.env}
     return None if count is None else node_facts.visible_gpus(given, count)
 

@@ -108,7 +108,7 @@ def make_template(
     generated = _generate_needed_input(spec, kind, placements, slots_known=slots_known)
     program = _build_job_program(spec, generated, facts.source)
     training: list[str] = []
-    # Later attempts may have fewer workers, and the script may mean that; the workers decide.
+    # Later attempts may have fewer workers, and the script may allow for that, so the workers check it.
     if generated.runtime and slots_known and attempt == 0:
         from dtctl.plan.training import check_training
 
@@ -199,7 +199,7 @@ def _build_node_template(
 
 def _choose_path_folder(kind: Kind, node: NodeSpec) -> str:
     """Folder that comes first on the PATH of the program; empty: none."""
-    if node.job_python is not None:  # has programs of its own, however they are started
+    if node.job_python is not None:  # a node with its own Python uses the programs next to it, whatever the kind of job
         return posixpath.dirname(node.job_python)
     return posixpath.dirname(node.python) if kind == "command" and node.python else ""
 
@@ -266,7 +266,7 @@ def _count_node_slots(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]
 def _count_spec_gpus(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]) -> int | None:
     """Return the number of GPUs that workers of a node can use; None before it is counted."""
     count = facts.gpus.get(node.name)
-    # The node has counted by its own variables; those of the job may show fewer.
+    # The node has counted its GPUs with its own variables; the variables of the job may hide some of them.
     return None if count is None else node_facts.visible_gpus(given, count)
 
 

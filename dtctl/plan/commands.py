@@ -102,15 +102,15 @@ def _build_torchrun_argv(
         f"--nnodes={nodes}",
         f"--nproc-per-node={placement.slots}",
         f"--node-rank={placement.node_rank}",
-        # Static: ranks follow the spec. With c10d they follow the order in which agents happen to arrive.
+        # The static back end gives ranks in the order of the spec; c10d gives them in the order in which agents arrive.
         "--rdzv-backend=static",
         f"--rdzv-id={rendezvous.run_id}",
         f"--master-addr={rendezvous.address}",
         f"--master-port={rendezvous.port}",
-        # The gang is restarted as a whole, by dtctl, with a new rendezvous. torchrun's own restart keeps one store over
-        # all attempts, so that a worker may read an address of the attempt before (see docs: restarts).
+        # dtctl restarts all workers together, with a new rendezvous. torchrun's own restart keeps one store for all
+        # attempts, so that a worker may read an address of the previous attempt (see docs: restarts).
         "--max-restarts=0",
-        # Out and err of every worker to the agent's output, line by line with the rank in front.
+        # Standard output and error of every worker go to the agent's output, each line with the rank in front.
         "--tee=3",
     )
     target = ("-m", program.module) if program.module else (str(program.script),)

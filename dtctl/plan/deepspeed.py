@@ -66,7 +66,7 @@ def _build_zero_section(settings: FrameworkSettings, name: str, degrees: Degrees
         return {"stage": 1}
     if degrees.fsdp == settings.workers > 1:
         part = settings.take_part("fsdp", "reshard_after_forward", "cpu_offload")
-        # Parameters kept from the forward to the backward pass: what others call ZeRO 2 is DeepSpeed's stage 2.
+        # DeepSpeed's stage 2 keeps parameters from the forward to the backward pass; others call this ZeRO 2.
         stage = 3 if part.get("reshard_after_forward", True) else 2
         zero: dict[str, Any] = {"stage": stage}
         if part.get("cpu_offload"):
@@ -89,7 +89,7 @@ def _build_optimizer_section(settings: FrameworkSettings, name: str) -> dict[str
     parameters = {key: value for key in keys if (value := settings.pop_setting(key)) is not None}
     if name == "sgd":
         return {"type": "SGD", "params": parameters}
-    # dtctl's own defaults, so that a spec means the same with dtctl.runtime.
+    # These are dtctl's own defaults, so that a spec has the same effect as with dtctl.runtime.
     betas = [
         getattr(TrainConfig(), key) if (value := settings.pop_setting(key)) is None else value
         for key in ("beta1", "beta2")

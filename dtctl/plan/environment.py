@@ -86,7 +86,8 @@ def build_default_variables(
         origin = "dtctl: tells the ranks' lines apart"
         variables.append(EnvVar(name="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", value=RANK_PREFIX, origin=origin))
     if kind in WORKER_KINDS:
-        # torchrun sets 1, its default of old. Programs that look for the name find it, and torch does what it would.
+        # torchrun would set 1, an old default. With 3, torch behaves as without the variable, and programs that look
+        # for it find it.
         value, origin = shell.ShellExpansion(f"${{{ASYNC_ERRORS}:-3}}"), "torch's own default, unless the node sets it"
         variables.append(EnvVar(name=ASYNC_ERRORS, value=value, origin=origin))
         signals, origin = "SIGTERM,SIGINT,SIGHUP", "dtctl: what it passes on, or ends the job for"
@@ -265,7 +266,7 @@ def node_variables(
         attempt: how often the workers were started before.
         max_restarts: how often they may be started again.
     """
-    if kind == "torchrun":  # which sets the rest itself
+    if kind == "torchrun":  # torchrun sets the other variables itself
         return {names.NODE_RANK: node_rank}
     values = {
         names.WORLD_SIZE: world_size,
@@ -281,7 +282,7 @@ def node_variables(
             "TORCHELASTIC_RUN_ID": rendezvous_id,
             "TORCHELASTIC_RESTART_COUNT": attempt,
             "TORCHELASTIC_MAX_RESTARTS": max_restarts,
-            # There is no agent with a store: rank 0 opens it.
+            # No agent provides a store, so rank 0 opens it.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
     if kind == "deepspeed":

@@ -31,7 +31,7 @@ def resolve_recovery(spec: Spec, kind: Kind, *, workers: int) -> RecoveryPlan:
     wanted = spec.job.recovery
     if wanted == "restart" or (wanted == "auto" and (why or not spec.job.max_restarts)):
         trains = spec.train is not None and workers > 1 and kind in ("direct", "torchrun")
-        # For plain mode, list_warnings names this for every job, trainings or not.
+        # In plain mode, list_warnings reports this for every job, with or without training.
         return RecoveryPlan(live=False, note=_restart_note(spec, why, workers) if trains and not spec.is_plain else "")
     if why:
         raise PlanError(f"lost workers cannot be replaced: {why}", where="job.recovery", hint=hint)

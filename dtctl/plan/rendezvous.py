@@ -49,7 +49,7 @@ def resolve_numeric_address(address: str) -> str:
     host = address.encode() if address.isascii() else address
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the latter for a name that is not ASCII and has an empty or too long label
+    except (OSError, UnicodeError):  # UnicodeError: the name is not ASCII and has an empty or too long label
         return address
     return str(addresses[0][4][0])
 

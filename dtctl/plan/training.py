@@ -51,13 +51,14 @@ def check_training(spec: Spec, *, workers: int, per_node: int, nodes: int) -> li
     try:
         degrees = resolve_degrees(config.strategy, workers=workers, per_node=per_node)
         accumulate = config.accumulate or config.pipeline.micro_batches
-        if config.shares:  # what the nodes have is not known yet
+        if config.shares:  # the GPUs of the nodes are not known yet
             pass
         elif sum(key in values for key in SIZES) > 1:
             accumulate = compute_batch_sizes(config, degrees.data, stages=degrees.pp).accumulate
         else:
             derive_batch_sizes(None, config.global_batch, None, workers=degrees.data)
-        if "schedule" not in values.get("pipeline", {}):  # the script may choose one with other numbers of stages
+        # The script may choose a schedule with another number of stages.
+        if "schedule" not in values.get("pipeline", {}):
             config = replace(config, pipeline=replace(config.pipeline, stages_per_worker=None))
         require(config, degrees, accumulate=accumulate)
     except PlanError as exc:

@@ -20,7 +20,7 @@ UNUSED: Final[Mapping[str, tuple[str, ...]]] = {
     "local": (*_LOGIN, *_LOST_NODES, "cluster.ssh", "cluster.login", "cluster.connect_timeout_s"),
     "ssh": ("cluster.login",),
     "sandbox": (*_LOGIN, "cluster.login"),
-    "slurm": ("job.shared",),  # the nodes have a disk in common, where the working folder lies
+    "slurm": ("job.shared",),  # the working folder lies on a disk that the nodes share
 }
 """Transport -> keys that no job uses there."""
 UNUSED_OF_NODES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -79,7 +79,7 @@ def _useless_activation(spec: Spec, nodes: Sequence[NodeSpec]) -> str:
     """Return a sentence if a line of `job.setup` activates an environment and no worker runs its Python."""
     is_python = spec.job.command is None and not interpreter_of(spec.job.script or "", "")
     line = next((line for line in spec.job.setup if re.search(_ACTIVATION, line)), None)
-    # A name without a folder is looked up on the PATH that the setup has left.
+    # A name without a folder is searched in the PATH that the setup lines have set.
     fixed = next((node.python for node in nodes if node.python is not None and "/" in node.python), None)
     if line is None or fixed is None or not is_python:
         return ""

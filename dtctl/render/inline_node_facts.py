@@ -30,7 +30,7 @@ def build_standalone_program(program: Path) -> str:
     definitions = (facts[name] for name in facts if name in needed and not isinstance(facts[name], ast.Import))
     parts = [
         text[: text.index('"""', 3) + 3],
-        "from __future__ import annotations",  # Python 3.8 could not read those of the definitions
+        "from __future__ import annotations",  # Python 3.8 could not read the annotations without it
         "\n".join(sorted(imports)),
         *(ast.get_source_segment(source, definition) or "" for definition in definitions),
         "\n".join(text.splitlines()[rest[0].lineno - 1 :]).rstrip(),

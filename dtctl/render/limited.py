@@ -61,7 +61,7 @@ class _RenderProcess:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            with contextlib.suppress(OSError):  # what it has not read is lost
+            with contextlib.suppress(OSError):  # unread output is discarded
                 process.communicate()
 
     @staticmethod

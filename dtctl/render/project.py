@@ -68,7 +68,7 @@ def create_project(folder: Path, *, template: str, launcher: str, force: bool) -
     try:
         files = _write_project_files(by_name[template].folder, folder, values, made)
     except OSError as exc:
-        for path in reversed(made):  # on a full disk they would stay, empty
+        for path in reversed(made):  # otherwise empty files would stay on a full disk
             with contextlib.suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()
         raise UsageError(f"cannot write the project: {exc.strerror}", where=str(exc.filename or folder)) from exc

@@ -98,7 +98,7 @@ def _quote_printed_value(value: object) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return shell.quote_word(str(value))
     if isinstance(value, Undefined):
-        str(value)  # raises the error that names it
+        str(value)  # raises the error that names the undefined variable
     raise RenderError(
         f"a template printed {value!r}, which is neither text nor a number",
         hint="print one of its fields, or a sequence with `| argv`",
@@ -138,7 +138,7 @@ def _build_jinja_environment(folders: tuple[str, ...]) -> ImmutableSandboxedEnvi
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # shell text, not HTML: `_quote_printed_value` quotes
+        autoescape=False,  # the templates are shell scripts and not HTML; `_quote_printed_value` quotes
     )
     environment.filters.update(
         argv=_format_argv,

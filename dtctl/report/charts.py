@@ -103,7 +103,7 @@ def build_charts(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
         for n, key in enumerate([*remaining][:MORE])
     ]
     nonempty = [chart for chart in drafts if chart["series"]]
-    nonempty.sort(key=lambda chart: chart["name"] != "loss")  # what people look for first
+    nonempty.sort(key=lambda chart: chart["name"] != "loss")  # the loss comes first
     return nonempty
 
 
@@ -202,7 +202,7 @@ def compute_goodput_curve(
     at = dict(zip(times.steps, times.values, strict=True))
     wall, share, useful_s, before = [], [], 0.0, 0.0
     for number, (step, mean_s) in enumerate(zip(steps.steps, steps.values, strict=True)):
-        # Of a bucket the step is its first one: its mean is that of the steps up to the next bucket.
+        # The step of a bucket is the first one in it, and its mean covers all steps before the next bucket.
         behind = steps.steps[number - 1] if number else 0.0
         used_s = steps.values[number - 1] if number and steps.low else mean_s
         passed_s = at.get(step, math.nan) - started

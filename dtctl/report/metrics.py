@@ -83,7 +83,7 @@ def read_metrics_table(path: Path) -> MetricsTable | None:
         LaunchError: the file is there and cannot be read.
     """
     try:
-        os.close(folders.open_regular(str(path)))  # a pipe would be waited for
+        os.close(folders.open_regular(str(path)))  # opening a pipe would wait for a writer
         size = path.stat().st_size
         if size == 0:
             return None
@@ -227,7 +227,7 @@ def _read_sampled_rows(path: Path) -> MetricsTable:
     size = path.stat().st_size
     block = size // POINTS + 1
     edges = [size * part // PROCESSES for part in range(PROCESSES + 1)]
-    # Nothing here waits for anything but a processor, and the parts need nothing of each other.
+    # The work needs only the processor, and the parts are independent.
     with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
         parts = pool.starmap(_read_file_part, [(path, form, begin, end, block) for begin, end in pairwise(edges)])
     curves = {}
@@ -280,7 +280,7 @@ def _read_line_blocks(path: Path, begin: int, end: int, size: int) -> Iterator[s
     with path.open("rb") as file:
         if begin:
             file.seek(begin - 1)
-            file.readline()  # the rest of a line that begins before
+            file.readline()  # the end of a line that begins in the previous part
         while (place := file.tell()) < end:
             block = file.read(min(size, end - place))
             block += b"" if block.endswith(b"\n") else file.readline()
@@ -319,7 +319,7 @@ def _summarize_bucket(step: float, values: Sequence[float]) -> _ValueBucket:
     total = sum(values)
     if math.isfinite(total):
         return _ValueBucket(step, total / len(values), min(values), max(values))
-    # A loss that is not a number is a gap, however many good values are beside it.
+    # A loss that is not a number appears as a gap, also if all its neighbours are numbers.
     finite = [value for value in values if math.isfinite(value)]
     return _ValueBucket(step, math.nan, min(finite, default=math.nan), max(finite, default=math.nan))
 

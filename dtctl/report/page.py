@@ -105,7 +105,7 @@ def render_page_template(name: str, values: Mapping[str, Any], data: Mapping[str
         name.replace(".", "_"): (folder / "report" / name).read_text(encoding="utf-8")
         for name in ("page.css", "page.js", "uplot.min.css", "uplot.min.js", "uplot.LICENSE")
     }
-    # In a script element nothing is escaped; only this can end it.
+    # A script element has no escapes; only this text can end it.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     created = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     return environment.get_template(name).render(
@@ -235,7 +235,7 @@ def _build_speed_tiles(metrics: MetricsTable) -> list[tuple[str, str, str]]:
             items.append(("throughput", f"{compute_percentile(values, 0.5):,.0f}", f"{unit}, median"))
             break
     medians = sorted(filter(math.isfinite, _read_curve_values(metrics, "step_p50_s")))
-    if medians:  # as the plot has it
+    if medians:  # the same values as in the plot
         usual, slow = compute_percentile(medians, 0.5) * 1e3, _find_greatest_value(metrics, "step_p95_s") * 1e3
         items.append(
             ("step", f"{_format_three_digits(usual)} ms", f"median; 95% within {_format_three_digits(slow)} ms")

@@ -63,7 +63,7 @@ def collect_run_facts(record: RunRecord) -> RunFacts:
     hidden = {key: value for key, value in settings.items() if value and (_is_secret(key) or LOGIN.search(value))}
     for value in hidden.values():
         text = text.replace(value, HIDDEN)
-    text = LOGIN.sub(f"://{HIDDEN}@", text)  # also within a list, or a comment
+    text = LOGIN.sub(f"://{HIDDEN}@", text)  # logins in URLs are hidden everywhere, also within a list or a comment
     return RunFacts(
         info=record.info(),
         state=state,

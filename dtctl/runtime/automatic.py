@@ -223,7 +223,7 @@ def _collect_model_sizes(model: nn.Module, config: TrainConfig) -> dict[str, Any
         blocks.require_apart(model, parts.modules if parts else [])
     except PlanError:
         return figures | {"divisible": False, "single": True}
-    # A model that is already in half precision is not cast.
+    # A model that is in half precision already is not cast.
     return figures | {
         "divisible": True,
         "single": any(parameter.dtype == torch.float32 for parameter in model.parameters()),

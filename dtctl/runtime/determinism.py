@@ -45,5 +45,5 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     inductor = sys.modules.get("torch._inductor.config")
-    if inductor is not None:  # it has already read the variable
+    if inductor is not None:  # inductor read the variable when it was imported
         inductor.deterministic = True  # type: ignore[attr-defined]

@@ -86,7 +86,7 @@ def evaluate(
                         total = torch.zeros_like(total)
                     sums[name] = sums[name] + total if name in sums else total
     finally:
-        model.train(was_training)  # also if the worker continues after the loss of a peer
+        model.train(was_training)  # runs also if the worker continues after the loss of a peer
     names = sorted(sums)
     totals = worker.sum(torch.stack([sums[name].cpu() for name in names]))
     return {name: float(value) / len(samples) for name, value in zip(names, totals, strict=True)}

@@ -21,7 +21,7 @@ def apply_kernel_settings(config: TrainConfig, device_type: str) -> None:
     Raises:
         PlanError: cuDNN is configured both to measure kernels and to use the same ones each time.
     """
-    if determinism.is_wanted(config, device_type):  # for scripts that call `start` directly
+    if determinism.is_wanted(config, device_type):  # needed by scripts that call `start` directly
         if config.cudnn_benchmark:
             raise PlanError(
                 "cuDNN chooses the fastest kernels by a measurement, which does not give the same ones each time",

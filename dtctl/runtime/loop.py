@@ -142,7 +142,7 @@ class Trainer:
             return self._run_training()
         finally:
             training.check.recorder.losses.close(remove=self.step == self.steps)
-            if self._others is not None:  # torch would keep a reference to it, and so to the model
+            if self._others is not None:  # torch would keep a reference to this object, and so to the model
                 self._others.stop()
                 self._others = None
             training.snapshots.close()
@@ -180,7 +180,7 @@ class Trainer:
                     break
                 except Exception as exc:  # noqa: BLE001  # what a lost peer looks like depends on where it is noticed
                     error = exc
-                # Called outside of the handler, which would keep alive the passes that are to be repeated.
+                # Called outside of the handler: its exception would keep the activations of the failed passes alive.
                 if not recovery.recover_from_lost_peer(training, error):
                     raise error
             saved = (

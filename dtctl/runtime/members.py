@@ -75,7 +75,7 @@ def _list_members(value: object, *, named: bool) -> list[tuple[str, object]]:
         return []
     if not named or is_own_code(type(value).__module__):
         return [*_list_object_attributes(value), *([(f"<{type(value).__name__}>", type(value))] if named else [])]
-    # Of objects from installed packages, only those are visited that hold objects of the user.
+    # Objects from installed packages are visited only if they hold objects of the user.
     holds = hasattr(type(value), "state_dict") or isinstance(value, types.SimpleNamespace | argparse.Namespace)
     return [(name, held) for name, held in _list_object_attributes(value) if not name.startswith("__")] if holds else []
 

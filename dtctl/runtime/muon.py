@@ -39,8 +39,8 @@ class Muon(torch.optim.Optimizer):
             {**adamw.defaults, "params": list(others), "algorithm": "adamw"},
         ]
         super().__init__([group for group in groups if group["params"]], {})
-        # What the two optimizers have apart from groups and state; if they were stored whole, snapshots would keep
-        # them, too.
+        # The attributes of the two optimizers without groups and state. If the optimizers were kept whole, snapshots
+        # would contain their groups and states twice.
         self._own = {"muon": _without_parameters(muon), "adamw": _without_parameters(adamw)}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -32,8 +32,9 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
         ]
         groups = [group for group in groups if group["params"]]
     else:
-        groups = [{"params": wanted, "weight_decay": 0.0}]  # a group costs about 30 us per step
-    # Fused by default: one kernel for all parameters, on the CPU too, where torch's default is a loop over parameters.
+        # A group costs about 30 us per step.
+        groups = [{"params": wanted, "weight_decay": 0.0}]
+    # The default is the fused form: one kernel for all parameters, on the CPU too, where torch would loop over them.
     # Fused kernels do not support complex numbers.
     real = all(parameter.is_floating_point() for parameter in wanted)
     fused = config.kernel == "fused" and real

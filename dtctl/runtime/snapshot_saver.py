@@ -198,7 +198,7 @@ class SnapshotWriters:
         with self._worker.making_groups():
             if self.saver.collective:
                 self.saver.rejoin()
-            else:  # a new worker, whose saver has had no process group
+            else:  # the saver of a new worker does not have a process group yet
                 self.saver.close()
                 self.saver = self._build_disk_saver(sharded_state=sharded_state)
         self.open()

@@ -186,7 +186,7 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
         raise SandboxError(
             f"the sandbox cannot be made: {reason}", hint="or use `transport: local`, which needs nothing"
         )
-    keeper.returncode = 0  # it stays; Popen must not warn that it does
+    keeper.returncode = 0  # the keeper continues to run; without this, Popen would warn about it
 
 
 def runs_on(name: str) -> list[str]:
@@ -231,7 +231,7 @@ def remove_sandbox(name: str) -> bool:
     for node in nodes:
         _wait_gone(node.pid, node.started)
     if os.getuid() == 0:
-        # The kernel takes the cables of dead hosts away in its own time; here they are to be gone when this returns.
+        # The kernel removes the cables of dead hosts some time later; when this function returns, they must be gone.
         links = [layout.bridge_name(state), *(layout.link_name(state, node.index) for node in nodes)]
         commands = "".join(f"link del {link}\n" for link in links)
         subprocess.run(["ip", "-force", "-batch", "-"], input=commands, capture_output=True, text=True, check=False)
@@ -269,7 +269,7 @@ def _kill_recorded_keeper(state: Path) -> None:
     except (OSError, ValueError):
         return
     if started and boot == node_facts.boot_id() and node_facts.start_ticks(pid) == started:
-        os.kill(pid, signal.SIGKILL)  # its hosts die with it
+        os.kill(pid, signal.SIGKILL)  # the kernel ends its hosts with it
         _wait_gone(pid, started)
 
 
@@ -295,7 +295,7 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
         SandboxError: the host is switched off.
     """
     check_on(node)
-    # In the private world this user is its root; the login user has to be mapped back, as for the SSH server.
+    # In the sandbox's user namespace this user is root; the command is to run as the ordinary user, as over SSH.
     as_user = ["unshare", "--user", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}"]
     home_folder = str(sandbox.home)
     return [
@@ -305,7 +305,7 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
         *namespace_flags(sandbox),
         *(as_user if sandbox.rootless else ()),
         "env",
-        # A login has none of these, and a folder below this machine's /tmp does not exist on a host.
+        # A login over SSH has none of these variables, and a folder below this machine's /tmp does not exist on a host.
         *(word for name in ("TMPDIR", "TEMP", "TMP") for word in ("-u", name)),
         "-C",
         home_folder,

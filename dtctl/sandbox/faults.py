@@ -132,7 +132,8 @@ def _limit_towards(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode, rate:
 def power_off_host(sandbox: Sandbox, node: SandboxNode) -> None:
     """Switch a host off as a power failure does: all processes end, and peers are not notified."""
     control.check_on(node)
-    disconnect_host(sandbox, node, None)  # first, or the kernel would close its connections politely
+    # The cable is cut first; otherwise the kernel would close the host's connections in an orderly way.
+    disconnect_host(sandbox, node, None)
     os.kill(node.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while control.is_host_running(node) and time.monotonic() < deadline:
@@ -190,7 +191,7 @@ def remove_host_faults(sandbox: Sandbox, nodes: Sequence[SandboxNode]) -> None:
         in_network(sandbox, None, ["ip", "link", "set", link, "up"])
         in_network(sandbox, node, ["iptables", "-w", "-F"])
         for network, device in ((node, "eth0"), (None, link)):
-            with contextlib.suppress(SandboxError):  # there was none
+            with contextlib.suppress(SandboxError):  # the device had no such rule
                 in_network(sandbox, network, ["tc", "qdisc", "del", "dev", device, "root"])
         _unmount_disks(sandbox, node)
 

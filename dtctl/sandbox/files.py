@@ -52,7 +52,7 @@ def write_host_files(
     passwd = _build_passwd_text(uid, state / "self" / "home")
     hosts = "127.0.0.1 localhost\n" + "".join(f"{node.address} {node.name}\n" for node in nodes)
     hosts += f"{bridge_address} control\n"
-    # A server on an IPv6 socket sees its IPv4 clients under these, and torch looks up their names.
+    # A server on an IPv6 socket sees IPv4 clients under these addresses, and torch looks up their names.
     hosts += "".join(f"::ffff:{node.address} {node.name}\n" for node in nodes) + "::ffff:127.0.0.1 localhost\n"
     known_hosts = []
     set_env = "".join(f"SetEnv {key}={value}\n" for key, value in environ.items())
@@ -68,7 +68,7 @@ def write_host_files(
         (etc / "passwd").write_text(passwd, encoding="utf-8")
         (etc / "hosts").write_text(hosts, encoding="utf-8")
         (etc / "hostname").write_text(node.name + "\n", encoding="utf-8")
-        # Nobody answers there, at once: a name that is not in /etc/hosts is unknown without a wait.
+        # No server listens at this address, so a name that is not in /etc/hosts is refused without a wait.
         (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n", encoding="utf-8")
         (etc / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n", encoding="utf-8")
     (state / "known_hosts").write_text("".join(known_hosts), encoding="ascii")

@@ -38,7 +38,7 @@ def main(host: HostConfig, go_fd: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         if not os.read(go_fd, 1):
-            os._exit(1)  # the keeper has gone before the cable was there
+            os._exit(1)  # the keeper has ended before it connected the cable
         os.close(go_fd)
         _set_host_name(host)
         _mount_host_folders(host)
@@ -89,7 +89,7 @@ def _own_etc(own: Path) -> None:
 
 def _own_tmp(needed: list[Path]) -> None:
     """Mount an empty /tmp that contains only those folders of the machine's /tmp that the host needs."""
-    # Not the user's TMPDIR, which is a folder of the machine's like any other.
+    # The user's TMPDIR is not used: it is a folder of the machine like any other.
     tmp = TMP.resolve()
     below = [path for path in needed if tmp in path.parents]
     outermost = [path for path in below if not any(other in path.parents for other in below)]
@@ -110,7 +110,7 @@ def _list_needed_folders(state: Path) -> list[Path]:
 def _configure_network(host: HostConfig) -> None:
     kernel.interface_up("lo")
     kernel.interface_up("eth0", host.address, host.netmask)
-    if host.rootless:  # its sshd is not root, and has to take port 22
+    if host.rootless:  # its sshd does not run as root, and has to use port 22
         Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").write_text("22")
 
 
@@ -122,7 +122,7 @@ def start_sshd(host: HostConfig) -> int:
     try:
         os.setsid()
         if host.rootless:
-            # sshd refuses to be a root that cannot change its groups; as the ordinary user it does not try.
+            # As root, sshd requires the right to change its groups; as an ordinary user it does not try to change them.
             kernel.unshare_namespaces(kernel.CLONE_NEWUSER)
             kernel.map_ids(host.uid, host.gid, 0, 0)
         folder = host.state / "self" / "ssh"
@@ -143,4 +143,4 @@ def _reap_forever() -> None:
         try:
             os.wait()
         except ChildProcessError:
-            signal.pause()  # no process is left; the host is up all the same, as a machine without a server is
+            signal.pause()  # the namespace has no process left; the host counts as up, like a machine without a server

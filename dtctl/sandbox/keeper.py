@@ -86,7 +86,8 @@ class SandboxDaemon:
         commands = []
         for name, (pid, _) in started.items():
             link = layout.link_name(self.state, self.sandbox.node(name).index)
-            if self.sandbox.node(name).pid:  # it was on before; the kernel takes its old cable away in its own time
+            # The host was on before, and the kernel removes its old cable only some time later.
+            if self.sandbox.node(name).pid:
                 subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)
             mac = layout.mac_address(self.state, self.sandbox.node(name).index)
             commands.append(f"link add {link} type veth peer name eth0 address {mac} netns {pid}")
@@ -132,7 +133,7 @@ class SandboxDaemon:
         path.unlink(missing_ok=True)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with _working_directory(self.state):
-            server.bind(SOCKET)  # a relative name: the folder's path may be longer than an address may be
+            server.bind(SOCKET)  # a relative name, since the folder's path may be longer than the address of a socket
         path.chmod(0o600)
         server.listen(512)
         while True:
@@ -151,7 +152,7 @@ class SandboxDaemon:
         if request["op"] == "power-on":
             self.power_on([request["node"]])
             _send_keeper_answer(connection, {"ok": True})
-        elif request["op"] == "connect" and os.fork() == 0:  # it may take its time, and others need one too
+        elif request["op"] == "connect" and os.fork() == 0:  # in a child process, since it may take long
             try:
                 _send_connected_socket(connection, request)
             finally:
@@ -168,7 +169,7 @@ def _send_connected_socket(connection: socket.socket, request: dict[str, object]
 
 
 def _send_keeper_answer(connection: socket.socket, message: dict[str, object]) -> None:
-    with contextlib.suppress(OSError):  # the client may have gone
+    with contextlib.suppress(OSError):  # the client may have ended
         connection.sendall(json.dumps(message).encode())
 
 
@@ -185,7 +186,8 @@ def _wait_for_server(address: str) -> None:
     import time
 
     deadline = time.monotonic() + READY_LIMIT_S
-    patience_s = 0.02  # at first short: a packet sent before the cable is up is lost, and TCP repeats it after a second
+    # Starts short: a packet that is sent before the cable is up is lost, and TCP repeats it only after 1 s.
+    patience_s = 0.02
     while True:
         try:
             socket.create_connection((address, 22), timeout=patience_s).close()

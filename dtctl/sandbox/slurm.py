@@ -121,7 +121,7 @@ def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: st
     key = folder / "munge" / "key"
     with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(secrets.token_bytes(128))
-    # Each host has the whole machine. Not more memory than is there: jobs may use all of it.
+    # Each host has the whole machine. It reports no more memory than exists, since jobs may use all of it.
     memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
     resources = f"CPUs={CPUS} RealMemory={memory_mib // 2} Gres=gpu:{GPUS} Feature=sandbox"
     rows = (f"NodeName={node.name} NodeAddr={node.address} {resources}" for node in nodes)
@@ -136,7 +136,7 @@ def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: st
     config_file(state).write_text(text, encoding="utf-8")
     names = "".join(f"{node.address} {node.name}\n" for node in nodes)
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{bridge_address} {CONTROL}\n{names}", encoding="utf-8")
-    # Slurm counts files of any kind; ten digits would need another pattern.
+    # Slurm counts every kind of file; ten digits would need another pattern.
     for number in range(GPUS):
         (folder / f"gpu{number}").touch()
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n", encoding="utf-8")
@@ -153,7 +153,7 @@ def start_control(state: Path) -> None:
     """
     munge = state / "slurm" / "munge"
     names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-    # Forced: it would refuse a socket below a home that other users cannot enter, and there are none on the hosts.
+    # --force: munged refuses a socket below a home that other users cannot enter, but the hosts have no other users.
     options = ["--foreground", "--force", *(f"--{option}={munge / name}" for option, name in names.items())]
     _fork_daemon(["munged", *options], log=munge / "out", environ={})
     deadline = time.monotonic() + READY_LIMIT_S

@@ -26,7 +26,7 @@ MAX_DEPTH = 64
 _CORE = "tag:yaml.org,2002:"
 _MERGE, _NULL, _BOOL, _INT, _FLOAT = (_CORE + name for name in ("merge", "null", "bool", "int", "float"))
 _PLAIN = (
-    # Tag, pattern, and first characters of a scalar.
+    # Each entry has a tag, a pattern, and the first characters of a scalar.
     (_MERGE, r"<<", ["<"]),
     (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     (_BOOL, r"true|True|TRUE|false|False|FALSE", list("tTfF")),

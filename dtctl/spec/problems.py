@@ -45,7 +45,7 @@ def path_in(loc: Sequence[int | str], data: Any) -> Path:
     path: list[int | str] = []
     for step in loc:
         if step == "name" and has_path_step(data, "host"):
-            step = "host"  # alternative key for a node's name
+            step = "host"  # `host` is another key for a node's name
         if has_path_step(data, step):
             data = data[step]
             path.append(step)

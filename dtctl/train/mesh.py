@@ -218,7 +218,7 @@ def _describe_nearest_mesh(requested: Mapping[str, int], workers: int) -> str:
 
     def distance(degrees: tuple[int, ...]) -> tuple[float, ...]:
         pairs = [(degree, requested.get(axis, 1)) for axis, degree in zip(axes, degrees, strict=True)]
-        # Adding replicas changes least of what was meant, so it is counted last.
+        # Another number of replicas deviates least from the request, so it counts last.
         main = sum(
             abs(math.log(degree / want))
             for axis, (degree, want) in zip(axes, pairs, strict=True)

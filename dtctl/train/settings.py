@@ -114,7 +114,7 @@ def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
     for name, value in values.items():
         key = f"{at}.{name}"
         if name not in fields:
-            import difflib  # only errors need it
+            import difflib  # imported here, since only errors need it
 
             matches = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean `{matches[0]}`?" if matches else f"the keys here are {', '.join(fields)}"
@@ -234,7 +234,7 @@ def _suggest_near_choice(value: Any, hint: Any) -> str | None:
     choices = [
         choice for option in _list_hint_options(hint) if get_origin(option) is Literal for choice in get_args(option)
     ]
-    import difflib  # only errors need it
+    import difflib  # imported here, since only errors need it
 
     matches = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return f"did you mean `{matches[0]}`?" if matches else None

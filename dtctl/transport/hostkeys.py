@@ -114,7 +114,7 @@ def _matches_one(pattern: str, name: str) -> bool:
         return True
     if "*" not in pattern and "?" not in pattern:
         return False
-    return fnmatchcase(name, pattern.replace("[", "[[]"))  # brackets stand for themselves here
+    return fnmatchcase(name, pattern.replace("[", "[[]"))  # brackets have no special meaning in host patterns
 
 
 def _matches_hash(entry: str, name: str) -> bool:

@@ -63,7 +63,7 @@ class LocalStream:
             if self._process.stdin is None:
                 raise ValueError("closed")
             view = memoryview(data)
-            while view:  # a signal may end a write before all is written
+            while view:  # a signal may interrupt a write halfway
                 view = view[self._process.stdin.write(view) :]
         except (OSError, ValueError) as exc:
             raise ConnectError("the command no longer reads", node=self._node) from exc
@@ -74,7 +74,7 @@ class LocalStream:
             if self._process.stdin is not None:
                 self._process.stdin.close()
         except OSError:
-            pass  # it has ended, and what was buffered cannot be delivered
+            pass  # the process has ended, so buffered data cannot be delivered
 
     def exit_status(self, timeout_s: float) -> int | None:
         """See `dtctl.transport.base.ByteStream`."""
@@ -90,11 +90,12 @@ class LocalStream:
         self.close_stdin()
         if self._process.stderr is not None:
             self._process.stderr.close()
-        # Never under a thread that reads: the number of the descriptor may soon be that of another file.
+        # This must not happen while a thread reads: the number of the descriptor may soon be that of another file.
         if self._process.stdout is not None and self._reading.acquire(blocking=False):
             self._process.stdout.close()
             self._reading.release()
-        if self._process.poll() is None:  # it ends once it detects this, and the caller should not have to wait for it
+        # The process ends once it detects the closed pipes; the caller does not wait for that.
+        if self._process.poll() is None:
             threading.Thread(target=self._process.wait, daemon=True).start()
 
 
@@ -106,7 +107,8 @@ def start_process(argv: list[str], *, node: str, cwd: Path | None = None) -> sub
     """
     pipe = subprocess.PIPE
     try:
-        # Its own session, as under sshd: Ctrl-C in the terminal is for the launcher, which passes it on.
+        # The process gets its own session, as under sshd: Ctrl-C in the terminal is meant for the launcher, which
+        # passes it on.
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, cwd=cwd, start_new_session=True)
     except OSError as exc:
         hint = PROCESSES_HINT if exc.errno == errno.EAGAIN else None

@@ -48,14 +48,14 @@ FORCED: Final = (
     "RemoteCommand none",
     "RequestTTY no",
     "EscapeChar none",
-    # A connection that the user has opened is used, so a second factor is asked for once, there. None is opened for
-    # others: it would outlive the launch.
+    # A connection that the user has opened is used, so that a second factor is requested only once, there. dtctl opens
+    # no such connection for others to use: it would outlive the launch.
     "ControlMaster no",
     "ConnectionAttempts 1",
     "ServerAliveInterval 15",
-    # Whether a node is lost is decided by what its supervisor sends, not here.
+    # Messages of the supervisor decide if a node is lost; ssh does not.
     "ServerAliveCountMax 8",
-    # For the ssh of a jump host: its standard error is also that of the command.
+    # The ssh of a jump host writes its messages to the same standard error as the command.
     "LogLevel ERROR",
 )
 WAVE: Final = 64
@@ -107,7 +107,7 @@ class SshLogin:
         self.mark = b"dtctl-%s\n" % secrets.token_hex(8).encode()
         self.words = SshMessages()
         os.mkfifo(log, 0o600)
-        # Before ssh opens it to write, which would otherwise wait.
+        # The pipe is opened for reading first; otherwise ssh would wait when it opens it for writing.
         self._log = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._log_path = log
         self._log_lock = threading.Lock()
@@ -233,7 +233,7 @@ def _log_name(fifo: Path) -> str:
     /proc/PID ends with its process; elsewhere than on Linux there is none.
     """
     process = Path(f"/proc/{os.getpid()}")
-    # Of a process that others may not look into (a Python with file capabilities), it belongs to root.
+    # The /proc folder of a process that others may not inspect (a Python with file capabilities) belongs to root.
     is_open = process.exists() and process.stat().st_uid == os.geteuid()
     return f"{process}/root{fifo}" if is_open else str(fifo)
 
@@ -270,7 +270,8 @@ class OpenSshStream(LocalStream):
         while not self._is_marked:
             before, mark, after = self._early.partition(self._login.mark)
             if mark:
-                # What start-up files have printed stays: it would spoil the output over any other connection, too.
+                # The output of start-up files is kept: it would spoil the command's output over any other connection,
+                # too.
                 self._early, self._is_marked = before + after, True
                 break
             data = super().read(EARLY_BYTES)
@@ -281,7 +282,7 @@ class OpenSshStream(LocalStream):
         if self._early:
             data, self._early = self._early[:size], self._early[size:]
             return data
-        # ssh would wait for room there: it logs each exchange of keys, and a run may take weeks.
+        # Otherwise ssh would wait when the pipe is full: it logs each exchange of keys, and a run may take weeks.
         self._login.read_log()
         return super().read(size)
 
@@ -379,7 +380,7 @@ class OpenSshConnection:
             login, self._first = self._first, None
             login = _discard_expired_login(login)
             if login is None and not self._is_shared_by_user and (self._master is None or self._master.has_ended):
-                # One that has expired serves the connections that share it already.
+                # An expired connection continues to serve the sessions that share it already.
                 self._streams += [OpenSshStream(self._master.login)] if self._master else []
                 self._master = self._transport.open_master(self.target)
             master = self._master
@@ -390,7 +391,7 @@ class OpenSshConnection:
         if is_closed:
             stream.close()
             raise ConnectError("the connection was closed", node=self.target.name)
-        # It has ended already; its output and exit status show why.
+        # The process has ended already; its output and exit status show why.
         with contextlib.suppress(ConnectError):
             stream.write(_line_of(command))
         return stream
@@ -446,7 +447,7 @@ class OpenSshTransport:
         self._count = 0
         self._wave = threading.Semaphore(WAVE)
         for target in [*targets][:WAVE]:
-            # The reason why one cannot begin is reported when its node is connected.
+            # If a login cannot begin, the reason is reported when its node is connected.
             with contextlib.suppress(ConnectError):
                 self._begun[target.name] = self._begin_login(target)
 
@@ -498,7 +499,7 @@ class OpenSshTransport:
                 raise explain_login(
                     login.words, target, lambda: self._debug_host_key(target), lambda: self._jump_hosts(target)
                 )
-            # Not all at the same moment again.
+            # The random factor prevents that all logins are repeated at the same moment.
             time.sleep(wait_s * random.uniform(0.5, 1.5))
             wait_s *= 2
         raise ConnectError("it could not be reached", node=target.name)
@@ -557,12 +558,13 @@ class OpenSshTransport:
 
 def _make_private_folder() -> Path:
     """Make a private folder, and remove those that killed processes have left."""
-    # It has this name only when it is locked: until then, another process would take it for one that was left.
+    # The folder gets its final name only after it is locked; otherwise another process would take it for a leftover and
+    # remove it.
     unlocked = Path(tempfile.mkdtemp(prefix=NEW_PREFIX))
     _lock_folder(unlocked)
     folder = unlocked.rename(unlocked.with_name(unlocked.name.replace(NEW_PREFIX, FOLDER_PREFIX, 1)))
     for other in folder.parent.glob(f"{FOLDER_PREFIX}*"):
-        # Whoever uses one holds a lock on it, also in another container that shares the folder around it.
+        # A process that uses such a folder holds a lock on it, also in another container that shares the parent folder.
         with contextlib.suppress(OSError):
             if other != folder and other.stat().st_uid == os.getuid():
                 os.close(_lock_folder(other))
@@ -587,7 +589,7 @@ def _lock_folder(folder: Path) -> int:
 
 def _clean_up(folder: Path, begun: dict[str, SshLogin], pid: int) -> None:
     """End logins that were begun and not used, and remove the folder of a transport."""
-    if os.getpid() != pid:  # a process that was forked
+    if os.getpid() != pid:  # this is a forked copy of the process
         return
     for login in begun.values():
         login.kill()

@@ -25,7 +25,7 @@ _CHANGED: Final = re.compile(r"Offending \S+ key in (?P<file>.+):(?P<line>\d+)")
 _CHANGED_NAME: Final = re.compile(r"ost key for (\S+) has changed")
 _OFFERED: Final = re.compile(r"Offering (?:\S+ )?public key: (.+?)(?: explicit)?\s*$", re.MULTILINE)
 _ACCEPTED: Final = re.compile(r"Server accepts key: (.+?)(?: explicit)?\s*$", re.MULTILINE)
-# Why a key was not offered, or was of no use.
+# Reasons why a key was not offered or was not accepted.
 _UNUSABLE: Final = re.compile(
     r"Load key |signing failed|no mutual signature|Identity file .* not accessible|no such identity"
 )
@@ -118,7 +118,8 @@ def _explain_host_key(words: SshMessages, target: Target, debug: Callable[[], st
     said = "\n".join(_find_informative_lines(words.stderr if at_jump_host else words.log))
     debugged = debug() if at_jump_host else words.log
     node = f"{target.name} (jump host {hop})" if at_jump_host else target.name
-    # The last one: a jump host's own stands before that of the node, which is not reached if that is refused.
+    # The last key counts: the key of a jump host comes before that of the node, and the node is not reached if the jump
+    # host's key is refused.
     keys = _FINGERPRINT.findall(debugged)
     key_type, fingerprint = keys[-1] if keys else ("a key", "")
     presented = f"{key_type} {fingerprint}".rstrip()

@@ -22,8 +22,8 @@ UNBOUND: Final = b"srun: cluster configuration lacks support for cpu binding\n"
 """Message of srun on clusters that do not bind tasks."""
 
 
-# Overlap: the job's own steps hold all its processors, and this one has them, too. All variables, even if an option
-# of sbatch excludes some. No wait for a node that has stopped answering.
+# --overlap: the job's own steps occupy all its processors, and this step uses the same ones. --export=ALL: options of
+# sbatch may exclude variables.
 OPTIONS: Final = ("--overlap", "--mem=0", "--cpu-bind=none", "--export=ALL", "--quiet", "--job-name=dtctl-node")
 
 

@@ -211,7 +211,7 @@ class SshTransport:
     def _connect_target(self, target: Target, *, via: SshConnection | None, depth: int) -> SshConnection:
         call = self._early_calls.pop_connection(target) if self._early_calls is not None and depth == 0 else None
         settings = call.settings if call else sshconfig.resolve_ssh_settings(target)
-        if via is not None:  # the list of jump hosts defines how this one is reached
+        if via is not None:  # the list of jump hosts defines how this host is reached
             settings = replace(settings, proxy_jump=(), proxy_command=None)
         hops: list[SshConnection] = []
         try:
@@ -319,7 +319,7 @@ class SshTransport:
             # Later than the limit of start_client, so that silence is reported as such and not as a wrong first line.
             transport.banner_timeout = transport.handshake_timeout = timeout_s + 5
             transport.start_client(timeout=timeout_s)
-            if not transport.initial_kex_done:  # after the time-out it returns as if all were well
+            if not transport.initial_kex_done:  # after the time-out it returns without an error
                 raise TimeoutError
         except BaseException:
             transport.close()
@@ -378,7 +378,7 @@ class SshTransport:
             if file not in self._keys:
                 try:
                     info = Path(file).stat()
-                    if info.st_uid == os.getuid() and info.st_mode & 0o077:  # as ssh
+                    if info.st_uid == os.getuid() and info.st_mode & 0o077:  # ssh refuses such a file, too
                         self._keys[file] = f"others can read it; chmod 600 {file}"
                         return self._keys[file]
                     self._keys[file] = paramiko.PKey.from_path(file)
@@ -408,7 +408,7 @@ def _hint_of_refusal(transport: paramiko.Transport, settings: sshconfig.SshSetti
         transport.auth_none(settings.user)
     except paramiko.BadAuthenticationType as exc:
         methods = exc.allowed_types
-    except (paramiko.SSHException, OSError, EOFError):  # it has had enough of us
+    except (paramiko.SSHException, OSError, EOFError):  # the server has closed the connection after too many attempts
         pass
     if {"password", "keyboard-interactive"} & {*methods}:
         return f"dtctl never asks for passwords: `ssh-copy-id {login}` lets your key in there"
@@ -419,7 +419,7 @@ def _prefer_recorded_types(first: list[str], offered: list[str]) -> list[str]:
     """Return `offered` with the key types on record first, so that the server sends a key that can be checked."""
     names = []
     for name in first:
-        # An RSA key on record is asked for by its signature algorithms.
+        # A recorded RSA key is requested by the names of its signature algorithms.
         names += ["rsa-sha2-512", "rsa-sha2-256"] if name == "ssh-rsa" else [name]
     preferred = [name for name in names if name in offered]
     return [*dict.fromkeys([*preferred, *offered])]
@@ -437,7 +437,7 @@ def _make_channel_opener(via: SshConnection) -> OpenSocket:
 def _proxy_command(settings: sshconfig.SshSettings) -> socket.socket:
     """Return one end of a socket; a process that the user's configuration names has the other end."""
     parent_end, child_end = socket.socketpair()
-    # The user's own line for a shell, as OpenSSH runs it. It ends when our end of the socket is closed.
+    # This is the user's ProxyCommand, which a shell runs as for OpenSSH. It ends when this end of the socket is closed.
     line = f"exec {settings.proxy_command}"
     process = subprocess.Popen(line, shell=True, stdin=child_end.fileno(), stdout=child_end.fileno())  # noqa: S602
     threading.Thread(target=process.wait, daemon=True).start()

@@ -140,7 +140,8 @@ def _first_value(options: Mapping[str, Sequence[str]], key: str) -> str | None:
 
 
 def _known_hosts_files(options: Mapping[str, Sequence[str]]) -> list[str]:
-    # `ssh -G` prints several files on one line and does not quote: a blank parts two only where a path begins.
+    # `ssh -G` prints several files on one line without quotes, so a blank separates two files only if a path begins
+    # after it.
     user = re.split(r"\s+(?=[/~])", _first_value(options, "userknownhostsfile") or " ".join(USER_KNOWN_HOSTS))
     system = re.split(r"\s+(?=[/~])", _first_value(options, "globalknownhostsfile") or " ".join(SYSTEM_KNOWN_HOSTS))
     return [*user, *system]

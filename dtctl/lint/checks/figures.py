@@ -148,7 +148,7 @@ def _own_line(check: CheckContext, node: ast.AST, depth: int = _DEPTH) -> int | 
     module, scope = check.module, check.module.scope(node)
     above = module.parents.get(node)
     if isinstance(above, ast.Attribute) and above.attr in _METER:
-        return None  # a meter's figure counts, and not its name
+        return None  # the value of a meter is what counts, not its name
     bindings = module.lookup(node)
     given = [binding for binding in bindings if isinstance(binding.statement, ast.arg)]
     bound = [(binding.line, value) for binding in bindings if (value := binding.value or binding.whole) is not None]

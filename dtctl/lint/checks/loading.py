@@ -387,7 +387,7 @@ def _one_first(module: SourceFile, call: ast.Call) -> bool:
         callers = module.neighbours.callers(module, function)
         if any(_waits_nearby(caller, calling) for caller, calling in callers[:8]):
             return True
-    # One rank makes an earlier call of the same dataset.
+    # One rank loads the same dataset in an earlier call.
     name = format_dotted_name(call.func)
     return any(
         other is not call

@@ -68,7 +68,7 @@ def same_seed(check: CheckContext) -> Iterator[Problem]:
         return
     helpers = {getattr(module.scope(call), "name", "") for call in seeds} & set(_SEEDS)
     called = [call for call in seeds if (format_dotted_name(call.func) or "").rpartition(".")[2] in helpers]
-    seeds = called or seeds  # calls of a helper in the file replace the line in the helper
+    seeds = called or seeds  # if a helper of this file sets the seed, its calls are reported instead of the line in it
     if any(call.args and mentions_rank(module, call.args[0]) for call in seeds):
         ranks = [part for call in seeds for argument in call.args[:1] for part in ast.walk(argument)
                  if isinstance(part, ast.expr) and rank_kind(module, part)]  # fmt: skip

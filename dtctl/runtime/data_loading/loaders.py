@@ -249,7 +249,7 @@ def _adapt_loader(loader: DataLoader[Any], config: TrainConfig) -> AdaptedData:
     if isinstance(loader.dataset, IterableDataset):
         return _adapt_iterable(loader.dataset, loader, config)
     sampler, size = loader.sampler, loader.batch_size
-    if type(loader.batch_sampler) is BatchSampler:  # also one that was given
+    if type(loader.batch_sampler) is BatchSampler:  # both a default batch sampler and one that the program has made
         sampler, size = loader.batch_sampler.sampler, loader.batch_sampler.batch_size
     elif loader.batch_sampler is not None:
         sampler = loader.batch_sampler

@@ -103,7 +103,8 @@ class WorkerSampler:
         shares = batch.shares or (1,) * batch.world_size
         first = np.arange(batch.accumulate)[:, None] * batch.parts + sum(shares[:rank])
         own = np.arange(batch.micro * shares[rank])
-        self._offsets = (first * batch.micro + own).astype(np.int64)  # [accumulate, micro times the share]
+        # Shape: [accumulate, micro batch size times the share].
+        self._offsets = (first * batch.micro + own).astype(np.int64)
         self._ahead = max(1, self.WINDOW // self._offsets.size)
         self._first = self._last = 0  # the positions in the window
         self._window = np.empty((0, *self._offsets.shape), dtype=np.int64)

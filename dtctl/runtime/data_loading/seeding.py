@@ -58,7 +58,7 @@ class GeneratorSeeder:
     def list_dataset_generators(self) -> list[Generator]:
         """Return the data set's generators in this process, as a copy of the data set has its own."""
         if self._dataset_generators is None:
-            # In an order that is the same in every process.
+            # The order must be the same in every process.
             self._dataset_generators = list(_find_generators(self._data))
         return self._dataset_generators
 

@@ -52,12 +52,12 @@ def start(
         PlanError: the environment does not identify this worker.
     """
     faulthandler.enable()
-    if deterministic:  # before CUDA is initialized
+    if deterministic:  # must come before CUDA is initialized
         determinism.use_deterministic_kernels()
     worker = resolve_worker_from_env(os.environ)
     if worker.device.type == "cuda":
         torch.cuda.set_device(worker.device)
-        if bind_cores:  # before threads are started, which inherit the binding
+        if bind_cores:  # must come before threads are started, since they inherit the binding
             affinity.bind_process_to_cores(affinity.find_cores_near_gpu(worker.device))
     seed_all(seed)
     if worker.backend is not None:
@@ -78,7 +78,7 @@ def start(
             world_size=worker.world_size,
             device_id=worker.device if _can_be_bound(worker.backend) else None,
         )
-        del shared  # its sockets belong to the group
+        del shared  # the sockets of the store belong to the group
         if worker.live is not None:
             worker.live.is_joined()
     try:

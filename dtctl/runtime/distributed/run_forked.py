@@ -34,7 +34,7 @@ def run_in_forked_process(work: Callable[[], dict[str, Any]], *, limit_s: float)
         text = _read_pipe_with_timeout(reading, limit_s)
     finally:
         os.close(reading)
-        os.kill(child, signal.SIGKILL)  # it was not waited for yet, so the number is still its own
+        os.kill(child, signal.SIGKILL)  # the process was not waited for yet, so its id has not been reused
         os.waitpid(child, 0)
     if text is None:
         raise WorkerFailed(f"it takes more than {limit_s:.0f} s")

@@ -297,7 +297,7 @@ class StepRecorder:
     def _compare_repeated_step(self, row: StepBits | None) -> ExactnessVerdict | None:
         expected = self._expected
         assert expected is not None  # noqa: S101  # for the type checker
-        if row is None:  # a worker that took the step over has no sums of it
+        if row is None:  # a worker that received this step from a peer has no sums of it
             return self.stop_comparison(f"a worker was replaced in step {expected.step + 1}")
         differs = row.compare(expected.rows[row.step], losses=expected.losses)
         if expected.doubted is not None:

@@ -67,7 +67,7 @@ class ExactnessVerdict:
         what, cause = self._name_difference(self.differs)
         if self.repeats is False:
             cause = NOT_REPEATED
-        elif self.losses_to and self.steps:  # the difference is only in the losses of later steps
+        elif self.losses_to and self.steps:  # only the losses of later steps differ
             what, cause = f"{repeated}, and {what}", LATE
         return f"not exact: {what} ({cause}){known}"
 

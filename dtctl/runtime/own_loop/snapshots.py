@@ -249,7 +249,7 @@ class SessionSnapshots:
         self._local = {"local": parts.get("local", {})}
         self._require_own_state(facts)
         if self._buckets is not None:
-            # First of all, since the pass changes buffers.
+            # This comes first, since the pass changes buffers.
             self._load_bucket_order(rank)
             self._buckets.apply()
         self._position.seek(facts["data"], randomness.of_rank(parts[BEFORE], rank))

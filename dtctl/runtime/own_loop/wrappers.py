@@ -57,7 +57,7 @@ class WrappedModel:
     def exchange_gradients(self, wanted: bool) -> None:
         """Choose whether the next backward pass exchanges gradients; without, they are added up on each worker."""
         for ddp in self._ddps:
-            if not ddp.static_graph:  # that learns its order in a pass that exchanges
+            if not ddp.static_graph:  # DDP learns its order in a pass that exchanges
                 ddp.require_backward_grad_sync = wanted
         for module in self._sharded:
             module.set_requires_gradient_sync(wanted, recurse=False)  # type: ignore[operator]

@@ -160,7 +160,7 @@ def iter_box_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, in
     if not all(size):
         return
     dims = len(shape)
-    inner = dims  # the first dim from which on the box covers the tensor
+    inner = dims  # from this dim on, the box covers the whole tensor
     while inner and size[inner - 1] == shape[inner - 1]:
         inner -= 1
     inner = max(0, inner - 1)

@@ -116,7 +116,7 @@ class _PieceExchange:
                 stretch = data[source.file][source.begin : source.end]
                 piece = torch.frombuffer(stretch, dtype=dtype).view(source.box[1])
             if piece is not None and mine == source.box and not is_mapped:
-                whole = piece  # a view, without a copy
+                whole = piece  # this is a view and copies nothing
             elif mine is not None and whole is None and assembly.intersect_boxes(mine, source.box) is not None:
                 whole = torch.empty(mine[1], dtype=dtype)
             commons = [None if box is None else assembly.intersect_boxes(box, source.box) for box in boxes]

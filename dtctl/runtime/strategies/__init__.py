@@ -164,7 +164,7 @@ def build_strategy(
     if is_fsdp or worker.is_replacement:
         try:
             sharded = FullySharded(model, config, worker, degrees, mesh)
-            limit_groups(config.timeout_s)  # and those of groups that were made on the way
+            limit_groups(config.timeout_s)  # this includes groups that the strategy has made
             return sharded
         except (AssertionError, RuntimeError, ValueError) as exc:
             raise explained(exc) or exc from exc
@@ -210,5 +210,5 @@ def build_strategy(
         stream=stream.max_relative_difference,
         gradients=(in_one_piece, gradients),
     )
-    limit_groups(config.timeout_s)  # and those of groups that were made on the way
+    limit_groups(config.timeout_s)  # this includes groups that the strategy has made
     return divided

@@ -284,7 +284,7 @@ class ModuleComparison:
                 break
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # the module has kernels for smaller formats only
+            except Exception:  # the module's kernels support smaller formats only
                 if index + 1 == len(forms):
                     raise
 

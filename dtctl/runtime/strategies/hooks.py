@@ -46,7 +46,7 @@ def register_communication_hook(
     if config.comm_hook == "fp16":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif config.comm_hook == "bf16":
-        # Under another name, since torch refuses this hook with gloo by its name, although it works.
+        # The hook gets another name, since torch refuses it with gloo because of its name, although it works.
         ddp.register_comm_hook(None, lambda _, bucket: default_hooks.bf16_compress_hook(None, bucket))  # type: ignore[arg-type]
     elif config.comm_hook == "powersgd":
         size = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)

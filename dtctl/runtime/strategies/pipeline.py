@@ -201,7 +201,7 @@ class Pipeline(StatelessStrategy):
         """Return an empty tensor of the shape of the stream between stages, that of the first block's input."""
         probe = stages.StageModel(self.module, self._blocks, 0, 0)
         was_training = self.module.training
-        self.module.eval()  # evaluation mode, so that no random number is drawn and no running mean changes
+        self.module.eval()  # evaluation mode draws no random numbers and changes no running means
         try:
             with torch.no_grad():
                 loss(stages.StageCaller(probe, samples), batch)

@@ -300,7 +300,7 @@ def _list_style_attempts(
             outputs = weight.shape[0]
             if outputs > following and outputs % following == 0:
                 fused[name] = f"colwise-{outputs // following}"
-            elif outputs > following and (outputs - following) % 2 == 0:  # queries, with fewer keys and values
+            elif outputs > following and (outputs - following) % 2 == 0:  # fewer keys and values than queries
                 fused[name] = f"colwise-{following}:{(outputs - following) // 2}:{(outputs - following) // 2}"
             if fused[name] != style:
                 pair = name.removeprefix(prefix), second.removeprefix(prefix)

@@ -195,14 +195,14 @@ class Lease:
                 if holder.held and holder.has_process_ended() is False:
                     self._raise_folder_in_use(holder)
                 if not holder.held and token < self._token and holder.has_process_ended() is not True:
-                    # both came at the same time, and the one with the larger token withdraws
+                    # both writers arrived at the same time, so the one with the larger token withdraws
                     self._raise_folder_in_use(holder)
             time.sleep(POLL_S * (5 if self._remote else 1))
 
     def _may_be_removed(self, holder: LeaseHolder) -> bool:
         mine = self._holder
         if holder.is_local_process and (holder.pid, holder.started) == (mine.pid, mine.started):
-            return True  # an earlier run of this process
+            return True  # an earlier run in this process held it
         if holder.run and holder.run == mine.run and (holder.attempt, holder.epoch) < (mine.attempt, mine.epoch):
             return True
         return holder.has_process_ended() is True
