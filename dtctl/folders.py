@@ -11,7 +11,7 @@ import stat
 import zlib
 
 MARKER = ".dtctl"
-"""Name of the file that marks a folder as made by dtctl. Nothing is removed below a folder without it."""
+"""Name of the file that marks a folder as made by dtctl. Below a folder without this file, dtctl removes nothing."""
 NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags for opening files: links are not followed, and a pipe without a writer does not block."""
 
@@ -58,7 +58,7 @@ def check_private(path: str) -> None:
         except OSError:
             mode = 0
         if mode & 0o002 and not mode & stat.S_ISVTX:
-            raise NotPrivateError("anybody may replace what is in it", above, "chmod o-w %s" % _quote_path(above))
+            raise NotPrivateError("every user may replace its contents", above, "chmod o-w %s" % _quote_path(above))
         if above == os.path.dirname(above):
             return
         above = os.path.dirname(above)
@@ -138,7 +138,7 @@ def open_regular(path: str, *, follow: bool = True) -> int:
     """Return a descriptor of a regular file; a pipe or a device is refused before a byte is read.
 
     Raises:
-        NotRegularFileError: the path is no regular file.
+        NotRegularFileError: the path is not a regular file.
         OSError: the file cannot be opened.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
@@ -155,7 +155,7 @@ def read_regular(path: str, limit_bytes: int) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        NotRegularFileError: the path is no regular file.
+        NotRegularFileError: the path is not a regular file.
         OSError: the file cannot be read, or is larger than the limit (EFBIG).
     """
     with open(open_regular(path), "rb") as file:

@@ -5,7 +5,7 @@ import os
 
 
 def exit_immediately(number: int, _frame: object) -> None:
-    """End the process at once: either nothing was begun, or the user does not wait for an orderly end."""
+    """End the process immediately: it has begun no work, or the user does not wait for an orderly end."""
     try:
         os.write(2, b"stopped\n")
     finally:

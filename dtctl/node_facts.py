@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 FIRST_PORT = 20000
 LAST_PORT = 32767
-"""Below Linux's ephemeral range (net.ipv4.ip_local_port_range, 32768-60999 by default): the kernel does not give these
-out by itself, so a port found free stays free unless a program asks for exactly this one."""
+"""The ports are below Linux's ephemeral range (net.ipv4.ip_local_port_range, 32768-60999 by default). The kernel does
+not assign them, so a free port stays free unless a program requests exactly this one."""
 AVOIDED_PORTS = (29400, 29500)
 """Defaults of torchrun's rendezvous and of MASTER_PORT: most likely taken, or about to be."""
 PORT_CANDIDATES = 16
@@ -57,7 +57,7 @@ def first_free(ports: list[int]) -> int:
 
 
 def has_socket_at(port: int) -> bool:
-    """Return whether a TCP socket of this machine listens at a port, or a connection to it stands or has just ended."""
+    """Return whether a TCP socket of this machine listens at a port, or a connection to it exists or has just ended."""
     end = ":%04X" % port
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in read_system_file(path).splitlines()[1:]:
@@ -188,8 +188,8 @@ def check_rdma_access(device: str) -> str:
 def count_gpus(environ: Mapping[str, str]) -> int:
     """GPUs that a process with these variables can use, each by a worker of its own; 0 without any.
 
-    Of NVIDIA's, as many as can be opened and are shown by CUDA_VISIBLE_DEVICES or given by Slurm; but one where some
-    are cut up (MIG), since CUDA shows a process one instance only. Else those of AMD.
+    Count the GPUs of NVIDIA that can be opened and that CUDA_VISIBLE_DEVICES or Slurm shows; 1 if some are divided
+    (MIG), since CUDA shows only one instance to a process. If there are none, count the GPUs of AMD.
     """
     count = len(nvidia_devices())
     if count:

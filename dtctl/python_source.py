@@ -1,6 +1,6 @@
 """Syntax trees of programs by other authors.
 
-For a program that is nested too deeply, Python's parser raises an error that is no SyntaxError, or ends the process
+For a program that is nested too deeply, Python's parser raises an error other than SyntaxError, or ends the process
 (3.10, which does not count levels). Here every program that cannot be parsed is a SyntaxError.
 """
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 _DEEP = 60_000
 """Limit of frames for a deeply nested program, such as an elif chain with thousands of branches."""
 _STACK = 512 << 20
-"""Bytes of stack for such a program; only the part that is used takes memory."""
+"""Bytes of stack for a deeply nested program; only the used part takes memory."""
 _SHORT = 100_000
 """Number of characters below which a program cannot be too deep for an ordinary stack."""
 

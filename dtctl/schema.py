@@ -8,7 +8,7 @@
 
 A value of the wrong form is refused, unknown keys are dropped, and every size is limited. The module is used on the
 control machine and, as part of the supervisor's program, on nodes; it needs only the standard library of Python 3.8.
-The classes are no dataclasses, because that import and thirty classes would delay the start of every node
+The classes are not dataclasses: this import and thirty classes would delay the start of every node
 (benchmarks/launch.py).
 """
 

@@ -11,7 +11,7 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 class ShellExpansion(str):
-    """Text with `$NAME` that the shell expands where the script runs, ready to stand in double quotes."""
+    """Text with `$NAME` that the shell expands where the script runs, quoted for use inside double quotes."""
 
     __slots__ = ()
 
@@ -38,7 +38,7 @@ def expand_home(text: str) -> str:
     r"""Return a user's text as a shell word in which `~` and `$HOME` become the home folder where the script runs.
 
     `~` counts at the beginning, and after the `=` of an option, if `/` or nothing follows. Text in single quotes is
-    unchanged; `\~` and `\$HOME` stand for these very characters.
+    unchanged; `\~` and `\$HOME` stand for the literal text.
     """
     pieces: list[tuple[str, bool]] = []
     at = 0

@@ -128,7 +128,7 @@ def _list_choice_reasons(
     second = alternatives[0] if alternatives else None
     if second is not None and second.fits:
         less = 1 - second.speed.tokens_per_s_per_gpu / speed.tokens_per_s_per_gpu
-        comparison = f"{less:.0%} slower" if less > 0.005 else "as fast, and has more to set up"
+        comparison = f"{less:.0%} slower" if less > 0.005 else "it is as fast, but needs more set-up"
         reasons.append(f"the runner-up is {describe_layout(second.layout)}: {comparison}")
     elif second is not None:
         reasons.append(
@@ -143,7 +143,7 @@ def _describe_slow_training(task: PlanningTask, best: EvaluatedLayout) -> str:
     parts = {
         "exchange between GPUs (a faster network, fewer nodes, a larger batch)": speed.exposed_s,
         "the pipeline waits (a larger batch)": speed.bubble_s,
-        "states going to the host and back (more GPUs)": speed.update_s if layout.offload else 0.0,
+        "states that move to the host and back (more GPUs)": speed.update_s if layout.offload else 0.0,
     }
     worst = max(parts, key=lambda name: parts[name])
     return (
@@ -158,7 +158,7 @@ def _describe_step_batch(task: PlanningTask, layout: ParallelLayout) -> str:
     samples = layout.micro_batch * layout.accumulate * layout.data
     arithmetic = f"micro batch {layout.micro_batch} x {layout.accumulate} accumulated x {layout.data} replicas"
     if task.global_batch is None:
-        return f"{samples} samples per step ({arithmetic}), since none were asked for; --batch sets them"
+        return f"{samples} samples per step ({arithmetic}), the default; --batch sets another number"
     gpus = task.hardware.gpus
     if task.global_batch % gpus:
         return (
@@ -180,7 +180,7 @@ def _describe_memory_shortage(task: PlanningTask, best: EvaluatedLayout) -> str:
         "states (more GPUs to share them, or offloading)": memory.states,
         "activations (recomputation, shorter samples)": memory.activations,
         "logits (shorter samples, or a loss in pieces)": memory.logits,
-        "weights at work (smaller blocks, tensor parallelism)": memory.temporary,
+        "weights in use (smaller blocks, tensor parallelism)": memory.temporary,
     }
     largest = max(parts, key=lambda name: parts[name])
     return f"most of it are {largest}: {parts[largest] / GIB:.1f} GiB on {task.hardware.gpu.name}"
@@ -259,9 +259,15 @@ def build_train_settings(task: PlanningTask, chosen: EvaluatedLayout) -> dict[st
     """
     layout = chosen.layout
     if layout.fsdp % layout.ep:
-        raise UsageError("dtctl.runtime has ep beside fsdp only, so this cannot be written", hint="leave out --beyond")
+        raise UsageError(
+            "dtctl.runtime supports ep only together with fsdp, so this cannot be written into the spec",
+            hint="leave out --beyond",
+        )
     if layout.cp > 1 and layout.pp > 1:
-        raise UsageError("dtctl.runtime has no cp in a pipeline, so this cannot be written", hint="leave out --beyond")
+        raise UsageError(
+            "dtctl.runtime does not support cp in a pipeline, so this cannot be written into the spec",
+            hint="leave out --beyond",
+        )
     values: dict[str, Any] = {"strategy": chosen.strategy}
     if chosen.strategy in ("mesh", "hsdp"):
         values["strategy"] = {name: degree for name, degree in layout.mesh.items() if degree > 1}

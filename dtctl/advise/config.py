@@ -29,7 +29,7 @@ class ModelFamilyDefaults:
     wide: bool = False
     """True if the inner width is 4 times the width, where the config has no key for it."""
     kv_heads: int = 0
-    """0: as many as heads."""
+    """0: the number of heads."""
     heads: int = 0
     head_dim: int = 0
     """0: the width divided by heads."""
@@ -150,7 +150,7 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
     gated = family.gated or of_template or str(data.get("feed_forward_proj", "")).startswith("gated")
     tied = outer.get("tie_word_embeddings", data.get("tie_word_embeddings", family.tied))
     if family.pair:
-        doubts.append("an encoder and a decoder: as many tokens go into the one as into the other")
+        doubts.append("a model with encoder and decoder: both are assumed to get the same number of tokens")
     decoder = values.get("decoder", values["layers"]) if family.pair else 0
     shape = TransformerShape(
         name=name or kind or source,
@@ -179,7 +179,7 @@ def _find_model_family(kind: str, data: Mapping[str, Any], source: str) -> Model
         return ModelFamilyDefaults(gated=gated, tied=not gated, wide=True, vocab=50257)
     if kind not in FAMILIES:
         raise UsageError(
-            f"the formulas do not know the model_type {kind}", where=source,
+            f"the formulas do not cover the model_type {kind}", where=source,
             hint="--model module:factory builds and measures any model; --params, --layers, --hidden and --vocab take "
             f"numbers; known are {', '.join(FAMILIES)}",
         )  # fmt: skip

@@ -122,7 +122,7 @@ def build_advise_task(options: AdviseOptions, spec: Spec | None) -> PlanningTask
     if mesh is not None and (reason := _describe_undividable_experts(model, of_mesh(mesh), FRAMEWORKS[name])):
         raise UsageError(reason, where="--mesh", hint=_OF_EXPERTS)
     if layout is not None and (reason := _describe_undividable_experts(model, layout, FRAMEWORKS[name])):
-        model, layout = replace(model, doubts=(*model.doubts, f"the spec's strategy is not priced: {reason}")), None
+        model, layout = replace(model, doubts=(*model.doubts, f"the spec's strategy is not estimated: {reason}")), None
     return PlanningTask(
         model=model,
         hardware=hardware,
@@ -213,7 +213,7 @@ def _parse_mesh_option(options: AdviseOptions, hardware: Hardware) -> Degrees | 
         raise UsageError(exc.message, where="--mesh", hint=exc.hint) from None
 
 
-_OF_EXPERTS: Final = "--config or --experts says how many there are; ep x tp (in Megatron-LM ep) has to divide them"
+_OF_EXPERTS: Final = "give their number with --config or --experts; ep x tp (in Megatron-LM ep) has to divide them"
 
 
 def _describe_undividable_experts(model: ModelProfile, layout: ParallelLayout, recipe: FrameworkMemory) -> str | None:
@@ -341,7 +341,7 @@ def _resolve_advised_model(options: AdviseOptions, spec: Spec | None) -> ModelPr
     if options.params is not None:
         if options.experts is not None:
             raise UsageError(
-                f"{options.params} parameters do not say how wide {options.experts} experts are",
+                f"{options.params} parameters do not determine the width of {options.experts} experts are",
                 where="--experts",
                 hint="give --layers, --hidden and --ffn (of an expert) too, or --config with a config.json",
             )
@@ -376,7 +376,7 @@ def inspect_model_factory(name: str, *, seq: int, python: str) -> dict[str, Any]
             f"{python} cannot be run: {exc.strerror}", hint="cluster.python names the job's Python"
         ) from exc
     except subprocess.TimeoutExpired as exc:
-        raise UsageError(f"{name} is not built after {INSPECT_S:.0f} s") from exc
+        raise UsageError(f"{name} could not be built within {INSPECT_S:.0f} s") from exc
     lines = completed.stdout.strip().splitlines()
     try:
         figures: dict[str, Any] = json.loads(lines[-1])

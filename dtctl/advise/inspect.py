@@ -58,7 +58,7 @@ def collect_model_figures(built: Any, seq: int) -> dict[str, Any]:
     """Return all figures of a model on the meta device.
 
     Raises:
-        ValueError: it is no model, or its forward pass cannot be run.
+        ValueError: the result is not a model, or its forward pass cannot be run.
     """
     model, inputs = built if isinstance(built, tuple) else (built, None)
     if not isinstance(model, nn.Module):

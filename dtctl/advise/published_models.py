@@ -10,7 +10,7 @@ from dtctl.advise.shape import TransformerShape, model_of
 from dtctl.estimate.model import ModelProfile
 
 NEAR: Final = 1.3
-"""Largest ratio between a number of parameters and that of a published model whose shape is used for it."""
+"""Largest ratio of a number of parameters to that of the published model whose shape is used."""
 
 
 def _build_gpt_shape(name: str, layers: int, hidden: int, heads: int) -> TransformerShape:

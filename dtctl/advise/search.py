@@ -1,4 +1,4 @@
-"""All sensible layouts of a training on a cluster, with their memory and speed."""
+"""All sensible layouts for a training run on a cluster, with their memory and speed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PlanningTask:
     """True if layouts are tried that dtctl.runtime does not have: ep over copies (dp), and cp in a pipeline."""
     recipe: FrameworkMemory = RUNTIME
     parallel: FrameworkMemory | None = None
-    """Recipe of layouts with tp or pp; None: that of the others."""
+    """Recipe of layouts with tp or pp; None: the same as without."""
     mesh: Degrees | None = None
     """Only mesh to evaluate. None: all."""
     pinned: Mapping[str, Any] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def _generate_schedule_layouts(task: PlanningTask, base: ParallelLayout) -> Iter
 
 
 def _generate_batch_layouts(task: PlanningTask, base: ParallelLayout) -> Iterator[ParallelLayout]:
-    """Yield a mesh with all micro batches that divide the batch; a pipeline has at least as many as stages."""
+    """Yield a mesh with each micro batch that divides the batch; a pipeline has at least one per stage."""
     sizes = MICRO_BATCHES if task.global_batch is None else BETWEEN
     for micro in (task.pinned["micro_batch"],) if "micro_batch" in task.pinned else sizes:
         accumulate = task.pinned.get("accumulate")

@@ -49,13 +49,13 @@ class TransformerShape:
     gated: bool = False
     tied: bool = False
     experts: int = 1
-    """Experts of a block that has some, without those that every token uses."""
+    """Number of experts in a block with experts, without shared experts."""
     experts_used: int = 1
     expert_ffn: int = 0
     shared_ffn: int = 0
     """Inner width of the experts that every token uses, together."""
     dense: int = 0
-    """Blocks without experts, of a model that has some."""
+    """Number of blocks without experts in a model with experts."""
     cross: int = 0
     """Blocks that attend to an encoder's output, too."""
     latent: LatentAttention | None = None

@@ -33,7 +33,7 @@ FIRST = 0.56
 FEW = 200
 """Tokens per GPU and pass at which products reach half of their speed with many tokens."""
 ODD = 0.71
-"""Part of their speed that products keep where a matrix's width is no multiple of 64: kernels compute whole tiles."""
+"""Share of the speed that a matrix product keeps if a width is not a multiple of 64: kernels compute whole tiles."""
 SQUARE = 39
 """Bytes to or from memory for each score of an attention that keeps them all."""
 WIRE = 0.9

@@ -37,7 +37,7 @@ def build_conclusions(
             nodes = choose_covering_nodes(list(slow))
             (caller, called), rate = min(slow.items(), key=lambda item: item[1])
             summary = f"{', '.join(nodes)}: slow between nodes, down to {rate:.3f} GB/s from {caller} to {called}; "
-            fix = "`dtctl doctor` measures the links without torch: it says whether it is the network or the node"
+            fix = "`dtctl doctor` measures the links without torch; this shows whether the network or the node is slow"
             sentences.append({"summary": f"{summary}the usual is {usual:.3f}", "nodes": list(nodes), "fix": fix})
         else:
             (caller, called), rate = min(rates.items(), key=lambda item: item[1])
@@ -49,7 +49,7 @@ def build_conclusions(
     if training:
         last = min(training, key=lambda row: row["efficiency"])
         if last["efficiency"] < EFFICIENT:
-            summary = f"{last['workers']} workers train at {last['efficiency']:.0%} of one worker's speed each"
+            summary = f"{last['workers']} workers train at {last['efficiency']:.0%} of the speed of a single worker"
             fix = (
                 "make the exchange cheaper: a larger train.micro_batch or train.accumulate, or workers that share "
                 "no cores"

@@ -56,7 +56,7 @@ def size_of(text: str) -> int:
     """Return the bytes of `64`, `4K`, `16M` or `1G`.
 
     Raises:
-        UsageError: it is no size.
+        UsageError: the text is not a size.
     """
     plain = text.strip().upper().removesuffix("IB").removesuffix("B")
     number, unit = (plain[:-1], plain[-1:]) if plain[-1:].isalpha() else (plain, "")
@@ -69,7 +69,7 @@ def parse_size_range(text: str) -> tuple[int, ...]:
     """Return the sizes in bytes of `A:B`, each four times the one before and the last one B; or of one size.
 
     Raises:
-        UsageError: it is no range of sizes.
+        UsageError: the text is not a range of sizes.
     """
     first, _, last = text.partition(":")
     low, high = size_of(first), size_of(last or first)

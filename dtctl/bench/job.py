@@ -1,4 +1,4 @@
-"""A benchmark as a job over the spec's nodes: launched as any other, its figures read from rank 0's output."""
+"""A benchmark as a job over the spec's nodes: launched as any other; rank 0's output has the figures."""
 
 from __future__ import annotations
 

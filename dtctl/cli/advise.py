@@ -82,7 +82,7 @@ def advise(
         return _measure_strategies(request, model, json_lines=json_)
     origin = _describe_spec_hardware(path, request, gpus=gpus, per_node=per_node) if loaded is not None else ""
     if gpu is None:
-        origin += f"{'; ' if origin else ''}no GPU is named, so {request.hardware.gpu.name} is assumed (--gpu)"
+        origin += f"{'; ' if origin else ''}no GPU type is given, so {request.hardware.gpu.name} is assumed (--gpu)"
     return _search_and_recommend(request, path, origin=origin, write=write, plot=plot, json_lines=json_)
 
 

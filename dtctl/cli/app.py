@@ -31,7 +31,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "logs": "Print what the workers have printed.",
         "watch": "Follow a run on one screen until it ends.",
         "report": "Write a page with plots of what runs did.",
-        "fetch": "Bring what a run has written on its nodes.",
+        "fetch": "Fetch files that a run has written on its nodes.",
         "exec": "Run a command, or a shell, inside a run on a node.",
     },
     "Check": {
@@ -81,7 +81,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "clean": ("dtctl clean --older 30d", "dtctl clean --larger 1G --yes"),
     "advise": ("dtctl advise --params 7B --gpus 16 --gpu A100 --batch 64", "dtctl advise --write"),
 }
-"""Examples that stand below the help of a command."""
+"""Examples below the help of a command."""
 GROUPS = ("sandbox", "snapshot", "nccl")
 """Commands with subcommands: `app` in dtctl/cli/NAME.py."""
 COMMANDS = tuple(name for section in SECTIONS.values() for name in section if name not in GROUPS)

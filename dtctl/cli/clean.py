@@ -26,16 +26,20 @@ def clean(
         Path | None,
         typer.Argument(help=f"The spec whose nodes are cleaned.  [default: {names.SPEC_FILE}]", show_default=False),
     ] = None,
-    older: Annotated[str, typer.Option(metavar="AGE", help="Only what is at least this old: 12h, 14d, 8w.")] = "14d",
-    larger: Annotated[str, typer.Option(metavar="SIZE", help="Only what is at least this large: 100M, 2G.")] = "0",
-    yes: Annotated[bool, typer.Option("--yes", help="Remove it without a question.")] = False,
+    older: Annotated[
+        str, typer.Option(metavar="AGE", help="Only files that are at least this old: 12h, 14d, 8w.")
+    ] = "14d",
+    larger: Annotated[
+        str, typer.Option(metavar="SIZE", help="Only files that are at least this large: 100M, 2G.")
+    ] = "0",
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Remove old runs of this folder, old runs, code and data on the nodes, and sandboxes that are down.
 
-    Wheels that this machine has downloaded for nodes go when no launch has used them for that long.
-    Shows them first, those that other folders have launched on the nodes apart. What runs, and what such a run
-    continues from, stays.
+    Downloaded wheels are removed if no launch has used them for that long. The command first lists what it would
+    remove; runs that other folders have launched on the nodes are listed separately. Running runs, and the runs that
+    they continue, are kept.
     """
     from dtctl.launch.clean import HERE, CleanRule, items_here, needed_runs, remove_here, runs_elsewhere
     from dtctl.launch.records.record import list_run_records
@@ -127,7 +131,7 @@ def _explain_no_removal(every: list[RemovableItem], rule: CleanRule, older: str,
     limits = f"{older} old" + (f" and {larger} large" if rule.larger_bytes else "")
     shown = "--older 0d" + (" --larger 0" if rule.larger_bytes else "")
     total = output.format_size(sum(item.bytes for item in rest))
-    return f"nothing that may go is at least {limits}; `dtctl clean {shown}` shows the rest ({total})"
+    return f"no removable file or folder is at least {limits}; `dtctl clean {shown}` shows the rest ({total})"
 
 
 def _print_item_table(items: Sequence[RemovableItem], foreign: Sequence[RemovableItem]) -> None:

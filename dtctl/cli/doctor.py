@@ -41,7 +41,7 @@ def doctor(
     ] = None,
     gpu: Annotated[
         bool,
-        typer.Option("--gpu", help="Measure each GPU, its copies and NCCL, beside what is normal for its kind."),
+        typer.Option("--gpu", help="Measure each GPU, its copies and NCCL, and compare with its usual values."),
     ] = False,
     yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
@@ -91,9 +91,9 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
         )
     except KeyboardInterrupt:
         raise Interrupted(
-            "stopped before the examination was over: nothing is known of these nodes",
+            "stopped before the examination was complete; these nodes have no result",
             signal=signal.SIGINT,
-            hint="what it had started there ends when its links close",
+            hint="its processes on the nodes end when their connections close",
         ) from None
     took_s = round(time.monotonic() - begun, 2)
     if json_lines:

@@ -54,7 +54,7 @@ def exec_(
         connection.close()
     if status is None:
         raise ConnectError(
-            "the command has no exit code: the link was lost, or somebody ended the shell in which it ran",
+            "the command has no exit code: the link was lost, or another process ended the shell in which it ran",
             node=node,
             hint="`pkill -f WORD` ends that shell, too, for WORD is in its command line; `[W]ORD` matches no such line",
         )

@@ -40,7 +40,7 @@ def lint(
         list[Path] | None, typer.Argument(help="Files and folders: Python, shell, sbatch; - is stdin.")
     ] = None,
     format_: Annotated[OutputFormat, typer.Option("--format", help="Output format.")] = OutputFormat.text,
-    fix: Annotated[bool, typer.Option("--fix", help="Fix what needs no decision.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Apply the fixes that need no decision.")] = False,
     select: Annotated[str, typer.Option("--select", metavar="RULES", help="Only these rules: DT004,DT011.")] = "",
     severity: Annotated[
         SeverityLevel, typer.Option("--severity", help="Hide problems below this severity.")

@@ -1,4 +1,4 @@
-"""Entry point of the command line: it runs a command and turns errors into exit codes. Nothing else ends dtctl."""
+"""Entry point of the command line: it runs a command and turns errors into exit codes. No other module ends dtctl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dtctl.errors import DtctlError
 
 
-_INTERRUPTED = {"watch": "stopped watching; the run continues", "logs": "stopped following; the run is not touched"}
+_INTERRUPTED = {"watch": "stopped watching; the run continues", "logs": "stopped following; the run continues"}
 """Command -> message about what Ctrl-C has ended, for commands that only display a run."""
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _handle_interrupt(number: int, _frame: object) -> None:
-    """Let the command end in order; at a second signal, end the process at once."""
+    """Let the command end in an orderly way; at a second signal, end the process immediately."""
     signal.signal(number, exit_immediately)
     raise KeyboardInterrupt
 
@@ -117,7 +117,7 @@ def _suggest_usage(exc: Exception, before: list[str], *, has_rest: bool) -> str:
             value = option.metavar or option.name.upper()
             return f"`{' '.join(['dtctl', *words])} {wanted} {value}`: {option.help or ''}".rstrip(": ")
     if before[:1] == ["launch"] and not has_rest and len(before) > 1:
-        return f"what is meant for the script follows two dashes: `dtctl launch -- {' '.join(before[1:])}`"
+        return f"arguments of the script come after two dashes: `dtctl launch -- {' '.join(before[1:])}`"
     return ""
 
 

@@ -104,6 +104,8 @@ def _print_node_variables(row: dict[str, Any]) -> None:
     if row["unusable"]:
         output.print_stdout(f"  cannot be used: {row['unusable']}", "red")
     if row["unreached"]:
-        output.print_stdout(f"  cannot reach {', '.join(row['unreached'])} over it; dtctl doctor says why", "red")
+        output.print_stdout(
+            f"  cannot reach {', '.join(row['unreached'])} over it; `dtctl doctor` shows the reason", "red"
+        )
     for setting in row["now"]:
         output.print_stdout(f"  now: {setting['name']}={setting['value']} (from {setting['origin']})")

@@ -178,7 +178,7 @@ def _write_stream_text(stream: IO[str], text: str) -> None:
         _discard_stream(stream)
         if stream is not sys.stderr:
             _refused.append(exc.strerror or "")
-            print_stderr(f"warning: no more is shown on standard output: {exc.strerror}", "yellow")
+            print_stderr(f"warning: standard output cannot be written any more: {exc.strerror}", "yellow")
     except UnicodeEncodeError:
         stream.write(text.encode("ascii", "replace").decode("ascii"))
 

@@ -21,7 +21,7 @@ TARGETS = ("kubernetes",)
 
 def render(
     spec: Annotated[Path, typer.Argument(help="The spec; - is standard input.")] = Path(names.SPEC_FILE),
-    target: Annotated[str, typer.Option(help="For whom: kubernetes gives a JobSet.")] = "kubernetes",
+    target: Annotated[str, typer.Option(help="Kind of output: kubernetes writes a JobSet.")] = "kubernetes",
     out: Annotated[
         Path | None, typer.Option(help="Write the file here.  [default: print it]", show_default=False)
     ] = None,

@@ -20,7 +20,8 @@ def runs(
         Path | None, typer.Argument(help="With --nodes, the spec.  [default: dtctl.yaml]", show_default=False)
     ] = None,
     nodes: Annotated[
-        bool, typer.Option("--nodes", help="The runs that the nodes of the spec know, whoever has launched them.")
+        bool,
+        typer.Option("--nodes", help="List the runs that the nodes of the spec have, from all users and machines."),
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:

@@ -47,7 +47,7 @@ def require_running_sandbox(name: str | None) -> Sandbox:
 @app.command("up")
 def up(
     nodes: Annotated[int, typer.Option(help="How many hosts.")] = 3,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Make them a Slurm cluster too.")] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Also run a Slurm cluster on them.")] = False,
     name: Name = None,
     json_: Json = False,
 ) -> None:
@@ -125,7 +125,10 @@ SHOWN_RUNS = 3
 def down(
     name: Name = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "--force", help="Do not ask, whatever runs on its hosts or was written there.")
+        bool,
+        typer.Option(
+            "--yes", "--force", help="Do not ask, even if processes run on its hosts or files were written there."
+        ),
     ] = False,
 ) -> None:
     """Stop the sandbox and remove everything it created."""
@@ -157,7 +160,8 @@ def _confirm_removal(name: str) -> bool:
         raise SandboxError(
             f"{format_count(len(running), 'run is', 'runs are')} running on its hosts: {', '.join(running)}",
             where=f"sandbox {name}",
-            hint=f"`dtctl stop {running[0]}` ends it in order; `dtctl sandbox down --yes` ends and removes everything",
+            hint=f"`dtctl stop {running[0]}` stops it gracefully; `dtctl sandbox down --yes` ends and removes "
+            "everything",
         )
     if running:
         output.print_stderr(f"this ends what is running: {', '.join(running)}", "yellow")

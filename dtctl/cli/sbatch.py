@@ -36,7 +36,7 @@ def sbatch(
 ) -> None:
     """Write the job as an sbatch file, or submit it.
 
-    It needs no dtctl where it runs, and a folder that all nodes see.
+    The machine that runs it needs no dtctl; all nodes must see its folder.
     """
     from dtctl.launch.records.record import new_run_id
     from dtctl.spec.load import load_spec
@@ -51,7 +51,8 @@ def sbatch(
         return
     if checked.job.environment is not None:
         raise PlanError(
-            "a file to submit by hand has no environment: the submission brings its lock and its wheels",
+            "a batch file that is submitted by hand has no environment, since only dtctl's submission sends the "
+            "lock and the wheels",
             where=checked.written_at("job.environment"),
             hint="`dtctl sbatch --submit`, or `dtctl launch --detach`",
         )

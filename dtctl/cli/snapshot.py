@@ -146,10 +146,10 @@ def digest(place: Place = None, json_: Json = False) -> int:
 def prune(
     place: Place = None,
     keep: Annotated[
-        int | None, typer.Option(min=1, help="How many of the newest good ones stay.  [default: as the run was told]")
+        int | None, typer.Option(min=1, help="How many of the newest good ones stay.  [default: the run's setting]")
     ] = None,
     every_h: Annotated[float | None, typer.Option(help="Also keep older ones, this many hours apart.")] = None,
-    no_best: Annotated[bool, typer.Option("--no-best", help="Do not keep the best ones specially.")] = False,
+    no_best: Annotated[bool, typer.Option("--no-best", help="Also remove the best ones.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     json_: Json = False,
 ) -> int:

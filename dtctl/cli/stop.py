@@ -53,7 +53,7 @@ def _tell_choice(run: str) -> None:
     if others:
         output.print_stderr(f"stopping {run}; still running: {', '.join(reversed(others))}", "yellow")
     elif state_of(find_run(Path.cwd(), run)).done is not None:
-        output.print_stderr(f"{run} has ended; looking for what is left of it")
+        output.print_stderr(f"{run} has ended; looking for remaining processes")
 
 
 def _stop_one_run(record: RunRecord, *, json_: bool) -> int:

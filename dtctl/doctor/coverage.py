@@ -71,10 +71,10 @@ def _of_the_cluster(
         yield _build_skip_finding("rdma", "no node has an InfiniBand or RoCE port")
     if well and well[0] is not reports[0] and len(reports) > 1:
         yield _build_gap_finding(
-            "rendezvous-port", f"the head node {reports[0].name} was not there to be called", [reports[0].name]
+            "rendezvous-port", f"the head node {reports[0].name} could not be called", [reports[0].name]
         )
         yield from (
-            _build_gap_finding(name, "the head node was not there", [reports[0].name])
+            _build_gap_finding(name, "the head node did not answer", [reports[0].name])
             for name in address_checks.RAN[1:]
         )
 
@@ -88,7 +88,7 @@ def _find_node_gaps(well: Sequence[NodeReport]) -> dict[str, dict[str, str]]:
                 gaps.setdefault(check, {})[node.name] = why
         lost = [name for name, addresses in node.facts["looked_up"].items() if addresses is None]
         if lost:
-            why = f"nobody answered in time what the addresses of {', '.join(lost[:3])} are"
+            why = f"the name service did not answer in time for the addresses of {', '.join(lost[:3])} are"
             gaps.setdefault("names", {})[node.name] = why
     return gaps
 
@@ -102,7 +102,7 @@ def _has_silent_gpu_tool(facts: Mapping[str, Any]) -> bool:
 
 
 _GAPS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], bool], str]]] = (
-    ("python-environment", _has_no_python, "the job's Python was not looked at"),
+    ("python-environment", _has_no_python, "the job's Python was not examined"),
     (
         "torch",
         lambda facts: not _has_no_python(facts) and facts["job"].get("torch") == "unknown",

@@ -217,7 +217,7 @@ def _run_on_nodes(
             node.seen.error = ConnectError(
                 f"no answer within {limit_s:g} s while {doing}",
                 node=node.seen.name,
-                hint="does it hang? look at its load",
+                hint="the node may hang; check its load",
             )
 
 
@@ -327,7 +327,7 @@ def _start_probes(nodes: Sequence[_ProbedNode], *, progress: Progress) -> None:
         or (node.seen.login_s and node.seen.login_s[0] > max(SLOW_LOGIN_S, 3 * quickest))
     ]
     if odd:
-        progress(f"looking at the login of {', '.join(node.seen.name for node in odd)}")
+        progress(f"examining the login of {', '.join(node.seen.name for node in odd)}")
         slow = (
             SLOW_LOGIN_S
             if all(node.seen.error is not None for node in odd)
@@ -422,7 +422,7 @@ def _call_spread_ports(
             raise NodeError("the node reported calls that it was not asked to make", node=node.seen.name)
         node.seen.answers += reply["answers"]
 
-    progress("testing ports from all over their ranges")
+    progress("testing ports across their whole ranges")
     # The calls of one node, several at the same time; each may need its time limit twice, and then twice again.
     most = 2 * len(_choose_caller_ports(range(count), 0, len(there))) * len(there)
     limit_s = 4 * CALL_TIMEOUT_S * (1 + most // 24) + ANSWER_LIMIT_S
@@ -488,7 +488,7 @@ def _measure_node_links(nodes: Sequence[_ProbedNode], seconds: float, *, token: 
         doubtful = links.choose_doubtful_links([node.seen for node in nodes if node.seen.error is None])
         if not doubtful:
             return
-        progress(f"measuring again, to be sure: {', '.join(f'{caller} to {called}' for caller, called in doubtful)}")
+        progress(f"measuring again to confirm: {', '.join(f'{caller} to {called}' for caller, called in doubtful)}")
         # The first repetition takes few rounds; then each pair is measured alone, since nodes may share a switch or a
         # machine.
         for ways in rounds.build_disjoint_rounds(doubtful) if repetition == 1 else [[way] for way in doubtful]:

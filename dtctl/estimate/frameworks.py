@@ -1,6 +1,7 @@
 """Memory layouts of frameworks, as far as memory and time depend on them.
 
-The figures are those that each framework documents, named beside it; benchmarks/advise.py compares them with published
+The figures are from the documentation that is named with each framework; benchmarks/advise.py compares them with
+published
 trainings.
 """
 

@@ -77,12 +77,12 @@ class FrameworkMemory:
     gradients_stay: bool = False
     """True if gradients have their own memory in all steps."""
     free: bool = False
-    """True if ZeRO works with tp and pp, and cp with pipelines and compiled blocks, unlike in dtctl.runtime."""
+    """True if ZeRO works with tp and pp, and cp with pipelines and compiled blocks; dtctl.runtime supports neither."""
     whole_gradients: bool = True
     """True if sharded workers add up whole gradients of several micro batches, and exchange them once."""
     whole_bytes: int = 0
-    """Bytes of gradients that are added up whole, where that is not their width when exchanged. These have no room of
-    their own until then. 0: they have that width, and that room."""
+    """Bytes of a gradient while whole gradients are added up, if they are exchanged with another width. They take no
+    additional memory before that. 0: they have the width of the exchange from the start."""
     loss_parallel: bool = False
     """True if logits stay divided over tensor parallel workers."""
     fused_loss: bool = False
@@ -93,8 +93,8 @@ class FrameworkMemory:
     """The logits in fp32, this many times, while the loss of a micro batch in half precision is computed; 4.5 in
     transformers before 4.45, which shifts a copy and makes it contiguous."""
     cache: bool = False
-    """Keys and values of every block stay beside its checkpoint, as transformers' `use_cache` has it where something
-    else than its own `gradient_checkpointing` wraps the blocks."""
+    """True if keys and values of every block stay in memory in addition to its checkpoint. transformers' `use_cache`
+    does this if code other than its `gradient_checkpointing` wraps the blocks."""
     sequence_parallel: bool = False
     """True if everything between the matrices is split over tensor parallel workers too."""
     split_experts: bool = False
@@ -116,7 +116,7 @@ class FrameworkMemory:
     tp_overlap: bool = False
     """True if exchange of tensor parallel workers overlaps with their products."""
     live_params: float = 0.0
-    """Most further parameters whose weights stay gathered, if they are sharded."""
+    """Largest number of additional parameters whose weights stay gathered, if they are sharded."""
     reshard: bool = True
     """True if gathered blocks are freed between forward and backward pass."""
     snapshots: int = 0
@@ -133,7 +133,7 @@ class FrameworkMemory:
         """Return the recipe with another optimizer than AdamW.
 
         Args:
-            name: of `OPTIMIZERS`.
+            name: a name in `OPTIMIZERS`.
             momentum: whether SGD has one.
         """
         sizes = OPTIMIZERS[name] if momentum or name != "sgd" else (0, 0, 0)
@@ -161,7 +161,8 @@ class ParallelLayout(Degrees):
     """Layout of a training on GPUs, a worker on each."""
 
     ep: int = 1
-    """Workers that divide the experts; unlike the axis of a mesh it lies within dp and fsdp, as Megatron-LM counts."""
+    """Workers that divide the experts. As in Megatron-LM, these workers are a part of dp x fsdp, and not an additional
+    axis."""
     zero: Stage = 0
     """Stage of division over dp: with 1 the optimizer's state, with 2 gradients too."""
     recompute: Recompute = "none"
@@ -191,7 +192,7 @@ class ParallelLayout(Degrees):
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Degrees as in a spec, where ep is an axis; those of this layout if dtctl.runtime has no such mesh."""
+        """Degrees as in a spec, where ep is a separate axis; those of this layout if dtctl.runtime has no such mesh."""
         degrees = {axis: getattr(self, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep")}
         return degrees | ({"fsdp": self.fsdp // self.ep} if self.fsdp % self.ep == 0 else {})
 
@@ -365,7 +366,7 @@ def _compute_kept_token_bytes(
 def _compute_activation_bytes(
     model: ModelProfile, layout: ParallelLayout, recipe: FrameworkMemory, per_token: float, blocks: float
 ) -> tuple[float, float]:
-    """Bytes kept for the backward pass by so many blocks, and of the block at work, which needs all of its own."""
+    """Bytes that a number of blocks keep for the backward pass, and those of all activations of one block."""
     scale = 1.0 if layout.precision != "fp32" else 2.0
     tokens = layout.micro_batch * model.seq / layout.cp
     # Softmax and dropout of the scores take 5 bytes for each score.
@@ -388,7 +389,7 @@ def _compute_activation_bytes(
 def _compute_logits_bytes(model: ModelProfile, layout: ParallelLayout, recipe: FrameworkMemory) -> float:
     """Return the bytes of the output over the vocabulary while the loss is computed.
 
-    These are one copy in half precision and two in fp32, for the loss and for log-softmax. Divided over workers,
+    The logits take one copy in half precision and two in fp32, for the loss and for log-softmax. Divided over workers,
     torch's loss makes two more copies; frameworks with their own loss do not.
     """
     tokens = layout.micro_batch * model.seq / layout.cp / recipe.loss_parts

@@ -25,7 +25,7 @@ class ModelProfile:
     heads: int
     kv_heads: int
     vocab: int
-    """Size of the vocabulary; 0 if there are no logits over one."""
+    """Size of the vocabulary; 0 if the model has no logits over a vocabulary."""
     block_input: float
     """Bytes for each token that enter a block: what full recomputation keeps."""
     block_kept: float

@@ -73,7 +73,7 @@ def render_jobset_file(spec: Spec, plan: Plan) -> str:
     head = (
         f"# Made by dtctl {dtctl.__version__} for run {plan.run}: {len(plan.nodes)} pods with {plan.head.slots} "
         f"workers each, kind {plan.kind}, spec {plan.spec_digest}.\n"
-        f"# The job's code is in {source}, in folder {settings.workdir}; dtctl brings nothing there. JobSet has to be\n"
+        f"# The job's code is in {source}, in folder {settings.workdir}; dtctl copies nothing there. JobSet has to be\n"
         "# installed in the cluster. Apply it with: kubectl apply --filename FILE\n"
     )
     return head + _dump_yaml(build_patched_jobset(spec, plan, settings))
@@ -222,7 +222,7 @@ def _check_jobset_spec(spec: Spec, plan: Plan, settings: Kubernetes) -> None:
         )
     if any(not isinstance(node.slots, int) for node in resolve_nodes(spec)):
         raise PlanError(
-            "pods ask for a number of GPUs, which `slots: auto` leaves open",
+            "pods ask for a number of GPUs, which `slots: auto` does not determine",
             where=spec.written_at("cluster.slots"),
             hint="give it as a number: `slots: 8`",
         )

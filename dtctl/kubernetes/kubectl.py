@@ -17,7 +17,7 @@ def apply_argv() -> list[str]:
 
 
 def delete_argv() -> list[str]:
-    """Removes the objects of standard input, and with them their pods; nothing to remove is no error."""
+    """Removes the objects of standard input, and with them their pods; an empty list is not an error."""
     return ["kubectl", "delete", "--filename", "-", "--ignore-not-found"]
 
 
@@ -49,7 +49,7 @@ def run_kubectl(argv: Sequence[str], *, stdin: str | None = None) -> None:
         raise LaunchError(
             "there is no kubectl on this machine",
             where="PATH",
-            hint="`dtctl render --out job.yaml` writes the file for one that has it",
+            hint="`dtctl render --out job.yaml` writes the file for a machine that has it",
         ) from None
     if done.returncode:
         raise LaunchError(f"kubectl {argv[1]} exited with code {done.returncode}", where=" ".join(argv))

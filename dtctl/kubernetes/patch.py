@@ -76,7 +76,7 @@ def _merge_list(target: Sequence[Any], patch: Sequence[Any], key: str, *, at: st
         if directive == "replace" and key not in item:
             return [entry for entry in patch if entry is not item]
         if key not in item:
-            raise PlanError(f"an entry of this list is known by its {key}, and one has none", where=at)
+            raise PlanError(f"entries of this list are identified by {key}, and one entry lacks it", where=at)
         index = next((index for index, entry in enumerate(entries) if entry.get(key) == item[key]), None)
         if directive == "delete":
             entries = [entry for entry in entries if entry.get(key) != item[key]]

@@ -98,7 +98,7 @@ def _cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
 
 def _reject_slurm_transport() -> Transport:
     raise PlanError(
-        "this command needs machines that it can reach, and Slurm's are known inside a job only",
+        "this command needs machines that it can reach, but the nodes of Slurm are known only inside a job",
         where="cluster.transport",
         hint="`dtctl launch`, `status`, `logs`, `watch`, `stop`, `doctor` and `report` know Slurm",
     )
@@ -211,7 +211,7 @@ def _resolve_sandbox_cluster(spec: Spec, *, start: bool) -> ResolvedCluster:
 
     Args:
         spec: a spec with `transport: sandbox`.
-        start: whether to start a sandbox if none is up. Without one, nodes keep their names in place of addresses.
+        start: whether to start a sandbox if none is up. Without a look-up, the names of nodes are used as addresses.
 
     Raises:
         SandboxError: the sandbox cannot be started here.
@@ -233,7 +233,7 @@ def _resolve_sandbox_cluster(spec: Spec, *, start: bool) -> ResolvedCluster:
         raise PlanError(
             f"the sandbox that is up has no {', '.join(missing)}: its nodes are {', '.join(hosts)}",
             where="cluster.nodes",
-            hint=f"more of them: `dtctl sandbox down`, then `dtctl sandbox up --nodes {len(required)}`"
+            hint=f"for more nodes: `dtctl sandbox down`, then `dtctl sandbox up --nodes {len(required)}`"
             if len(required) > len(hosts)
             else "the nodes of a sandbox are called node1, node2 and so on",
         )

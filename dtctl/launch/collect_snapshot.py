@@ -1,4 +1,4 @@
-"""Distributed snapshots, of which every node of a run has a part: their state as a whole, and their transfer.
+"""Distributed snapshots, whose parts are on the nodes of a run: their state as a whole, and their transfer.
 
 A node's answer decides about its own files, and about files of other nodes only if these depend on that node: see
 `list_removable_snapshots`. A malicious node can damage only snapshots that could not be read without it.
@@ -259,7 +259,7 @@ def _receive_snapshot_files(
     with tempfile.TemporaryFile() as received:
         run.fetch(node, SendAnswer, options, cast(BinaryIO, received), limit_bytes=total_bytes)
         if received.tell() != total_bytes:
-            raise SnapshotError("the files did not arrive whole", where=f"node {node}", hint="try again")
+            raise SnapshotError("the files did not arrive completely", where=f"node {node}", hint="try again")
         received.seek(0)
         for name in names:
             remaining = snapshot.sizes[name]

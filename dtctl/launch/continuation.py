@@ -1,7 +1,7 @@
 """Continuation of an earlier run from its snapshots.
 
 The new run reads and writes the snapshots where they are, on the same nodes: nothing is copied, and both runs share
-the earlier run's folder. On purpose, a launch does not continue a run by default: a user who changes a script and
+the earlier run's folder. A launch does not continue a run by default, for this reason: a user who changes a script and
 launches again mostly wants to start from scratch.
 """
 
@@ -96,7 +96,7 @@ def _require_snapshot(earlier: RunRecord) -> None:
     errors = [each for each in answers.values() if isinstance(each, DtctlError) and not isinstance(each, SnapshotError)]
     if errors and len(errors) == len(answers):
         raise errors[0]
-    silent = f"; {len(errors)} of its nodes cannot be asked" if errors else ""
+    silent = f"; {len(errors)} of its nodes do not answer" if errors else ""
     raise LaunchError(
         f"run {earlier.run} has no snapshot to resume from{silent}",
         where=str(earlier.folder),

@@ -93,7 +93,7 @@ class RunSnapshots:
     def query_nodes(
         self, kind: type[A], options: Sequence[str], nodes: Sequence[str] | None = None
     ) -> dict[str, A | DtctlError]:
-        """Run a command on all nodes at once, or on some; return node -> answer or error (SnapshotError: its own)."""
+        """Run a command on all nodes at once, or on some; return node -> answer or error."""
         transport = self._make_transport()
         places = {name: place for name, place in self._places.items() if nodes is None or name in nodes}
         return fan_out(places, partial(_request_snapshot_answer, transport=transport, kind=kind, options=options))

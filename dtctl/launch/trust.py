@@ -33,8 +33,8 @@ _HARMLESS = r"""(?ix)
     | addressfamily|batchmode|ciphers|macs|kexalgorithms|hostkeyalgorithms|pubkeyaccepted\w+|loglevel|control\w+
     | forwardagent|forwardx11\w*|sendenv|setenv|hashknownhosts|visualhostkey|gssapi\w+|checkhostip|updatehostkeys
     | preferredauthentications|\w+authentication|addkeystoagent|requesttty ) [\s=] )"""
-"""Lines of an SSH configuration that run no command. All other lines count as risky, since OpenSSH reads keywords in
-more forms (quoted, behind `=`) than a list of the risky ones would cover."""
+"""Lines of an SSH configuration that run no command. All other lines count as risky: OpenSSH reads keywords in many
+forms (quoted, behind `=`), so a list of risky lines would be incomplete."""
 CONFIG_BYTES = 4 << 20
 _launching: set[Path] = set()
 """Folders whose programs may run here because this process launches their job."""
@@ -53,7 +53,7 @@ def list_required_agreements(spec: Spec) -> list[str]:
         for entry in spec.job.data:
             path = Path(os.path.realpath(spec.base_dir / Path(entry.source).expanduser()))
             if entry.is_url:
-                phrases.append(f"{entry.source} is fetched with what this machine knows to log in there (job.data)")
+                phrases.append(f"{entry.source} is fetched with this machine's credentials (job.data)")
             elif not entry.is_on_nodes and base not in path.parents:
                 phrases.append(f"the files of {path} are sent to the nodes (job.data)")
     config = spec.cluster.ssh_config
@@ -75,7 +75,7 @@ def _list_command_phrases(config: Path) -> list[str]:
     except FileNotFoundError:
         return []  # ssh reports the missing file.
     except OSError as exc:
-        return [f"{config} is read by ssh and could not be looked through ({exc.strerror})"]
+        return [f"{config} is read by ssh and could not be checked ({exc.strerror})"]
     lines = [line.strip() for line in text.split("\n")]
     risky = [line for line in lines if line and not line.startswith("#") and not re.match(_HARMLESS, line)]
     return [f"{config.name} has `{line}`, which can run commands here" for line in risky]
@@ -100,7 +100,9 @@ def sent_items(spec: Spec) -> list[str]:
         spec.cluster.known_hosts is not None
         and Path(os.path.realpath(spec.base_dir)) in Path(os.path.realpath(spec.cluster.known_hosts)).parents
     ):
-        phrases.append(f"{spec.cluster.known_hosts.name} of the folder vouches for the nodes (cluster.known_hosts)")
+        phrases.append(
+            f"{spec.cluster.known_hosts.name} of the folder defines which host keys are trusted (cluster.known_hosts)"
+        )
     if (templates := spec.base_dir / "templates").is_dir():
         phrases += [f"{path.name} of the folder's own templates makes the scripts" for path in templates.glob("*.j2")]
     return phrases
@@ -236,7 +238,7 @@ def require_user_agreement(spec: Spec, record: RunRecord | None = None) -> None:
         record = None
     if missing := list_open(spec, record):
         raise LaunchError(
-            f"this folder's spec reaches beyond the folder, or runs programs of it: {'; '.join(missing)}",
+            f"this folder's spec uses files outside of the folder, or runs programs in it: {'; '.join(missing)}",
             where=str(spec.base_dir / names.SPEC_FILE),
             hint="if you trust it, `--yes` of launch, doctor or bench agrees to exactly this, once for the folder",
         )

@@ -51,7 +51,11 @@ def _check_directives(script: ShellScript, directives: list[re.Match[str]], firs
         if match.start() > first:
             yield match.start(), "DT062", f"`#SBATCH {options}` comes after a command, and sbatch does not read it"
         elif variable is not None and "--wrap" not in options:
-            yield match.start(), "DT062", f"`{variable[0]}` in a directive stays as it is: sbatch replaces no variables"
+            yield (
+                match.start(),
+                "DT062",
+                f"`{variable[0]}` in a directive is taken literally: sbatch replaces no variables",
+            )
 
 
 def _check_output_folder(script: ShellScript, directives: list[re.Match[str]]) -> Iterator[Finding]:
@@ -83,7 +87,7 @@ def _check_srun_steps(script: ShellScript, directives: str) -> Iterator[Finding]
         if launcher is not None and tasks is not None and int(tasks[1]) > 1:
             yield (
                 launcher.start, "DT063",
-                f"srun starts torchrun {tasks[1]} times on each node, and each starts a process for every GPU",
+                f"srun starts torchrun {tasks[1]} times on each node, and each of them starts a process for every GPU",
             )  # fmt: skip
         for word in words:
             variable = _find_task_variable(word)

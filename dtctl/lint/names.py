@@ -68,12 +68,12 @@ RELEVANT: Final = (
     "distributed DistributedSampler accelerate DataParallel DataLoader cuda.amp clip_grad .backward( NCCL_ GLOO_ "
     "MASTER_ADDR MASTER_PORT LOCAL_RANK local_rank local-rank fully_shard fairscale apex IterableDataset dist."
 ).split()
-"""Words of which a file needs one to be examined. Most files have none, and need no index."""
+"""Words; a file is examined if it contains one of them. Most files have none, and need no index."""
 TRAINS: Final = (
     "init_process_group DistributedDataParallel FullyShardedDataParallel fully_shard DistributedSampler LOCAL_RANK "
     "dist.all_reduce dist.broadcast dist.barrier dist.get_rank dist.all_gather Accelerator( deepspeed.init"
 ).split()
-"""Words of which a file that takes part in distributed training has at least one."""
+"""Words; each file that takes part in distributed training contains at least one."""
 
 
 def resolve_canonical_name(name: str) -> str:

@@ -43,7 +43,7 @@ def load_lint_rules() -> dict[str, Rule]:
 
 
 def explained_syntax() -> str:
-    """Return the text about DT000, which is no rule about training and has no example."""
+    """Return the text about DT000, which is not a rule about training and has no example."""
     return (
         f"{SYNTAX} unreadable (error)\n\n"
         "The file could not be read: it is not Python, or not text in the encoding that it names, or it may not be\n"

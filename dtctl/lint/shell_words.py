@@ -33,7 +33,7 @@ class ShellCommand:
 
     @property
     def first(self) -> int:
-        """Return the index of the first word that is no assignment; the number of words if there is none."""
+        """Return the index of the first word that is not an assignment; the number of words if all are assignments."""
         return next((at for at, word in enumerate(self.words) if not _ASSIGNMENT.match(word.text)), len(self.words))
 
     @property

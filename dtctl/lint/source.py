@@ -48,7 +48,7 @@ def detect_file_kind(path: Path, raw: bytes | None = None) -> Kind | None:
     """Return the kind of a file by its suffix, or else by its first line; None for files that are not read.
 
     Args:
-        path: path of the file; a path that is no file has no kind.
+        path: path of the file; a path that is not a file has no kind.
         raw: content of the file; None: it is read if necessary.
     """
     if path.suffix in (".py", ".pyw"):
@@ -88,7 +88,7 @@ def decode_source(raw: bytes, *, python: bool) -> SourceText:
 
     Raises:
         UnicodeDecodeError: the bytes are not text in this encoding.
-        SyntaxError: a Python file names an encoding that does not exist, or is no encoding of text.
+        SyntaxError: a Python file names an encoding that does not exist, or is not an encoding of text.
     """
     bom = raw.startswith(_BOM)
     body = raw.removeprefix(_BOM)
@@ -108,7 +108,7 @@ def collect_source_files(paths: Iterable[Path]) -> tuple[list[Path], list[tuple[
     """Return the files to lint without repetitions, and paths that are not read, with the reasons.
 
     A named file is linted if it is Python or shell by its suffix or first line, a file in a folder only by its suffix;
-    `-` is standard input. Paths that are no regular file (a FIFO, a device, a link to nothing) are not opened.
+    `-` is standard input. Paths that are not regular files (a FIFO, a device, a dangling link) are not opened.
 
     Raises:
         UsageError: a path does not exist.

@@ -256,7 +256,7 @@ class SourceFile:
 
     @functools.cached_property
     def is_test_file(self) -> bool:
-        """Return whether a file has tests of a program, and is no program itself."""
+        """Return whether a file contains tests and is not a program itself."""
         return any(name.partition(".")[0] in ("pytest", "unittest") for name, _ in self.imports) or bool(
             {"tests", "test", "testing"} & set(self.path.parts[-5:-1])
         )

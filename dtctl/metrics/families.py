@@ -99,7 +99,7 @@ def _build_node_families(figures: RunFigures) -> Iterator[MetricFamily]:
     counts = [({"state": state}, states[state]) for state in NODE_STATES]
     yield from _build_gauge("dtctl_nodes", "Nodes in each state.", *counts)
     running = [({"node": node}, state == "running") for node, state in sorted(progress.nodes.items())]
-    yield from _build_gauge("dtctl_node_running", "1 while the node's workers run.", *running)
+    yield from _build_gauge("dtctl_node_running", "1 while the workers of the node run.", *running)
     failures = [({"node": node}, figures.failures[node]) for node in sorted(progress.all_nodes)]
     yield from _build_counter(
         "dtctl_worker_failures_total",
@@ -111,7 +111,7 @@ def _build_node_families(figures: RunFigures) -> Iterator[MetricFamily]:
 def _of_training(figures: RunFigures) -> Iterator[MetricFamily]:
     yield from _build_gauge("dtctl_step", "Optimizer steps done.", ({}, figures.step))
     yield from _build_gauge(
-        "dtctl_last_step_time_seconds", "When a step was last seen to be done.", ({}, figures.stepped)
+        "dtctl_last_step_time_seconds", "Time of the last completed step, since the epoch.", ({}, figures.stepped)
     )
     yield from _build_gauge("dtctl_snapshot_step", "Step of the newest snapshot.", ({}, figures.snapshot_step))
     row = figures.row
@@ -124,7 +124,7 @@ def _of_training(figures: RunFigures) -> Iterator[MetricFamily]:
             )
     others = [({"name": key}, value) for key, value in row.items() if key not in _ROW and key not in _NO_VALUE]
     yield from _build_gauge(
-        "dtctl_logged", "Whatever else the newest logged step has, by its key in metrics.jsonl.", *others
+        "dtctl_logged", "Other values of the newest logged step, by their keys in metrics.jsonl.", *others
     )
 
 
@@ -135,9 +135,9 @@ def _of_ledger(figures: RunFigures) -> Iterator[MetricFamily]:
     # These are gauges and not counters: useful time decreases when a step has to be repeated.
     yield from _build_gauge("dtctl_phase_seconds", "Time by phase; the phases add up to the time of the run.", *spent)
     yield from _build_gauge(
-        "dtctl_goodput_ratio", "Share of the time that went into steps which count.", ({}, ledger.goodput)
+        "dtctl_goodput_ratio", "Share of the time that was spent on steps that count.", ({}, ledger.goodput)
     )
-    yield from _build_gauge("dtctl_steps_lost", "Steps that had to be done again.", ({}, ledger.steps_lost))
+    yield from _build_gauge("dtctl_steps_lost", "Steps that had to be repeated.", ({}, ledger.steps_lost))
 
 
 def format_prometheus_text(found: Iterator[MetricFamily], run: str) -> str:

@@ -173,7 +173,7 @@ class FigureCollector:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether there is more to read at once."""
+        """Return whether more data can be read immediately."""
         return self._events.is_behind or self._rows.is_behind
 
     def collect_new_events(self) -> list[Event]:

@@ -111,7 +111,7 @@ class MetricsService:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether there is more to read at once."""
+        """Return whether more data can be read immediately."""
         return self._follower.is_behind
 
     def _read_new_events(self) -> list[Event]:

@@ -21,9 +21,9 @@ class NcclVariable:
     """Version of NCCL; empty when it was always there or is not NCCL's."""
     danger: str = ""
     instead: str = ""
-    """Variable to use in place of a dead one."""
+    """Replacement for a variable that has no effect any more."""
     values: tuple[str, ...] = ()
-    """All values that it knows; empty when any will do."""
+    """All valid values; empty if any value is valid."""
     risky: tuple[str, ...] = ()
     """Values to warn of; `any` for all."""
     differ: bool = False

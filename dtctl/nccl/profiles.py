@@ -69,7 +69,9 @@ def list_profile_variables(profile: str, network: NetworkProfile) -> list[Variab
                 name="NCCL_SOCKET_IFNAME", value=f"={network.interface}", reason=f"{reason}; = means exactly this one"
             ),
             VariableSetting(
-                name="GLOO_SOCKET_IFNAME", value=network.interface, reason=f"{reason}; else gloo asks the host name"
+                name="GLOO_SOCKET_IFNAME",
+                value=network.interface,
+                reason=f"{reason}; otherwise gloo resolves the host name",
             ),
         ]
     return result + _PROFILES[profile](network)
@@ -80,7 +82,7 @@ def _list_ethernet_variables(network: NetworkProfile) -> list[VariableSetting]:
         return []
     return [
         VariableSetting(
-            name="NCCL_NET", value="Socket", reason="there are RDMA devices, and the profile says not to use them"
+            name="NCCL_NET", value="Socket", reason="the node has RDMA devices, but the profile does not use them"
         )
     ]
 
@@ -136,7 +138,7 @@ _PROFILES = {
 }
 NOTES = {
     "gcp-tcpxo": "source the plug-in's own nccl-env-profile.sh in job.setup; its values change with its version",
-    "roce": "the traffic class (NCCL_IB_TC) is the site's: ask its administrator; leave NCCL_IB_GID_INDEX unset; "
+    "roce": "the traffic class (NCCL_IB_TC) depends on the site: ask its administrator; leave NCCL_IB_GID_INDEX unset; "
     "on GCP's A3 Ultra and A4 source the script of the gIB plug-in in job.setup, which sets NCCL_NET itself",
     "azure": "set NCCL_TOPO_FILE to the file of your machine size in /opt/microsoft",
 }

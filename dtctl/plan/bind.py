@@ -1,8 +1,8 @@
 """Binding of a plan: from its template to one attempt, with the facts that are known where the workers start.
 
-build.py makes the template from a spec, on the control machine. It leaves open names and addresses of nodes, the
-rendezvous, the attempt's number, cores and GPUs: facts that a launcher inside a Slurm job finds there, where neither
-the spec nor the modules that read it are needed. Standard library alone.
+build.py makes the template from a spec, on the control machine. It omits names and addresses of nodes, the rendezvous,
+the attempt's number, cores and GPUs. A launcher inside a Slurm job finds these facts there, and needs neither the spec
+nor the modules that read it. Standard library alone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PlanTemplate:
     notes: tuple[str, ...]
     program: UserProgram
     share: env.MachineShare | None
-    """Share of the control machine that each node has; None: the nodes are machines of their own."""
+    """Share of the control machine that each node has; None: the nodes are separate machines."""
     nodes: tuple[NodeTemplate, ...]
     """Templates of the nodes, by node rank."""
 

@@ -53,7 +53,7 @@ class PlanFacts:
     threads: ThreadCount | None = None
     """Threads that an earlier attempt of the run has counted; they hold for all attempts."""
     share: env.MachineShare | None = None
-    """Share of the control machine that each node has; None: the nodes are machines of their own."""
+    """Share of the control machine that each node has; None: the nodes are separate machines."""
     source: str = ""
     """Text of the job's script, for the modules that it imports; empty when there is none."""
 
@@ -245,9 +245,9 @@ def _build_job_program(spec: Spec, generated: GeneratedConfig, source: str) -> U
     args = (*generated.args, *map(shell.expand_home, job.args))
     if job.shell and args and not re.search(_TAKES_ARGUMENTS, job.command[0] if job.command else ""):
         raise PlanError(
-            "the shell line of the job has no place for arguments",
+            "the shell line of the job does not use arguments",
             where="job.command",
-            hint='write `"$@"` into it where they belong',
+            hint='write `"$@"` into it where they are needed',
         )
     return UserProgram(
         script=job.script,
@@ -340,7 +340,7 @@ def _collect_plan_notes(
         notes.append(f"every node finds its interface towards {meeting.address} when it starts")
     if spec.settings.get("strategy") == "auto" and kind in ("torchrun", "direct"):
         notes.append(
-            "strategy: auto is decided by the workers, which see model and memory: the first of ddp, zero1, hsdp and "
+            "strategy: auto is decided by the workers, which know model and memory: the first of ddp, zero1, hsdp and "
             "fsdp that fits"
         )
     return notes

@@ -12,7 +12,7 @@ from dtctl.plan.model import NodeRanks, Rendezvous
 
 SHELL: Final = ("bash", "-e", "-o", "pipefail", "-c")
 SHELLS: Final = {".sh": "bash", ".bash": "bash", ".zsh": "zsh", ".ksh": "ksh", ".fish": "fish"}
-"""Ending of a script's name -> program that runs it where its first line does not name one."""
+"""Ending of a script's name -> program that runs it if its first line does not name one."""
 
 
 def interpreter_of(script: str, source: str) -> tuple[str, ...]:

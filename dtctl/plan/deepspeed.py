@@ -84,7 +84,7 @@ def _build_zero_section(settings: FrameworkSettings, name: str, degrees: Degrees
 
 def _build_optimizer_section(settings: FrameworkSettings, name: str) -> dict[str, Any]:
     if name == "muon":
-        raise settings.refused("optimizer", "DeepSpeed's Muon is told of its parameters by the program")
+        raise settings.refused("optimizer", "DeepSpeed's Muon gets its parameters from the program")
     keys = ("lr", "weight_decay", "momentum" if name == "sgd" else "eps")
     parameters = {key: value for key in keys if (value := settings.pop_setting(key)) is not None}
     if name == "sgd":

@@ -20,7 +20,7 @@ RANK_PREFIX = "[dtctl:${rank}] "
 """Prefix that torchrun puts before each line of a worker, for the supervisor to sort lines by rank."""
 
 THREADS = "OMP_NUM_THREADS"
-"""Number of threads of OpenMP, which torch takes over."""
+"""Number of threads of OpenMP, which torch uses, too."""
 RESERVED = frozenset(
     {
         names.RANK,
@@ -76,21 +76,21 @@ def build_default_variables(
         threads: of each worker, if the nodes were asked for their cores.
         on_cpus: True if no node is known to have a GPU.
     """
-    origin = "dtctl: lines reach the log when they are printed, and sets of text have the same order each time"
+    origin = "dtctl: unbuffered output, and the same order of sets in each run"
     variables = [EnvVar(name=name, value=value, origin=origin) for name, value in PYTHON.items()]
     if share is not None:
         variables += _share_of_machine(slots, share)
     elif threads is not None:
         variables.append(_number_of(threads))
     if kind == "torchrun":
-        origin = "dtctl: tells the ranks' lines apart"
+        origin = "dtctl: shows the rank of each line"
         variables.append(EnvVar(name="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", value=RANK_PREFIX, origin=origin))
     if kind in WORKER_KINDS:
         # torchrun would set 1, an old default. With 3, torch behaves as without the variable, and programs that look
         # for it find it.
         value, origin = shell.ShellExpansion(f"${{{ASYNC_ERRORS}:-3}}"), "torch's own default, unless the node sets it"
         variables.append(EnvVar(name=ASYNC_ERRORS, value=value, origin=origin))
-        signals, origin = "SIGTERM,SIGINT,SIGHUP", "dtctl: what it passes on, or ends the job for"
+        signals, origin = "SIGTERM,SIGINT,SIGHUP", "dtctl: signals that torchrun passes on to workers"
         variables.append(EnvVar(name="TORCHELASTIC_SIGNALS_TO_HANDLE", value=signals, origin=origin))
     if kind == "accelerate" and on_cpus:
         variables.append(ON_CPUS)
@@ -115,7 +115,7 @@ def _number_of(threads: ThreadCount) -> EnvVar:
 
 
 def threads_of(cores: Mapping[str, int], placements: Sequence[NodeRanks]) -> ThreadCount | None:
-    """Return the threads of each worker: its share of the cores of the node that has the fewest for each of its own.
+    """Return the threads of each worker: the smallest number of cores per worker over all nodes.
 
     The slowest worker determines the time of a step, so more threads on other nodes would gain little.
 
@@ -133,7 +133,7 @@ def threads_of(cores: Mapping[str, int], placements: Sequence[NodeRanks]) -> Thr
     workers = "1 worker has" if least.slots == 1 else f"{least.slots} workers share"
     reason = f"{workers} the {count} core{'s' * (count > 1)} of {least.node}"
     if len(placements) > 1:
-        reason += ", and no node has fewer for each"
+        reason += ", the smallest share of all nodes"
     return ThreadCount(number=max(1, count // least.slots), reason=reason)
 
 

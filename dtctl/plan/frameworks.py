@@ -22,7 +22,7 @@ OWN = ("model", "data")
 
 @dataclass(slots=True, kw_only=True)
 class FrameworkSettings:
-    """The keys of `train:` that the spec sets; a framework takes them one by one."""
+    """The keys of `train:` that the spec sets and that no framework setting has used yet."""
 
     spec: Spec
     framework: str

@@ -30,7 +30,7 @@ def generate_framework_input(
         slots_known: True if their number is known; False before `slots: auto` is counted on the nodes.
 
     Raises:
-        PlanError: a key of `train:` has no counterpart in the framework, or an argument does not go with the kind.
+        PlanError: a key of `train:` has no counterpart in the framework, or the kind does not support an argument.
     """
     usual = ("local_rank",) if kind == "deepspeed" else ()
     added: Sequence[str] = usual if spec.job.add_args is None else spec.job.add_args

@@ -38,7 +38,7 @@ def resolve_recovery(spec: Spec, kind: Kind, *, workers: int) -> RecoveryPlan:
     return RecoveryPlan(
         live=True,
         note="a lost worker is replaced while the others stay, and costs the step in progress "
-        f"(job.recovery: {wanted}); where that cannot be exact, the workers say so, and all are restarted",
+        f"(job.recovery: {wanted}); if that cannot be exact, the workers report it, and all are restarted",
     )
 
 
@@ -70,10 +70,10 @@ def _find_live_recovery_obstacle(spec: Spec, kind: Kind, *, workers: int) -> tup
             "give the spec a section `train`, or use `recovery: restart`",
         )
     if workers == 1:
-        return "there is one worker, and nobody else has its state", "use `recovery: restart`"
+        return "there is one worker, so no other has its state", "use `recovery: restart`"
     if train.get("shares"):
         return (
-            "who takes which share is agreed on when all start",
+            "the workers agree on their shares only when all start",
             "leave `train.shares` out, or use `recovery: restart`",
         )
     if train.get("snapshot", {}).get("memory") is not None:
@@ -81,7 +81,8 @@ def _find_live_recovery_obstacle(spec: Spec, kind: Kind, *, workers: int) -> tup
     if why := _held_once(train.get("strategy", "auto"), workers):
         return (
             why,
-            "use `train.strategy: ddp`, `hsdp` or degrees with replicas, as {dp: 2, ep: -1}, or `recovery: restart`",
+            "use `train.strategy: ddp`, `hsdp` or degrees with replicas, such as {dp: 2, ep: -1}, or `recovery: "
+            "restart`",
         )
     if train.get("exact") == "elastic":
         return "`train.exact: elastic` keeps state of its own on each worker", "use `recovery: restart`"
@@ -95,7 +96,7 @@ def _held_once(strategy: str | Mapping[str, int], workers: int) -> str:
     if strategy in ("auto", "ddp", "hsdp"):
         return ""
     if strategy == "zero1":
-        return "zero1 divides the optimizer's state, and nobody else has a worker's part of it"
+        return "zero1 divides the optimizer's state, and no other worker has a lost worker's part"
     if isinstance(strategy, str):
         return f"with strategy {strategy} a part of the state is nowhere else"
     degrees = resolve_degrees(strategy, workers=workers, per_node=0)
@@ -104,4 +105,4 @@ def _held_once(strategy: str | Mapping[str, int], workers: int) -> str:
     if degrees.tp * degrees.cp * degrees.pp > 1:
         return f"a model that is divided by tp, cp or pp ({degrees}) cannot be put into new process groups"
     held = "experts" if degrees.ep > 1 else "shards"
-    return f"{degrees} is a single replica, and nobody else has a worker's {held}"
+    return f"{degrees} is a single replica, so no other worker has a lost worker's {held}"

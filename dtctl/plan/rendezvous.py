@@ -62,7 +62,7 @@ def check_reachable(address: str, *, node: str, nodes: int) -> None:
     """
     if nodes > 1 and is_numeric(address) and ip_address(address).is_loopback:
         raise PlanError(
-            f"the head node's address is {address}, at which every other node reaches only itself",
+            f"the head node's address is {address}, under which every other node reaches only itself",
             where=f"node {node}",
             hint="give its address on the network between the nodes: `cluster.nodes: [{name: ..., address: ...}]`",
         )

@@ -38,7 +38,7 @@ UNUSED_IN_PLAIN_MODE: Final = (
 """Keys that a job of Slurm without dtctl's launcher inside does not use: its nodes run no supervisor of dtctl."""
 
 _ACTIVATION: Final = r"(?:^|[\s/;&|'\"])activate(?:\.\w+)?(?:$|[\s;&|'\"])"
-"""A script or subcommand `activate`, as venv, conda, mamba and pyenv have one."""
+"""Pattern of the script or subcommand `activate` of venv, conda, mamba and pyenv."""
 
 
 def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) -> list[str]:
@@ -67,7 +67,7 @@ def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
         )
     if transport == "slurm" and len({node.gres for node in nodes}) > 1:
         warnings.append(
-            "Slurm gives each node of a job the same: the largest number of each resource that an entry of "
+            "Slurm gives each node of a job the same resources: the largest number of each resource that an entry of "
             "cluster.nodes asks for"
         )
     if transport == "slurm" and (scarce := _scarce_cores(spec, nodes, per_worker=per_worker)):
@@ -137,6 +137,7 @@ def _scarce_cores(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
     tasks = gpus if per_worker else 1
     shared = f"{gpus} workers of a node share one" if tasks == 1 and gpus > 1 else "each worker gets one"
     return (
-        f"slurm.cpus_per_task is not set: unless the site gives more, {shared} core, and the memory of that core; "
+        f"slurm.cpus_per_task is not set: unless the site's default is higher, {shared} core, and the memory of "
+        "that core; "
         f"for 64 cores on a node: `slurm: {{cpus_per_task: {64 // tasks}}}`"
     )

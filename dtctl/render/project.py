@@ -93,7 +93,8 @@ def _describe_forced_write(source: Path, folder: Path) -> str:
     if not replaced:
         return "name another folder, or use --force to write into it"
     return (
-        f"--force would replace {', '.join(replaced)}. For a program that you have, make the project in another folder "
+        f"--force would replace {', '.join(replaced)}. If you have a program already, make the project in another "
+        "folder "
         "and copy its dtctl.yaml here"
     )
 

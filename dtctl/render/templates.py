@@ -130,7 +130,7 @@ def _format_rank_range(ranks: range) -> VerbatimText:
 
 @functools.lru_cache(maxsize=4)
 def _build_jinja_environment(folders: tuple[str, ...]) -> ImmutableSandboxedEnvironment:
-    """Return Jinja for these folders; cached, since compiling a template takes ten times as long as rendering."""
+    """Return Jinja's environment for these folders; cached, since compiling takes ten times as long as rendering."""
     environment = ImmutableSandboxedEnvironment(
         loader=_ContainedLoader(folders),
         undefined=StrictUndefined,

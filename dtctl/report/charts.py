@@ -12,7 +12,7 @@ from dtctl.report.metrics import MetricCurve, MetricsTable
 from dtctl.report.run import RunFacts
 
 MORE = 24
-"""Most plots of values that dtctl does not know."""
+"""Largest number of plots for values that dtctl does not know."""
 MARKS = 50
 
 
@@ -51,7 +51,7 @@ PLOTS = (
     Plot(
         name="slow", title="The slowest worker", unit="ms", scale=1e3,
         keys={"slowest_own_s": "slowest", "median_own_s": "median"},
-        note="time of a step that a worker is busy without waiting for others",
+        note="time that a worker computes in a step, without waiting for others",
     ),
     Plot(
         name="data", title="Waiting for data", keys={"data_wait": "the worker that waited most"}, unit="%", scale=100.0,
@@ -59,11 +59,11 @@ PLOTS = (
     ),
     Plot(
         name="experts", title="The busiest expert", keys={"expert_load": "of all layers"}, unit="x",
-        note="what it got, in multiples of the mean of its layer; 1 is even",
+        note="tokens that it got, divided by the mean of its layer; 1: balanced",
     ),
     Plot(
         name="expert-tokens", title="Tokens of an expert", unit="tokens",
-        keys={"expert_tokens_max": "the busiest", "expert_tokens": "mean"}, note="how many chose it in a step",
+        keys={"expert_tokens_max": "the busiest", "expert_tokens": "mean"}, note="tokens that chose it in a step",
     ),
     Plot(
         name="choices", title="Experts left out", unit="%", scale=100.0,

@@ -39,7 +39,7 @@ DOING = {
 """State of a node -> its activity in the timeline; other states have none."""
 TOLD = {
     "prepare": "connected, receives code",
-    "start": "workers start and find each other",
+    "start": "workers start and connect to each other",
     "run": "workers run",
     "away": "unreachable, continues by itself",
 }
@@ -62,7 +62,7 @@ class TimelineMark:
 
     time_s: float
     kind: str
-    """failure, exit (that of a worker whose attempt was being ended), restart, snapshot, hang, note, stop, end"""
+    """failure, exit (of a worker in an attempt that is being ended), restart, snapshot, hang, note, stop, end"""
     text: str
     node: str = ""
     """Name of the node; empty if the mark concerns all."""
@@ -196,7 +196,7 @@ def _describe_replacement_mark(event: WorkersReplaced | NodeReplaced | NodeDropp
 def describe_worker_end(failure: WorkerExited | FirstFailure) -> str:
     """`was ended by signal 9 (SIGKILL)`, `ended with exit code 1`, `was lost`."""
     if isinstance(failure, WorkerExited) and failure.killed:
-        return "was killed by dtctl: it did not end when it was asked to"
+        return "was killed by dtctl: it did not end within the grace period"
     if failure.signal:
         name = next((f" ({number.name})" for number in signal.Signals if number == failure.signal), "")
         return f"was ended by signal {failure.signal}{name}"

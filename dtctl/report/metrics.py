@@ -2,7 +2,7 @@
 
 A short file is read line by line. Of a long one only a line in so many is read in full; the values where a single line
 matters (`WATCHED`) are taken from every line by one regular expression, as are lines with more keys than usual (an
-evaluation). So minimum and maximum of these are exact; the page marks the values that are samples.
+evaluation). Therefore minimum and maximum of these keys are exact; the page marks values that are samples.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MetricsTable:
 
     @property
     def last_step(self) -> int:
-        """The last step that was logged; 0 without one."""
+        """The last logged step; 0 if there is none."""
         return max((int(curve.steps[-1]) for curve in self.curves.values() if curve.steps), default=0)
 
 
@@ -307,7 +307,7 @@ def _parse_watched_values(block: str, count: int, form: _LineFormat) -> list[lis
 
 
 def downsample_curve(steps: Sequence[float], values: Sequence[float], points: int = POINTS) -> MetricCurve:
-    """A curve of at most `points` buckets of as many values each; up to twice as many values stay as they are."""
+    """A curve of at most `points` buckets of equal size; up to `2 * points` values stay unchanged."""
     count = len(values)
     if count <= 2 * points:
         return MetricCurve(steps=tuple(steps), values=tuple(values))

@@ -27,7 +27,7 @@ EVENTS = 400
 PHASE_NAMES = {
     "connect": "connecting", "push": "sending code", "start": "starting workers", "run": "job without progress told",
     "useful": "steps that count", "stall": "waiting for snapshots", "evaluation": "evaluation",
-    "lost": "steps done again or lost", "hang": "standing still", "detect": "noticing a lost worker",
+    "lost": "steps repeated or lost", "hang": "standing still", "detect": "noticing a lost worker",
     "copy": "copying checkpoints",
     "heal": "replacing a lost worker", "restart": "restarting", "idle": "waiting to restart",
     "stop": "stopping",

@@ -160,7 +160,7 @@ def _decide_strategy(
     chosen = before and before["chosen"]
     if chosen and chosen["asked"] == request:
         settled = {"strategy": chosen["strategy"], "mesh": chosen["mesh"]}
-        return answer | settled | {"line": f"strategy: {chosen['strategy']}, as the snapshot's run has chosen"}
+        return answer | settled | {"line": f"strategy: {chosen['strategy']}, chosen by the run that wrote the snapshot"}
     slots = {rank_facts["slots"] for rank_facts in facts}
     setting = choice.StrategyInputs(
         workers=worker.world_size,

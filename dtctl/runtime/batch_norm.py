@@ -24,7 +24,7 @@ def require_synchronizable(model: nn.Module, device: torch.device) -> None:
         raise PlanError(
             "the model has SyncBatchNorm, which runs on GPUs only, and this worker has none",
             where=f"torch.nn.SyncBatchNorm ({names[0]} of the model)",
-            hint="convert the model only where there are GPUs, or use a norm that does not look at other samples "
+            hint="convert the model only where there are GPUs, or use a norm without statistics over samples "
             "(GroupNorm, LayerNorm)",
         )
 
@@ -45,7 +45,7 @@ def describe_batch_norm(model: nn.Module, replicas: int) -> list[str]:
         return []
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return [
-        f"note: BatchNorm ({names[0]}{more}) takes means over the samples of one worker, so {replicas} workers train "
-        "something else than one process with the same global batch: use torch.nn.SyncBatchNorm "
+        f"note: BatchNorm ({names[0]}{more}) computes means over the samples of one worker, so {replicas} workers do "
+        "not train what one process trains with the same global batch: use torch.nn.SyncBatchNorm "
         "(`train.ddp.sync_batchnorm: true`, on GPUs), GroupNorm or LayerNorm"
     ]

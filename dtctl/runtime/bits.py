@@ -131,7 +131,7 @@ def _sum_on_cpu(words: torch.Tensor, places: Places, count: int) -> int:
 
 
 def _sum_block(numbers: npt.NDArray[Any], place: int) -> int:
-    """Return the sum over a block whose first word has this place."""
+    """Return the sum over a block whose first word is at this index."""
     whole = len(numbers) // ROW * ROW
     total = 0
     if whole:
@@ -165,5 +165,5 @@ def _sum_on_device(words: torch.Tensor, places: Places, count: int) -> int:
 
 @functools.lru_cache(maxsize=1)
 def _list_odd_numbers() -> Places:
-    """Return the odd numbers for the longest stretch of which several are summed at a time."""
+    """Return the odd numbers for the longest stretch of a tensor that is summed together with others."""
     return np.arange(1, BLOCK, 2, dtype=np.int64)

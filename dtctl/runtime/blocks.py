@@ -40,8 +40,8 @@ KEPT: Final = frozenset(
 def find_blocks_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a model by name.
 
-    They are those members of its ModuleLists that hold parameters. If there are none, they are those children of its
-    Sequentials of which there are at least two of one class.
+    Blocks are the members of its ModuleLists that have parameters. If there are none, blocks are the children of its
+    Sequentials that have at least one sibling of the same class.
     """
     blocks: dict[str, nn.Module] = {}
     for kind in (nn.ModuleList, nn.Sequential):

@@ -55,7 +55,7 @@ def find_parameters_without_grad(model: nn.Module) -> list[str]:
     DDP would wait forever for such a gradient.
     """
     return [
-        f"{name} was not used in the forward pass, or its result not in the loss"
+        f"{name} was not used in the forward pass, or does not contribute to the loss"
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.grad is None
     ]
@@ -102,7 +102,7 @@ def _compare_tensor_checksums(what: str, tensors: Named, all_names: list[str]) -
             detail = (
                 f"none on rank {_join_rank_numbers(missing)}"
                 if missing
-                else f"rank {_join_rank_numbers(others)} has another than most"
+                else f"rank {_join_rank_numbers(others)} differs from most"
             )
             problems.append(f"the {what} of {name} is not the same on all workers: {detail}")
     return problems

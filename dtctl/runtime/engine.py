@@ -243,7 +243,7 @@ class TrainingEngine:
             self.trained.optimizer.step()
         except RuntimeError as exc:
             hint = (
-                "its state takes as much in the first step as later, whatever the batch: divide it with "
+                "its state does not depend on the batch: divide it with "
                 "`strategy: zero1` or `fsdp`, or look at `dtctl advise`"
             )
             raise_lack_of_memory(exc, f"the optimizer's step {step + 1}", hint, self.settings.worker)

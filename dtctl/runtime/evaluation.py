@@ -128,7 +128,7 @@ class Evaluation:
             raise PlanError("an evaluation needs both `validation` and `score`", where="Trainer")
         settings, engine, ema = training.settings, training.engine, training.trained.ema
         averaged = ema is not None and self._ema is not None and self._ema.evaluate
-        hint = "an evaluation takes `micro_batch` samples at a time: lower it, or let `score` keep less"
+        hint = "an evaluation takes `micro_batch` samples at a time: lower it, or keep fewer tensors in `score`"
         with (
             enough_memory(f"the evaluation after step {training.position.step}", hint, settings.worker),
             # Random numbers that a score draws are the same each time.

@@ -15,7 +15,7 @@ KNOWN: Final = (
     ),
     (
         "Your training graph has changed in this iteration",
-        "the loss depends on other parameters than in the first step, against the promise of a static graph",
+        "the loss depends on other parameters than in the first step, but static_graph requires the same ones",
         "train.ddp.static_graph",
         "leave out `train.ddp.static_graph`, and set `train.ddp.find_unused_parameters: true`",
     ),
@@ -33,19 +33,20 @@ KNOWN: Final = (
     ),
     (
         "expects uniform original parameter dtype",
-        "a block has parameters of several number formats, which fully_shard cannot put together",
+        "a block has parameters of several number formats, which fully_shard cannot combine",
         "train.strategy",
         "make them of one format and use `train.precision`, or use ddp or zero1",
     ),
     (
         "does not have a deterministic implementation",
-        "the model or the loss uses an operation whose kernel gives other bits each time and has no deterministic form",
+        "the model or the loss uses an operation whose kernel gives different bits at each call and has no "
+        "deterministic form",
         "train.deterministic",
-        "use another operation, or `train.deterministic: false` and do without bits that repeat",
+        "use another operation, or `train.deterministic: false` if bits need not repeat",
     ),
     (
         "mixed torch.Tensor and DTensor",
-        "the model's code uses a parameter that is divided together with a tensor that is not",
+        "the model's code combines a divided parameter with an undivided tensor",
         "train.strategy",
         "call the model as a whole; with tp, let `train.tp.plan` replicate the module that has the parameter",
     ),

@@ -36,7 +36,8 @@ class TrainingView:
         model: as this worker has it.
         optimizer: of its parameters.
         loss_scale: factor of the loss with fp16; None otherwise.
-        skipped_steps: steps of this attempt whose gradient was not finite; fp16's search for a scale aside.
+        skipped_steps: steps of this attempt whose gradient was not finite; without steps in which fp16 searches its
+        scale.
         verdict: result of repeating the steps after the snapshot that this attempt resumed from; None without a resume,
             and until it is known.
     """
@@ -59,7 +60,7 @@ class TrainingView:
         self.is_stopped, self.rate_factor = False, 1.0
 
     def stop(self) -> None:
-        """End the run with this step, as if it were its last one.
+        """End the run after this step, as if it were the last one.
 
         Raises:
             PlanError: the call is not in a hook for evaluations, in which all workers decide the same.
@@ -79,7 +80,7 @@ class TrainingView:
     def _require_evaluation(self, name: str) -> None:
         if self._is_decided:
             raise PlanError(
-                f"{name}() was called where workers may decide differently",
+                f"{name}() was called in a hook in which workers may decide differently",
                 where="a hook of the Trainer",
                 hint="call it in `after_evaluation`, whose scores are the same on all workers",
             )

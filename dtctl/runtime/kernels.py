@@ -50,7 +50,7 @@ def lay_out(model: nn.Module, config: TrainConfig, degrees: Degrees) -> None:
         return
     if degrees.dp != degrees.workers:
         raise PlanError(
-            f"channels_last does not go with {degrees}: torch shards parameters only as they come (torch 2.13)",
+            f"channels_last cannot be combined with {degrees}: torch shards parameters only as they come (torch 2.13)",
             where="train.channels_last",
             hint="leave it out, or use ddp or zero1",
         )

@@ -184,7 +184,7 @@ class Trainer:
                 if not recovery.recover_from_lost_peer(training, error):
                     raise error
             saved = (
-                "without a snapshot, before it was known whether it is exact"
+                "without a snapshot: the resume was not confirmed to be exact yet"
                 if training.check.is_held
                 else "with a snapshot"
             )
@@ -327,8 +327,8 @@ class Trainer:
     def _step_ahead(self) -> None:
         """Take the next steps for their record alone: this process ends, and the next attempt repeats them.
 
-        A failure in these steps has no consequence. They are taken only if they are likely to need a small part of the
-        grace period, since the launcher waits for this worker no longer than that.
+        A failure in these steps has no consequence. The steps are only taken if they probably need a small part of the
+        grace period, since the launcher kills this worker after it.
         """
         training, position, recorder = self.training, self.training.position, self.training.check.recorder
         step_s, stopped_at = training.report.progress.slowest_s, (position.step, position.samples)

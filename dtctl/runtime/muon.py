@@ -19,7 +19,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], config: TrainConfig) -> None:
-        """Store the parameters; tables of embeddings belong to the others.
+        """Store the parameters; tables of embeddings count as parameters for AdamW.
 
         Args:
             matrices: parameters of two dimensions.

@@ -28,7 +28,7 @@ class TrainingPosition:
             config: settings of the run.
             asked: configured sizes of a batch.
             samples: size of the data set.
-            in_order: True if samples are read in their own order, False if in a random one.
+            in_order: True if samples are read in their original order, False if in a random order.
             rank: number of this worker among those with different samples.
 
         Raises:

@@ -29,7 +29,8 @@ class LossScale:
 
     The rule and its constants are those of `torch.amp.GradScaler`: skip a step whose gradient is not finite, halve the
     scale after it, and double the scale after 2000 good steps. The difference is that one number decides about a step:
-    the norm of the whole gradient. It is the same on all workers under every strategy, so they need no communication.
+    the norm of the whole gradient. The scale is the same on all workers with every strategy, so it needs no
+    communication.
 
     Attributes:
         scale: factor of the loss; a power of two, so that scaling causes no rounding.

@@ -45,7 +45,7 @@ def resume_training(training: Training) -> None:
         differing = f"known to differ: {'; '.join(known)}" if known else "nothing known differs"
         lines.append(f"resumed at step {position.step} of {position.steps}{origin}: {differing}")
         if position.step >= position.steps:
-            lines.append(f"nothing is left to do: raise `train.steps` to go on, or start over without {folder}")
+            lines.append(f"all steps are done: raise `train.steps` to continue, or start over without {folder}")
     if worker.is_first:
         say("\n".join(lines))
         if known is not None:

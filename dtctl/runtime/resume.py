@@ -84,8 +84,8 @@ def find_resume_point(folder: Place, worker: Worker, *, memory: Path | None = No
     made_by = point.facts.get("loop", TRAINER)
     if point.path is not None and made_by != loop:
         raise SnapshotError(
-            f"this snapshot was made by a {made_by}, and a {loop} cannot continue from it: each has its own order of "
-            "the samples",
+            f"this snapshot was made by a {made_by}, and a {loop} cannot continue from it: they order "
+            "the samples differently",
             where=point.path,
             hint="give the snapshots of this program another folder (`train.snapshot.dir`), or take the weights alone "
             "with `dtctl snapshot export`",
@@ -163,7 +163,7 @@ def _require_beginning(folder: Place, worker: Worker) -> None:
     step = _read_committed_step(folder, worker)
     if step:
         raise SnapshotError(
-            f"this run has written a snapshot of step {step}, and there is none now",
+            f"this run has written a snapshot of step {step}, but it is missing now",
             where=str(folder),
             hint="bring it back (a disk that is not mounted, a node that is gone?), or launch a new run to start over; "
             "`train.snapshot.replicas: 1` keeps a copy on another node",
@@ -203,8 +203,9 @@ def build_batch_facts(asked: BatchSizes, used: BatchSizes) -> dict[str, list[int
 def resolve_resumed_batch(config: TrainConfig, asked: BatchSizes, facts: Mapping[str, Any]) -> tuple[BatchSizes, float]:
     """Return the batch sizes to continue with, and the factor of the learning rate.
 
-    If the configuration asks for the same sizes as before, return those that memory allowed then. If only the number of
-    workers has changed, follow `on_resize`. Else return the configured sizes.
+    If the configuration has the same sizes as before, return the sizes that fitted into memory then. If only the number
+    of
+    workers has changed, follow `on_resize`. Otherwise return the configured sizes.
 
     Raises:
         PlanError: the global batch cannot be kept with this number of workers.

@@ -27,7 +27,7 @@ class Outcome(Enum):
     """Way in which a run ended without an error."""
 
     FINISHED = 0
-    """All steps are done."""
+    """True if all steps are done."""
     STOPPED = REQUEUE_EXIT
     """A signal requested a stop; a snapshot of the last step was written."""
 

@@ -1,7 +1,8 @@
 """Losses that weight tokens instead of samples: the mean is over all counted tokens of the global batch.
 
 A mean per micro batch, averaged over passes and workers, gives a token in a short text more weight than one in a long
-text. So the loss function returns a sum and its weight. The total weight over all passes and workers is known only
+text. Therefore the loss function returns a sum and its weight. The total weight over all passes and workers is known
+only
 after the last forward pass; the gradient is then corrected by one factor.
 """
 

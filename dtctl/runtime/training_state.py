@@ -167,7 +167,7 @@ class TrainingState:
         tree = state.optimizer_tree(self.model, self.optimizer, self.configured)
         if any(True for _ in state.iter_named_tensors(tree["groups"])):
             raise SnapshotError(
-                "the optimizer has large tensors in param_groups, which workers cannot share the writing of",
+                "the optimizer has large tensors in param_groups, and workers cannot divide the writing of these",
                 where="train.snapshot.layout",
                 hint="use `layout: whole`",
             )

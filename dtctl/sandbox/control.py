@@ -43,7 +43,7 @@ def check_sandbox_requirements() -> None:
     Raises:
         SandboxError: it cannot; the error names what is missing and how to install it.
     """
-    hint = "or use `transport: local`, which needs nothing"
+    hint = "or use `transport: local`, which needs no packages"
     if not sys.platform.startswith("linux"):
         raise SandboxError(
             "a sandbox needs Linux: its hosts are network namespaces", hint=f"use a Linux machine, {hint}"
@@ -82,7 +82,7 @@ def start_sandbox(name: str, *, nodes: int, with_slurm: bool = False) -> Sandbox
         with_slurm: True starts Slurm on them.
 
     Raises:
-        SandboxError: it is up already, or cannot be made here. Nothing is left in that case.
+        SandboxError: it is up already, or cannot be made here. In that case no process or file is left.
     """
     if not 1 <= nodes <= layout.MAX_NODES:
         raise SandboxError(f"a sandbox has 1 to {layout.MAX_NODES} hosts, not {nodes}")
@@ -184,7 +184,7 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
         error_lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         reason = answer.get("error") or (error_lines[-1] if error_lines else "its keeper exited without a message")
         raise SandboxError(
-            f"the sandbox cannot be made: {reason}", hint="or use `transport: local`, which needs nothing"
+            f"the sandbox cannot be made: {reason}", hint="or use `transport: local`, which needs no packages"
         )
     keeper.returncode = 0  # the keeper continues to run; without this, Popen would warn about it
 

@@ -22,7 +22,7 @@ FAULTS_FILE = "faults.json"
 DISK = "dtctl-full-disk"
 """Name of the small file systems, by which they are identified."""
 BURST_S = 0.008
-"""Seconds of delayed packets that a limited cable may send at once, after the machine was late."""
+"""Seconds of traffic that a limited cable may send in a burst after the machine was delayed."""
 LARGE_BYTES = 1200
 """IP packets longer than this are lost by `lose-large`: more than any ping, less than a full Ethernet frame."""
 
@@ -63,7 +63,7 @@ def disconnect_host(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode | Non
 
 
 def block_ports(sandbox: Sandbox, node: SandboxNode, *, ports: str, source: SandboxNode | None, reject: bool) -> None:
-    """Drop (in silence) or reject (with a reset) connections to TCP ports of a host, from anywhere or from one other.
+    """Drop (in silence) or reject (with a reset) connections to TCP ports of a host, from all hosts or from one.
 
     Args:
         sandbox: the sandbox.

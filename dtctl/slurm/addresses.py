@@ -31,7 +31,7 @@ def read_addresses(environ: Mapping[str, str], *, asks: bool = True) -> dict[str
         node_names = nodeset.expand_nodeset(listed)
     except SpecError as exc:
         raise LaunchError(
-            f"Slurm does not say which nodes the job has: {exc.message}", where="SLURM_JOB_NODELIST"
+            f"Slurm does not list the nodes that the job has: {exc.message}", where="SLURM_JOB_NODELIST"
         ) from exc
     addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", _read_node_records(listed) if asks else ""))
     return {name: addresses.get(name, name) for name in node_names}

@@ -20,7 +20,7 @@ def parse_array_indexes(text: str, *, where: str) -> list[int]:
         where: place of the text, for messages.
 
     Raises:
-        PlanError: the text is no such value, or has more than 10,000 tasks.
+        PlanError: the text is not a list of task indexes, or has more than 10,000 tasks.
     """
     numbers: set[int] = set()
     parts = [_PART.match(part) for part in re.sub(r"%\d+\Z", "", text).split(",")]

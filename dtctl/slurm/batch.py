@@ -301,13 +301,13 @@ def _check_batch_spec(spec: Spec, plan: Plan) -> None:
     gres_of_job(plan)
     if spec.slurm and spec.slurm.array and spec.snapshot_dir:
         raise PlanError(
-            "all tasks of the array would go on from the same snapshots",
+            "all tasks of the array would continue from the same snapshots",
             where=spec.written_at("train.snapshot.dir"),
             hint="leave it out: each task then has a folder of its own",
         )
     if spec.slurm and spec.slurm.container and plan.transport != "slurm":
         raise PlanError(
-            "the container of the workers is Slurm's to start",
+            "Slurm has to start the container of the workers",
             where=spec.written_at("slurm.container"),
             hint="set `cluster.transport: slurm`",
         )

@@ -160,7 +160,7 @@ def parse_batch_line(line: str) -> Sequence[Event]:
 
 
 def _expand_node_list(text: str) -> tuple[str, ...]:
-    """Return the nodes of a list such as `node[1-2]`; empty if the text is no list of nodes."""
+    """Return the nodes of a list such as `node[1-2]`; empty if the text is not a list of nodes."""
     try:
         nodes = nodeset.expand_nodeset(text)
     except SpecError:

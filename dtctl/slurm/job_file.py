@@ -117,4 +117,4 @@ def read_job_file(launcher: Path, task: str = "") -> JobFile:
         template, scripts = bind.parse_plan_template(document["template"]), tuple(document["scripts"])
         return JobFile(**{**document, "template": template, "scripts": scripts, "settings": settings})
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as exc:
-        raise LaunchError(f"what the launcher is told cannot be read: {exc}", where=where) from exc
+        raise LaunchError(f"the launcher's job file cannot be read: {exc}", where=where) from exc

@@ -68,7 +68,7 @@ class JobLifecycle:
 
         Args:
             job: Slurm's name of the job: its number, or `NUMBER_INDEX` of a task of an array.
-            number: number of the job; a task of an array has one of its own.
+            number: number of the job; each task of an array has its own number.
             restarts: number of times that Slurm has restarted the job.
         """
         self.job, self.number, self.restarts = job, number, restarts
@@ -147,7 +147,7 @@ class JobLifecycle:
                 # A missing controller would make scontrol fail by itself, so srun may work.
                 write_line(
                     f"scontrol has printed nothing for {ANSWER_S:g} s: the launcher goes on without it, {names}, and "
-                    "Slurm's own signal alone warns of the time limit"
+                    "only Slurm's own signal warns of the time limit"
                 )
                 return False
             if not is_told:

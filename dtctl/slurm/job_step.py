@@ -82,7 +82,7 @@ class StepStream:
         return self._step.wait_for_exit(self.task, timeout_s)
 
     def end(self) -> None:
-        """End the stream for its reader: Slurm has given the node up, whose task may still run and be connected."""
+        """End the stream for its reader: Slurm has given up the node; its task may still run and be connected."""
         _shut_down(self._connection)
 
     def close(self) -> None:

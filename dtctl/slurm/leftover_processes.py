@@ -58,7 +58,7 @@ def end_left_processes(
         # Only a record of Slurm that has no node and no earlier start shows that the job never had a node.
         never = state.node_list == "(null)" and state.restarts == "0"
         return LeftoverProcesses(
-            counts={}, evidence="" if never else "Slurm does not say any more which nodes the job had"
+            counts={}, evidence="" if never else "Slurm no longer lists the nodes that the job had"
         )
     try:
         answer = remote_commands.send_login_request(

@@ -133,7 +133,7 @@ def _check_requeue(slurm: Slurm, partitions: Sequence[Mapping[str, str]]) -> Ite
     if shortest is not None and shortest * 60 <= slurm.warn_s:
         yield UnmetRequirement(
             check="requeue", key="slurm.warn_s", never=False,  # a job without training is not affected
-            summary=f"the workers would be told to save and end as soon as they start: the job may run for "
+            summary=f"the workers would have to save and end as soon as they start: the job may run for "
             f"{shortest * 60:.0f} s, and the warning comes {slurm.warn_s} s before that",
             fix="a longer slurm.time, or a later warning",
             evidence=() if slurm.time else tuple(f"DefaultTime={limit}" for limit in limits),
@@ -143,8 +143,9 @@ def _check_requeue(slurm: Slurm, partitions: Sequence[Mapping[str, str]]) -> Ite
         row = cancelling[0]
         yield UnmetRequirement(
             check="requeue", key="slurm.partition", never=False,
-            summary=f"partition {row['PartitionName']} cancels the jobs that it preempts: nobody starts them again",
-            fix="a partition or slurm.qos that requeues; or `dtctl launch` again, which goes on from the last snapshot",
+            summary=f"partition {row['PartitionName']} cancels the jobs that it preempts, and they are not requeued",
+            fix="choose a partition or slurm.qos that requeues; or run `dtctl launch` again, which continues "
+            "from the last snapshot",
             evidence=tuple(f"{key}={row[key]}" for key in ("PreemptMode", "GraceTime") if key in row),
         )  # fmt: skip
 
@@ -159,7 +160,8 @@ def _list_node_repairs(nodes: Mapping[str, PartitionNode]) -> Iterator[str]:
         yield f"{','.join(reserved)} belong to a reservation: {reservation}"
     if broken:
         names = ",".join(broken)
-        yield f"sinfo -R -n {names} says why; repaired: sudo scontrol update nodename={names} state=resume"
+        resume = f"sudo scontrol update nodename={names} state=resume"
+        yield f"sinfo -R -n {names} shows the reason; after the repair: {resume}"
 
 
 def _check_job_nodes(
@@ -174,7 +176,7 @@ def _check_job_nodes(
             check="job-nodes", key="cluster.nodes", never=True,
             summary=f"the job needs {format_count(needed, 'node')}, and partition {name} gives "
             f"{min(max_nodes, len(nodes))}",
-            fix="fewer nodes, or another partition",
+            fix="use fewer nodes, or another partition",
         )  # fmt: skip
         return
     if needed > len(works):

@@ -52,7 +52,7 @@ def is_before_submission(record: RunRecord) -> bool:
 
 def build_unsubmitted_end(run: str) -> RunEnded:
     """Return the end of a run that never became a job of Slurm."""
-    text = "its launcher ended before Slurm had the job"
+    text = "its launcher ended before Slurm accepted the job"
     return RunEnded(run=run, status="failed", exit_code=LaunchError.exit_code, left_behind=0, error=text)
 
 
@@ -69,7 +69,7 @@ def find_submission_outcome(run: str, submitting: JobSubmitting, site: CommandHo
             site, submitting.python, FoundJobs, script=submitting.script, folders=folders
         ).jobs
         if jobs is None:
-            raise LaunchError("Slurm does not say whether it has the job of this run", where=site.name)
+            raise LaunchError("Slurm does not report whether it has the job of this run", where=site.name)
         if jobs or time.time() - (submitting.time or 0.0) > SUBMISSION_S:
             break
         time.sleep(POLL_S)  # the submission that the launcher had begun may still be under way

@@ -253,9 +253,9 @@ def _about_variables(answer: SbatchResult) -> list[str]:
     """Return messages about the variables of the submitting shell that sbatch would have obeyed."""
     notes = []
     if answer.ignored:
-        notes.append(f"{', '.join(answer.ignored)} of the environment is not used: the spec says what the job asks for")
+        notes.append(f"{', '.join(answer.ignored)} of the environment is not used: the spec determines the resources")
     if answer.used:
-        notes.append(f"{', '.join(answer.used)} of the environment is used: the spec says nothing about it")
+        notes.append(f"{', '.join(answer.used)} of the environment is used: the spec does not set it")
     return notes
 
 
@@ -271,7 +271,7 @@ def _check_allocation(site: CommandHost, environ: Mapping[str, str]) -> None:
         raise LaunchError(
             f"this shell is inside job {job}, and a launch would queue another job behind it",
             where="SLURM_JOB_ID",
-            hint=f"in this allocation: `{here}`; to queue another job all the same: env -u SLURM_JOB_ID dtctl launch",
+            hint=f"in this allocation: `{here}`; to queue another job anyway: env -u SLURM_JOB_ID dtctl launch",
         )
 
 
@@ -279,7 +279,7 @@ def array_of(spec: Spec) -> list[int]:
     """Return the indexes of the job array that a spec requests; empty if it requests one job.
 
     Raises:
-        PlanError: the value of `slurm.array` is no array.
+        PlanError: the value of `slurm.array` is not an array.
     """
     array = spec.slurm.array if spec.slurm is not None else None
     return [] if array is None else arrays.parse_array_indexes(array, where=spec.written_at("slurm.array"))

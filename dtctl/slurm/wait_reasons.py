@@ -12,13 +12,13 @@ from typing import Final
 _EXPLAINED: Final[Mapping[str, str]] = {
     "AssocMaxJobsLimit": "the account's jobs that run now are as many as it may have; it starts when one of them ends",
     "BadConstraints": "no node has the features that slurm.extra asks for; `sinfo -o '%N %f'` shows all of them",
-    "DependencyNeverSatisfied": "what it depends on has not ended as it has to, and so it never starts; submit it "
+    "DependencyNeverSatisfied": "its dependency can no longer be fulfilled, so it never starts; submit it "
     "without that dependency (slurm.extra)",
     "InvalidAccount": "slurm.account is not known; `sacctmgr show assoc user=$USER` shows yours",
     "InvalidQOS": "slurm.qos is not known; `sacctmgr show qos` shows those that there are",
     "JobArrayTaskLimit": "as many tasks of the array run as its `%N` allows",
     "JobHeldAdmin": "an administrator holds it",
-    "JobHoldMaxRequeue": "it was requeued as often as the site allows; `scontrol release {job}` lets it begin again",
+    "JobHoldMaxRequeue": "it was requeued as often as the site allows; `scontrol release {job}` releases it",
     "PartitionDown": "the partition starts no jobs now; `sinfo -s` shows the others",
     "PartitionInactive": "the partition starts no jobs now; `sinfo -s` shows the others",
     "PartitionNodeLimit": "the partition does not give a job so many nodes; slurm.partition names another one",
@@ -28,9 +28,9 @@ _EXPLAINED: Final[Mapping[str, str]] = {
     "QOSMaxJobsPerUserLimit": "your jobs that run now are as many as the quality of service allows",
     "QOSMaxNodePerUserLimit": "your jobs have as many nodes as the quality of service allows",
     "QOSMaxWallDurationPerJobLimit": "slurm.time is more than the quality of service allows",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved; `sinfo -R` says why",
-    "launch_failed_requeued_held": "a node could not start it, mostly since the site's prolog has failed there; "
-    "`sinfo -R` names the node, and `scontrol release {job}` has Slurm try again",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved; `sinfo -R` shows the reason",
+    "launch_failed_requeued_held": "a node could not start it, usually because the site's prolog has failed there; "
+    "`sinfo -R` names the node, and `scontrol release {job}` makes Slurm try again",
     "Reservation": "it waits for its reservation to begin",
 }
 _ENDS: Final[Mapping[str, str]] = {
@@ -47,7 +47,7 @@ def explain_wait(job: str, code: str) -> str:
     """Return Slurm's code for the reason why a job waits, with its meaning if that is known."""
     known = _EXPLAINED.get(code.partition(",")[0].partition(" ")[0])
     if known is None and "held" in code.lower():  # such as JobHeldUser, job_requeued_in_held_state
-        known = "somebody holds it; `scontrol release {job}` lets it begin"
+        known = "the job is held; `scontrol release {job}` lets it begin"
     return f"{code}: {known.format(job=job)}" if known else code
 
 

@@ -19,7 +19,7 @@ from dtctl.spec.places import KeyLocations, format_dotted_key
 from dtctl.spec.places import Path as Key
 
 MAX_BYTES = 4 * 1024 * 1024
-"""Size of the largest spec that is read, in bytes; a larger file is no spec, or endless (/dev/zero)."""
+"""Size of the largest spec that is read, in bytes; a larger file is not a spec (/dev/zero, for example, is endless)."""
 STDIN = "<standard input>"
 _INIT = "`dtctl init DIR` makes a project with one"
 
@@ -42,7 +42,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
             f"{path} is a script, and a spec is expected",
             where=str(path),
             hint=f"name it as `job.script` in a {SPEC_FILE}, or without a spec: "
-            f"`dtctl launch --nodes localhost -- {path}`; what is meant for the spec's script follows `--`",
+            f"`dtctl launch --nodes localhost -- {path}`; arguments of the spec's script come after `--`",
         )
     try:
         if path.is_fifo():  # opening a pipe waits until another process writes to it
@@ -98,7 +98,7 @@ def parse_spec(
         raise SpecError("the spec is empty", where=source, hint=_INIT)
     if not isinstance(document.data, dict):
         raise SpecError(
-            "a spec has sections (cluster, job, ...), and this is something else", where=document.places.locate_key(())
+            "a spec has sections (cluster, job, ...), and this file has none", where=document.places.locate_key(())
         )
     return build_spec_from_document(document, base_dir=base_dir, overrides=overrides, is_of_run=is_of_run)
 

@@ -120,7 +120,8 @@ class NodeEntry(Section):
     name: Word
     """Name of the node, or a range of names: `gpu[01-04]`. May also be spelt `host`."""
     address: Word | None = None
-    """Host name, OpenSSH alias or numeric address to connect to. Default: the name. Not with a range."""
+    """Host name, OpenSSH alias or numeric address to connect to. Default: the name. Not allowed with a range of
+    names."""
     slots: Slots | None = None
     """Workers on this node."""
     env: dict[str, Text] = Field(default={})
@@ -188,7 +189,7 @@ class Cluster(Section):
     login: Word | None = None
     """With transport slurm: the node to submit from. Default: this machine."""
     spares: tuple[Text, ...] = ()
-    """Spare nodes, each of which can replace a lost one; with live recovery two of them stand by, ready to start."""
+    """Spare nodes, each of which can replace a lost one; with live recovery two of them are kept ready to start."""
     min_nodes: Count | None = None
     """Continue with no fewer nodes than this when some are lost. Default: all are needed."""
     return_s: PositiveOrZero = 60.0
@@ -206,7 +207,7 @@ class Files(Section):
 
     push: bool = True
     """Copy the files to the nodes. false: no files are copied, the job's folder is already on every node, at `root`. A
-    run starts in a working folder of its own all the same, in which that folder appears."""
+    run still starts in its own working folder, in which that folder appears."""
     root: PathText = "."
     """Folder to copy, relative to the spec. With `push: false`, where it lies on every node: `/opt/app`, `~/code`, or,
     relative to the spec, under the same path as here."""
@@ -218,11 +219,11 @@ class Files(Section):
 
 def _for_a_shell(found: str) -> str:
     """Return the error of a command without `shell: true` whose argument contains shell syntax."""
-    return f"{found} is shell syntax, and no shell runs this; add `shell: true`, or quote it to pass it on"
+    return f"{found} is shell syntax, but no shell runs the command; add `shell: true`, or quote it as plain text"
 
 
 class DataEntry(Section):
-    """Files that a job reads and that are no part of its code."""
+    """Files that a job reads and that do not belong to its code."""
 
     source: Word = Field(alias="from")
     """Source of the files: a file or folder of this machine (`~/datasets/x`; a relative path begins at the spec), a URL
@@ -378,8 +379,9 @@ class Job(Section):
     files: Files = Field(default_factory=Files.model_construct)
     """Which files are copied to the nodes."""
     data: tuple[DataEntry, ...] = ()
-    """Files that the job reads and that are no part of its code: `[{from: ~/datasets/x, to: data/x}]`. They are brought
-    to every node once, even if .gitignore excludes them, kept there between runs, and appear in the working folder."""
+    """Files that the job reads and that are no part of its code: `[{from: ~/datasets/x, to: data/x}]`. dtctl copies
+    them to every node once, even if .gitignore excludes them, keeps them there between runs, and shows them in the
+    working folder."""
     environment: Environment | None = None
     """Python environment that every node makes, and in which the workers run: `{requirements: requirements.txt}`.
     `cluster.python` is then the Python of dtctl's own program alone. Default: the Python of `cluster.python`."""
@@ -414,11 +416,12 @@ class Job(Section):
     all workers are restarted. auto: ten times the slowest step, at least 30. Only programs with dtctl.runtime are
     monitored."""
     hang_start_s: Positive | Literal["auto", "off"] = "auto"
-    """Seconds as for `hang_s`, before the first steps are measured: from the start through compilation to the first
-    steps of an attempt. auto: 1800; never less than `hang_s`."""
+    """The same limit as `hang_s`, in seconds, for the begin of an attempt: from its start through compilation to its
+    first measured steps. auto: 1800; never less than `hang_s`."""
     hang_output_s: Positive | None = None
     """Seconds without a line from any worker after which a program that reports no progress hangs, for those that print
-    regularly: all workers are ended, and restarted as `max_restarts` allows. Default: output is no sign of a hang."""
+    regularly: all workers are ended, and restarted as `max_restarts` allows. Default: missing output does not count as
+    a hang."""
     recovery: Literal["auto", "live", "restart"] = "auto"
     """Recovery from the loss of a worker. live: it is replaced and the others stay; the step under way is done again
     (dtctl.runtime, kind direct; ddp, hsdp, or ep with dp). restart: all workers are restarted from the newest snapshot,
@@ -476,7 +479,7 @@ class Job(Section):
         for number, path in enumerate(paths):
             for other in paths[:number]:
                 if _is_overlapping_path(path, other):
-                    raise ValueError(f"{other!r} and {path!r} are one folder, or lie in each other")
+                    raise ValueError(f"{other!r} and {path!r} are the same folder, or one lies in the other")
         return entries
 
     @property
@@ -706,15 +709,17 @@ class Kubernetes(Section):
     host_network: bool = False
     """Use the network of the nodes in the pods, as some RDMA fabrics need."""
     networks: tuple[Word, ...] = ()
-    """Secondary networks (Multus): names of NetworkAttachmentDefinitions, `NAMESPACE/NAME` for those of others."""
+    """Secondary networks (Multus): names of NetworkAttachmentDefinitions, `NAMESPACE/NAME` for those in other
+    namespaces."""
     exclusive_topology: Word | None = None
-    """Label of nodes whose every value is one domain, which the job has for itself: `cloud.google.com/gke-nodepool`."""
+    """Label of nodes; each of its values is a topology domain, which the job uses exclusively:
+    `cloud.google.com/gke-nodepool`."""
     queue: Word | None = None
     """Queue of Kueue that the JobSet waits in."""
     secret: Word | None = None
     """Secret that the variables of `job.secrets` come from, a key for each."""
     env_secrets: tuple[Word, ...] = ()
-    """Secrets all of whose keys are variables of the workers."""
+    """Secrets; each of their keys becomes a variable of the workers."""
     active_deadline_s: Count | None = None
     """Seconds after which a start of the job is ended (activeDeadlineSeconds). Default: never."""
     restarts: CountOrZero = 10
@@ -736,7 +741,8 @@ class Secret(Section):
     env: Word | None = None
     """Variable in the environment of `dtctl launch`."""
     file: FilePath | None = None
-    """File that holds the value alone, for its owner alone (mode 0600); not one that is pushed to the nodes."""
+    """File that contains only the value and that only its owner can read (mode 0600); it must not be pushed to the
+    nodes."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "Secret":
@@ -828,7 +834,7 @@ class Spec(Section):
             return "slurm.launcher is none"
         if slurm.container is not None:
             return "srun starts the workers in their container (slurm.container)"
-        return "srun is told how to start workers (slurm.srun)" if slurm.srun else ""
+        return "slurm.srun determines how srun starts workers" if slurm.srun else ""
 
     @property
     def is_plain(self) -> bool:

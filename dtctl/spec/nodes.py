@@ -65,7 +65,7 @@ def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
                 f"node {node.name} is listed twice: in {_both_places(earlier[1:], (key, where))}",
                 where=where,
                 key=key,
-                hint="several workers on one node are `slots`",
+                hint="give the number of workers on a node as `slots`",
             )
     nodes = tuple(node for node, _, _ in by_name.values())
     if not nodes:

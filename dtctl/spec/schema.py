@@ -12,7 +12,7 @@ from dtctl.spec.train_section import make_train_section
 from dtctl.train import config, mesh
 
 FIELDS = {"from": "source"}
-"""Keys of a spec that are no valid names in Python, with the names of their fields."""
+"""Keys of a spec that are not valid names in Python, with the names of their fields."""
 
 
 def collect_key_documentation() -> dict[str, dict[str, str]]:

@@ -65,7 +65,7 @@ class Section(BaseModel):
 
     @classmethod
     def list_keys(cls) -> dict[str, FieldInfo]:
-        """Return the fields by their keys in a spec; `from` is no name in Python, so its field has another one."""
+        """Return the fields by their keys in a spec; `from` is a keyword of Python, so its field has another name."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @model_validator(mode="before")

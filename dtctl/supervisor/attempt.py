@@ -227,7 +227,7 @@ class NodeAttempt:
                 self._replace_worker(rank, self.live)
 
     def _replace_worker(self, rank: int, live: ReplacementPipes) -> None:
-        """Start a worker in the place of a lost one, once no process of the lost one is left."""
+        """Start a worker that replaces a lost one, once no process of the lost one is left."""
         running = [process.pid for process in self.group.running() if process.rank == rank]
         if running:
             # The worker may be frozen or disconnected, and must not write any more.
@@ -292,7 +292,7 @@ class NodeAttempt:
         self.stopped = AttemptStopped(**facts, record=unrecorded)
 
     def queue_output(self) -> None:
-        """Queue unsent output, as much as the link can take, and then the message about the end."""
+        """Queue unsent output, up to the capacity of the link, and then the message about the end."""
         if not self.link.is_synced:
             return
         is_all = self.logs.feed(self.link)

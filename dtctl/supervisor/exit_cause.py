@@ -91,7 +91,7 @@ class WorkerExits:
                 reason = self._memory.reason(process.pid)
             reason = reason or LIMITS.get(number or 0, "") or full_disk(self.run_dir)
         elif killed:
-            reason = "it did not end when it was asked to, so dtctl killed it"
+            reason = "it did not end within the grace period, so dtctl killed it"
         worker_exit = WorkerExit(
             rank=process.rank,
             code=code,

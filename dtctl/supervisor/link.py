@@ -96,7 +96,7 @@ class ControlLink:
             return None
 
     def flush(self) -> bool:
-        """Write as much as the descriptor accepts; return False if the other end has closed."""
+        """Write the bytes that the descriptor accepts; return False if the other end has closed."""
         try:
             while self.out:
                 del self.out[: os.write(self.write_fd, self.out[:CHUNK])]

@@ -57,7 +57,7 @@ class OutputLog:
             self._cut_middle()
 
     def _write_output(self, data: bytes) -> int:
-        """Write as much as the disk accepts; return the number of bytes."""
+        """Write the bytes that fit on the disk; return their number."""
         try:
             written = os.pwrite(self.fd, data, self.end)  # A nearly full disk accepts a part.
         except OSError:

@@ -194,7 +194,7 @@ class RateLimiter:
     """Limit of a transfer's speed to a share of the speed that was measured at its beginning."""
 
     def __init__(self, share: float) -> None:
-        """Set the share of the link's speed that may be used, up to 1, which is no limit."""
+        """Set the share of the link's speed that may be used, up to 1, which means no limit."""
         self._share = share
         self._begun = time.monotonic()
         self._seen_bytes = 0
@@ -203,7 +203,7 @@ class RateLimiter:
         self._rate = 0.0
 
     def wait(self, size_bytes: int) -> None:
-        """Count so many more bytes, and wait as long as the limit requires."""
+        """Add a number of bytes, and wait as long as the limit requires."""
         if self._share >= 1:
             return
         now = time.monotonic()

@@ -128,7 +128,7 @@ class WorkerStart:
         return self.servers.server is not None and not self.servers.server.ready
 
     def restart_worker(self, rank: int, env: dict[str, str], group: NodeProcesses) -> bool:
-        """Start a worker in the place of an ended one, by the fork server if there is one; return False if it fails.
+        """Start a worker that replaces an ended one, by the fork server if there is one; return False if it fails.
 
         Raises:
             OSError: the process could not be made.

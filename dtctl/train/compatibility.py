@@ -27,14 +27,14 @@ def require(config: TrainConfig, degrees: Degrees, *, accumulate: int | None) ->
     """
     if config.fsdp.param_dtype == "bf16" and config.precision != "bf16":
         raise PlanError(
-            f"parameters in bf16 do not go with precision {config.precision}",
+            f"parameters in bf16 cannot be combined with precision {config.precision}",
             where="train.fsdp.param_dtype",
             hint="set `train.precision: bf16`, or leave it out",
         )
     if config.shares and (degrees.pp > 1 or config.exact == "elastic"):
         reason = "a pipeline" if degrees.pp > 1 else "exact: elastic"
         raise PlanError(
-            f"shares do not go with {reason}, whose micro batches are all of one size",
+            f"shares cannot be combined with {reason}, whose micro batches are all of one size",
             where="train.shares",
             hint="leave them out",
         )
@@ -43,17 +43,17 @@ def require(config: TrainConfig, degrees: Degrees, *, accumulate: int | None) ->
     if degrees.cp > 1:
         if config.precision == "fp16":
             raise PlanError(
-                "precision fp16 does not go with cp: gradients in the blocks are as many times larger as workers share "
-                "a sequence, so steps overflow that one process takes",
+                "precision fp16 cannot be combined with cp: gradients in the blocks are multiplied by the number of "
+                "workers that share a sequence, so they overflow in steps that one process completes",
                 where="train.precision",
                 hint="use bf16, or tp or fsdp instead of cp",
             )
         for key, is_set in (("compile", config.compile), ("tp.sequence_parallel", _sequence_parallel(config, degrees))):
             if is_set:
-                raise PlanError(f"{key} does not go with cp", where="train.strategy.cp", hint=f"leave {key} out")
+                raise PlanError(f"{key} cannot be combined with cp", where="train.strategy.cp", hint=f"leave {key} out")
     if degrees.ep > 1 and _sequence_parallel(config, degrees):
         raise PlanError(
-            "tp.sequence_parallel does not go with ep: the tokens of a layer would be a part of each sample",
+            "tp.sequence_parallel cannot be combined with ep: the tokens of a layer would be a part of each sample",
             where="train.tp.sequence_parallel",
             hint="leave it out",
         )
@@ -88,7 +88,7 @@ def _require_valid_pipeline(config: TrainConfig, degrees: Degrees, micro_batches
     where = "train.pipeline"
     if degrees.cp > 1:
         raise PlanError(
-            "cp does not go with a pipeline: hidden states between stages would be parts of sequences",
+            "cp cannot be combined with a pipeline: hidden states between stages would be parts of sequences",
             where="train.strategy",
             hint="use cp with fsdp instead of pp",
         )
@@ -104,7 +104,7 @@ def _require_valid_pipeline(config: TrainConfig, degrees: Degrees, micro_batches
             hint="use 1f1b or interleaved, or dp instead of fsdp",
         )
     if _sequence_parallel(config, degrees):
-        raise PlanError("sequence parallelism does not go with a pipeline", where="train.tp.sequence_parallel")
+        raise PlanError("sequence parallelism cannot be combined with a pipeline", where="train.tp.sequence_parallel")
     if micro_batches is None:
         return
     if micro_batches < degrees.pp:

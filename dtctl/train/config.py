@@ -82,7 +82,8 @@ class TpConfig:
 
     plan: Mapping[str, str] = field(default_factory=dict)
     """Pattern of module names (`blocks.*.wide`) -> colwise, rowwise, embedding, replicate, or colwise-3 for a matrix
-    with three outputs. Empty: that of the models that dtctl knows (docs/strategies.md), recognized by their names."""
+    with three outputs. Empty: the plan of a known model (docs/strategies.md), which dtctl recognizes by the names of
+    its modules."""
     sequence_parallel: bool = False
     """Split norms and dropout between the matrices along the sequence (dim 1) too: less memory for activations."""
 
@@ -98,7 +99,7 @@ class PipelineConfig:
     """Forward passes of a step that are in the pipeline one after another; another name of `accumulate`; the two must
     not differ. None: `accumulate`, or else twice the number of workers of a pipeline."""
     split: tuple[int, ...] | None = field(default=None, metadata={"at_least": 1})
-    """Blocks per stage, in order; as many numbers as stages. None: balanced by cost."""
+    """Blocks per stage, in order; one number for each stage. None: balanced by cost."""
     stages_per_worker: int | None = field(default=None, metadata={"at_least": 1})
     """Stages that each worker has. None: 1, and 2 with interleaved, zero-bubble and zbv."""
 
@@ -124,7 +125,7 @@ class SnapshotConfig:
     """Times and place of snapshots. With neither interval set: every 300 s. The end is always kept."""
 
     dir: str | None = field(default=None, metadata={"check": _without_secret})
-    """Folder, or a URL that fsspec knows (s3://, gs:// ...). None: that of the run (DTCTL_SNAPSHOT_DIR), else
+    """Folder, or a URL that fsspec supports (s3://, gs:// ...). None: that of the run (DTCTL_SNAPSHOT_DIR), else
     `snapshots` in the working folder."""
     every_steps: int | None = field(default=None, metadata={"at_least": 1})
     """Optimizer steps between two snapshots."""
@@ -145,8 +146,8 @@ class SnapshotConfig:
     """Leave parameters that require no gradient out of snapshots: those of LoRA have the size of the adapter. The
     program loads the frozen ones itself, before training; a resume with other values of them is refused."""
     memory: MemorySnapshotConfig | None = None
-    """Snapshots in memory, in addition to those on disk: a lost worker continues from that of its own node, a lost node
-    from its neighbour's. None: none."""
+    """Snapshots in memory, in addition to those on disk: a lost worker continues from the snapshot of its own node, a
+    lost node from that of its neighbour. None: none."""
     when_busy: Literal["wait", "skip"] = "wait"
     """Action of a save that is due while another one is still being written."""
     max_failed_saves: int = field(default=3, metadata={"at_least": 1})
@@ -167,7 +168,7 @@ class EmaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestConfig:
-    """Choice of the best evaluation; its snapshot is kept in addition to the newest ones."""
+    """Criterion for the best evaluation; its snapshot is kept in addition to the newest ones."""
 
     metric: str = field(default="val_loss", metadata={"not_empty": True})
     """Name of a score as it is logged."""
@@ -177,7 +178,7 @@ class BestConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileConfig:
-    """Record of a few steps, in the folder `profile` of the run; SIGUSR2 asks for it at any time."""
+    """Record of a few steps, in the folder `profile` of the run; SIGUSR2 starts it at any time."""
 
     start: int | None = field(default=None, metadata={"at_least": 1})
     """First step to record, from 1. None: only on SIGUSR2."""
@@ -186,8 +187,8 @@ class ProfileConfig:
     memory: bool = False
     """Record the use of memory, too."""
     communication: int = field(default=0, metadata={"at_least": 0})
-    """Pairs of passes, with and without exchange of gradients, by whose times the share of communication is measured
-    before training begins. 0: it is not measured."""
+    """Number of pairs of passes, with and without exchange of gradients, that measure the share of communication before
+    training begins. 0: it is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +196,9 @@ class TrainConfig:
     """Settings of a run; read by the runtime, not by the model."""
 
     strategy: StrategyName | Mapping[str, int] = field(default="auto", metadata={"section": Degrees})
-    """Division of the model over the workers, by name, or by degrees of dp, fsdp, cp, tp and pp: missing is 1, one may
-    be -1 for what is left. auto: the first of ddp, zero1, hsdp and fsdp whose memory fits; single with one worker."""
+    """Division of the model over the workers, by name, or by degrees of dp, fsdp, cp, tp and pp: a missing axis is 1,
+    and one degree may be -1 for the remaining workers. auto: the first of ddp, zero1, hsdp and fsdp whose memory fits;
+    single with one worker."""
     memory_gib: float | None = field(default=None, metadata={"above": 0})
     """GiB of each worker's memory that `strategy: auto` may plan for. None: 90% of its GPU's, or of its share of the
     node's."""
@@ -218,7 +220,7 @@ class TrainConfig:
     """Let cuDNN measure which of its kernels is the fastest for each shape of convolution. Faster where shapes stay the
     same; not with deterministic kernels."""
     channels_last: bool = False
-    """Store images channel by channel of each pixel, as convolutions in bf16 and fp16 on GPUs want it. For single, ddp
+    """Store images in the channels-last layout, which convolutions in bf16 and fp16 on GPUs prefer. For single, ddp
     and zero1."""
     bind_cores: bool = False
     """Keep each worker on the cores of the processor that its GPU is attached to (NUMA)."""

@@ -86,7 +86,7 @@ class Degrees:
         return self.fsdp * self.cp
 
     def __str__(self) -> str:
-        """`fsdp` if that is all, else as in `dp 2 x tp 4`."""
+        """Return the degrees above 1, such as `dp 2 x tp 4`; of a single axis only its name, such as `fsdp`."""
         axes = [axis for axis in AXES if getattr(self, axis) > 1]
         if len(axes) < 2:
             return axes[0] if axes else "dp"
@@ -134,7 +134,7 @@ class Coordinate:
 
     @property
     def counts(self) -> bool:
-        """Return whether this worker stands for its part of the batch, where several have the same samples."""
+        """Return whether this worker is the first of the workers with its samples."""
         return self.tp == self.cp == 0 and self.stage == self.degrees.pp - 1
 
 
@@ -142,12 +142,13 @@ def resolve_degrees(strategy: str | Mapping[str, int], *, workers: int, per_node
     """Return the degrees that a strategy means for a number of workers.
 
     Args:
-        strategy: a name of `NAMES`, or degrees by axis: missing is 1, one of them may be -1 and takes what is left.
+        strategy: a name of `NAMES`, or degrees by axis: a missing axis is 1, and one degree may be -1 for the remaining
+        workers.
         workers: in the whole job.
         per_node: workers of one node, 0 if nodes differ; hsdp shards inside a node, tp splits inside one.
 
     Raises:
-        PlanError: there is no such mesh, with the nearest one that there is.
+        PlanError: the mesh is not possible; the error names the nearest possible one.
     """
     if not isinstance(strategy, str):
         return _fill_free_degrees(strategy, workers)

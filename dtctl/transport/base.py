@@ -84,7 +84,7 @@ class Connection(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Return whether the link still stands, as seen from this end."""
+        """Return whether the link is still open, as far as this end can detect."""
         ...
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from dtctl.transport import sshconfig
 from dtctl.transport.base import Target
 
 OpenSocket = Callable[[str, int, float], Any]
-"""(address, port, timeout in seconds) -> connected socket, or something that behaves like one."""
+"""Function (address, port, timeout in seconds) -> connected socket, or an object with the same methods."""
 
 
 def open_socket(address: str, port: int, timeout_s: float) -> socket.socket:

@@ -41,7 +41,7 @@ def compute_key_fingerprint(blob: bytes) -> str:
 
 
 def lookup_name(host: str, port: int, alias: str | None = None) -> str:
-    """The name under which OpenSSH files the key of `host` at `port`; a HostKeyAlias stands alone, without the port."""
+    """The name under which OpenSSH files the key of `host` at `port`; a HostKeyAlias is used without the port."""
     name = alias or (host if port == 22 else f"[{host}]:{port}")
     return name.lower()
 

@@ -355,7 +355,8 @@ def _discard_expired_login(login: SshLogin | None) -> SshLogin | None:
 class OpenSshConnection:
     """A node that has accepted a login.
 
-    That login runs the first command. Where more follow, they share one more connection (ControlMaster), which ends
+    The first login runs the first command. Where more follow, they share one more connection (ControlMaster), which
+    ends
     with this object: a login for each of many commands would be slow, and looks like an attack to some servers.
     """
 
@@ -431,7 +432,7 @@ class OpenSshTransport:
         """Prepare to connect.
 
         Args:
-            targets: nodes whose logins begin at once; of many, the first ones.
+            targets: nodes whose logins begin at once; if there are many, only the first ones.
 
         Raises:
             LaunchError: there is no folder for ssh's configuration.

@@ -95,7 +95,7 @@ def test_a_run_that_was_killed_goes_on_as_it_was(tmp_path: Path) -> None:
     killed = launch(tmp_path / "killed", TIGHT, DIES="rank 1 fsdp")
     assert killed.code != 0
     again = launch(tmp_path / "killed", TIGHT)
-    assert "strategy: fsdp, as the snapshot's run has chosen" in again.output, again.output
+    assert "strategy: fsdp, chosen by the run that wrote the snapshot" in again.output, again.output
     assert re.search(r"resumed at step [123] of 4: nothing known differs", again.output), again.output
     assert "not exact: " not in again.output
     assert digest(tmp_path / "killed") == digest(tmp_path / "straight")

@@ -107,7 +107,7 @@ def test_what_is_kept_for_being_young_is_named(project: Project) -> None:
     assert project.run("launch", "--name", project.unique).code == 0
     done = project.run("clean")
     assert done.code == 0, done.err
-    assert "nothing that may go is at least 14d old; `dtctl clean --older 0d` shows the rest" in done.err
+    assert "no removable file or folder is at least 14d old; `dtctl clean --older 0d` shows the rest" in done.err
 
 
 @pytest.mark.parametrize("words", [("runs", "--nodes"), ("status", "no-such-run"), ("clean",)])

@@ -122,7 +122,7 @@ def test_a_node_that_was_lost_with_the_only_copy_is_missed(project: Project, san
     faults.write_recorded_faults(sandbox, [f"kill {sandbox.nodes[0].name}"])
     done = project.finish(process)
     assert done.code == 8, done.err
-    assert "this run has written a snapshot of step 8, and there is none now" in done.err + project.printed(
+    assert "this run has written a snapshot of step 8, but it is missing now" in done.err + project.printed(
         project.unique
     )
     assert "train.snapshot.replicas" in done.err + project.printed(project.unique)

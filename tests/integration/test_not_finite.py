@@ -57,7 +57,7 @@ if __name__ == "__main__":
         (
             "[0, 1]",
             "the gradient of step 21 is not finite: the loss of step 21 is the first that is not on all workers; the "
-            "gradient of step 20, which nobody looked at, may have corrupted the weights before",
+            "gradient of step 20, which was not checked, may have corrupted the weights before",
         ),
     ],
     ids=["one", "all"],

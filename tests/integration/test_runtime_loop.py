@@ -189,7 +189,7 @@ def test_what_differs_between_workers_is_named(tmp_path: Path) -> None:
     code, output = launch(tmp_path, 3, "micro_batch=4", 'data={"diagnose": true}')
     assert code == 0, output
     assert output.count("[] []") == 3
-    bias = "the value of 0.bias is not the same on all workers: rank 1 has another than most"
+    bias = "the value of 0.bias is not the same on all workers: rank 1 differs from most"
     weight = "the gradient of 2.weight is not the same on all workers: none on rank 1"
     assert output.count(f"['{bias}'] ['{weight}']") == 3, output
 

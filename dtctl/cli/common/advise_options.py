@@ -47,7 +47,9 @@ class RecomputeName(str, Enum):
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A config.json in Hugging Face's format.")]
 ModelFactory = Annotated[
     str | None,
-    typer.Option("--model", metavar="MODULE:FACTORY", help="A model of your own, built on the meta device."),
+    typer.Option(
+        "--model", metavar="MODULE:FACTORY", help="Function that makes your model; it is built on the meta device."
+    ),
 ]
 Params = Annotated[str | None, typer.Option("--params", help="Parameters: 7B.")]
 Layers = Annotated[int | None, typer.Option("--layers", help="Blocks.")]
@@ -87,7 +89,7 @@ Framework = Annotated[
     FrameworkName | None,
     typer.Option(
         "--framework",
-        help="What trains, as far as memory and time depend on it. Default: runtime with a spec, else fsdp, and "
+        help="Framework that trains; memory and time depend on it. Default: runtime with a spec, else fsdp, and "
         "megatron where there is tp or pp.",
     ),
 ]
@@ -98,31 +100,35 @@ Mesh = Annotated[
     str | None,
     typer.Option(
         "--mesh",
-        help="Price this mesh only: dp=2,fsdp=8,tp=4,cp=1,ep=1,pp=1 (one degree may be -1), or a strategy's name.",
+        help="Estimate this mesh only: dp=2,fsdp=8,tp=4,cp=1,ep=1,pp=1 (one degree may be -1), or a strategy's name.",
     ),
 ]
 Zero = Annotated[
     int | None, typer.Option("--zero", min=0, max=2, help="Stage of ZeRO over dp; stage 3 is the axis fsdp.")
 ]
-MicroBatch = Annotated[int | None, typer.Option("--micro-batch", help="Samples of a GPU and pass.")]
+MicroBatch = Annotated[int | None, typer.Option("--micro-batch", help="Samples per GPU and pass.")]
 Accumulate = Annotated[int | None, typer.Option("--accumulate", help="Passes of a step.")]
-Recompute = Annotated[RecomputeName | None, typer.Option("--recompute", help="Activations that are computed again.")]
-Stages = Annotated[int | None, typer.Option("--stages-per-worker", help="More than 1: an interleaved pipeline.")]
-Offload = Annotated[bool | None, typer.Option("--offload/--no-offload", help="Shards in the host's memory.")]
+Recompute = Annotated[
+    RecomputeName | None, typer.Option("--recompute", help="Activations that are recomputed in the backward pass.")
+]
+Stages = Annotated[
+    int | None, typer.Option("--stages-per-worker", help="Model chunks per pipeline worker; more than 1: interleaved.")
+]
+Offload = Annotated[bool | None, typer.Option("--offload/--no-offload", help="Keep the shards in the host's memory.")]
 
 SpecPath = Annotated[Path | None, typer.Argument(help="The spec. Default: ./dtctl.yaml, if it exists.")]
-Batch = Annotated[int | None, typer.Option("--batch", help="Samples of a step, over all GPUs.")]
+Batch = Annotated[int | None, typer.Option("--batch", help="Samples per step, over all GPUs.")]
 Beyond = Annotated[
     bool,
     typer.Option(
         "--beyond",
-        help="Try experts divided over copies of the model, and context parallelism in pipelines: `--write` cannot "
-        "express them.",
+        help="Also search experts divided over dp, and context parallelism in pipelines; `--write` cannot express them.",
     ),
 ]
 Write = Annotated[bool, typer.Option("--write", help="Write the recommendation into the spec.")]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE.html", help="A page with the memory of the choices as bars.")
+    Path | None,
+    typer.Option("--plot", metavar="FILE.html", help="Write a page with a bar chart of the memory of each choice."),
 ]
 Measure = Annotated[
     bool,

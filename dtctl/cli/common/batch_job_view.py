@@ -14,5 +14,6 @@ def tell_unmeasured(spec: Spec) -> None:
     """Print a note if the spec requests metrics, since only a launcher collects them."""
     if spec.metrics is not None:
         output.print_stderr(
-            "note: metrics and alerts (metrics) are sent beside a launcher, and nobody follows this job", "yellow"
+            "note: metrics and alerts (metrics) are sent while a launcher runs, and no launcher follows this job",
+            "yellow",
         )

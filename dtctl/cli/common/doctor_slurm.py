@@ -40,7 +40,7 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
         output.print_stdout(f"the job {verdict}; {took_s:.1f} s", "green" if ok else "red", "bold")
         if ok:
             output.print_stdout(
-                "not examined: the nodes themselves (inside an allocation, `dtctl doctor` examines them)", "dim"
+                "not examined: the nodes themselves; inside an allocation, `dtctl doctor` examines them", "dim"
             )
     return 0 if ok else DoctorFailed.exit_code
 

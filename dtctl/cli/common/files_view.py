@@ -24,7 +24,7 @@ def describe_push(spec: Spec, tree: FileTree) -> list[str]:
     lines = [*_describe_withheld(tree), *_describe_not_sent(_folders_not_sent(spec, tree, chosen=False))]
     if tree.is_large:
         lines.append(
-            f"{_format_tree_size(tree)} are sent to every node that lacks them, the largest: "
+            f"{_format_tree_size(tree)} are sent to every node that does not have them; the largest: "
             f"{_describe_largest_files(tree)}; name what the job does not need in .dtctlignore"
         )
     return lines

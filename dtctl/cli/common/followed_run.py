@@ -184,8 +184,8 @@ def report_run_end(result: Result, emit: Emit, record: RunWriter) -> int:
     print_run_end(result)
     if record.lost_events:
         output.print_stderr(
-            f"{record.lost_events} events of the run could not be written into {record.folder}: what `dtctl status`, "
-            "`runs` and `report` say of it lacks them",
+            f"{record.lost_events} events of the run could not be written into {record.folder}: `dtctl status`, "
+            "`runs` and `report` do not include them",
             "red",
         )
     if result.exit_code == names.REQUEUE_EXIT or (result.status == "stopped" and has_snapshot(record)):
@@ -301,7 +301,7 @@ def print_run_end(result: Result) -> None:
     for node, lost in sorted(result.lost_output.items()):
         output.print_stderr(
             f"output lost: {lost:,} bytes from {node} could not be stored on this machine; "
-            "what its own disk took is there",
+            "the node's own log has the part that its disk could store",
             "red",
             "bold",
         )

@@ -258,7 +258,7 @@ def show_plan(plan: Plan) -> None:
     )
     rows = [[n.name, n.address, str(n.node_rank), str(n.slots), f"{n.ranks[0]}-{n.ranks[-1]}"] for n in plan.nodes]
     output.print_table(rows, header=["NODE", "ADDRESS", "NODE RANK", "SLOTS", "RANKS"])
-    for note in ("no node was contacted; `dtctl doctor` does that", *plan.notes):
+    for note in ("no node was contacted; `dtctl doctor` contacts them", *plan.notes):
         output.print_stdout(f"note: {note}", "cyan")
 
 

@@ -190,6 +190,6 @@ def watch_run(elsewhere: RemoteRuns, run: RemoteRun) -> int:
 def stop_run(elsewhere: RemoteRuns, run: RemoteRun) -> Mapping[str, int | DtctlError]:
     """Stop a run; return for each node the number of remaining processes, or an error."""
     output.print_stderr(
-        f"run {run.run} was launched by {run.first.launched_from or 'somebody'}, who will be told", "dim"
+        f"run {run.run} was launched by {run.first.launched_from or 'somebody'}, where a message will appear", "dim"
     )
     return elsewhere.stop(run)

@@ -90,7 +90,7 @@ def _format_event_line(event: Event) -> tuple[str, str]:
             process = f"rank {event.rank}" if event.rank is not None and event.rank >= 0 else "agent"
             cause = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
             if event.killed:
-                return "dim", f"{event.node}: {process} was killed by dtctl: it did not end when it was asked to"
+                return "dim", f"{event.node}: {process} was killed by dtctl: it did not end within the grace period"
             return "yellow", f"{event.node}: {process} ended with {cause}"
         case RunStopping():
             return "yellow", f"stopping all nodes: {event.reason}"
@@ -106,7 +106,7 @@ def _format_event_line(event: Event) -> tuple[str, str]:
         case LauncherPaused():
             return "yellow", (
                 f"this launcher did not run for {event.away_s:.0f} s (it was stopped, or the machine slept), so the "
-                "nodes ended the job; it starts again, which is no restart. With `--detach` a job continues meanwhile"
+                "nodes ended the job; it starts again; this is not a restart. With `--detach` it would continue"
             )
         case AttemptRestarting():
             wait = f", in {event.wait_s:g} s" if event.wait_s else ""

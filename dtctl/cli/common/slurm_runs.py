@@ -260,7 +260,7 @@ def update_job_record(record: RunRecord) -> None:
         _catch_up(follower)
         if follower.slurm.facts.state == "UNKNOWN":
             output.print_stderr(
-                f"Slurm does not answer, so this is what the job's files say: {follower.slurm.facts.reason}", "yellow"
+                f"Slurm does not answer, so this is from the job's files: {follower.slurm.facts.reason}", "yellow"
             )
         _record_job_end(follower, None)
 
@@ -277,7 +277,7 @@ def stop_job(record: RunRecord, *, as_json: bool) -> int:
         if as_json:
             output.emit_json({"run": record.run, "left_behind": 0, "nodes": {}})
         else:
-            output.print_stdout("0 processes left: Slurm never had the job")
+            output.print_stdout("0 processes left: Slurm never accepted the job")
         return 0
     if not stopping.request_launcher_stop(record, wait_s=CANCEL_LIMIT_S) and _is_job_unfollowed(record):
         with _open_job_follower(record) as follower:
@@ -323,7 +323,7 @@ def _cancel_and_wait(site: CommandHost, ref: JobRef) -> JobFacts:
         if state.state == "UNKNOWN":
             if time.monotonic() > silent_until:
                 raise LaunchError(
-                    f"Slurm does not answer, and job {ref.job} may run: {state.reason or 'no message'}",
+                    f"Slurm does not answer, and job {ref.job} may be running: {state.reason or 'no message'}",
                     where=site.name,
                     hint=f"is slurmctld up? try sinfo; then: scancel {ref.job}",
                 )
@@ -334,7 +334,7 @@ def _cancel_and_wait(site: CommandHost, ref: JobRef) -> JobFacts:
             raise LaunchError(
                 f"job {ref.job} has not ended within {CANCEL_LIMIT_S:g} s",
                 where=site.name,
-                hint=f"scontrol show job {ref.job} says what it waits for",
+                hint=f"scontrol show job {ref.job} shows what it waits for",
             )
         time.sleep(POLL_S)
     return state

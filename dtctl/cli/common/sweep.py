@@ -129,7 +129,9 @@ def _launch_array_sweep(
 
     first = specs[0]
     if any(spec.slurm is not None and spec.slurm.array is not None for spec in specs):
-        raise UsageError("--sweep makes an array, and the spec has one", where=first.written_at("slurm.array"))
+        raise UsageError(
+            "--sweep makes an array, but the spec has one already (slurm.array)", where=first.written_at("slurm.array")
+        )
     array = f"1-{len(runs)}"  # the same numbers as in the names of runs without Slurm
     if dry:
         if not options.json_lines:

@@ -58,7 +58,7 @@ def why_not(node: NodeReport, one: UsedInterface, reports: Sequence[NodeReport],
     if len(reports) < 2:
         return ""
     if is_loopback(one.address):
-        return f"{one.name} is {one.address}, at which every node reaches only itself"
+        return f"{one.name} has the address {one.address}, under which every node reaches only itself"
     twins = [
         other.name
         for other in reports
@@ -97,14 +97,14 @@ def check_rendezvous_address(reports: Sequence[NodeReport], wanted: str | None) 
     if lost:
         why = f"{wanted} cannot be resolved on {', '.join(lost)}"
     elif others and any(is_loopback(node.meeting) for node in reports):
-        why = f"{wanted} is a loopback address, at which every node looks for the others in itself"
+        why = f"{wanted} is a loopback address, so every node would look for the others on itself"
     elif elsewhere:
         owners = [node.name for node in others if next(iter(elsewhere.values())) in node.facts["addresses"]]
         why = f"{next(iter(elsewhere.values()))} is not an address of {head.name}" + (
             f" but of {', '.join(owners)}" if owners else ""
         )
     elif twins:
-        why = f"{wanted} is an address of {', '.join(twins)}, too, which find themselves at it"
+        why = f"{wanted} is an address of {', '.join(twins)}, too; these nodes would connect to themselves"
     elif head.meeting != head.address and _list_unconnected_nodes(head, others):
         why = f"{', '.join(_list_unconnected_nodes(head, others))} cannot reach {head.name} at {wanted}"
     if why:
@@ -115,7 +115,7 @@ def check_rendezvous_address(reports: Sequence[NodeReport], wanted: str | None) 
             nodes=(head.name,),
             peers=tuple(node.name for node in others),
             summary=f"network.rendezvous_address: {why}",
-            fix=f"leave network.rendezvous_address out, or set it to {address}, an address of {head.name} that the "
+            fix=f"remove network.rendezvous_address, or set it to {address}, an address of {head.name} that the "
             "others reach",
             evidence=tuple(f"{node.name}: {wanted} is {node.meeting or 'unknown'}" for node in reports),
         )

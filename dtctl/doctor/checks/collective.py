@@ -61,7 +61,7 @@ class _CollectiveWorkers:
         progress: Progress,
         counts: Mapping[str, int] | None = None,
     ) -> None:
-        """Store the settings; `counts` has each node's workers, one per GPU. None: one, on the first GPU."""
+        """Store the settings; `counts` has each node's workers, one per GPU. None: one worker per node."""
         self._counts = counts
         self._probes = probes
         self._python, self._env = python, env
@@ -280,8 +280,8 @@ def apart_failed(answers: Mapping[str, Mapping[str, Any]], counts: Mapping[str, 
             check="gpu-nccl",
             status="fail",
             nodes=tuple(bad),
-            summary=f"{', '.join(bad)}: the GPUs of the node do not add up numbers together, a process for each",
-            fix="NCCL_DEBUG=WARN in job.env says why; often: /dev/shm that is too small for a container "
+            summary=f"{', '.join(bad)}: an all_reduce over the GPUs of the node fails (one process per GPU)",
+            fix="set NCCL_DEBUG=WARN in job.env to see the reason; often: /dev/shm that is too small for a container "
             "(--shm-size=16g, --ipc=host), an nvidia-fabricmanager that does not run, ACS or an IOMMU between the "
             "GPUs (NCCL_P2P_DISABLE=1 as a trial)",
             evidence=tuple(
@@ -302,8 +302,8 @@ def other_nccl(versions: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
             check="nccl",
             status="fail" if len(other) < len(versions) else "warn",
             nodes=tuple(other),
-            summary=f"{', '.join(other)}: torch has loaded another NCCL than the one that was installed with it",
-            fix="take the other libnccl out of LD_LIBRARY_PATH and LD_PRELOAD: find it with ldconfig -p | grep nccl",
+            summary=f"{', '.join(other)}: torch has loaded an NCCL other than the one that was installed with it",
+            fix="remove the other libnccl from LD_LIBRARY_PATH and LD_PRELOAD: find it with ldconfig -p | grep nccl",
             evidence=tuple(f"{node}: installed {wheel}, loaded {loaded}" for node, (wheel, loaded) in other.items()),
         )
 
@@ -323,7 +323,8 @@ def _no_torch(failed: Mapping[str, Mapping[str, Any]], variables: Mapping[str, M
         status="fail",
         nodes=tuple(failed),
         summary=f"{', '.join(failed)}: torch cannot be loaded: {next(iter(told.values()))}",
-        fix=f"take {', '.join(named)} out of job.env, cluster.nodes[].env and the login, or set it as the message says"
+        fix=f"take {', '.join(named)} out of job.env, cluster.nodes[].env and the login, or set it as the message "
+        "describes"
         if named
         else "name what the job needs in job.environment, which installs it on every node; or install torch for the "
         "job's Python (cluster.python) and try `python -c 'import torch'` there",

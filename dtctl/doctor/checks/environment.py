@@ -57,7 +57,7 @@ def check_environment_variables(
                 status="warn",
                 nodes=tuple(odd),
                 summary=f"{name}={next(iter(odd.values()))} is not a number of threads",
-                fix=f"set {name} to 1 or more, or leave it to dtctl",
+                fix=f"set {name} to 1 or more, or remove it, and dtctl sets it",
                 evidence=tuple(f"{node}: {name}={text}" for node, text in odd.items()),
             )
     amd = {node.name for node in reports if node.facts["vendor"] == "amd"}

@@ -41,7 +41,7 @@ LEAST_LINK_GB_S = 100.0
 def check_gpus_present(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Yield a finding about nodes without a GPU, for an examination with `--gpu`."""
     none = {
-        report.name: "no GPU that this user may open"
+        report.name: "no GPU that this user is allowed to open"
         for report in reports
         if report.error is None and not report.facts["gpus"]
     }
@@ -112,9 +112,9 @@ def check_gpu_speed(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Findi
     yield from per_node(
         "gpu-nccl",
         sums,
-        "nvidia-smi topo -m and nvlink --status; NCCL_DEBUG=INFO says whether it goes by P2P or through the host "
+        "nvidia-smi topo -m and nvlink --status; NCCL_DEBUG=INFO shows if it uses P2P or goes through the host "
         "(ACS, IOMMU, NCCL_P2P_DISABLE, a missing fabric manager)",
-        summary="a sum over the GPUs of the node is slow",
+        summary="an all_reduce over the GPUs of the node is slow",
         status="warn",
     )
 
@@ -163,7 +163,7 @@ def _check_slow_gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         if not value:
             continue
         if value < LIKE_OTHERS * usual[gpu["name"]]:
-            slow.append((gpu, f"{value:.0f} TFLOPS, others like it {usual[gpu['name']]:.0f}"))
+            slow.append((gpu, f"{value:.0f} TFLOPS; GPUs of its kind reach {usual[gpu['name']]:.0f}"))
         elif known and value < PRODUCTS * known["products"] * known["half"]:
             slow.append((gpu, f"{value:.0f} TFLOPS, {value / known['half']:.0%} of the data sheet's {known['half']:g}"))
     yield from per_node(
@@ -185,7 +185,7 @@ def _find_slow_copies(gpus: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mappi
                 yield gpu, f"{value:.1f} GB/s {way}, {known['host']:g} are normal"
         within = gpu.get("within_gb_s")
         if known and within and within < WITHIN * known["hbm"]:
-            yield gpu, f"{within:.0f} GB/s within it, its memory is made for {known['hbm']:g}"
+            yield gpu, f"{within:.0f} GB/s within the GPU; the specification of its memory is {known['hbm']:g}"
 
 
 def _describe_slow_sum(busbw_gb_s: float | None, gpus: Sequence[Mapping[str, Any]]) -> str:

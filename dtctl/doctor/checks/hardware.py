@@ -42,15 +42,15 @@ DEADLY_XID = (48, 64, 74, 79, 95, 119, 120, 140, 154)
 SLOWED = {
     0x08: "the hardware slows it down",
     0x40: "it is too hot",
-    0x80: "the power supply holds it back",
+    0x80: "the power supply limits it",
     0x20: "the driver slows it down because of heat",
 }
 """Bits of clocks_event_reasons.active that are faults; idleness and the power cap under load are none."""
 HELD = {
-    "low": "its driver is told to keep the lowest clocks",
-    "manual": "its clocks are set by hand",
-    "profile_min_sclk": "its driver is told to keep the lowest clocks",
-    "profile_min_mclk": "its driver is told to keep the lowest clocks of the memory",
+    "low": "its driver is set to the lowest clocks",
+    "manual": "its clocks were set manually",
+    "profile_min_sclk": "its driver is set to the lowest clocks",
+    "profile_min_mclk": "its driver is set to the lowest memory clocks",
     "profile_standard": "its driver keeps the clocks fixed, for profiling",
 }
 """Levels of amdgpu's power_dpm_force_performance_level other than auto, high and the peak levels."""
@@ -82,7 +82,7 @@ def check_hardware(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> I
             name: ", ".join(f"{n} x {model}" for model, n in Counter(r["name"] for r in rows).items())
             for name, rows in gpus.items()
         },
-        "put unlike nodes into jobs of their own: all wait for the slowest GPU",
+        "use one kind of GPU per job, since all workers wait for the slowest GPU",
         what="kind of GPU",
         status="warn",
     )
@@ -91,8 +91,8 @@ def check_hardware(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> I
     yield from per_node(
         "gpu-busy",
         {n.name: text for n in reports if (text := ", ".join(busy_gpus(n.facts["gpu"])))},
-        "nvidia-smi --query-compute-apps=pid,used_memory --format=csv (amd-smi process on AMD); end what a killed "
-        "job has left",
+        "nvidia-smi --query-compute-apps=pid,used_memory --format=csv (amd-smi process on AMD); end processes that "
+        "a killed job has left",
         summary="GPU memory is in use already",
         status="warn",
     )
@@ -100,7 +100,7 @@ def check_hardware(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> I
 
 
 def _check_gpu_counts(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Finding]:
-    fix = "if a GPU should be there, read `dmesg | grep Xid` (79: it fell off the bus) and `nvidia-smi -L`"
+    fix = "if the node should have a GPU, read `dmesg | grep Xid` (79: it has fallen off the bus) and `nvidia-smi -L`"
     few = {
         n.name: f"{format_count(n.facts['gpus'], 'GPU')} for {format_count(slots[n.name], 'worker')}"
         for n in reports
@@ -128,7 +128,8 @@ def _check_gpu_drivers(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             for n in reports
             if not n.facts["gpu_error"] and 0 < (listed := len(gpu_rows(n.facts["gpu"]))) < n.facts["gpus"]
         },
-        "read `dmesg | grep Xid` (79: it fell off the bus); leave the node out (cluster.nodes) until it was restarted",
+        "read `dmesg | grep Xid` (79: it has fallen off the bus); leave the node out (cluster.nodes) until it "
+        "was restarted",
         summary="the driver lists fewer GPUs than there are device files",
     )
     yield from per_node(
@@ -171,8 +172,8 @@ def _check_gpu_health(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         _of_maker(
             reports,
             ecc,
-            "nvidia-smi --gpu-reset -i INDEX when nothing runs there; nvidia-smi -q -d ECC,ROW_REMAPPER",
-            "amd-smi reset --gpureset --gpu INDEX when nothing runs there; amd-smi bad-pages, amd-smi metric --ecc",
+            "nvidia-smi --gpu-reset -i INDEX when the GPU is idle; nvidia-smi -q -d ECC,ROW_REMAPPER",
+            "amd-smi reset --gpureset --gpu INDEX when the GPU is idle; amd-smi bad-pages, amd-smi metric --ecc",
         ),
         summary="GPU memory has errors that were not corrected, or waits for a reset",
     )
@@ -225,7 +226,7 @@ def _check_gpu_state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         {node: text for node, text in few.items() if text},
         _of_maker(reports, few, "nvidia-smi -i INDEX -pl WATTS", "amd-smi set --gpu INDEX --power-cap WATTS (as root)")
         + " raises the limit, if the site's power and cooling allow it",
-        summary="the power of a GPU is limited below what its board is made for",
+        summary="the power of a GPU is limited below the default of its board",
         status="warn",
     )
     slowed = {
@@ -288,7 +289,7 @@ def _check_network_hardware(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         "rdma",
         {node: text for node, text in closed.items() if text},
         "hand /dev/infiniband into the container (docker --device, or the RDMA device plug-in), or NCCL takes TCP",
-        summary="RDMA devices are there that a job may not open",
+        summary="a job is not allowed to open RDMA devices that the node has",
         status="warn",
     )
     dead = {n.name: text for n in reports if (text := ", ".join(dead_ports(n.facts["rdma"])))}

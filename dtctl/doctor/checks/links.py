@@ -34,7 +34,7 @@ BREAKS = 3
 """Number of tries that must all break off before a stream is reported."""
 LATE_TIMES = 8.0
 LATE_MS = 0.5
-"""A round trip is late if it takes `LATE_TIMES` times as long as those of the others, and `LATE_MS` longer."""
+"""A round trip is slow if it takes `LATE_TIMES` times as long as the usual one, and `LATE_MS` longer."""
 COMPARABLE_MBIT_S = 10_000.0
 """Bandwidth in Mbit/s above which links are not compared: one stream then measures the processors, not the link."""
 AGAIN_PER_NODE = 2
@@ -128,8 +128,8 @@ def check_links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         yield _build_link_finding(
             "latency",
             "warn",
-            {way: f"{_find_shortest_trip(tries):.2f} ms there and back" for way, tries in late.items()},
-            f"later than the others ({usual_trip:.2f} ms)",
+            {way: f"{_find_shortest_trip(tries):.2f} ms round trip" for way, tries in late.items()},
+            f"slower than the others ({usual_trip:.2f} ms)",
             "look for another route or a busy switch: traceroute; ip route get ADDRESS; ethtool -c (interrupt delay)",
         )
 
@@ -257,14 +257,14 @@ def _build_bandwidth_finding(
     device = next(iter(known)) if len(known) == 1 else "INTERFACE"
     told = {way: rate_text(rate) + _format_retransmissions(tries_of[way]) for way, rate in slow.items()}
     more = " or more" if usual == COMPARABLE_MBIT_S else ""
-    others = f"the usual is {rate_text(usual)}{more}" if usual > worst / SLOW else "the others are no better"
+    others = f"the usual is {rate_text(usual)}{more}" if usual > worst / SLOW else "the other pairs are as slow"
     return _build_link_finding(
         "bandwidth",
         "fail" if worst < VERY_SLOW * usual else "warn",
         told,
         f"a slow link, down to {rate_text(worst)}; {others}",
         f"see what speed it has (ethtool {device}; tc qdisc show dev {device}), whether the route takes another "
-        "interface (ip route get ADDRESS), and who else uses it (ip -s link)",
+        "interface (ip route get ADDRESS), and which other traffic uses it (ip -s link)",
     )
 
 
@@ -281,8 +281,8 @@ def _break_off(ends_early: Mapping[Way, Sequence[Mapping[str, Any]]]) -> Finding
         "stream",
         "fail",
         told,
-        f"connections are made and do not last: {told[next(iter(told))]}, each of {BREAKS} times",
-        f"something limits what one connection carries{_describe_link_direction(nodes, told)}; "
+        f"connections are made and then break: {told[next(iter(told))]}, each of {BREAKS} times",
+        f"a device limits the data of one connection{_describe_link_direction(nodes, told)}; "
         "look for it with sudo iptables -vnL | grep -E 'connbytes|quota|connlimit|limit', sudo nft list ruleset, "
         "sudo conntrack -S, then in firewalls and inspection between the nodes; as a trial without offloads: "
         "sudo ethtool -K INTERFACE tso off gso off gro off",

@@ -18,12 +18,13 @@ FEW_PORTS = 256
 SCARCE_PORTS = 2048
 NO_ROOM = "no-room"
 """Result of a call that the kernel of the calling node has dropped."""
-"""Below the first a job of some nodes runs out of them: every connection takes one, and keeps it for a minute after."""
+"""With fewer ports than the first limit, a job on some nodes runs out of them: every connection takes a port, and keeps
+it for a minute after its end."""
 _WORDS = {
     "dropped": "are dropped silently",
-    "refused": "are rejected (the port is open on the node, something between says no)",
+    "refused": "are rejected (the port is open on the node, but a device on the way rejects them)",
     "unreachable": "are answered with `unreachable`",
-    "silent": "are accepted and never answered",
+    "silent": "are accepted, but never answered",
     "error": "fail",
 }
 
@@ -49,7 +50,7 @@ def check_host_names(reports: Sequence[NodeReport], wanted: Sequence[str] = ()) 
             status="fail",
             nodes=tuple(looped),
             summary=f"{', '.join(looped)}: the host name means {next(iter(looped.values()))} on the node itself, so "
-            "torchrun and gloo tell the other nodes a loopback address",
+            "torchrun and gloo send a loopback address to the other nodes",
             fix=f"{typed}; or set GLOO_SOCKET_IFNAME and torchrun --local-addr (dtctl launch does)",
             evidence=lines,
         )
@@ -98,7 +99,7 @@ def check_host_names(reports: Sequence[NodeReport], wanted: Sequence[str] = ()) 
                     if name in {node.facts["hostname"] for node in reports if node.name in odd}
                     else "warn",
                     nodes=odd,
-                    summary=f"{name} does not mean the same address everywhere ({told})",
+                    summary=f"{name} resolves to different addresses ({told})",
                     fix=f"give {name} the address {usual or 'it really has'} in /etc/hosts of {', '.join(odd)}",
                     evidence=tuple(f"{node}: {name} is {address or 'unknown'}" for node, address in said.items()),
                 )
@@ -130,7 +131,7 @@ def _same_names(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 summary=f"{', '.join(who)} have one host name, {name}: Slurm, MPI, logs and torchrun's c10d take "
                 f"them for "
                 "one machine",
-                fix=f"give each its own: {typed}",
+                fix=f"give each node its own name: {typed}",
                 evidence=tuple(f"{node}: hostname {name}" for node in who),
             )
 
@@ -153,7 +154,7 @@ def check_node_addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 status="fail",
                 nodes=tuple(who),
                 summary=f"{address} is the address of several nodes: {', '.join(who)}",
-                fix=f"take it from all but one: sudo ip addr del {address}/PREFIX dev INTERFACE",
+                fix=f"remove it from all nodes but one: sudo ip addr del {address}/PREFIX dev INTERFACE",
                 evidence=tuple(f"{owner} has {address}" for owner in who),
             )
     yield from _check_duplicate_macs(reports)
@@ -165,7 +166,8 @@ def check_node_addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             check="interface",
             status="warn",
             nodes=nowhere,
-            summary=f"{', '.join(nowhere)}: no interface has 127.0.0.1, at which programs of one machine meet",
+            summary=f"{', '.join(nowhere)}: no interface has 127.0.0.1, which programs on one machine use to "
+            "connect to each other",
             fix=f"on {', '.join(nowhere)}: sudo ip link set lo up; sudo ip addr add 127.0.0.1/8 dev lo",
             evidence=tuple(
                 f"{node.name}: {', '.join(node.facts['addresses'])}" for node in reports if node.name in nowhere
@@ -203,7 +205,8 @@ def _check_duplicate_macs(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 check="duplicate-mac",
                 status="fail",
                 nodes=names_of,
-                summary=f"{', '.join(names_of)} have one hardware address, {mac}: switches send to either of them",
+                summary=f"{', '.join(names_of)} have one hardware address, {mac}: switches send packets to either "
+                "of them",
                 fix="give a cloned machine a MAC of its own: in the settings of the virtual machine or of netplan "
                 f"(macaddress), then restart it; a trial at its console: sudo ip link set dev {who[-1][1]} address "
                 f"02:{mac[3:-2]}{(int(mac[-2:], 16) + 1) % 256:02x}",
@@ -226,7 +229,7 @@ def check_ephemeral_ports(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 check="ephemeral-ports",
                 status="fail" if status == "fail" else "warn",
                 nodes=tuple(few),
-                summary=f"{', '.join(few)}: only the ports {first} to {last} are given out, and each connection of "
+                summary=f"{', '.join(few)}: only the ports {first} to {last} are assigned, and each connection of "
                 f"gloo and "
                 "NCCL takes one",
                 fix=f"on {', '.join(few)}: sudo sysctl -w net.ipv4.ip_local_port_range='32768 60999', also in "
@@ -357,7 +360,7 @@ def _build_self_call_finding(node: NodeReport, answer: Mapping[str, Any]) -> Fin
 
 
 def _build_bind_error_finding(head: NodeReport, port: int, number: int, *, fixed: bool) -> Finding:
-    hint = "or let dtctl choose: network.rendezvous_port: auto" if fixed else "or end what uses it"
+    hint = "or let dtctl choose: network.rendezvous_port: auto" if fixed else "or end the process that uses it"
     return Finding(
         check="rendezvous-port",
         status="fail",
@@ -415,13 +418,13 @@ def _describe_blocked_ports(
             for node in reports
             for call in node.answers
         )
-        some = f"some of the ports that workers are given ({tried}; others pass)"
+        some = f"some of the ports that workers get ({tried}; others pass)"
         return some if passed else "random ports, as workers use them,", ""
     if fixed:
         return f"the rendezvous port {numbers[0]}", str(numbers[0])
     range_ = f"{node_facts.FIRST_PORT}:{node_facts.LAST_PORT}"
     if kind == "later":
-        instead = "at which workers meet if the head node is lost and another takes its place"
+        instead = "for the rendezvous if another node replaces a lost head node"
         return f"ports {instead} ({range_}, tried {tried})", range_
     return f"ports of which each launch takes one for its rendezvous ({range_}, tried {tried})", range_
 

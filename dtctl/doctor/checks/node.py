@@ -74,12 +74,12 @@ def check_reachability(reports: Sequence[NodeReport], neighbours: Mapping[str, s
         yield from per_node(
             "slow-login",
             {
-                name: f"{took_s:.1f} s until a command runs, on the others {usual:.1f} s"
+                name: f"{took_s:.1f} s until a command runs; on the other nodes {usual:.1f} s"
                 for name, took_s in late.items()
             },
-            "look at what the start-up files of the shell do there (time bash -ic true; ~/.bashrc, /etc/profile.d): "
+            "check the start-up files of the shell there (time bash -ic true; ~/.bashrc, /etc/profile.d): "
             "return at once unless interactive: case $- in *i*) ;; *) return;; esac",
-            summary="the login takes long, and every command that is started there with it",
+            summary="the login is slow, and so is every command on this node",
             status="warn",
         )
 
@@ -94,10 +94,10 @@ def _slow_python(reports: Sequence[NodeReport], usual: float) -> Iterator[Findin
     }  # fmt: skip
     yield from per_node(
         "slow-login",
-        {name: f"{took_s:.1f} s until Python runs, on the others {usual:.1f} s" for name, took_s in late.items()},
+        {name: f"{took_s:.1f} s until Python runs; on the other nodes {usual:.1f} s" for name, took_s in late.items()},
         "is the Python of cluster.python a wrapper that waits, or on a slow file system? try `time PYTHON -c pass` "
-        "there; modules that a .pth file or sitecustomize imports take their time, too (PYTHON -X importtime -c pass)",
-        summary="Python takes long to start, and every worker with it",
+        "there; modules that a .pth file or sitecustomize imports add to this time, too (PYTHON -X importtime -c pass)",
+        summary="Python starts slowly, and so does every worker",
         status="warn",
     )
 
@@ -115,7 +115,7 @@ def _find_mac_conflict(reports: Sequence[NodeReport], neighbours: Mapping[str, s
                 nodes=tuple(same),
                 summary=f"{', '.join(same)} have one hardware address, {cards[node.name]}, and {node.name} does not "
                 f"answer: "
-                "switches send to either of them",
+                "switches send packets to either of them",
                 fix="give a cloned machine a MAC of its own, at its console or in the settings of the virtual "
                 "machine: sudo ip "
                 "link set dev INTERFACE address 02:...; then restart it",
@@ -161,17 +161,17 @@ def _check_program_start(node: NodeReport) -> Finding | None:
     check, fix = "", ""
     guard = "put `case $- in *i*) ;; *) return;; esac` at the top of ~/.bashrc (and of what /etc/profile.d has): only "
     if shell.refused:
-        check, what = "login", "a login is accepted, and then no session is opened"
+        check, what = "login", "a login is accepted, but no session can be opened"
         fix = "sudo sshd -T | grep -i maxsessions: MaxSessions in /etc/ssh/sshd_config has to allow some, then sudo "
         fix += "systemctl reload ssh; also look at what the account may do (command=, restrict in authorized_keys)"
     elif not shell.answered:
-        check, what = "start-up", "a login is accepted, and then not even `echo` answers"
+        check, what = "start-up", "a login is accepted, but not even `echo` answers"
         fix = (
             guard
             + "interactive shells may wait or ask; look with ssh -t at what hangs; also at ForceCommand and command="
         )
     elif not shell.has_run and shell.other:
-        check, what = "login", f"the account runs something else than what it is told: {shell.other!r}"
+        check, what = "login", f"the account runs another command than the requested one: {shell.other!r}"
         fix = (
             "look for ForceCommand (sudo sshd -T | grep -i forcecommand) and command= in ~/.ssh/authorized_keys, "
             "and at "
@@ -186,7 +186,7 @@ def _check_program_start(node: NodeReport) -> Finding | None:
         check, what = "shell-output", f"a start-up file prints {shell.other!r} into the output of every command"
         fix = guard + "interactive shells may print; or print to standard error (>&2)"
     elif isinstance(error, ConnectError) and "no answer" in error.message:
-        check, what = "python", "the login shell answers, and Python does not"
+        check, what = "python", "the login shell answers, but Python does not"
         fix = "try the Python of cluster.python there: is it a wrapper, or on a file system that hangs?"
     if not check:
         return None
@@ -220,14 +220,14 @@ def check_process_limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         "nofile",
         low,
         "add `ulimit -n $(ulimit -Hn)` to job.setup, or raise nofile in /etc/security/limits.conf and restart sshd",
-        summary="too few files may be open; NCCL and gloo need some per peer",
+        summary="the limit of open files is too low; NCCL and gloo need some per peer",
     )
     memlock = {n.name: n.facts["limits"]["memlock"] for n in reports if n.facts["rdma"]}
     yield from per_node(
         "memlock",
         {name: f"soft {soft} bytes" for name, (soft, _) in memlock.items() if 0 <= soft < MIN_MEMLOCK},
         "set `* - memlock unlimited` in /etc/security/limits.conf and restart sshd (or slurmd)",
-        summary="RDMA may not lock enough memory",
+        summary="the limit of locked memory is too low for RDMA",
     )
     yield from _check_worker_resources(reports)
     shm = {n.name: n.facts["shm"] for n in reports if n.facts["shm"]["total"]}
@@ -246,7 +246,8 @@ def check_process_limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     yield from per_node(
         "shm",
         {name: f"{one['free'] // MIB} of {one['total'] // MIB} MiB free" for name, one in full.items()},
-        "see what fills it and who has it open: ls -la /dev/shm; sudo fuser -v /dev/shm/*; remove what ended jobs "
+        "see which files fill it and which processes use them: ls -la /dev/shm; sudo fuser -v /dev/shm/*; remove "
+        "what ended jobs "
         "have left: "
         "rm /dev/shm/nccl-* /dev/shm/torch_*",
         summary="shared memory (/dev/shm) is full",
@@ -275,7 +276,7 @@ def _check_worker_resources(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             "raise the memory limit of the control group: --mem of Slurm, MemoryMax= of the systemd slice, --memory "
             "of the "
             "container (cat /proc/self/cgroup; memory.max); or end what takes the memory: free -g",
-            summary="little memory is left to a process of this login",
+            summary="a process of this login can use little memory",
             status="fail" if status == "fail" else "warn",
         )
     yield from per_node(
@@ -286,7 +287,7 @@ def _check_worker_resources(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             if 0 <= n.facts["pids_free"] < MIN_PIDS + WORKER_PIDS * n.slots
         },
         "raise TasksMax= of the systemd slice, --pids-limit of the container (pids.max of the control group)",
-        summary="too few processes and threads may be started; a worker of torch takes a dozen",
+        summary="the limit of processes and threads is too low; a worker of torch needs a dozen",
     )
     cores = {n.name: _compute_usable_cores(n) for n in reports}
     most = max(cores.values(), default=0.0)
@@ -351,7 +352,7 @@ def check_storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Findi
         f"df -i {workdir}; remove many small files (caches of pip, conda, Hugging Face), or set cluster.workdir to "
         f"another "
         "disk",
-        summary=f"the disk of {workdir} has room, and no inodes for more files",
+        summary=f"the disk of {workdir} has free space, but no inodes for more files",
     )
     fix = f"free some space (`df -h {workdir}; df -i {workdir}`), or set cluster.workdir to another disk"
     read_only = {n.name for n in reports if "Read-only" in n.facts["writable"]}
@@ -386,7 +387,7 @@ def check_storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Findi
     yield from _check_temporary_folder(reports)
     for check, kind, fix in (
         ("cache", "written to", "set {names} to a folder that the login user may write to, or leave it out"),
-        ("file-variable", "found", "set {names} to a file that is there on every node, or unset it"),
+        ("file-variable", "found", "set {names} to a file that exists on every node, or unset it"),
     ):
         lost: dict[str, dict[str, str]] = {}
         for n in reports:
@@ -404,7 +405,7 @@ def check_storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Findi
     yield from per_node(
         "path",
         {n.name: ", ".join(n.facts["missing"]) for n in reports if n.facts["missing"]},
-        "bring it to the same path on these nodes (rsync -a), or put it on a shared file system",
+        "copy it to the same path on these nodes (rsync -a), or put it on a shared file system",
         summary="a path that the job needs does not exist: "
         + ", ".join(sorted({path for n in reports for path in n.facts["missing"]})),
     )
@@ -465,9 +466,8 @@ def check_job_python(reports: Sequence[NodeReport], confirmed: Mapping[str, Coll
             f"job's Python "
             "starts" + (" (sitecustomize.py on it is run first)" if "PYTHONPATH" in because else "")
             if because
-            else "try the job's Python (cluster.python) there: python -c 'print(1)'; it does not start with its "
-            "site-packages "
-            "(.pth files, sitecustomize), or install it again",
+            else "run the job's Python (cluster.python) there: python -c 'print(1)'; its site-packages (.pth files, "
+            "sitecustomize) keep it from starting: correct them, or install it again",
             summary=f"the job's Python does not start{f' with {names}' if because else ''}: "
             f"{next(iter(told.values()))}",
         )
@@ -477,7 +477,7 @@ def check_job_python(reports: Sequence[NodeReport], confirmed: Mapping[str, Coll
             where.setdefault((module, path, hidden), []).append(n.name)
     for (module, path, hidden), who in where.items():
         sure = module == "torch" or any(module in confirmed.get(name, ()) for name in who)
-        verb = "rename" if "/" not in path else "take its folder out of PYTHONPATH, or rename (mv)"
+        verb = "rename" if "/" not in path else "remove its folder from PYTHONPATH, or rename (mv)"
         yield Finding(
             check="shadowing",
             status="fail" if sure else "warn",
@@ -514,14 +514,14 @@ def check_software_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     for finding in compare_node_values("torch", torch, fix, what="torch"):
         paths = [f"{n}: it lies in {job[n].get('torch_path')}" for n in finding.nodes if job[n].get("torch_path")]
         places = ", ".join(f"{job[n]['torch_path']} on {n}" for n in finding.nodes[:2] if job[n].get("torch_path"))
-        other = f"; it is found in {places}: is that folder meant, or to be taken out of PYTHONPATH?" if places else ""
+        other = f"; it is found in {places}: if this folder is not meant, remove it from PYTHONPATH" if places else ""
         yield replace(finding, fix=fix + other, evidence=(*finding.evidence, *paths))
     nccl = {n: said.get("nccl") or "none" for n, said in job.items() if said}
     yield from compare_node_values(
         "nccl", nccl, "pip install --force-reinstall torch==VERSION, the same on every node", what="NCCL's wheel"
     )
     machine = {n.name: n.facts["machine"] for n in reports}
-    yield from compare_node_values("architecture", machine, "train on nodes of one kind", what="processor architecture")
+    yield from compare_node_values("architecture", machine, "use nodes of one kind", what="processor architecture")
     code = {n.name: n.facts["code"] for n in reports}
     yield from compare_node_values(
         "code", code, "bring the same code to every node: rsync -a, or job.files.push: true", what="code of the job"
@@ -547,7 +547,7 @@ def check_node_clocks(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     worst = max((abs(offset) for offset in off.values()), default=0.0)
     yield from per_node(
         "clock",
-        {name: f"{offset:+.1f} s against this machine" for name, offset in off.items()},
+        {name: f"{offset:+.1f} s compared with this machine" for name, offset in off.items()},
         "sudo timedatectl set-ntp true (or systemctl restart chrony)",
         summary="the clock is off; logs cannot be merged, and munge, Kerberos and TLS may refuse",
         status="fail" if worst > CLOCK_FAIL_S else "warn",

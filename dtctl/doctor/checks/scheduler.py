@@ -51,7 +51,8 @@ def check_slurm_job(
         yield finding(
             "time-left",
             f"job {number} ends in {format_count(round(max(0.0, left) / 60), 'minute')}",
-            "ask for more (sbatch --time), or let it go on from a snapshot: sbatch --requeue --signal=B:TERM@120",
+            "request more time (sbatch --time), or let it continue from a snapshot: sbatch --requeue "
+            "--signal=B:TERM@120",
             "SLURM_JOB_END_TIME",
             fail=left < NO_TIME_S,
         )
@@ -59,7 +60,7 @@ def check_slurm_job(
     if job.get("BatchFlag") == "1" and job.get("Requeue") == "0":
         yield finding(
             "requeue",
-            f"job {number} is not started again when a node is lost or another job takes its place",
+            f"job {number} is not requeued when a node is lost or another job preempts it",
             f"#SBATCH --requeue; for this job: scontrol update JobId={number} Requeue=1",
             "Requeue",
         )

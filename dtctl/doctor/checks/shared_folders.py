@@ -73,7 +73,7 @@ def check_shared_folders(sights: Sights) -> Iterator[Finding]:
                 check="visibility",
                 status="warn",
                 nodes=slow,
-                summary=f"what is written to {folder} is seen late, after up to {max(late.values()):.1f} s",
+                summary=f"other nodes see files in {folder} only after up to {max(late.values()):.1f} s",
                 fix="mount it with less attribute caching (NFS: actimeo=1 or noac), or keep snapshots on local disks",
                 evidence=tuple(
                     f"{who} saw the file of {whose} after {after_s:.1f} s" for (who, whose), after_s in late.items()

@@ -13,7 +13,7 @@ LOOK_BACK = 60
 _DOING = (
     ("saving a checkpoint", re.compile(r"(?i)\bsav(?:ing|e[ds]?|e_)\b.*|checkpoint(?:ing)?\b.*(?:sav|writ)|"
                                        r"(?:writing|wrote) .*(?:checkpoint|\.pt|\.safetensors)"),
-     "let all ranks take part in saving what is sharded, write to fast storage or asynchronously, and raise "
+     "let all ranks take part in saving sharded state, write to fast storage or asynchronously, and raise "
      "timeout= of init_process_group above the time that it takes"),
     ("evaluating", re.compile(r"(?i)\b(?:evaluat\w*|validat(?:ion|ing)|running (?:eval|test)|eval(?:_| "
                               r")?(?:step|loop|batch)|generat(?:ing|ion)|computing metrics|rollout)\b"),

@@ -142,7 +142,9 @@ def diagnose_collective_timeout(table: WatchdogReports, ranks: set[int], world: 
         world: number of ranks of the job; 0 if the logs do not show it.
     """
     if table.lagging:
-        return CollectiveVerdict(kind="behind", ranks=table.lagging, said="torch itself calls it the one that lags")
+        return CollectiveVerdict(
+            kind="behind", ranks=table.lagging, said="torch's own analysis names this rank as the slow one"
+        )
     if len(table.calls) < 2:
         return None
     return (
@@ -187,7 +189,7 @@ def _find_ranks_behind(table: WatchdogReports) -> CollectiveVerdict | None:
         late = sorted(rank for rank, number in counted.items() if number == low)
         if low < high and len(late) <= len(counted) / 2:
             return CollectiveVerdict(
-                kind="behind", ranks=tuple(late), said=f"it was at collective {low} when others were at {high}"
+                kind="behind", ranks=tuple(late), said=f"it was at collective {low} when other ranks were at {high}"
             )
     return None
 
@@ -199,7 +201,7 @@ def _find_silent_ranks(table: WatchdogReports, ranks: set[int], world: int) -> C
     silent = sorted(ranks - spoken)
     if silent and len(silent) <= len(ranks) / 2:
         return CollectiveVerdict(
-            kind="silent", ranks=tuple(silent), said="all others waited for it, and it never gave up itself"
+            kind="silent", ranks=tuple(silent), said="all other ranks waited for it, and it did not time out itself"
         )
     return None
 

@@ -89,11 +89,11 @@ def _which_device(found: Diagnosis, candidate: CauseCandidate, all_: LogFindings
         return found
     if rank != local and (not gpus or local < gpus):
         said = f"rank {rank} has local rank {local}: the global rank was used as the number of the GPU"
-        return replace(found, cause=f"a rank asks for a GPU that its node does not have; {said}")
+        return replace(found, cause=f"a rank uses a GPU number that its node does not have; {said}")
     said = f"local rank {local} is right for rank {rank}" + (f", and the node has {gpus}" if gpus else "")
     return replace(
         found,
-        cause=f"there are more workers than GPUs that they may use on a node: {said}",
+        cause=f"a node has more workers than GPUs that they can use: {said}",
         fix="nvidia-smi -L; echo $CUDA_VISIBLE_DEVICES: at most as many workers as it shows (cluster.slots)",
     )
 
@@ -122,7 +122,7 @@ def _which_keys(found: Diagnosis, candidate: CauseCandidate, all_: LogFindings) 
                 said = f"the names in the {where} have the prefix '{prefix}' and those on the other side have not"
                 return replace(
                     found,
-                    cause=f"{said}: one of them was saved from, or loaded into, a model that is wrapped",
+                    cause=f"{said}: one of the two models is wrapped (DDP, torch.compile), the other one is not",
                     fix=f"save and load the inner model (model.module, model._orig_mod), or strip '{prefix}'",
                 )
     return found

@@ -22,7 +22,7 @@ TAIL_BYTES = 32 << 20
 """Number of bytes that are read at the beginning and at the end of a longer file, where the failure is."""
 CHUNK = 1 << 20
 PATIENCE_S = 5.0
-"""Longest time to read a compressed file, or a path that is no regular file, in seconds."""
+"""Longest time to read a compressed file, or a path that is not a regular file, in seconds."""
 MOST_BYTES = 16 << 30
 """Limit on the unpacked bytes of compressed data, since a small file may contain any amount."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -81,11 +81,11 @@ def _read_pipe_data(file: Path) -> tuple[bytes, str]:
                 select.select([fd], [], [], left_s)
                 continue
             if not piece:
-                return bytes(data), "" if data else "it is a pipe that nobody writes to"
+                return bytes(data), "" if data else "it is a pipe without a writer"
             data += piece
     finally:
         os.close(fd)
-    return bytes(data), f"it is no file, and has not ended after {len(data) >> 20} MiB and {PATIENCE_S:g} s"
+    return bytes(data), f"it is not a file, and its data did not end within {len(data) >> 20} MiB and {PATIENCE_S:g} s"
 
 
 def _open_decompressor(opened: BufferedReader, magic: bytes) -> gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile | None:

@@ -369,7 +369,7 @@ def _not_understood(found: LogFindings, candidates: list[CauseCandidate]) -> Dia
     who = [hit for hit in (*first[:1], *ended) if hit.rank is not None or hit.node is not None][:1]
     diagnosis = replace(
         UNKNOWN,
-        cause=f"the job failed, and why is not understood; the first complaint is: {said}" if said else UNKNOWN.cause,
+        cause=f"the job failed for an unknown reason; the first error message is: {said}" if said else UNKNOWN.cause,
         ranks=tuple(hit.rank for hit in who if hit.rank is not None),
         nodes=tuple(hit.node for hit in who if hit.node is not None),
         evidence=_collect_evidence(first),

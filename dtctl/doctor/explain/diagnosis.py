@@ -57,12 +57,13 @@ class Explanation:
 
 UNKNOWN = Diagnosis(
     id="unknown",
-    cause="the job failed, and nothing in these logs says why",
+    cause="the job failed, and these logs do not show the reason",
     nodes=(),
     ranks=(),
     primary=True,
     confidence="unknown",
-    fix="give the logs of all ranks, with what they printed on standard error; NCCL_DEBUG=WARN makes NCCL speak",
+    fix="give the logs of all ranks, with what they printed on standard error; NCCL_DEBUG=WARN makes NCCL print "
+    "its errors",
     source="",
     evidence=(),
     again="NCCL_DEBUG=WARN, and the standard error of every rank in its own file (torchrun --log-dir DIR --tee 3)",

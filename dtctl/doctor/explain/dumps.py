@@ -36,7 +36,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError(f"it refers to {pid!r}, which is somewhere else")
+        raise pickle.UnpicklingError(f"it refers to {pid!r}, which is outside of the dump")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def _unpickle_plain_data(raw: bytes) -> Any:
     """Return the content of a pickle of plain data, whose memory is limited by the length of the pickle."""
     for op, argument, _ in pickletools.genops(raw):
         if op.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(raw):
-            raise pickle.UnpicklingError("it numbers more than it has")
+            raise pickle.UnpicklingError("it counts more entries than it has")
     return _PlainUnpickler(io.BytesIO(raw)).load()
 
 

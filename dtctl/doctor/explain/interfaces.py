@@ -91,7 +91,7 @@ def what_is(address: str, interfaces: ReportedInterfaces) -> tuple[str, str]:
     except ValueError:
         return "", name
     if address.startswith("0."):
-        return "no address that a node can have: a name or a number was read as one", name
+        return "not an address of a node: a name or a number was read as an address", name
     if parsed.is_loopback:
         return "a loopback address, which every node has for itself", name or "lo"
     if name and VIRTUAL.match(name):

@@ -25,12 +25,12 @@ SIGNALS = {
     "Errore di segmentazione": 11, "Убито": 9, "Ошибка сегментирования": 11,
 }  # fmt: skip
 MEANINGS = {
-    3: "it was told to quit and to leave a core file",
+    3: "it received SIGQUIT, which ends it with a core file",
     5: "a trap of a debugger or of a check in native code",
     8: "an impossible calculation of whole numbers in native code, such as a division by zero",
-    10: "a signal that somebody sends on purpose; schedulers warn with it of the end of the time",
-    12: "a signal that somebody sends on purpose; schedulers warn with it of the end of the time",
-    13: "who read its output has ended",
+    10: "a signal that a user or program sends on purpose; schedulers send it before the time limit",
+    12: "a signal that a user or program sends on purpose; schedulers send it before the time limit",
+    13: "the process that read its output has ended",
     14: "an alarm that the program has set itself",
     24: "the limit of processor time was reached (ulimit -t, or the scheduler's limit)",
     25: "the limit of the size of a file was reached (ulimit -f)",

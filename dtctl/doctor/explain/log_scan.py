@@ -59,7 +59,7 @@ _WARNING = re.compile(
     r"\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b|"
     r"\baccepting this\b|\bharmless\b|\bcan be ignored\b|\bnot (?:fatal|an error)\b"
 )
-"""Pattern of a line that is no failure, such as a warning."""
+"""Pattern of a line that is not a failure, such as a warning."""
 _JSON_TEXTS = ("message", "msg", "log", "text", "event", "error", "exc_info", "exception", "stack")
 _NEWS = re.compile(r"\b(?:INFO|DEBUG)\b|\b[Rr]etry|\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b")
 """Pattern of a line that only reports progress."""
@@ -145,7 +145,7 @@ class _FileState:
     ended: bool = False
     """True if a line reports the successful end of the training run."""
     ended_at: int = 0
-    """Number of the last such line."""
+    """Number of the last line of the job's end."""
     after_end: int = 0
     """Number of lines of progress after that line."""
     starts: RunStartFinder = field(default_factory=RunStartFinder)
@@ -308,7 +308,7 @@ class _LogScanner:
         return []
 
     def finish(self) -> LogFindings:
-        """Classify the exceptions, assign them to ranks, and drop those that are only a part of another one."""
+        """Classify the exceptions, assign them to ranks, and drop exceptions that are only a part of another one."""
         chained = {
             id(one)
             for hit in self.raised
@@ -504,7 +504,7 @@ def _of_exit(end: ReportedExit, line: LogLine) -> SignatureMatch:
         {
             "code": str(end.code),
             "signal": launchers.format_signal_name(end.signal) if end.signal else "",
-            "meaning": launchers.MEANINGS.get(end.signal, "who sent it is not in these logs"),
+            "meaning": launchers.MEANINGS.get(end.signal, "these logs do not show which process sent it"),
         },
     )
     hit.end, hit.root, hit.ranks = end, end.root, end.ranks

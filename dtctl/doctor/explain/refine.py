@@ -45,7 +45,7 @@ _CONNECTING = (
 _OF_COLLECTIVES = ("watchdog-timeout", "heartbeat-timeout", "watchdog-stuck", "watchdog-follow-up")
 _STORE_ERRORS = {
     111: (
-        "the connection was refused, so nobody listens at that port; the worker of rank 0 has not started, has "
+        "the connection was refused, so no process listens on that port; the worker of rank 0 has not started, has "
         "ended, or "
         "serves another address",
         "see in the log of rank 0 whether it runs; MASTER_ADDR and MASTER_PORT have to be its own; `dtctl "
@@ -54,7 +54,7 @@ _STORE_ERRORS = {
     ),
     110: (
         "nothing answers at that address; it is wrong, or a firewall drops the connection",
-        "`dtctl doctor` tells a dropped packet from a wrong address; open the rendezvous port between the "
+        "`dtctl doctor` distinguishes a dropped packet from a wrong address; open the rendezvous port between the "
         "nodes, or give "
         "the address that the other nodes can reach (network.rendezvous_address)",
     ),
@@ -230,14 +230,15 @@ def _refine_store_error(found: Diagnosis, group: list[SignatureMatch]) -> Diagno
 def _at_the_barrier(found: Diagnosis, group: list[SignatureMatch]) -> Diagnosis:
     groups = next((hit.groups for hit in group if "joined" in hit.groups), None)
     if groups is None:
-        return replace(found, cause="not all processes came to the first barrier of the process group in time")
+        return replace(found, cause="not all processes reached the first barrier of the process group in time")
     joined, world = int(groups["joined"]), int(groups["world"])
     why = (
-        "more processes were started than it knows of, or the store still has the entries of an earlier run or attempt"
+        "more processes were started than the world size, or the store still has the entries of an earlier run "
+        "or attempt"
         if joined > world
         else "the others did not start, have ended, or cannot reach the store"
     )
-    return replace(found, cause=f"{joined} processes came to the first barrier, and the world size is {world}: {why}")
+    return replace(found, cause=f"{joined} processes reached the first barrier, and the world size is {world}: {why}")
 
 
 def _refine_gpu_error(found: Diagnosis, group: list[SignatureMatch]) -> Diagnosis:
@@ -313,7 +314,7 @@ def apply_collective_verdict(
         blamed,
         id="rank-behind" if verdict.kind == "behind" else "rank-silent",
         cause=f"{who} kept the others waiting: {verdict.said}",
-        fix=f"see in the log of {who} what it was doing; while it hangs, py-spy dump --pid PID shows it",
+        fix=f"read in the log of {who} what it was doing; while it hangs, py-spy dump --pid PID shows it",
         confidence="high" if verdict.kind == "behind" else "medium",
     )
 

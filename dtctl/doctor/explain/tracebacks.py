@@ -223,7 +223,7 @@ class TracebackReader:
     saying: PrintedException | None = None
     """Exception whose message may continue."""
     ignored: int = 0
-    """Number of lines within which a traceback is one that Python ignores."""
+    """Number of lines within which a traceback belongs to an exception that Python ignores."""
     rank: int | None = None
     node: str | None = None
     prefix: re.Pattern[str] | None = None

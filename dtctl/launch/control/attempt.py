@@ -104,7 +104,7 @@ class Attempt:
             case AttemptStarted():
                 self._on_started(name, content.interface)
             case WorkerExit() | AttemptStopped() if not self._concerns_own_workers(name, content):
-                self.losses.handle_node_loss(name, "it reported on a worker that does not run there")
+                self.losses.handle_node_loss(name, "it sent a report about a worker that does not run there")
             case WorkerExit():
                 self._on_exit(name, content)
             case LiveReport() if content.rank in self.nodes.ranks[name]:
@@ -183,7 +183,7 @@ class Attempt:
         if stopped.log_bytes_lost:
             self.nodes.outcome.lost_output[name] = stopped.log_bytes_lost
         if stopped.log_bytes_unstored:
-            text = f"{stopped.log_bytes_unstored:,} bytes of output found no room on its disk and were sent here only"
+            text = f"{stopped.log_bytes_unstored:,} bytes of output did not fit on its disk and were only sent here"
             self.gang.emit(Note(node=name, text=text))
         if stopped.outputs is not None:
             summary = stopped.outputs

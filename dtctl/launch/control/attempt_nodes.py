@@ -134,7 +134,7 @@ class AttemptNodes:
                 self.gang.sessions[name].send(StopAttempt(now=True, requested=True))
 
     def replace_node(self, lost: str, name: str, plan: Plan) -> None:
-        """Put a node whose workers are being started into the place of a lost one, which may be the same node."""
+        """Replace a lost node by a node whose workers are being started; it may be the same node."""
         self.plan = plan
         self.ranks = {node.name: frozenset(node.ranks) for node in plan.nodes}
         self.hang_monitor.node_of_rank = {rank: node.name for node in plan.nodes for rank in node.ranks}

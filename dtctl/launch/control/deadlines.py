@@ -59,23 +59,23 @@ STATES: Final[Mapping[AttemptState, AttemptStateRule]] = {
     ),
     AttemptState.RUNNING: AttemptStateRule(
         ended_by="the end of a worker, or its loss",
-        limit="job.hang_s without a step, where the job tells its steps; job.time_s",
+        limit="job.hang_s without a step, if the job reports its steps; job.time_s",
         check="check_progress",
         next=(AttemptState.HEALING, AttemptState.ENDING, AttemptState.CLOSING, AttemptState.STOPPING),
-        open_ended="the program tells no steps, and the spec has no job.time_s",
+        open_ended="the program reports no steps, and the spec has no job.time_s",
     ),
     AttemptState.HEALING: AttemptStateRule(
-        ended_by="the news that all workers have joined, or that one has ended: it cannot join any more",
+        ended_by="the message that all workers have joined, or that one has ended: it cannot join any more",
         limit="job.heal_s",
         check="check_healing",
         next=(AttemptState.RUNNING, AttemptState.STOPPING),
     ),
     AttemptState.ENDING: AttemptStateRule(
         ended_by="the end of the last worker",
-        limit="job.hang_s without a step, where the job tells its steps; job.time_s",
+        limit="job.hang_s without a step, if the job reports its steps; job.time_s",
         check="check_progress",
         next=(AttemptState.CLOSING, AttemptState.STOPPING),
-        open_ended="the program tells no steps, and the spec has no job.time_s",
+        open_ended="the program reports no steps, and the spec has no job.time_s",
     ),
     AttemptState.CLOSING: AttemptStateRule(
         ended_by="the report of the last node",
@@ -147,7 +147,7 @@ class AttemptDeadlines:
             self.check_progress(now)
 
     def check_progress(self, now: float) -> None:
-        """Act on a job whose workers make no progress."""
+        """Restart or end a job whose workers make no progress."""
         can_heal = self.losses.healing is not None and not self.nodes.ended_workers
         if can_heal:
             self.losses.run_replacement_step(lambda healing: healing.check(self.nodes.link_timeout_s + 2 * PING_S))

@@ -151,8 +151,8 @@ def is_stop(failure: Failure, *, trains: bool) -> bool:
 
     Args:
         failure: the first failure of an attempt.
-        trains: whether the job is a training run with dtctl.runtime. Its workers save a snapshot upon such a signal;
-            the signal ends them only before their first step and after their last, when nothing is lost.
+        trains: whether the job is a training run with dtctl.runtime. Workers save a snapshot at such a signal; the
+            signal ends them only before their first step and after their last, when no work is lost.
     """
     return failure.exit_code == REQUEUE_EXIT or (trains and failure.asked_to_stop)
 

@@ -85,7 +85,7 @@ class LaunchJob:
     targets: Mapping[str, Target]
     """Targets of nodes and spares."""
     spares: Mapping[str, NodePlan]
-    """Nodes that stand by, in the order in which they are used; their ranks have no meaning."""
+    """Spare nodes, in the order in which they are used; their ranks have no meaning."""
     min_nodes: int
     """Nodes that the run needs."""
     return_s: float

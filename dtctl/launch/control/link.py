@@ -27,8 +27,9 @@ Kind = TypeVar("Kind", bound=Message)
 HINTS = {
     "disk-full": "free some space there, or set `cluster.workdir` to another disk",
     "missing-file": "is it in the folder that is pushed, and not in .gitignore or .dtctlignore?",
-    "missing-there": "with `job.files.push: false` it has to be there: bring it, or set `job.files.root`",
-    "missing-folder": "with `job.files.push: false` the code has to be there: bring it, or set `job.files.root`",
+    "missing-there": "with `job.files.push: false` it must exist on the node: copy it there, or set `job.files.root`",
+    "missing-folder": "with `job.files.push: false` the code must exist on the node: copy it there, or set "
+    "`job.files.root`",
     "environment": "correct `job.environment`, or the file that it names, and launch again",
     "no-python": "install it there, or set `job.environment.python` to a version that nodes have; with `wheels: relay` "
     "they fetch none",
@@ -37,9 +38,9 @@ HINTS = {
     "unreachable": "set `job.environment.index` to an index that nodes reach, or to a folder of wheels that all have; "
     "or set `job.environment.wheels: relay`, with which this machine downloads the wheels and sends them; a Python "
     "that a node lacks comes from github.com, unless you install it there",
-    "no-uv": "install uv there, or `pip install uv` on this machine, which brings it",
+    "no-uv": "install uv there, or run `pip install uv` on this machine, from which dtctl copies it",
     "platform": "set `job.environment.platform`; all nodes of a job need one kind of processor",
-    "missing-data": "bring it there, or correct `job.data`",
+    "missing-data": "copy it there, or correct `job.data`",
     "too-large": "name a smaller folder as `job.files.root`, and data by absolute paths; or let dtctl push the code",
     "old-python": "set `cluster.python` to a Python 3.8 or newer on that node",
     "permission": "the login user has to own `cluster.workdir`",
@@ -197,7 +198,7 @@ class NodeLink:
                 hint="install Python 3.8 or newer there, or set `cluster.python` to where it is",
             )
         if status is None:
-            return ConnectError("the link was lost", node=self.node, hint="did the node go down just now?")
+            return ConnectError("the link was lost", node=self.node, hint="check whether the node is still up")
         return NodeError(
             f"dtctl's program on the node exited with status {status}{f': {last}' if last else ''}",
             node=self.node,
@@ -256,7 +257,7 @@ def parse_message(document: Mapping[str, Any], kinds: Mapping[str, type[Message]
     """
     op = document.get("op")
     if not isinstance(op, str) or op not in kinds:
-        raise NodeError(f"the node said {quote_node_value(op)}, which is not valid here", node=node)
+        raise NodeError(f"the node sent {quote_node_value(op)}, which is not valid here", node=node)
     return validate_node_value(
         lambda document: parse_message_document(document, kinds), document, subject=f"its message {op!r}", node=node
     )

@@ -52,7 +52,7 @@ Call = Callable[[str, ReconnectPolicy], NodeSession]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplacementNode:
-    """A node that is ready to take the place of a lost one, which may be the same node."""
+    """A node that is ready to replace a lost one; it may be the same node."""
 
     lost: str
     session: NodeSession
@@ -76,7 +76,7 @@ class NextAttemptNodes:
 
 @dataclass(slots=True, kw_only=True)
 class _NodeSearch:
-    """The nodes that are called for the place of one lost node."""
+    """The nodes that are contacted as a replacement for one lost node."""
 
     rule: ReconnectPolicy
     began_s: float
@@ -90,7 +90,7 @@ class _NodeSearch:
 
 
 class NodePool:
-    """Searches for nodes to take the places of lost ones."""
+    """Searches for nodes that can replace lost ones."""
 
     def __init__(self, gang: NodeSessions, spares: SparePool, call: Call, warm_up: WarmUp) -> None:
         self.spares = spares
@@ -103,15 +103,15 @@ class NodePool:
         return set(self._searches)
 
     def connect_standbys(self) -> None:
-        """Call spares to stand by while no place is vacant."""
+        """Prepare spares while no node is lost."""
         if not self._searches:
             self.spares.connect_spares(lambda name: self._call(name, LIVE))
 
     def search(self, lost: str, rule: ReconnectPolicy) -> ReplacementNode | None:
-        """Find a node for the place of a lost one.
+        """Find a node that replaces a lost one.
 
         Returns:
-            A spare that stands by, or None if there is none: `handle_called_node_message` then returns the first node
+            A prepared spare, or None: `handle_called_node_message` then returns the first node
             that is ready.
         """
         self._gang.sessions[lost].close()
@@ -203,14 +203,14 @@ class NodePool:
         return given_up
 
     def cancel_search(self, lost: str) -> None:
-        """End the search for a node in the place of a lost one."""
+        """End the search for a node that replaces a lost one."""
         for name, session in self._searches.pop(lost).called.items():
             session.close()
             if name != lost:
                 self.spares.names.insert(0, name)
 
     def end(self) -> None:
-        """End all searches, and end the run on nodes that stand by."""
+        """End all searches, and end the run on prepared spares."""
         for lost in self.vacant:
             self.cancel_search(lost)
         self.spares.end_standby_runs()

@@ -199,7 +199,7 @@ class NodeSessions:
             return None
         idle_s = time.monotonic() - session.last_progress
         if not session.is_described:
-            text = "it has accepted the connection and sent nothing for "
+            text = "it has accepted the connection, but sent nothing for "
             if idle_s > ANSWER_S and not session.is_named:
                 session.is_named = True
                 note = f"{text.removeprefix('it ')}{ANSWER_S:g} s; the limit is {START_SILENCE_S:g} s"
@@ -210,7 +210,7 @@ class NodeSessions:
             return ConnectError(f"{text}{START_SILENCE_S:g} s", node=session.name, hint=hint)
         if session.silent_s() <= PUSH_SILENCE_S and idle_s <= WORK_LIMIT_S:
             return None
-        text, hint = "it makes no progress in its preparation", "check its load and whether its disk responds"
+        text, hint = "its preparation makes no progress", "check its load and whether its disk responds"
         return ConnectError(text, node=session.name, hint=hint)
 
     def wait_with_keepalive(self, seconds: float) -> None:

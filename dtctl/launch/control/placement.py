@@ -55,7 +55,7 @@ class NodeReplacer:
         )
 
     def _place_substitute(self, substitute: ReplacementNode, epoch: int) -> None:
-        """Put a node into the place of a lost one, and start the workers of an epoch there.
+        """Replace a lost node by another one, and start the workers of an epoch there.
 
         Raises:
             WorkerNotReplaced: the node cannot run the same workers.

@@ -2,8 +2,8 @@
 
 A failure that recurs without progress in between will recur again: the run ends with it instead of using up its
 restarts. Before that, the waits grow, because the cause may need time to disappear (a disk that is being cleaned, a
-file server that boots). That applies to failures of the program; after a kill from outside or the loss of a node, the
-workers are restarted at once.
+file server that boots). This wait applies to failures of the program; after a kill from outside or the loss of a node,
+the workers are restarted immediately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NEVER = (
     (re.compile(r"\b(?:ModuleNotFoundError|No module named\b)"), "a module is missing"),
     (re.compile(r"^(?:\w+\.)*ImportError\b"), "an import fails"),
     (re.compile(r"^(?:SyntaxError|IndentationError|TabError)\b"), "the program is not valid Python"),
-    (re.compile(r"can't open file "), "the program is not there"),
+    (re.compile(r"can't open file "), "the program does not exist"),
 )
 _USAGE = re.compile(r"^\S+: error: |^usage: ", re.MULTILINE)
 
@@ -87,7 +87,7 @@ class RestartPolicy:
         """
         if failure.exit_code in self._refused and failure.signal is None:
             return RestartDecision(
-                give_up_reason="the workers cannot carry out the spec, and a restart would not change that"
+                give_up_reason="the workers cannot run with this spec, and a restart would not change that"
             )
         if lasted_s < LONG_S and not step and (reason := describe_permanent_cause(failure)):
             return RestartDecision(give_up_reason=f"a restart would not change that {reason}")

@@ -176,7 +176,7 @@ class NodesBackend:
             plan = self.nodes.plan
             text = (
                 f"no worker has ever opened {plan.rendezvous.endpoint}, where they meet: the "
-                f"{plan.world_size} workers were separate programs, unless theirs meets elsewhere"
+                f"{plan.world_size} workers were separate programs, unless they use another rendezvous"
             )
             self.emit(Note(text=text))
         self.nodes.sweep_lost(self.outcome)

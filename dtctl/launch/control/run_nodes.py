@@ -143,7 +143,7 @@ class RunNodes:
         return {str(rank): size for rank, size in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
 
     def plan_with(self, lost: str, name: str, description: NodeDescription) -> Plan:
-        """Return the current plan with another node in the place of a lost one.
+        """Return the current plan with another node instead of a lost one.
 
         Raises:
             WorkerNotReplaced: the other node cannot run the same workers.

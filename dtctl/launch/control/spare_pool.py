@@ -1,4 +1,4 @@
-"""Spares of a run: nodes that can take the place of a lost one. Two of them stand by, with code and imports ready."""
+"""Spares of a run: nodes that can replace a lost one. Two of them are kept prepared, with code and imports ready."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dtctl.supervisor.messages.base import Quit, Refusal
 from dtctl.supervisor.messages.setup import NodeDescription, NodeReady
 
 STANDBYS = 2
-"""Number of spares that stand by: a second node can be lost before a spare has taken the place of the first."""
+"""Number of spares that are kept prepared: a second node can be lost before a spare has replaced the first."""
 FRESH_S = 3.0
 """Seconds of silence after which a node on standby may be lost itself."""
 RETIRED_S = 1.0
 """Seconds after which a lost node that was replaced is called as a spare."""
 FAILED_S = 10.0
-"""Seconds after which a spare that could not stand by is called again."""
+"""Seconds after which a spare that could not be prepared is contacted again."""
 
 
 class WorkerNotReplaced(Exception):
@@ -57,12 +57,12 @@ class SparePool:
         self._not_before_s: dict[str, float] = {}
         """Earliest time of the next call of each spare that was lost or did not answer."""
         self._reported: set[str] = set()
-        """Nodes that were reported to the user as unable to stand by."""
+        """Nodes that were reported to the user as unusable spares."""
         self._leaving: list[NodeSession] = []
         """Sessions with nodes that got a request to quit."""
 
     def connect_spares(self, call: Callable[[str], NodeSession]) -> None:
-        """Call spares to stand by, and keep the links of the ready ones alive."""
+        """Prepare spares, and keep the links of the prepared ones alive."""
         now = time.monotonic()
         for standby in self._standbys:
             if standby.is_ready and now - standby.pinged_s >= PING_S:
@@ -79,7 +79,7 @@ class SparePool:
         return next((standby for standby in self._standbys if standby.session is session), None)
 
     def handle_standby_message(self, standby: StandbyNode, content: Content, warm_up: WarmUp) -> None:
-        """Handle a message of a node that stands by or is being prepared for that."""
+        """Handle a message of a spare that is prepared or being prepared."""
         name = standby.session.name
         if isinstance(content, NodeDescription):
             standby.description = content
@@ -102,17 +102,17 @@ class SparePool:
         standby.session.close()
         if name not in self._reported:
             self._reported.add(name)
-            self._emit(Note(node=name, text=f"this spare cannot stand by: {reason}"))
+            self._emit(Note(node=name, text=f"this spare cannot wait in readiness: {reason}"))
 
     def pop_standby(self) -> StandbyNode | None:
-        """Remove and return a node that stands by, for the place of a lost one; None if there is none."""
+        """Remove and return a prepared spare, which replaces a lost node; None if there is none."""
         fresh = next((standby for standby in self._standbys if standby.is_fresh()), None)
         if fresh is not None:
             self._standbys.remove(fresh)
         return fresh
 
     def release(self) -> list[StandbyNode]:
-        """Return the nodes that are still being prepared; close the ready ones, which are called again later."""
+        """Return the nodes that are still being prepared; close the prepared ones, which are contacted again later."""
         preparing = [standby for standby in self._standbys if not standby.is_ready]
         for standby in self._standbys:
             if standby.is_ready:
@@ -122,13 +122,13 @@ class SparePool:
         return preparing
 
     def add_lost_node(self, lost: str) -> None:
-        """Add a lost node that another one has replaced to the spares; it stands by once it answers."""
+        """Add a replaced lost node to the spares; it is prepared once it answers."""
         self.names.append(lost)
         self._not_before_s[lost] = time.monotonic() + RETIRED_S
         self._reported.add(lost)
 
     def end_standby_runs(self) -> None:
-        """End the run on nodes that stand by."""
+        """End the run on prepared spares."""
         for standby in reversed(self._standbys):
             self.names.insert(0, standby.session.name)
             if standby.session.send(Quit()):
@@ -139,7 +139,7 @@ class SparePool:
         self._standbys.clear()
 
     def close(self) -> None:
-        """End the run on nodes that stand by, and wait until none of its processes is left there."""
+        """End the run on prepared spares, and wait until none of its processes is left there."""
         self.end_standby_runs()
         deadline = time.monotonic() + QUIT_LIMIT_S
         for session in self._leaving:

@@ -1,7 +1,7 @@
 """Replacement of lost workers while the others stay: the launcher's decisions (docs/recovery.md).
 
-Replacements, called healings, follow one another. Each has one or more epochs: another loss before its end begins a new
-epoch. If a loss cannot be healed, the attempt has failed, and attempt.py handles the failure.
+Replacements, called healings, follow one another. Each replacement has one or more epochs: another loss before its end
+begins a new epoch. If a loss cannot be healed, the attempt has failed, and attempt.py handles the failure.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class WorkerReplacement:
             limit_s: `job.heal_s`.
             ledger: record of the run's time.
             address: returns the numeric address of a node for the others.
-            pool: finds nodes for the places of lost ones; None: a lost node is not replaced.
-            place: starts the workers of an epoch on a node that takes a place; raises WorkerNotReplaced if the node
+            pool: finds nodes that replace lost ones; None: a lost node is not replaced.
+            place: starts the workers of an epoch on a replacement node; raises WorkerNotReplaced if the node
                 cannot run them.
         """
         self._gang, self._nodes, self._limit_s = gang, dict(node_of_rank), limit_s
@@ -177,7 +177,7 @@ class WorkerReplacement:
         return dict.fromkeys(sorted(self._nodes.keys() - current.lost.keys() - current.ready), asked_s)
 
     def assign_substitute(self, substitute: ReplacementNode) -> None:
-        """Let a node take the place of a lost one.
+        """Replace a lost node by another one.
 
         Raises:
             WorkerNotReplaced: the node cannot run the same workers.
@@ -195,7 +195,7 @@ class WorkerReplacement:
         """
         current = self._current
         if report.state == "cut" and current is None and report.epoch == self._epoch:
-            summary = "its connections to other workers were lost, and nobody knows of a lost worker"
+            summary = "its connections to other workers were lost, but no lost worker was reported"
             cut = Failure(
                 node=self._nodes[report.rank], rank=report.rank, exit_code=None, signal=None, time=time.time(),
                 summary=summary,
@@ -259,7 +259,7 @@ class WorkerReplacement:
                 self._begin_epoch(self._start_healing(self._cut[0], time.monotonic() - self._cut[1]), [])
             return
         for lost, error in self._pool.check().items() if self._pool is not None else ():
-            raise WorkerNotReplaced(f"no node is there for the place of {lost}: {error}")
+            raise WorkerNotReplaced(f"no node can replace {lost}: {error}")
         if time.monotonic() - current.began_s > self._limit_s:
             waiting = sorted(self._nodes.keys() - (current.joined if current.is_called else current.ready))
             ranks = ", ".join(f"{rank} on {self._nodes[rank]}" for rank in waiting[:4])

@@ -365,7 +365,7 @@ def _looks_whole(found: CheckpointFiles, certain: Sequence[CheckpointFiles], los
 
 
 def _is_marker(found: CheckpointFiles) -> bool:
-    """Return whether a set is no checkpoint but a single file that may name the newest one, such as `latest`."""
+    """Return whether a set is not a checkpoint but a single file that may name the newest one, such as `latest`."""
     if found.is_folder or len(found.files) != 1:
         return False
     ((path, file),) = found.files.items()

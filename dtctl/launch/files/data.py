@@ -144,7 +144,9 @@ def _find_entry(spec: Spec, number: int, entry: DataEntry, *, is_check: bool) ->
         path = Path(os.path.abspath(spec.base_dir / os.path.expanduser(source)))  # abspath keeps links.
     if not path.exists():
         raise PlanError(
-            f"{path} does not exist", where=where, hint="correct `from`; what only the nodes have is written node:/path"
+            f"{path} does not exist",
+            where=where,
+            hint="correct `from`; for a path that only the nodes have, write node:/path",
         )
     if spec.cluster.transport == "local":  # The only node is this machine.
         return DataItem(source, entry.to, None, str(path))
@@ -180,7 +182,7 @@ def scan_data(path: Path, cache: Path | None, *, within: Path | None = None) -> 
                 if within is not None and within not in Path(os.path.realpath(root / os.fsdecode(name))).parents:
                     raise PlanError(
                         "a link in the data leads out of the folder of the spec", where=str(root / os.fsdecode(name)),
-                        hint="name what it leads to as an entry of `job.data`",
+                        hint="add the target of the link as an entry of `job.data`",
                     )  # fmt: skip
                 digest = ""
                 if digests is not None:

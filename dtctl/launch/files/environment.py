@@ -201,7 +201,7 @@ class _EnvironmentSource:
             is_new: whether the lock was just made.
 
         Raises:
-            PlanError: the lock names files that are no wheels.
+            PlanError: the lock names files that are not wheels.
         """
         lines, own_wheels = _with_own_wheels(text, self)
         options = self.list_lock_options(text)
@@ -507,7 +507,7 @@ def _with_own_wheels(text: str, source: _EnvironmentSource) -> tuple[list[str], 
             line = f"{FIND_LINKS}{(source.folder / line[len(FIND_LINKS) :].strip()).absolute()}\n"
         elif is_requirement and _SOURCE.match(line):
             raise PlanError(
-                f"{line.strip().strip(_CONTINUED)} is no wheel, and nodes install wheels alone",
+                f"{line.strip().strip(_CONTINUED)} is not a wheel, and nodes install only wheels",
                 where=source.path.name,
                 hint="`uv build --wheel FOLDER`, and name the file; what the job itself consists of is copied anyway",
             )
@@ -565,7 +565,7 @@ def read_uv_version(source: _EnvironmentSource) -> str:
     # uv prints a line such as `uv 0.13.9 (x86_64-unknown-linux-gnu)`.
     said = call_uv(["--version"], source).stdout.split()
     if len(said) < 2:
-        raise UsageError("uv on this machine does not tell its version", hint="pip install --upgrade uv")
+        raise UsageError("uv on this machine does not print its version", hint="pip install --upgrade uv")
     return said[1]
 
 
@@ -592,7 +592,7 @@ def run_uv(words: Sequence[str], source: _EnvironmentSource, options: Sequence[s
             f"this machine, which makes the lock, cannot reach {unreachable}",
             where=source.spec.written_at("job.environment.index"),
             hint="set `job.environment.index` to an index that is reached from here and from the nodes, or to a folder "
-            "of wheels that all have (from here alone with `job.environment.wheels: relay`); behind a proxy set "
+            "of wheels that all have (only from here with `job.environment.wheels: relay`); behind a proxy set "
             "HTTPS_PROXY",
         )
     said = _join_uv_lines(done.stderr)
@@ -607,7 +607,7 @@ def _join_uv_lines(text: str) -> str:
 
 def _hint_of(text: str) -> str | None:
     if re.search("no (usable )?wheels|building (source distributions|from source) is disabled", text, re.IGNORECASE):
-        return "nodes install wheels alone: build one, and name its folder in `job.environment.index`"
+        return "nodes install only wheels: build one, and name its folder in `job.environment.index`"
     if re.search("^error: (Extra|Group) ", text):
         return "correct `job.environment.extras` and `groups`; after a change in pyproject.toml run `uv lock`"
     return None

@@ -41,7 +41,7 @@ def find_exclusion_reason(
         if name in ALWAYS_LEFT_OUT:
             return f"{os.fsdecode(name)} is never pushed"
         if shown.endswith(b"/") and _is_environment(root + b"/" + folder + name):
-            return f"{os.fsdecode(folder + name)} is a Python environment, of which each node has its own"
+            return f"{os.fsdecode(folder + name)} is a Python environment, and each node has its own environment"
         for pattern in exclude:
             if IgnoreRules([os.fsencode(pattern)]).verdict(folder, shown):
                 return f"job.files.exclude ({pattern})"

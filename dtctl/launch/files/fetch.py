@@ -208,7 +208,7 @@ class _NodeFetch:
         parts = path.split("/")
         if not all(folders.is_name(part) and not part.startswith(PARTIAL) for part in parts):
             raise NodeError(
-                f"the node listed {quote_node_value(path)}, which is no path of a file", node=self.link.node
+                f"the node listed {quote_node_value(path)}, which is not the path of a file", node=self.link.node
             )
 
     def _request_file_digests(self, files: list[tuple[int, int]]) -> dict[int, str]:
@@ -278,7 +278,7 @@ class _NodeFetch:
             except OSError as exc:
                 raise LaunchError(
                     f"{self.rows[index][0]} of {self.link.node} cannot be stored: {exc.strerror}",
-                    hint="what has come stays; fetch again to go on from there",
+                    hint="the received files are kept; fetch again to continue",
                 ) from exc
 
     def _make_links(self) -> None:
@@ -330,7 +330,7 @@ class _NodeFetch:
         elif digest.hexdigest() != payload.digest:
             with self._open_parent_folder(path) as (folder, name):
                 os.unlink(_build_partial_name(name), dir_fd=folder)
-            raise TransferError(f"{path} did not arrive as it was sent", node=self.link.node, hint="fetch again")
+            raise TransferError(f"{path} arrived with different contents", node=self.link.node, hint="fetch again")
         else:
             with self._open_parent_folder(path) as (folder, name):
                 os.replace(_build_partial_name(name), name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -346,7 +346,7 @@ class _NodeFetch:
             return payload
         message = self.link.parse(payload, FileSent) if kind == frames.JSON else None
         if message is None or message.index != index:
-            raise NodeError("the node sent a file out of turn", node=self.link.node)
+            raise NodeError("the node sent a file in the wrong order", node=self.link.node)
         return message
 
 

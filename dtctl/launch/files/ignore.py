@@ -26,7 +26,7 @@ _CLASSES = {
 }
 _SIGNS = frozenset(b"*?[\\")
 _NEVER = rb"(?!)"
-"""Expression without a match, for patterns that git accepts and that fit no name: one that ends in a backslash."""
+"""Expression without a match, for patterns that git accepts but that match no name: those that end in a backslash."""
 
 
 class IgnoreRules:

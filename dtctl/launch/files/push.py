@@ -63,7 +63,7 @@ class PayloadCache:
     """Compressed contents, made once for all nodes that lack the same files at the same time."""
 
     def __init__(self, relay: BlockRelay | None = None) -> None:
-        """Create an empty cache; `relay` assigns fetching nodes to serving ones, None: all is sent from here."""
+        """Create an empty cache; `relay` assigns fetching nodes to serving ones; None: this machine sends all."""
         self.relay = relay
         self._lock = threading.Lock()
         self._payloads: dict[tuple[_Segment, ...], _Payload] = {}
@@ -393,7 +393,7 @@ def _require_tree_folder(answer: PushState, tree: FileTree, store: str, node: st
     path = answer.path
     folder, name = posixpath.split(path)
     if not path.startswith("/") or posixpath.basename(folder) != store or name.partition(".")[0] != tree.digest:
-        raise TransferError(f"the node says that the code lies in {quote_node_value(path)}", node=node)
+        raise TransferError(f"the node reported that the code lies in {quote_node_value(path)}", node=node)
     return path
 
 

@@ -1,7 +1,8 @@
 """Plan of a relay: the node from which each node fetches blocks, so that each block leaves the control machine once.
 
-Nodes are ordered by the time when they first needed the tree. Each fetches from an earlier one, so that there is no
-cycle; the first gets the blocks from the control machine. When a node fails, the nodes that fetched from it get another
+Nodes are ordered by the time when they first needed the tree. Each node fetches from an earlier one, so that there is
+no cycle; the first node gets the blocks from the control machine. When a node fails, the nodes that fetched from it get
+another
 earlier one, and the first remaining node gets the blocks from here. Every node checks every block.
 """
 

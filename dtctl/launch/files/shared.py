@@ -186,7 +186,7 @@ class _SharedFolderNode:
                         raise link.closed_error()
                     if frame[0] != frames.BYTES or len(frame[2]) > left:
                         link.parse(frame[2], Refusal)
-                        raise NodeError("the node sent a block out of turn", node=self.name)
+                        raise NodeError("the node sent a block in the wrong order", node=self.name)
                     left -= len(frame[2])
                     yield frame[2]
 
@@ -218,7 +218,7 @@ class _SharedFolderNode:
 def _require_path(path: str, roots: Sequence[str], node: str) -> None:
     parts = path.split("/")
     if not all(map(folders.is_name, parts)) or (roots and not shared.root_of(path, list(roots))):
-        raise NodeError(f"the node listed {quote_node_value(path)}, which is no file of a shared folder", node=node)
+        raise NodeError(f"the node listed {quote_node_value(path)}, which is not a file of a shared folder", node=node)
 
 
 class _CompletionBarrier:
@@ -267,12 +267,12 @@ class CopyRounds:
         for node in nodes:
             error = answers[node.target.name]
             if stopped_s is not None and isinstance(error, DtctlError) and not node.is_spare:
-                result.notes.append((node.target.name, f"its files of job.shared were not found out: {error.message}"))
+                result.notes.append((node.target.name, f"its files of job.shared could not be listed: {error.message}"))
         stopped_s = None if stopped_s is None else stopped_s + time.monotonic() - began
         plan = plan_copies(list(listed.values()), self._roots, stopped_s=stopped_s, lost=lost)
         result.rules = plan.rules
         result.notes += [
-            (name, f"left out of job.shared: {text}")
+            (name, f"ignored for job.shared: {text}")
             for name in listed
             for text in self._require_listed_node(name).skipped
         ]
@@ -286,7 +286,7 @@ class CopyRounds:
     def _list_node_files(self, node: CopyNode) -> NodeFiles:
         name = node.target.name
         if time.monotonic() < self._retry_s.get(name, 0.0):
-            raise ConnectError("it did not answer just now", node=name)
+            raise ConnectError("it did not answer", node=name)
         try:
             if name not in self._listed:
                 listed = _SharedFolderNode(node, self._run, [root for root, _ in self._roots], self._transport)
@@ -328,7 +328,7 @@ class CopyRounds:
             try:
                 kept = self._require_listed_node(node).set_aside(paths)
             except DtctlError as exc:
-                result.notes.append((node, f"what may not be complete is left in its place: {exc.message}"))
+                result.notes.append((node, f"possibly incomplete files stay where they are: {exc.message}"))
                 continue
             names = sorted(set(plan.aside_names))
             more = f" and {len(names) - NAMED} others" if len(names) > NAMED else ""
@@ -337,7 +337,7 @@ class CopyRounds:
             if kept.problem:
                 result.notes.append((node, f"not moved: {kept.problem}"))
         for name in plan.doubtful:
-            result.notes.append((None, f"{name} may not be complete, and is copied as it is: there is no other one"))
+            result.notes.append((None, f"{name} may be incomplete, but is copied, since there is no other one"))
 
     def _copy_between_nodes(
         self, copies: Mapping[str, list[MissingFileCopy]], nodes: Mapping[str, CopyNode], result: CopyResult
@@ -455,7 +455,7 @@ class CopyRounds:
             wanted = [digest for digest in sizes if digest not in have]
             have |= sizes.keys()
             if self._require_push_state(link, "need").count != len(wanted):
-                raise TransferError("the node lacks other blocks than those that it was told of", node=link.node)
+                raise TransferError("the node requested blocks that it was not offered", node=link.node)
             if wanted:
                 self._relay_source_blocks(link, state, of_source, wanted, sizes, relays, notes)
             else:
@@ -528,7 +528,7 @@ class CopyRounds:
             raise kind(answer.message, node=link.node, hint=HINTS.get(answer.code))
         if answer.state not in states:
             raise TransferError(
-                f"the node said {quote_node_value(answer.state)}, which is not valid here", node=link.node
+                f"the node sent {quote_node_value(answer.state)}, which is not valid here", node=link.node
             )
         return answer
 

@@ -64,7 +64,7 @@ def _extract_program(wheel: Path, path: Path) -> None:
     """Write the program in a wheel to a path in one step.
 
     Raises:
-        PlanError: the wheel has no such program.
+        PlanError: the wheel does not contain the program.
     """
     with zipfile.ZipFile(wheel) as archive:
         name = next((name for name in archive.namelist() if name.endswith(_PROGRAM)), None)

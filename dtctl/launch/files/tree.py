@@ -111,7 +111,7 @@ def scan_push_tree(
             entries = tuple(entry for file in selected if (entry := _build_tree_file(walk, file, digests)) is not None)
     except OSError as exc:
         raise PlanError(
-            f"what is to be pushed cannot be read: {exc.strerror}",
+            f"the files to push cannot be read: {exc.strerror}",
             where=os.fsdecode(exc.filename or top),
             hint="name it in .dtctlignore if the job does not need it",
         ) from exc
@@ -190,7 +190,7 @@ def _check_size(root: Path, selected: Sequence[SelectedFile]) -> None:
         sizes[top] = sizes.get(top, 0) + file.info.st_size
     largest = sorted(files, key=lambda top: -(sizes[top] if total_bytes > MAX_BYTES else files[top]))[:3]
     raise PlanError(
-        f"{format_count(len(selected), 'file')}, {total_bytes >> 20} MiB are too much to push (at most {MAX_FILES} "
+        f"{format_count(len(selected), 'file')}, {total_bytes >> 20} MiB are too many to push (at most {MAX_FILES} "
         f"files and {MAX_BYTES >> 20} MiB)",
         where=str(root),
         hint="name what the job does not need in .dtctlignore; most of it is in "
@@ -326,7 +326,7 @@ def check_program_files(spec: Spec, tree: FileTree) -> None:
         raise PlanError(
             f"{script} is not among the files that are pushed{f': {rule}' if rule else ''}",
             where=str(path),
-            hint=f"`job.files.include: [{script_path}]` takes it all the same",
+            hint=f"`job.files.include: [{script_path}]` pushes it anyway",
         )
     near = _near_file(script_path, [os.fsdecode(entry.path) for entry in tree.files])
     hint = f"did you mean {near}?" if near else "`job.script` is relative to the folder of the spec"

@@ -36,7 +36,7 @@ _LOCKED: Final = re.compile(r'name = "([^"]+)"')
 _PINNED: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?\s*(?:==\s*([^\s;\\#]+)|@\s*\S+)")
 _DIGEST: Final = re.compile(r"--hash[ =]sha256:([0-9a-f]{64})")
 _SIZED: Final = re.compile(r'\burl = "[^"]*?([^/"]+)\.whl(?:#[^"]*)?"[^}]*?\bsize = (\d+)')
-_HINT: Final = "nodes install wheels alone: build one (`uv build --wheel`), and name it in the file of requirements"
+_HINT: Final = "nodes install only wheels: build one (`uv build --wheel`), and name it in the file of requirements"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ class _Download:
                 digest = self._write_draft(wheel.url, draft)
                 if digest != wheel.sha256:
                     raise PlanError(
-                        f"{wheel.package}: {wheel.url} has other contents than the lock says: its SHA-256 is {digest}",
+                        f"{wheel.package}: {wheel.url} does not match the lock: its SHA-256 is {digest}",
                         where=wheel.where,
                         hint="launch again; if it happens again, the index or a proxy sends a wrong file",
                     )
@@ -234,7 +234,7 @@ class _Download:
                 if is_final or self.stop.wait(attempt):
                     raise PlanError(
                         f"{wheel.package}: {wheel.url} cannot be downloaded: {reason}", where=wheel.where,
-                        hint="launch again, which keeps the wheels that have arrived; behind a proxy set HTTPS_PROXY",
+                        hint="launch again, which keeps the downloaded wheels; behind a proxy set HTTPS_PROXY",
                     ) from exc  # fmt: skip
             finally:
                 draft.unlink(missing_ok=True)

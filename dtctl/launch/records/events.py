@@ -173,12 +173,12 @@ class WorkerExited(Event):
     exit_code: Index | None = None
     signal: Index | None = None
     killed: bool | None = field(default=None, metadata=_OPTIONAL)
-    """True if dtctl has killed the worker, since it did not end after SIGTERM."""
+    """True if dtctl has killed the worker, since it did not end within the grace period."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note(Event):
-    """Note that is not a failure but may explain one."""
+    """A note about an event that is not a failure but may explain one."""
 
     event = "note"
     node: str | None = None
@@ -353,7 +353,7 @@ class WorkersReplaced(Event):
         lost = "; ".join(f"rank {each.rank} on {each.node} {each.reason}" for each in self.replaced)
         count = len(self.survivors)
         if not self.replaced:
-            return f"connections between workers were lost: made anew after step {self.step} in {self.heal_s:.2f} s"
+            return f"connections between workers were lost: restored after step {self.step} in {self.heal_s:.2f} s"
         others = "the other one stayed" if count == 1 else f"the {count} others stayed"
         again = ", and do this step again" if self.repeated_steps else ""
         return f"{lost}: replaced after step {self.step} in {self.heal_s:.2f} s; {others}{again}"

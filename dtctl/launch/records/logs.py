@@ -158,7 +158,7 @@ class RankLog:
         return self._file
 
     def write(self, data: bytes) -> int:
-        """Append as much as the disk accepts; return the number of refused bytes."""
+        """Append the bytes that fit on the disk; return the number of refused bytes."""
         written = 0
         try:
             written = self.open().write(data) or 0  # A nearly full disk accepts a part.
@@ -269,10 +269,10 @@ class MetricsCopy(RankLog):
         """Continue the existing file."""
         super().__init__(path)
         self._first_line: bytes | None = None
-        """Beginning of metrics that are sent from the top, while their first line is incomplete; None otherwise."""
+        """Beginning of metrics that are sent from their start, while their first line is incomplete; None otherwise."""
 
     def begin(self) -> None:
-        """Expect metrics from the top.
+        """Prepare for metrics that are sent from their first line.
 
         The copy here keeps the steps before the first received one, since another node does not have them.
         """

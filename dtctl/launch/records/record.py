@@ -96,7 +96,7 @@ def check_no_link(base_dir: Path, *parts: str) -> None:
         path /= name
         if path.is_symlink():
             raise LaunchError(
-                "records are not written through a link, which may lead anywhere",
+                "records are not written through a link, since its target is unknown",
                 where=str(path),
                 hint=f"remove it (`rm {shell.quote_word(str(path))}`); dtctl makes a folder there",
             )

@@ -169,7 +169,7 @@ class RunWriter(RunRecord):
         self.lost_events += bool(rest)
 
     def _append_event_bytes(self, data: bytes) -> int:
-        """Append as much to the events as the disk accepts; return the number of bytes."""
+        """Append the bytes that fit on the disk to the events; return their number."""
         try:
             if self._events is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW

@@ -58,7 +58,7 @@ def _check_wandb_calls(check: CheckContext) -> Iterator[Problem]:
                 and not _has_guarding_condition(module, call, "wandb")
                 and not is_launcher_code(module, call)
             ):
-                yield check.problem("DT070", call, f"wandb.{name} on all ranks, and only one of them has begun a run")
+                yield check.problem("DT070", call, f"wandb.{name} on all ranks, and only one of them has started a run")
                 return
 
 
@@ -172,7 +172,7 @@ def _build_absence_problem(
 ) -> Problem:
     return check.problem(
         "DT070", use, f"`{name}` is set in line {bindings[0].line} on rank 0 only, and used here by all ranks",
-        fix=None if condition.rank == "global" else "set it on all ranks, or ask for the same rank here",
+        fix=None if condition.rank == "global" else "set it on all ranks, or test for the same rank here",
     )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def _of_torch(check: CheckContext, step: ast.Call) -> bool:
 
 
 def _of_another(check: CheckContext, step: ast.Call) -> bool:
-    """Return whether an optimizer is known to be none of torch, so that its step may do more."""
+    """Return whether an optimizer is known to come from outside of torch; its step may then do more."""
     owner = step.func.value if isinstance(step.func, ast.Attribute) else None
     values = find_value_origins(check.module, owner) if owner is not None else []
     made = [value.module.name(value.node.func) or format_dotted_name(value.node.func) for value in values

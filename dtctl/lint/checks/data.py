@@ -347,7 +347,7 @@ def stream_not_split(check: CheckContext) -> Iterator[Problem]:
 
 
 def _passes_on(function: ast.FunctionDef) -> bool:
-    """Return whether an __iter__ has no samples of its own: it raises, or iterates over another dataset."""
+    """Return whether an __iter__ produces no samples itself: it raises, or iterates over another dataset."""
     body = [
         statement
         for statement in function.body

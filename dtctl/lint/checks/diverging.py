@@ -150,7 +150,7 @@ def past_the_wrapper(check: CheckContext) -> Iterator[Problem]:
             yield check.problem(
                 "DT059",
                 call,
-                f"`{format_dotted_name(call.func)}` goes past DDP: its gradients are not exchanged",
+                f"`{format_dotted_name(call.func)}` bypasses DDP: its gradients are not exchanged",
                 fix=f"`{format_dotted_name(owner)}(...)`",
             )
 
@@ -183,8 +183,8 @@ def parts_past_the_wrapper(check: CheckContext) -> Iterator[Problem]:
         if any(module.scope(one) is function and one.lineno >= part.lineno for one in module.methods["backward"]):
             reported.add(function)
             yield check.problem(
-                "DT059", part, f"`{name}` goes past DDP, and `{owner_name}` is never called: no gradient is exchanged",
-                fix=f"one forward that does all of it, called as `{owner_name}(...)`",
+                "DT059", part, f"`{name}` bypasses DDP, and `{owner_name}` is never called: no gradient is exchanged",
+                fix=f"write one forward that does all of it, and call `{owner_name}(...)`",
             )  # fmt: skip
 
 

@@ -157,7 +157,7 @@ def fixed_meeting_point(check: CheckContext) -> Iterator[Problem]:
             or _is_optional_setting(check, node)
         ):
             continue
-        message = f"{name} is fixed to {number!r}, whatever the launcher says"
+        message = f"{name} is fixed to {number!r}, regardless of the launcher"
         yield check.problem("DT035", node, message, severity=severity)
     yield from _check_fixed_addresses(check)
     for call in module.calls_of(*names.SPAWNS):
@@ -269,9 +269,7 @@ def gpus_by_number(check: CheckContext) -> Iterator[Problem]:
     for node, name, value in _find_variable_settings(check):
         if name == "CUDA_VISIBLE_DEVICES" and re.fullmatch(r"\d+(?:,\s*\d+)*", str(read_constant_value(value))):
             message = f"the GPUs are fixed to {read_constant_value(value)}, whatever the machine has"
-            yield check.problem(
-                "DT035", node, message, severity="info", fix="leave it to the launcher or the scheduler"
-            )
+            yield check.problem("DT035", node, message, severity="info", fix="let the launcher or the scheduler set it")
 
 
 def never_equal(check: CheckContext) -> Iterator[Problem]:

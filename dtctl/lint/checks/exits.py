@@ -365,7 +365,7 @@ def check_swallowed_errors(check: CheckContext) -> Iterator[Problem]:
             yield check.problem(
                 "DT033",
                 handler,
-                f"`except {kind}`: a rank whose process group fails goes on alone, as if it were the only one",
+                f"`except {kind}`: a rank whose process group fails continues alone, as if it were the only rank",
             )
             continue
         if not all(isinstance(line, ast.Pass | ast.Continue) for line in rest):

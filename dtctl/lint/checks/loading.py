@@ -94,7 +94,7 @@ def _saved_module_as(check: CheckContext, keys: set[str]) -> bool:
 
 
 def _is_a_state(module: SourceFile, name: ast.Name) -> bool:
-    """Return whether a model's name may hold its state, or another value that is no module."""
+    """Return whether a model's name may hold its state, or another value that is not a module."""
     return any("state" in ast.unparse(value.node) for value in find_value_origins(module, name))
 
 

@@ -37,7 +37,7 @@ def waiting_each_step(check: CheckContext) -> Iterator[Problem]:
             yield check.problem(
                 "DT046",
                 call,
-                "a barrier inside join(): ranks that have run out of data do not come to it",
+                "a barrier inside join(): ranks that have run out of data do not reach it",
                 severity="error",
             )
         elif (loop := _batch_loop(module, call)) is not None and not _now_and_then(module, call, loop):
@@ -49,7 +49,7 @@ def waiting_each_step(check: CheckContext) -> Iterator[Problem]:
                 continue
             waits = name == "wait_for_everyone"
             if waits or re.search("loss|acc|metric|pred|label", " ".join(ast.unparse(one) for one in call.args)):
-                what = "a barrier" if waits else f"`{name}`, only to tell a figure,"
+                what = "a barrier" if waits else f"`{name}`, only to report a figure,"
                 yield check.problem("DT046", call, f"{what} in every step: all ranks wait for the slowest, each time")
                 break
     if check.project.uses_framework(module):

@@ -295,7 +295,9 @@ def check_snapshot_content(check: CheckContext) -> Iterator[Problem]:
                 made = state.lineno if module.is_node_within(state, module.tree) else 0
                 at = f" (line {made})" if made not in (0, call.lineno) else ""
                 yield check.problem(
-                    "DT069", call, f"the {missing} is not in the snapshot{at}, and a resumed training is another"
+                    "DT069",
+                    call,
+                    f"the {missing} is not in the snapshot{at}, so a resumed training gives other results",
                 )
                 break
 

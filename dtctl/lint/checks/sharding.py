@@ -221,7 +221,7 @@ def own_random_order(check: CheckContext) -> Iterator[Problem]:
         yield check.problem("DT058", call, "sample() without random_state: every rank draws other rows")
     for call in orders:
         yield check.problem(
-            "DT058", call, f"`{ast.unparse(call.args[0])}` is put in another order by every rank: their shares overlap"
+            "DT058", call, f"`{ast.unparse(call.args[0])}` has another order on every rank: their shares overlap"
         )
 
 

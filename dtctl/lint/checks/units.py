@@ -50,7 +50,7 @@ def _is_none_constant(node: ast.expr) -> bool:
 
 
 def _is_single_unit_wrap(check: CheckContext, call: ast.Call) -> bool:
-    """Return whether a call wraps a whole model, of which nothing else is wrapped."""
+    """Return whether a call wraps a whole model, and no other call wraps a part of it."""
     module = check.module
     name = module.name(call.func) or ""
     inner = call.args[0] if call.args else find_keyword_value(call, "module")

@@ -1,7 +1,7 @@
 """Loading of batches: in the loop itself, or ahead of it by a thread or by processes.
 
-The order of batches is fixed before anything is read (see order.py). So the place of reading changes neither their bits
-nor the contents of a snapshot: the position of the loop is enough, however much was read ahead.
+The order of batches is fixed before anything is read (see order.py). Therefore samples and snapshots do not depend on
+the process that reads: the position of the loop is enough, regardless of the batches that were read ahead.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class BatchLoader:
 
 
 class _RequestDataset(Dataset[Any]):
-    """A data set whose indices are requests."""
+    """A data set that is indexed by requests for batches."""
 
     def __init__(self, reader: BatchReader) -> None:
         self._reader = reader

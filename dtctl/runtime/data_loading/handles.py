@@ -58,7 +58,7 @@ class DatasetHandles:
     def list_new_handles(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Return handles opened since that cannot be shared.
 
-        Each is the attributes of its owner, its name there, and the earlier value.
+        Each entry has the attribute dictionary of the owner, the attribute's name, and the earlier value.
         """
         return [
             (vars(owner), name, before.get(name, _MISSING))

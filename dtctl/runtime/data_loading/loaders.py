@@ -109,7 +109,7 @@ class LoaderSamples(CollatedDataset):
     """Samples of a DataLoader with a map-style data set.
 
     Attributes:
-        order: order of the sampler; None if the Trainer shuffles. With one, an index counts over all epochs.
+        order: order of the sampler; None if the Trainer shuffles. With an epoch length, indices count over all epochs.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class LoaderSamples(CollatedDataset):
         if order is not None:
             self.parts["sampler"] = order.sampler
             if not order.is_repeatable:
-                self.irreproducible = f"the sampler {order.name} yields another order each time it is asked"
+                self.irreproducible = f"the sampler {order.name} yields another order at each call"
         self.tokens_per_sample = getattr(data, "tokens_per_sample", None)
 
     def __len__(self) -> int:
-        """Return the number of samples in an epoch; of batches, if the order has whole ones."""
+        """Return the number of samples in an epoch; the number of batches if the order consists of whole batches."""
         return len(self.data) if self.order is None else self.order.length
 
     def __getitem__(self, index: int) -> Any:
@@ -284,7 +284,7 @@ def _adapt_iterable(data: Any, loader: DataLoader[Any] | None, config: TrainConf
 
 
 def _use_batch_size(config: TrainConfig, size: int, *, is_whole: bool) -> TrainConfig:
-    """Return the configuration with the batch size of a DataLoader where it has none of its own."""
+    """Return the configuration, with the batch size of a DataLoader if it does not set one."""
     if is_whole and config.micro_batch not in (None, 1):
         raise PlanError(
             f"micro_batch is {config.micro_batch}, and the DataLoader makes the batches itself",
@@ -304,7 +304,7 @@ def _is_shuffled(sampler: Any, data: Any) -> bool:
 
 
 def _unwrap(sampler: Any) -> Any:
-    """Return a sampler of all workers; one that deals samples in their order out to workers is replaced."""
+    """Return a sampler of all workers; a sampler that deals out samples to workers in their order is replaced."""
     if type(sampler) is DistributedSampler:
         return SequentialSampler(sampler.dataset)  # type: ignore[arg-type]
     return sampler

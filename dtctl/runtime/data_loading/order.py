@@ -81,7 +81,7 @@ class WorkerSampler:
     """Indices that one worker takes in each step."""
 
     WINDOW: Final = 4096
-    """Number of indices computed at a time, since NumPy needs as long for one as for hundreds."""
+    """Number of indices that are computed together: NumPy takes the same time for one as for hundreds."""
 
     def __init__(self, order: SampleOrder | SequentialOrder, batch: BatchSizes, *, rank: int, end: int) -> None:
         """Divide the stream of samples into this worker's micro batches.

@@ -167,7 +167,7 @@ class BatchReader:
                 again = self.compute_probe_digest(indices, places, other=threaded)
                 if again == first and not threaded and drawn != self._drawn:
                     examination.irreproducible = (
-                        f"the data set draws random numbers for sample {name} when it is first asked, and keeps them"
+                        f"the data set draws random numbers for sample {name} at the first read, and keeps them"
                     )
                     break
                 if again != first:
@@ -176,7 +176,7 @@ class BatchReader:
                         "`batch` draws random numbers in a thread, which shares their generators with the loop "
                         "(use processes: train.data_workers: 1)"
                         if threaded and self.compute_probe_digest(indices, places, other=False) == first
-                        else f"the data set gives another sample {name} each time it is asked"
+                        else f"the data set gives another sample {name} at each call"
                     )
                     break
         finally:

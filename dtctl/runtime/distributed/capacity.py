@@ -1,4 +1,4 @@
-"""Memory that each worker can use. It never depends on what is free right now, so it is the same at each start."""
+"""Memory that each worker can use, the same at each start: it does not depend on the memory that is free then."""
 
 from __future__ import annotations
 

@@ -142,10 +142,11 @@ def leave_process_group(*, within_s: float | None = None) -> None:
 def _let_gloo_finish() -> None:
     """Release the interpreter's lock for gloo's threads for a moment.
 
-    They release a tensor only after the main thread has received the result, and need the lock for it. If the
+    These threads release a tensor only after the main thread has received the result, and need the lock for that. If
+    the
     interpreter is already shutting down, the process aborts. Seen with torch 2.13 at 8 of 25 ends of 3 workers on 2
-    cores, and at none of 95 with this function. It sleeps several times for a short time, since each sleep ends only
-    after threads that waited longer had the lock.
+    cores, and at none of 95 with this function. It sleeps several times for a short time: each sleep ends only after
+    the threads that waited longer have had the lock.
     """
     for _ in range(10):
         time.sleep(0.005)

@@ -1,7 +1,7 @@
 """Training process: its rank, its device, and its process group.
 
 The same script runs as `python train.py` (one worker, no process group), under torchrun, and under dtctl with kind
-direct. All three identify a worker by the same variables.
+direct. All three launchers identify a worker by the same variables.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ FILE: Final = ".losses-rank-{}"
 RING: Final = 1 << 16
 """Number of the newest steps that are kept, 1 MiB in total."""
 _HEADER: Final = struct.Struct("<16s16sq")
-"""Id of this run, id of the run whose snapshot it resumed from, and step of that snapshot."""
+"""Id of this run, id of the run with the snapshot that it resumed from, and step of that snapshot."""
 _ROW: Final = struct.Struct("<q8s")
 _PENDING: Final = 64
 """Number of losses that wait on a GPU, since each read would wait for its kernels."""
@@ -58,7 +58,7 @@ class LossRecord:
         """Read the losses that an earlier process of this run has left, and begin a new record; collective.
 
         Args:
-            folder: place of the snapshots, used if there is no supervisor. Nothing is kept at a URL.
+            folder: place of the snapshots, used if there is no supervisor. No losses are kept for snapshots at a URL.
             worker: this worker.
             before: lineage of the snapshot; empty if there is none.
             step: step of the snapshot.
@@ -111,7 +111,7 @@ class LossRecord:
 
         Args:
             step: number of steps done.
-            differing: `differs` of all workers.
+            differing: the values of `differs` of all workers.
             said: verdict on the first steps.
         """
         found = [number for number in differing if number is not None]

@@ -85,7 +85,7 @@ class ProgramFingerprint:
         changed, lost = self.program.changed()
         own = [path for path in [*changed, *lost] if path.startswith("model.")]
         if own:
-            raise not_elastic(f"{own[0]} changes in training, by what its worker has seen")
+            raise not_elastic(f"{own[0]} changes in training, depending on the samples of its worker")
 
     def collect_program_state(self) -> tuple[dict[str, Any], list[str]]:
         """Return the encoded state of the program's own objects, and the paths of objects that cannot be kept."""
@@ -105,8 +105,8 @@ class ProgramFingerprint:
         Args:
             parts: parts of a snapshot.
             rank: rank of this worker.
-            going_back: True if this process made the snapshot and has trained on since. Then only objects of model and
-                optimizer go back with them; a loss function that counts its calls keeps its count.
+            going_back: True if this process made the snapshot and has trained on since. Then only objects in the model
+                and the optimizer return to the earlier state; a loss function that counts its calls keeps its count.
 
         Returns:
             Differences from the former state, a phrase each.
@@ -124,14 +124,16 @@ class ProgramFingerprint:
             if name not in then:
                 phrases.append(f"extra_state.{name} is not in the snapshot")
             elif not put_encoded_state(value, then[name]):
-                phrases.append(f"extra_state.{name} could not be put back")
+                phrases.append(f"extra_state.{name} could not be restored")
         phrases += self.program.load(program)
         buffers = dict(self.model.named_buffers())
         for name, value in mine.get(BUFFERS, {}).items() if len(held) == self.together or EVERYONE in held else ():
             if name in buffers and buffers[name].shape == value.shape and not hasattr(buffers[name], "device_mesh"):
                 buffers[name].copy_(value)
         return phrases + [
-            f"extra_state.{name} was kept, and nothing takes it" for name in then if name not in self.extra
+            f"extra_state.{name} is in the snapshot, but the program does not have it now"
+            for name in then
+            if name not in self.extra
         ]
 
 
@@ -251,7 +253,7 @@ def find_program_differences(
     """Return the differences between the program and that of a snapshot, as this worker sees them, a phrase each."""
     recorded = parts.get("circumstances")
     if recorded is None:
-        return ["the snapshot does not say what program it is of"]
+        return ["the snapshot does not identify its program"]
     phrases = [*facts["irreproducible"], *account.irreproducible]
     before, now = facts["programs"], account.checksums
     if rank == 0:
@@ -261,7 +263,7 @@ def find_program_differences(
         and not run_conditions.is_alike(before[rank], now[rank])
         and run_conditions.is_alike(before[0], now[0])
     ):
-        phrases.append(f"what rank {rank} runs with is not what it was, and what rank 0 runs with is")
+        phrases.append(f"the run conditions of rank {rank} have changed, but not those of rank 0")
     changed = {path for tree in parts.get("local", {}).values() for path in tree.get(PROGRAM, {})}
     if changed and len(before) != len(now):
         phrases.append(

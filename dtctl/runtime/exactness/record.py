@@ -46,7 +46,7 @@ class StepBits:
 
     step: int
     losses: tuple[int | None, ...]
-    """Bits of each worker's own loss, by rank; None for a worker that took the step over from another one."""
+    """Bits of each worker's own loss, by rank; None for a worker that received the step from another one."""
     gradient: int
     update: int
 

@@ -38,7 +38,7 @@ BITS_DO_NOT_DEPEND_ON: Final = (
     "global_batch", "log_every", "memory_gib", "mlflow", "on_nan", "on_oom", "on_resize", "profile", "require_exact",
     "snapshot", "strategy", "tensorboard", "timeout_s", "wandb",
 )  # fmt: skip
-"""Keys of the configuration that have no effect on the bits, or whose effect is a separate run condition."""
+"""Keys of the configuration that do not change the bits, or whose effect is covered by another run condition."""
 VARIABLES: Final = (
     "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "DNNL_MAX_CPU_ISA",
     "KMP_DETERMINISTIC_REDUCTION", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "NCCL_ALGO", "NCCL_COLLNET_ENABLE",

@@ -16,7 +16,7 @@ CAUSES: Final[Mapping[Kind, str]] = {
 """Kind of the first difference -> its usual cause."""
 LATE: Final = "usually a schedule, a score, or something that the program counts and `extra_state` does not keep"
 NOT_REPEATED: Final = (
-    "it is another each time it is computed here: kernels (see train.deterministic), or something that the program "
+    "its value differs at each computation here: kernels (see train.deterministic), or something that the program "
     "counts or draws and `extra_state` does not keep"
 )
 
@@ -57,7 +57,7 @@ class ExactnessVerdict:
     def describe(self) -> str:
         """Return the verdict as a sentence."""
         repeated = f"{_name_steps(self.step + 1, self.step + self.steps)} repeated bit for bit"
-        losses = f", and the losses up to step {self.losses_to} are those of before" if self.losses_to else ""
+        losses = f", and the losses up to step {self.losses_to} are unchanged" if self.losses_to else ""
         known = f"; known to differ: {'; '.join(self.why)}" if self.why else ""
         if self.verdict == "exact":
             return f"exact: {repeated}{losses}"
@@ -74,7 +74,7 @@ class ExactnessVerdict:
     def _name_difference(self, kind: Kind) -> tuple[str, str]:
         """Return the name of the difference, and its usual cause."""
         if kind == "state":
-            return "the state that was loaded is not the one that was saved", CAUSES[kind]
+            return "the state that was loaded differs from the one that was saved", CAUSES[kind]
         equal = {"loss": "", "gradient": ", its loss is equal", "update": ", its gradient is equal"}[kind]
         if kind == "gradient" and not self.has_losses:
             return f"the gradient of step {self.at} differs", f"{CAUSES['loss']}; workers have other samples now"

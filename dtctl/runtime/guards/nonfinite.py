@@ -1,8 +1,9 @@
 """Check for gradients that are not finite: no step is taken with them, and a setting chooses the reaction.
 
 The norm of the whole gradient is one number and the same on all workers, so all of them decide the same without
-communication. To skip a step or to go back needs a check in every step, which waits for the GPU. To stop does not: a
-gradient that is not finite makes all later ones invalid, so it is enough to check when metrics are logged, when the
+communication. The policies `skip` and `rollback` need a check in every step, which waits for the GPU. The policy `stop`
+does not: after a gradient that is not finite all later ones are invalid, too, so it is enough to check when metrics are
+logged, when the
 norm is needed anyway, and before a snapshot is written, so that a snapshot never holds invalid values. The step in
 which it began is determined afterwards (origin.py).
 """
@@ -102,7 +103,7 @@ class NonFiniteGuard:
             raise WorkerFailed(
                 f"the gradient of step {origin.step} is not finite: {origin.text}",
                 where="train.on_nan",
-                hint="lower `lr`, set `clip_norm`, or go on with `on_nan: skip` or `rollback`; snapshots are intact",
+                hint="lower `lr`, set `clip_norm`, or continue with `on_nan: skip` or `rollback`; snapshots are intact",
             )
         return self._skip_step(step, value) if self._policy == "skip" else self._go_back(step, value)
 
@@ -114,7 +115,7 @@ class NonFiniteGuard:
             raise WorkerFailed(
                 f"the gradients of {MAX_SKIPPED} steps in a row, up to step {step}, are not finite",
                 where="train.on_nan",
-                hint="the weights cannot be recovered; lower `lr` and go on from an older snapshot",
+                hint="the weights cannot be recovered; lower `lr` and continue from an older snapshot",
             )
         if self._tell:
             say(f"step {step} skipped: its gradient is not finite ({value})")

@@ -1,13 +1,13 @@
 """Recovery after one worker has run out of memory, which all workers detect at the same step.
 
-The peers of such a worker wait for its gradients, so it must not leave the step. It sends them gradients of NaN: the
+The peers of such a worker wait for its gradients, so it must not leave the step. Instead it sends gradients of NaN: the
 exchange completes, and one number shows every worker that this step needs an agreement. A good step costs one check of
 that number. On a GPU a check would wait for all queued work, so the processes exchange a flag instead, which costs less
 than a millisecond while the GPU is busy.
 
 This works if a forward pass exchanges nothing (DDP without SyncBatchNorm, and without collectives in the user's own
-modules). A sharded model has collectives inside its passes, which cannot be undone. There the worker fails, and the
-launcher restarts all workers.
+modules). A sharded model has collectives inside its passes, which cannot be undone. In this case the worker fails, and
+the launcher restarts all workers.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class OomGuard:
             stand_in()
         except RuntimeError as exc:
             raise WorkerFailed(
-                "out of memory in the middle of a backward pass, when gradients were already on their way",
+                "out of memory in the middle of a backward pass, when the exchange of gradients had begun",
                 where=f"rank {self._worker.rank}",
                 hint="lower `train.micro_batch`; the run goes on from its last snapshot",
             ) from exc

@@ -1,8 +1,8 @@
 """Search for the origin of a gradient that is not finite: the step, the workers, the parameters.
 
 A check in every step would wait for the GPU each time. So steps only keep values that exist anyway: the loss, and the
-norm if clipping needs it, as tensors that are not read until such a gradient is found. They show the step, and the
-workers if their loss was not finite. After the exchange all workers have the same gradients, which do not show the
+norm if clipping needs it, as tensors that are not read until such a gradient is found. These values show the step, and
+the workers whose loss was not finite. After the exchange all workers have the same gradients, which do not show the
 worker. The next attempt finds the rest: it checks every step up to the one in which the gradient was found.
 """
 
@@ -96,13 +96,13 @@ class LossHistory:
         if ranks and len(ranks) == self._worker.world_size and began - 1 not in steps_seen:
             text = (
                 f"the loss of step {began} is the first that is not{_format_rank_suffix(ranks, everyone)}; "
-                f"the gradient of step {began - 1}, which nobody looked at, may have corrupted the weights before"
+                f"the gradient of step {began - 1}, which was not checked, may have corrupted the weights before"
             )
         elif ranks:
             text = f"the loss{_format_rank_suffix(ranks, everyone)} was not"
         else:
-            where = ", on which worker is not known: they share their gradients" if self._worker.world_size > 1 else ""
-            text = f"the loss was finite, so it came up in the backward pass{where}"
+            where = "; the worker is not known, since gradients are shared" if self._worker.world_size > 1 else ""
+            text = f"the loss was finite, so it appeared in the backward pass{where}"
         if began == step:
             spoilt_names = list(dict.fromkeys(name for report in everyone for name in report["spoilt"]))
             text += f"; not finite: {_format_parameter_names(spoilt_names)}" if spoilt_names else ""

@@ -87,8 +87,8 @@ class OtherOptimizers:
         names = gathered_json(self._describe_other_optimizer(trained), worker)
         what = next(name for name, total in zip(names, sums, strict=True) if total is not None)
         raise WorkerFailed(
-            f"after step {step} workers have trained different {what}: the Trainer has not been given that, "
-            "and its gradients are not exchanged",
+            f"after step {step} workers have trained different {what}: these are unknown to the Trainer, "
+            "which does not exchange their gradients",
             where="the loss function",
             hint="average its gradients with torch.distributed.all_reduce before its optimizer steps, or train it as "
             "a part of the model",

@@ -224,7 +224,7 @@ class SupervisorLink:
     def _exit_if_stuck(self, epoch: int) -> None:
         """End this process, so that it is replaced, if the main thread is in a wait that cannot end."""
         if stuck.is_stuck(lambda: self._answered < epoch == self._wanted):
-            say("gloo does not end a send whose connection is gone; this worker gives way to another one")
+            say("gloo does not end a send whose connection is gone; this worker will be replaced")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _open_group_store(self) -> None:

@@ -70,7 +70,7 @@ def before_step(training: Training) -> None:
 def wait_for_all_workers(training: Training) -> None:
     """Wait until all workers have finished and the last snapshot is written.
 
-    A worker that is lost before needs the others.
+    A worker that is lost before this point needs the others.
     """
     if training.settings.worker.live is not None:
         training.snapshots.saver.wait()
@@ -103,7 +103,7 @@ def recover_from_lost_peer(training: Training, error: BaseException) -> bool:
         return False
     if lost := training.engine.feed.describe_lost_readers(error):
         # The batches read ahead are lost with their reader, so another process must begin at this position.
-        say(f"a process that reads data died: {lost}; this worker gives way to another one")
+        say(f"a process that reads data died: {lost}; this worker will be replaced")
         os.kill(os.getpid(), signal.SIGKILL)
     if not (live.is_wanted or is_lost_peer(error)):
         return False
@@ -139,7 +139,7 @@ def _rejoin_with_retries(training: Training, live: SupervisorLink) -> bool:
         try:
             repeats = _join_epoch_group(training, live, meeting, limit_s)
         except IncompleteState as exc:
-            live.report("unable", why=f"nobody is left who has {exc}")
+            live.report("unable", why=f"no worker is left that has {exc}")
             return False
         except Exception as exc:
             if not (live.is_wanted or is_lost_peer(exc)):
@@ -183,7 +183,7 @@ def _join_epoch_group(training: Training, live: SupervisorLink, meeting: Rendezv
         timeout=limit,
     )
     if not live.is_joined():
-        raise RuntimeError("another worker was lost: connection given up")
+        raise RuntimeError("another worker was lost: the connection was closed")
     limit_groups(settings.config.timeout_s)
     worker.complete_join(own.backend)
     degrees = settings.place.degrees
@@ -248,8 +248,8 @@ def destroy_broken_group() -> None:
 def find_recovery_obstacle(training: Training) -> str:
     """Return the reason why this worker's state cannot be restored without a snapshot; empty if it can.
 
-    State that only the lost worker had is gone, and changes of a step outside of parameters cannot be taken back. So
-    there must be neither.
+    State that only the lost worker had is gone, and changes of a step outside of parameters cannot be taken back.
+    Therefore neither may exist.
     """
     live = training.settings.worker.live
     assert live is not None  # noqa: S101  # for the type checker
@@ -290,7 +290,7 @@ def _obstacle_in_state(training: Training) -> str:
     changed, lost = training.account.program.changed()
     own = [path for path in [*changed, *lost] if not path.startswith("optimizer.")]
     if own:
-        return f"{own[0]} changes in training, by what its worker has seen"
+        return f"{own[0]} changes in training, depending on the samples of its worker"
     if training.engine.feed.reader.at_once is not None and not _is_untouched(training):
         return "the program draws from Python's or NumPy's random numbers, and how far the lost worker was is not known"
     return ""

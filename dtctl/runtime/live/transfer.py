@@ -7,8 +7,9 @@ worker with the same part in another replica.
 With a divided state, a step ends with an exchange among all workers, which each enters after its gradients were
 exchanged, clipped and checked. So when a worker is lost in a step, there are two cases:
 
-- No worker has completed that exchange, so none has changed its state. All begin the step once more.
-- At least one worker has completed it, and has taken the step. Then all survivors had entered the exchange. Those that
+- No worker has completed that exchange, so none has changed its state. All workers begin the step again.
+- At least one worker has completed it, and has taken the step. In this case all survivors had entered the exchange.
+Those that
   have not completed it have kept their gradients, and take the step with the result that the others have received.
 
 In both cases all survivors have the same step, and the whole state if one of them has each part.
@@ -94,7 +95,7 @@ def plan_state_transfer(everyone: Sequence[RejoinPosition], parts: int) -> Trans
 
 
 def bring_level(training: Training, *, is_newcomer: bool) -> bool:
-    """Bring all workers to the most advanced state; collective over all workers, at least one of which has a state.
+    """Bring all workers to the most advanced state; collective over all workers. At least one worker must have a state.
 
     This worker's state changes only after the whole new state has arrived.
 

@@ -1,6 +1,7 @@
 """Transfer of tokens to their experts and back.
 
-Each choice of a token is a row. Rows are sorted by expert, sent to the worker that has the expert, sorted by expert
+Each expert that a token chooses gives a row. Rows are sorted by expert, sent to the worker that has the expert, sorted
+by expert
 there, computed, and sent back in the same way. The numbers of rows vary by worker and pass, and nothing is padded. A
 worker without rows takes part with none, in the backward pass too, since the other workers wait for it.
 """
@@ -72,7 +73,7 @@ def dispatch_rows_to_experts(
 
 
 def shared_out(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup, compute: Compute) -> torch.Tensor:
-    """Compute as `compute` does, on workers with the same rows, each of which takes a part of them; collective.
+    """Compute as `compute` does, on workers with the same rows: each worker computes a part of them; collective.
 
     Args:
         rows: rows sorted by expert, [rows, width], the same on all workers.

@@ -5,7 +5,8 @@ Their code is called with this part as parameters, with its size as `num_experts
 workers of the group. In the second form the weights are applied on the worker that has the tokens.
 
 Gradients: a part of the experts has the gradients of all tokens of the group, but the later mean over workers expects
-those of one worker's samples. So they are divided by the number of workers in the group with different samples. Workers
+those of one worker's samples. Therefore gradients of experts are divided by the number of workers in the group with
+different samples. Workers
 with the same tokens (mesh axis tp) belong to the group too, and each sends a part of them.
 """
 
@@ -35,7 +36,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup 
     Args:
         model: the whole model, equal on all workers, and on their devices.
         mesh: mesh with the axis ep over all workers that divide experts.
-        alike: group of those workers that have the same tokens as this one; None if there are no others.
+        alike: group of the workers with the same tokens as this one; None if this worker is the only one.
 
     Returns:
         The modules that hold experts.
@@ -87,7 +88,8 @@ def require_equal_experts(
             continue  # `divide_experts` refuses it
         if name not in seen.calls:
             raise PlanError(
-                f"the experts {name} were not used in the first forward pass, which shows nothing of dividing them",
+                f"the experts {name} were not used in the first forward pass, so nothing shows that they can be "
+                "divided",
                 where="train.strategy.ep",
                 hint="call all layers of experts in each pass",
             )
@@ -100,10 +102,10 @@ def require_equal_experts(
         )
         if not difference.is_rounding or difference.added_up:
             raise PlanError(
-                f"{name} computes something else if its experts are divided over {mesh['ep'].size()} workers: "
+                f"{name} has other results if its experts are divided over {mesh['ep'].size()} workers: "
                 f"{difference.describe()}",
                 where="train.strategy.ep",
-                hint="see docs/guides/experts.md for what experts must be like, or leave out ep",
+                hint="see docs/guides/experts.md for the requirements for experts, or leave out ep",
             )
 
 
@@ -124,7 +126,7 @@ def _replace_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _ExpertParallelForward:
-    """Forward pass of a module of experts of which this worker has a part."""
+    """Forward pass of a module of experts if this worker has a part of them."""
 
     def __init__(self, module: nn.Module, form: int, mesh: DeviceMesh, alike: dist.ProcessGroup | None) -> None:
         self.form, self.mesh, self.group, self.alike = form, mesh, mesh.get_group(), alike
@@ -208,10 +210,10 @@ def make_expert_placement(mesh: DeviceMesh) -> Callable[[torch.Tensor], Shard]:
             if parameter.shape[dim] % workers == 0:
                 return Shard(dim)
         raise PlanError(
-            f"a parameter of experts has the shape {list(parameter.shape)}, none of whose dims but the first "
-            f"{workers} workers can divide",
+            f"a parameter of experts has the shape {list(parameter.shape)}, and only its first dim can be "
+            f"divided over {workers} workers",
             where="train.strategy",
-            hint="use dp in the place of fsdp, or widths that are a multiple",
+            hint="use dp instead of fsdp, or widths that are a multiple",
         )
 
     return chosen

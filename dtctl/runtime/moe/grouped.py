@@ -1,7 +1,8 @@
 """Gated feed-forward networks of many experts over rows that are sorted by expert, forward and backward.
 
 For a loop over experts, autograd makes a tensor for each expert and copies it into a common one, for results and for
-gradients of weights. Here every product is written to its final place. A step keeps two tensors of the inner width for
+gradients of weights. This implementation writes every product directly to its final place. A step keeps two tensors of
+the inner width for
 the backward pass, where autograd keeps four. The products are the same as autograd's, and so are the bits.
 """
 

@@ -75,7 +75,7 @@ class DataPosition:
             before: states of the random generators when that pass began.
 
         Raises:
-            SnapshotError: this loader or this number of workers has no such position.
+            SnapshotError: the position does not exist with this loader or this number of workers.
         """
         self.epoch, self.batch = then["epoch"], self._translate_batch(then)
         self._left_out, self._before, self._is_resumed = self.batch, before, True
@@ -210,7 +210,7 @@ class DataPosition:
                 f"the loader has not the same number of batches on all workers: {described}",
                 where=f"epoch {self.epoch}, dtctl.runtime.session",
                 hint="the worker with most would wait for the others without end: use a DistributedSampler, which "
-                "deals out equal shares, or drop what is over",
+                "deals out equal shares, or drop the rest",
             )
 
 

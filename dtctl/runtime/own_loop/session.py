@@ -136,7 +136,7 @@ class Session:
         extra_state: Mapping[str, Any],
         skip: Skip,
     ) -> None:
-        """Store the arguments; `session` has them all. Nothing happens before `with`."""
+        """Store the arguments; `session` has them all. The session begins with the `with` statement."""
         self._model, self._optimizer, self._loader, self._config = model, join_optimizers(optimizer), loader, config
         schedules = {
             f"schedule.{name}" if name else "schedule": each for name, each in list_schedules(schedule).items()
@@ -243,7 +243,7 @@ class Session:
             raise PlanError(
                 "epochs() needs the loader: without it, the batch of an epoch is not known",
                 where=WHERE,
-                hint="give the loader to session(), or count by `s.steps_done`",
+                hint="give the loader to session(), or use `s.steps_done`",
             )
         length, accumulate = self._position.length, self._config.accumulate or 1
         if length is not None:
@@ -263,7 +263,7 @@ class Session:
     def evaluating(self) -> AbstractContextManager[None]:
         """Return the context of an evaluation in the middle of an epoch, whose time does not count as that of a step.
 
-        It is not needed between two epochs.
+        This context is not needed between two epochs.
         """
         return self._report.evaluating()
 
@@ -396,7 +396,7 @@ class Session:
             kept = (
                 "with a snapshot"
                 if self._snapshots.newest_step == self._stop.at
-                else "without a snapshot, before it was known whether it is exact"
+                else "without a snapshot: the resume was not confirmed to be exact yet"
             )
             say(f"stopped after step {self._stop.at}{of}, {kept}")
         raise SystemExit(self._stop.asked.build_stop_outcome().exit_code)
@@ -541,7 +541,7 @@ def _describe_session(
     ignored = [f"train.{key}" for key in NOT_GIVEN if given.get(key) is not None]
     ignored += ["train.snapshot.memory"] if config.snapshot.memory is not None else []
     if ignored:
-        yield f"a session does not follow {', '.join(ignored)}: this is up to the program's own loop, or the Trainer"
+        yield f"a session does not follow {', '.join(ignored)}: do this in your loop, or use the Trainer"
 
 
 def _end_with_error(exc: BaseException | None) -> None:

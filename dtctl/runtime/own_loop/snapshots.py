@@ -195,7 +195,8 @@ class SessionSnapshots:
             raise WorkerFailed(
                 f"the loss of step {step} is not finite on rank {', '.join(ranks)}",
                 where="dtctl.runtime.session",
-                hint="the newest snapshot is of before; lower the learning rate, set `clip`, or look at the data of "
+                hint="the newest snapshot is from an earlier step; lower the learning rate, set `clip`, or look "
+                "at the data of "
                 "this step",
             )
 
@@ -230,7 +231,7 @@ class SessionSnapshots:
             differing = f"known to differ: {'; '.join(known)}" if known else "nothing known differs"
             lines.append(f"resumed at step {point.step}: {differing}")
             if self.is_ended:
-                lines.append(f"nothing is left to do: the loop has ended early; start over without {self.folder}")
+                lines.append(f"all steps are done, so the loop ended early; start over without {self.folder}")
             self.newest_step = point.step
             told = {"step": point.step, "verdict": None, "steps": 0, "differs": None, "why": known}
             if self._worker.is_first:

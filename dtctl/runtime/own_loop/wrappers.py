@@ -37,7 +37,7 @@ class WrappedModel:
         """Look at a model, or at several by name; collective over all workers.
 
         Raises:
-            PlanError: one, or its optimizer, is divided in a way that snapshots do not know.
+            PlanError: a model or its optimizer is divided in a way that snapshots do not support.
         """
         wrappers = {name: list(list_wrappers(each)) for name, each in list_models(model).items()}
         self.module = join_models({name: each[-1] for name, each in wrappers.items()})
@@ -74,13 +74,13 @@ def _require_known_division(model: nn.Module, optimizer: torch.optim.Optimizer) 
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if "FullyShardedDataParallel" in kinds:
         raise PlanError(
-            "the model is in torch's FullyShardedDataParallel (FSDP1), whose state a session does not know",
+            "the model is in torch's FullyShardedDataParallel (FSDP1), whose state a session cannot save",
             where=WHERE,
             hint="use fully_shard (FSDP2), as in torch's tutorial `FSDP2`",
         )
     if "ZeroRedundancyOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}:
         raise PlanError(
-            "the optimizer is torch's ZeroRedundancyOptimizer, whose state a session does not know",
+            "the optimizer is torch's ZeroRedundancyOptimizer, whose state a session cannot save",
             where=WHERE,
             hint="use the optimizer itself, or `train.strategy: zero1` with the Trainer",
         )

@@ -61,7 +61,7 @@ def assemble_part_trees(
     """Return all parts as trees, with a `TensorEntry` in place of each tensor.
 
     Args:
-        files: part, name and header of each file. Values in several files are taken from the first one.
+        files: part, name and header of each file. Values that several files have are taken from the first one.
         pieces: True if tensors may be incomplete.
 
     Raises:
@@ -70,7 +70,7 @@ def assemble_part_trees(
     try:
         trees = _merge_file_trees(files)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
-        raise InconsistentSnapshot(f"the parts of the snapshot do not fit together: {exc}") from exc
+        raise InconsistentSnapshot(f"the parts of the snapshot are inconsistent: {exc}") from exc
     for part, tree in trees.items():
         for leaf in iter_tree_entries(tree):
             count = sum(math.prod(source.box[1]) for source in leaf.sources)
@@ -183,14 +183,14 @@ def _build_entry_tree(tree: Any, tensors: dict[str, Any], file: str, path: tuple
         entry = tensors.pop(name, None)
         # Each tensor may stand in one place only: otherwise a small tree that names a large tensor often would expand.
         if entry is None:
-            raise ValueError(f"{'.'.join(path)} is a tensor that is not there, or stands elsewhere")
+            raise ValueError(f"{'.'.join(path)} is a tensor that is missing, or stored elsewhere")
         own = tuple(entry["shape"])
         whole = tree.get(headers.OF, {"shape": own, "offset": [0] * len(own)})
         begin, end = entry["data_offsets"]
         shape, offset = tuple(whole["shape"]), tuple(whole["offset"])
         inside = zip(shape, offset, own, strict=True)
         if not all(type(all_) is int and 0 <= at <= at + part <= all_ < 1 << 62 for all_, at, part in inside):
-            raise ValueError(f"{'.'.join(path)} is a piece of something else")
+            raise ValueError(f"{'.'.join(path)} is a piece of another tensor")
         source = PieceSource(file=file, begin=begin, end=end, box=(offset, own))
         return TensorEntry(path=path, dtype=entry["dtype"], shape=shape, sources=[source])
     if isinstance(tree, dict):

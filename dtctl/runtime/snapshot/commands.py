@@ -203,7 +203,8 @@ def prune_snapshot_folder(
 
     Args:
         place: folder of snapshots.
-        keep: number of good snapshots that stay. None: the setting of the run that made them, else one.
+        keep: number of good snapshots that stay. None: the setting of the run that made the snapshots; without a
+        setting, 1.
         every_s: interval in seconds at which older snapshots stay as well. None: as for `keep`.
         keep_best: True if the best snapshots stay, where the run has recorded any.
         dry_run: only report which snapshots would be removed.

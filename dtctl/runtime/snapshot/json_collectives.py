@@ -18,7 +18,7 @@ def gathered_json(value: Any, worker: Worker, group: dist.ProcessGroup | None = 
 
     Args:
         value: JSON.
-        worker: this worker; if it is the only one, the result has its value alone.
+        worker: this worker; if there is only one worker, the result has only its value.
         group: process group of all workers. None: the worker's.
     """
     text = json.dumps(value).encode()

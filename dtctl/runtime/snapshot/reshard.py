@@ -186,7 +186,7 @@ class _PieceExchange:
 
 
 def _slice_tensor_box(tensor: torch.Tensor, has: Box, wanted: Box) -> torch.Tensor:
-    """Return the stretch of a box in a tensor that is itself a box of a larger one."""
+    """Return the position of a box within another box of the same tensor."""
     cuts: Iterator[slice] = (
         slice(begin - origin, begin - origin + size) for begin, size, origin in zip(*wanted, has[0], strict=True)
     )

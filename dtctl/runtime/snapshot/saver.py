@@ -267,7 +267,7 @@ class SnapshotNotes:
 
 
 MOST_WAITING: Final = 2
-"""Snapshots before the newest that may still get notes."""
+"""Largest number of older snapshots whose notes wait for their upload."""
 
 
 def _upload_notes(before: threading.Thread | None, folder: Place, texts: Mapping[str, str]) -> None:

@@ -226,10 +226,11 @@ def _load_own(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> Non
     except Exception as exc:
         text = str(exc).partition("\n")[0]
         raise SnapshotError(
-            f"{class_name(optimizer)}.load_state_dict does not take what its state_dict has returned: {text}",
+            f"{class_name(optimizer)}.load_state_dict does not accept the result of its state_dict: {text}",
             where=", ".join(map(str, extra)),
-            hint="it is given whole tensors, and such that are as large as a divided parameter as DTensors that are "
-            "divided like it",
+            hint="it gets whole tensors, except for tensors of the size of a divided parameter: these are "
+            "DTensors with "
+            "the placement of the parameter",
         ) from exc
 
 

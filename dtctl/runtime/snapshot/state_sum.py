@@ -1,6 +1,7 @@
 """Sum of the state in a snapshot, which a resume compares with that of the state it has loaded.
 
-Digests show that the files are the ones that were written. The sum shows that model and optimizer have the values that
+Digests show that the files are unchanged since they were written. The sum shows that model and optimizer have the
+values that
 they had when the snapshot was made, however the state was divided then and is divided now.
 """
 

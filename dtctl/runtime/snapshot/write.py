@@ -125,7 +125,7 @@ def remove_draft(draft: Place) -> None:
 
 def build_save_error(step: int, folder: Place, reason: str) -> SnapshotError:
     """Return the error for a failed save."""
-    remedy = "see whether the store can be reached" if isinstance(folder, RemotePath) else "free space"
+    remedy = "check whether the store can be reached" if isinstance(folder, RemotePath) else "free space"
     return SnapshotError(
         f"the snapshot of step {step} cannot be written: {reason}",
         where=str(folder),

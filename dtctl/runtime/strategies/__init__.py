@@ -196,7 +196,7 @@ def build_strategy(
             raise
         except Exception as exc:  # the model's code may raise any error for divided tensors
             raise explained(exc) or PlanError(
-                f"spread as {degrees}, the model cannot be computed: {str(exc).strip().partition(chr(10))[0]}",
+                f"divided as {degrees}, the model cannot be computed: {str(exc).strip().partition(chr(10))[0]}",
                 where="train.tp.plan" if degrees.tp > 1 else "train.strategy",
                 hint='its code does not allow this; see "What the model must be like" in docs/strategies.md',
             ) from exc

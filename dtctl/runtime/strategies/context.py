@@ -270,7 +270,7 @@ def require_equal_blocks(found: RepeatedBlocks | None, group: dist.ProcessGroup,
             restore_torch_attention()
         if not difference.is_rounding or difference.added_up:
             raise PlanError(
-                f"block {name} computes something else if its tokens are divided over {group.size()} workers: "
+                f"block {name} has other results if its tokens are divided over {group.size()} workers: "
                 f"{difference.describe()}",
                 where="train.strategy.cp",
                 hint="a block must mix tokens in torch.nn.functional.scaled_dot_product_attention only, and look at no "
@@ -295,7 +295,7 @@ def divide_block_tokens(found: RepeatedBlocks | None, group: dist.ProcessGroup) 
         raise PlanError("cp needs a model with a list of blocks", where="train.blocks", hint="name the list")
     if any(isinstance(part, _BatchNorm) for block in found.modules for part in block.modules()):
         raise PlanError(
-            "the blocks have BatchNorm, whose means would be of each worker's tokens alone",
+            "the blocks have BatchNorm, whose means would cover only the tokens of one worker",
             where="train.strategy.cp",
             hint="use LayerNorm or RMSNorm",
         )

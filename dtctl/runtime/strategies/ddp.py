@@ -191,7 +191,7 @@ def _apply_sync_batchnorm(model: nn.Module, worker: Worker) -> nn.Module:
         raise PlanError(
             "torch's SyncBatchNorm runs on GPUs only, and this worker has none",
             where="train.ddp.sync_batchnorm",
-            hint="leave it out, or use a norm that does not look at other samples (GroupNorm, LayerNorm)",
+            hint="leave it out, or use a norm without statistics over samples (GroupNorm, LayerNorm)",
         )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted

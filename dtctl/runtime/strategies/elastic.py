@@ -83,7 +83,9 @@ class GradientShards:
         if now != self._versions:
             pairs = zip(self._buffers, now, self._versions or now, strict=True)
             changed = next(name for (name, _, _), is_now, was in pairs if is_now != was)
-            raise not_elastic(f"the buffer {changed} changes in a training pass, by what its worker has seen")
+            raise not_elastic(
+                f"the buffer {changed} changes in a training pass, depending on the samples of its worker"
+            )
 
     def add(self) -> None:
         """Add the gradients of each worker's pass to the sums, in the order of ranks, and clear them; collective."""

@@ -1,6 +1,7 @@
 """Sharded data parallel (ZeRO 2 and 3) by torch's `fully_shard`, with tensor, context and expert parallel.
 
-Each block of the model is sharded separately, so that only one or two are whole at a time. Parameters outside of blocks
+Each block of the model is sharded separately, so that only one or two blocks are gathered at a time. Parameters outside
+of blocks
 form one more group. On a mesh of replicas and shards (hsdp), gradients are added up inside a replica first. With tp the
 matrices are split before that, and with ep the experts (moe/divide.py).
 """
@@ -143,8 +144,8 @@ class FullySharded(StatelessStrategy):
     def rejoin(self, worker: Worker, degrees: Degrees) -> None:
         """Continue in new process groups with the present shards; collective, with the replacements.
 
-        Replacements make their groups in the same order, and all groups are made before anything is changed. Not for tp
-        and cp, which have other groups.
+        Replacements make their groups in the same order, and all groups are made before anything is changed. This does
+        not apply to tp and cp, which have other groups.
         """
         mesh = device_mesh(degrees, worker.device.type)
         if self._shares_buffers:

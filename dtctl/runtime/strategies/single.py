@@ -21,7 +21,7 @@ class StatelessStrategy:
         return {}
 
     def load_state(self, tree: Mapping[str, Any]) -> str | None:
-        """Restore nothing, as there is no state."""
+        """Do nothing, since there is no state to restore."""
 
     def discard(self) -> None:
         """Do nothing: no gradient is carried over to the next step."""

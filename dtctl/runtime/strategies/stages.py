@@ -37,7 +37,7 @@ class StageEndReached(Exception):
 
 
 class RemoteBlock(nn.Module):
-    """Stand-in for a block of another worker. Nothing uses its result; if something does, NaN shows it."""
+    """Stand-in for a block of another worker. Its result must not be used; NaN shows a use."""
 
     def forward(self, stream: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Return NaN in the shape of the stream."""

@@ -340,7 +340,7 @@ def _not_compared(name: str) -> PlanError:
 def _build_split_error(unit: str, entries: Mapping[str, str], difference: ModuleDifference, degree: int) -> PlanError:
     names = ", ".join(f"{name.rpartition('.')[2]} {style}" for name, style in entries.items())
     return PlanError(
-        f"{unit} computes something else if it is split over {degree} workers ({names}): {difference.describe()}",
+        f"{unit} has other results if it is split over {degree} workers ({names}): {difference.describe()}",
         where="train.tp.plan",
         hint="its code must leave the number of heads or units open, as in `view(batch, length, -1, width)`; name the "
         "parts of a fused matrix, as in `colwise-3`, or leave it whole with `replicate`",

@@ -119,8 +119,8 @@ def require_results_alone(probe: Probe, model: nn.Module, found: RepeatedBlocks 
         for name, parameter in module.named_parameters(block):
             if id(parameter) in reached:
                 raise PlanError(
-                    f"the loss function reads {name} besides calling the model, and in a pipeline it has the last "
-                    "blocks only",
+                    f"the loss function reads {name} in addition to calling the model, but in a pipeline it has only "
+                    "the last blocks",
                     where="the loss function of the Trainer",
                     hint="`train.weight_decay` is a penalty of all weights; or use ddp, which has them on each worker",
                 )
@@ -278,9 +278,9 @@ def require_agreement(
             hint='its code does not allow this; see "What the model must be like" in docs/strategies.md',
         )
     if apart or unequal:
-        what = "blocks are given something else than in one piece, or give back another gradient"
+        what = "inputs or gradients of blocks differ from those of the undivided model"
         if not apart:
-            what = f"the gradient of {name or 'a parameter outside of blocks'} is another than in one piece"
+            what = f"the gradient of {name or 'a parameter outside of blocks'} differs from that of the undivided model"
         raise PlanError(
             f"{how}, {what}",
             where="train.strategy",

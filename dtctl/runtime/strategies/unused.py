@@ -153,7 +153,7 @@ class GatherOrder:
     def drop_order(self) -> None:
         """Drop the order after an interrupted pass, since replacements do not have it.
 
-        All workers determine it once more in their next pass.
+        All workers determine the order again in their next pass.
         """
         self._order, self._found, self._at = None, [], 0
         self._inside, self._thread, self._ends = False, None, []
@@ -161,7 +161,7 @@ class GatherOrder:
     def ends(self) -> list[torch.Tensor]:
         """Return scalars that the backward pass must start from in addition to the loss.
 
-        They belong to the passes since the last call.
+        The names belong to the passes since the last call.
         """
         ends, self._ends = self._ends, []
         return ends
@@ -208,7 +208,7 @@ class GatherOrder:
         self._inside, self._thread = False, None
 
     def _catch_up(self, index: int | None) -> None:
-        """Take part in the exchanges of all units before this one, or with None of all that are left in this pass."""
+        """Take part in the exchanges of all units before this one; None: of all remaining units of this pass."""
         if self._order is None:
             self._agree_on_next_unit(index)
             return

@@ -188,8 +188,8 @@ def _require_single(optimizer: torch.optim.Optimizer, like: Any) -> None:
     counts = before != repr({key: value for key, value in twin.param_groups[0].items() if key != "params"})
     if counts or not all(torch.allclose(one, other) for one, other in zip(together, single, strict=True)):
         raise PlanError(
-            f"{type(optimizer).__name__} looks at whole matrices, and its step for one depends on the others: on "
-            "parameters that are divided it would train something else",
+            f"{type(optimizer).__name__} uses whole matrices, and its step for one depends on the others: with "
+            "divided parameters it would give other results",
             where="train.strategy",
             hint="use ddp, which has all of them on each worker",
         )

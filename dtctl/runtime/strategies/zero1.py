@@ -1,7 +1,7 @@
 """ZeRO stage 1: data parallel in which each worker keeps only its share of the optimizer's state.
 
-torch's ZeroRedundancyOptimizer does the same, but builds the optimizer itself from a class. Here any existing optimizer
-is reduced to the worker's share, and its state stays keyed by parameters, as snapshots require.
+torch's ZeroRedundancyOptimizer does the same, but builds the optimizer itself from a class. In contrast, this module
+reduces an existing optimizer to the worker's share; its state stays keyed by parameters, as snapshots require.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def assign_parameter_owners(sizes: Sequence[int], workers: int) -> list[int]:
 def group_message_parameters(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return the parameters in groups for one message each, the same on all workers.
 
-    A group has one kind of parameters, and as many as make a message that is worth its start.
+    A group has parameters of one kind, and enough of them to make the latency of a message negligible.
     """
     bunches: list[list[torch.Tensor]] = []
     room: dict[tuple[torch.dtype, torch.device], int] = {}

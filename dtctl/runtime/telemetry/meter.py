@@ -1,6 +1,7 @@
 """Measurements during training: times of steps, memory, utilization of the hardware, and slow workers.
 
-They cost so little that they are always on: two reads of the clock per step and, for a line of metrics, one exchange
+The measurements cost so little that they are always on: two reads of the clock per step and, for a line of metrics, one
+exchange
 that the loss needs anyway.
 """
 
@@ -19,8 +20,8 @@ from dtctl.runtime.telemetry.hardware import peak_flops
 
 GIB: Final = float(1 << 30)
 AHEAD: Final = 8
-"""Largest number of steps that a process may have queued on a GPU. Without a limit it queues hundreds of steps with few
-kernels, and then waits for all of them at once, which looks like a hang from outside."""
+"""Largest number of steps that a process may have queued on a GPU. Without a limit the process queues hundreds of steps
+with few kernels, and then waits for all of them together, which looks like a hang."""
 
 
 class HostClock:

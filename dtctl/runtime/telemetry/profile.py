@@ -71,7 +71,7 @@ class Profiler:
             self._start_profile(step)
 
     def end_profile_step(self, step: int, *, last: bool) -> None:
-        """End a step. Work after the last one, such as its snapshot, belongs to no record."""
+        """End a step. Work after the last step, such as its snapshot, belongs to no record."""
         if self._active is not None and (last or step - self._first + 1 >= self._config.steps):
             self._stop_profile()
 

@@ -64,7 +64,7 @@ class StepPosition(IntEnum):
     FORWARD = 1
     BACKWARD = 2
     UPDATE = 7
-    """All micro batches are done."""
+    """Phase after all micro batches of a step."""
 
 
 class ProgressFile:

@@ -123,8 +123,8 @@ class TrainingReport:
 
         Args:
             step: number of steps done.
-            loss: this worker's share of the mean. None: the worker has no loss for this step, and the others' mean is
-                used.
+            loss: this worker's share of the mean. None: this worker has no loss for the step, and the mean of the other
+                workers is used.
             lr: learning rate of the step.
             norm: norm of the gradient, before clipping.
             batch: sizes of the step's batch.

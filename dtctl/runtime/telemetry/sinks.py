@@ -83,4 +83,4 @@ def _import_sink_module(module: str, *, package: str, what: str) -> Any:
     try:
         return import_module(module)
     except ImportError as exc:
-        raise PlanError(f"{what} is asked for and not installed", hint=f"pip install {package}") from exc
+        raise PlanError(f"{what} is requested, but not installed", hint=f"pip install {package}") from exc

@@ -92,7 +92,7 @@ class StartAttempt(Message):
 
 
 class StandBy(StartAttempt):
-    """Request to import the modules of an attempt's workers without starting them: this node may replace a lost one."""
+    """Request to import the modules of an attempt's workers without starting them: the node may replace a lost one."""
 
     op = "stand-by"
 
@@ -187,7 +187,7 @@ class WorkerExit(Message):
     told: bool = define_record_key(check_flag, default=False)
     """True if the attempt was being ended, so that the supervisor had sent SIGTERM to the process."""
     killed: bool = define_record_key(check_flag, default=False)
-    """True if the supervisor has killed the process, since it did not end after SIGTERM."""
+    """True if the supervisor has killed the process, since it did not end within the grace period."""
     time: float = define_record_key(check_number, default=0.0)
     """Time of the end by the node's clock, in seconds since the epoch."""
 

@@ -59,7 +59,7 @@ class PushRelay(Message):
 
     op = "push-relay"
     certificate: str = define_record_key(make_text_check(1 << 16))
-    """Certificate of the run as PEM, with which its nodes authenticate each other."""
+    """Certificate of the run as PEM, with which the nodes of the run authenticate each other."""
     key: str = define_record_key(make_text_check(1 << 16))
     """Private key of the run as PEM."""
 

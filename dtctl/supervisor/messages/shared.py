@@ -43,7 +43,7 @@ class OfferShared(Message):
     files: list[int] = define_record_key(list_of(INDEX, FILES))
     """Row indexes of the files."""
     certificate: str = define_record_key(make_text_check(1 << 16))
-    """Certificate of the run as PEM, with which its nodes authenticate each other."""
+    """Certificate of the run as PEM, with which the nodes of the run authenticate each other."""
     key: str = define_record_key(make_text_check(1 << 16))
     """Private key of the run as PEM."""
 

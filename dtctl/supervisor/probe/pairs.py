@@ -254,7 +254,7 @@ def _count_acknowledged_bytes(sock: socket.socket) -> int:
 def has_no_room_for(address: str) -> bool:
     """Return whether the kernel drops packets to an address because its table of neighbours is full.
 
-    A TCP connection then only gets no answer. A datagram with IP_RECVERR set fails at once with ENOBUFS
+    A TCP connection then only gets no answer. A datagram with IP_RECVERR set fails immediately with ENOBUFS
     (net/ipv4/udp.c, `udp_send_skb`). A full queue of the interface causes this error as well, but then the table has
     the address.
     """

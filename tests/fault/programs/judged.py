@@ -33,7 +33,7 @@ RESUMED = re.compile(r"resumed at step (\d+) of")
 DIFFERS = re.compile(
     r"not exact: (?:steps? [\w ]+ repeated bit for bit, and )?the (loss|gradient|update) of step (\d+) differs"
 )
-LOADED = "not exact: the state that was loaded is not the one that was saved"
+LOADED = "not exact: the state that was loaded differs from the one that was saved"
 REPEATED = re.compile(r"(?:exact|confirmed): steps? (\d+)(?: to (\d+))? repeated")
 NEEDLESS = ("needless not exact", "needless refusal")
 DRAWN = "drawn"

@@ -6,11 +6,11 @@
 set -e -o pipefail
 umask "${DTCTL_UMASK:-$(umask)}"  # of the login; what dtctl writes is for its user alone
 
-# dtctl: lines reach the log when they are printed, and sets of text have the same order each time
+# dtctl: unbuffered output, and the same order of sets in each run
 export PYTHONUNBUFFERED=1
 export PYTHONHASHSEED=0
 
-# dtctl: tells the ranks' lines apart
+# dtctl: shows the rank of each line
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[dtctl:${rank}] '
 
 # spec: train

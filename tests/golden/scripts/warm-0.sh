@@ -6,14 +6,14 @@
 set -e -o pipefail
 umask "${DTCTL_UMASK:-$(umask)}"  # of the login; what dtctl writes is for its user alone
 
-# dtctl: lines reach the log when they are printed, and sets of text have the same order each time
+# dtctl: unbuffered output, and the same order of sets in each run
 export PYTHONUNBUFFERED=1
 export PYTHONHASHSEED=0
 
 # torch's own default, unless the node sets it
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
 
-# dtctl: what it passes on, or ends the job for
+# dtctl: signals that torchrun passes on to workers
 export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP
 
 # dtctl: place in the job

@@ -47,10 +47,14 @@ def test_healthy_gpus_have_nothing_to_tell() -> None:
 @pytest.mark.parametrize(
     ("changed", "check", "words"),
     [
-        ({"tflops": 600.0}, "gpu-speed", "GPU 3: 600 TFLOPS, others like it 720"),
+        ({"tflops": 600.0}, "gpu-speed", "GPU 3: 600 TFLOPS; GPUs of its kind reach 720"),
         ({"to_gb_s": 24.0}, "gpu-copies", "GPU 3: 24.0 GB/s from the host, 55 are normal"),
         ({"from_gb_s": 12.0}, "gpu-copies", "GPU 3: 12.0 GB/s to the host"),
-        ({"within_gb_s": 900.0}, "gpu-copies", "GPU 3: 900 GB/s within it, its memory is made for 3350"),
+        (
+            {"within_gb_s": 900.0},
+            "gpu-copies",
+            "GPU 3: 900 GB/s within the GPU; the specification of its memory is 3350",
+        ),
         ({"busbw_gb_s": 40.0}, "gpu-nccl", "40 GB/s bus bandwidth over 8 GPUs, 225 or more are normal"),
     ],
 )

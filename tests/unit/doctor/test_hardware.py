@@ -185,7 +185,7 @@ def test_the_header_of_a_topology_is_no_row() -> None:
     [
         ("gpu-power", "700.00, 700.00, 0x0000000000000004", "500.00, 700.00, 0x04", "GPU 1 at 500.00 of 700.00 W"),
         ("gpu-clocks", "0x0000000000000001", "0x0000000000000040", "GPU 0: it is too hot"),
-        ("gpu-clocks", "0x0000000000000001", "0x0000000000000088", "the power supply holds it back"),
+        ("gpu-clocks", "0x0000000000000001", "0x0000000000000088", "the power supply limits it"),
         ("gpu-pcie", "16, 16, Disabled, Enabled\n", "8, 16, Disabled, Enabled\n", "GPU 0 x8 of x16"),
         ("gpu-mig", "Disabled, Enabled\n", "Enabled, Enabled\n", "GPU 0"),
     ],

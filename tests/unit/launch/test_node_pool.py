@@ -51,7 +51,7 @@ class NodesRig(LiveRig):
     def complaints(self) -> list[tuple[str, str]]:
         """Spares that cannot stand by, and why."""
         notes = [(event.node or "", event.text.split(": ")) for event in self.events if isinstance(event, Note)]
-        return [(node, text[1]) for node, text in notes if text[0] == "this spare cannot stand by"]
+        return [(node, text[1]) for node, text in notes if text[0] == "this spare cannot wait in readiness"]
 
     def warm_up(self, session: NodeSession, description: NodeDescription) -> None:
         assert description is DESCRIPTION

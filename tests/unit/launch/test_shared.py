@@ -205,7 +205,7 @@ def test_a_file_where_a_folder_is_named_is_reported(tmp_path: Path) -> None:
     """A program that writes `out` itself would share nothing, and its workers would resume at different steps."""
     a, _ = prepared(tmp_path, "a", "b")
     write(a / "out", b"weights")
-    text = "left out of job.shared: out: a file, and job.shared names folders: let the program write it into one"
+    text = "ignored for job.shared: out: a file, and job.shared names folders: let the program write it into one"
     assert go(tmp_path, "a", "b").notes == [("a", text)]
 
 

@@ -261,9 +261,9 @@ UNEQUAL = "cluster: {transport: ssh, nodes: [{name: a, slots: 2}, {name: b, slot
 @pytest.mark.parametrize(
     ("cores", "number", "reason"),
     [
-        ({"a": 16, "b": 16}, 4, "4 workers share the 16 cores of b, and no node has fewer for each"),
-        ({"a": 3, "b": 64}, 1, "2 workers share the 3 cores of a, and no node has fewer for each"),
-        ({"a": 1, "b": 1}, 1, "4 workers share the 1 core of b, and no node has fewer for each"),
+        ({"a": 16, "b": 16}, 4, "4 workers share the 16 cores of b, the smallest share of all nodes"),
+        ({"a": 3, "b": 64}, 1, "2 workers share the 3 cores of a, the smallest share of all nodes"),
+        ({"a": 1, "b": 1}, 1, "4 workers share the 1 core of b, the smallest share of all nodes"),
     ],
 )
 def test_all_workers_have_the_threads_that_the_fullest_node_can_give(

@@ -199,7 +199,10 @@ def test_the_newest_snapshot_tells_what_was_chosen() -> None:
     nodes = told(ENOUGH, ENOUGH, ENOUGH, ENOUGH)
     nodes[0]["before"], nodes[2]["before"] = kept(3, "fsdp"), kept(7, "zero1")
     answer = decided(nodes)
-    assert (answer["strategy"], answer["line"]) == ("zero1", "strategy: zero1, as the snapshot's run has chosen")
+    assert (answer["strategy"], answer["line"]) == (
+        "zero1",
+        "strategy: zero1, chosen by the run that wrote the snapshot",
+    )
     nodes[2]["before"] = kept(7, "zero1", workers=8)
     assert decided(nodes)["strategy"] == "ddp", "for other workers it is decided anew"
     nodes[2]["before"] = {"step": 7, "chosen": None}

@@ -316,7 +316,7 @@ class Forgetful(Noisy):
 @pytest.mark.parametrize(
     ("parts", "settings", "reason"),
     [
-        (lambda: {"samples": Forgetful()}, {}, "the data set gives another sample 0 each time it is asked"),
+        (lambda: {"samples": Forgetful()}, {}, "the data set gives another sample 0 at each call"),
         (lambda: {"samples": NoisyBatches()}, {"data_workers": "thread"}, "draws random numbers in a thread"),
     ],
 )

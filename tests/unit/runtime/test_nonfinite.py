@@ -113,7 +113,7 @@ def test_what_comes_up_in_the_backward_pass_is_told_with_its_parameters(make: Ma
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
     message = (
-        r"^the gradient of step 3 is not finite: the loss was finite, so it came up in the backward pass; "
+        r"^the gradient of step 3 is not finite: the loss was finite, so it appeared in the backward pass; "
         r"not finite: 0\.bias$"
     )
     with pytest.raises(WorkerFailed, match=message):
@@ -134,7 +134,7 @@ def test_what_cannot_be_known_is_said_and_the_next_attempt_finds_it(
     torch.manual_seed(0)
     doubt = (
         "^the gradient of step 4 is not finite: the loss of step 4 is the first that is not; the gradient of step 3, "
-        "which nobody looked at, may have corrupted the weights before; if the run is started again, the "
+        "which was not checked, may have corrupted the weights before; if the run is started again, the "
         "parameters are named$"
     )
     layers = nn.Linear(8, 4), nn.Linear(4, 1)

@@ -123,7 +123,7 @@ def test_losses_are_compared_up_to_the_kill(more_from: int, make: Make, capsys: 
     out = capsys.readouterr().out
     assert "exact: steps 7 to 8 repeated bit for bit\n" in out
     if more_from == WHOLE:
-        assert "exact: steps 7 to 8 repeated bit for bit, and the losses up to step 11 are those of before\n" in out
+        assert "exact: steps 7 to 8 repeated bit for bit, and the losses up to step 11 are unchanged\n" in out
     else:
         assert (
             "not exact: steps 7 to 8 repeated bit for bit, and the loss of step 10 differs (usually a schedule" in out
@@ -178,7 +178,7 @@ def test_losses_are_in_the_memory_of_a_run_that_has_some(
     assert not list(Path("snapshots").glob(".losses*"))
     capsys.readouterr()
     make(SETTINGS, loss=counting(itertools.count(1))).run()
-    assert "and the losses up to step 11 are those of before\n" in capsys.readouterr().out
+    assert "and the losses up to step 11 are unchanged\n" in capsys.readouterr().out
 
 
 def test_a_second_kill_leaves_what_was_recorded(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +187,7 @@ def test_a_second_kill_leaves_what_was_recorded(make: Make, capsys: pytest.Captu
             make(SETTINGS, loss=counting(itertools.count(1), until=until)).run()
     capsys.readouterr()
     make(SETTINGS, loss=counting(itertools.count(1))).run()
-    assert "and the losses up to step 10 are those of before\n" in capsys.readouterr().out
+    assert "and the losses up to step 10 are unchanged\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -224,7 +224,7 @@ def test_what_differs_first_is_named(
 
     monkeypatch.setattr(Forgetful, "forgets", True)
     text = go_on(model=model(), loss=with_scaled_gradient)
-    assert text.startswith("not exact: the state that was loaded is not the one that was saved"), text
+    assert text.startswith("not exact: the state that was loaded differs from the one that was saved"), text
     monkeypatch.setattr(Forgetful, "forgets", False)
 
     text = go_on({"weight_decay": 0.1}, model=model(), loss=with_scaled_gradient)

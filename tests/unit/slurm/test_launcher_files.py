@@ -102,7 +102,7 @@ def test_it_runs_without_any_package(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert missing.returncode == LaunchError.exit_code
-    assert "what the launcher is told cannot be read" in missing.stdout
+    assert "the launcher's job file cannot be read" in missing.stdout
 
 
 def test_a_python_that_is_too_old_is_named(tmp_path: Path) -> None:

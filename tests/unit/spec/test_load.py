@@ -89,8 +89,8 @@ def test_a_home_folder_that_nobody_has() -> None:
     [
         ("", "the spec is empty", "dtctl.yaml", "`dtctl init DIR` makes a project with one"),
         ("# nothing\n---\n", "the spec is empty", "dtctl.yaml", "`dtctl init DIR` makes a project with one"),
-        ("- a\n", "a spec has sections (cluster, job, ...), and this is something else", "dtctl.yaml:1", None),
-        ("\nhello", "a spec has sections (cluster, job, ...), and this is something else", "dtctl.yaml:2", None),
+        ("- a\n", "a spec has sections (cluster, job, ...), and this file has none", "dtctl.yaml:1", None),
+        ("\nhello", "a spec has sections (cluster, job, ...), and this file has none", "dtctl.yaml:2", None),
         ("job: {}\nbase_dir: /x",
          "base_dir: unknown key; allowed here: cluster, job, kubernetes, metrics, network, slurm, train",
          "dtctl.yaml:2", None),

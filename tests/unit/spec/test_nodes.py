@@ -66,7 +66,7 @@ def test_a_name_that_stands_twice_names_both_places() -> None:
         "node gpu2 is listed twice: in cluster.nodes[0] (dtctl.yaml:4) and in cluster.nodes[2] (dtctl.yaml:6)"
     )
     assert (found.where, found.key) == ("dtctl.yaml:6", "cluster.nodes[2]")
-    assert found.hint == "several workers on one node are `slots`"
+    assert found.hint == "give the number of workers on a node as `slots`"
     assert error(ssh(" [a, A]")).key == "cluster.nodes[1]"
     assert error(ssh(" [a, me@a]")).key == "cluster.nodes[1]"
 

@@ -45,7 +45,7 @@ def encode_value(value: Any, path: str = "state") -> Any:
         return value
     if type(value) in (dict, OrderedDict) or (isinstance(value, Mapping) and not isinstance(value, dict)):
         if any(type(key) is int and key >= _ADDRESSES for key in value):
-            raise NotEncodable(f"{path} has keys that look like addresses, which are others in each process")
+            raise NotEncodable(f"{path} has keys that look like addresses, which differ between processes")
         items = [
             [encode_value(key, f"{path} (a key)"), encode_value(item, f"{path}.{key}")] for key, item in value.items()
         ]

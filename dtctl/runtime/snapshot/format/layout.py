@@ -23,7 +23,7 @@ from dtctl.runtime.snapshot.storage.place import Place, RemotePath
 FORMAT: Final = 2
 """Format of snapshots whose parts are whole files."""
 FORMAT_SPREAD: Final = 3
-"""Format of snapshots whose parts are in several files, a worker's pieces in each."""
+"""Format of snapshots whose parts are in several files, and each file has the pieces of one worker."""
 MANIFEST: Final = "manifest.json"
 COMMIT: Final = "COMMIT"
 RECORD_BYTES: Final = 64 << 20
@@ -257,7 +257,7 @@ def compute_bytes_digest(contents: memoryview, name: str) -> str:
 def allocate_zeroed_memory(size_bytes: int) -> memoryview:
     """Return zeroed memory for a file's bytes, in huge pages where the system has them.
 
-    Touching fresh memory 4 KiB at a time takes twice as long as reading a file that is in the cache.
+    Touching new memory in pages of 4 KiB takes twice as long as reading a file that is in the cache.
     """
     if size_bytes == 0:
         return memoryview(bytearray())

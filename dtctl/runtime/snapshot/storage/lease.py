@@ -157,7 +157,7 @@ class Lease:
             raise SnapshotError(
                 f"{', '.join(holder.describe() for holder in others.values())} has taken over this folder of snapshots",
                 where=str(self._folder),
-                hint="this run was silent for too long, or is an earlier attempt of one that goes on elsewhere",
+                hint="this run was silent for too long, or is an earlier attempt of a run that continues elsewhere",
             )
         durable.make_durable_folder(self._folder)
         self._write_own_lease()

@@ -1,7 +1,7 @@
 """Files in memory (tmpfs) with huge pages, which a reader maps without a copy and with few page faults.
 
-A page fault maps 64 KiB of small pages, or 2 MiB of a huge page. With small pages, the faults of a new mapping take
-about as long as the sum over its bytes. Since version 6.1 Linux gives huge pages to a file in tmpfs on request,
+A page fault maps 64 KiB of small pages, or 2 MiB of a huge page. With small pages, the page faults of a new mapping
+take about as long as summing its bytes. Since version 6.1 Linux gives huge pages to a file in tmpfs on request,
 whatever the settings of the mount and of /sys/kernel/mm/transparent_hugepage (madvise(2), MADV_COLLAPSE). On other
 systems pages stay small.
 """

@@ -1,7 +1,8 @@
 """Place of snapshots: a folder, or a URL for fsspec (s3://, gs://, abfs:// ...). Only this file uses fsspec.
 
 `RemotePath` has the methods of `pathlib.Path` that snapshots need, so that their readers need no special case. It has
-no rename and no fsync: a store accepts an object when its upload is closed, completely. Nothing is cached here. A store
+no rename and no fsync: a store accepts an object when its upload is closed, completely. This module caches nothing. A
+store
 that does not answer is an error, never a missing file: a snapshot must not be passed over or removed because a
 connection is down.
 """
@@ -251,7 +252,7 @@ class RemotePath:
             raise SnapshotError(
                 f"{self} cannot be {verb}: {type(exc).__name__}: {reason}",
                 where=str(self),
-                hint=f"see whether the store can be reached from here; {_NO_CREDENTIALS}",
+                hint=f"check whether the store can be reached from here; {_NO_CREDENTIALS}",
             ) from exc
 
 
