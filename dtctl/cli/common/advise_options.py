@@ -122,7 +122,7 @@ Beyond = Annotated[
     bool,
     typer.Option(
         "--beyond",
-        help="Also search experts divided over dp, and context parallelism in pipelines; `--write` cannot express them.",
+        help="Also search experts divided over dp, and context parallelism in pipelines; `--write` cannot write them.",
     ),
 ]
 Write = Annotated[bool, typer.Option("--write", help="Write the recommendation into the spec.")]
