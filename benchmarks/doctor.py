@@ -36,7 +36,7 @@ import machine
 from dtctl.doctor.checks import links, network
 from dtctl.doctor.examine import DATA_PORTS, MEASURE_S
 from dtctl.doctor.node_probes import NodeProbes, NodeQuery
-from dtctl.launch.cluster import cluster_of
+from dtctl.launch.cluster import resolve_cluster
 from dtctl.sandbox import control
 from dtctl.spec.load import parse_spec
 from dtctl.supervisor import frames
@@ -231,7 +231,7 @@ def speed(count: int, folder: Path) -> dict[str, Any]:
     """The doctor on healthy hosts: medians of several runs, in seconds."""
     text = write_spec(count, folder)
     spec = parse_spec(text, source="dtctl.yaml", base_dir=folder)
-    cluster = cluster_of(spec, start=True)
+    cluster = resolve_cluster(spec, start=True)
 
     def connect() -> None:
         transport = cluster.make_transport()

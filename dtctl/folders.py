@@ -239,7 +239,7 @@ def remove_folder_tree(path: str) -> list[str]:
         return [path]
     try:
         unremoved: list[str] = []
-        _remove_entry(parent, name, path, mount_of(parent), unremoved)
+        _remove_entry(parent, name, path, identify_mount(parent), unremoved)
         return unremoved
     finally:
         os.close(parent)
@@ -257,7 +257,7 @@ def _remove_entry(parent: int, name: str, path: str, mount: object, unremoved: l
         unremoved.append(path)
         return
     try:
-        if mount_of(folder) != mount:
+        if identify_mount(folder) != mount:
             unremoved.append(path)
             return
         for entry in os.listdir(folder):
@@ -275,7 +275,7 @@ def _remove_entry(parent: int, name: str, path: str, mount: object, unremoved: l
         unremoved.append(path)
 
 
-def mount_of(fd: int) -> object:
+def identify_mount(fd: int) -> object:
     """Return the identifier of a mount; bind mounts of one file system have different ones."""
     try:
         with open("/proc/self/fdinfo/%d" % fd) as file:

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.gpu_checks.ground import Ground, Point, judged, shown, skipped, together
 from dtctl.advise import track
 from dtctl.advise.model import build_decoder_model
-from dtctl.advise.trial import Decoder, loss_of
+from dtctl.advise.trial import Decoder, compute_token_loss
 from dtctl.estimate.memory import ParallelLayout, estimate_layout_memory
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
 from dtctl.runtime.optim import build_optimizer as optimizer_of
@@ -214,7 +214,7 @@ def peak(on: Ground, *, number: int) -> dict[str, Any]:
     for _ in range(config.steps or 0):
         optimizer.zero_grad()
         with autocast(precision, on.device):
-            loss = loss_of(module, (tokens[:, :-1], tokens[:, 1:]))
+            loss = compute_token_loss(module, (tokens[:, :-1], tokens[:, 1:]))
         loss.backward()
         optimizer.step()
     on.sync()

@@ -96,7 +96,7 @@ def _list_choice_reasons(
         reasons.append(_describe_slow_training(task, best))
     reasons.append(
         f"needs {memory.total / GIB:.1f} GiB of the {budget_gib:.1f} that can be used on each GPU; {RESERVE:.0%} are "
-        "kept for what the formulas do not see"
+        "kept free for memory that the formulas do not cover"
     )
     if memory.host:
         given = "" if task.hardware.host_memory else " if it has twice that of its GPUs (--host-memory)"

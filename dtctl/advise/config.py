@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtctl import folders
-from dtctl.advise.shape import LatentAttention, TransformerShape, model_of
+from dtctl.advise.shape import LatentAttention, TransformerShape, build_model_profile
 from dtctl.errors import UsageError
 from dtctl.estimate.model import ModelProfile
 
@@ -170,7 +170,7 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
         positions=family.positions * values.get("seq", 0),
         embed=_read_embedding_width(data, values, source),
     )
-    return model_of(_with_experts(shape, data, values, source), doubts=tuple(doubts))
+    return build_model_profile(_with_experts(shape, data, values, source), doubts=tuple(doubts))
 
 
 def _find_model_family(kind: str, data: Mapping[str, Any], source: str) -> ModelFamilyDefaults:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtctl.advise.shape import TransformerShape, model_of
+from dtctl.advise.shape import TransformerShape, build_model_profile
 from dtctl.estimate.model import ModelProfile
 
 
@@ -34,4 +34,4 @@ def build_decoder_model(
         head_dim=head_dim or hidden / heads, ffn=ffn or 4 * hidden, gated=gated, tied=tied, experts=experts,
         experts_used=experts_used,
     )  # fmt: skip
-    return model_of(shape, params=params)
+    return build_model_profile(shape, params=params)

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, Final
 
-from dtctl.advise.shape import TransformerShape, model_of
+from dtctl.advise.shape import TransformerShape, build_model_profile
 from dtctl.estimate.model import ModelProfile
 
 NEAR: Final = 1.3
@@ -71,8 +71,8 @@ def build_usual_model(params: float, *, seq: int, name: str, **numbers: int | No
         UsageError: the numbers do not fit together.
     """
     numbers_given: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
-    nearest = min(FAMILIES, key=lambda shape: abs(math.log(model_of(shape).params / params)))
-    fits = max(params / model_of(nearest).params, model_of(nearest).params / params) <= NEAR
+    nearest = min(FAMILIES, key=lambda shape: abs(math.log(build_model_profile(shape).params / params)))
+    fits = max(params / build_model_profile(nearest).params, build_model_profile(nearest).params / params) <= NEAR
     shape = (
         nearest
         if fits and not numbers_given.keys() & {"layers", "hidden"}
@@ -84,7 +84,7 @@ def build_usual_model(params: float, *, seq: int, name: str, **numbers: int | No
             shape = replace(shape, head_dim=shape.hidden / shape.heads)
         if "heads" in numbers_given and "kv_heads" not in numbers_given:
             shape = replace(shape, kv_heads=shape.heads)
-    model = model_of(replace(shape, seq=seq, name=name), params=params)
+    model = build_model_profile(replace(shape, seq=seq, name=name), params=params)
     return replace(model, assumed=f"the shape of {nearest.name}: {model.assumed}") if shape is nearest else model
 
 

@@ -100,7 +100,9 @@ def require_valid_shape(shape: TransformerShape) -> None:
         raise UsageError(f"{shape.experts_used} experts of {shape.experts} cannot be used")
 
 
-def model_of(shape: TransformerShape, *, params: float | None = None, doubts: tuple[str, ...] = ()) -> ModelProfile:
+def build_model_profile(
+    shape: TransformerShape, *, params: float | None = None, doubts: tuple[str, ...] = ()
+) -> ModelProfile:
     """Return the model of a shape; with `params` given, blocks get the parameters that are not in embeddings.
 
     Raises:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtctl.advise.trial import build_model, loss_of
+from dtctl.advise.trial import build_model, compute_token_loss
 from dtctl.runtime import Worker, load
 from dtctl.runtime.distributed.device_mesh import device_mesh
 from dtctl.runtime.optim import build_optimizer
@@ -68,7 +68,7 @@ def _train_with_tracker(settings: dict[str, Any], config: TrainConfig, mesh: Dev
         for step in range(STEPS):
             if step:
                 tracker.reset_mod_stats()
-            loss = loss_of(model, batch)
+            loss = compute_token_loss(model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
             for shard, parameter in shards:
                 shard.grad = parameter.grad.to_local()

@@ -78,7 +78,7 @@ def build_model(settings: dict[str, Any]) -> nn.Module:
     return model
 
 
-def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def compute_token_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Return the mean over tokens.
 
     Shapes:
@@ -111,7 +111,7 @@ def train_and_note(settings: dict[str, Any], out: Path) -> int:
             peaks.append(
                 torch.cuda.max_memory_allocated(worker.device) if on_gpu else _read_process_memory("VmHWM") - before
             )
-            return loss_of(model, batch)
+            return compute_token_loss(model, batch)
 
         outcome = Trainer(config, worker, model, loss, TensorData(tokens[:, :-1], tokens[:, 1:])).run()
         out.write_text(json.dumps({"peak": peaks[-1]}), encoding="ascii")

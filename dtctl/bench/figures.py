@@ -36,7 +36,7 @@ WORD = 4
 """Bytes of a float32, the type of all buffers."""
 
 
-def ops_of(names: Sequence[str]) -> tuple[str, ...]:
+def parse_operations(names: Sequence[str]) -> tuple[str, ...]:
     """Return the operations of these names, or all if none is given; `all-reduce` and `allreduce` mean `all_reduce`.
 
     Raises:
@@ -52,7 +52,7 @@ def ops_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(selected)) or OPS
 
 
-def size_of(text: str) -> int:
+def parse_message_size(text: str) -> int:
     """Return the bytes of `64`, `4K`, `16M` or `1G`.
 
     Raises:
@@ -72,7 +72,7 @@ def parse_size_range(text: str) -> tuple[int, ...]:
         UsageError: the text is not a range of sizes.
     """
     first, _, last = text.partition(":")
-    low, high = size_of(first), size_of(last or first)
+    low, high = parse_message_size(first), parse_message_size(last or first)
     if not WORD <= low <= high:
         raise UsageError(f"{text!r} is not a range of sizes", where="--sizes", hint=f"from {WORD} bytes up: 4K:16M")
     sizes = [low]

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from dtctl.bench.figures import build_result_row, training_row
-from dtctl.launch.cluster import cluster_of
+from dtctl.launch.cluster import resolve_cluster
 from dtctl.launch.control.controller import Result
 from dtctl.launch.control.run import run_launch_job
 from dtctl.launch.job_builder import CodePush, build_launch_job
@@ -154,7 +154,7 @@ def run_benchmark(
     """
     code = folder / "code"
     write_code(code)
-    cluster = cluster_of(spec, start=True)
+    cluster = resolve_cluster(spec, start=True)
     job_spec = spec_for(spec, code, request)
     run = new_run_id("bench", now=time.time())
     # The cache of digests for the next push is stored there.

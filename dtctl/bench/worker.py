@@ -178,15 +178,15 @@ def time_together(
         seconds: about how long it may take altogether; the repeats are lowered to that.
     """
     slowest = functools.partial(over_ranks, device=device, reduction=dist.ReduceOp.MAX)
-    time_calls(torch, gpus_of(device), call, 1, warm_up=warm_up)
+    time_calls(torch, list_gpus_to_wait_for(device), call, 1, warm_up=warm_up)
     dist.barrier()
-    once = slowest(time_calls(torch, gpus_of(device), call, 1, warm_up=0))
+    once = slowest(time_calls(torch, list_gpus_to_wait_for(device), call, 1, warm_up=0))
     repeats = max(1, min(repeats, int(seconds / max(once, 1e-9))))
     dist.barrier()
-    return slowest(time_calls(torch, gpus_of(device), call, repeats, warm_up=0))
+    return slowest(time_calls(torch, list_gpus_to_wait_for(device), call, repeats, warm_up=0))
 
 
-def gpus_of(device: torch.device) -> list[torch.device]:
+def list_gpus_to_wait_for(device: torch.device) -> list[torch.device]:
     """Return the GPUs to wait for."""
     return [device] if device.type == "cuda" else []
 
@@ -249,7 +249,7 @@ def _measure_direction(sender: int, receiver: int, count: int, repeats: int, dev
 
 
 def _measure_median_seconds(call: Callable[[], None], repeats: int, device: torch.device) -> float:
-    took = [time_calls(torch, gpus_of(device), call, 1, warm_up=0) for _ in range(repeats)]
+    took = [time_calls(torch, list_gpus_to_wait_for(device), call, 1, warm_up=0) for _ in range(repeats)]
     return sorted(took)[len(took) // 2]
 
 
@@ -288,7 +288,7 @@ def _measure_training_step(request: dict[str, Any], device: torch.device, group:
     took = []
     for _ in range(2 + request["training"]["steps"]):
         dist.barrier(group)
-        took.append(time_calls(torch, gpus_of(device), step, 1, warm_up=0))
+        took.append(time_calls(torch, list_gpus_to_wait_for(device), step, 1, warm_up=0))
     first = next(bare.parameters()).detach().sum().double().reshape(1)
     low, high = first.clone(), first.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, group)

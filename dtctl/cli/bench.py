@@ -51,12 +51,16 @@ def bench(
 
     Time is that of the slowest worker; the bandwidths are those of nccl-tests.
     """
-    from dtctl.bench.figures import ops_of, parse_size_range
+    from dtctl.bench.figures import parse_operations, parse_size_range
     from dtctl.bench.job import BenchmarkRequest
     from dtctl.spec.load import load_spec
 
     request = BenchmarkRequest(
-        ops=ops_of(op or ()), sizes=parse_size_range(sizes), backend=backend, repeats=repeats, training=training
+        ops=parse_operations(op or ()),
+        sizes=parse_size_range(sizes),
+        backend=backend,
+        repeats=repeats,
+        training=training,
     )
     checked = load_spec(spec or Path(names.SPEC_FILE), tuple(set_ or ()))
     require_spec_agreement(checked, yes=yes)

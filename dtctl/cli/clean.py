@@ -93,7 +93,7 @@ def clean(
 def _build_node_stores(spec: Path | None) -> NodeStores | None:
     """Return the stores on the nodes of the spec; None without a spec, or if its nodes keep nothing."""
     from dtctl.launch.clean import NodeStores
-    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.cluster import resolve_cluster
     from dtctl.spec.load import load_spec
 
     if spec is None and not Path(names.SPEC_FILE).exists():
@@ -103,7 +103,7 @@ def _build_node_stores(spec: Path | None) -> NodeStores | None:
         from dtctl.slurm.submit import locate_stores
 
         return NodeStores(locate_stores(loaded)) if loaded.job.environment is not None else None
-    cluster = cluster_of(loaded, start=False)
+    cluster = resolve_cluster(loaded, start=False)
     return NodeStores(cluster) if cluster.targets else None
 
 

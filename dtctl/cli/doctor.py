@@ -61,9 +61,9 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
     """Examine a cluster and print the findings; return the exit code."""
     from dtctl.cli.common import doctor_view
     from dtctl.doctor.examine import COSTLY, examine_spec_nodes
-    from dtctl.doctor.tables import links_of
+    from dtctl.doctor.tables import list_link_measurements
     from dtctl.errors import DoctorFailed, Interrupted
-    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.cluster import resolve_cluster
     from dtctl.spec.load import load_spec
 
     for layer in set(skip) - {*COSTLY}:
@@ -79,7 +79,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
 
         cluster = cluster_of_allocation(spec, os.environ)
     else:
-        cluster = cluster_of(spec, start=True)
+        cluster = resolve_cluster(spec, start=True)
     begun = time.monotonic()
     try:
         examination = examine_spec_nodes(
@@ -106,7 +106,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
                 "took_s": took_s,
                 "findings": findings,
                 "not_examined": list(examination.not_examined),
-                "links": links_of(examination.seen),
+                "links": list_link_measurements(examination.seen),
                 "all_reduce": examination.sums or None,
                 "gpus": list(examination.gpus),
             }

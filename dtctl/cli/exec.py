@@ -86,10 +86,10 @@ def _prepare_job_command(
     from dtctl.launch.run_spec import spec_of_run
     from dtctl.slurm.exec_in_job import build_job_command, check_node
     from dtctl.slurm.job_watcher import read_job_reference
-    from dtctl.slurm.site import site_of
+    from dtctl.slurm.site import choose_slurm_host
 
     spec, ref = spec_of_run(record), read_job_reference(record)
-    with closing(site_of(spec)) as site:
+    with closing(choose_slurm_host(spec)) as site:
         check_node(record, site, ref, node)
         secrets = spec.job.secrets
         text = build_job_command(argv, site=site, ref=ref, run=record.run, node=node, secrets=secrets, window=window)

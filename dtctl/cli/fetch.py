@@ -143,14 +143,14 @@ def _open_job_source(record: RunRecord, node: str | None) -> Iterator[tuple[Fetc
     from dtctl.launch.files.fetch import FetchSource
     from dtctl.launch.run_spec import spec_of_run
     from dtctl.slurm.job_watcher import read_job_reference
-    from dtctl.slurm.site import site_of
+    from dtctl.slurm.site import choose_slurm_host
 
     if node is not None:
         raise UsageError(
             "the nodes of a Slurm job share one working folder", where="--node", hint="leave the option out"
         )
     ref = read_job_reference(record)
-    with closing(site_of(spec_of_run(record))) as site:
+    with closing(choose_slurm_host(spec_of_run(record))) as site:
         yield FetchSource(target=site.target, python=ref.python, run_dir=ref.folder), site.transport
 
 

@@ -42,7 +42,7 @@ def logs(
     from dtctl.cli.common.log_reader import LogFilter, LogReader
     from dtctl.cli.common.remote_runs_view import find_elsewhere, show_logs
     from dtctl.launch.records.record import find_run
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
 
     run = name_run(run)
     elsewhere = find_elsewhere(run)
@@ -63,14 +63,14 @@ def logs(
     reader = LogReader(record, chosen)
     shown = _print_log_lines(reader.read_new())
     while follow:
-        over = state_of(record).over  # read before the logs, so that no line at the end is missed
+        over = read_run_state(record).over  # read before the logs, so that no line at the end is missed
         shown += _print_log_lines(reader.read_new())
         if over:
             break
         time.sleep(POLL_S)
     shown += _print_log_lines(reader.read_rest())
     if not shown:
-        yet = "" if state_of(record).over else " yet"
+        yet = "" if read_run_state(record).over else " yet"
         output.print_stderr(
             f"no line of run {record.run} is among those asked for{yet}"
             if reader.has_output
@@ -101,16 +101,16 @@ def _update_job_logs(record: RunRecord) -> None:
 
 def _check_log_filters(record: RunRecord, node: str | None, rank: int | None, attempt: int | None) -> None:
     from dtctl.errors import LaunchError
-    from dtctl.launch.records.logs import attempts_of
+    from dtctl.launch.records.logs import read_attempt_offsets
     from dtctl.launch.records.record import build_node_error
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
 
-    if node is not None and node not in state_of(record).nodes:
-        raise build_node_error(record.run, node, state_of(record).nodes, where="--node")
+    if node is not None and node not in read_run_state(record).nodes:
+        raise build_node_error(record.run, node, read_run_state(record).nodes, where="--node")
     size = record.plan().get("world_size")
     if rank is not None and size is not None and not 0 <= rank < int(size):
         raise LaunchError(f"run {record.run} has no rank {rank}", where="--rank", hint=f"its ranks are 0 to {size - 1}")
-    attempts = max(1, len(attempts_of(record.folder)))
+    attempts = max(1, len(read_attempt_offsets(record.folder)))
     if attempt is not None and attempt >= attempts:
         hint = "it had only attempt 0" if attempts == 1 else f"its attempts are 0 to {attempts - 1}"
         raise LaunchError(f"run {record.run} has no attempt {attempt}", where="--attempt", hint=hint)

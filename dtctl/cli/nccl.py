@@ -78,13 +78,13 @@ def env(
 ) -> None:
     """Show, per node, the variables that its network needs, each with its reason, and what is set there now."""
     from dtctl.doctor.settings import node_settings
-    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.cluster import resolve_cluster
     from dtctl.nccl.profiles import NOTES
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, ())
     require_spec_agreement(checked, yes=yes)
-    rows = node_settings(checked, cluster_of(checked, start=True))
+    rows = node_settings(checked, resolve_cluster(checked, start=True))
     if json_:
         output.emit_json({"nodes": rows})
         return

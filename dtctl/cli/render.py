@@ -43,7 +43,7 @@ def render(
     """
     from dtctl.errors import UsageError
     from dtctl.kubernetes import jobset
-    from dtctl.launch.cluster import source_of
+    from dtctl.launch.cluster import read_job_source
     from dtctl.launch.records.record import check_run_name
     from dtctl.plan.build import PlanFacts, build
     from dtctl.spec.load import load_spec
@@ -65,7 +65,7 @@ def render(
     has_devices = settings is None or settings.gpu or any("/" in resource for resource in settings.resources)
     gpus = {} if has_devices else {node.name: 0 for node in nodes}
     # The address is that of a pod, which is not known yet.
-    facts = PlanFacts(environ=os.environ, address="pod-0", source=source_of(checked), gpus=gpus)
+    facts = PlanFacts(environ=os.environ, address="pod-0", source=read_job_source(checked), gpus=gpus)
     plan = build(checked, nodes, run=run, facts=facts)
     text = jobset.render_jobset_file(checked, plan)
     if apply or delete or logs:

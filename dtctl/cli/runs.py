@@ -36,10 +36,10 @@ def runs(
 
 def _of_this_folder(*, json_: bool) -> None:
     from dtctl.launch.records.record import list_run_records
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
 
     records = list_run_records(Path.cwd())
-    states = [state_of(record) for record in records]
+    states = [read_run_state(record) for record in records]
     infos = [record.info() for record in records]
     if json_:
         told = [{"command": info.command_line, "sweep": info.sweep} for info in infos]
@@ -72,7 +72,7 @@ def _of_this_folder(*, json_: bool) -> None:
 
 def _describe_run_failure(state: RunState) -> str:
     """Return the first failure of a run, or the reason why it was never started."""
-    from dtctl.launch.records.events import subject_of
+    from dtctl.launch.records.events import describe_failure_subject
 
     end = state.done
     if end is None or end.status != "failed":
@@ -80,7 +80,7 @@ def _describe_run_failure(state: RunState) -> str:
     failure = end.first_failure
     if failure is None:
         return end.error or ""
-    return f"{subject_of(failure.node, failure.rank, failure.exit_code)}: {failure.summary or 'failed'}"
+    return f"{describe_failure_subject(failure.node, failure.rank, failure.exit_code)}: {failure.summary or 'failed'}"
 
 
 def _format_time_since(looked: float) -> str:

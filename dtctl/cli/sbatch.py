@@ -87,11 +87,11 @@ def _for_slurm(spec: Spec) -> Spec:
 
 def _build_batch_file(spec: Spec, run: str, *, launcher: Path) -> tuple[str, bytes]:
     """Return the batch file, and the launcher that it starts, if the job has one."""
-    from dtctl.launch.cluster import cluster_of, first_plan
+    from dtctl.launch.cluster import first_plan, resolve_cluster
     from dtctl.slurm import batch
     from dtctl.slurm.launcher_files import compute_launcher_digest, make_launcher
 
-    plan = first_plan(spec, cluster_of(spec, start=False), run=run)
+    plan = first_plan(spec, resolve_cluster(spec, start=False), run=run)
     base = spec.base_dir.resolve()
     is_array = spec.slurm is not None and spec.slurm.array is not None
     content = b""
@@ -121,10 +121,10 @@ def _submit_batch_job(spec: Spec, run: str, *, out: Path | None, as_json: bool) 
     """Copy the code, so that later edits do not change a waiting job; then submit the file."""
     from dtctl.cli.common.followed_run import build_environment_push
     from dtctl.launch.job_builder import CodePush
-    from dtctl.slurm.site import site_of
+    from dtctl.slurm.site import choose_slurm_host
     from dtctl.slurm.submit import submit_job
 
-    with closing(site_of(spec)) as site:
+    with closing(choose_slurm_host(spec)) as site:
         environment = build_environment_push(spec)
         submission = submit_job(
             spec, site, run, CodePush(spec) if spec.pushes else None, followed=False, out=out, environment=environment

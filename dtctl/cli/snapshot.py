@@ -98,7 +98,7 @@ def verify(place: Place = None, json_: Json = False) -> int:
         rows = _by_step((node, row) for node, answer in verified.items() for row in answer.snapshots)
     else:
         parts, silent = _of_all_nodes(SnapshotParts, _find_run_snapshots(place), [])
-        rows = [snapshot.row() for snapshot in merge_node_snapshots(parts)]
+        rows = [snapshot.to_row() for snapshot in merge_node_snapshots(parts)]
     good = [row["path"] for row in rows if row["status"] == "ok"]
     newest = good[0] if good else None
     if json_:
@@ -333,7 +333,7 @@ def _find_newest_on_nodes(
     chosen = next((snapshot for snapshot in candidates if snapshot.is_readable), None)
     newer = candidates[: candidates.index(chosen)] if chosen is not None else candidates
     reasons = [
-        f"{Path(snapshot.path).name} is {snapshot.row()['status']}: {'; '.join(snapshot.row()['bad'])}"
+        f"{Path(snapshot.path).name} is {snapshot.to_row()['status']}: {'; '.join(snapshot.to_row()['bad'])}"
         for snapshot in newer
     ]
     if chosen is None:

@@ -28,10 +28,10 @@ def status(
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:
     """Show the state of a run and of its nodes."""
-    from dtctl.cli.common.progress_line import metrics_of, steps_of
+    from dtctl.cli.common.progress_line import read_newest_metrics, read_training_steps
     from dtctl.cli.common.remote_runs_view import find_elsewhere, show_status
     from dtctl.launch.records.record import find_run
-    from dtctl.launch.records.state import state_of, where_the_time_went
+    from dtctl.launch.records.state import read_run_state, where_the_time_went
 
     run = name_run(run)
     elsewhere = find_elsewhere(run)
@@ -43,10 +43,10 @@ def status(
         from dtctl.cli.common.slurm_runs import update_job_record
 
         update_job_record(record)
-    state = state_of(record)
+    state = read_run_state(record)
     if state.status == "unattended":
         state = _as_nodes_tell(record, state)
-    rows, steps, info = metrics_of(record), steps_of(record), record.info()
+    rows, steps, info = read_newest_metrics(record), read_training_steps(record), record.info()
     if json_:
         progress = _build_progress_json(rows[-1], steps) if rows else None
         facts = {"progress": progress, "launcher_pid": info.pid, "command": info.command}
@@ -125,9 +125,9 @@ def _as_nodes_tell(record: RunRecord, state: RunState) -> RunState:
 
 def _show_left(record: RunRecord) -> None:
     """Print the next step for a run that has no launcher."""
-    from dtctl.launch.records.state import LEFT, state_of
+    from dtctl.launch.records.state import LEFT, read_run_state
 
-    if state_of(record).status not in LEFT:
+    if read_run_state(record).status not in LEFT:
         return
     if record.info().detached:
         output.print_stdout("no launcher follows it: `dtctl watch` starts one, `dtctl stop` ends it", "yellow")

@@ -27,13 +27,13 @@ def stop(
 
     The name of a job array stops all its tasks.
     """
-    from dtctl.launch.records.record import find_run, tasks_of
+    from dtctl.launch.records.record import find_run, list_array_tasks
 
     is_named = run is not None
     run = name_run(run)
     if run is not None and not is_named:
         _tell_choice(run)
-    tasks = tasks_of(Path.cwd(), run) if run is not None else []
+    tasks = list_array_tasks(Path.cwd(), run) if run is not None else []
     if tasks:
         return max(_stop_one_run(record, json_=json_) for record in tasks)
     from dtctl.cli.common.remote_runs_view import find_elsewhere, stop_run
@@ -47,12 +47,12 @@ def stop(
 def _tell_choice(run: str) -> None:
     """Print which run is stopped if the user has named none, if others are running or this one has ended."""
     from dtctl.launch.records.record import find_run
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
 
     others = [record.run for record in list_running() if record.run != run]
     if others:
         output.print_stderr(f"stopping {run}; still running: {', '.join(reversed(others))}", "yellow")
-    elif state_of(find_run(Path.cwd(), run)).done is not None:
+    elif read_run_state(find_run(Path.cwd(), run)).done is not None:
         output.print_stderr(f"{run} has ended; looking for remaining processes")
 
 

@@ -21,7 +21,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     from dtctl.launch.job_builder import attempt_of_run, job_of_run
     from dtctl.launch.records.ledger import Ledger
     from dtctl.launch.records.run_writer import RunWriter
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
     from dtctl.launch.run_spec import spec_of_run
 
     record = RunWriter(folder)
@@ -31,7 +31,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
 
         return take_up_job(record)
     with record.launcher_lock():
-        if state_of(record).done is not None:
+        if read_run_state(record).done is not None:
             return 0  # another launcher was faster, and the run has ended
         job = job_of_run(record)
         under_way = attempt_of_run(record, job)
@@ -52,12 +52,12 @@ def take_up_if_alone(record: RunRecord) -> None:
     """
     from dtctl.errors import LaunchError
     from dtctl.launch.background import OUTPUT_FILE, take_up_in_background
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
 
     if record.info().slurm:
-        if state_of(record).over or record.has_launcher():
+        if read_run_state(record).over or record.has_launcher():
             return
-    elif state_of(record).status != "unattended" or not record.plan():
+    elif read_run_state(record).status != "unattended" or not record.plan():
         return
     else:
         output.print_stderr(f"the launcher of run {record.run} has ended; starting a new one", "yellow")

@@ -22,7 +22,7 @@ def watch(
     from dtctl.cli.take_up import take_up_if_alone
     from dtctl.errors import LaunchError
     from dtctl.launch.records.record import find_run
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
 
     run = name_run(run)
     elsewhere = find_elsewhere(run)
@@ -31,16 +31,16 @@ def watch(
     record = find_run(Path.cwd(), run)
     take_up_if_alone(record)
     if output.is_terminal(sys.stdout):
-        from dtctl.cli.common.progress_line import steps_of
+        from dtctl.cli.common.progress_line import read_training_steps
         from dtctl.cli.common.watch_view import display_live_run
 
-        state = display_live_run(record, steps=steps_of(record))
+        state = display_live_run(record, steps=read_training_steps(record))
     else:
         from dtctl.cli.logs import logs
 
-        output.print_stderr(f"run {record.run}: {state_of(record).status}", "bold")
+        output.print_stderr(f"run {record.run}: {read_run_state(record).status}", "bold")
         logs(run=record.run, follow=True, node=None, rank=None, tail=None, attempt=None, grep=None, since=None)
-        state = state_of(record)
+        state = read_run_state(record)
     for line in failure_lines(state.done) if state.done else ():
         output.print_stderr(line, "red")
     output.print_stderr(f"{state.status} after {state.duration_s:.1f} s", "bold")

@@ -103,7 +103,7 @@ def examine_spec_nodes(
     """
     fixed = spec.network.rendezvous_port
     candidates = rendezvous.list_rendezvous_ports("doctor", 0, fixed if isinstance(fixed, int) else None)[:3]
-    wanted = [wanted_of(spec, one, cluster) for one in cluster.nodes]
+    wanted = [build_node_query(spec, one, cluster) for one in cluster.nodes]
     quick = set(skip) >= set(COSTLY)
     envs = {one.name: given_to(spec, one) for one in cluster.nodes}
     with contextlib.closing(NodeProbes(wanted, cluster.make_transport(), progress=progress)) as probes:
@@ -111,7 +111,7 @@ def examine_spec_nodes(
             rendezvous=candidates,
             data_ports=QUICK_DATA_PORTS if quick else DATA_PORTS,
             measure_s=0.0 if "links" in skip else MEASURE_S,
-            names=names_of(spec, cluster),
+            names=list_host_names(spec, cluster),
             locate=make_address_locator(spec, envs),
             spread=QUICK_STRETCHES if quick else STRETCHES,
         )
@@ -180,7 +180,7 @@ def launched_with(spec: Spec, one: NodeSpec) -> dict[str, str]:
     return {**fixed, **given_to(spec, one)}
 
 
-def names_of(spec: Spec, cluster: ResolvedCluster) -> list[str]:
+def list_host_names(spec: Spec, cluster: ResolvedCluster) -> list[str]:
     """Return host names that all nodes must resolve alike: the nodes', and the rendezvous address."""
     meeting = spec.network.rendezvous_address
     return [*(spec_node.name for spec_node in cluster.nodes), "localhost", *([meeting] if meeting else [])]
@@ -270,7 +270,7 @@ def _run_node_checks(well: list[NodeReport], spec: Spec, slots: dict[str, int]) 
     ]
 
 
-def wanted_of(spec: Spec, one: NodeSpec, cluster: ResolvedCluster) -> NodeQuery:
+def build_node_query(spec: Spec, one: NodeSpec, cluster: ResolvedCluster) -> NodeQuery:
     """Return the request for facts about a node of the spec."""
     data = spec.settings.get("data", {})
     # Relative paths may lie in the code that a launch copies; only absolute ones must exist now.

@@ -18,7 +18,7 @@ from dtctl.doctor import answers, rounds
 from dtctl.doctor.checks import links
 from dtctl.doctor.node_report import MEETING, REACHED, SPREAD, LoginShell, NodeReport, good_ways
 from dtctl.errors import ConnectError, DtctlError, NodeError
-from dtctl.launch.control.link import NodeLink, error_of, open_program, validate_node_value
+from dtctl.launch.control.link import NodeLink, build_refusal_error, open_program, validate_node_value
 from dtctl.shell import quote_program
 from dtctl.supervisor.messages.base import Message, Quit, Refusal
 from dtctl.supervisor.messages.probe import (
@@ -176,7 +176,7 @@ class _ProbedNode:
         if reply is None:
             raise self._link.closed_error()
         if reply.get("op") == Refusal.op:
-            raise error_of(
+            raise build_refusal_error(
                 validate_node_value(Refusal.parse, reply, subject="its refusal", node=self.seen.name), self.seen.name
             )
         return answers.check_probe_answer(message, reply, node=self.seen.name)

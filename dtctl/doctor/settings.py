@@ -7,7 +7,7 @@ from typing import Any
 
 from dtctl.doctor.checks.address_checks import why_not
 from dtctl.doctor.checks.environment import resolve_worker_variables
-from dtctl.doctor.examine import given_to, make_address_locator, names_of, wanted_of
+from dtctl.doctor.examine import build_node_query, given_to, list_host_names, make_address_locator
 from dtctl.doctor.node_probes import observe_nodes
 from dtctl.doctor.node_report import NodeReport, good_ways
 from dtctl.doctor.planned_addresses import UsedInterface, named_interfaces
@@ -27,14 +27,14 @@ def node_settings(spec: Spec, cluster: ResolvedCluster) -> list[dict[str, Any]]:
     Raises:
         DtctlError: a node cannot be examined.
     """
-    wanted = [wanted_of(spec, spec_node, cluster) for spec_node in cluster.nodes]
+    wanted = [build_node_query(spec, spec_node, cluster) for spec_node in cluster.nodes]
     jobs = {spec_node.name: given_to(spec, spec_node) for spec_node in cluster.nodes}
     reports = observe_nodes(
         wanted,
         cluster.make_transport(),
         rendezvous=(),
         data_ports=1,
-        names=names_of(spec, cluster),
+        names=list_host_names(spec, cluster),
         locate=make_address_locator(spec, jobs),
         progress=lambda _: None,
     )

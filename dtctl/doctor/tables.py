@@ -85,7 +85,7 @@ def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
     return ["FROM \\ TO", *names], rows
 
 
-def links_of(reports: Sequence[NodeReport]) -> list[dict[str, Any]]:
+def list_link_measurements(reports: Sequence[NodeReport]) -> list[dict[str, Any]]:
     """Return an object for each pair: `from`, `to`, `mbit_s`, `rtt_ms`, `sent`, `lost`; the better of two tries."""
     links = []
     for node in reports:
@@ -102,7 +102,7 @@ def link_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
     bad = any(one.check in RAN and one.status in ("fail", "warn") for one in done.findings)
     if not bad or len(names) > MAX_MATRIX:
         return None
-    rates = {(one["from"], one["to"]): one["mbit_s"] for one in links_of(done.seen)}
+    rates = {(one["from"], one["to"]): one["mbit_s"] for one in list_link_measurements(done.seen)}
     rows = [
         [one, *("" if one == other else rate_text(rates[one, other]) if rates.get((one, other)) else "?"
                 for other in names)]

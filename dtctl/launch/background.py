@@ -16,7 +16,7 @@ from dtctl import children, names
 from dtctl.launch.records.events import AttemptRunning, Emit
 from dtctl.launch.records.record import RunRecord, translate_write_errors
 from dtctl.launch.records.run_writer import RunWriter, state_folder
-from dtctl.launch.records.state import state_of
+from dtctl.launch.records.state import read_run_state
 
 OUTPUT_FILE = "launcher.log"
 POLL_S = 0.05
@@ -38,7 +38,9 @@ def take_up_in_background(record: RunRecord) -> str:
                 return ""
             time.sleep(POLL_S)
         # The run may have ended at once, or another launcher may have been faster: then the record shows it.
-        has_taken_over = record.info().pid == process.pid or record.has_launcher() or state_of(record).done is not None
+        has_taken_over = (
+            record.info().pid == process.pid or record.has_launcher() or read_run_state(record).done is not None
+        )
         return "" if has_taken_over else log.read().decode(errors="replace").strip()
 
 

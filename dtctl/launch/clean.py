@@ -17,7 +17,7 @@ from dtctl.launch.control.link import Kind, open_node
 from dtctl.launch.files.data import CACHE_DIR
 from dtctl.launch.files.wheels import CACHE as WHEELS_DIR
 from dtctl.launch.records.record import RunRecord, check_no_link, list_run_records
-from dtctl.launch.records.state import state_of
+from dtctl.launch.records.state import read_run_state
 from dtctl.spec.nodes import NodeSpec
 from dtctl.supervisor.messages.base import Message
 from dtctl.supervisor.messages.stored import ItemsRemoved, ListStored, RemoveStored, StoredItems
@@ -131,7 +131,7 @@ def needed_runs(base_dir: Path, going: Iterable[str]) -> frozenset[str]:
 
 
 def _is_over(record: RunRecord) -> bool:
-    state = state_of(record)
+    state = read_run_state(record)
     return state.over and state.status != "unattended" and not record.has_launcher()
 
 

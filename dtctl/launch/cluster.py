@@ -46,7 +46,7 @@ class ResolvedCluster:
     """Connects to the nodes and imports the modules of the transport, which takes a while; not called in a dry run."""
 
 
-def cluster_of(spec: Spec, *, start: bool, record: RunRecord | None = None) -> ResolvedCluster:
+def resolve_cluster(spec: Spec, *, start: bool, record: RunRecord | None = None) -> ResolvedCluster:
     """Return the nodes that a spec names.
 
     Args:
@@ -76,7 +76,7 @@ def cluster_of_run(record: RunRecord) -> ResolvedCluster:
     """
     from dtctl.launch.run_spec import spec_of_run
 
-    return cluster_of(spec_of_run(record), start=False, record=record)
+    return resolve_cluster(spec_of_run(record), start=False, record=record)
 
 
 def _cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
@@ -286,11 +286,13 @@ def with_environment(cluster: ResolvedCluster, digest: str, workdir: str = "") -
 
 def set_job_python(nodes: Iterable[NodeSpec], digest: str, workdir: str = "") -> tuple[NodeSpec, ...]:
     """Return nodes that run programs in an environment below `workdir`; empty: below the workdir of each."""
-    from dtctl.supervisor.environments import python_of
+    from dtctl.supervisor.environments import locate_environment_python
 
     def add_python(node: NodeSpec) -> NodeSpec:
         top = workdir or node.workdir
-        return replace(node, job_python=python_of(top if top.startswith(("/", "~")) else f"~/{top}", digest))
+        return replace(
+            node, job_python=locate_environment_python(top if top.startswith(("/", "~")) else f"~/{top}", digest)
+        )
 
     return tuple(map(add_python, nodes))
 
@@ -304,11 +306,14 @@ def first_plan(spec: Spec, cluster: ResolvedCluster, *, run: str) -> Plan:
     from dtctl.plan.build import PlanFacts, build
 
     return build(
-        spec, cluster.nodes, run=run, facts=PlanFacts(environ=os.environ, share=share_of(spec), source=source_of(spec))
+        spec,
+        cluster.nodes,
+        run=run,
+        facts=PlanFacts(environ=os.environ, share=compute_machine_share(spec), source=read_job_source(spec)),
     )
 
 
-def share_of(spec: Spec) -> MachineShare | None:
+def compute_machine_share(spec: Spec) -> MachineShare | None:
     """Return the share of this machine that each node has, if all nodes are on this machine."""
     from dtctl.plan.environment import MachineShare
 
@@ -319,7 +324,7 @@ def share_of(spec: Spec) -> MachineShare | None:
     return None
 
 
-def source_of(spec: Spec) -> str:
+def read_job_source(spec: Spec) -> str:
     """Return the text of the job's script if it is here and the plan depends on its first line or its imports."""
     script = spec.job.script
     if script is None or (script.endswith(".py") and spec.job.kind != "direct"):

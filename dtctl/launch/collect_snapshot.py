@@ -81,7 +81,7 @@ class DistributedSnapshot:
         readable_files: set[str] = set().union(*(self.good_files.get(node, frozenset()) for node in nodes))
         return bool(self.sizes) and readable_files >= self.sizes.keys()
 
-    def row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """Return the row of `dtctl snapshot verify`: ok if the snapshot can be read, even if one copy is bad."""
         holders = self.holders
         missing = [f"{name} is missing" for name in self.sizes if name not in holders]
@@ -216,7 +216,7 @@ def list_removable_snapshots(
             needed = {node} if snapshot.is_readable_on({node}) else set(snapshot.paths)
             return any(other.is_readable_on(needed) for other in kept_snapshots)
         # An incomplete snapshot newer than all readable ones may still be being written: nodes commit one by one.
-        under_way = snapshot.step > newest and snapshot.row()["status"] == "incomplete"
+        under_way = snapshot.step > newest and snapshot.to_row()["status"] == "incomplete"
         return all_answered and not under_way
 
     return [snapshot for snapshot in on_node if is_removable(snapshot)]

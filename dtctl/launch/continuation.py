@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from dtctl.errors import DtctlError, LaunchError, SnapshotError
 from dtctl.launch.records.record import RunRecord
-from dtctl.launch.records.state import state_of
+from dtctl.launch.records.state import read_run_state
 from dtctl.launch.run_spec import spec_of_run
 from dtctl.launch.snapshot_answers import SnapshotListing
 from dtctl.launch.snapshots import RunSnapshots
@@ -31,7 +31,7 @@ def require_over(earlier: RunRecord) -> None:
     Raises:
         LaunchError: the run is not over.
     """
-    if not state_of(earlier).over:
+    if not read_run_state(earlier).over:
         raise LaunchError(
             f"run {earlier.run} is not over", where=str(earlier.folder), hint=f"`dtctl stop {earlier.run}` ends it"
         )

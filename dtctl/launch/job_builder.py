@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtctl import names, shell
 from dtctl.launch import cluster as clusters
-from dtctl.launch.cluster import ResolvedCluster, cluster_of
+from dtctl.launch.cluster import ResolvedCluster, resolve_cluster
 from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push as pushing
 from dtctl.launch.files.relay import BlockRelay
@@ -54,7 +54,7 @@ def job_of_run(record: RunRecord) -> LaunchJob:
         PlanError: a secret that the job needs is not set here.
     """
     spec = spec_of_run(record)
-    cluster = cluster_of(spec, start=False, record=record)
+    cluster = resolve_cluster(spec, start=False, record=record)
     info = record.info()
     if info.environment:
         cluster = clusters.with_environment(cluster, info.environment)
@@ -186,7 +186,7 @@ def build_launch_job(
         if push is not None:
             push.expect_nodes(len(cluster.nodes) + len(cluster.spares))
     values = read_job_secrets(spec.job.secrets, os.environ)
-    source, share = clusters.source_of(spec), clusters.share_of(spec)
+    source, share = clusters.read_job_source(spec), clusters.compute_machine_share(spec)
 
     known_nodes = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
 
@@ -253,11 +253,11 @@ def build_launch_job(
         copies=copies,
         origin=build_run_origin(shell.join_command(["dtctl", *sys.argv[1:]]), time.time()),
         keep=keep,
-        **settings_of(spec, nodes=len(cluster.nodes), has_spares=bool(cluster.spares)),
+        **collect_job_settings(spec, nodes=len(cluster.nodes), has_spares=bool(cluster.spares)),
     )
 
 
-def settings_of(spec: Spec, *, nodes: int, has_spares: bool) -> dict[str, Any]:
+def collect_job_settings(spec: Spec, *, nodes: int, has_spares: bool) -> dict[str, Any]:
     """Return the fields of a `LaunchJob` that are settings of the spec; JSON can represent them."""
     fixed = spec.network.rendezvous_port
     return {

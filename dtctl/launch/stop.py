@@ -13,7 +13,7 @@ from dtctl.launch.orphaned_runs import OrphanedRunNode, sweep_nodes
 from dtctl.launch.records.events import RunEnded
 from dtctl.launch.records.record import RunRecord
 from dtctl.launch.records.run_writer import RunWriter
-from dtctl.launch.records.state import is_launcher_alive, state_of
+from dtctl.launch.records.state import is_launcher_alive, read_run_state
 from dtctl.launch.remote_runs import GRACE_S
 from dtctl.transport.base import Target, Transport
 
@@ -34,12 +34,12 @@ def request_launcher_stop(record: RunRecord, *, wait_s: float) -> bool:
     """
     info = record.info()
     # A launcher holds its run's lock; a record that was copied here, or made up, may name any process.
-    if state_of(record).over or not is_launcher_alive(info) or not record.has_launcher():
+    if read_run_state(record).over or not is_launcher_alive(info) or not record.has_launcher():
         return False
     os.kill(info.pid, signal.SIGTERM)
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
-        if state_of(record).over:
+        if read_run_state(record).over:
             return True
         if not record.has_launcher():
             return False  # The launcher has exited before the end of the run.
@@ -71,7 +71,7 @@ def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transp
     ]
     grace_s = float(plan.get("grace_s", GRACE_S))
     left_behind = sweep_nodes(nodes, transport, run=record.run, token=record.info().token, grace_s=grace_s)
-    if note and not state_of(record).done:
+    if note and not read_run_state(record).done:
         counts = [answer for answer in left_behind.values() if isinstance(answer, int)]
         left = sum(counts) if len(counts) == len(left_behind) else None
         RunWriter(record.folder).append_event(

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from dtctl.lint import names
-from dtctl.lint.flow import find_call_argument, function_of, is_bound_method
+from dtctl.lint.flow import find_call_argument, find_called_function, is_bound_method
 from dtctl.lint.ranks import list_rank_guards
 from dtctl.lint.source_file import Definition, Function, SourceFile, find_keyword_value, format_dotted_name
 from dtctl.lint.wraps import Kind, model_kinds
@@ -39,7 +39,7 @@ def collective_called(module: SourceFile, call: ast.Call, depth: int = _DEPTH) -
 
 
 def _find_called_function(module: SourceFile, call: ast.Call) -> Definition | None:
-    target = function_of(module, call)
+    target = find_called_function(module, call)
     if target is None or not isinstance(target.node, Function):
         return None
     generator = any(isinstance(part, ast.Yield | ast.YieldFrom) for part in _own_nodes(target.node))
@@ -83,14 +83,14 @@ def _of_mpi(module: SourceFile, call: ast.Call) -> bool:
     )  # fmt: skip
 
 
-def forward_of(module: SourceFile, call: ast.Call, depth: int = 3) -> tuple[Kind, bool] | None:
+def find_forward_kind(module: SourceFile, call: ast.Call, depth: int = 3) -> tuple[Kind, bool] | None:
     """Return the kind of wrapped model whose forward pass a call runs, directly or in a project function.
 
     Returns:
         (kind of wrapper, True if the model is certainly wrapped); None if the call runs no forward pass.
     """
     if isinstance(call.func, ast.Name | ast.Attribute):
-        kinds = model_kinds(module, call.func) if function_of(module, call) is None else set()
+        kinds = model_kinds(module, call.func) if find_called_function(module, call) is None else set()
         for kind in ("fsdp", "fully_shard", "ddp"):
             if kind in kinds:
                 return kind, kinds == {kind}
@@ -127,7 +127,7 @@ def _models_run(module: SourceFile, function: ast.AST, depth: int) -> list[ast.e
                 continue
             if isinstance(node.func, ast.Name) and node.func.id in parameters:
                 found.append(node.func)
-            elif isinstance(node.func, ast.Name | ast.Attribute) and function_of(module, node) is None:
+            elif isinstance(node.func, ast.Name | ast.Attribute) and find_called_function(module, node) is None:
                 if format_dotted_name(node.func) and model_kinds(module, node.func) - {None}:
                     found.append(node.func)
             elif depth and (below := _find_called_function(module, node)) is not None:

@@ -59,7 +59,7 @@ def resolve_callee(module: SourceFile, call: ast.Call, depth: int = 4) -> Defini
     return module.facts[fact]  # type: ignore[return-value]  # facts of this kind have this type
 
 
-def function_of(module: SourceFile, call: ast.Call) -> Definition | None:
+def find_called_function(module: SourceFile, call: ast.Call) -> Definition | None:
     """Return the function that a call runs; for a class its __init__."""
     found = resolve_callee(module, call)
     if found is not None and isinstance(found.node, ast.ClassDef):
@@ -278,7 +278,7 @@ def _resolve_parameter(
         above = frame.above if frame is not None else None
         passed = _find_passed_argument(caller, call, module, function, name)
         if passed is None:
-            passed = default_of(function, name)
+            passed = find_parameter_default(function, name)
             if passed is None:
                 yield value
             else:
@@ -308,7 +308,7 @@ def _find_passed_argument(
     return given.elts[at] if isinstance(given, ast.Tuple | ast.List) and 0 <= at < len(given.elts) else None
 
 
-def default_of(function: ast.AST, parameter: str) -> ast.expr | None:
+def find_parameter_default(function: ast.AST, parameter: str) -> ast.expr | None:
     """Return the default of a parameter; None if it has none."""
     if not isinstance(function, Function):
         return None

@@ -26,7 +26,7 @@ class ModelWrap:
     """Name of the result; None if the result is not assigned."""
 
 
-def wrap_of(module: SourceFile, call: ast.Call) -> ModelWrap | None:
+def find_call_wrap(module: SourceFile, call: ast.Call) -> ModelWrap | None:
     """Return the wrap for a call; None if the call wraps nothing."""
     kind = _KINDS.get(module.name(call.func) or "")
     if kind is None:
@@ -44,7 +44,7 @@ def wrap_of(module: SourceFile, call: ast.Call) -> ModelWrap | None:
 
 def list_model_wraps(module: SourceFile) -> list[ModelWrap]:
     """Return all wraps of a file, in the order of the file."""
-    candidates = [wrap_of(module, call) for call in module.calls_of(*_KINDS)]
+    candidates = [find_call_wrap(module, call) for call in module.calls_of(*_KINDS)]
     return [wrap for wrap in candidates if wrap is not None]
 
 
@@ -55,11 +55,11 @@ def find_model_wrap(module: SourceFile, node: ast.expr, at: ast.AST) -> ModelWra
         return None
     if not name.startswith("self."):
         binding = module.find_current_binding(node, at)
-        return wrap_of(module, binding.value) if binding and isinstance(binding.value, ast.Call) else None
+        return find_call_wrap(module, binding.value) if binding and isinstance(binding.value, ast.Call) else None
     bound = module.lookup(node)
     if not bound or not isinstance(bound[-1].value, ast.Call):
         return None
-    wrap = wrap_of(module, bound[-1].value)
+    wrap = find_call_wrap(module, bound[-1].value)
     if wrap is None or any(isinstance(parent, ast.If | ast.Try) for parent, _ in module.chain(wrap.call)):
         return None
     first = module.scope(wrap.call)
@@ -85,7 +85,11 @@ def _model_kinds(module: SourceFile, node: ast.expr) -> set[Kind | None]:
     for value in find_value_origins(module, node):
         if isinstance(value.node, ast.Constant):
             continue
-        wrap = wrap_of(value.module, value.node) if isinstance(value.node, ast.Call) and value.item is None else None
+        wrap = (
+            find_call_wrap(value.module, value.node)
+            if isinstance(value.node, ast.Call) and value.item is None
+            else None
+        )
         kinds.add(wrap.kind if wrap is not None else None)
     if None in kinds and _sharded_in_place(module, node):
         kinds.add("fully_shard")

@@ -92,7 +92,7 @@ def bind_plan(template: PlanTemplate, attempt: AttemptFacts) -> Plan:
         PlanError: the kind of the job cannot run its program.
     """
     placements = assign_worker_ranks({node.name: node.slots for node in template.nodes})
-    threads = None if template.share else attempt.threads or env.threads_of(attempt.cores, placements)
+    threads = None if template.share else attempt.threads or env.compute_worker_threads(attempt.cores, placements)
     total = world_size(placements)
     on_cpus = all(_count_template_gpus(node, attempt.gpus) == 0 for node in template.nodes)
     nodes = []

@@ -13,7 +13,7 @@ from dtctl import node_facts, shell
 from dtctl.errors import PlanError
 from dtctl.plan import environment as env
 from dtctl.plan.bind import AttemptFacts, NodeTemplate, PlanTemplate, bind_plan
-from dtctl.plan.commands import UserProgram, interpreter_of
+from dtctl.plan.commands import UserProgram, choose_interpreter
 from dtctl.plan.model import (
     WORKER_KINDS,
     EnvVar,
@@ -219,7 +219,7 @@ def _choose_preload_modules(spec: Spec, kind: Kind, placement: NodeRanks, facts:
 
 def _choose_job_kind(spec: Spec, source: str) -> Kind:
     job = spec.job
-    other = job.command or (job.script and interpreter_of(job.script, source))
+    other = job.command or (job.script and choose_interpreter(job.script, source))
     return job.kind or ("command" if other else "torchrun")
 
 
@@ -255,7 +255,7 @@ def _build_job_program(spec: Spec, generated: GeneratedConfig, source: str) -> U
         command=tuple(job.command or ()),
         args=args,
         shell=job.shell,
-        interpreter=interpreter_of(job.script, source) if job.script else (),
+        interpreter=choose_interpreter(job.script, source) if job.script else (),
     )
 
 

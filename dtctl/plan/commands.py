@@ -15,7 +15,7 @@ SHELLS: Final = {".sh": "bash", ".bash": "bash", ".zsh": "zsh", ".ksh": "ksh", "
 """Ending of a script's name -> program that runs it if its first line does not name one."""
 
 
-def interpreter_of(script: str, source: str) -> tuple[str, ...]:
+def choose_interpreter(script: str, source: str) -> tuple[str, ...]:
     """Return the program that runs a script that is not Python, by its first line or its name; empty for Python.
 
     Args:

@@ -114,7 +114,7 @@ def _number_of(threads: ThreadCount) -> EnvVar:
     return EnvVar(name=THREADS, value=value, origin=f"dtctl: {threads.reason}, unless the node sets it")
 
 
-def threads_of(cores: Mapping[str, int], placements: Sequence[NodeRanks]) -> ThreadCount | None:
+def compute_worker_threads(cores: Mapping[str, int], placements: Sequence[NodeRanks]) -> ThreadCount | None:
     """Return the threads of each worker: the smallest number of cores per worker over all nodes.
 
     The slowest worker determines the time of a step, so more threads on other nodes would gain little.

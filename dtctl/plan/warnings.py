@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dtctl.plan.commands import interpreter_of
+from dtctl.plan.commands import choose_interpreter
 from dtctl.spec.model import NodeEntry, Spec
 from dtctl.spec.nodes import NodeSpec, gpus_of_gres
 
@@ -77,7 +77,7 @@ def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
 
 def _useless_activation(spec: Spec, nodes: Sequence[NodeSpec]) -> str:
     """Return a sentence if a line of `job.setup` activates an environment and no worker runs its Python."""
-    is_python = spec.job.command is None and not interpreter_of(spec.job.script or "", "")
+    is_python = spec.job.command is None and not choose_interpreter(spec.job.script or "", "")
     line = next((line for line in spec.job.setup if re.search(_ACTIVATION, line)), None)
     # A name without a folder is searched in the PATH that the setup lines have set.
     fixed = next((node.python for node in nodes if node.python is not None and "/" in node.python), None)

@@ -86,7 +86,7 @@ class RunHistory:
         return [mark for mark in self.marks if mark.kind in kinds]
 
 
-def history_of(events: Iterable[Event], *, began: float, length_s: float) -> RunHistory:
+def build_run_history(events: Iterable[Event], *, began: float, length_s: float) -> RunHistory:
     """Return the course of a run.
 
     Args:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import dtctl
-from dtctl.launch.records.events import subject_of
+from dtctl.launch.records.events import describe_failure_subject
 from dtctl.launch.records.ledger import PHASES, LedgerFacts
 from dtctl.launch.records.state import LEFT
 from dtctl.printable import format_count
@@ -164,7 +164,7 @@ def _describe_run_end(run: RunFacts) -> str:
     failure = state.done and state.done.first_failure
     if failure:
         summary = f": {failure.summary}" if failure.summary else ""
-        subject = subject_of(failure.node, failure.rank, failure.exit_code)
+        subject = describe_failure_subject(failure.node, failure.rank, failure.exit_code)
         first = f"Failed after {took}: {subject} {describe_worker_end(failure)}{summary}."
     elif state.status in LEFT:
         first = f"Its launcher ended unexpectedly after {took}."
@@ -192,7 +192,7 @@ def build_figure_tiles(run: RunFacts) -> list[tuple[str, str, str]]:
     ]
     goodput = ledger.goodput
     lost = ledger.steps_lost or 0
-    items.append(("goodput", "–" if goodput is None else f"{goodput:.1%}", f"{format_count(lost, 'step')} done again"))
+    items.append(("goodput", "–" if goodput is None else f"{goodput:.1%}", f"{format_count(lost, 'step')} repeated"))
     target_steps = run.settings.get("train.steps")
     if metrics is not None:
         items.append(

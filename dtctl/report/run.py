@@ -11,8 +11,8 @@ from typing import Any
 from dtctl import folders, names
 from dtctl.errors import SpecError, UsageError
 from dtctl.launch.records.record import RunInfo, RunRecord
-from dtctl.launch.records.state import RunState, state_of
-from dtctl.report.history import RunHistory, history_of
+from dtctl.launch.records.state import RunState, read_run_state
+from dtctl.report.history import RunHistory, build_run_history
 from dtctl.report.metrics import MetricsTable, read_metrics_table, read_printed_table
 from dtctl.spec import positions
 from dtctl.spec.load import MAX_BYTES
@@ -57,7 +57,7 @@ def collect_run_facts(record: RunRecord) -> RunFacts:
     Raises:
         LaunchError: the folder is not that of a run, or its metrics cannot be read.
     """
-    state, plan = state_of(record), record.plan()
+    state, plan = read_run_state(record), record.plan()
     text = _read_optional_text(record.folder / names.RUN_SPEC_FILE)
     settings = flatten_spec_text(text)
     hidden = {key: value for key, value in settings.items() if value and (_is_secret(key) or LOGIN.search(value))}
@@ -71,7 +71,7 @@ def collect_run_facts(record: RunRecord) -> RunFacts:
         spec=text,
         settings={key: HIDDEN if key in hidden else value for key, value in settings.items()},
         environment=list_reported_variables(plan),
-        history=history_of(record.events(), began=state.started, length_s=state.duration_s),
+        history=build_run_history(record.events(), began=state.started, length_s=state.duration_s),
         metrics=read_metrics_table(record.folder / names.METRICS_FILE)
         or read_printed_table(record.folder / names.LOGS_DIR, settings.get("job.progress")),
     )

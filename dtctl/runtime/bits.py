@@ -47,9 +47,9 @@ def sum_tensors(tensors: Mapping[str, torch.Tensor]) -> int:
     for name, tensor in _as_strided(tensors).items():
         shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
         if hasattr(tensor, "device_mesh"):
-            from dtctl.runtime.snapshot.format.pieces import box_of
+            from dtctl.runtime.snapshot.format.pieces import compute_local_box
 
-            offset, tensor = box_of(tensor)[0], tensor.to_local()  # type: ignore[attr-defined]
+            offset, tensor = compute_local_box(tensor)[0], tensor.to_local()  # type: ignore[attr-defined]
         total += weigh_name(name) * sum_tensor_part(tensor, shape, offset)
     return total % MODULUS
 

@@ -15,7 +15,7 @@ from dtctl.runtime.data_loading import datasets
 from dtctl.runtime.data_loading.feed import BatchLoader
 from dtctl.runtime.distributed.device_mesh import limit_groups
 from dtctl.runtime.guards.nonfinite import NonFiniteGuard
-from dtctl.runtime.guards.oom import OomGuard, raise_lack_of_memory, reduce_micro_batch
+from dtctl.runtime.guards.oom import OomGuard, raise_out_of_memory, reduce_micro_batch
 from dtctl.runtime.guards.origin import find_nonfinite_gradients
 from dtctl.runtime.live.repeated import require_repeated
 from dtctl.runtime.moe import balance
@@ -246,5 +246,5 @@ class TrainingEngine:
                 "its state does not depend on the batch: divide it with "
                 "`strategy: zero1` or `fsdp`, or look at `dtctl advise`"
             )
-            raise_lack_of_memory(exc, f"the optimizer's step {step + 1}", hint, self.settings.worker)
+            raise_out_of_memory(exc, f"the optimizer's step {step + 1}", hint, self.settings.worker)
             raise

@@ -38,7 +38,7 @@ class SandboxDaemon:
             kernel.map_ids(0, 0, self.uid, self.gid)
             kernel.interface_up("lo")
         routes = subprocess.run(["ip", "-json", "route"], capture_output=True, text=True, check=True).stdout
-        network = layout.choose_network(state, layout.routes_of(routes))
+        network = layout.choose_network(state, layout.parse_routes(routes))
         self.netmask = str(network.netmask)
         nodes = tuple(
             SandboxNode(name=f"node{index}", address=str(network[index]), index=index, pid=0)

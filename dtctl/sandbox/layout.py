@@ -165,7 +165,7 @@ def choose_network(state: Path, taken: Iterable[str]) -> ipaddress.IPv4Network:
     raise SandboxError("no private network is free for the sandbox", hint="see `ip route`")
 
 
-def routes_of(output: str) -> list[str]:
+def parse_routes(output: str) -> list[str]:
     """Return the networks in the output of `ip -json route`, without the default route."""
     return [row["dst"] for row in json.loads(output or "[]") if row.get("dst") not in (None, "default")]
 

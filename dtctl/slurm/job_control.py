@@ -43,7 +43,7 @@ from dtctl.launch.records.events import (
     RunProgress,
     WorkersReplaced,
     decide_end_status,
-    subject_of,
+    describe_failure_subject,
 )
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import BEGUN_FILE
@@ -129,7 +129,7 @@ def run(launcher: Path, folder: Path, environ: Mapping[str, str]) -> int:
         emit.is_followed = file.is_followed
         life.requeues, life.warn_s, life.nodes_needed = file.requeues, file.warn_s, len(file.template.nodes)
         has_controller = life.wait_for_controller(record.folder)
-        addresses = addresses_of(file, environ, asks=has_controller)
+        addresses = resolve_allocation_nodes(file, environ, asks=has_controller)
         life.start_guards(record.folder, [*addresses])
         ledger = open_ledger(record, file)
         code, lost = _launch_allocated_job(file, addresses, folder, environ, record, emit, signals, ledger)
@@ -239,7 +239,7 @@ class _RecordingEmitter:
 
 def _describe_first_failure(first: FirstFailure) -> str:
     """Describe the first failure, for the output of a job without a follower."""
-    subject = subject_of(first.node, first.rank, first.exit_code)
+    subject = describe_failure_subject(first.node, first.rank, first.exit_code)
     ended = "was lost" if first.exit_code is None else f"ended with exit code {first.exit_code}"
     how = "made no progress" if first.hang else ended
     return f"{subject} {how}{f': {first.summary}' if first.summary else ''}"
@@ -251,7 +251,7 @@ def read_job_name(environ: Mapping[str, str]) -> str:
     return f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else environ["SLURM_JOB_ID"]
 
 
-def addresses_of(file: JobFile, environ: Mapping[str, str], *, asks: bool) -> dict[str, str]:
+def resolve_allocation_nodes(file: JobFile, environ: Mapping[str, str], *, asks: bool) -> dict[str, str]:
     """Return the nodes of this allocation in Slurm's order, with addresses; nodes beyond the plan are spares.
 
     Args:

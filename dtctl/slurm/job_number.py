@@ -11,13 +11,13 @@ from typing import Final
 
 from dtctl import folders, names
 from dtctl.errors import LaunchError
-from dtctl.launch.cluster import cluster_of, first_plan
+from dtctl.launch.cluster import first_plan, resolve_cluster
 from dtctl.launch.records.events import JobSubmitted, RunPlanned
 from dtctl.launch.records.record import RunInfo, RunRecord, check_no_link, list_run_records
 from dtctl.launch.records.run_writer import RunWriter
-from dtctl.launch.records.state import progress_of
+from dtctl.launch.records.state import read_run_progress
 from dtctl.slurm.job_control import CONTROL_FOLDER
-from dtctl.slurm.site import site_of
+from dtctl.slurm.site import choose_slurm_host
 from dtctl.slurm.submit import python_at
 from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Spec
@@ -38,7 +38,7 @@ def find_run_of_job(base_dir: Path, number: str) -> RunRecord:
         LaunchError: no job of this number belongs to the folder.
     """
     for record in list_run_records(base_dir):
-        submitted = progress_of(record).job if record.info().slurm else None
+        submitted = read_run_progress(record).job if record.info().slurm else None
         if submitted is not None and submitted.job == number:
             return record
     check_no_link(base_dir, SLURM_FOLDER)
@@ -74,7 +74,7 @@ def _read_job_spec(base_dir: Path, folder: Path) -> Spec:
 
 def _is_waiting(base_dir: Path, folder: Path, number: str) -> bool:
     """Return whether Slurm has a job that waits and was submitted from this batch file, by the path of its output."""
-    with closing(site_of(_read_job_spec(base_dir, folder))) as site:
+    with closing(choose_slurm_host(_read_job_spec(base_dir, folder))) as site:
         told = site.run(["scontrol", "show", "job", "-o", number]).out
     return f"/{folder.name}-" in told or f"/{folder.name}/" in told
 
@@ -82,12 +82,12 @@ def _is_waiting(base_dir: Path, folder: Path, number: str) -> bool:
 def _record_job_run(base_dir: Path, folder: Path, number: str) -> RunRecord:
     """Record a job as a run, which users can then follow, read and stop like a run of `dtctl launch`."""
     spec, run = _read_job_spec(base_dir, folder), f"{folder.name}.{number}"
-    plan = first_plan(spec, cluster_of(spec, start=False), run=run)
+    plan = first_plan(spec, resolve_cluster(spec, start=False), run=run)
     started = _read_job_start(folder / number)
     info = RunInfo(
         run=run, token="", pid=os.getpid(), started=started, spec="", command=[], detached=True, slurm=True
     )  # fmt: skip
-    with closing(site_of(spec)) as site:
+    with closing(choose_slurm_host(spec)) as site:
         submitted = JobSubmitted(
             job=number,
             site=site.name,

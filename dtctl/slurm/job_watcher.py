@@ -22,7 +22,7 @@ from dtctl.launch.records.events import Emit, NodeChanged, Note
 from dtctl.launch.records.ledger import WRITE_S
 from dtctl.launch.records.record import RunRecord
 from dtctl.launch.records.run_writer import RunWriter
-from dtctl.launch.records.state import progress_of
+from dtctl.launch.records.state import read_run_progress
 from dtctl.launch.run_spec import spec_of_run
 from dtctl.slurm import batchlog, remote_commands
 from dtctl.slurm.answers import JobUpdate
@@ -274,7 +274,7 @@ class JobWatcher:
 
 def list_job_nodes(record: RunRecord) -> list[str]:
     """Return all nodes that the job has had, as far as the run's record has them."""
-    return sorted(progress_of(record).all_nodes)
+    return sorted(read_run_progress(record).all_nodes)
 
 
 def cancel_job(site: CommandHost, job: str) -> None:
@@ -294,7 +294,7 @@ def read_job_reference(record: RunRecord) -> JobRef:
     Raises:
         LaunchError: the run was never submitted.
     """
-    submitted = progress_of(record).job
+    submitted = read_run_progress(record).job
     if submitted is not None:
         return JobRef(**{field.name: getattr(submitted, field.name) for field in fields(JobRef)})
     raise LaunchError(f"run {record.run} was never submitted", where=str(record.folder))

@@ -20,8 +20,8 @@ from typing import Final
 
 import dtctl
 from dtctl import names, node_facts, shell
-from dtctl.launch.cluster import set_job_python, source_of
-from dtctl.launch.job_builder import COMMAND_CHARACTERS, settings_of, this_user
+from dtctl.launch.cluster import read_job_source, set_job_python
+from dtctl.launch.job_builder import COMMAND_CHARACTERS, collect_job_settings, this_user
 from dtctl.plan.bind import AttemptFacts, PlanTemplate, bind_plan
 from dtctl.plan.build import PlanFacts, compute_spec_digest, make_template
 from dtctl.plan.commands import with_options
@@ -115,12 +115,12 @@ def make_job_file(
     nodes, slurm = resolve_nodes(spec), spec.slurm or Slurm()
     if environment is not None:
         nodes = set_job_python(nodes, environment.digest, environment.workdir)
-    facts = PlanFacts(environ=os.environ, source=source_of(spec))
+    facts = PlanFacts(environ=os.environ, source=read_job_source(spec))
     template, _ = make_template(inside, nodes, run=run, facts=facts)
     return JobFile(
         template=replace(template, spec_digest=compute_spec_digest(spec)),
         scripts=_scripts_of(template, spec.base_dir),
-        settings=settings_of(spec, nodes=len(nodes), has_spares=bool(resolve_spares(spec))),
+        settings=collect_job_settings(spec, nodes=len(nodes), has_spares=bool(resolve_spares(spec))),
         requeues=slurm.requeues if slurm.requeue else 0,
         warn_s=slurm.warn_s,
         code=code,

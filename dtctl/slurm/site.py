@@ -175,7 +175,7 @@ def _decode_text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-def site_of(spec: Spec) -> CommandHost:
+def choose_slurm_host(spec: Spec) -> CommandHost:
     """Return the machine with Slurm's commands that the spec names.
 
     Raises:

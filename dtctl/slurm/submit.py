@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dtctl import names
 from dtctl.errors import LaunchError, PlanError, UsageError
-from dtctl.launch.cluster import ResolvedCluster, cluster_of, first_plan
+from dtctl.launch.cluster import ResolvedCluster, first_plan, resolve_cluster
 from dtctl.launch.files.tree import FileTree, check_program_files
 from dtctl.launch.job_builder import CodePush
 from dtctl.launch.records.run_writer import state_folder
@@ -29,7 +29,7 @@ from dtctl.slurm.job_output import JOB_LOG
 from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.launcher_files import compute_launcher_digest, make_launcher
 from dtctl.slurm.partition_checks import check_job_offer
-from dtctl.slurm.site import CommandHost, LocalCommandHost, LoginCommandHost, site_of
+from dtctl.slurm.site import CommandHost, LocalCommandHost, LoginCommandHost, choose_slurm_host
 from dtctl.spec.load import dump_spec
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec, resolve_spares
@@ -91,10 +91,10 @@ def submit_job(
     Raises:
         DtctlError: nothing was submitted; the class names the problem.
     """
-    tasks = array_of(spec)
+    tasks = list_array_indexes(spec)
     if followed:
         _check_allocation(site, os.environ)
-    plan = first_plan(spec, cluster_of(spec, start=False), run=run)
+    plan = first_plan(spec, resolve_cluster(spec, start=False), run=run)
     secrets = read_job_secrets(spec.job.secrets, os.environ)
     if code is not None:
         for each in (specs or {0: spec}).values():
@@ -174,7 +174,7 @@ def make_files(
         PlanError: a key of the spec cannot be expressed in Slurm.
         RenderError: a template is missing or wrong.
     """
-    top, is_array = folder / run_workdir.FOLDER, bool(array_of(spec))
+    top, is_array = folder / run_workdir.FOLDER, bool(list_array_indexes(spec))
     launcher = b"" if spec.is_plain else make_launcher(
         spec, plan.run, code="" if is_array else str(top), is_followed=followed,
         snapshots="" if followed or is_array else str(top / "snapshots"), environment=environment,
@@ -241,7 +241,7 @@ def locate_stores(spec: Spec) -> ResolvedCluster:
     Raises:
         LaunchError: Slurm's commands are in the sandbox, which is not running.
     """
-    site = site_of(spec)
+    site = choose_slurm_host(spec)
     workdir = str(locate_folder(spec, "").resolve().parent)
     if isinstance(site, LoginCommandHost):
         workdir = spec.cluster.workdir
@@ -275,7 +275,7 @@ def _check_allocation(site: CommandHost, environ: Mapping[str, str]) -> None:
         )
 
 
-def array_of(spec: Spec) -> list[int]:
+def list_array_indexes(spec: Spec) -> list[int]:
     """Return the indexes of the job array that a spec requests; empty if it requests one job.
 
     Raises:

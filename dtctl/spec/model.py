@@ -736,7 +736,7 @@ class Kubernetes(Section):
 
 
 class Secret(Section):
-    """Source of a value that is written into no spec: a variable or a file."""
+    """Source of a secret value outside of the spec: a variable or a file."""
 
     env: Word | None = None
     """Variable in the environment of `dtctl launch`."""

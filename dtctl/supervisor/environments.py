@@ -46,7 +46,7 @@ PAUSE_S = 1.0
 """Most seconds between two checks of a waiting node: a thousand nodes may check one folder of a file server."""
 
 
-def python_of(workdir: str, digest: str) -> str:
+def locate_environment_python(workdir: str, digest: str) -> str:
     """Return the path of an environment's interpreter."""
     return os.path.join(workdir, FOLDER, digest, "bin", "python")
 
@@ -54,7 +54,7 @@ def python_of(workdir: str, digest: str) -> str:
 def is_ready(workdir: str, digest: str) -> bool:
     """Return whether an environment is complete and its interpreter can still be started."""
     marker = os.path.join(workdir, FOLDER, digest, MARKER)
-    return os.path.isfile(marker) and os.access(python_of(workdir, digest), os.X_OK)
+    return os.path.isfile(marker) and os.access(locate_environment_python(workdir, digest), os.X_OK)
 
 
 def find_node_uv() -> str:

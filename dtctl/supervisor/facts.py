@@ -12,7 +12,7 @@ def server_address() -> str:
     return fields[2] if len(fields) == 4 else ""
 
 
-def code_of(exc: OSError) -> str:
+def choose_hint_code(exc: OSError) -> str:
     """Return a code by which the control machine chooses its hint."""
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk-full"

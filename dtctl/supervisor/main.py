@@ -54,5 +54,5 @@ def build_refusal(exc: Exception) -> Refusal:
     if isinstance(exc, folders.NotPrivateError):
         return Refusal(code="foreign", message=str(exc))
     if isinstance(exc, OSError):
-        return Refusal(code=facts.code_of(exc), message=facts.describe_os_error(exc))
+        return Refusal(code=facts.choose_hint_code(exc), message=facts.describe_os_error(exc))
     return Refusal(code="protocol", message=str(exc))

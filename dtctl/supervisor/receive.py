@@ -77,7 +77,7 @@ def receive_tree(link: frames.FdLink, workdir: str, tree: str, kind: str = "code
     except OSError as exc:
         if exc.errno == errno.EPIPE:
             raise  # The control machine is gone.
-        code, text = facts.code_of(exc), f"{exc.strerror} in {store}"
+        code, text = facts.choose_hint_code(exc), f"{exc.strerror} in {store}"
     except zlib.error as exc:
         code, text = "digest", f"the stream is damaged: {exc}"
     link.send_json(PushState(state="error", code=code, message=text))
@@ -626,7 +626,7 @@ def _remove_tree_files(folder: int, path: bytes, removable: set[bytes]) -> None:
         except OSError:
             continue  # The entry is a link, or a file that must stay.
         try:
-            if folders.mount_of(inner) == folders.mount_of(folder):
+            if folders.identify_mount(inner) == folders.identify_mount(folder):
                 _remove_tree_files(inner, below, removable)
         finally:
             os.close(inner)

@@ -137,7 +137,7 @@ def claim_workdir(workdir: str) -> None:
     except folders.NotPrivateError:
         raise
     except OSError as exc:
-        code = facts.code_of(exc)
+        code = facts.choose_hint_code(exc)
         raise RequestFailed(
             code if code == "disk-full" else "workdir", f"{exc.filename or workdir}: {exc.strerror}"
         ) from exc

@@ -255,7 +255,7 @@ class SharedRequests(NodeRequests):
             code = exc.code if isinstance(exc, (receive.PushProblem, RequestFailed)) else "protocol"
             self.report_refusal(code, str(exc))
         except OSError as exc:
-            self.report_refusal(facts.code_of(exc), facts.describe_os_error(exc))
+            self.report_refusal(facts.choose_hint_code(exc), facts.describe_os_error(exc))
 
     def report_refusal(self, code: str, text: str) -> None:
         """Report the reason why files cannot be fetched, and drop the incomplete copies."""
@@ -384,8 +384,8 @@ class IncomingCopies:
             source = os.path.join(self.folder, str(number))
             os.utime(source, ns=(file.mtime_ns, file.mtime_ns))
             try:
-                root, home = find_root(self.run_dir, top, root_of(file.path, self.paths))
-                inner = file.path[len(root_of(file.path, self.paths)) :].strip("/")
+                root, home = find_root(self.run_dir, top, find_shared_root(file.path, self.paths))
+                inner = file.path[len(find_shared_root(file.path, self.paths)) :].strip("/")
                 target = self._choose_file_target(root, inner, new_folders)
                 os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
                 os.replace(source, target)
@@ -479,7 +479,7 @@ def write_copy_record(run_dir: str, record: dict) -> None:  # type: ignore[type-
     os.replace(path + ".partial", path)
 
 
-def root_of(path: str, paths: list[str]) -> str:
+def find_shared_root(path: str, paths: list[str]) -> str:
     """Return the shared folder that contains a path; empty without one."""
     return next((root for root in paths if path.startswith(root + "/")), "")
 
@@ -532,7 +532,7 @@ def find_removed_files(run_dir: str, paths: list[str]) -> Iterator[str]:
         if not os.path.isdir(os.path.join(home, run_workdir.FOLDER)):
             continue
         for path, known in read_copy_record(home).items():
-            if root_of(path, [root]) and known[2:] == ["", boot]:
+            if find_shared_root(path, [root]) and known[2:] == ["", boot]:
                 try:
                     os.lstat(place + path[len(root) :])
                 except (FileNotFoundError, NotADirectoryError):
@@ -675,7 +675,7 @@ def parse_copies(packed: bytes, paths: list[str]) -> list[SharedCopy]:
     known = set()
     for file in files:
         parts = file.path.split("/")
-        if not all(map(folders.is_name, parts)) or not root_of(file.path, paths) or file.path in known:
+        if not all(map(folders.is_name, parts)) or not find_shared_root(file.path, paths) or file.path in known:
             raise receive.PushProblem("escape", "%r is no path in a shared folder, or is named twice" % file.path)
         known.add(file.path)
     return files

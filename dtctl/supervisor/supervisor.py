@@ -110,7 +110,7 @@ class Supervisor:
             self.run.prepare_workers(message, os.path.join(self.run.folder, "standby"), interface).warm_up()
 
     def _abort_attempt(self, exc: OSError) -> None:
-        self.link.send(Refusal(code=facts.code_of(exc), message=facts.describe_os_error(exc)))
+        self.link.send(Refusal(code=facts.choose_hint_code(exc), message=facts.describe_os_error(exc)))
         self._end_attempt_and_leave()
 
     def _end_attempt_and_leave(self) -> None:

@@ -33,7 +33,7 @@ from dtctl.errors import ConnectError, LaunchError
 from dtctl.shell import quote_word
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalStream, start_process
-from dtctl.transport.openssh_errors import SshMessages, explain_login, is_busy, no_session
+from dtctl.transport.openssh_errors import SshMessages, explain_failed_login, is_busy, no_session
 from dtctl.transport.sshconfig import NO_CONFIG
 
 FORCED: Final = (
@@ -497,7 +497,7 @@ class OpenSshTransport:
                     return login
             is_last = attempt == TRIES - 1 or time.monotonic() + wait_s > deadline
             if is_last or not is_busy(login.words):
-                raise explain_login(
+                raise explain_failed_login(
                     login.words, target, lambda: self._debug_host_key(target), lambda: self._jump_hosts(target)
                 )
             # The random factor prevents that all logins are repeated at the same moment.

@@ -74,7 +74,7 @@ def no_session(words: SshMessages) -> str:
     return next((line for line in words.lines() if _NO_SESSION.search(line)), "")
 
 
-def explain_login(
+def explain_failed_login(
     words: SshMessages, target: Target, debug: Callable[[], str], jump: Callable[[], str]
 ) -> TransportError:
     """Return the error of a login that failed.

@@ -21,7 +21,7 @@ import torch
 from dtctl.doctor.explain.diagnose import explain_all
 from dtctl.errors import DtctlError
 from dtctl.launch import snapshot_answers, trust
-from dtctl.launch.cluster import ResolvedCluster, cluster_of, first_plan
+from dtctl.launch.cluster import ResolvedCluster, first_plan, resolve_cluster
 from dtctl.launch.control import link
 from dtctl.launch.control.run import run_launch_job
 from dtctl.launch.job_builder import CodePush, build_launch_job
@@ -29,7 +29,7 @@ from dtctl.launch.records.events import Event
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.record import RunInfo, RunRecord, find_run, list_run_records
 from dtctl.launch.records.run_writer import RunWriter
-from dtctl.launch.records.state import state_of
+from dtctl.launch.records.state import read_run_state
 from dtctl.lint import source
 from dtctl.lint.engine import lint_text
 from dtctl.lint.model import ClusterFacts
@@ -78,7 +78,7 @@ def specs(_: Path) -> One:
         trust.sent_items(spec)
         parse_spec(dump_spec(spec), source="again", base_dir=folder)
         if spec.cluster.transport in ("local", "slurm"):  # the others look names up
-            return first_plan(spec, cluster_of(spec, start=False), run="fuzz")
+            return first_plan(spec, resolve_cluster(spec, start=False), run="fuzz")
         return None
 
     return one
@@ -227,7 +227,7 @@ def records(real: Path) -> One:
             path.write_bytes(data)
         for record in list_run_records(folder):
             with contextlib.suppress(DtctlError):
-                state_of(record)
+                read_run_state(record)
             with contextlib.suppress(DtctlError):
                 page.render_report_page([run.collect_run_facts(record)], now=0.0)
             record.read_code_folders()
@@ -380,7 +380,7 @@ def launched(project: Path, way: Way) -> RunRecord:
     project.mkdir(mode=0o700, exist_ok=True)
     (project / "t.py").write_text("print('here', flush=True)\n")
     spec = parse_spec(SPEC, source="dtctl.yaml", base_dir=project)
-    code, found = CodePush(spec), cluster_of(spec, start=False)
+    code, found = CodePush(spec), resolve_cluster(spec, start=False)
     cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: way)
     job = replace(build_launch_job(spec, cluster, run="one", keep=False, code=code), token="f" * 32)
     info = RunInfo(run="one", token=job.token, pid=1, started=0.0, spec="", command=[], detached=False)
@@ -422,7 +422,7 @@ def sessions(real: Path) -> One:
         for name in chance.choice((["b"], ["b"], ["a"], ["a", "b"])):
             told[name] = _bent_session(said[name], chance)
         record = launched(folder / "p", Way(lambda target: Replay(target, told[target.name])))
-        return state_of(record)
+        return read_run_state(record)
 
     return one
 

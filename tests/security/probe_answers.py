@@ -128,5 +128,5 @@ def judge(seen: Sequence[NodeReport]) -> str:
     links.choose_doubtful_links(seen)
     lost = coverage.find_unexamined_needs(seen, skip=(), ran=(), rendezvous=True, found=found)
     done = Examination(findings=tuple(order_findings(found, ran=(), unexamined=lost)), seen=tuple(seen))
-    tables.node_table(done), tables.pair_table(done), tables.link_table(done), tables.links_of(seen)
+    tables.node_table(done), tables.pair_table(done), tables.link_table(done), tables.list_link_measurements(seen)
     return json.dumps([finding.as_json() for finding in done.findings], allow_nan=False)

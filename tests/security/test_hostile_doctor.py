@@ -12,7 +12,7 @@ import pytest
 from dtctl.cli.common import doctor_view
 from dtctl.doctor import node_probes
 from dtctl.doctor.examine import Examination, examine_spec_nodes
-from dtctl.launch.cluster import ResolvedCluster, cluster_of
+from dtctl.launch.cluster import ResolvedCluster, resolve_cluster
 from dtctl.spec.load import parse_spec
 from tests.security import liar
 from tests.security.test_hostile_node import SPEC, HostileTransport
@@ -36,7 +36,7 @@ def examined(folder: Path, lie: str) -> Examination:
     text = SPEC.replace("PYTHON", sys.executable).replace("slots: 1", "slots: 1, connect_timeout_s: 1")
     text = text.replace("192.0.2.1", "127.0.0.2")  # where calls are answered or refused, and never wait
     spec = parse_spec(text, source="dtctl.yaml", base_dir=project)
-    found, transport = cluster_of(spec, start=False), HostileTransport(folder / "homes", lie)
+    found, transport = resolve_cluster(spec, start=False), HostileTransport(folder / "homes", lie)
     cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
     try:
         return examine_spec_nodes(spec, cluster, skip=("collective",), progress=lambda _: None)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import DtctlError, TransportError
-from dtctl.launch.cluster import ResolvedCluster, cluster_of
+from dtctl.launch.cluster import ResolvedCluster, resolve_cluster
 from dtctl.launch.control import deadlines, node_sessions
 from dtctl.launch.control.controller import Result
 from dtctl.launch.control.run import run_launch_job
@@ -78,7 +78,7 @@ class Run:
         (project / "t.py").write_text(script)
         spec = parse_spec(SPEC.replace("PYTHON", sys.executable), source="dtctl.yaml", base_dir=project)
         code = CodePush(spec)
-        found, transport = cluster_of(spec, start=False), HostileTransport(folder / "homes", lie)
+        found, transport = resolve_cluster(spec, start=False), HostileTransport(folder / "homes", lie)
         cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
         job = replace(
             build_launch_job(spec, cluster, run="one", keep=False, code=code), token="0" * 32 + os.urandom(4).hex()

@@ -18,7 +18,7 @@ import torch
 from dtctl.cli import snapshot as cli
 from dtctl.errors import DtctlError, SnapshotError, TransportError
 from dtctl.launch import snapshots
-from dtctl.launch.cluster import ResolvedCluster, cluster_of
+from dtctl.launch.cluster import ResolvedCluster, resolve_cluster
 from dtctl.launch.records.record import RunInfo
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.runtime.snapshot import write
@@ -42,7 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             write.save_snapshot_parts(kept, step, PARTS, facts={"retention": {"keep": 1}}, keep=9)
             (kept / f"step-{step:08d}" / lacks).unlink()
     spec = parse_spec(SPEC.replace("PYTHON", sys.executable), source="dtctl.yaml", base_dir=project)
-    found = cluster_of(spec, start=False)
+    found = resolve_cluster(spec, start=False)
     transport = HostileTransport(homes, "no lie")
     cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
     monkeypatch.setattr(snapshots, "cluster_of_run", lambda _: cluster)

@@ -18,8 +18,7 @@ SHOWN = 7
 PAST = 12
 """Number of letters of a bar that are shown behind the mark."""
 COMPUTED = (
-    "computed from the model's dimensions, not run: what else is on the GPU, and what the program keeps, is not in it "
-    "(--measure trains a few steps)"
+    "computed from the model's dimensions, not measured, without other data on the GPU (--measure trains a few steps)"
 )
 """Sentence about the model of memory by which `fits` is decided."""
 HEADER = ["", "GiB", "states", "activ.", "logits", "temp.", "over", "tok/s/GPU", "memory"]

@@ -20,10 +20,10 @@ def run_names(incomplete: str) -> list[str]:
 def node_names(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the nodes, whose names begin with the text, of the run on the command line or of the newest run."""
     from dtctl.launch.records.record import find_run
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
 
     try:
-        nodes = state_of(find_run(Path.cwd(), ctx.params.get("run"))).nodes
+        nodes = read_run_state(find_run(Path.cwd(), ctx.params.get("run"))).nodes
     except DtctlError:
         return []
     return [node for node in nodes if node.startswith(incomplete)]

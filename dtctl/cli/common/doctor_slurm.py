@@ -21,10 +21,10 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
     from dtctl.doctor.findings import order_findings
     from dtctl.errors import DoctorFailed
     from dtctl.slurm.partition_checks import CHECKS
-    from dtctl.slurm.site import site_of
+    from dtctl.slurm.site import choose_slurm_host
 
     begun = time.monotonic()
-    with closing(site_of(spec)) as site:
+    with closing(choose_slurm_host(spec)) as site:
         problems, estimate = _query_slurm(spec, site)
     findings = order_findings(problems, ran=CHECKS)
     ok = not any(finding.status == "fail" for finding in findings)
@@ -48,13 +48,13 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
 def _query_slurm(spec: Spec, site: CommandHost) -> tuple[list[Finding], str]:
     """Return findings about requests that the cluster does not fulfil, and Slurm's estimate of the start."""
     from dtctl.doctor.findings import Finding
-    from dtctl.launch.cluster import cluster_of, first_plan
+    from dtctl.launch.cluster import first_plan, resolve_cluster
     from dtctl.slurm import batch, remote_commands
     from dtctl.slurm.answers import ClusterResources, SbatchTestResult
     from dtctl.slurm.partition_checks import check_job_offer
     from dtctl.slurm.submit import format_sbatch_messages, python_at
 
-    plan = first_plan(spec, cluster_of(spec, start=False), run="doctor")
+    plan = first_plan(spec, resolve_cluster(spec, start=False), run="doctor")
     python = python_at(spec, site)
     offer = remote_commands.send_login_request(site, python, ClusterResources)
     findings = [

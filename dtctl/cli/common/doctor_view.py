@@ -22,7 +22,7 @@ def show_examination(examination: Examination, took_s: float) -> None:
     from dtctl.doctor.tables import gpu_table, link_table, node_table, pair_table
 
     header, rows = node_table(examination)
-    output.print_table(rows, header=header)
+    output.print_table(rows, header=header, spare=["ADDRESS"])
     matrix = pair_table(examination)
     if matrix is not None:
         output.print_stdout("")

@@ -267,12 +267,12 @@ def outputs_line(run: str, outputs: Mapping[str, NodeOutputs], *, is_local: bool
 
 def failure_lines(end: RunEnded) -> list[str]:
     """Return the lines with the cause of a run's failure; empty if it has not failed."""
-    from dtctl.launch.records.events import subject_of
+    from dtctl.launch.records.events import describe_failure_subject
 
     failure = end.first_failure
     if failure is None:
         return [f"why: {end.error}"] if end.status == "failed" and end.error else []
-    subject = subject_of(failure.node, failure.rank, failure.exit_code)
+    subject = describe_failure_subject(failure.node, failure.rank, failure.exit_code)
     code = None if failure.exit_code is None else f"exit code {failure.exit_code}"
     ended = code if failure.signal is None else f"signal {failure.signal}"
     log = [f"log: {failure.log}"] if failure.log else []
@@ -282,11 +282,11 @@ def failure_lines(end: RunEnded) -> list[str]:
 def print_run_end(result: Result) -> None:
     """Print the last lines of a run: its end, the worker that caused it, and the number of remaining processes."""
     from dtctl.launch.control.failure import describe_failure
-    from dtctl.launch.records.events import subject_of
+    from dtctl.launch.records.events import describe_failure_subject
 
     failure = result.first_failure
     if failure is not None:
-        subject = subject_of(failure.node, failure.rank, failure.exit_code)
+        subject = describe_failure_subject(failure.node, failure.rank, failure.exit_code)
         output.print_stderr(f"first failure: {subject} {describe_failure(failure)}", "red", "bold")
         for line in failure.tail:
             output.print_stderr(f"  | {line}", fold=False)

@@ -148,7 +148,7 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     import time
 
     from dtctl.launch import trust
-    from dtctl.launch.cluster import cluster_of, first_plan, with_environment
+    from dtctl.launch.cluster import first_plan, resolve_cluster, with_environment
     from dtctl.launch.files.tree import scan_pushed_files
     from dtctl.launch.records.record import check_run_name, new_run_id
     from dtctl.render import node_scripts
@@ -158,7 +158,7 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     for text in (*trust.list_required_agreements(spec), *trust.sent_items(spec)):
         output.print_stderr(text, "yellow")
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
-    cluster = cluster_of(spec, start=False)
+    cluster = resolve_cluster(spec, start=False)
     plan = first_plan(spec, cluster, run=run)  # refuses a spec for which no environment would be made
     if spec.job.environment is not None:
         from dtctl.launch.files.environment import lock_environment
@@ -309,7 +309,7 @@ def real_launch(options: LaunchOptions) -> int:
         sending_run_metrics,
     )
     from dtctl.cli.common.run_display import LaunchView, list_push_warnings
-    from dtctl.launch.cluster import cluster_of, with_environment
+    from dtctl.launch.cluster import resolve_cluster, with_environment
     from dtctl.launch.job_builder import CodePush, build_launch_job
     from dtctl.launch.records.events import Note, RunPlanned, RunProgress
     from dtctl.plan.warnings import list_warnings
@@ -317,7 +317,7 @@ def real_launch(options: LaunchOptions) -> int:
     environment = build_environment_push(spec)  # before the scan of the files, since the lock may be one of them
     code = CodePush(spec) if spec.pushes else None
     data = _data_push(spec)
-    cluster = cluster_of(spec, start=True)
+    cluster = resolve_cluster(spec, start=True)
     if environment is not None:
         cluster = with_environment(cluster, environment.locked.digest)
     job = build_launch_job(

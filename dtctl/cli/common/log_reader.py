@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from dtctl import folders, names
 from dtctl.cli import output
-from dtctl.launch.records.logs import LineSplitter, attempts_of, offset_at
+from dtctl.launch.records.logs import LineSplitter, offset_at, read_attempt_offsets
 from dtctl.supervisor.frames import format_log_name, parse_log_name
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class LogReader:
     def __init__(self, record: RunRecord, chosen: LogFilter) -> None:
         self._folder = record.folder / names.LOGS_DIR
         self._chosen = chosen
-        self._attempts = attempts_of(record.folder)
+        self._attempts = read_attempt_offsets(record.folder)
         self._read: dict[Path, int] = {}
         self._partial: dict[Path, LineSplitter] = {}
 

@@ -39,9 +39,9 @@ def look_first(spec: Spec, requested: bool | None) -> None:
         return
     from dtctl.doctor.examine import COSTLY, examine_spec_nodes
     from dtctl.errors import DoctorFailed
-    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.cluster import resolve_cluster
 
-    examination = examine_spec_nodes(spec, cluster_of(spec, start=True), skip=COSTLY, progress=lambda _: None)
+    examination = examine_spec_nodes(spec, resolve_cluster(spec, start=True), skip=COSTLY, progress=lambda _: None)
     failed = [item for item in examination.findings if item.status == "fail" and item.check not in LEFT_TO_LAUNCH]
     for finding in failed[1:]:
         output.print_stderr(f"doctor: {finding.check}: {finding.summary}", "red")

@@ -17,7 +17,7 @@ PRINTED = "is_printed"
 """Key that marks a row whose figures were read from the output."""
 
 
-def steps_of(record: RunRecord) -> int | None:
+def read_training_steps(record: RunRecord) -> int | None:
     """Return the number of training steps; None if the spec does not have it."""
     from dtctl.launch.run_spec import spec_of_run
 
@@ -28,7 +28,7 @@ def steps_of(record: RunRecord) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def metrics_of(record: RunRecord) -> list[dict[str, Any]]:
+def read_newest_metrics(record: RunRecord) -> list[dict[str, Any]]:
     """Return the numbers in the last rows of a run's metrics; without metrics, those that the program has printed."""
     rows = read_last_rows(record.folder / names.METRICS_FILE)
     if not rows:

@@ -32,20 +32,20 @@ def find_elsewhere(run: str | None) -> tuple[RemoteRuns, RemoteRun] | None:
         or not (folder / names.SPEC_FILE).exists()
     ):
         return None
-    from dtctl.launch.records.record import list_run_records, tasks_of
+    from dtctl.launch.records.record import list_array_tasks, list_run_records
     from dtctl.launch.remote_runs import find_run_on_nodes
 
-    if tasks_of(folder, run):
+    if list_array_tasks(folder, run):
         return None
     here = [record.run for record in list_run_records(folder)]
     return find_run_on_nodes(_load_spec_cluster(None), run, here=here)
 
 
 def _load_spec_cluster(spec: Path | None) -> Any:
-    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.cluster import resolve_cluster
     from dtctl.spec.load import load_spec
 
-    return cluster_of(load_spec(spec or Path(names.SPEC_FILE), ()), start=False)
+    return resolve_cluster(load_spec(spec or Path(names.SPEC_FILE), ()), start=False)
 
 
 def show_runs(spec: Path | None, *, json_: bool) -> int:
@@ -82,7 +82,7 @@ def show_runs(spec: Path | None, *, json_: bool) -> int:
 def _read_recorded_ends(runs: Mapping[str, RemoteRun]) -> dict[str, str]:
     """Return the recorded ends of this folder's runs; a launcher's record is more exact than the nodes' reports."""
     from dtctl.launch.records.record import list_run_records
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
 
     ends: dict[str, str] = {}
     for record in list_run_records(Path.cwd()):
@@ -90,7 +90,7 @@ def _read_recorded_ends(runs: Mapping[str, RemoteRun]) -> dict[str, str]:
         # Another folder may have launched a run of the same name.
         if run is None or run.first.token != record.info().token or run.status == "running":
             continue
-        if (end := state_of(record).done) is not None:
+        if (end := read_run_state(record).done) is not None:
             ends[record.run] = end.status
     return ends
 

@@ -39,33 +39,33 @@ def list_running() -> Iterator[RunRecord]:
     """Yield the runs of this folder that are running, the newest first."""
     from dtctl.errors import DtctlError
     from dtctl.launch.records.record import list_run_records
-    from dtctl.launch.records.state import is_launcher_alive, state_of
+    from dtctl.launch.records.state import is_launcher_alive, read_run_state
 
     for record in reversed(list_run_records(Path.cwd())):
         info = record.info()
         # This check comes first: reading events takes longer, and a folder may have hundreds of runs.
         if not (info.slurm or is_launcher_alive(info)):
             continue
-        if info.slurm and not state_of(record).over:
+        if info.slurm and not read_run_state(record).over:
             from dtctl.cli.common.slurm_runs import update_job_record
 
             with contextlib.suppress(DtctlError):  # Slurm may not answer; the record is then the only source
                 update_job_record(record)
-        if not state_of(record).over:
+        if not read_run_state(record).over:
             yield record
 
 
 def _name_current_run() -> str | None:
     """Return the newest run if its end is not recorded, else the newest that is running, else the newest."""
     from dtctl.launch.records.record import list_run_records
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
 
     records = list_run_records(Path.cwd())
     if not records:
         return None
     newest = records[-1]
     # The launcher of a newest run without an end may be gone while the run continues on its nodes.
-    if not newest.info().slurm and state_of(newest).done is None:
+    if not newest.info().slurm and read_run_state(newest).done is None:
         return newest.run
     chosen = next(list_running(), newest)
     if chosen.run != newest.run:

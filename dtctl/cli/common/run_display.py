@@ -158,12 +158,18 @@ class TrainingProgressLine:
         now = time.monotonic()
         if not isinstance(event, OutputLine) or now - self._looked_s < self.EVERY_S:
             return
-        from dtctl.cli.common.progress_line import loss_text, metrics_of, progress_line, source_text, steps_of
+        from dtctl.cli.common.progress_line import (
+            loss_text,
+            progress_line,
+            read_newest_metrics,
+            read_training_steps,
+            source_text,
+        )
 
         is_first, self._looked_s = not self._looked_s, now
-        rows = metrics_of(self._record)
+        rows = read_newest_metrics(self._record)
         if is_first:
-            self._steps = steps_of(self._record)
+            self._steps = read_training_steps(self._record)
         if not rows:
             return
         loss = loss_text(rows[-1])

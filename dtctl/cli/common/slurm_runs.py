@@ -52,18 +52,18 @@ def launch_job(
 
     `resume` is the run whose outputs this one continues.
     """
-    from dtctl.launch.cluster import cluster_of, first_plan
+    from dtctl.launch.cluster import first_plan, resolve_cluster
     from dtctl.launch.job_builder import CodePush
     from dtctl.slurm.recover_submission import build_submission_intent
-    from dtctl.slurm.site import site_of
-    from dtctl.slurm.submit import array_of, submit_job
+    from dtctl.slurm.site import choose_slurm_host
+    from dtctl.slurm.submit import list_array_indexes, submit_job
 
-    if tasks := array_of(spec):
+    if tasks := list_array_indexes(spec):
         return launch_array(dict.fromkeys(tasks, spec), run, spec_name=spec_name, json_lines=json_lines, sweep={})
-    plan = first_plan(spec, cluster_of(spec, start=False), run=run)
+    plan = first_plan(spec, resolve_cluster(spec, start=False), run=run)
     environment = build_environment_push(spec)  # before the scan of the files, since the lock may be one of them
     code = CodePush(spec) if spec.pushes else None
-    with closing(site_of(spec)) as site:
+    with closing(choose_slurm_host(spec)) as site:
         record = create_run(
             spec, run, spec_name=spec_name, detached=detach, slurm=True, environment=_digest_of(environment)
         )
@@ -135,18 +135,18 @@ def launch_array(
         json_lines: whether events go to standard output.
         sweep: settings of the tasks by their index; empty for no sweep.
     """
-    from dtctl.launch.cluster import cluster_of, first_plan
+    from dtctl.launch.cluster import first_plan, resolve_cluster
     from dtctl.launch.job_builder import CodePush
     from dtctl.launch.records.record import check_run_name
     from dtctl.slurm.arrays import run_of_task
     from dtctl.slurm.recover_submission import build_submission_intent
-    from dtctl.slurm.site import site_of
+    from dtctl.slurm.site import choose_slurm_host
     from dtctl.slurm.submit import require_equal_jobs, submit_job
 
     spec = next(iter(specs.values()))
     runs = {index: check_run_name(run_of_task(run, index)) for index in specs}
     plans = {  # refuses a job that cannot run, before anything is created
-        index: first_plan(each, cluster_of(each, start=False), run=runs[index]) for index, each in specs.items()
+        index: first_plan(each, resolve_cluster(each, start=False), run=runs[index]) for index, each in specs.items()
     }
     if sweep:
         require_equal_jobs(specs, plans)
@@ -155,7 +155,7 @@ def launch_array(
     for note in list_push_warnings(spec, code.tree) if code is not None else ():
         output.print_stderr(note.text, "yellow")
     emits: dict[int, Emit] = {}
-    with closing(site_of(spec)) as site, ExitStack() as locks:
+    with closing(choose_slurm_host(spec)) as site, ExitStack() as locks:
 
         def before(ref: JobRef) -> None:
             begun = node_facts.launch_time()
@@ -223,13 +223,13 @@ def resolve_open_submission(record: RunRecord) -> None:
         is_before_submission,
         open_intent,
     )
-    from dtctl.slurm.site import site_of
+    from dtctl.slurm.site import choose_slurm_host
 
     submitting, writer = open_intent(record), RunWriter(record.folder)
     if record.has_launcher():
         return
     if submitting is not None:
-        with closing(site_of(spec_of_run(record))) as site, writer.launcher_lock():
+        with closing(choose_slurm_host(spec_of_run(record))) as site, writer.launcher_lock():
             make_event_emitter(writer)(find_submission_outcome(record.run, submitting, site))
     elif is_before_submission(record) and not is_launcher_alive(record.info()):
         with writer.launcher_lock():
@@ -240,11 +240,11 @@ def take_up_job(record: RunWriter) -> int:
     """Follow a job without a follower to its end; return the exit code."""
     from dtctl.launch.run_spec import spec_of_run
     from dtctl.slurm.job_files import drop_unnoted
-    from dtctl.slurm.site import site_of
+    from dtctl.slurm.site import choose_slurm_host
 
     resolve_open_submission(record)
     spec = spec_of_run(record)
-    with closing(site_of(spec)) as site, record.launcher_lock():
+    with closing(choose_slurm_host(spec)) as site, record.launcher_lock():
         drop_unnoted(record.folder)
         emit = take_over_run(record)
         with sending_run_metrics(spec, record, emit), caught_signals() as signals:
@@ -268,12 +268,12 @@ def update_job_record(record: RunRecord) -> None:
 def stop_job(record: RunRecord, *, as_json: bool) -> int:
     """Stop a job of Slurm for `dtctl stop`: cancel it, wait for its end, and check for remaining processes."""
     from dtctl.launch import stop as stopping
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
     from dtctl.slurm.job_watcher import list_job_nodes
     from dtctl.slurm.leftover_processes import end_left_processes
 
     resolve_open_submission(record)
-    if state_of(record).over and not state_of(record).job:
+    if read_run_state(record).over and not read_run_state(record).job:
         if as_json:
             output.emit_json({"run": record.run, "left_behind": 0, "nodes": {}})
         else:
@@ -344,17 +344,17 @@ def _cancel_and_wait(site: CommandHost, ref: JobRef) -> JobFacts:
 def _open_job_site(record: RunRecord) -> Iterator[tuple[CommandHost, JobRef]]:
     from dtctl.launch.run_spec import spec_of_run
     from dtctl.slurm.job_watcher import read_job_reference
-    from dtctl.slurm.site import site_of
+    from dtctl.slurm.site import choose_slurm_host
 
-    with closing(site_of(spec_of_run(record))) as site:
+    with closing(choose_slurm_host(spec_of_run(record))) as site:
         yield site, read_job_reference(record)
 
 
 def _is_job_unfollowed(record: RunRecord) -> bool:
     """Return whether a job was submitted, has no recorded end, and has no launcher that follows it."""
-    from dtctl.launch.records.state import state_of
+    from dtctl.launch.records.state import read_run_state
 
-    return bool(state_of(record).job) and not state_of(record).over and not record.has_launcher()
+    return bool(read_run_state(record).job) and not read_run_state(record).over and not record.has_launcher()
 
 
 @contextmanager

@@ -153,14 +153,14 @@ def _launch_array_sweep(
 
 def show_sweep(runs: Sequence[LaunchOptions], codes: dict[str, int]) -> None:
     """Print the settings of all runs next to their results."""
-    from dtctl.cli.common.progress_line import loss_text, metrics_of
+    from dtctl.cli.common.progress_line import loss_text, read_newest_metrics
     from dtctl.launch.records.record import RunRecord
 
     rows = []
     for one in runs:
         name = one.name or ""
         base = Path(one.spec).parent if one.spec is not None and str(one.spec) != "-" else Path()
-        logged = metrics_of(RunRecord(base / names.STATE_DIR / names.RUNS_DIR / name))
+        logged = read_newest_metrics(RunRecord(base / names.STATE_DIR / names.RUNS_DIR / name))
         newest = logged[-1] if logged else {}
         code = codes.get(name)
         status = "not launched" if code is None else "succeeded" if code == 0 else f"exit code {code}"

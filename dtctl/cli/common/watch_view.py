@@ -17,14 +17,14 @@ from dtctl.cli.common.progress_line import (
     experts_line,
     format_elapsed_time,
     loss_text,
-    metrics_of,
     progress_line,
+    read_newest_metrics,
     source_text,
 )
 from dtctl.cli.common.run_display import STATES
 from dtctl.cli.common.traceback_filter import TracebackFilter
 from dtctl.launch.records.progress_bars import shorten_progress_bar
-from dtctl.launch.records.state import RunState, state_of, where_the_time_went
+from dtctl.launch.records.state import RunState, read_run_state, where_the_time_went
 from dtctl.printable import make_printable
 
 if TYPE_CHECKING:
@@ -50,18 +50,18 @@ class WatchScreen:
         self._reader = LogReader(record, LogFilter(tail_bytes=TAIL_BYTES))
         self._lines: deque[tuple[str, str]] = deque(maxlen=LOG_LINES)
         self._folding = TracebackFilter()
-        self.state: RunState = state_of(record)
+        self.state: RunState = read_run_state(record)
 
     def draw(self, *, width: int) -> RenderableType:
         """Return the current picture, `width` columns wide."""
         from rich.console import Group
         from rich.text import Text
 
-        self.state = state_of(self._record)
+        self.state = read_run_state(self._record)
         for line in self._reader.read_new():
             shown = self._folding.feed(line.node, line.rank, line.text)
             self._lines.extend((f"{output.format_line_origin(line.node, line.rank)} ", text) for text in shown)
-        rows = metrics_of(self._record)
+        rows = read_newest_metrics(self._record)
         parts: list[RenderableType] = [self._render_run_header(), Text(), self._render_node_states()]
         if self.state.restarts:
             reason = f"restart {len(self.state.restarts)}: {self.state.restarts[-1]}"

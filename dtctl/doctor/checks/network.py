@@ -200,12 +200,12 @@ def _check_duplicate_macs(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 owners.setdefault(interface["mac"], []).append((node.name, way))
     for mac, who in owners.items():
         if len(who) > 1:
-            names_of = tuple(name for name, _ in who)
+            duplicates = tuple(name for name, _ in who)
             yield Finding(
                 check="duplicate-mac",
                 status="fail",
-                nodes=names_of,
-                summary=f"{', '.join(names_of)} have one hardware address, {mac}: switches send packets to either "
+                nodes=duplicates,
+                summary=f"{', '.join(duplicates)} have one hardware address, {mac}: switches send packets to either "
                 "of them",
                 fix="give a cloned machine a MAC of its own: in the settings of the virtual machine or of netplan "
                 f"(macaddress), then restart it; a trial at its console: sudo ip link set dev {who[-1][1]} address "

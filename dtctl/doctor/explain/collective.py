@@ -112,7 +112,7 @@ def world_in(text: str) -> int:
     return int(found["world"] or found["clients"]) if found else 0
 
 
-def table_of(lines: Iterable[LogLine]) -> WatchdogReports:
+def collect_watchdog_reports(lines: Iterable[LogLine]) -> WatchdogReports:
     """Return the reports in the lines of watchdogs as a table."""
     table = WatchdogReports(calls={}, enqueued={})
     for line in lines:

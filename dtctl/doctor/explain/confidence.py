@@ -21,7 +21,7 @@ from dtctl.doctor.explain.timeline import (
     REFUTED,
     WARNED,
     CauseCandidate,
-    voice_of,
+    classify_finding_source,
 )
 
 NEAR = 400
@@ -108,7 +108,7 @@ def _is_of_class(hit: SignatureMatch) -> bool:
 
 def _has_two_sources(hits: Sequence[SignatureMatch]) -> bool:
     """Return whether kernel and process both report the error; a launcher only repeats the process."""
-    voices = {voice_of(hit) for hit in hits if not hit.survived}
+    voices = {classify_finding_source(hit) for hit in hits if not hit.survived}
     return "kernel" in voices and bool(voices & {"program", "library", "traceback"})
 
 

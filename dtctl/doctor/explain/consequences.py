@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dtctl.doctor.explain import exception_classes
 from dtctl.doctor.explain.diagnosis import Diagnosis
-from dtctl.doctor.explain.lines import run_of
+from dtctl.doctor.explain.lines import find_log_run_folder
 from dtctl.doctor.explain.log_findings import LogFindings, SignatureMatch
 
 _ERROR_ELSEWHERE = ("worker-failed", "torchrun-no-traceback")
@@ -24,10 +24,10 @@ def without_errors_that_are_here(group: Sequence[SignatureMatch], found: LogFind
     """Return a group without launchers' messages about ranks whose own error is in these logs."""
     if group[0].signature.id not in _ERROR_ELSEWHERE:
         return list(group)
-    here = {(run_of(hit.line.file), hit.rank) for hit in found.hits if _error_of_a_worker(hit)}
+    here = {(find_log_run_folder(hit.line.file), hit.rank) for hit in found.hits if _error_of_a_worker(hit)}
     left: list[SignatureMatch] = []
     for hit in group:
-        run = run_of(hit.line.file)
+        run = find_log_run_folder(hit.line.file)
         if (run, None) in here:  # an error without a rank
             continue
         ranks = tuple(sorted({*hit.ranks, *(() if hit.rank is None else (hit.rank,))}))
@@ -51,7 +51,7 @@ def _error_of_a_worker(hit: SignatureMatch) -> bool:
 
 def in_one_run(one: SignatureMatch, other: SignatureMatch) -> bool:
     """Return whether two findings may come from the same run of dtctl: their paths do not name different runs."""
-    runs = {run_of(hit.line.file) for hit in (one, other)} - {None}
+    runs = {find_log_run_folder(hit.line.file) for hit in (one, other)} - {None}
     return len(runs) < 2
 
 

@@ -21,7 +21,7 @@ from dtctl.doctor.explain.dumps import FlightRecorderDump, judge_dumps, read_dum
 from dtctl.doctor.explain.lines import LogLine, render_terminal_line
 from dtctl.doctor.explain.log_findings import LogFindings, LogSource, SignatureMatch
 from dtctl.doctor.explain.log_scan import collect_log_hits
-from dtctl.doctor.explain.read import JobNodeMap, UnreadFile, dump_files, layout_of, log_files, read_log_sources
+from dtctl.doctor.explain.read import JobNodeMap, UnreadFile, dump_files, log_files, read_job_node_map, read_log_sources
 from dtctl.doctor.explain.refine import apply_collective_verdict, refine_diagnosis
 from dtctl.doctor.explain.timeline import (
     AFTERWARDS,
@@ -80,7 +80,7 @@ def explain_all(paths: Sequence[Path]) -> Explanation:
         UsageError: a path does not exist, or the system does not allow to read it.
     """
     unread: list[UnreadFile] = []
-    layout = layout_of(paths)
+    layout = read_job_node_map(paths)
     dumps = [dump for file in dump_files(paths) if (dump := read_dump(file)) is not None]
     verdict, found = _with_dumps(*diagnose(read_log_sources(log_files(paths, unread), unread), layout), dumps, layout)
     return Explanation(verdict=verdict, diagnoses=found, unread=unread)

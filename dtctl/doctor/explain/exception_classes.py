@@ -215,7 +215,7 @@ class ExplainedException:
     """Strength: 3 a known text, 2 a kind, 1 an exception of the program, 0 of a library, -1 a consequence."""
 
 
-def library_of(frame: TracebackFrame) -> str:
+def find_package_name(frame: TracebackFrame) -> str:
     """Return the package that a file belongs to; empty for a file of the user."""
     path = frame.path.replace("\\", "/")
     if (found := _OWN.fullmatch(path)) and _is_dtctl_file(found["file"]):
@@ -296,7 +296,7 @@ def _explain_exception(raised: PrintedException, later: PrintedException | None)
         if (
             raised.short in ("OSError", "EnvironmentError", "IOError")
             and signature.role == "effect"
-            and not _NETWORK & {library_of(f) for f in raised.frames}
+            and not _NETWORK & {find_package_name(f) for f in raised.frames}
         ):
             weight = -1
         return ExplainedException(signature=signature, groups={**groups, **found}, raised=raised, weight=weight)
@@ -320,9 +320,9 @@ def _part_missing(raised: PrintedException) -> bool:
 def _build_message_groups(raised: PrintedException, later: PrintedException | None) -> dict[str, str]:
     text = raised.message_lines if len(raised.message_lines) <= 300 else raised.message_lines[:300] + "…"
     frames = raised.frames or (later.frames if later is not None else ())
-    users = [frame for frame in frames if not library_of(frame) and not _LAUNCHER.search(frame.path)]
+    users = [frame for frame in frames if not find_package_name(frame) and not _LAUNCHER.search(frame.path)]
     if not users and later is not None:
-        users = [frame for frame in later.frames if not library_of(frame) and not _LAUNCHER.search(frame.path)]
+        users = [frame for frame in later.frames if not find_package_name(frame) and not _LAUNCHER.search(frame.path)]
     library = (
         _blamed_library(raised) or raised.name.partition(".")[0] if "." in raised.name else _blamed_library(raised)
     )
@@ -336,7 +336,7 @@ def _build_message_groups(raised: PrintedException, later: PrintedException | No
     if users:
         where = users[-1].where
     elif frames:  # the user must not correct dtctl's own files
-        where = "the line of the program that calls dtctl" if library_of(frames[-1]) == OWN else frames[-1].where
+        where = "the line of the program that calls dtctl" if find_package_name(frames[-1]) == OWN else frames[-1].where
     return {
         "text": text.rstrip(": "),
         "where": where,
@@ -347,19 +347,19 @@ def _build_message_groups(raised: PrintedException, later: PrintedException | No
 
 def _blamed_library(raised: PrintedException) -> str:
     for frame in reversed(raised.frames):
-        library = library_of(frame)
+        library = find_package_name(frame)
         if library and (_INSTALLED.search(frame.path) or not _STANDARD.search(frame.path)):
             return library
         if not library:
             return ""
-    return library_of(raised.frames[-1]) if raised.frames else ""
+    return find_package_name(raised.frames[-1]) if raised.frames else ""
 
 
 def classify_exception(raised: PrintedException) -> tuple[str, int]:  # noqa: C901 - a table in the form of questions
     """Return the id of the kind of an exception without a signature, and its weight."""
     name, text = raised.short, raised.text
     root = raised.name.partition(".")[0] if "." in raised.name else ""
-    libraries = [library_of(frame) for frame in raised.frames]
+    libraries = [find_package_name(frame) for frame in raised.frames]
     inner = libraries[-3:]
     own = bool(raised.frames) and not libraries[-1]
     if name in PASSING_ON or raised.name.startswith("ray.exceptions.") or _CAUGHT.match(raised.message):
@@ -453,7 +453,7 @@ def _of_a_library(raised: PrintedException) -> bool:
     return not any(
         f"/{root}/" in frame.path or frame.path.endswith(f"{root}.py")
         for frame in raised.frames
-        if not library_of(frame)
+        if not find_package_name(frame)
     )
 
 

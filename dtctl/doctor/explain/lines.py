@@ -190,7 +190,7 @@ def _parse_log_time(groups: dict[str, str | None]) -> float | None:
     return ((month * _MONTH_DAYS + day) * 24 + int(hours)) * 3600 + int(minutes) * 60 + float(seconds)
 
 
-def owner_of(path: Path) -> tuple[int | None, str | None]:
+def parse_log_owner(path: Path) -> tuple[int | None, str | None]:
     """Return the rank and the node of a log file, by its path."""
     text = path.as_posix()
     node = _DTCTL_PATH.search(text)
@@ -198,7 +198,7 @@ def owner_of(path: Path) -> tuple[int | None, str | None]:
     return (int(rank[1]) if rank else None, node["node"] if node else None)
 
 
-def run_of(file: str) -> str | None:
+def find_log_run_folder(file: str) -> str | None:
     """Return the folder of the dtctl run that a log file belongs to, by its path; None if the path has none."""
     found = _DTCTL_PATH.search(file)
     return found["run"] if found else None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from dtctl import folders, names
 from dtctl.doctor.explain.content import COMPRESSED, read_log_content
 from dtctl.doctor.explain.dumps import is_dump
-from dtctl.doctor.explain.lines import owner_of
+from dtctl.doctor.explain.lines import parse_log_owner
 from dtctl.doctor.explain.log_findings import LogSource
 from dtctl.errors import UsageError
 from dtctl.launch.records import validate_records
@@ -89,7 +89,7 @@ def _is_log(file: Path) -> bool:
     return suffix in SUFFIXES
 
 
-def layout_of(paths: Iterable[Path]) -> JobNodeMap:
+def read_job_node_map(paths: Iterable[Path]) -> JobNodeMap:
     """Return the facts in the plans of the paths' dtctl runs, without facts on which several plans disagree."""
     plans = dict.fromkeys(plan for path in paths if (plan := _plan_of(path)) is not None)
     layouts = [_read_log_layout(plan) for plan in plans]
@@ -138,5 +138,5 @@ def read_log_sources(files: Iterable[Path], unread: list[UnreadFile]) -> Iterato
         found = read_log_content(file)
         if found.trouble:
             unread.append(UnreadFile(file=str(file), why=found.trouble))
-        rank, node = owner_of(file.absolute())
+        rank, node = parse_log_owner(file.absolute())
         yield LogSource(file=str(file), rank=rank, node=node, lines=found.text.split("\n"))

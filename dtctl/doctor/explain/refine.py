@@ -122,7 +122,7 @@ def refine_diagnosis(
 
 
 def _refine_collective_timeout(found: Diagnosis, all_: LogFindings) -> Diagnosis:
-    table = collective.table_of(all_.watching)
+    table = collective.collect_watchdog_reports(all_.watching)
     verdict = collective.diagnose_collective_timeout(table, all_.ranks, all_.world)
     if verdict is not None and verdict.kind == "unfinished":
         signature = signatures.by_id("collective-unfinished")

@@ -65,7 +65,7 @@ class CauseCandidate:
         return all(hit.survived for hit in self.hits)
 
 
-def voice_of(hit: SignatureMatch) -> Voice:
+def classify_finding_source(hit: SignatureMatch) -> Voice:
     """Return the source of a finding: the kind of process that has printed it."""
     if hit.end is not None:
         return "launcher"
@@ -121,7 +121,7 @@ def own_complaints(found: LogFindings) -> list[SignatureMatch]:
     return [
         hit
         for hit in found.complaints
-        if not hit.survived and not _OF_AN_END.search(hit.line.raw) and voice_of(hit) != "launcher"
+        if not hit.survived and not _OF_AN_END.search(hit.line.raw) and classify_finding_source(hit) != "launcher"
     ]
 
 

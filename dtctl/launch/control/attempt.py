@@ -14,7 +14,7 @@ from dtctl.launch.control.attempt_nodes import AttemptNodes, AttemptOutcome
 from dtctl.launch.control.deadlines import AttemptDeadlines
 from dtctl.launch.control.failure import describe_failure
 from dtctl.launch.control.hang import HangMonitor
-from dtctl.launch.control.link import error_of
+from dtctl.launch.control.link import build_refusal_error
 from dtctl.launch.control.lost_workers import LostWorkerHandler, failure_of_worker
 from dtctl.launch.control.node_sessions import NodeSessions
 from dtctl.launch.control.progress import build_worker_standings
@@ -117,7 +117,7 @@ class Attempt:
             case MetricsBegin() if self._has_metrics(name):
                 self.gang.logs.restart_metrics_copy(name)
             case Refusal():
-                self.losses.fail(name, str(error_of(content, name)), exit_code=None)
+                self.losses.fail(name, str(build_refusal_error(content, name)), exit_code=None)
                 self.nodes.give_up_node(name, state="failed")
             case LinkLost():
                 self.losses.handle_node_loss(name, content.stderr or "the link was lost")

@@ -50,7 +50,7 @@ HINTS = {
 }
 
 
-def error_of(refusal: Refusal, node: str) -> DtctlError:
+def build_refusal_error(refusal: Refusal, node: str) -> DtctlError:
     """Return the error that a node's refusal means."""
     code, text = refusal.code, refusal.message
     if code == "missing-program":
@@ -183,7 +183,7 @@ class NodeLink:
     def _parse_node_reply(self, document: Mapping[str, Any], kinds: tuple[type[Kind], ...]) -> Kind:
         message = parse_message(document, by_op(*kinds, Refusal), node=self.node)
         if isinstance(message, Refusal):
-            raise error_of(message, self.node)
+            raise build_refusal_error(message, self.node)
         return cast("Kind", message)
 
     def closed_error(self) -> DtctlError:

@@ -251,12 +251,14 @@ def newest_files(files: Mapping[str, Mapping[str, SharedFile]], root: str) -> di
     for of_node in files.values():
         for path, file in of_node.items():
             known = newest.get(path)
-            if path.startswith(f"{root}/") and (known is None or version_of(file) > version_of(known)):
+            if path.startswith(f"{root}/") and (
+                known is None or identify_file_version(file) > identify_file_version(known)
+            ):
                 newest[path] = file
     return newest
 
 
-def version_of(file: SharedFile) -> Version:
+def identify_file_version(file: SharedFile) -> Version:
     """Return the fields that identify a version of a file."""
     return file.mtime_ns, file.size
 
@@ -390,7 +392,7 @@ def _take_out_young(
         node: {
             path: file
             for path, file in inner.items()
-            if path not in young or version_of(file) != version_of(young[path])
+            if path not in young or identify_file_version(file) != identify_file_version(young[path])
         }
         for node, inner in files.items()
     }
@@ -415,7 +417,7 @@ def _take_out(
     for node, inner in files.items():
         for path, newest in paths.items():
             file = inner.get(path)
-            if file is not None and (not newest_alone or version_of(file) == version_of(newest)):
+            if file is not None and (not newest_alone or identify_file_version(file) == identify_file_version(newest)):
                 del inner[path]
                 plan.aside.setdefault(node, []).append(path)
     plan.aside_names.append(found.name)
@@ -432,7 +434,8 @@ def _add_copies(
         holders = [
             node
             for node in nodes
-            if path in files[node.node] and version_of(files[node.node][path]) == version_of(newest)
+            if path in files[node.node]
+            and identify_file_version(files[node.node][path]) == identify_file_version(newest)
         ]
         rows = {node.node: files[node.node][path] for node in holders}
         # The origin is the node that wrote the file; if it is gone, each copy names the origin.

@@ -330,7 +330,7 @@ class _NodeFetch:
         elif digest.hexdigest() != payload.digest:
             with self._open_parent_folder(path) as (folder, name):
                 os.unlink(_build_partial_name(name), dir_fd=folder)
-            raise TransferError(f"{path} arrived with different contents", node=self.link.node, hint="fetch again")
+            raise TransferError(f"{path} did not arrive unchanged", node=self.link.node, hint="fetch again")
         else:
             with self._open_parent_folder(path) as (folder, name):
                 os.replace(_build_partial_name(name), name, src_dir_fd=folder, dst_dir_fd=folder)

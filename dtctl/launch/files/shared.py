@@ -217,7 +217,7 @@ class _SharedFolderNode:
 
 def _require_path(path: str, roots: Sequence[str], node: str) -> None:
     parts = path.split("/")
-    if not all(map(folders.is_name, parts)) or (roots and not shared.root_of(path, list(roots))):
+    if not all(map(folders.is_name, parts)) or (roots and not shared.find_shared_root(path, list(roots))):
         raise NodeError(f"the node listed {quote_node_value(path)}, which is not a file of a shared folder", node=node)
 
 

@@ -306,7 +306,7 @@ class AttemptRestarting(Event):
         """Return the reason with its subject: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
         if not self.node:
             return self.reason or ""
-        return f"{subject_of(self.node, self.rank, self.exit_code)} {self.reason or ''}"
+        return f"{describe_failure_subject(self.node, self.rank, self.exit_code)} {self.reason or ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,7 +470,7 @@ class FirstFailure:
     """True if the worker was ended because it made no progress."""
 
 
-def subject_of(node: str | None, rank: int | None, exit_code: int | None) -> str:
+def describe_failure_subject(node: str | None, rank: int | None, exit_code: int | None) -> str:
     """Return the subject of a failure: `rank 3 on node2`, `node node2` (lost), `the agent on node2`, or `a worker`.
 
     The agent is the program that starts the workers of a node, such as torchrun. An exit of the agent without the name

@@ -29,7 +29,7 @@ APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 RECORD_BYTES = 16 << 20
 
 
-def attempts_of(run_folder: Path) -> list[dict[tuple[str, int], int]]:
+def read_attempt_offsets(run_folder: Path) -> list[dict[tuple[str, int], int]]:
     """Return the size of each log at the beginning of each attempt, by node and rank; empty if it is unknown."""
     try:
         lines = folders.read_regular(str(run_folder / ATTEMPTS_FILE), RECORD_BYTES).splitlines()
@@ -40,7 +40,7 @@ def attempts_of(run_folder: Path) -> list[dict[tuple[str, int], int]]:
 
 def _move_attempt_offsets(record: RunWriter, log: tuple[str, int], find_new_offset: Callable[[int], int]) -> None:
     """Update the offsets of the attempts in a log (node, rank) whose middle was cut out."""
-    attempts = attempts_of(record.folder)
+    attempts = read_attempt_offsets(record.folder)
     for offsets in attempts:
         if log in offsets:
             offsets[log] = find_new_offset(offsets[log])

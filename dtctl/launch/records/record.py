@@ -290,7 +290,7 @@ def list_run_records(base_dir: Path) -> list[RunRecord]:
     return sorted(started, key=lambda record: (started[record], record.run))
 
 
-def tasks_of(base_dir: Path, run: str) -> list[RunRecord]:
+def list_array_tasks(base_dir: Path, run: str) -> list[RunRecord]:
     """Return the tasks of the job array that was launched with this name; empty if the name is not an array's."""
     records = list_run_records(base_dir)
     if any(record.run == run for record in records):

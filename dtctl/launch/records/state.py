@@ -71,7 +71,7 @@ def is_launcher_alive(info: RunInfo) -> bool:
     return ticks != 0 and (info.pid_started, info.boot) == (ticks, node_facts.boot_id())
 
 
-def progress_of(record: RunRecord) -> RunProgress:
+def read_run_progress(record: RunRecord) -> RunProgress:
     """Return the run's progress from its events so far."""
     progress = RunProgress()
     for event in record.events():
@@ -88,14 +88,14 @@ def _last_written(record: RunRecord) -> float:
     return newest
 
 
-def state_of(record: RunRecord) -> RunState:
+def read_run_state(record: RunRecord) -> RunState:
     """Return the state of a run.
 
     Raises:
         LaunchError: the folder is not that of a run.
     """
     info = record.info()
-    progress = progress_of(record)
+    progress = read_run_progress(record)
     status, done = progress.status, progress.end
     last = info.started if progress.last is None else progress.last
     if done is None and not info.slurm and not is_launcher_alive(info) and not record.has_launcher():

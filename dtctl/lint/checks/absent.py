@@ -27,7 +27,7 @@ _OF_A_RUN = ("log", "save", "watch", "finish", "define_metric", "alert")
 """Functions of wandb that need the run which init() has started."""
 
 
-def absent_elsewhere(check: CheckContext) -> Iterator[Problem]:
+def check_absent_elsewhere(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT070: set on one rank, used by all."""
     module = check.module
     if not check.project.distributed(module):
@@ -176,7 +176,7 @@ def _build_absence_problem(
     )  # fmt: skip
 
 
-def share_of_one_rank(check: CheckContext) -> Iterator[Problem]:
+def check_share_of_one_rank(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT071: one rank evaluates its share."""
     module = check.module
     if not check.project.calls(module, names.SAMPLER) or check.project.framework_has_loop(module):
@@ -214,4 +214,4 @@ def _has_distributed_sampler(module: SourceFile, data: ast.expr) -> bool:
     return True
 
 
-CHECKS = (absent_elsewhere, share_of_one_rank)
+CHECKS = (check_absent_elsewhere, check_share_of_one_rank)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dtctl.lint import names
 from dtctl.lint.check import CheckContext
 from dtctl.lint.edits import build_import_edits, ends_its_line, find_statement_indent
-from dtctl.lint.flow import find_call_argument, find_value_origins, function_of, is_bound_method
+from dtctl.lint.flow import find_call_argument, find_called_function, find_value_origins, is_bound_method
 from dtctl.lint.model import Edit, Problem
 from dtctl.lint.source_file import Function, SourceFile, format_dotted_name
 from dtctl.lint.wraps import find_model_wrap
@@ -193,7 +193,7 @@ def _micro_batches(check: CheckContext, loop: ast.For | ast.While) -> bool:
     )
 
 
-def unscaled_too_often(check: CheckContext) -> Iterator[Problem]:
+def check_unscaled_too_often(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT077: unscaled in every micro batch."""
     module = check.module
     for call in module.methods.get("unscale_", ()):
@@ -247,7 +247,7 @@ def _same_way(module: SourceFile, choice: ast.If, call: ast.Call) -> bool:
     )  # fmt: skip
 
 
-def never_zeroed(check: CheckContext) -> Iterator[Problem]:
+def check_never_zeroed(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT078: gradients never zeroed."""
     module = check.module
     if check.project.framework_has_loop(module) or not check.project.distributed(module):
@@ -278,7 +278,7 @@ def _has_zeroed_gradients(module: SourceFile, function: ast.AST) -> bool:
     if _ZEROES.search(ast.unparse(owner or function)):
         return True
     for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-        target = function_of(module, call)
+        target = find_called_function(module, call)
         if target is not None and _ZEROES.search(ast.unparse(target.node)):
             return True
     return False
@@ -409,4 +409,4 @@ def _can_change_names(part: ast.AST, names: set[str], attributes: set[str], owne
     return owner in owners or any(argument in owners for argument in passed)
 
 
-CHECKS = (check_accumulation, unscaled_too_often, never_zeroed)
+CHECKS = (check_accumulation, check_unscaled_too_often, check_never_zeroed)

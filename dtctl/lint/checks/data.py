@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import CheckContext
 from dtctl.lint.edits import find_statement_indent
-from dtctl.lint.flow import find_value_origins, function_of
+from dtctl.lint.flow import find_called_function, find_value_origins
 from dtctl.lint.model import Edit, Problem
 from dtctl.lint.source_file import SourceFile, format_dotted_name, read_constant_value
 from dtctl.lint.wraps import list_model_wraps
@@ -82,7 +82,7 @@ def _list_class_bases(node: ast.AST) -> list[ast.expr]:
     return node.bases if isinstance(node, ast.ClassDef) else []
 
 
-def same_order(check: CheckContext) -> Iterator[Problem]:
+def check_same_order(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT004: set_epoch is not called."""
     module = check.module
     if check.project.uses_framework(module):
@@ -129,7 +129,7 @@ def _given_away(check: CheckContext, sampler: ast.Call) -> bool:
         for call in calls:
             given = [*call.args, *(one.value for one in call.keywords)]
             unknown = (
-                function_of(module, call) is None
+                find_called_function(module, call) is None
                 and (format_dotted_name(call.func) or "").partition(".")[0] in module.aliases
             )
             if unknown and any(format_dotted_name(one) == name for one in given):
@@ -174,7 +174,7 @@ def _same_order_elsewhere(check: CheckContext, where: str) -> Iterator[Problem]:
         if not re.search(r"load|data|sampler", name, re.IGNORECASE):
             continue
         for call in module.methods[name]:
-            target = function_of(module, call)
+            target = find_called_function(module, call)
             if target is None or target.module is module:
                 continue
             other = CheckContext(target.module, check.project, check.cluster)
@@ -320,7 +320,7 @@ def _is_enabled_value(value: ast.expr) -> bool:
     return read_constant_value(value) not in (None, False) or isinstance(value, ast.Call)
 
 
-def stream_not_split(check: CheckContext) -> Iterator[Problem]:
+def check_stream_not_split(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT028: stream that is not divided."""
     module = check.module
     if (
@@ -367,4 +367,4 @@ def _passes_on(function: ast.FunctionDef) -> bool:
     return (format_dotted_name(returned) or "").startswith("self.") if returned is not None else False
 
 
-CHECKS = (check_undivided_data, same_order, check_loader_arguments, stream_not_split)
+CHECKS = (check_undivided_data, check_same_order, check_loader_arguments, check_stream_not_split)

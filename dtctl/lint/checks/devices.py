@@ -25,7 +25,7 @@ _ONE_PROCESS = re.compile(
 )
 
 
-def one_gpu_for_all(check: CheckContext) -> Iterator[Problem]:
+def check_one_gpu_for_all(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT007: one GPU for all ranks."""
     module = check.module
     fixed = list(_fixed_devices(check))
@@ -159,7 +159,7 @@ def _local_rank_here(check: CheckContext, node: ast.expr) -> str | None:
     return 'os.environ["LOCAL_RANK"]' if isinstance(read_constant_value(node), str) else 'int(os.environ["LOCAL_RANK"])'
 
 
-def global_rank_as_device(check: CheckContext) -> Iterator[Problem]:
+def check_global_rank_as_device(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT016: GPU by global rank."""
     module = check.module
     chosen = [node for node in _device_numbers(check) if rank_kind(module, node) == "global"]
@@ -225,7 +225,7 @@ def _find_formatted_device(node: ast.expr) -> Iterator[ast.expr]:
             yield inner.value
 
 
-def no_device_chosen(check: CheckContext) -> Iterator[Problem]:
+def check_no_device_chosen(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT017: no GPU chosen."""
     module = check.module
     yield from _chosen_late(check)
@@ -279,4 +279,4 @@ def _chosen_late(check: CheckContext) -> Iterator[Problem]:
                     return
 
 
-CHECKS = (one_gpu_for_all, global_rank_as_device, no_device_chosen)
+CHECKS = (check_one_gpu_for_all, check_global_rank_as_device, check_no_device_chosen)

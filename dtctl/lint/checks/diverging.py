@@ -22,7 +22,7 @@ _SCHEDULER = re.compile(r"sched", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"(?:^|[._])opt(?:im|imizer)?(?:$|[._\d])", re.IGNORECASE)
 
 
-def decided_alone(check: CheckContext) -> Iterator[Problem]:
+def check_decided_alone(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT045: decided by each rank alone."""
     module = check.module
     if not check.project.is_distributed_training(module):
@@ -39,7 +39,7 @@ def decided_alone(check: CheckContext) -> Iterator[Problem]:
                 break
 
 
-def ended_alone(check: CheckContext) -> Iterator[Problem]:
+def check_ended_alone(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT045 for loops: `while time.time() < end`, and `if time.time() > end: break`."""
     module = check.module
     if not any(check.project.calls(module, name) for name in names.WRAPPERS):
@@ -92,7 +92,7 @@ def _collective_in(module: SourceFile, statement: ast.stmt) -> str | None:
     return None
 
 
-def stepped_in_a_hook(check: CheckContext) -> Iterator[Problem]:
+def check_stepped_in_a_hook(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT047: optimizer step in a gradient hook."""
     module = check.module
     if not check.project.calls(module, names.DDP):
@@ -131,7 +131,7 @@ def _on_ddp(check: CheckContext, call: ast.Call) -> bool:
     return False
 
 
-def past_the_wrapper(check: CheckContext) -> Iterator[Problem]:
+def check_past_the_wrapper(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT059: forward pass past DDP."""
     module = check.module
     if not module.methods.get("backward") or ("GradScaler" in module.text and "all_reduce" in module.text):
@@ -155,7 +155,7 @@ def past_the_wrapper(check: CheckContext) -> Iterator[Problem]:
             )
 
 
-def parts_past_the_wrapper(check: CheckContext) -> Iterator[Problem]:
+def check_parts_past_the_wrapper(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT059 for parts of the module inside DDP, if the model itself is never called."""
     module = check.module
     reported: set[ast.AST] = set()
@@ -211,7 +211,7 @@ def _averaged_by_hand(module: SourceFile, function: ast.AST) -> bool:
     return any(module.scope(call) is function for call in reduced) and ".grad" in ast.unparse(function)
 
 
-def beside_the_wrapper(check: CheckContext) -> Iterator[Problem]:
+def check_beside_the_wrapper(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT059 for a model that is wrapped under another name, but called under its own."""
     module = check.module
     for wrap in list_model_wraps(module) if module.methods.get("backward") else ():
@@ -248,7 +248,7 @@ def _without_gradients(module: SourceFile, node: ast.AST) -> bool:
     )
 
 
-def stepped_by_some(check: CheckContext) -> Iterator[Problem]:
+def check_stepped_by_some(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT060: step on some ranks."""
     module = check.module
     if not any(check.project.calls(module, name) for name in names.WRAPPERS) or "rpc" in module.text:
@@ -280,11 +280,11 @@ def _elsewhere_too(module: SourceFile, call: ast.Call) -> bool:
 
 
 CHECKS = (
-    decided_alone,
-    ended_alone,
-    stepped_in_a_hook,
-    past_the_wrapper,
-    parts_past_the_wrapper,
-    beside_the_wrapper,
-    stepped_by_some,
+    check_decided_alone,
+    check_ended_alone,
+    check_stepped_in_a_hook,
+    check_past_the_wrapper,
+    check_parts_past_the_wrapper,
+    check_beside_the_wrapper,
+    check_stepped_by_some,
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import CheckContext
 from dtctl.lint.checks.loading import default_of_setting
-from dtctl.lint.flow import default_of, find_value_origins, function_of
+from dtctl.lint.flow import find_called_function, find_parameter_default, find_value_origins
 from dtctl.lint.model import Problem, Severity
 from dtctl.lint.ranks import one_process
 from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
@@ -80,7 +80,7 @@ def check_nccl_variables(check: CheckContext) -> Iterator[Problem]:
             yield check.problem("DT029", node, message, severity=severity, fix=fix)
 
 
-def never_destroyed(check: CheckContext) -> Iterator[Problem]:
+def check_never_destroyed(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT030: process group not destroyed."""
     module = check.module
     if not check.project.has_text(
@@ -124,7 +124,7 @@ def _find_group_starts(module: SourceFile) -> Iterator[ast.Call]:
     for name in sorted(module.methods):
         if re.search(r"init|setup|dist|launch|ddp|prepare|slurm", name, re.IGNORECASE):
             for call in module.methods[name]:
-                target = function_of(module, call)
+                target = find_called_function(module, call)
                 if target is not None and target.module is not module and _starts_group(target.module, target.node):
                     yield call
 
@@ -140,7 +140,7 @@ def _starts_group(module: SourceFile, function: ast.AST, depth: int = 2) -> bool
     return any(_starts_group(module, other, depth - 1) for other in others if other is not function)
 
 
-def fixed_meeting_point(check: CheckContext) -> Iterator[Problem]:
+def check_fixed_meeting_point(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT035: fixed meeting point."""
     module = check.module
     if one_process(check.module):
@@ -184,7 +184,7 @@ def _resolve_fixed_literal(module: SourceFile, value: ast.expr) -> object:
         value = value.args[0]
         function = module.scope(value)
         if isinstance(value, ast.Name) and value.id.endswith("port"):
-            return read_constant_value(default_of(function, value.id))
+            return read_constant_value(find_parameter_default(function, value.id))
     return read_constant_value(value)
 
 
@@ -202,7 +202,7 @@ def _check_fixed_addresses(check: CheckContext) -> Iterator[Problem]:
             yield check.problem("DT035", node, f"the address is fixed to {text.strip('f')}", severity="info")
 
 
-def port_beyond_the_last(check: CheckContext) -> Iterator[Problem]:
+def check_port_beyond_the_last(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT042: port that does not exist."""
     module = check.module
     ports = [
@@ -230,7 +230,7 @@ def port_beyond_the_last(check: CheckContext) -> Iterator[Problem]:
             yield check.problem("DT042", call, f"there is no port {port[1]}: the last is {MAX_PORT}")
 
 
-def sockets_for_gpus(check: CheckContext) -> Iterator[Problem]:
+def check_sockets_for_gpus(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT068: gloo for GPUs."""
     module = check.module
     for call in module.calls_of(names.INIT):
@@ -262,7 +262,7 @@ def _moves_to_gpus(module: SourceFile) -> bool:
     return any("cuda" in ast.unparse(value.node) for device in devices for value in find_value_origins(module, device))
 
 
-def gpus_by_number(check: CheckContext) -> Iterator[Problem]:
+def check_gpus_by_number(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT035 for CUDA_VISIBLE_DEVICES: fixed meeting point."""
     if not check.module.trains or check.module.is_test_file or one_process(check.module):
         return
@@ -272,7 +272,7 @@ def gpus_by_number(check: CheckContext) -> Iterator[Problem]:
             yield check.problem("DT035", node, message, severity="info", fix="let the launcher or the scheduler set it")
 
 
-def never_equal(check: CheckContext) -> Iterator[Problem]:
+def check_never_equal(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT067: variable compared with a number."""
     module = check.module
     for name in ("getenv", "get"):
@@ -308,10 +308,10 @@ def _is_optional_setting(check: CheckContext, node: ast.AST) -> bool:
 
 CHECKS = (
     check_nccl_variables,
-    never_destroyed,
-    fixed_meeting_point,
-    port_beyond_the_last,
-    never_equal,
-    sockets_for_gpus,
-    gpus_by_number,
+    check_never_destroyed,
+    check_fixed_meeting_point,
+    check_port_beyond_the_last,
+    check_never_equal,
+    check_sockets_for_gpus,
+    check_gpus_by_number,
 )

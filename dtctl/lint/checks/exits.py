@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import CheckContext
-from dtctl.lint.flow import function_of
+from dtctl.lint.flow import find_called_function
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import RankGuard, find_rank_guard, is_leaving_block, is_single_process_code, list_rank_guards
 from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
@@ -28,7 +28,7 @@ _TRAINS = re.compile(r"train|backward|optimizer\.step|fit\b")
 _AGREED = re.compile(r"all_reduce|all_gather|reduce_dict|broadcast|reduce_tensor|reduce_loss|gather_for_metrics")
 
 
-def left_alone(check: CheckContext) -> Iterator[Problem]:
+def check_left_alone(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT013: some ranks leave early."""
     module = check.module
     if not module.trains:
@@ -182,7 +182,7 @@ def find_backward_calls(module: SourceFile, loop: ast.AST) -> list[ast.Call]:
             if not _TRAIN_NAMES.search(name):
                 continue
             for call in module.find_calls_below(loop, name):
-                target = function_of(module, call)
+                target = find_called_function(module, call)
                 if target is not None and target.module.find_calls_below(target.node, "backward"):
                     found.append(call)
         cached = module.facts[fact] = found
@@ -203,7 +203,7 @@ def _stopped_early(check: CheckContext) -> Iterator[Problem]:
                      and _PATIENCE.search(ast.unparse(parent.test))), None)  # fmt: skip
         if test is None or _agreed_on(module, loop, test) or any(True for _ in list_rank_guards(module, leave)):
             continue
-        called = [function_of(module, call) for call in ast.walk(loop) if isinstance(call, ast.Call)]
+        called = [find_called_function(module, call) for call in ast.walk(loop) if isinstance(call, ast.Call)]
         if any(target is not None and _AGREED.search(ast.unparse(target.node)) for target in called):
             continue
         yield check.problem(
@@ -413,6 +413,6 @@ def _says_only(statement: ast.stmt) -> bool:
 
 
 CHECKS = (
-    left_alone,
+    check_left_alone,
     check_swallowed_errors,
 )

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from dtctl.lint import names
 from dtctl.lint.check import CheckContext
 from dtctl.lint.collectives import collective_called
-from dtctl.lint.flow import find_call_argument, find_value_origins, function_of, is_bound_method, resolve_callee
+from dtctl.lint.flow import (
+    find_call_argument,
+    find_called_function,
+    find_value_origins,
+    is_bound_method,
+    resolve_callee,
+)
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import is_launcher_code, list_rank_guards, resolve_rank_guard
 from dtctl.lint.source_file import Function, SourceFile, format_dotted_name, read_constant_value, read_node_position
@@ -44,7 +50,7 @@ class _RankFigure:
     line: int
 
 
-def own_figure(check: CheckContext) -> Iterator[Problem]:
+def check_own_figure(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT018: figure of rank 0 alone."""
     module = check.module
     if check.project.framework_has_loop(module):
@@ -82,7 +88,7 @@ def own_figure(check: CheckContext) -> Iterator[Problem]:
 
 def _shown_by(module: SourceFile, call: ast.Call) -> tuple[SourceFile, ast.Call] | None:
     """Return the call in a function of the project that prints its argument; None without one."""
-    target = function_of(module, call)
+    target = find_called_function(module, call)
     if target is None or not isinstance(target.node, Function):
         return None
     parameters = {one.arg for one in target.node.args.args}
@@ -246,7 +252,7 @@ def _is_computed_alone(module: SourceFile, value: ast.expr) -> bool:
     """Return whether this rank computes a value alone: no function of the project that it calls reduces anything."""
     for part in ast.walk(value):
         if isinstance(part, ast.Call):
-            target = function_of(module, part)
+            target = find_called_function(module, part)
             if target is not None and isinstance(target.node, Function):
                 text = ast.unparse(target.node)
                 if _REDUCES.search(text) or collective_called(module, part):
@@ -262,7 +268,7 @@ def _has_reduction(module: SourceFile, value: ast.expr) -> bool:
     """Return whether an expression reduces, by its words or those of the called function."""
     if _REDUCES.search(ast.unparse(value)):
         return True
-    target = function_of(module, value) if isinstance(value, ast.Call) else None
+    target = find_called_function(module, value) if isinstance(value, ast.Call) else None
     return target is not None and _REDUCES.search(ast.unparse(target.node)) is not None
 
 
@@ -305,4 +311,4 @@ def _reduced_near(check: CheckContext, node: ast.AST, name: str) -> bool:
     return False
 
 
-CHECKS = (own_figure,)
+CHECKS = (check_own_figure,)

@@ -9,7 +9,7 @@ from dtctl.lint.check import CheckContext
 from dtctl.lint.model import Problem
 
 
-def death_unnoticed(check: CheckContext) -> Iterator[Problem]:
+def check_death_unnoticed(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT066: death of a rank is not noticed."""
     module = check.module
     starts = module.calls_of("torch.multiprocessing.Process", "multiprocessing.Process")
@@ -21,4 +21,4 @@ def death_unnoticed(check: CheckContext) -> Iterator[Problem]:
         yield check.problem("DT066", start, "a rank that dies is not noticed: the others wait for it in a collective")
 
 
-CHECKS = (death_unnoticed,)
+CHECKS = (check_death_unnoticed,)

@@ -43,7 +43,7 @@ def _list_legacy_roots() -> frozenset[str]:
     return frozenset(name.partition(".")[0] for name in load_legacy_names())
 
 
-def old_names(check: CheckContext) -> Iterator[Problem]:
+def check_old_names(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT025: name that is gone or going."""
     module = check.module
     if any(
@@ -243,4 +243,4 @@ def _last_parts() -> frozenset[str]:
     return frozenset(name.rpartition(".")[2] for name in load_legacy_names())
 
 
-CHECKS = (old_names,)
+CHECKS = (check_old_names,)

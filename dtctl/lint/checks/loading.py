@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint.check import CheckContext
-from dtctl.lint.flow import find_value_origins, function_of
+from dtctl.lint.flow import find_called_function, find_value_origins
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import is_launcher_code, is_single_process_code, mentions_rank, resolve_rank_guard
 from dtctl.lint.source_file import Function, SourceFile, find_keyword_value, format_dotted_name, read_constant_value
@@ -22,7 +22,7 @@ _STATES_OF_MODELS = frozenset(
 _MODELS = re.compile(r"torchvision\.models\.(?:\w+\.)*[a-z]\w*\Z")
 
 
-def whole_module(check: CheckContext) -> Iterator[Problem]:
+def check_whole_module(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT038: whole module in torch.load."""
     module = check.module
     for call in module.calls_of("torch.load"):
@@ -177,7 +177,7 @@ def _is_data_load(check: CheckContext, call: ast.Call) -> bool:
     return named is not None and re.search(r"(?:ckpt|checkpoint)_?dict\b", text) is None
 
 
-def downloaded_by_all(check: CheckContext) -> Iterator[Problem]:
+def check_downloaded_by_all(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT040: download by every rank."""
     module = check.module
     if (not module.trains and not next(_find_downloads(module), None)) or not check.project.distributed(module):
@@ -201,7 +201,7 @@ def downloaded_by_all(check: CheckContext) -> Iterator[Problem]:
         if not re.search(r"data|load|build|get|make|create|prepare|train|test|set", name, re.IGNORECASE):
             continue
         for call in module.methods[name]:
-            target = function_of(module, call)
+            target = find_called_function(module, call)
             if target is None or target.module is module or target.module.trains:
                 continue
             inside = [
@@ -406,4 +406,4 @@ def _waits_nearby(module: SourceFile, call: ast.Call) -> bool:
     )
 
 
-CHECKS = (whole_module, check_map_location, downloaded_by_all)
+CHECKS = (check_whole_module, check_map_location, check_downloaded_by_all)

@@ -48,7 +48,7 @@ def _strip_item_calls(node: ast.expr) -> ast.expr:
     return node
 
 
-def sum_of_batches(check: CheckContext) -> Iterator[Problem]:
+def check_sum_of_batches(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT020: sum of batches divided by ranks."""
     module = check.module
     for call in module.calls_of(ALL_REDUCE):
@@ -101,4 +101,4 @@ def _divided_elsewhere(check: CheckContext, call: ast.Call, names: set[str]) -> 
     return False
 
 
-CHECKS = (sum_of_batches,)
+CHECKS = (check_sum_of_batches,)

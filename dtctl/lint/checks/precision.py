@@ -19,7 +19,7 @@ _AUTOCAST = ("torch.cuda.amp.autocast", "torch.autocast", "torch.amp.autocast", 
 _HALF = ("torch.float16", "torch.half")
 
 
-def scaler_of_one_rank(check: CheckContext) -> Iterator[Problem]:
+def check_scaler_of_one_rank(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT039: GradScaler with FSDP."""
     module = check.module
     scalers = module.calls_of(*_SCALERS)
@@ -38,7 +38,7 @@ def scaler_of_one_rank(check: CheckContext) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def half_without_scaler(check: CheckContext) -> Iterator[Problem]:
+def check_half_without_scaler(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT049: float16 without a gradient scaler."""
     module = check.module
     if (
@@ -96,7 +96,7 @@ def _around_training(module: SourceFile, call: ast.Call) -> bool:
     )
 
 
-def clipped_by_shard(check: CheckContext) -> Iterator[Problem]:
+def check_clipped_by_shard(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT061: clipped by the norm of a shard."""
     module = check.module
     for call in module.calls_of("torch.nn.utils.clip_grad_norm_"):
@@ -122,4 +122,4 @@ def _one_shard(check: CheckContext) -> bool:
     return check.project.has_text(check.module, "NO_SHARD")
 
 
-CHECKS = (scaler_of_one_rank, half_without_scaler, clipped_by_shard)
+CHECKS = (check_scaler_of_one_rank, check_half_without_scaler, check_clipped_by_shard)

@@ -10,7 +10,7 @@ from dtctl.lint import names
 from dtctl.lint.check import CheckContext
 from dtctl.lint.checks.exits import find_backward_calls
 from dtctl.lint.collectives import collective_called, takes_a_group
-from dtctl.lint.flow import function_of
+from dtctl.lint.flow import find_called_function
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import by_turns, is_launcher_code, list_rank_guards, mentions_rank, resolve_rank_guard
 from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
@@ -27,7 +27,7 @@ _QUIET = re.compile(
 )
 
 
-def waiting_each_step(check: CheckContext) -> Iterator[Problem]:
+def check_waiting_each_step(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT046: ranks wait for each other in every step."""
     module = check.module
     for call in module.calls.get("torch.distributed.barrier", ()):
@@ -133,7 +133,7 @@ def _whole_epoch(module: SourceFile, call: ast.Call) -> bool:
     """Return whether a call makes several steps: its function has a loop over batches, or is unknown."""
     if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
         return False
-    target = function_of(module, call)
+    target = find_called_function(module, call)
     return target is None or any(
         target.module.find_enclosing_node(backward, (ast.For, ast.While)) is not None
         for backward in target.module.find_calls_below(target.node, "backward")
@@ -169,7 +169,7 @@ def _is_setting_condition(test: ast.expr) -> bool:
     )
 
 
-def said_by_all(check: CheckContext) -> Iterator[Problem]:
+def check_said_by_all(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT054: line printed by every rank."""
     module = check.module
     if not module.trains or check.project.framework_has_loop(module):
@@ -271,7 +271,7 @@ def _find_printing_helpers(module: SourceFile) -> list[ast.Call]:
     found = []
     for name in ("display", "report", "print_progress", "show", "print_log", "print"):
         for call in module.methods.get(name, ()):
-            target = function_of(module, call)
+            target = find_called_function(module, call)
             if target is None or _batch_loop(module, call) is None:
                 continue
             lines = target.module.find_calls_below(target.node, "print")
@@ -280,7 +280,7 @@ def _find_printing_helpers(module: SourceFile) -> list[ast.Call]:
     return found
 
 
-def folder_made_by_all(check: CheckContext) -> Iterator[Problem]:
+def check_folder_made_by_all(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT055: folder made by every rank."""
     module = check.module
     if not module.trains or not check.project.distributed(module) or check.project.framework_has_loop(module):
@@ -339,4 +339,4 @@ def _paths_made_by_all(check: CheckContext) -> Iterator[Problem]:
         yield check.problem("DT055", call, f"every rank makes `{ast.unparse(call.func.value)}`: all but the first fail")
 
 
-CHECKS = (waiting_each_step, said_by_all, folder_made_by_all)
+CHECKS = (check_waiting_each_step, check_said_by_all, check_folder_made_by_all)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint.check import CheckContext
-from dtctl.lint.flow import find_call_argument, find_value_origins, function_of, is_bound_method
+from dtctl.lint.flow import find_call_argument, find_called_function, find_value_origins, is_bound_method
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import (
     is_launcher_code,
@@ -50,7 +50,7 @@ _RESUMES = re.compile(r"resume|start_epoch|epochs_run|continue_from|epoch_st\b|b
 _SCALES = re.compile(r"\bGradScaler\(|\bamp\.initialize\(")
 
 
-def every_rank_writes(check: CheckContext) -> Iterator[Problem]:
+def check_every_rank_writes(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT014: every rank writes one file."""
     module = check.module
     writes = list(_find_file_writes(module))
@@ -151,7 +151,7 @@ def _through_helpers(check: CheckContext) -> Iterator[Problem]:
         if not _HELPER.search(name):
             continue
         for call in module.methods[name]:
-            target = function_of(module, call)
+            target = find_called_function(module, call)
             if target is None or not isinstance(target.node, Function) or resolve_rank_guard(module, call) is not None:
                 continue
             if (
@@ -245,7 +245,7 @@ def _same_for_all(module: SourceFile, parameter: ast.Name) -> bool:
     )
 
 
-def local_rank_writes(check: CheckContext) -> Iterator[Problem]:
+def check_local_rank_writes(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT015: one writer for each node."""
     module = check.module
     if check.cluster.single_node:
@@ -340,4 +340,4 @@ def _goes_on(check: CheckContext) -> bool:
     return not check.project.has_text(module, re.compile(r"opt\w*(?:\.\w+)?\.state_dict\("))
 
 
-CHECKS = (every_rank_writes, local_rank_writes, check_snapshot_content)
+CHECKS = (check_every_rank_writes, check_local_rank_writes, check_snapshot_content)

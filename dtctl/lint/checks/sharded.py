@@ -19,7 +19,7 @@ _NEED_A_SETTING = ("transformer_auto_wrap_policy", "lambda_auto_wrap_policy")
 _CALLED = frozenset("module recurse nonwrapped_numel".split())
 
 
-def policy_called_at_once(check: CheckContext) -> Iterator[Problem]:
+def check_policy_called_at_once(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT048: wrap policy called at once."""
     module = check.module
     for name, setting in _POLICIES.items():
@@ -33,7 +33,7 @@ def policy_called_at_once(check: CheckContext) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def policy_without_its_setting(check: CheckContext) -> Iterator[Problem]:
+def check_policy_without_its_setting(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT048 for a policy that is passed to FSDP without the setting that it needs."""
     module = check.module
     for call in module.calls_of(names.FSDP):
@@ -48,7 +48,7 @@ def policy_without_its_setting(check: CheckContext) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def to_fully_shard(check: CheckContext) -> Iterator[Problem]:
+def check_to_fully_shard(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT050: the older FSDP."""
     module = check.module
     calls = module.calls_of(names.FSDP)
@@ -59,7 +59,7 @@ def to_fully_shard(check: CheckContext) -> Iterator[Problem]:
 
 
 CHECKS = (
-    policy_called_at_once,
-    policy_without_its_setting,
-    to_fully_shard,
+    check_policy_called_at_once,
+    check_policy_without_its_setting,
+    check_to_fully_shard,
 )

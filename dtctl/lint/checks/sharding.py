@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import CheckContext
-from dtctl.lint.flow import find_value_origins, function_of, names_given
+from dtctl.lint.flow import find_called_function, find_value_origins, names_given
 from dtctl.lint.model import Problem, Severity
 from dtctl.lint.ranks import is_world_size, mentions_rank, rank_kind, resolve_rank_guard
 from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
@@ -23,7 +23,7 @@ _SEEDS = ("manual_seed", "seed", "seed_everything", "set_seed", "fix_seed", "set
           "init_seeds", "fix_random_seed", "set_seeds", "seed_torch", "init_seed", "same_seeds")  # fmt: skip
 
 
-def local_rank_as_rank(check: CheckContext) -> Iterator[Problem]:
+def check_local_rank_as_rank(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT037: local rank as rank."""
     module = check.module
     if check.cluster.single_node or not module.trains:
@@ -91,7 +91,7 @@ def _is_spawning_ranks(check: CheckContext) -> bool:
     )
 
 
-def padded_evaluation(check: CheckContext) -> Iterator[Problem]:
+def check_padded_evaluation(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT056: evaluation with repeated samples."""
     module = check.module
     if check.project.uses_framework(module):
@@ -103,13 +103,13 @@ def padded_evaluation(check: CheckContext) -> Iterator[Problem]:
         yield check.problem("DT056", call, "DistributedSampler repeats samples until all ranks have the same number")
     for name in [name for name in module.methods if "sampler" in name.lower()]:
         for call in module.methods[name]:
-            if function_of(module, call) is not None and _is_sampler(module, call) and _held_out(check, call):
+            if find_called_function(module, call) is not None and _is_sampler(module, call) and _held_out(check, call):
                 yield check.problem(
                     "DT056", call, f"the sampler of `{name}` repeats samples until all ranks have the same number"
                 )
 
 
-def gathered_twice(check: CheckContext) -> Iterator[Problem]:
+def check_gathered_twice(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT056 for accelerate: `gather` in an evaluation, since only `gather_for_metrics` drops repetitions."""
     module = check.module
     if "accelerat" not in module.text or check.project.framework_has_loop(module):
@@ -158,7 +158,7 @@ def _find_enclosing_keyword(module: SourceFile, call: ast.Call) -> list[ast.keyw
     return [above] if isinstance(above, ast.keyword) and above.arg not in ("sampler", None) else []
 
 
-def evaluated_by_all(check: CheckContext) -> Iterator[Problem]:
+def check_evaluated_by_all(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT057: evaluation by every rank."""
     module = check.module
     if not (module.calls_of(names.SAMPLER) or check.project.distributed(module)):
@@ -195,7 +195,7 @@ def _used_by_some(check: CheckContext, loader: ast.Call) -> bool:
     return any(resolve_rank_guard(module, use) is not None for use in uses)
 
 
-def own_random_order(check: CheckContext) -> Iterator[Problem]:
+def check_own_random_order(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT058: split of each rank's own."""
     module = check.module
     yield from _shuffled_by_datasets(check)
@@ -298,7 +298,7 @@ def _split_by_sklearn(check: CheckContext) -> Iterator[Problem]:
             yield check.problem("DT058", call, "train_test_split without a seed: every rank splits the set differently")
 
 
-def share_of_the_whole(check: CheckContext) -> Iterator[Problem]:
+def check_share_of_the_whole(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT053: one share divided by the whole."""
     module = check.module
     samplers = [call for call in module.calls_of(names.SAMPLER) if _held_out(check, call)]
@@ -323,4 +323,11 @@ def share_of_the_whole(check: CheckContext) -> Iterator[Problem]:
         yield check.problem("DT053", node, f"what one rank has counted is divided by `len({text})`, the whole set")
 
 
-CHECKS = (local_rank_as_rank, padded_evaluation, gathered_twice, evaluated_by_all, own_random_order, share_of_the_whole)
+CHECKS = (
+    check_local_rank_as_rank,
+    check_padded_evaluation,
+    check_gathered_twice,
+    check_evaluated_by_all,
+    check_own_random_order,
+    check_share_of_the_whole,
+)

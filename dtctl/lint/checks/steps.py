@@ -23,7 +23,7 @@ _SEEDS = ("seed_everything", "fix_random_seeds", "fix_random_seed", "set_seed", 
 _RANDOM = re.compile(r"\bDropout|\bdropout|\bRandom[A-Z]|\brandom\.|torch\.rand|RandAugment|shuffle=True|np\.random")
 
 
-def batch_norm(check: CheckContext) -> Iterator[Problem]:
+def check_batch_norm(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT005: BatchNorm under DDP."""
     module = check.module
     if not any(wrap.kind == "ddp" for wrap in list_model_wraps(module)):
@@ -38,7 +38,7 @@ def batch_norm(check: CheckContext) -> Iterator[Problem]:
             return
 
 
-def same_seed(check: CheckContext) -> Iterator[Problem]:
+def check_same_seed(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT008: one seed for all ranks."""
     module = check.module
     seeds = [
@@ -91,7 +91,7 @@ def same_seed(check: CheckContext) -> Iterator[Problem]:
         )
 
 
-def clipped_scaled(check: CheckContext) -> Iterator[Problem]:
+def check_clipped_scaled(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT031: clipped before unscale_."""
     module = check.module
     for clip in module.methods.get("clip_grad_norm_", []) + module.methods.get("clip_grad_value_", []):
@@ -118,7 +118,7 @@ def clipped_scaled(check: CheckContext) -> Iterator[Problem]:
             )
 
 
-def waits_each_step(check: CheckContext) -> Iterator[Problem]:
+def check_waits_each_step(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT032: wait in every step."""
     module = check.module
     calls = [*module.methods.get("item", ()), *module.calls_of("torch.cuda.synchronize")]
@@ -191,4 +191,4 @@ def _in_each_step(module: SourceFile, call: ast.Call, step: ast.AST) -> bool:
     )
 
 
-CHECKS = (batch_norm, same_seed, clipped_scaled, waits_each_step)
+CHECKS = (check_batch_norm, check_same_seed, check_clipped_scaled, check_waits_each_step)

@@ -31,7 +31,7 @@ _NOTHING = frozenset(
 )
 
 
-def on_the_cpu(check: CheckContext) -> Iterator[Problem]:
+def check_on_the_cpu(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT043: CPU tensor in a collective of NCCL."""
     module = check.module
     calls = [
@@ -104,7 +104,7 @@ def _is_tensor_moved(module: SourceFile, call: ast.Call) -> bool:
     )
 
 
-def thrown_away(check: CheckContext) -> Iterator[Problem]:
+def check_thrown_away(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT044: result of a collective thrown away."""
     module = check.module
     for name in _FUNCTIONAL:
@@ -209,4 +209,4 @@ def _gives_a_copy(module: SourceFile, function: Function) -> bool:
     return all(isinstance(part, ast.Name) and part.id in reduced for part in results)
 
 
-CHECKS = (on_the_cpu, thrown_away)
+CHECKS = (check_on_the_cpu, check_thrown_away)

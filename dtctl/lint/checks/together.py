@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import CheckContext
-from dtctl.lint.collectives import collective_called, forward_of, takes_a_group
-from dtctl.lint.flow import function_of
+from dtctl.lint.collectives import collective_called, find_forward_kind, takes_a_group
+from dtctl.lint.flow import find_called_function
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import RankGuard, is_single_process_code, list_rank_guards
 from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name
@@ -39,7 +39,7 @@ def _ranks_of(condition: RankGuard) -> str:
     return "rank 0 alone" if condition.at_zero else "only ranks other than 0"
 
 
-def collective_by_some(check: CheckContext) -> Iterator[Problem]:
+def check_collective_by_some(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT011: collective by some ranks."""
     module = check.module
     for name in names.COLLECTIVES:
@@ -67,7 +67,7 @@ def _forward_passes(check: CheckContext) -> Iterator[Problem]:
             condition = next((one for one in list_rank_guards(module, call) if one.sure), None)
             if condition is None or condition.early or not isinstance(call.func, ast.Name | ast.Attribute):
                 continue
-            found = forward_of(module, call)
+            found = find_forward_kind(module, call)
             if found is None or _find_partial_call_guard(check, call, module.methods[name]) is None:
                 continue
             kind, sure = found
@@ -106,7 +106,7 @@ def _run_for(module: SourceFile, value: ast.expr, depth: int) -> tuple[Kind, boo
     """Return the kind of the wrapped model that a loss comes from; None if it is not known."""
     for one in (value, *module.values(value)):
         for part in ast.walk(one):
-            if isinstance(part, ast.Call) and (found := forward_of(module, part)) is not None:
+            if isinstance(part, ast.Call) and (found := find_forward_kind(module, part)) is not None:
                 return found
             if depth and isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load) and part is not value:
                 found = _run_for(module, part, depth - 1)
@@ -144,7 +144,7 @@ def _check_indirect_collectives(check: CheckContext) -> Iterator[Problem]:
     for name in sorted(module.methods):
         calls = module.methods[name]
         for call in calls:
-            if name in _OF_TORCH or function_of(module, call) is None:
+            if name in _OF_TORCH or find_called_function(module, call) is None:
                 continue
             condition = _find_partial_call_guard(check, call, calls)
             if condition is None or condition.early:
@@ -157,7 +157,7 @@ def _check_indirect_collectives(check: CheckContext) -> Iterator[Problem]:
                 yield check.problem("DT011", call, message, severity="warning")
 
 
-def wrapped_by_some(check: CheckContext) -> Iterator[Problem]:
+def check_wrapped_by_some(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT012: wrapped or gathered by some ranks."""
     module = check.module
     for name in (*names.WRAPPERS, *names.STATE_COLLECTIVES):
@@ -210,7 +210,7 @@ def _maybe_sharded(check: CheckContext, call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and can_be_wrapped(check.module, call.func.value, "fsdp")
 
 
-def group_of_some(check: CheckContext) -> Iterator[Problem]:
+def check_group_of_some(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT036: group made by its members only."""
     calls = check.module.calls.get(NEW_GROUP, [])
     for call in calls:
@@ -219,4 +219,4 @@ def group_of_some(check: CheckContext) -> Iterator[Problem]:
             yield check.problem("DT036", call, "new_group is called by members only, and every rank has to call it")
 
 
-CHECKS = (collective_by_some, wrapped_by_some, group_of_some)
+CHECKS = (check_collective_by_some, check_wrapped_by_some, check_group_of_some)

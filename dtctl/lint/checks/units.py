@@ -18,7 +18,7 @@ _BY_HAND = re.compile(r"\b(?:enable_wrap|auto_wrap|wrap)\(|recursive_wrap|_auto_
 """Pattern of functions that wrap parts of a model instead of a policy."""
 
 
-def one_unit(check: CheckContext) -> Iterator[Problem]:
+def check_one_unit(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT075: FSDP of one unit."""
     module = check.module
     if _BY_HAND.search(module.text):
@@ -73,4 +73,4 @@ def _is_single_unit_wrap(check: CheckContext, call: ast.Call) -> bool:
     )
 
 
-CHECKS = (one_unit,)
+CHECKS = (check_one_unit,)

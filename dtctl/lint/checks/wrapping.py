@@ -15,7 +15,7 @@ from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted
 from dtctl.lint.wraps import ModelWrap, can_be_wrapped, find_model_wrap, list_model_wraps
 
 
-def data_parallel(check: CheckContext) -> Iterator[Problem]:
+def check_data_parallel(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT001: nn.DataParallel."""
     if not check.module.calls_of(names.DP):
         return
@@ -29,7 +29,7 @@ def data_parallel(check: CheckContext) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def moved_after(check: CheckContext) -> Iterator[Problem]:
+def check_moved_after(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT002: moved after DDP."""
     module = check.module
     for call in module.methods["to"] + module.methods["cuda"]:
@@ -88,7 +88,7 @@ def _is_model_placed(check: CheckContext, wrap: ModelWrap) -> bool:
     return False
 
 
-def unused_parameters(check: CheckContext) -> Iterator[Problem]:
+def check_unused_parameters(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT010: find_unused_parameters."""
     for wrap in list_model_wraps(check.module):
         value = find_keyword_value(wrap.call, "find_unused_parameters")
@@ -138,7 +138,7 @@ def _asked_for(check: CheckContext, node: ast.Attribute) -> bool:
     )
 
 
-def prefixed_state(check: CheckContext) -> Iterator[Problem]:
+def check_prefixed_state(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT022: state with the prefix `module.`."""
     module = check.module
     saves = [call for name in module.methods if re.match(r"save_?(?:checkpoint|model|state|ckpt)", name)
@@ -181,7 +181,7 @@ def _prefixed_if_distributed(module: SourceFile, call: ast.Call) -> bool:
     return name not in loads and f"{name}.module" not in ast.unparse(module.statement(call))
 
 
-def optimizer_before(check: CheckContext) -> Iterator[Problem]:
+def check_optimizer_before(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT023: optimizer before FSDP."""
     module = check.module
     for wrap in list_model_wraps(module):
@@ -214,7 +214,7 @@ def _made_again(check: CheckContext, optimizer: ast.Call, wrap: ModelWrap) -> bo
     return any(binding.line > wrap.call.lineno for binding in bound)
 
 
-def changed_after(check: CheckContext) -> Iterator[Problem]:
+def check_changed_after(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT024: parameters changed after DDP."""
     module = check.module
     for call in module.calls_of("torch.nn.SyncBatchNorm.convert_sync_batchnorm"):
@@ -280,7 +280,7 @@ def _of_ddp(check: CheckContext, node: ast.expr, at: ast.AST) -> bool:
         node = node.value
 
 
-def unknown_keyword(check: CheckContext) -> Iterator[Problem]:
+def check_unknown_keyword(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT026: argument that does not exist."""
     for call in check.module.calls_of("torch.cuda.nccl.is_available"):
         if not call.args:
@@ -297,12 +297,12 @@ def unknown_keyword(check: CheckContext) -> Iterator[Problem]:
 
 
 CHECKS = (
-    data_parallel,
-    moved_after,
-    unused_parameters,
+    check_data_parallel,
+    check_moved_after,
+    check_unused_parameters,
     check_ddp_attributes,
-    prefixed_state,
-    optimizer_before,
-    changed_after,
-    unknown_keyword,
+    check_prefixed_state,
+    check_optimizer_before,
+    check_changed_after,
+    check_unknown_keyword,
 )

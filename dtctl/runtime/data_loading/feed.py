@@ -93,9 +93,9 @@ class BatchLoader:
             self.reader.seed_generators(schedule.positions(start)[index])
         return found
 
-    def examine(self, positions: Indices) -> DatasetExamination:
+    def examine_dataset(self, positions: Indices) -> DatasetExamination:
         """Examine a few samples before training; of a stream, those at `positions` are read."""
-        return self.reader.examine(positions, threaded=self._workers == "thread")
+        return self.reader.examine_dataset(positions, threaded=self._workers == "thread")
 
     def single(self, indices: Indices) -> Any:
         """Return a batch outside of the usual order."""

@@ -134,7 +134,7 @@ class BatchReader:
 
     # -- before training --------------------------------------------------------------------------------------------
 
-    def examine(self, positions: Indices, *, threaded: bool) -> DatasetExamination:
+    def examine_dataset(self, positions: Indices, *, threaded: bool) -> DatasetExamination:
         """Read a few samples twice. Only Python's and NumPy's generators are different afterwards.
 
         Args:

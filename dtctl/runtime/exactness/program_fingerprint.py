@@ -201,7 +201,7 @@ def build_training_account(subject: FingerprintInputs, worker: Worker, *, elasti
     program = StatefulObjects(
         roots, model=subject.model, apart=[*subject.apart, *reader.seeder.list_dataset_generators()]
     )
-    examined = subject.feed.examine(subject.first)
+    examined = subject.feed.examine_dataset(subject.first)
     return build_program_fingerprint(
         program, roots, examined, model=subject.model, extra=subject.extra_state, worker=worker, elastic=elastic
     )

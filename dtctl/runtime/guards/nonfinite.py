@@ -60,7 +60,7 @@ class NonFiniteGuard:
     def record_step_loss(self, step: int, loss: torch.Tensor) -> None:
         """Store this worker's share of the loss of a step, counted from 1; it is read only if needed."""
         self._step = step
-        self._trail.step(step, loss)
+        self._trail.add_loss(step, loss)
 
     def decide_step_action(
         self, step: int, norm: torch.Tensor | None, *, wanted: bool = True
@@ -78,7 +78,7 @@ class NonFiniteGuard:
         if norm is None:
             return "take"
         if not wanted:
-            self._trail.norm(step, norm)
+            self._trail.add_norm(step, norm)
             return "take"
         value = float(norm)
         scale = None if self._scale is None else self._scale.scale
@@ -99,7 +99,7 @@ class NonFiniteGuard:
             return "skip"
         self._furthest = max(self._furthest, step)
         if self._policy == "stop":
-            origin = self._trail.origin(step)
+            origin = self._trail.find_origin(step)
             raise WorkerFailed(
                 f"the gradient of step {origin.step} is not finite: {origin.text}",
                 where="train.on_nan",

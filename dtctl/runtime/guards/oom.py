@@ -54,11 +54,11 @@ def enough_memory(doing: str, hint: str, worker: Worker) -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:
-        raise_lack_of_memory(exc, doing, hint, worker)
+        raise_out_of_memory(exc, doing, hint, worker)
         raise
 
 
-def raise_lack_of_memory(error: RuntimeError, doing: str, hint: str, worker: Worker) -> None:
+def raise_out_of_memory(error: RuntimeError, doing: str, hint: str, worker: Worker) -> None:
     """Raise an explained error if an error means lack of memory; see `enough_memory`.
 
     Raises:

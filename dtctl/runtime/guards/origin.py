@@ -65,11 +65,11 @@ class LossHistory:
         if environ.get(names.ATTEMPT, "0") != "0":
             self.watched = max(gathered_json(_read_recorded_step(self._file), worker))
 
-    def step(self, step: int, loss: torch.Tensor) -> None:
+    def add_loss(self, step: int, loss: torch.Tensor) -> None:
         """Store this worker's share of the loss of a step."""
         self._losses.append((step, loss))
 
-    def norm(self, step: int, norm: torch.Tensor) -> None:
+    def add_norm(self, step: int, norm: torch.Tensor) -> None:
         """Store the norm of the gradient of a step."""
         self._norms.append((step, norm))
 
@@ -79,7 +79,7 @@ class LossHistory:
         self._norms.clear()
         self._good = step
 
-    def origin(self, step: int) -> NonFiniteOrigin:
+    def find_origin(self, step: int) -> NonFiniteOrigin:
         """Return the origin, given that the gradient of this step is not finite; collective over all workers."""
         if self._file is not None and self._worker.local_rank == 0:
             _write_recorded_step(self._file, step)

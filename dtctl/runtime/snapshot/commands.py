@@ -306,7 +306,7 @@ def _laid_out(leaves: Iterable[assembly.TensorEntry]) -> tuple[dict[str, Any], l
     The widest numbers come first, for alignment.
     """
     free = headers.UniqueNames()
-    names = {free.choose(leaf.name): leaf for leaf in leaves}
+    names = {free.make_unique(leaf.name): leaf for leaf in leaves}
     place, entries = 0, {}
     ordered = sorted(names, key=lambda name: -headers.SIZES[names[name].dtype])
     for name in ordered:

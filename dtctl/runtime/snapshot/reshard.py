@@ -14,7 +14,7 @@ from dtctl.runtime.snapshot.assembly import Box, TensorEntry
 from dtctl.runtime.snapshot.choose import ChosenSnapshot
 from dtctl.runtime.snapshot.format import headers, layout
 from dtctl.runtime.snapshot.format.packing import DTYPES
-from dtctl.runtime.snapshot.format.pieces import box_of, sharded_like
+from dtctl.runtime.snapshot.format.pieces import compute_local_box, sharded_like
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.state import view_tensor_bytes
 
@@ -76,7 +76,7 @@ def _encode_wanted_box(like: torch.Tensor | bool, leaf: TensorEntry) -> int | li
         return int(like)
     if tuple(like.shape) != leaf.shape or not hasattr(like, "device_mesh"):
         return 1  # the loading function reports the mismatch
-    offset, shape = box_of(like)
+    offset, shape = compute_local_box(like)
     return [list(offset), list(shape)]
 
 

@@ -152,7 +152,7 @@ def build_strategy(
     if degrees.dp == degrees.workers:
         return Ddp(model, config.ddp, worker)
     # Their parts of torch take half a second to import, which other strategies do not need.
-    from dtctl.runtime.strategies.comparison import RecordedCalls, recording
+    from dtctl.runtime.strategies.comparison import RecordedCalls, record_module_calls
     from dtctl.runtime.strategies.pipeline import Pipeline
     from dtctl.runtime.strategies.sharded import FullySharded, begin_alike, compared_modules
 
@@ -173,7 +173,7 @@ def build_strategy(
     names = compared_modules(model, config, degrees)
     parts = blocks.find_repeated_blocks(model, config.blocks) if degrees.pp > 1 else None
     with trial.BlockInputRecorder(parts) as stream:
-        with recording(model, names) as calls:
+        with record_module_calls(model, names) as calls:
             expected, probe, rounding = trial.measure_whole_model(probe, model, halves)
         stream.require_one_shape()
         in_one_piece = trial.compute_gradients(probe, model, parts) if parts is not None else {}

@@ -89,7 +89,7 @@ class RecordedCalls:
 
 
 @contextmanager
-def recording(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, ModuleCall]]:
+def record_module_calls(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, ModuleCall]]:
     """Return a context that records the arguments of the first call of some modules."""
     calls: dict[str, ModuleCall] = {}
 

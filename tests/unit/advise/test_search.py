@@ -134,12 +134,12 @@ def test_a_number_of_parameters_has_the_shape_of_the_published_family(
 
 
 def test_published_families_have_the_parameters_of_their_names() -> None:
-    from dtctl.advise.shape import model_of
+    from dtctl.advise.shape import build_model_profile
 
     known = {"Llama 2 7B": 6.74e9, "Llama 3.1 8B": 8.03e9, "Llama 3.1 70B": 70.55e9, "Llama 3.1 405B": 405.85e9,
              "Qwen2.5-32B": 32.76e9, "Qwen2.5-72B": 72.7e9, "GPT-NeoX-20B": 20.3e9, "TinyLlama": 1.1e9,
              "Yi-34B": 34.39e9, "Mistral Large": 122.6e9, "Llama 3.2 1B": 1.236e9}  # fmt: skip
-    found = {shape.name: model_of(shape).params for shape in FAMILIES}
+    found = {shape.name: build_model_profile(shape).params for shape in FAMILIES}
     for name, params in known.items():
         assert found[name] == pytest.approx(params, rel=0.02), name
 

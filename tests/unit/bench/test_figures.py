@@ -7,7 +7,15 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from dtctl.bench.figures import OPS, build_result_row, ops_of, parse_size_range, size_of, size_text, training_row
+from dtctl.bench.figures import (
+    OPS,
+    build_result_row,
+    parse_message_size,
+    parse_operations,
+    parse_size_range,
+    size_text,
+    training_row,
+)
 from dtctl.bench.job import BenchmarkResults
 from dtctl.bench.picture import render_bench_svg
 from dtctl.errors import UsageError
@@ -36,14 +44,14 @@ def test_what_is_no_range_of_sizes_is_refused(text: str) -> None:
 
 def test_a_size_reads_back_as_itself() -> None:
     for size in (4, 1020, 1 << 10, 3 << 20, 1 << 30):
-        assert size_of(size_text(size).replace(" ", "")) == size
+        assert parse_message_size(size_text(size).replace(" ", "")) == size
 
 
 def test_operations_may_be_spelt_as_people_spell_them() -> None:
-    assert ops_of(["all-reduce", "AllReduce", "p2p"]) == ("all_reduce", "p2p")
-    assert ops_of([]) == OPS
+    assert parse_operations(["all-reduce", "AllReduce", "p2p"]) == ("all_reduce", "p2p")
+    assert parse_operations([]) == OPS
     with raises(UsageError, "operation"):
-        ops_of(["allreducee"])
+        parse_operations(["allreducee"])
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_it_tells_the_newest_row_and_goes_when_the_run_stops(
 ) -> None:
     row = {"step": 30, "loss": 1.25, "step_s": 0.5}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    monkeypatch.setattr(progress_line, "steps_of", lambda _: 120)
+    monkeypatch.setattr(progress_line, "read_training_steps", lambda _: 120)
     view = run_display.LaunchView(json_lines=False, record=SimpleNamespace(folder=tmp_path))  # type: ignore[arg-type]
     view.event(OutputLine(node="node1", rank=0, text="step 30"))
     assert terminal.lines() == ["[node1:0] step 30", "step 30 of 120  25%  0:45 to go  500.0 ms/step  loss 1.2500"]

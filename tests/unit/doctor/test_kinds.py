@@ -170,4 +170,4 @@ def test_no_line_of_a_healthy_log_is_a_failure_even_alone(tmp_path: Path, line: 
     ],
 )
 def test_the_package_of_a_file(path: str, library: str) -> None:
-    assert exception_classes.library_of(tracebacks.TracebackFrame(path=path, line=1, function="f")) == library
+    assert exception_classes.find_package_name(tracebacks.TracebackFrame(path=path, line=1, function="f")) == library

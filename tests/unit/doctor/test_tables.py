@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from dtctl.cli import output
 from dtctl.cli.common.doctor_view import show_examination
 from dtctl.doctor.examine import Examination
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport, good_ways
-from dtctl.doctor.tables import link_table, links_of, node_table, pair_table
+from dtctl.doctor.tables import link_table, list_link_measurements, node_table, pair_table
 from dtctl.errors import ConnectError
 
 OK = tuple(Finding(check=check, status="ok") for check in ("reach", "disk", "torch", "gpus", "mtu"))
@@ -42,6 +43,18 @@ def test_of_a_node_that_is_away_only_that_is_known() -> None:
     assert rows[1] == ["b", "10.0.0.2", "fail", "-", "-", "-", "-", "-", "-"]
 
 
+@pytest.mark.parametrize(("columns", "shown"), [(80, False), (100, True)])
+def test_the_table_of_nodes_fits_the_terminal(
+    columns: int, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "count_output_columns", lambda: columns)
+    show_examination(Examination(findings=OK, seen=(NodeReport(name="localhost", address="127.0.0.1"),)), 1.0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("NODE", "localhost"))]
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= columns
+    assert ("127.0.0.1" in lines[1]) == shown
+
+
 def test_the_worst_answer_of_a_way_is_shown_and_only_good_ways_are_measured() -> None:
     done = Examination(findings=OK, seen=nodes())
     assert pair_table(done) == (["FROM \\ TO", "a", "b"], [["a", "", "DROP"], ["b", ".", ""]])
@@ -50,7 +63,9 @@ def test_the_worst_answer_of_a_way_is_shown_and_only_good_ways_are_measured() ->
 
 def test_the_better_of_two_measurements_counts_and_the_map_is_shown_when_a_link_is_bad() -> None:
     slow = Finding(check="bandwidth", status="fail", nodes=("b",))
-    assert links_of(nodes()) == [{"from": "b", "to": "a", "rtt_ms": 0.2, "mbit_s": 48.0, "sent": None, "lost": None}]
+    assert list_link_measurements(nodes()) == [
+        {"from": "b", "to": "a", "rtt_ms": 0.2, "mbit_s": 48.0, "sent": None, "lost": None}
+    ]
     assert link_table(Examination(findings=OK, seen=nodes())) is None
     assert link_table(Examination(findings=(slow, *OK), seen=nodes())) == (
         ["FROM \\ TO", "a", "b"],

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from dtctl.advise.gather import AdviseOptions, build_advise_task  # noqa: E402
-from dtctl.advise.shape import TransformerShape, model_of  # noqa: E402
+from dtctl.advise.shape import TransformerShape, build_model_profile  # noqa: E402
 from dtctl.estimate import model_shapes  # noqa: E402
 from dtctl.estimate.memory import RUNTIME, FrameworkMemory, ParallelLayout, estimate_layout_memory  # noqa: E402
 from dtctl.estimate.model import ModelProfile, from_inspection  # noqa: E402
@@ -85,7 +85,7 @@ def test_a_stage_of_a_pipeline_has_the_tables_that_it_has() -> None:
     shape = TransformerShape(
         name="gpt", layers=4, hidden=64, heads=4, kv_heads=4, vocab=VOCAB, seq=16, head_dim=16, ffn=256
     )  # fmt: skip
-    model, muon = model_of(shape), RUNTIME.with_optimizer("muon")
+    model, muon = build_model_profile(shape), RUNTIME.with_optimizer("muon")
     table = VOCAB * 64
     assert model.table_params == table
     matrices = model.params - table

@@ -40,7 +40,7 @@ def parts(rows: list[dict[str, Any]]) -> SnapshotParts:
 
 
 def told(**rows: list[dict[str, Any]]) -> list[tuple[int, str, list[str], str]]:
-    found = [one.row() for one in merge_node_snapshots({node: parts(several) for node, several in rows.items()})]
+    found = [one.to_row() for one in merge_node_snapshots({node: parts(several) for node, several in rows.items()})]
     return [(one["step"], one["status"], one["bad"], one["node"]) for one in found]
 
 

@@ -25,7 +25,7 @@ from dtctl.launch.records.events import (
 )
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.launch.records.run_writer import RunWriter
-from dtctl.launch.records.state import is_launcher_alive, state_of
+from dtctl.launch.records.state import is_launcher_alive, read_run_state
 from dtctl.node_facts import boot_id, start_ticks
 from tests.facts import missing, raises
 from tests.unit.report.runs import append
@@ -80,27 +80,27 @@ DONE = {"event": "done", "time": 110.0, "status": "failed"}
 def test_the_status_follows_the_events(
     tmp_path: Path, events: list[dict[str, object]], status: str, attempt: int
 ) -> None:
-    state = state_of(record_of(tmp_path, *events))
+    state = read_run_state(record_of(tmp_path, *events))
     assert (state.status, state.attempt) == (status, attempt)
     assert state.over is (status == "failed")
 
 
 def test_nodes_have_the_last_state_that_was_told(tmp_path: Path) -> None:
     told = [PLAN, {"event": "node", "node": "b", "state": "ready"}, {"event": "node", "node": "b", "state": "started"}]
-    assert state_of(record_of(tmp_path, *told)).nodes == {"a": "connecting", "b": "started"}
+    assert read_run_state(record_of(tmp_path, *told)).nodes == {"a": "connecting", "b": "started"}
 
 
 def test_a_run_that_is_over_has_lasted_until_its_last_event(tmp_path: Path, gone: int) -> None:
-    assert state_of(record_of(tmp_path / "1", PLAN, DONE)).duration_s == 10.0
+    assert read_run_state(record_of(tmp_path / "1", PLAN, DONE)).duration_s == 10.0
     record = record_of(tmp_path / "2", PLAN, STARTED, info=replace(ME, pid=gone))
-    lost = state_of(record)
+    lost = read_run_state(record)
     assert (lost.status, lost.duration_s, lost.over) == ("abandoned", 3.0, True)
     log = record.folder / names.LOGS_DIR / "a" / "rank-0.log"
     log.parent.mkdir(parents=True)
     log.touch()
     os.utime(log, (ME.started + 500, ME.started + 500))
-    assert state_of(record).duration_s == 500.0, "it has printed until then"
-    before = state_of(record_of(tmp_path / "3", info=replace(ME, started=time.time() + 1e6)))
+    assert read_run_state(record).duration_s == 500.0, "it has printed until then"
+    before = read_run_state(record_of(tmp_path / "3", info=replace(ME, started=time.time() + 1e6)))
     assert before.duration_s == 0.0, "a clock that was set back"
 
 
@@ -146,7 +146,7 @@ def test_a_run_without_a_plan_has_nothing_to_stop(tmp_path: Path) -> None:
 
 def test_why_it_was_started_again(tmp_path: Path) -> None:
     again = [{"event": "restart", "time": 104.0 + n, "reason": f"was rank {n} on b"} for n in range(2)]
-    assert state_of(record_of(tmp_path, PLAN, STARTED, *again)).restarts == ("was rank 0 on b", "was rank 1 on b")
+    assert read_run_state(record_of(tmp_path, PLAN, STARTED, *again)).restarts == ("was rank 0 on b", "was rank 1 on b")
 
 
 def test_who_was_replaced() -> None:

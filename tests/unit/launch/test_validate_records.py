@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dtctl.launch.records.record import list_run_records
-from dtctl.launch.records.state import state_of
+from dtctl.launch.records.state import read_run_state
 from tests.unit.report.runs import make_run
 
 
@@ -35,7 +35,7 @@ def test_a_damaged_event_is_left_out(tmp_path: Path, event: Any) -> None:
     with (record.folder / "events.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n" + "[" * 100_000 + "\n")
     assert list(record.events()) == before
-    assert state_of(record).status == "succeeded"
+    assert read_run_state(record).status == "succeeded"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_damaged_plan_is_none(tmp_path: Path, plan: str) -> None:
 def test_a_damaged_ledger_is_none(tmp_path: Path, ledger: str) -> None:
     record = make_run(tmp_path)
     (record.folder / "ledger.json").write_text(ledger)
-    assert state_of(record).ledger is None
+    assert read_run_state(record).ledger is None
 
 
 @pytest.mark.parametrize("damage", [{"started": "x"}, {"started": 10**400}, {"spec": 3}, {"pid": None}])

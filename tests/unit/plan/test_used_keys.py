@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from dtctl.errors import DtctlError
-from dtctl.launch.cluster import cluster_of, first_plan
+from dtctl.launch.cluster import first_plan, resolve_cluster
 from dtctl.launch.files.data import find_data
 from dtctl.launch.files.environment import describe_environment
 from dtctl.launch.files.tree import scan_push_tree
-from dtctl.launch.job_builder import settings_of
+from dtctl.launch.job_builder import collect_job_settings
 from dtctl.plan.warnings import unused_keys
 from dtctl.render import node_scripts
 from dtctl.slurm import batch
@@ -193,7 +193,7 @@ def spec_of(document: Mapping[str, Any], folder: Path) -> Spec:
 
 def sent(spec: Spec) -> dict[str, Any]:
     """All that a launch sends, or acts by: what a dry run shows, and settings of the launcher."""
-    cluster = cluster_of(spec, start=False)
+    cluster = resolve_cluster(spec, start=False)
     plan = replace(first_plan(spec, cluster, run="run-1"), notes=())
     files = spec.job.files
     tree = (
@@ -222,7 +222,7 @@ def sent(spec: Spec) -> dict[str, Any]:
     else:
         made["plan"] = asdict(replace(plan, nodes=tuple(replace(node, gres=None) for node in plan.nodes)))
         made["scripts"] = node_scripts(plan, base_dir=spec.base_dir)
-        settings = settings_of(spec, nodes=len(plan.nodes), has_spares=bool(cluster.spares))
+        settings = collect_job_settings(spec, nodes=len(plan.nodes), has_spares=bool(cluster.spares))
         made["settings"] = {key: value for key, value in settings.items() if not (is_local and key in OF_LOST_NODES)}
     if spec.cluster.transport == "ssh":
         made["reached"] = [*map(str, reached), spec.cluster.ssh]

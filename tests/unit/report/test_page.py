@@ -17,7 +17,7 @@ import pytest
 
 from dtctl.render import builtin_templates
 from dtctl.report.charts import build_charts, compute_goodput_curve
-from dtctl.report.history import history_of
+from dtctl.report.history import build_run_history
 from dtctl.report.metrics import read_metrics_table
 from dtctl.report.page import (
     PHASE_NAMES,
@@ -42,7 +42,7 @@ def report(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_course_of_a_run() -> None:
-    history = history_of(parsed(events()), began=BEGAN, length_s=60.0)
+    history = build_run_history(parsed(events()), began=BEGAN, length_s=60.0)
     spans = [(span.doing, span.begin_s, span.end_s) for span in history.spans if span.node == "b"]
     assert spans == [("prepare", 0, 5), ("start", 5, 10), ("run", 10, 31), ("run", 33, 59)]
     assert [(mark.kind, mark.node) for mark in history.list_marks_of("failure", "exit")] == [
@@ -56,7 +56,7 @@ def test_the_course_of_a_run() -> None:
 def test_the_page_says_first_what_became_of_the_run(tmp_path: Path) -> None:
     text = text_of(render_report_page([collect_run_facts(make_run(tmp_path))], now=BEGAN))
     assert "Succeeded after 1:00. Started again once because rank 1 on b was ended by signal 9 (SIGKILL)." in text
-    assert "goodput 75.0% 3 steps done again" in text
+    assert "goodput 75.0% 3 steps repeated" in text
     assert "steps 40 of 40" in text
     assert "steps that count 75.0" in text
 

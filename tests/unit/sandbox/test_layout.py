@@ -65,8 +65,8 @@ def test_large_networks_and_those_of_ipv6_are_seen_too(tmp_path: Path) -> None:
 
 def test_the_routes_of_this_machine() -> None:
     text = '[{"dst": "default", "gateway": "1.1.1.1"}, {"dst": "10.0.0.0/24"}, {"dst": "10.9.9.9"}, {}]'
-    assert layout.routes_of(text) == ["10.0.0.0/24", "10.9.9.9"]
-    assert layout.routes_of("") == []
+    assert layout.parse_routes(text) == ["10.0.0.0/24", "10.9.9.9"]
+    assert layout.parse_routes("") == []
 
 
 def test_what_was_saved_is_read(tmp_path: Path) -> None:

@@ -39,6 +39,6 @@ def test_the_own_address_is_the_one_that_was_connected_to(
 )  # fmt: skip
 def test_errors_of_the_system_have_a_word_and_a_place(number: int, code: str) -> None:
     exc = OSError(number, os.strerror(number), "/work/x")
-    assert facts.code_of(exc) == code
+    assert facts.choose_hint_code(exc) == code
     assert facts.describe_os_error(exc) == f"{os.strerror(number)}: /work/x"
     assert facts.describe_os_error(OSError(number, os.strerror(number))) == os.strerror(number)

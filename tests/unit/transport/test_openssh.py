@@ -16,7 +16,7 @@ from dtctl.errors import AuthError, ConnectError, HostKeyError, LaunchError, Tra
 from dtctl.transport import openssh
 from dtctl.transport.base import Target
 from dtctl.transport.openssh import OpenSshStream, OpenSshTransport, SshLogin, _line_of, config_text, waiting_script
-from dtctl.transport.openssh_errors import SshMessages, explain_login, is_busy, login_command
+from dtctl.transport.openssh_errors import SshMessages, explain_failed_login, is_busy, login_command
 from tests.hosts import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh")
@@ -211,7 +211,7 @@ def test_a_shell_that_waits_for_its_command_ends_by_itself(shell: str, given: by
     ],
 )  # fmt: skip
 def test_words_of_ssh(log: str, stderr: str, kind: type[TransportError], fact: str, hint: str) -> None:
-    error = explain_login(SshMessages(log, stderr), TARGET, lambda: "", lambda: "login")
+    error = explain_failed_login(SshMessages(log, stderr), TARGET, lambda: "", lambda: "login")
     assert type(error) is kind
     assert error.node == "gpu1"
     assert fact in error.message
@@ -233,7 +233,7 @@ def test_a_changed_key_is_shown_with_both_fingerprints_and_how_to_take_the_old_o
     listed = subprocess.run(["ssh-keygen", "-lf", tmp_path / "key"], capture_output=True, text=True, check=True).stdout
     known = tmp_path / "known"
     known.write_text(f"# a comment\n[a]:2222 {(tmp_path / 'key.pub').read_text()}")
-    error = explain_login(SshMessages(DEBUG + CHANGED.format(known=known)), TARGET, lambda: "", lambda: "")
+    error = explain_failed_login(SshMessages(DEBUG + CHANGED.format(known=known)), TARGET, lambda: "", lambda: "")
     assert isinstance(error, HostKeyError)
     assert (error.fingerprint, error.where) == ("SHA256:abc", f"{known}:2")
     assert f"it presents ssh-ed25519 SHA256:abc, the recorded key is {listed.split()[1]}" in error.message
@@ -242,7 +242,7 @@ def test_a_changed_key_is_shown_with_both_fingerprints_and_how_to_take_the_old_o
 
 def test_a_changed_key_of_a_jump_host_is_the_jump_hosts() -> None:
     words = SshMessages(log="kex_exchange_identification: closed\r\n", stderr=CHANGED.format(known="/nowhere"))
-    error = explain_login(words, TARGET, lambda: DEBUG, lambda: "login")
+    error = explain_failed_login(words, TARGET, lambda: DEBUG, lambda: "login")
     assert isinstance(error, HostKeyError)
     assert (error.fingerprint, error.where) == ("SHA256:abc", "/nowhere:2")
     assert "jump host login" in error.message
@@ -267,7 +267,7 @@ OFFERS = (
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_keys_that_were_offered(log: str, fact: str, hint: str) -> None:
-    error = explain_login(SshMessages(log), TARGET, lambda: "", lambda: "")
+    error = explain_failed_login(SshMessages(log), TARGET, lambda: "", lambda: "")
     assert isinstance(error, AuthError)
     assert fact in error.message
     assert hint in str(error.hint)

@@ -75,7 +75,7 @@ class UniqueNames:
         self._taken = {METADATA, ""}
         self._next: dict[str, int] = {}
 
-    def choose(self, name: str) -> str:
+    def make_unique(self, name: str) -> str:
         """Return this name, or this name with a number if it was returned before."""
         chosen = name
         while chosen in self._taken:

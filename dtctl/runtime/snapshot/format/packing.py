@@ -93,7 +93,7 @@ def _build_part_skeleton(tree: Any, path: str, found: dict[str, torch.Tensor], f
         of = {"shape": list(tree.shape), "offset": list(tree.offset)}
         return {**_build_part_skeleton(tree.tensor, path, found, free), OF: of}
     if isinstance(tree, torch.Tensor):
-        name = free.choose(path)
+        name = free.make_unique(path)
         found[name] = tree.detach()
         return {TENSOR: name}
     if isinstance(tree, Mapping):

@@ -37,7 +37,7 @@ def extract_local_pieces(tree: Any) -> Any:
     """Return a tree in which every sharded tensor (DTensor) is a `TensorPiece`, without copies or exchanges."""
     if isinstance(tree, torch.Tensor) and hasattr(tree, "device_mesh"):
         own: torch.Tensor = tree.to_local().detach()  # type: ignore[attr-defined]
-        return TensorPiece(own, tuple(tree.shape), box_of(tree)[0])
+        return TensorPiece(own, tuple(tree.shape), compute_local_box(tree)[0])
     if isinstance(tree, Mapping):
         return {key: extract_local_pieces(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -45,7 +45,7 @@ def extract_local_pieces(tree: Any) -> Any:
     return tree
 
 
-def box_of(tensor: torch.Tensor) -> assembly.Box:
+def compute_local_box(tensor: torch.Tensor) -> assembly.Box:
     """Return the box of a sharded tensor that this worker has; of any other tensor, the box of the whole."""
     if not hasattr(tensor, "device_mesh"):
         return (0,) * tensor.dim(), tuple(tensor.shape)
@@ -66,7 +66,7 @@ def shard_tensor_like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor
     """
     if hasattr(whole, "device_mesh") or not hasattr(tensor, "device_mesh") or tensor.shape != whole.shape:
         return whole
-    offset, shape = box_of(tensor)
+    offset, shape = compute_local_box(tensor)
     return sharded_like(tensor, whole[tuple(slice(i, i + size) for i, size in zip(offset, shape, strict=True))])
 
 

@@ -138,7 +138,7 @@ def _receive_copy(
         except OSError as exc:
             reason = reason or str(exc)
     if reason is None and state.hexdigest() != entry.digest:
-        reason = "it arrived with different contents"
+        reason = "it did not arrive unchanged"
     return reason and f"{copy.name}: {reason}"
 
 

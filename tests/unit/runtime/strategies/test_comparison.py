@@ -18,7 +18,7 @@ from dtctl.runtime.strategies.comparison import (
     compute_outputs_and_gradients,
     copy_with_random_weights,
     describe_module_kind,
-    recording,
+    record_module_calls,
 )
 from dtctl.runtime.strategies.tensor import (
     TensorParallelPlan,
@@ -98,7 +98,7 @@ def test_what_takes_no_fp64_is_computed_in_its_own_format(outputs: int, dtype: t
 def test_the_first_call_is_recorded_as_it_was() -> None:
     model = nn.Sequential(Branch(), nn.Linear(4, 2))
     inputs = torch.ones(3, 4)
-    with recording(model, ["", "0", "1"]) as calls:
+    with record_module_calls(model, ["", "0", "1"]) as calls:
         model(inputs.clone())
         model(torch.zeros(3, 4))
     assert torch.equal(calls["0"].args[0], inputs)
