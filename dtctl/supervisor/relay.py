@@ -363,7 +363,7 @@ class BlockServer:
         self._strangers.clear()
 
     def _accept_strangers(self, poll: select.epoll) -> None:
-        for _ in range(STRANGERS // 4):  # After these, connections that have sent bytes are read.
+        for _ in range(STRANGERS // 4):  # limited, so that known connections are read soon
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:

@@ -206,7 +206,7 @@ def test_a_parameter_that_is_thawed_in_training_is_named(tmp_path: Path) -> None
 
 def test_batch_norm_on_several_workers_is_told_of(tmp_path: Path) -> None:
     """Each worker has the means of its own samples."""
-    told = "note: BatchNorm (batch_norm) takes means over the samples of one worker, so 2 workers train something else"
+    told = "note: BatchNorm (batch_norm) computes means over the samples of one worker, so 2 workers do not train what"
     two = launch(tmp_path / "two", 2, "strategy=ddp", "steps=1", BATCH_NORM="1")
     assert two.code == 0, two.output
     assert two.output.count(told) == 1

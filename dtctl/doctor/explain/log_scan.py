@@ -101,8 +101,8 @@ _BY_A_SCRIPT = re.compile(
 )
 """Pattern of last lines of a shell or a launcher, which may follow the failure of a process."""
 STILL_ENDING = 60
-"""Number of lines after such a line within which the end of a job is the end of the same job: a script may start
-another."""
+"""Number of lines after one of these last lines within which the end of a job belongs to the same job; later, a script
+may have started another one."""
 STEPS_OF_ANOTHER = 5
 """Number of lines of progress after the end of a training run that only another run can have printed."""
 _CONTENT_MATTERS = re.compile(

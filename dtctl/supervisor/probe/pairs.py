@@ -199,7 +199,7 @@ def check_peer_connection(
         try:
             sock.sendall(token.encode() + b"\n")
             name, _, seen = read_line(sock).partition(" ")
-            seen = seen[:60]  # An address is shorter, but the other side may send anything.
+            seen = seen[:60]  # No address is longer, and an untrusted sender may send more.
         except OSError as exc:
             return {"result": "silent", "said": str(exc), "took_ms": took}
         answer = {"took_ms": took, "seen": seen, "own": sock.getsockname()[0]}
