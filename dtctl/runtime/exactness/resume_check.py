@@ -144,7 +144,9 @@ class ResumeCheck:
         if self._must_be_exact and verdict.verdict == "not-exact":
             is_late = verdict.at > verdict.step + STEPS
             kept = (
-                f"snapshots after step {verdict.step} differ from the earlier ones" if is_late else "nothing was kept since"
+                f"snapshots after step {verdict.step} differ from the earlier ones"
+                if is_late
+                else "nothing was kept since"
             )
             raise SnapshotError(
                 f"going on from step {verdict.step} is {verdict.describe()}",
