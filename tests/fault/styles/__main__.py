@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--hosts", action="store_true", help="2 x 2 through `dtctl launch` on two virtual hosts")
     parser.add_argument("--out", type=Path, help="file for the result")
     options = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     rows = []
     with HostPair() if options.hosts else open(os.devnull) as hosts:
         for name in options.only or PROGRAMS:
@@ -47,7 +48,6 @@ def main() -> int:
     bad = [row["program"] for row in rows if not row["good"]]
     print(f"{len(rows)} programs, seed {options.seed}, not as expected: {', '.join(bad) or 'none'}")
     if options.out:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
         document = {
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
