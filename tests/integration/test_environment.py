@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import io
 import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
+import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -57,6 +59,46 @@ def make_wheel(
     with zipfile.ZipFile(path, "w") as wheel:
         for inner, contents in {**files, f"{info}/RECORD": f"{''.join(rows)}{info}/RECORD,,\n".encode()}.items():
             wheel.writestr(zipfile.ZipInfo(inner), contents)
+    return path
+
+
+BACKEND = """\
+import zipfile
+
+NAME, VERSION, TAG = "{name}", "{version}", "{tag}"
+
+def get_requires_for_build_wheel(settings=None):
+    return []
+
+def build_wheel(folder, settings=None, metadata=None):
+    name = f"{{NAME}}-{{VERSION}}-{{TAG}}.whl"
+    with zipfile.ZipFile(f"{{folder}}/{{name}}", "w") as wheel:
+        info = f"{{NAME}}-{{VERSION}}.dist-info"
+        for file, text in (
+            (f"{{NAME}}.py", f"VERSION = '{{NAME}} {{VERSION}}'\\n"),
+            (f"{{info}}/METADATA", f"Metadata-Version: 2.1\\nName: {{NAME}}\\nVersion: {{VERSION}}\\n"),
+            (f"{{info}}/WHEEL", f"Wheel-Version: 1.0\\nGenerator: test\\nRoot-Is-Purelib: true\\nTag: {{TAG}}\\n"),
+            (f"{{info}}/RECORD", ""),
+        ):
+            wheel.writestr(zipfile.ZipInfo(file), text)
+    return name
+"""
+
+
+def make_sources(folder: Path, name: str, version: str, tag: str = "py3-none-any") -> Path:
+    """Write a source distribution, whose build makes a wheel with this tag and needs no other package."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, top = folder / f"{name}-{version}.tar.gz", f"{name}-{version}"
+    files = {
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
+        "backend.py": BACKEND.format(name=name, version=version, tag=tag),
+        "PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+    }
+    with tarfile.open(path, "w:gz") as archive:
+        for inner, text in files.items():
+            entry = tarfile.TarInfo(f"{top}/{inner}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
     return path
 
 
@@ -128,6 +170,22 @@ def test_requirements_are_locked_and_installed_once(project: Project, sandbox: S
     assert cleaned.code == 0, cleaned.err
     assert [environments(sandbox, node) for node in sandbox.nodes] == [[], [], []]
     assert on_node(sandbox, sandbox.nodes[0], f"ls {folder_of(sandbox)}") == ""
+
+
+def test_sources_of_a_package_are_built_here(project: Project, sandbox: Sandbox, index: Path) -> None:
+    make_wheel(index, "alpha", "2.0", ["sources==4.9"])
+    make_sources(index, "sources", "4.9")
+    write_spec(project, requirements="requirements.txt", index=[str(index)])
+    project.write("requirements.txt", "alpha\n")
+    project.write("train.py", SHOW.format(first="alpha") + "import sources\nprint('needs', sources.VERSION)\n")
+    first = project.run("launch", "--name", "first")
+    assert not first.exit_code, first.output
+    assert "has alpha 2.0" in first.stdout
+    assert "needs sources 4.9" in first.stdout
+    assert "1 of them built here from its sources (sources)" in first.stderr
+    again = project.run("launch", "--name", "again")
+    assert not again.exit_code, again.output
+    assert "uv installs" not in again.output
 
 
 def test_a_file_with_hashes_is_its_own_lock(project: Project, sandbox: Sandbox, index: Path) -> None:

@@ -26,7 +26,7 @@ from typing import Final, TypeAlias
 from dtctl import names, shell
 from dtctl.errors import NodeError, PlanError, UsageError
 from dtctl.launch.control.link import HINTS, NodeLink, quote_node_value
-from dtctl.launch.files import push, wheels
+from dtctl.launch.files import conda, push, source_packages, wheels
 from dtctl.launch.files.data import CACHE_DIR, scan_data
 from dtctl.launch.files.package_sources import (
     FIND_LINKS,
@@ -68,6 +68,11 @@ _RESOLUTION_VARIABLES: Final = (
     "UV_NO_CONFIG", "UV_NO_SOURCES", "UV_OVERRIDE", "UV_PRERELEASE", "UV_RESOLUTION", "UV_TORCH_BACKEND",
 )  # fmt: skip
 """Other variables by which uv chooses packages; if a variable names a file, the contents of the file count, too."""
+_ONLY_WHEELS: Final = ("--only-binary", ":all:")
+_AS_LOCKED: Final = ("--no-deps", "--index-strategy", "unsafe-best-match")
+"""Options to look up locked packages: a lock does not name the index of each package, so uv searches all of them."""
+_NOT_BUILT: Final = re.compile("[Ff]ailed to (?:download and )?build|[Bb]uild backend|have to be compiled")
+"""Part of a message about a package whose sources cannot be built here."""
 _Chosen: TypeAlias = tuple[list[str], list[wheels.RelayedWheel]]
 _PLATFORMS: Final = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
 
@@ -92,6 +97,8 @@ class LockedEnvironment:
     """True if nodes install only these wheels."""
     is_new: bool
     """True if the lock had to be made again."""
+    built: tuple[str, ...]
+    """Names of the packages whose wheels were built on this machine."""
     doubt: str
     """Sentence about a property of the lock that could not be checked; empty: all were."""
     credentials: Mapping[str, str] = field(repr=False)
@@ -109,6 +116,9 @@ class LockedEnvironment:
         """Return a summary in words: `12 packages of requirements.txt for Python 3.12 on x86_64`."""
         count = f"{self.package_count} package{'' if self.package_count == 1 else 's'}"
         text = f"{count} of {self.source} for Python {self.python} on {self.machine} ({self.digest[:8]})"
+        if self.built:
+            noun = "its" if len(self.built) == 1 else "their"
+            text += f", {len(self.built)} of them built here from {noun} sources ({', '.join(self.built)})"
         return f"{text}, whose wheels this machine downloads and sends" if self.is_offline else text
 
 
@@ -127,7 +137,8 @@ def lock_environment(spec: Spec, *, write: bool, report: Callable[[str], None] =
     source = _EnvironmentSource(spec)
     text = source.read_lock()
     is_new = not text
-    text = text or source.make_lock(write=write)
+    text = text or source.make_lock(write=write, report=report)
+    text = source_packages.name_built_wheels(text, _build_wheels(source, text, report))
     if not source.is_offline:
         return source.lock_to(text, is_new=is_new)
     wheel_list = _WheelList(source, text)
@@ -149,6 +160,12 @@ def describe_environment(spec: Spec) -> str:
         return ""
     source = _EnvironmentSource(spec)
     if text := source.read_lock():
+        unbuilt = source_packages.read_source_packages(text)
+        found = {wheels.normalize_package_name(each.name): each.locate_wheel(source.state) for each in unbuilt}
+        built = {name: wheel for name, wheel in found.items() if wheel is not None}
+        if len(built) < len(found):
+            return f"{source.name} is locked; a launch builds the wheels of packages that have none, and sends them"
+        text = source_packages.name_built_wheels(text, built)
         if not source.is_offline:
             return source.lock_to(text, is_new=False).short_summary
         wheel_list = _WheelList(source, text)
@@ -174,6 +191,7 @@ class _EnvironmentSource:
         self.path = spec.base_dir / (wanted.requirements or wanted.project or Path()).expanduser()
         self.is_project = wanted.project is not None
         self.is_offline = wanted.wheels == "relay"
+        self.state = spec.base_dir / names.STATE_DIR / FOLDER
         self.cache = spec.base_dir / names.STATE_DIR / CACHE_DIR
         self.name = "uv.lock" if self.is_project else self.path.name
         self.folder = self.path if self.is_project else self.path.parent
@@ -190,7 +208,7 @@ class _EnvironmentSource:
         self._lock = self.base_dir / f"{self.name}{LOCK_SUFFIX}"
         self._head = _HEAD.format(source=self.name, digest=digest)
         if self.is_project:  # The user's uv.lock stays with the code.
-            self._lock = self.base_dir / names.STATE_DIR / FOLDER / "uv.lock.txt"
+            self._lock = self.state / "uv.lock.txt"
 
     def lock_to(self, text: str, chosen: _Chosen | None = None, *, is_new: bool) -> LockedEnvironment:
         """Return the environment with this lock.
@@ -221,6 +239,7 @@ class _EnvironmentSource:
             wheels=tuple(own_wheels),
             is_offline=self.is_offline,
             is_new=is_new,
+            built=tuple(each.name for each in source_packages.read_source_packages(text)),
             doubt=self.doubt,
             index_bytes=0 if chosen is not None else _sum_index_sizes(self, lock),
             credentials={} if self.is_offline or "--index-url http" not in lock else self.credentials,
@@ -272,7 +291,7 @@ class _EnvironmentSource:
         except (OSError, UnicodeDecodeError) as exc:
             raise PlanError(f"the lock of the environment cannot be read: {exc}", where=str(self._lock)) from exc
 
-    def make_lock(self, *, write: bool) -> str:
+    def make_lock(self, *, write: bool, report: Callable[[str], None]) -> str:
         """Return the text of a new lock.
 
         Raises:
@@ -286,26 +305,11 @@ class _EnvironmentSource:
                 where=str(self._lock),
                 hint="move it elsewhere",
             )
-        with tempfile.TemporaryDirectory(prefix="dtctl-lock-") as scratch:
-            made = Path(scratch) / "lock.txt"
-            if old and not self.is_project:
-                # From this text uv keeps the locked versions where possible. Hashes are removed, since a version may
-                # have another file now, and options, since their relative folders would begin in the scratch folder.
-                made.write_text(_OPTION_LINE.sub("", _HASH_LINE.sub("", old)), encoding="utf-8")
-            if self.is_project:
-                self.doubt = self._check_project_lock()
-                run_uv([*self._export_words(), str(made)], self)
-            else:
-                run_uv(
-                    [*self.build_compile_words(str(self.path)), "--output-file", str(made)], self, self.index_options
-                )
-            text = made.read_text(encoding="utf-8") or "\n"
-            if self.is_project and _NO_DIGESTS.search(text):
-                # uv.lock has no digests of files in a folder of wheels, so uv adds them for the versions of uv.lock.
-                words = [*self.build_compile_words("-"), "--no-annotate", "--output-file", str(made)]
-                made.unlink()
-                run_uv(words, self, self.list_lock_options(text), text=text)
-                text = made.read_text(encoding="utf-8") or "\n"
+        if self.is_project:
+            self.doubt = self._check_project_lock()
+            text = _export_project(self, self._export_words())
+        else:
+            text, self.doubt = _resolve_requirements(self, old, report)
         if write:
             self._lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_changed_file(self._lock, (self._head + text).encode())
@@ -313,9 +317,9 @@ class _EnvironmentSource:
 
     def build_compile_words(self, path: str) -> list[str]:
         """Return the command that makes a lock from a file of requirements; `-`: from standard input."""
-        words = ["pip", "compile", path, "--generate-hashes", "--no-header", "--only-binary", ":all:"]
-        # Nothing is built, so no Python of that version is needed here. An attempt to download it would take seconds,
-        # and its warning would look like the reason of another error.
+        words = ["pip", "compile", path, "--generate-hashes", "--no-header"]
+        # No Python of that version is needed here. An attempt to download it would take seconds, and its warning would
+        # look like the reason of another error.
         words += ["--no-python-downloads", "--quiet"]
         words += ["--python-version", self.python]
         if sys.platform == "linux" or self.wanted.platform is not None or self.is_offline:
@@ -360,7 +364,7 @@ class _EnvironmentSource:
         words += [f"--group={name}" for name in self.wanted.groups]
         if "dev" not in self.wanted.groups:
             words.append("--no-dev")
-        return [*words, "--format", "requirements-txt", "--output-file"]
+        return [*words, "--format", "requirements-txt"]
 
     def _compute_lock_digest(self) -> str:
         """Return the digest of everything that the lock depends on, except the contents of indexes."""
@@ -392,6 +396,83 @@ class _EnvironmentSource:
             for path in (*paths, *list_uv_configurations(self.folder))
             if path not in self.files and path.is_file()
         ]
+
+
+def _call_with_output(
+    source: _EnvironmentSource, words: Sequence[str], options: Sequence[str] = (), *, text: str = "", old: str = ""
+) -> str:
+    """Return the file that a command of uv writes; `old` is there before, and uv keeps its versions where possible.
+
+    Raises:
+        PlanError: uv has failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="dtctl-lock-") as scratch:
+        made = Path(scratch) / "lock.txt"
+        if old:
+            made.write_text(old, encoding="utf-8")
+        run_uv([*words, "--output-file", str(made)], source, options, text=text)
+        return made.read_text(encoding="utf-8") or "\n"
+
+
+def _export_project(source: _EnvironmentSource, words: Sequence[str]) -> str:
+    """Return the lock of a project, made from its uv.lock.
+
+    Raises:
+        PlanError: uv cannot read the lock, or does not find its packages.
+    """
+    text = _call_with_output(source, words)
+    if _NO_DIGESTS.search(text):
+        # uv.lock has no digests of files in a folder of wheels, so uv adds them for the versions of uv.lock.
+        words = [*source.build_compile_words("-"), "--no-annotate"]
+        text = _call_with_output(source, words, source.list_lock_options(text), text=text)
+    return _with_source_packages(source, text)
+
+
+def _resolve_requirements(source: _EnvironmentSource, old: str, report: Callable[[str], None]) -> tuple[str, str]:
+    """Return a lock of the requirements, and a sentence if packages were left out because they could not be built.
+
+    Raises:
+        PlanError: the requirements are not available.
+    """
+    # Hashes are removed, since a version may have another file now, and options, since their relative folders would
+    # begin in the scratch folder.
+    old = _OPTION_LINE.sub("", _HASH_LINE.sub("", old))
+    words = source.build_compile_words(str(source.path))
+    try:
+        text = _with_source_packages(source, _call_with_output(source, words, source.index_options, old=old))
+        _build_wheels(source, text, report)
+        return text, ""
+    except PlanError as exc:
+        if not _NOT_BUILT.search(exc.message):
+            raise
+        # An older version may have a wheel.
+        text = _call_with_output(source, [*words, *_ONLY_WHEELS], source.index_options, old=old)
+        return text, f"only versions with a wheel were considered, since sources cannot be built here: {exc.message}"
+
+
+def _with_source_packages(source: _EnvironmentSource, text: str) -> str:
+    """Return a lock with comments about its packages that have sources and no wheel."""
+    words = [*source.build_compile_words("-"), *_AS_LOCKED, "--format", "pylock.toml"]
+    with tempfile.TemporaryDirectory(prefix="dtctl-lock-") as scratch:
+        made = Path(scratch) / "pylock.toml"
+        done = call_uv([*words, "--output-file", str(made)], source, source.list_lock_options(text), text=text)
+        # A package with neither is reported with its line, where wheels are chosen or installed.
+        listing = made.read_text(encoding="utf-8") if not done.returncode and made.is_file() else ""
+        packages = source_packages.list_packages_without_wheel(listing, Path(scratch))
+    return text + source_packages.format_comments(packages)
+
+
+def _build_wheels(source: _EnvironmentSource, text: str, report: Callable[[str], None]) -> dict[str, Path]:
+    """Return the wheels of the packages that a lock has as sources, by the name of the package.
+
+    Raises:
+        PlanError: a package cannot be built.
+    """
+    packages = source_packages.read_source_packages(text)
+    options = source.list_lock_options(text)
+    return source_packages.build_wheels(
+        packages, source.state, source.cache, lambda words: run_uv(words, source, options), report
+    )
 
 
 def _sum_index_sizes(source: _EnvironmentSource, lock: str) -> int:
@@ -426,7 +507,7 @@ class _WheelList:
         with tempfile.TemporaryDirectory(prefix="dtctl-lock-") as scratch:
             made = Path(scratch) / "pylock.toml"
             # The lock does not name the index of each package, so uv has to search all indexes, as it does on nodes.
-            words = [*source.build_compile_words("-"), "--no-deps", "--index-strategy", "unsafe-best-match"]
+            words = [*source.build_compile_words("-"), *_ONLY_WHEELS, *_AS_LOCKED]
             words += ["--format", "pylock.toml", "--output-file", str(made)]
             try:
                 run_uv(words, source, source.list_lock_options(self._lock), text=self._lock)
@@ -476,6 +557,7 @@ def _with_included(path: Path, where: str) -> Iterator[Path]:
             ) from exc
         except UnicodeDecodeError as exc:
             raise PlanError(f"{each} is no text in UTF-8", where=where) from exc
+        conda.refuse_conda_file(each, text, where)
         todo += [each.parent / match[1] for line in text.split("\n") if (match := _INCLUDED.match(line.strip()))]
 
 

@@ -69,7 +69,7 @@ def choose_relayed_wheels(
         PlanError: a package has no wheel, or another wheel than in the lock.
     """
     made, wheels = list(lines), []
-    rows = _find_pinned_lines(lines)
+    rows = find_pinned_lines(lines)
     for number in _find_option_lines(lines):
         made[number] = "#\n"  # Nodes need no sources of packages; a comment keeps the numbers of the other lines.
     for section in listing.split("[[packages]]")[1:]:
@@ -84,7 +84,7 @@ def choose_relayed_wheels(
             continue  # The lock names this wheel of the user already.
         number = found[0][0]
         where = places.get(package, "")
-        end = _find_end_of_line(lines, number)
+        end = find_end_of_line(lines, number)
         digests = _DIGEST.findall("".join(lines[number:end]))
         files = [(url, digest or (digests[0] if len(digests) == 1 else "")) for url, digest in _FILE.findall(section)]
         wheel = next((file for file in files if file[1] in digests), None)
@@ -131,7 +131,8 @@ def normalize_package_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower().strip("-")
 
 
-def _find_pinned_lines(lines: Sequence[str]) -> dict[str, list[tuple[int, re.Match[str]]]]:
+def find_pinned_lines(lines: Sequence[str]) -> dict[str, list[tuple[int, re.Match[str]]]]:
+    """Return the lines of a lock that name a package, with their numbers, by the name of the package."""
     rows: dict[str, list[tuple[int, re.Match[str]]]] = {}
     for number, line in enumerate(lines):
         if match := _PINNED.match(line):
@@ -156,7 +157,7 @@ def _find_option_lines(lines: Sequence[str]) -> list[int]:
     ]
 
 
-def _find_end_of_line(lines: Sequence[str], number: int) -> int:
+def find_end_of_line(lines: Sequence[str], number: int) -> int:
     """Return the number of the first line after a line and its continuation lines."""
     while lines[number].rstrip().endswith("\\") and number + 1 < len(lines):
         number += 1

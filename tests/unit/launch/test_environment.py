@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from dtctl.launch.files.environment import LockedEnvironment, describe_environme
 from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Spec
 from tests.facts import missing, raises
-from tests.integration.test_environment import make_wheel, serve
+from tests.integration.test_environment import make_sources, make_wheel, serve
 
 PROJECT = """\
 [project]
@@ -99,6 +100,59 @@ def test_the_index_of_the_spec_replaces_variables(
     assert not lock_environment(spec, write=True).is_new
     (tmp_path / "requirements.txt.dtctl.lock").unlink()
     assert lock_environment(spec, write=True).lock == first.lock
+
+
+def built_names(locked: LockedEnvironment) -> list[str]:
+    return [path.name for path in locked.wheels if path.parent.parent.name == "built"]
+
+
+@pytest.mark.parametrize("way", ["index", "relay"])
+def test_the_newest_version_is_chosen_if_its_package_has_to_be_built(tmp_path: Path, wheels: Path, way: str) -> None:
+    """hydra-core 1.3 needs a package without a wheel; with wheels alone, uv chose version 0.11 of 2019."""
+    make_wheel(wheels, "alpha", "2.0", ["sources==4.9"])
+    make_sources(wheels, "sources", "4.9")
+    (tmp_path / "requirements.txt").write_text("alpha\n")
+    with serve(wheels, "127.0.0.1") as url:
+        spec = spec_of(tmp_path, requirements="requirements.txt", index=url, wheels=way)
+        assert describe_environment(spec).endswith("a launch makes it")
+        locked = lock_environment(spec, write=True)
+        assert "alpha==2.0" in (tmp_path / "requirements.txt.dtctl.lock").read_text()
+        assert built_names(locked) == ["sources-4.9-py3-none-any.whl"]
+        assert "./sources-4.9-py3-none-any.whl --hash=sha256:" in locked.lock
+        assert not locked.doubt
+        assert describe_environment(spec) == locked.short_summary
+        again = lock_environment(spec, write=True)
+        assert (again.digest, again.is_new) == (locked.digest, False)
+        # Another checkout has the lock and not the wheel.
+        shutil.rmtree(tmp_path / ".dtctl")
+        assert "a launch builds" in describe_environment(spec)
+        assert built_names(lock_environment(spec, write=True)) == ["sources-4.9-py3-none-any.whl"]
+
+
+def test_a_project_whose_lock_has_sources(tmp_path: Path, wheels: Path) -> None:
+    make_wheel(wheels, "alpha", "2.0", ["sources==4.9"])
+    make_sources(wheels, "sources", "4.9")
+    write_project(tmp_path)
+    subprocess.run(
+        [require_local_uv(), "lock", "--quiet", "--no-index", "--find-links", str(wheels)], cwd=tmp_path, check=True
+    )
+    locked = lock_environment(spec_of(tmp_path, project=".", index="wheels"), write=True)
+    assert built_names(locked) == ["sources-4.9-py3-none-any.whl"]
+    assert "alpha==2.0" in locked.lock
+
+
+def test_an_older_version_is_chosen_if_sources_have_to_be_compiled(tmp_path: Path, wheels: Path) -> None:
+    make_wheel(wheels, "alpha", "2.0", ["sources==4.9"])
+    make_sources(wheels, "sources", "4.9", tag="cp311-cp311-linux_x86_64")
+    (tmp_path / "requirements.txt").write_text("alpha\n")
+    locked = lock_environment(spec_of(tmp_path, requirements="requirements.txt", index="wheels"), write=True)
+    assert "alpha==1.0" in locked.lock
+    assert not built_names(locked)
+    assert "sources 4.9" in locked.doubt
+    (tmp_path / "requirements.txt").write_text("sources\n")
+    with pytest.raises(PlanError, match="sources") as caught:
+        lock_environment(spec_of(tmp_path, requirements="requirements.txt", index="wheels"), write=True)
+    assert "build one" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("name", ["UV_FIND_LINKS", "UV_EXCLUDE_NEWER", "UV_CONSTRAINT", "UV_RESOLUTION"])
@@ -219,6 +273,32 @@ def test_a_file_of_requirements_has_no_extras(tmp_path: Path) -> None:
         spec_of(tmp_path, requirements="requirements.txt", extras="gpu", groups=["train"])
     assert caught.value.where == "dtctl.yaml:4"
     assert "set `project`" in caught.value.message
+
+
+def test_an_environment_of_conda_is_named_with_its_requirements(tmp_path: Path) -> None:
+    (tmp_path / "environment.yaml").write_text(
+        "name: my\nchannels: [pytorch]\ndependencies:\n  - python=3.10\n  - pytorch=2.*\n  - pytorch-cuda=11.7\n"
+        "  - conda-forge::hydra-core=1.3\n  - numpy >= 1.24\n  - pip>=23\n  - scipy=1.11.4=py310h1\n"
+        "  - pip:\n    - rootutils\n    - -r more.txt\n"
+    )
+    for call in (describe_environment, lambda spec: lock_environment(spec, write=False)):
+        with pytest.raises(PlanError, match=r"environment\.yaml is an environment of conda") as caught:
+            call(spec_of(tmp_path, requirements="environment.yaml"))
+        assert caught.value.where == "dtctl.yaml:4"
+        hint = caught.value.hint or ""
+        lines = "torch==2.*, hydra-core==1.3.*, numpy>=1.24, scipy==1.11.4, rootutils, -r more.txt"
+        assert [
+            part
+            for part in (f"these lines: {lines};", 'python: "3.10"', "pytorch-cuda is left out")
+            if part not in hint
+        ] == []
+
+
+def test_a_broken_environment_of_conda_is_named(tmp_path: Path) -> None:
+    for text in ("dependencies: [\n", "dependencies:\n", "channels: []\ndependencies: 3\n"):
+        (tmp_path / "environment.yml").write_text(text)
+        with pytest.raises(PlanError, match=r"environment\.yml is an environment of conda"):
+            describe_environment(spec_of(tmp_path, requirements="environment.yml"))
 
 
 @pytest.mark.parametrize("how", ["spec", "variable", "file", "unknown name", "proxy"])
