@@ -388,6 +388,18 @@ def one_script(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -
     plain(shell, lines, request)
 
 
+def your_program(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> None:
+    """The spec of the page on hosts, with a program that needs no packages and an empty folder of data."""
+    told = re.findall(r"```yaml\n(cluster:.*?)```", (ROOT / "docs/guides/your-program.md").read_text(), re.DOTALL)[0]
+    # The environment of the page has torch, which would take minutes and the network.
+    (shell.folder / "dtctl.yaml").write_text(told.replace("  wheels: relay", f"  index: {shell.folder}"))
+    (shell.folder / "requirements.txt").write_text("")
+    (shell.folder / "multinode.py").write_text(TALKER)
+    (shell.folder / "data").mkdir()
+    (shell.folder / "data" / "train.bin").write_bytes(b"data")
+    plain(shell, lines, request)
+
+
 def to_examine(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> None:
     """This machine as a cluster, and the logs of a job that failed."""
     # A benchmark for networks, made small.
@@ -506,6 +518,7 @@ SCENES: dict[tuple[str, str], Scene] = {
     ): one_script,
     ("docs/guides/to-many-nodes.md", "dtctl sandbox up --nodes 2"): one_script,
     ("docs/guides/to-many-nodes.md", "dtctl doctor"): to_examine,
+    ("docs/guides/your-program.md", "dtctl sandbox up --nodes 4"): your_program,
     ("docs/guides/training.md", "python train.py --train.lr=1e-2 --train.steps=200"): past_runs,
     ("docs/guides/training.md", "dtctl launch --set train.profile.start=20 --set train.profile.steps=3"): past_runs,
     ("docs/guides/training.md", "dtctl snapshot export RUN -o model.safetensors"): past_runs,

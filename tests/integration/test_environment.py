@@ -179,13 +179,13 @@ def test_sources_of_a_package_are_built_here(project: Project, sandbox: Sandbox,
     project.write("requirements.txt", "alpha\n")
     project.write("train.py", SHOW.format(first="alpha") + "import sources\nprint('needs', sources.VERSION)\n")
     first = project.run("launch", "--name", "first")
-    assert not first.exit_code, first.output
-    assert "has alpha 2.0" in first.stdout
-    assert "needs sources 4.9" in first.stdout
-    assert "1 of them built here from its sources (sources)" in first.stderr
+    assert not first.code, first.err
+    assert "has alpha 2.0" in first.out
+    assert "needs sources 4.9" in first.out
+    assert "1 of them built here from its sources (sources)" in first.err
     again = project.run("launch", "--name", "again")
-    assert not again.exit_code, again.output
-    assert "uv installs" not in again.output
+    assert not again.code, again.err
+    assert "uv installs" not in again.err
 
 
 def test_a_file_with_hashes_is_its_own_lock(project: Project, sandbox: Sandbox, index: Path) -> None:
