@@ -431,7 +431,8 @@ def _write_work_record(path: str, record: dict) -> None:  # type: ignore[type-ar
 def list_written_files(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-arg]
     """Yield path, size in bytes and mtime (ns) of the regular files that the run's programs made or changed.
 
-    Links are neither followed nor listed, except that a requested path may be a link.
+    Links are neither followed nor listed, except that a requested path may be a link, and that links to outputs of an
+    earlier run, which this run continues, are followed.
 
     Args:
         run_dir: folder of the run.
@@ -474,10 +475,20 @@ def _find_written_entries(run_dir: str, paths: list):  # type: ignore[no-untyped
         for file, info in _walk_files_and_links(start, name, skip=() if paths else (COMPILED,)):
             facts = _build_file_stamp(info)
             known = pushed.get(os.fsencode(file).decode("latin-1"))
-            if (
-                paths or known is None or known != facts[: len(known)]
-            ):  # Records of copies have no inode, see `copy_record`.
+            # Records of copies have no inode, see `copy_record`.
+            if not paths and known is not None and known == facts[: len(known)]:
+                continue
+            if not paths and stat.S_ISLNK(info.st_mode) and (place := _find_earlier_output(run_dir, top, file)):
+                yield from _walk_files_and_links(place, file, skip=(COMPILED,))
+            else:
                 yield file, info
+
+
+def _find_earlier_output(run_dir: str, top: str, link: str) -> str:
+    """Return the place that a link leads to if it is in the working folder of an earlier run; empty otherwise."""
+    own = os.path.realpath(run_dir) + "/"
+    place = os.path.realpath(os.path.join(top, link))
+    return place if place.startswith(os.path.dirname(own[:-1]) + "/") and not place.startswith(own) else ""
 
 
 def _walk_files_and_links(start: str, name: str, skip: tuple):  # type: ignore[no-untyped-def, type-arg]

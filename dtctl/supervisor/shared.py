@@ -582,20 +582,14 @@ def _walk_shared_folder(place: str, path: str, home: str, skipped: list[str]) ->
 
 def find_checkpoints(run_dir: str) -> Iterator:  # type: ignore[type-arg]
     """Yield files of the working folder that are checkpoints by name or format, and that the run's programs wrote."""
-    top, runs = os.path.join(run_dir, run_workdir.FOLDER), os.path.dirname(os.path.realpath(run_dir))
-    outputs = [
-        path
-        for path, _ in run_workdir.list_written_links(run_dir, [])
-        if os.path.realpath(os.path.join(top, path)).startswith(runs + "/")  # These are outputs of an earlier run.
-    ]
-    for paths in ([], outputs) if outputs else ([],):
-        for path, size, _ in run_workdir.list_written_files(run_dir, paths):
-            place = os.path.realpath(os.path.join(top, path))
-            try:
-                if all(map(folders.is_name, path.split("/"))) and _is_checkpoint(place, path, size):
-                    yield path, place, run_dir, os.lstat(place)
-            except OSError:
-                continue  # The file was removed.
+    top = os.path.join(run_dir, run_workdir.FOLDER)
+    for path, size, _ in run_workdir.list_written_files(run_dir, []):
+        place = os.path.realpath(os.path.join(top, path))
+        try:
+            if all(map(folders.is_name, path.split("/"))) and _is_checkpoint(place, path, size):
+                yield path, place, run_dir, os.lstat(place)
+        except OSError:
+            continue  # The file was removed.
 
 
 def _is_checkpoint(place: str, path: str, size: int) -> bool:

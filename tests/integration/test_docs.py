@@ -392,9 +392,11 @@ def your_program(shell: Shell, lines: list[str], request: pytest.FixtureRequest)
     """The spec of the page on hosts, with a program that needs no packages and an empty folder of data."""
     told = re.findall(r"```yaml\n(cluster:.*?)```", (ROOT / "docs/guides/your-program.md").read_text(), re.DOTALL)[0]
     # The environment of the page has torch, which would take minutes and the network.
-    (shell.folder / "dtctl.yaml").write_text(told.replace("  wheels: relay", f"  index: {shell.folder}"))
+    told = told.replace("wheels: relay", f"index: {shell.folder}").replace("script:", "kind: direct\n  script:")
+    (shell.folder / "dtctl.yaml").write_text(told)
     (shell.folder / "requirements.txt").write_text("")
     (shell.folder / "multinode.py").write_text(TALKER)
+    (shell.folder / ".gitignore").write_text("data/\n")
     (shell.folder / "data").mkdir()
     (shell.folder / "data" / "train.bin").write_bytes(b"data")
     plain(shell, lines, request)

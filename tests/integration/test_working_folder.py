@@ -118,6 +118,24 @@ def test_outputs_are_kept_over_restarts_and_over_launches_if_asked(project: Proj
     assert f"found {[names[0], f'attempt-0-{project.unique}-2', names[1]]}" in again.out
 
 
+def test_outputs_of_a_run_that_continues_another_are_listed_and_fetched(project: Project, sandbox: Sandbox) -> None:
+    """`job.shared` then has a link to the folder of the earlier run; `dtctl fetch` left it out."""
+    script = "import os\nos.makedirs('out', exist_ok=True)\n"
+    script += "open(f\"out/{os.environ['DTCTL_RUN_ID']}-{os.environ['RANK']}\", 'w').close()\n"
+    project.write("dtctl.yaml", spec_text(nodes=2).replace("script:", "shared: [out/], script:"))
+    project.write("train.py", script)
+    first = project.run("launch", "--name", project.unique)
+    assert first.code == 0, first.err
+    resumed = project.run("launch", "--resume", project.unique, "--name", f"{project.unique}-2")
+    assert resumed.code == 0, resumed.err
+    assert f"`dtctl fetch {project.unique}-2` brings them here" in resumed.err
+    fetched = project.run("fetch", f"{project.unique}-2")
+    assert "not fetched" not in fetched.err
+    outputs = project.folder / ".dtctl" / "runs" / f"{project.unique}-2" / "outputs"
+    assert (outputs / "node1" / "out" / f"{project.unique}-2-0").is_file()
+    assert (outputs / "node2" / "out" / f"{project.unique}-2-1").is_file()
+
+
 def test_on_virtual_hosts(project: Project, sandbox: Sandbox) -> None:
     project.write("dtctl.yaml", spec_text(nodes=2))
     project.write("train.py", "import os\nopen('mine', 'w').write(os.environ['RANK'])\n")
