@@ -177,7 +177,7 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
     assert dtctl("init", "p", cwd=tmp_path).returncode == 2
     assert [path.name for path in (tmp_path / "p").iterdir()] == ["notes.txt"]
     (tmp_path / "p" / "train.py").write_text("mine")
-    assert "--force would replace train.py. For a program" in dtctl("init", "p", cwd=tmp_path).stderr
+    assert "--force would replace train.py. If you have a program" in dtctl("init", "p", cwd=tmp_path).stderr
 
 
 def test_the_schema_is_json(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_what_was_not_examined_stands_beside_what_was(tmp_path: Path) -> None:
     )
     assert "no node was contacted" in dtctl("launch", "--dry-run", cwd=tmp_path / "p").stdout
     model = ["--params", "7B", "--gpus", "8", "--gpu", "H100", "--batch", "64"]
-    assert "computed from the model's dimensions, not run" in dtctl("advise", *model, cwd=tmp_path).stdout
+    assert "computed from the model's dimensions, not measured" in dtctl("advise", *model, cwd=tmp_path).stdout
     assert "not run" in json.loads(dtctl("advise", *model, "--json", cwd=tmp_path).stdout)["basis"]
 
 
