@@ -36,6 +36,8 @@ _HARMLESS = r"""(?ix)
 """Lines of an SSH configuration that run no command. All other lines count as risky: OpenSSH reads keywords in many
 forms (quoted, behind `=`), so a list of risky lines would be incomplete."""
 CONFIG_BYTES = 4 << 20
+BUILDS = "packages of job.environment without a wheel are built here, which runs their code"
+"""Phrase for what `--yes` allows and nothing requires: without it, only versions that have wheels are considered."""
 _launching: set[Path] = set()
 """Folders whose programs may run here because this process launches their job."""
 SECRET = r"(?i)(token|secret|passw|credential|api_?key|access_?key|private_?key)|_key$"
@@ -204,6 +206,18 @@ def record_agreement(spec: Spec) -> None:
         except OSError as exc:
             hint = "set XDG_STATE_HOME to a folder that can be written"
             raise LaunchError(f"the answer cannot be kept: {exc.strerror}", where=str(path), hint=hint) from exc
+
+
+def may_build_packages(spec: Spec) -> bool:
+    """Return whether this user has agreed that packages of `job.environment` are built on this machine."""
+    return _build_agreement_path(os.path.realpath(spec.base_dir), BUILDS).is_file()
+
+
+def agree_to_builds(spec: Spec) -> None:
+    """Record that packages of `job.environment` may be built on this machine; launches ask again if it fails."""
+    if spec.job.environment is not None:
+        with contextlib.suppress(OSError):
+            _create_agreement_file(_build_agreement_path(os.path.realpath(spec.base_dir), BUILDS))
 
 
 def agree_to_launch(spec: Spec) -> None:

@@ -343,7 +343,7 @@ def test_what_was_not_examined_stands_beside_what_was(tmp_path: Path) -> None:
     assert "no node was contacted" in dtctl("launch", "--dry-run", cwd=tmp_path / "p").stdout
     model = ["--params", "7B", "--gpus", "8", "--gpu", "H100", "--batch", "64"]
     assert "computed from the model's dimensions, not measured" in dtctl("advise", *model, cwd=tmp_path).stdout
-    assert "not run" in json.loads(dtctl("advise", *model, "--json", cwd=tmp_path).stdout)["basis"]
+    assert "not measured" in json.loads(dtctl("advise", *model, "--json", cwd=tmp_path).stdout)["basis"]
 
 
 @pytest.mark.parametrize("command", [("sbatch",), ("render", "--target", "kubernetes")])

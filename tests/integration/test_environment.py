@@ -178,7 +178,7 @@ def test_sources_of_a_package_are_built_here(project: Project, sandbox: Sandbox,
     write_spec(project, requirements="requirements.txt", index=[str(index)])
     project.write("requirements.txt", "alpha\n")
     project.write("train.py", SHOW.format(first="alpha") + "import sources\nprint('needs', sources.VERSION)\n")
-    first = project.run("launch", "--name", "first")
+    first = project.run("launch", "--yes", "--name", "first")
     assert not first.code, first.err
     assert "has alpha 2.0" in first.out
     assert "needs sources 4.9" in first.out

@@ -36,6 +36,8 @@ def require_spec_agreement(spec: Spec, *, yes: bool, launching: bool = False) ->
         output.print_stderr(f"warning: {name} looks like a secret and is sent by job.env_from: {hint}", "yellow")
     if launching:
         trust.agree_to_launch(spec)
+        if yes:
+            trust.agree_to_builds(spec)
     missing = trust.list_open(spec)
     if not missing:
         return

@@ -25,6 +25,7 @@ from typing import Final, TypeAlias
 
 from dtctl import names, shell
 from dtctl.errors import NodeError, PlanError, UsageError
+from dtctl.launch import trust
 from dtctl.launch.control.link import HINTS, NodeLink, quote_node_value
 from dtctl.launch.files import conda, push, source_packages, wheels
 from dtctl.launch.files.data import CACHE_DIR, scan_data
@@ -69,6 +70,9 @@ _RESOLUTION_VARIABLES: Final = (
 )  # fmt: skip
 """Other variables by which uv chooses packages; if a variable names a file, the contents of the file count, too."""
 _ONLY_WHEELS: Final = ("--only-binary", ":all:")
+_WITH_BUILDS: Final = "# packages without a wheel may be built\n"
+"""Line of a lock for which versions without a wheel were considered; of another one, versions are not kept."""
+ALLOW_BUILDS: Final = "`dtctl launch --yes` lets this machine build packages that have no wheel, which runs their code"
 _AS_LOCKED: Final = ("--no-deps", "--index-strategy", "unsafe-best-match")
 """Options to look up locked packages: a lock does not name the index of each package, so uv searches all of them."""
 _NOT_BUILT: Final = re.compile("[Ff]ailed to (?:download and )?build|[Bb]uild backend|have to be compiled")
@@ -191,6 +195,8 @@ class _EnvironmentSource:
         self.path = spec.base_dir / (wanted.requirements or wanted.project or Path()).expanduser()
         self.is_project = wanted.project is not None
         self.is_offline = wanted.wheels == "relay"
+        self.may_build = trust.may_build_packages(spec)
+        """Whether packages without a wheel may be built here, which runs their code."""
         self.state = spec.base_dir / names.STATE_DIR / FOLDER
         self.cache = spec.base_dir / names.STATE_DIR / CACHE_DIR
         self.name = "uv.lock" if self.is_project else self.path.name
@@ -373,6 +379,8 @@ class _EnvironmentSource:
             facts += repr((self.wanted.extras, self.wanted.groups))
         if settings := self._collect_uv_settings():
             facts += repr(settings)
+        if self.may_build:
+            facts += repr("builds")
         total = hashlib.sha256(facts.encode())
         for path in self.files:
             try:
@@ -425,7 +433,7 @@ def _export_project(source: _EnvironmentSource, words: Sequence[str]) -> str:
         # uv.lock has no digests of files in a folder of wheels, so uv adds them for the versions of uv.lock.
         words = [*source.build_compile_words("-"), "--no-annotate"]
         text = _call_with_output(source, words, source.list_lock_options(text), text=text)
-    return _with_source_packages(source, text)
+    return _with_source_packages(source, text) if source.may_build else text
 
 
 def _resolve_requirements(source: _EnvironmentSource, old: str, report: Callable[[str], None]) -> tuple[str, str]:
@@ -438,10 +446,14 @@ def _resolve_requirements(source: _EnvironmentSource, old: str, report: Callable
     # begin in the scratch folder.
     old = _OPTION_LINE.sub("", _HASH_LINE.sub("", old))
     words = source.build_compile_words(str(source.path))
+    if not source.may_build:
+        text = _call_with_output(source, [*words, *_ONLY_WHEELS], source.index_options, old=old)
+        return text, f"only versions with a wheel were considered; {ALLOW_BUILDS}"
+    old = old if _WITH_BUILDS in old else ""
     try:
         text = _with_source_packages(source, _call_with_output(source, words, source.index_options, old=old))
         _build_wheels(source, text, report)
-        return text, ""
+        return text + _WITH_BUILDS, ""
     except PlanError as exc:
         if not _NOT_BUILT.search(exc.message):
             raise
@@ -469,6 +481,12 @@ def _build_wheels(source: _EnvironmentSource, text: str, report: Callable[[str],
         PlanError: a package cannot be built.
     """
     packages = source_packages.read_source_packages(text)
+    if packages and not source.may_build:
+        raise PlanError(
+            f"{packages[0].name} {packages[0].version} has no wheel, and the lock names its sources",
+            where=source.where,
+            hint=ALLOW_BUILDS,
+        )
     options = source.list_lock_options(text)
     return source_packages.build_wheels(
         packages, source.state, source.cache, lambda words: run_uv(words, source, options), report

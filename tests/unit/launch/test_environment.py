@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from dtctl.errors import PlanError, SpecError
+from dtctl.launch import trust
 from dtctl.launch.files.environment import LockedEnvironment, describe_environment, lock_environment, require_local_uv
 from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Spec
@@ -102,10 +103,36 @@ def test_the_index_of_the_spec_replaces_variables(
     assert lock_environment(spec, write=True).lock == first.lock
 
 
+@pytest.fixture
+def agreed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This user allows that packages are built on this machine."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "requirements.txt").write_text("alpha\n")
+    trust.agree_to_builds(spec_of(tmp_path, requirements="requirements.txt"))
+
+
 def built_names(locked: LockedEnvironment) -> list[str]:
     return [path.name for path in locked.wheels if path.parent.parent.name == "built"]
 
 
+def test_nothing_is_built_here_without_agreement(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder from elsewhere could name any package, and its build runs any code."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    make_wheel(wheels, "alpha", "2.0", ["sources==4.9"])
+    make_sources(wheels, "sources", "4.9")
+    (tmp_path / "requirements.txt").write_text("alpha\n")
+    spec = spec_of(tmp_path, requirements="requirements.txt", index="wheels")
+    locked = lock_environment(spec, write=True)
+    assert "alpha==1.0" in locked.lock
+    assert "launch --yes" in locked.doubt
+    trust.agree_to_builds(spec)
+    assert "alpha==2.0" in lock_environment(spec, write=True).lock, "the lock is made again"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    shutil.rmtree(tmp_path / ".dtctl")
+    assert "alpha==1.0" in lock_environment(spec, write=True).lock, "a lock of another user's choice is made again"
+
+
+@pytest.mark.usefixtures("agreed")
 @pytest.mark.parametrize("way", ["index", "relay"])
 def test_the_newest_version_is_chosen_if_its_package_has_to_be_built(tmp_path: Path, wheels: Path, way: str) -> None:
     """hydra-core 1.3 needs a package without a wheel; with wheels alone, uv chose version 0.11 of 2019."""
@@ -129,6 +156,7 @@ def test_the_newest_version_is_chosen_if_its_package_has_to_be_built(tmp_path: P
         assert built_names(lock_environment(spec, write=True)) == ["sources-4.9-py3-none-any.whl"]
 
 
+@pytest.mark.usefixtures("agreed")
 def test_a_project_whose_lock_has_sources(tmp_path: Path, wheels: Path) -> None:
     make_wheel(wheels, "alpha", "2.0", ["sources==4.9"])
     make_sources(wheels, "sources", "4.9")
@@ -141,6 +169,7 @@ def test_a_project_whose_lock_has_sources(tmp_path: Path, wheels: Path) -> None:
     assert "alpha==2.0" in locked.lock
 
 
+@pytest.mark.usefixtures("agreed")
 def test_an_older_version_is_chosen_if_sources_have_to_be_compiled(tmp_path: Path, wheels: Path) -> None:
     make_wheel(wheels, "alpha", "2.0", ["sources==4.9"])
     make_sources(wheels, "sources", "4.9", tag="cp311-cp311-linux_x86_64")
