@@ -194,6 +194,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--only", action="append", choices=[*PROGRAMS, "first start"], default=[])
     options = parser.parse_args()
+    if options.kills % 5:
+        parser.error("--kills has to be a multiple of 5: the programs are killed in turn, five times each")
     kills, wanted = options.kills, options.only or [*PROGRAMS, "first start"]
     os.environ["OMP_NUM_THREADS"] = "1"
     wait_for_quiet()
