@@ -88,7 +88,7 @@ def _find_node_gaps(well: Sequence[NodeReport]) -> dict[str, dict[str, str]]:
                 gaps.setdefault(check, {})[node.name] = why
         lost = [name for name, addresses in node.facts["looked_up"].items() if addresses is None]
         if lost:
-            why = f"the name service did not answer in time for the addresses of {', '.join(lost[:3])} are"
+            why = f"the name service did not answer in time for the addresses of {', '.join(lost[:3])}"
             gaps.setdefault("names", {})[node.name] = why
     return gaps
 

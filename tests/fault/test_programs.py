@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
         ("cyclegan_image_pool", {None: "step 3 was not recorded"}),
         ("script_attribute", {None: "exact"}),
         ("memory_mapped_file", {None: "exact", "first": "sample 0", "all": "sample 0"}),
-        ("clock_jitter", {None: "it is another each time it is computed here"}),
+        ("clock_jitter", {None: "its value differs at each computation here"}),
     ],
 )
 def test_what_is_said_of_a_killed_program_is_true(tmp_path: Path, name: str, said: dict[str | None, str]) -> None:

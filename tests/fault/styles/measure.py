@@ -44,7 +44,7 @@ PROGRAMS = {
     "muon": Program(),
     "gan": Program(is_session=True),
     "actor": Program(is_session=True),
-    "batch_norm": Program(is_equal=False, note="BatchNorm .* takes means over the samples of one worker"),
+    "batch_norm": Program(is_equal=False, note="BatchNorm .* computes means over the samples of one worker"),
     "tbptt": Program(is_session=True),
     "tied": Program(),
     "byol": Program(),

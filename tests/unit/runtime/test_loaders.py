@@ -267,7 +267,7 @@ def test_a_sampler_that_counts_is_named(make: Make, capsys: pytest.CaptureFixtur
     shutil.rmtree(layout.build_snapshot_path(Path("snapshots"), 16))
     capsys.readouterr()
     train()
-    assert "Counting yields another order each time" in capsys.readouterr().out
+    assert "Counting yields another order at each call" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -264,7 +264,7 @@ def test_a_step_that_never_repeats_is_told_from_one_that_is_another(
     monkeypatch.setattr(Scaled, "factor", Unsteady())
     text = go_on()
     assert text.startswith("not exact: the gradient of step 7 differs"), text
-    assert "(it is another each time it is computed here" in text
+    assert "(its value differs at each computation here" in text
     shutil.rmtree("snapshots")
     (tmp_path / "metrics.jsonl").unlink()
     monkeypatch.setattr(Scaled, "factor", 1.0)

@@ -375,7 +375,7 @@ def test_a_loop_that_has_left_its_epochs_has_ended(capfd: pytest.CaptureFixture[
         return s.steps_done
 
     assert run() == run() == BATCHES
-    assert "nothing is left to do: the loop has ended early" in capfd.readouterr().out
+    assert "nothing is left to do: the loop has left its epochs early" in capfd.readouterr().out
 
 
 def test_more_epochs_go_on_from_the_end(capfd: pytest.CaptureFixture[str]) -> None:
