@@ -231,7 +231,8 @@ class SessionSnapshots:
             differing = f"known to differ: {'; '.join(known)}" if known else "nothing known differs"
             lines.append(f"resumed at step {point.step}: {differing}")
             if self.is_ended:
-                lines.append(f"nothing is left to do: the loop has left its epochs early; start over without {self.folder}")
+                why = f"the loop has left its epochs early; start over without {self.folder}"
+                lines.append(f"nothing is left to do: {why}")
             self.newest_step = point.step
             told = {"step": point.step, "verdict": None, "steps": 0, "differs": None, "why": known}
             if self._worker.is_first:
