@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -69,14 +68,17 @@ def build_rate_schedule(config: TrainConfig, steps: int) -> Callable[[int], floa
     return rate
 
 
-def needs_arguments(step: Callable[..., Any]) -> bool:
-    """Return True if a function cannot be called without arguments, like `step` of LBFGS or ReduceLROnPlateau."""
+def needs_step_arguments(owner: object) -> bool:
+    """Return True if `step` of an object needs arguments, like that of LBFGS or ReduceLROnPlateau.
+
+    The method of its class is examined, since schedulers replace that of an optimizer by a function with `self`.
+    """
     try:
-        signature = inspect.signature(step)
-    except (TypeError, ValueError):  # compiled code may have none
+        signature = inspect.signature(type(owner).step)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError):  # compiled code may have no signature
         return False
     try:
-        signature.bind()
+        signature.bind(owner)
     except TypeError:
         return True
     return False

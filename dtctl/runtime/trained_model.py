@@ -61,7 +61,7 @@ class TrainedModel:
                 hint="give groups of parameters to one optimizer (`train.optimizer: muon` has AdamW for vectors), or "
                 "write the loop in a session (dtctl.runtime.session), which takes several optimizers by name",
             )
-        if optim.needs_arguments(self.optimizer.step):
+        if optim.needs_step_arguments(self.optimizer):
             raise PlanError(
                 f"{type(self.optimizer).__qualname__}.step needs a closure, and the Trainer calls it without one",
                 where="optimizer= of the Trainer",

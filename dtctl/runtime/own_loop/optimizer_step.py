@@ -10,7 +10,7 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime.exactness.record import StepRecorder
-from dtctl.runtime.optim import needs_arguments
+from dtctl.runtime.optim import needs_step_arguments
 from dtctl.runtime.own_loop.several_models import WHERE, Optimizers
 
 Schedules = Any
@@ -46,7 +46,7 @@ class OptimizerStep:
                 hint=f"the optimizers are {', '.join(self._optimizers)}",
             )
         for each in self._schedules.values():
-            if needs_arguments(each.step):
+            if needs_step_arguments(each):
                 raise PlanError(
                     f"{type(each).__qualname__}.step needs a score, and a session calls it after each optimizer step, "
                     "without one",
@@ -55,7 +55,7 @@ class OptimizerStep:
                     "a score that is the same on all workers",
                 )
         self._with_closure = {
-            name: type(each).__qualname__ for name, each in self._optimizers.items() if needs_arguments(each.step)
+            name: type(each).__qualname__ for name, each in self._optimizers.items() if needs_step_arguments(each)
         }
         self._scaler, self._clip = scaler, clip
         self._updated: dict[str, None] = {}
