@@ -25,7 +25,7 @@ def test_it_says_so_and_leaves_no_worker(sandbox: Sandbox, project: Any, words: 
     process.send_signal(signal.SIGINT)
     done = project.finish(process)
     assert done.code == 130
-    assert "stopped before the examination was over" in done.err
+    assert "stopped before the examination was complete" in done.err
     assert done.out == ""
     current = control.find_running_sandbox(sandbox.name)
     assert current is not None
