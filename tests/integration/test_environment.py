@@ -178,12 +178,12 @@ def test_sources_of_a_package_are_built_here(project: Project, sandbox: Sandbox,
     write_spec(project, requirements="requirements.txt", index=[str(index)])
     project.write("requirements.txt", "alpha\n")
     project.write("train.py", SHOW.format(first="alpha") + "import sources\nprint('needs', sources.VERSION)\n")
-    first = project.run("launch", "--yes", "--name", "first")
+    first = project.run("launch", "--yes", "--name", "sources")
     assert not first.code, first.err
     assert "has alpha 2.0" in first.out
     assert "needs sources 4.9" in first.out
     assert "1 of them built here from its sources (sources)" in first.err
-    again = project.run("launch", "--name", "again")
+    again = project.run("launch", "--name", "sources-again")
     assert not again.code, again.err
     assert "uv installs" not in again.err
 
