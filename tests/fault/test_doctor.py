@@ -71,7 +71,8 @@ def test_people_see_the_pair_and_the_fix(sandbox: Sandbox, project: Any) -> None
     assert done.code == 9
     assert "DROP" in done.out
     assert "primary cause: data-ports" in done.out
-    assert "fix: on node3: let TCP" in done.out
+    assert "fix: on node3: sudo iptables -D INPUT -s" in done.out, done.out
+    assert "else on node3: let TCP" in done.out
 
 
 def test_nccl_env_derives_the_interface_of_each_node_from_its_route(sandbox: Sandbox, project: Any) -> None:
