@@ -133,7 +133,7 @@ ERRORS: list[tuple[Case, str, str]] = [
     ),
     (
         Case(model="sooner", settings={"strategy": "ddp", "ddp": {"static_graph": True}}),
-        "static graph",
+        "static_graph requires the same ones",
         "train.ddp.static_graph",
     ),
     # torch before 2.13 cannot let them take part with zeros.
