@@ -39,6 +39,14 @@ from tests.verdicts import read_verdict
 pytestmark = pytest.mark.torch
 
 COUNT = 48
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings write their metrics into the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 SETTINGS: dict[str, Any] = {"epochs": 2, "steps": None, "log_every": 1, "snapshot": {"every_steps": 4, "keep": 9}}
 
 
