@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import io
 import json
@@ -32,8 +33,10 @@ IMPORTED: Final = (
     *("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch.distributed.elastic.multiprocessing.errors"),
     *("dtctl.runtime.loop", "dtctl.runtime.main", "dtctl.runtime.strategies.pipeline"),
 )
-LIMIT_S: Final = 1100.0
-"""Ends what would wait for ever, on however busy a machine."""
+LIMIT_S: Final = 400.0
+"""Ends what would wait for ever, on however busy a machine; below the limit of a test, so that the stacks are seen."""
+STACKS_S: Final = 2.0
+"""How long workers may take to print theirs."""
 LAST_WORDS_S: Final = 3.0
 """How long the peers of a worker that failed may take to end by themselves."""
 
@@ -203,6 +206,10 @@ def _wait(pids: dict[int, int], output: int, limit_s: float, kill: Kill | None) 
             failed, deadline, kill = True, deadline if kill.stop else time.monotonic() + 0.02, None
         if time.monotonic() > deadline:
             os.write(output, f"ended after waiting: ranks {sorted(pids.values())}\n".encode())
+            if not failed:  # where a worker hangs is seen in its stacks alone
+                for left in pids:
+                    os.kill(left, signal.SIGUSR2)
+                time.sleep(STACKS_S)
             failed, deadline = True, deadline + LAST_WORDS_S
             for left in pids:
                 os.kill(left, signal.SIGKILL)
@@ -241,6 +248,7 @@ def _worker(asked: dict[str, Any], rank: int, output: int, gate: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True)
+    faulthandler.register(signal.SIGUSR2, file=output, all_threads=True)
     code = 1
     try:
         sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))  # noqa: PTH100, PTH120 - as Python itself does it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime as dt
 import faulthandler
 import os
@@ -27,6 +28,7 @@ from dtctl.runtime.live.control import SupervisorLink
 
 DEVICE_KEY: Final = "dtctl/device"
 KINDS: Final = {"cpu": "CPU", "cuda": "GPU"}
+_KEPT: Final[list[dist.ProcessGroup]] = []
 TEAR_DOWN_S: Final = 5.0
 """Seconds that a failed worker may take to leave its group; its peers may have ended, and NCCL would wait for them."""
 
@@ -127,9 +129,10 @@ def leave_process_group(*, within_s: float | None = None) -> None:
     """Leave the process group, if there is one; with `within_s`, give up after that many seconds instead of hanging."""
     if not dist.is_initialized():
         return
+    keep_gloo_groups()
     if within_s is None:
         dist.destroy_process_group()
-        _let_gloo_finish()
+        let_gloo_finish()
         return
     # NCCL's groups are aborted, since destroying them waits for peers that have ended.
     gpu = "nccl" in str(dist.get_backend_config())
@@ -139,13 +142,28 @@ def leave_process_group(*, within_s: float | None = None) -> None:
     parting.join(within_s)
 
 
-def _let_gloo_finish() -> None:
-    """Release the interpreter's lock for gloo's threads for a moment.
+def keep_gloo_groups() -> None:
+    """Keep each of gloo's groups until the process ends, whoever leaves it.
+
+    DDP's reducer has the last reference to a group if the model outlives it. Its destructor then waits for gloo's
+    threads with the interpreter's lock held, and a thread that still releases a tensor needs this lock: the process
+    never ends. Seen with torch 2.13 at 8 of 1,500 ends of 3 workers on 2 cores; related: pytorch#56297.
+    """
+    if not dist.is_initialized():
+        return
+    for group in dist.distributed_c10d._world.pg_map:
+        if "gloo" in str(dist.get_backend_config(group)) and group not in _KEPT:
+            _KEPT.append(group)
+            # Not released by the interpreter's end either, which would wait for a message of a peer that has ended.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def let_gloo_finish() -> None:
+    """Release the interpreter's lock for gloo's threads for a moment, before the interpreter shuts down.
 
     These threads release a tensor only after the main thread has received the result, and need the lock for that. If
-    the
-    interpreter is already shutting down, the process aborts. Seen with torch 2.13 at 8 of 25 ends of 3 workers on 2
-    cores, and at none of 95 with this function. It sleeps several times for a short time: each sleep ends only after
+    the interpreter is already shutting down, the process aborts. Seen with torch 2.13 at 8 of 25 ends of 3 workers on
+    2 cores, and at none of 95 with this function. It sleeps several times for a short time: each sleep ends only after
     the threads that waited longer have had the lock.
     """
     for _ in range(10):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime as dt
 import os
 import socket
@@ -14,6 +15,7 @@ from torch import nn
 from dtctl import names, node_facts
 from dtctl.errors import PlanError
 from dtctl.runtime.distributed import network
+from dtctl.runtime.distributed.process_group import keep_gloo_groups, let_gloo_finish
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 
@@ -50,6 +52,8 @@ def join_own_group(model: nn.Module, *, timeout_s: float) -> Worker:
     # Only gloo's variables are set: NCCL has read its variables when the program made its group.
     network.set_network_variables(replace(worker, device=torch.device("cpu"), backend="gloo"), os.environ)
     group = dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=timeout_s))
+    keep_gloo_groups()
+    atexit.register(let_gloo_finish)  # the program leaves its group itself, maybe right before the interpreter's end
     worker = replace(worker, backend="gloo", group=group)
     numbers = [os.environ.get(name, "") for name in (names.LOCAL_RANK, names.LOCAL_WORLD_SIZE, names.GROUP_RANK)]
     nodes = gathered_json([numbers[2] or _identify_node(), all(number.isdecimal() for number in numbers)], worker)

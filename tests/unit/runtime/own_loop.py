@@ -82,6 +82,7 @@ def main(kind):
     whole = [each.full_tensor() if kind == "fsdp" else each for each in model.parameters()]
     if rank == 0:
         torch.save([tensor.detach() for tensor in whole], "final.pt")
+    del model  # else torch's reducer would leave the group, and can hang there: see keep_gloo_groups
     dist.destroy_process_group()
 
 

@@ -19,6 +19,7 @@ from dtctl.runtime.distributed.device_mesh import limit_groups
 from dtctl.runtime.distributed.process_group import _can_be_bound, leave_process_group, require_same_device
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.strategies.tensor import draw_alike
+from tests import forked
 from tests.facts import raises
 
 
@@ -55,7 +56,7 @@ def test_a_failed_worker_does_not_wait_for_its_peers_on_gpus(
     monkeypatch: pytest.MonkeyPatch, backend: str, aborts: bool
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(dist, "get_backend_config", lambda *_: backend)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: done.append("aborted"))
     leave_process_group(within_s=5.0)
@@ -109,3 +110,36 @@ def test_groups_are_bound_to_gpus_where_torch_can_split_them(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     assert _can_be_bound(backend) is bound
+
+
+ENDS = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from dtctl.runtime.distributed.process_group import keep_gloo_groups
+
+def train_and_leave():
+    group = dist.new_group()
+    layers = [nn.Linear(8, 8) for _ in range(8)]
+    model = DistributedDataParallel(nn.Sequential(*layers), process_group=group, bucket_cap_mb=1e-4)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    keep_gloo_groups()
+    dist.destroy_process_group(group)  # and the model outlives it by a moment
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+dist.init_process_group("gloo")
+sys.setswitchinterval(100)
+for _ in range(30):
+    train_and_leave()
+print("through", flush=True)
+"""
+
+
+def test_a_model_that_outlives_its_group_does_not_hang(tmp_path: Path) -> None:
+    """DDP's reducer waits for gloo's threads and holds the interpreter's lock: hung without `keep_gloo_groups`."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    ended = forked.launch([script], 3, cwd=tmp_path, limit_s=100)
+    assert ended.output.count("through") == 3, ended.output
+    assert ended.code == 0
