@@ -20,13 +20,13 @@ from dtctl.doctor.rounds import Way
 RAN = ("stream", "packet-loss", "duplicate-packets", "bandwidth", "latency")
 DOUBT = 0.6
 SLOW = 0.4
-VERY_SLOW = 0.1
-"""Shares of the other nodes' bandwidth. A link below the first is measured again; below the second it is reported as a
-warning; below the third as a failure."""
+"""Shares of the other nodes' bandwidth. A link below the first is measured again; below the second it is reported.
+
+A slow or lossy link is a warning however bad it is, since a launch over it trains; connections that break are failures.
+"""
 MIN_MBIT_S = 100.0
 """Bandwidth in Mbit/s below which a link is slow even if all links are: a run over several nodes would not pay off."""
 LOSS = 0.004
-MUCH_LOSS = 0.05
 EXPECTED_LOSSES = 4.6
 """Expected number of lost packets from which a try without any loss counts: by chance that is one in 100 (Poisson)."""
 TWICE = 0.01
@@ -235,10 +235,9 @@ def rate_text(mbit_s: float) -> str:
 
 
 def _build_loss_finding(loss: Mapping[Way, float], ways: int) -> Finding:
-    much = max(loss.values()) >= MUCH_LOSS
     return _build_link_finding(
         "packet-loss",
-        "fail" if much else "warn",
+        "warn",
         {way: f"{part:.1%} of small packets lost" for way, part in loss.items()},
         f"{len(loss)} of {ways} ways lose packets, up to {max(loss.values()):.1%}",
         "look at the counters of errors and drops there (ip -s link; ethtool -S INTERFACE | grep -iE 'err|drop|crc'), "
@@ -260,7 +259,7 @@ def _build_bandwidth_finding(
     others = f"the usual is {rate_text(usual)}{more}" if usual > worst / SLOW else "the other pairs are as slow"
     return _build_link_finding(
         "bandwidth",
-        "fail" if worst < VERY_SLOW * usual else "warn",
+        "warn",
         told,
         f"a slow link, down to {rate_text(worst)}; {others}",
         f"see what speed it has (ethtool {device}; tc qdisc show dev {device}), whether the route takes another "

@@ -56,12 +56,12 @@ def test_a_healthy_cluster_has_nothing_to_tell_and_nothing_to_repeat() -> None:
         assert links.choose_doubtful_links(cluster(names)) == []
 
 
-@pytest.mark.parametrize(("rate", "status"), [(3000.0, "warn"), (500.0, "fail")])
+@pytest.mark.parametrize("rate", [3000.0, 500.0, 5.0])
 @pytest.mark.parametrize("names", ["abc", "abcd", "abcdefgh"])
-def test_a_slow_node_is_named_of_three_nodes_too(names: str, rate: float, status: str) -> None:
+def test_a_slow_node_is_named_of_three_nodes_too(names: str, rate: float) -> None:
     twice = [{"mbit_s": rate}] * 2
     ways = {one + other: twice for one, other in permutations(names, 2) if "b" in (one, other)}
-    assert found(cluster(names, **ways)) == [("bandwidth", status, ("b",))]
+    assert found(cluster(names, **ways)) == [("bandwidth", "warn", ("b",))]
 
 
 BAD_WAYS = [({"mbit_s": 191.0}, "bandwidth"), ({"lost": 10}, "packet-loss"), ({"rtt_ms": [3.0, 9.0]}, "latency")]
@@ -98,7 +98,7 @@ def test_a_slow_way_is_named_once_it_was_slow_twice() -> None:
     assert links.choose_doubtful_links(cluster("abcd", ac=[{"mbit_s": 900.0}])) == [("a", "c")]
     assert found(cluster("abcd", ac=[{"mbit_s": 900.0}])) == []
     assert found(cluster("abcd", ac=[{"mbit_s": 900.0}, {"mbit_s": 9000.0}])) == []
-    assert found(cluster("abcd", ac=[{"mbit_s": 900.0}, {"mbit_s": 950.0}])) == [("bandwidth", "fail", ("c",))]
+    assert found(cluster("abcd", ac=[{"mbit_s": 900.0}, {"mbit_s": 950.0}])) == [("bandwidth", "warn", ("c",))]
 
 
 def test_a_way_that_is_no_slower_than_its_ends_are_to_themselves_is_not_slow() -> None:
@@ -160,7 +160,7 @@ def test_loss_counts_when_it_was_seen_twice() -> None:
     assert found(cluster("abc", ab=[once, never])) == []
     assert found(cluster("abc", ab=[once, once])) == [("packet-loss", "warn", ("b",))]
     much = {"lost": 60}
-    assert found(cluster("abc", ab=[much, much])) == [("packet-loss", "fail", ("b",))]
+    assert found(cluster("abc", ab=[much, much])) == [("packet-loss", "warn", ("b",))]
 
 
 @pytest.mark.parametrize(
