@@ -58,7 +58,7 @@ def dtctl(dropout: float, doomed: bool) -> nn.Module:
     """The Trainer; it resumes on its own."""
     from dtctl.runtime import TensorData, TrainConfig, Trainer, build
     from dtctl.runtime.distributed.worker import resolve_worker_from_env
-    from dtctl.runtime.exactness.randomness import seed_all
+    from dtctl.runtime.randomness import seed_all
 
     seed_all(0)
     settings = {

@@ -123,7 +123,7 @@ _CAUSES = (
     frozenset(["DT014", "DT015", "DT055"]),
     frozenset(["DT007", "DT052"]),
     frozenset(["DT016", "DT052"]),
-    frozenset(["DT018", "DT053", "DT054"]),
+    frozenset(["DT018", "DT054"]),
     frozenset(["DT035", "DT042"]),
     frozenset(["DT031", "DT061"]),
     frozenset(["DT003", "DT057"]),

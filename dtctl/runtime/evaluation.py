@@ -15,8 +15,8 @@ from dtctl.errors import PlanError
 from dtctl.runtime.data_loading import datasets
 from dtctl.runtime.data_loading.loaders import adapt_validation_data
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.exactness.randomness import preserving_rng_states
 from dtctl.runtime.guards.oom import enough_memory
+from dtctl.runtime.randomness import preserving_rng_states
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Coordinate
 

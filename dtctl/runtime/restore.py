@@ -7,10 +7,10 @@ from typing import Any
 
 from dtctl import names
 from dtctl.errors import WorkerFailed
-from dtctl.runtime import resume
+from dtctl.runtime import randomness, resume
 from dtctl.runtime.batch_norm import describe_batch_norm
 from dtctl.runtime.console import say
-from dtctl.runtime.exactness import program_fingerprint, randomness, run_conditions
+from dtctl.runtime.exactness import program_fingerprint, run_conditions
 from dtctl.runtime.exactness.verdict import ExactnessVerdict
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.training import Training

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dtctl.runtime import blocks, kernels, resume, snapshot_saver
+from dtctl.runtime import blocks, kernels, randomness, resume, snapshot_saver
 from dtctl.runtime.automatic import TrainingInputs, resolve_strategy
 from dtctl.runtime.console import say
 from dtctl.runtime.data_loading import datasets
@@ -24,7 +24,7 @@ from dtctl.runtime.data_loading.shares import of_replicas
 from dtctl.runtime.distributed.agreement import DecisionExchange
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.engine import TrainingEngine
-from dtctl.runtime.exactness import program_fingerprint, randomness, run_conditions
+from dtctl.runtime.exactness import program_fingerprint, run_conditions
 from dtctl.runtime.exactness.record import StepRecorder
 from dtctl.runtime.exactness.resume_check import ResumeCheck
 from dtctl.runtime.frozen_weights import FrozenWeights

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from dtctl.errors import SnapshotError, WorkerFailed
+from dtctl.runtime import randomness
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
-from dtctl.runtime.exactness import randomness
 from dtctl.runtime.exactness.program_fingerprint import EVERYONE, ProgramFingerprint
 from dtctl.runtime.exactness.stateful import name_some
 from dtctl.runtime.frozen_weights import FACT, FrozenWeights, list_left_out

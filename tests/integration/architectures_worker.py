@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from dtctl.errors import DtctlError
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
-from dtctl.runtime.exactness.randomness import seed_all
+from dtctl.runtime.randomness import seed_all
 
 WIDTH, HEADS, TOKENS, VOCABULARY, HIDDEN = 16, 4, 6, 12, 32
 HEAD = WIDTH // HEADS

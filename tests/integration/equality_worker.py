@@ -24,7 +24,7 @@ from torch import nn
 
 from dtctl import names
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
-from dtctl.runtime.exactness.randomness import seed_all
+from dtctl.runtime.randomness import seed_all
 from dtctl.runtime.snapshot.saver import Saver
 from tests.integration import mixtures
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from dtctl.errors import DtctlError
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
-from dtctl.runtime.exactness.randomness import seed_all
+from dtctl.runtime.randomness import seed_all
 
 
 class Model(nn.Module):

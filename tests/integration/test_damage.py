@@ -17,7 +17,7 @@ from torch import nn
 from dtctl.runtime import TensorData, TrainConfig, Trainer, Worker, build
 from dtctl.runtime.distributed.worker import resolve_worker_from_env
 from dtctl.runtime.exactness import record
-from dtctl.runtime.exactness.randomness import seed_all
+from dtctl.runtime.randomness import seed_all
 from dtctl.runtime.snapshot import commands
 from dtctl.runtime.snapshot.format import layout
 from tests.damage import hurt

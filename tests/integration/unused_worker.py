@@ -21,7 +21,7 @@ from torch import nn
 from dtctl import names
 from dtctl.errors import DtctlError
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
-from dtctl.runtime.exactness.randomness import seed_all
+from dtctl.runtime.randomness import seed_all
 from dtctl.runtime.strategies import unused
 
 WIDTH, SAMPLES, EXPERTS = 8, 48, 4

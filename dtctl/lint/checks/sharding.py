@@ -1,4 +1,4 @@
-"""Rules about the share of the data for each rank: DT037, DT053, DT056, DT057, DT058."""
+"""Rules about the share of the data for each rank: DT037, DT056, DT057, DT058."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtctl.lint import names
 from dtctl.lint.check import CheckContext
 from dtctl.lint.flow import find_called_function, find_value_origins, names_given
 from dtctl.lint.model import Problem, Severity
-from dtctl.lint.ranks import is_world_size, mentions_rank, rank_kind, resolve_rank_guard
+from dtctl.lint.ranks import is_world_size, rank_kind, resolve_rank_guard
 from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
 
 _HELD_OUT = re.compile(
@@ -298,36 +298,10 @@ def _split_by_sklearn(check: CheckContext) -> Iterator[Problem]:
             yield check.problem("DT058", call, "train_test_split without a seed: every rank splits the set differently")
 
 
-def check_share_of_the_whole(check: CheckContext) -> Iterator[Problem]:
-    """Check rule DT053: one share divided by the whole."""
-    module = check.module
-    samplers = [call for call in module.calls_of(names.SAMPLER) if _held_out(check, call)]
-    if not samplers or check.project.uses_framework(module):
-        return
-    for node in module.nodes_of(ast.BinOp):
-        if not isinstance(node.op, ast.Div):
-            continue
-        divisor = node.right
-        if isinstance(divisor, ast.Call) and format_dotted_name(divisor.func) == "len" and divisor.args:
-            text = ast.unparse(divisor.args[0])
-        else:
-            continue
-        left = " ".join(ast.unparse(part) for part in ast.walk(node.left) if isinstance(part, ast.Name))
-        function = module.scope(node)
-        if not re.search(r"\bdataset\b|_dataset|_set\b|data$", text) or not re.search("correct|acc|right|hit", left):
-            continue
-        if any(module.scope(call) is function for name in names.COLLECTIVES for call in module.calls.get(name, ())):
-            continue
-        if re.search(r"reduce|gather|sync", ast.unparse(function)) or mentions_rank(module, divisor):
-            continue
-        yield check.problem("DT053", node, f"what one rank has counted is divided by `len({text})`, the whole set")
-
-
 CHECKS = (
     check_local_rank_as_rank,
     check_padded_evaluation,
     check_gathered_twice,
     check_evaluated_by_all,
     check_own_random_order,
-    check_share_of_the_whole,
 )

@@ -23,8 +23,8 @@ from dtctl.errors import PlanError, SpecError
 from dtctl.runtime import determinism
 from dtctl.runtime.distributed import affinity, network
 from dtctl.runtime.distributed.worker import Worker, resolve_worker_from_env
-from dtctl.runtime.exactness.randomness import seed_all
 from dtctl.runtime.live.control import SupervisorLink
+from dtctl.runtime.randomness import seed_all
 
 DEVICE_KEY: Final = "dtctl/device"
 KINDS: Final = {"cpu": "CPU", "cuda": "GPU"}

@@ -23,10 +23,10 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from dtctl.errors import WorkerFailed
+from dtctl.runtime import randomness
 from dtctl.runtime.console import say
 from dtctl.runtime.distributed.device_mesh import limit_groups
 from dtctl.runtime.distributed.worker import resolve_worker_from_env
-from dtctl.runtime.exactness import randomness
 from dtctl.runtime.guards.consistency import build_training_fingerprint, compute_settings_checksum, require_equal_facts
 from dtctl.runtime.live.control import RendezvousPoint, SupervisorLink
 from dtctl.runtime.live.transfer import IncompleteState, bring_level

@@ -15,9 +15,9 @@ from typing import Any, Final, Literal
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from dtctl.errors import PlanError, SnapshotError
+from dtctl.runtime import randomness
 from dtctl.runtime.console import say
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.exactness import randomness
 from dtctl.runtime.exactness.stateful import is_stateful, put_state, take_state
 from dtctl.runtime.members import walk_members
 from dtctl.runtime.own_loop.several_models import WHERE

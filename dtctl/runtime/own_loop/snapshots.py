@@ -11,11 +11,11 @@ import torch
 
 from dtctl import names
 from dtctl.errors import SnapshotError, WorkerFailed
-from dtctl.runtime import resume, snapshot_saver
+from dtctl.runtime import randomness, resume, snapshot_saver
 from dtctl.runtime.console import say
 from dtctl.runtime.data_loading.reading import DatasetExamination
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.exactness import program_fingerprint, randomness, run_conditions
+from dtctl.runtime.exactness import program_fingerprint, run_conditions
 from dtctl.runtime.exactness.record import StepRecorder
 from dtctl.runtime.exactness.resume_check import ResumeCheck
 from dtctl.runtime.exactness.stateful import StatefulObjects

@@ -25,7 +25,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dtctl.runtime.exactness.randomness import load_random_state, random_state
+    from dtctl.runtime.randomness import load_random_state, random_state
     from dtctl.runtime.snapshot.load import newest
     from dtctl.runtime.snapshot.saver import Saver
     from dtctl.runtime.snapshot.state import load_optimizer, optimizer_tree
@@ -35,10 +35,10 @@ __all__ = ["Saver", "load_optimizer", "load_random_state", "newest", "optimizer_
 _HOME = {
     "Saver": "snapshot.saver",
     "load_optimizer": "snapshot.state",
-    "load_random_state": "exactness.randomness",
+    "load_random_state": "randomness",
     "newest": "snapshot.load",
     "optimizer_tree": "snapshot.state",
-    "random_state": "exactness.randomness",
+    "random_state": "randomness",
 }
 
 

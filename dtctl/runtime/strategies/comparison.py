@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from dtctl.errors import DtctlError
-from dtctl.runtime.exactness.randomness import preserving_rng_states
+from dtctl.runtime.randomness import preserving_rng_states
 
 SEED: Final = 20200
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dtctl.runtime import randomness
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.exactness import randomness
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies.single import Single
 from dtctl.train.compatibility import not_elastic

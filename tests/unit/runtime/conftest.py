@@ -13,7 +13,7 @@ from torch import nn
 
 from dtctl import names
 from dtctl.runtime import TensorData, TrainConfig, Trainer, Worker, load
-from dtctl.runtime.exactness.randomness import seed_all
+from dtctl.runtime.randomness import seed_all
 
 Make = Callable[..., Trainer]
 

@@ -18,7 +18,7 @@ from dtctl.runtime import TensorData, Worker, automatic, load
 from dtctl.runtime.automatic import TrainingInputs, resolve_strategy
 from dtctl.runtime.distributed import capacity
 from dtctl.runtime.distributed.run_forked import run_in_forked_process
-from dtctl.runtime.exactness.randomness import capture_rng_states
+from dtctl.runtime.randomness import capture_rng_states
 from dtctl.train.batch import BatchSizes
 from tests.facts import raises
 from tests.unit.runtime.conftest import Make, points, squared

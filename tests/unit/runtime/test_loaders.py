@@ -29,7 +29,7 @@ from torch.utils.data import (
 from dtctl.errors import PlanError, WorkerFailed
 from dtctl.runtime import Outcome, Trainer, Worker, load
 from dtctl.runtime.data_loading.loaders import SamplerOrder
-from dtctl.runtime.exactness.randomness import seed_all
+from dtctl.runtime.randomness import seed_all
 from dtctl.runtime.snapshot.format import layout
 from tests.facts import raises
 from tests.unit.runtime.conftest import Make, points

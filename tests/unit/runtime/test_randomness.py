@@ -7,8 +7,7 @@ import random
 import numpy as np
 import torch
 
-from dtctl.runtime import Worker
-from dtctl.runtime.exactness import randomness
+from dtctl.runtime import Worker, randomness
 
 
 def draw() -> list[float]:

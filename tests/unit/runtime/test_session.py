@@ -20,9 +20,9 @@ import dtctl.runtime
 from dtctl import names
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Worker, session
-from dtctl.runtime.exactness.randomness import seed_all
 from dtctl.runtime.own_loop.position import DataPosition
 from dtctl.runtime.own_loop.session import Session
+from dtctl.runtime.randomness import seed_all
 from dtctl.runtime.snapshot import newest
 from tests.verdicts import read_verdict
 

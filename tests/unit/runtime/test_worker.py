@@ -18,7 +18,7 @@ from dtctl.errors import PlanError
 from dtctl.runtime import main
 from dtctl.runtime.distributed.process_group import start
 from dtctl.runtime.distributed.worker import resolve_worker_from_env
-from dtctl.runtime.exactness.randomness import seed_all
+from dtctl.runtime.randomness import seed_all
 from tests.facts import raises
 
 TORCHRUN = {
