@@ -34,7 +34,7 @@ def send_login_request(site: CommandHost, python: str, kind: type[A], **request:
     asked = json.dumps({"op": kind.op, **request}).encode()
     first = SlurmRequest(bytes=len(asked))
     stdin = [
-        bootstrap.build_opening_bytes("", find_module(first.op)[0]),
+        bootstrap.build_opening_bytes("", find_module(first.op)[0], has_texts=True),
         frames.pack_json(first),
         *frames.pack_bytes(asked),
     ]

@@ -1,33 +1,51 @@
 """Transfer of dtctl's program to a node: one command and the first bytes of its standard input.
 
 Nothing has to be installed on the node. The command is a line of Python that reads a loader from its input; the loader
-reads the modules of this package, compiled for the Python of this machine and as text for any other, and calls `main`.
-All of this is sent without a round trip. The node reads no code from its disk, so it runs exactly the code that was
-sent, regardless of the users who may write to its folders.
+reads the modules of this package, compiled for the Python of this machine, and calls `main`. All of this is sent
+without a round trip; only a node with another Python requests the modules as text. The node reads no code from its
+disk, so it runs exactly the code that was sent, regardless of the users who may write to its folders.
+
+Each node gets the program over its own connection, so its size counts as often as there are nodes. It is therefore
+packed for its size, which takes longer than a launch may, and kept in a file of this user.
 """
 
 from __future__ import annotations
 
+import ast
+import bz2
+import contextlib
 import functools
-import importlib.abc
+import hashlib
 import importlib.util
+import io
 import json
 import marshal
+import os
 import sys
 import threading
+import tokenize
 import types
 import zlib
 from importlib import resources
+from typing import Any
 
-from dtctl import shell
+from dtctl import folders, shell
+from dtctl.supervisor.records import write_atomically
 
 MAIN = "dtctl.supervisor.main"
 PACKAGES = ("dtctl", "dtctl.supervisor", "dtctl.supervisor.messages", "dtctl.supervisor.probe")
+SENT_AS_TEXT = frozenset(
+    f"dtctl.supervisor.{name}"
+    for name in ("environments", "fork_server_main", "hmac_socket", "index_hosts", "relay", "stacks")
+)
+"""Modules that few runs import. Compressed text is half as long as code, and a node compiles it when it is imported."""
+MAX_PACKED_BYTES = 1 << 20
 
 # This is one line, because some login shells (csh) do not accept a newline inside quotes.
 _FIRST = (
-    "import os;dtctl=b'';exec('while len(dtctl)<6:dtctl+=os.read(0,6-len(dtctl)) or os._exit(1)');"
-    "n=int(dtctl);dtctl=b'';exec('while len(dtctl)<n:dtctl+=os.read(0,n-len(dtctl)) or os._exit(1)');exec(dtctl)"
+    "import os,zlib;dtctl=b'';exec('while len(dtctl)<6:dtctl+=os.read(0,6-len(dtctl)) or os._exit(1)');"
+    "n=int(dtctl);dtctl=b'';exec('while len(dtctl)<n:dtctl+=os.read(0,n-len(dtctl)) or os._exit(1)');"
+    "exec(zlib.decompress(dtctl))"
 )
 
 # This has to run on every Python, so that an old version is reported by an answer and not by a syntax error.
@@ -43,7 +61,7 @@ def check_version():
         answer("old-python", "%s is Python %d.%d" % (sys.executable, sys.version_info[0], sys.version_info[1]))
 """
 _LOADER = """
-import os, sys
+import os, sys, zlib
 def take(size):
     data = b""
     while len(data) < size:
@@ -53,17 +71,10 @@ def take(size):
         data += more
     return data
 class Sent:
-    def __init__(self, packed, codes):
-        self.packed = packed
-        self.codes = codes
-        self.texts = None
-    def text(self, name):
-        if self.texts is None:
-            import json
-            self.texts = json.loads(zlib.decompress(self.packed).decode())
-        return self.texts[name]
+    def __init__(self, modules):
+        self.modules = modules
     def find_spec(self, name, path=None, target=None):
-        if name not in MODULES and name not in PACKAGES:
+        if name not in self.modules and name not in PACKAGES:
             return None
         import _frozen_importlib
         origin = name.replace(".", "/") + ".py"
@@ -76,10 +87,12 @@ class Sent:
         name = module.__name__
         if name in PACKAGES:
             return
-        code = self.codes.get(name) or compile(self.text(name), name.replace(".", "/") + ".py", "exec", 0, True)
+        code = self.modules[name]
+        if isinstance(code, str):
+            code = compile(code, name.replace(".", "/") + ".py", "exec", 0, True)
         exec(code, module.__dict__)
     def get_data(self, path):
-        return self.text(path[:-3].replace("/", ".")).encode()
+        return self.modules[path[:-3].replace("/", ".")].encode()
 sizes = take(24)
 workdir = os.path.expanduser(take(int(sizes[:8])).decode())
 texts = take(int(sizes[8:16]))
@@ -89,17 +102,33 @@ if not os.path.isabs(workdir):
     workdir = os.path.join(os.path.expanduser("~"), workdir)
 os.environ.setdefault("DTCTL_UMASK", "%03o" % os.umask(0o077))
 os.umask(0o077)
-import zlib
 try:
     import _frozen_importlib_external
+    from _bz2 import BZ2Decompressor
     same = _frozen_importlib_external.MAGIC_NUMBER.hex() + sys.implementation.cache_tag == COMPILED_FOR
 except (ImportError, AttributeError, TypeError):
     same = False
+early = b""
 if same:
     import marshal
-sys.meta_path.insert(0, Sent(texts, marshal.loads(zlib.decompress(codes)) if same else {}))
+    modules = marshal.loads(BZ2Decompressor().decompress(codes))
+else:
+    import json
+    import struct
+    header = struct.Struct("!cii")
+    if not texts:
+        os.write(1, header.pack(b"T", -1, 0))
+    while not texts:
+        head = take(header.size)
+        body = take(header.unpack(head)[2])
+        if head[:1] == b"T":
+            texts = body
+        else:
+            early += head + body
+    modules = json.loads(zlib.decompress(texts).decode())
+sys.meta_path.insert(0, Sent(modules))
 from dtctl.supervisor.main import main
-os._exit(main(workdir))
+os._exit(main(workdir, early))
 """
 
 
@@ -108,16 +137,69 @@ def _read_module_text(name: str) -> str:
     return (resources.files(package) / f"{leaf}.py").read_text(encoding="utf-8")
 
 
-_bundling = threading.Lock()
-"""Lock for the bundle, since sessions with all nodes need it at the same time and would otherwise each make it."""
+_packing = threading.Lock()
+"""Lock for packing, since sessions with all nodes need the modules at the same time and would otherwise each do it."""
+
+
+def _load_modules(answering: str, form: str) -> bytes:
+    """Return the modules of a program as `codes` or as `texts`, packed by this launch or an earlier one."""
+    with _packing:
+        return _load_packed_modules(answering, form)
 
 
 @functools.cache
-def _bundle_modules(answering: str) -> tuple[tuple[str, ...], bytes, bytes]:
-    """Return the names of the modules, and the modules as text and as code of this Python, both compressed."""
+def _load_packed_modules(answering: str, form: str) -> bytes:
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    folder = os.path.join(cache, "dtctl", "program")
+    path = os.path.join(folder, f"{answering}.{sys.implementation.cache_tag}.{form}")
+    digest = _digest_sources()
+    with contextlib.suppress(OSError):  # This includes a folder that others may write to.
+        folders.check_private(folder)
+        kept = folders.read_regular(path, MAX_PACKED_BYTES)
+        if kept[:64] == digest + hashlib.sha256(kept[64:]).digest():
+            return kept[64:]
+    packed = _pack_codes(answering) if form == "codes" else _pack_texts(answering)
+    with contextlib.suppress(OSError):  # Without the file, the next launch packs again.
+        folders.make_private(folder)
+        write_atomically(path, digest + hashlib.sha256(packed).digest() + packed)
+    return packed
+
+
+@functools.cache
+def _digest_sources() -> bytes:
+    """Return the SHA-256 of all modules that may be sent, of this module, and of the version of Python."""
+    total = hashlib.sha256(_compiled_for().encode())
+    for package in PACKAGES:
+        for name in sorted(_list_package_modules(package)):
+            total.update(f"\0{package}.{name}\0{_read_module_text(f'{package}.{name}')}".encode())
+    return total.digest()
+
+
+def _pack_codes(answering: str) -> bytes:
     codes = _collect_module_codes([MAIN, answering])
-    texts = json.dumps({name: _read_module_text(name) for name in codes}).encode()
-    return tuple(codes), zlib.compress(texts, 6), zlib.compress(marshal.dumps(codes), 1)
+    return bz2.compress(
+        marshal.dumps({name: _strip_text(name) if name in SENT_AS_TEXT else code for name, code in codes.items()})
+    )
+
+
+def _pack_texts(answering: str) -> bytes:
+    names = _collect_module_codes([MAIN, answering])
+    return zlib.compress(json.dumps({name: _strip_text(name) for name in names}).encode(), 9)
+
+
+def _strip_text(name: str) -> str:
+    """Return the text of a module without comments and docstrings; the numbers of its lines stay."""
+    text = _read_module_text(name)
+    lines = text.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            count = node.value.end_lineno - node.lineno  # type: ignore[operator]  # a parsed node has both
+            lines[node.lineno - 1 : node.lineno + count] = [" " * node.col_offset + '""'] + [""] * count
+    return "\n".join(lines)
 
 
 def _collect_module_codes(names: list[str]) -> dict[str, types.CodeType]:
@@ -151,24 +233,31 @@ def _list_package_modules(package: str) -> frozenset[str]:
 
 
 def _compile_module(name: str, imports: list[str]) -> types.CodeType:
-    """Return a module's code without file names of this machine; add the modules that it imports to `imports`."""
-    spec = importlib.util.find_spec(name)
-    loader = spec.loader if spec is not None else None
-    # This uses the file that Python has compiled already, if there is one.
-    code = loader.get_code(name) if isinstance(loader, importlib.abc.InspectLoader) else None
-    file_name = f"{name.replace('.', '/')}.py"
-    return _rename_code_file(
-        code or compile(_read_module_text(name), file_name, "exec", dont_inherit=True), file_name, imports
-    )
+    """Return a module's code, as small as possible; add the modules that it imports to `imports`.
+
+    Lines of tracebacks stay. Columns, docstrings and annotations of functions, which nothing on a node reads, go.
+    """
+    tree = ast.parse(_read_module_text(name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.expr | ast.stmt | ast.excepthandler | ast.arg | ast.keyword | ast.alias):
+            node.end_lineno = node.lineno
+            node.col_offset = node.end_col_offset = -1
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+    return _shorten_code(compile(tree, f"{name.replace('.', '/')}.py", "exec", dont_inherit=True, optimize=2), imports)
 
 
-def _rename_code_file(code: types.CodeType, file_name: str, imports: list[str]) -> types.CodeType:
+def _shorten_code(code: types.CodeType, imports: list[str]) -> types.CodeType:
     imports += _find_dtctl_imports(code)
     inner = tuple(
-        _rename_code_file(constant, file_name, imports) if isinstance(constant, types.CodeType) else constant
+        _shorten_code(constant, imports) if isinstance(constant, types.CodeType) else constant
         for constant in code.co_consts
     )
-    return code.replace(co_filename=file_name, co_consts=inner)
+    # Tracebacks have the short name; a Python before 3.11 keeps no other one.
+    short: dict[str, Any] = {"co_qualname": code.co_name} if hasattr(code, "co_qualname") else {}
+    return code.replace(co_consts=inner, **short)
 
 
 def _compiled_for() -> str:
@@ -188,17 +277,23 @@ def format_bootstrap_command(python: str) -> str:
     return "exec " + shell.join_command(build_bootstrap_argv(python))
 
 
-def build_opening_bytes(workdir: str, answering: str) -> bytes:
+def load_texts(answering: str) -> bytes:
+    """Return the modules as text, for a node that requests them."""
+    return _load_modules(answering, "texts")
+
+
+def build_opening_bytes(workdir: str, answering: str, *, has_texts: bool = False) -> bytes:
     """Return the first bytes to send; frames follow directly.
 
     Args:
         workdir: the node's folder; may begin with `~`.
         answering: module that answers the first request, by requests.py; modules for other requests are not sent.
+        has_texts: whether to send the modules as text, too, since the node cannot request them.
     """
-    with _bundling:
-        modules, texts, codes = _bundle_modules(answering)
-    facts = {"MODULES": modules, "PACKAGES": PACKAGES, "COMPILED_FOR": _compiled_for()}
-    loader = "".join([*(f"{name} = {value!r}\n" for name, value in facts.items()), _REPORT_ERROR, _LOADER]).encode()
+    codes = _load_modules(answering, "codes")
+    texts = load_texts(answering) if has_texts else b""
+    facts = f"PACKAGES = {PACKAGES!r}\nCOMPILED_FOR = {_compiled_for()!r}\n"
+    loader = zlib.compress((facts + _REPORT_ERROR + _LOADER).encode(), 9)
     folder = workdir.encode()
     sizes = b"%08d%08d%08d" % (len(folder), len(texts), len(codes))
     return b"%06d" % len(loader) + loader + sizes + folder + texts + codes

@@ -1,7 +1,8 @@
 """Frames between the control machine and a node in one byte stream. Used by both ends; stdlib only, Python 3.8.
 
 A frame is a kind (one byte), a rank (4 bytes, signed), a length (4 bytes) and that many bytes, all big-endian. JSON
-frames carry messages, LOG frames a worker's output, BYTES frames file contents. No data are ever unpickled.
+frames carry messages, LOG frames a worker's output, BYTES frames file contents. A node whose Python cannot run the sent
+code requests the texts of the modules with a TEXTS frame, and gets them in one. No data are ever unpickled.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ HEADER = struct.Struct("!cii")
 JSON = b"J"
 LOG = b"L"
 BYTES = b"B"
+TEXTS = b"T"
 AGENT = -1
 """Rank of the output of torchrun's agent, or of a command that is not a worker."""
 METRICS = -2
@@ -93,7 +95,7 @@ class FrameParser:
         start = 0
         while len(self._buffer) - start >= HEADER.size:
             kind, rank, length = HEADER.unpack_from(self._buffer, start)
-            if kind not in (JSON, LOG, BYTES) or not 0 <= length <= MAX_FRAME:
+            if kind not in (JSON, LOG, BYTES, TEXTS) or not 0 <= length <= MAX_FRAME:
                 raise BrokenFrame(f"not a frame: {bytes(self._buffer[start : start + 80])!r}")
             end = start + HEADER.size + length
             if len(self._buffer) < end:

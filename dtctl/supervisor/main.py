@@ -15,10 +15,11 @@ from dtctl.supervisor.messages.base import Quit, Refusal, parse_message_document
 from dtctl.supervisor.requests import NodeRequests, RequestFailed, find_module
 
 
-def main(workdir: str) -> int:
-    """Serve one link; return the exit status of the remote command."""
+def main(workdir: str, early: bytes) -> int:
+    """Serve one link, of which the loader has read some frames; return the exit status of the remote command."""
     link = frames.FdLink(0, 1)
     try:
+        link.ready += link.parser.feed(early)
         return serve_node_requests(link, workdir)
     except (RequestFailed, folders.NotPrivateError, OSError, frames.BrokenFrame, InvalidMessage) as exc:
         if getattr(exc, "errno", None) != errno.EPIPE:  # With EPIPE, the control machine is gone.

@@ -79,6 +79,9 @@ class NodeLink:
         self._python = python
         self._parser = frames.FrameParser()
         self._ready: list[tuple[bytes, int, bytes]] = []
+        self._writing = threading.Lock()
+        self.answering = ""
+        """Module that answers on the node, whose text the node has not requested yet."""
         self.clock: SilenceLimit | None = None
         """Limit on the node's silence, which each message restarts."""
         self.description: NodeDescription | None = None
@@ -92,7 +95,7 @@ class NodeLink:
         Raises:
             ConnectError: the link is gone.
         """
-        self.stream.write(frames.pack_json(message))
+        self._write_frame(frames.pack_json(message))
 
     def send_bytes(self, data: bytes | memoryview) -> None:
         """Send file contents, in as many frames as needed.
@@ -101,7 +104,18 @@ class NodeLink:
             ConnectError: the link is gone.
         """
         for frame in frames.pack_bytes(data):
+            self._write_frame(frame)
+
+    def _write_frame(self, frame: bytes) -> None:
+        with self._writing:  # The reading thread writes, too, if the node requests texts.
             self.stream.write(frame)
+
+    def _send_texts(self) -> None:
+        """Send the program as text to a node whose Python cannot run the code."""
+        if not self.answering:
+            raise NodeError("the node requested the text of dtctl's program twice", node=self.node)
+        answering, self.answering = self.answering, ""
+        self._write_frame(frames.pack_frame(frames.TEXTS, bootstrap.load_texts(answering)))
 
     def receive(self) -> tuple[bytes, int, bytes] | None:
         """Return the next frame as (kind, rank, payload); None when the node's end closed between two frames.
@@ -110,6 +124,13 @@ class NodeLink:
             NodeError: the bytes are not from dtctl's supervisor, for example a banner of a shell start-up file.
             ConnectError: the stream ended inside a frame.
         """
+        frame = self._receive_frame()
+        while frame is not None and frame[0] == frames.TEXTS:
+            self._send_texts()
+            frame = self._receive_frame()
+        return frame
+
+    def _receive_frame(self) -> tuple[bytes, int, bytes] | None:
         while not self._ready:
             data = self.stream.read(1 << 18)
             if self.clock is not None:
@@ -218,8 +239,9 @@ def open_program(connection: Connection, first: Message, *, node: str, python: s
     """
     python = python or "python3"
     link = NodeLink(connection.open(bootstrap.format_bootstrap_command(python)), node=node, python=python)
+    link.answering = find_module(first.op)[0]
     with contextlib.suppress(ConnectError):  # If the program has ended already, `closed_error` has the reason.
-        link.stream.write(bootstrap.build_opening_bytes(workdir, find_module(first.op)[0]) + frames.pack_json(first))
+        link.stream.write(bootstrap.build_opening_bytes(workdir, link.answering) + frames.pack_json(first))
     return link
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import bz2
+import contextlib
 import os
 import py_compile
 import subprocess
@@ -16,7 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from dtctl.errors import NodeError
+from dtctl.launch.control.link import NodeLink, open_program
 from dtctl.supervisor import bootstrap, frames, requests
+from dtctl.supervisor.messages.attempt import PortProbed, ProbePorts
+from dtctl.supervisor.messages.base import Quit
+from dtctl.supervisor.messages.setup import Hello, NodeDescription
+from dtctl.transport.base import Target
+from dtctl.transport.local import LocalStream, LocalTransport
 
 SETUP = "dtctl.supervisor.setup"
 HELLO = frames.pack_json({"op": "hello", "ports": []})
@@ -29,11 +38,13 @@ class Answer:
     code: int
 
 
-def call(workdir: str, *, shell: str = "sh", sent: bytes = HELLO, home: Path | None = None) -> Answer:
+def call(
+    workdir: str, *, shell: str = "sh", sent: bytes = HELLO, home: Path | None = None, has_texts: bool = False
+) -> Answer:
     env = {**os.environ, "HOME": str(home or Path.home()), "PYTHONPATH": "/nowhere"}
     done = subprocess.run(
         [shell, "-c", bootstrap.format_bootstrap_command(sys.executable)],
-        input=bootstrap.build_opening_bytes(workdir, SETUP) + sent,
+        input=bootstrap.build_opening_bytes(workdir, SETUP, has_texts=has_texts) + sent,
         capture_output=True,
         check=False,
         env=env,
@@ -60,7 +71,7 @@ def test_nothing_of_it_is_kept_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", requests.ANSWERED_BY)
 def test_a_node_gets_every_module_that_its_request_may_import(name: str) -> None:
     answering = requests.find_module(requests.ANSWERED_BY[name][0])[0]
-    sent, _, _ = bootstrap._bundle_modules(answering)
+    sent = bootstrap._collect_module_codes([bootstrap.MAIN, answering])
     assert {bootstrap.MAIN, answering} <= set(sent)
     for module in sent:
         # Nodes may have Python 3.8.
@@ -72,30 +83,76 @@ def test_a_node_gets_every_module_that_its_request_may_import(name: str) -> None
 
 
 def test_a_launch_sends_nothing_of_other_requests() -> None:
-    sent, _, _ = bootstrap._bundle_modules(SETUP)
+    sent = bootstrap._collect_module_codes([bootstrap.MAIN, SETUP])
     assert not {"dtctl.supervisor.outputs", "dtctl.supervisor.clean", "dtctl.supervisor.probe.main"} & set(sent)
 
 
-def test_a_node_with_another_python_unpacks_the_texts_once() -> None:
-    """Each module took 4 ms when the texts were unpacked for each: half of the program's processor time there."""
-    unpacked: list[bytes] = []
+def test_what_each_node_gets_stays_small() -> None:
+    """Over 10 Mbit/s, each kilobyte here delays a launch on 32 nodes by 26 ms; 328 KB more than doubled it."""
+    assert len(bootstrap.build_opening_bytes("~/x", SETUP)) < 82_000
+    for name in requests.ANSWERED_BY:
+        answering = requests.find_module(requests.ANSWERED_BY[name][0])[0]
+        assert len(bootstrap.build_opening_bytes("~/x", answering)) < 115_000, answering
+        assert len(bootstrap.load_texts(answering)) < 80_000, answering  # They have to fit into one frame, too.
 
-    def unpack(data: bytes) -> bytes:
-        unpacked.append(data)
-        return zlib.decompress(data)
 
-    names: dict[str, object] = {"zlib": types.SimpleNamespace(decompress=unpack)}
-    exec(bootstrap._LOADER[bootstrap._LOADER.index("class Sent") : bootstrap._LOADER.index("sizes = take")], names)
-    modules, texts, _ = bootstrap._bundle_modules(SETUP)
-    sent = names["Sent"](texts, {})  # type: ignore[operator]
-    assert [sent.text(name) for name in modules] == [bootstrap._read_module_text(name) for name in modules]
-    assert len(unpacked) == 1
+@pytest.mark.parametrize("name", bootstrap._collect_module_codes([bootstrap.MAIN, SETUP]))
+def test_modules_mean_the_same_without_comments_and_docstrings(name: str) -> None:
+    def describe(text: str) -> str:
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                node.value.value, node.value.end_lineno, node.value.end_col_offset = "", 0, 0
+                node.end_lineno = node.end_col_offset = 0
+            # A block that ends with a docstring ends earlier without it.
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.If | ast.With | ast.Try | ast.ExceptHandler):
+                node.end_lineno = node.end_col_offset = 0
+        return ast.dump(tree, include_attributes=True)
+
+    assert describe(bootstrap._strip_text(name)) == describe(bootstrap._read_module_text(name))
+
+
+def test_tracebacks_have_the_lines_of_the_modules() -> None:
+    lines = {
+        line
+        for code in bootstrap._compile_module("dtctl.folders", []).co_consts
+        if isinstance(code, types.CodeType)
+        for _, _, line in code.co_lines()
+    }
+    for number, text in enumerate(bootstrap._read_module_text("dtctl.folders").split("\n"), 1):
+        if text.startswith(("    raise ", "        raise ")):
+            assert number in lines, text
+
+
+def test_packed_modules_are_kept_for_the_next_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    packed: list[str] = []
+    pack = bootstrap._pack_codes
+    monkeypatch.setattr(bootstrap, "_pack_codes", lambda answering: packed.append(answering) or pack(answering))
+
+    def load() -> bytes:
+        bootstrap._load_packed_modules.cache_clear()
+        return bootstrap._load_packed_modules(SETUP, "codes")
+
+    first = load()
+    (kept,) = (tmp_path / "dtctl" / "program").iterdir()
+    assert (load(), len(packed)) == (first, 1)
+    # Nothing is sent from a damaged file, from one of another version, or from a folder of others.
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[:-1], b"x" + whole[1:], whole[:-1] + b"x"):
+        kept.write_bytes(damaged)
+        before = len(packed)
+        assert (load(), len(packed), kept.read_bytes()) == (first, before + 1, whole)
+    kept.parent.chmod(0o777)
+    before = len(packed)
+    assert (load(), len(packed)) == (first, before + 1)
+    bootstrap._load_packed_modules.cache_clear()
 
 
 PLANTED = "raise SystemExit('not ours')\n"
 
 
-def test_many_links_that_begin_at_once_share_one_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_links_that_begin_at_once_share_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[list[str]] = []
     reach = bootstrap._collect_module_codes
 
@@ -104,8 +161,9 @@ def test_many_links_that_begin_at_once_share_one_bundle(monkeypatch: pytest.Monk
         time.sleep(0.1)  # so that all the others arrive meanwhile
         return reach(modules)
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(bootstrap, "_collect_module_codes", slow_reach)
-    bootstrap._bundle_modules.cache_clear()
+    bootstrap._load_packed_modules.cache_clear()
     module = requests.find_module("start")[0]
     with ThreadPoolExecutor(8) as links:
         opened = set(links.map(lambda _: bootstrap.build_opening_bytes("~/x", module), range(8)))
@@ -133,9 +191,44 @@ def test_folders_called_lib_and_code_of_the_users_own_stay_as_they_are(tmp_path:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_python_of_another_version_compiles_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_of_another_version_requests_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a link as in a launch, where further requests may arrive before the text."""
     monkeypatch.setattr(bootstrap, "_compiled_for", lambda: "another")
-    answer = call(str(tmp_path))
+    with (
+        contextlib.closing(LocalTransport().connect(Target(name="n", address="", port=0))) as connection,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        link = open_program(connection, Hello(), node="n", python=sys.executable, workdir=str(tmp_path))
+        link.send(ProbePorts(ports=[1]))
+        description = thread.submit(link.expect, NodeDescription).result(60)
+        assert description.workdir == str(tmp_path)
+        assert link.expect(PortProbed).port in (0, 1)
+        link.send(Quit())
+        assert link.receive() is None
+
+
+def test_a_node_gets_the_text_once() -> None:
+    class Greedy(LocalStream):
+        def __init__(self) -> None:
+            self.written = b""
+
+        def read(self, size: int) -> bytes:
+            return 2 * frames.pack_frame(frames.TEXTS, b"")
+
+        def write(self, data: bytes) -> None:
+            self.written += data
+
+    stream = Greedy()
+    link = NodeLink(stream, node="n")
+    link.answering = SETUP
+    with pytest.raises(NodeError, match="twice"):
+        link.receive()
+    assert stream.written == frames.pack_frame(frames.TEXTS, bootstrap.load_texts(SETUP))
+
+
+def test_a_node_that_cannot_request_gets_the_text_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "_compiled_for", lambda: "another")
+    answer = call(str(tmp_path), has_texts=True)
     assert (answer.message["op"], answer.stderr, answer.code) == ("hello", "", 0)
 
 
@@ -224,6 +317,7 @@ def test_the_command_has_no_newline_and_nothing_of_the_job(tmp_path: Path) -> No
 
 
 def test_nothing_of_the_bundle_depends_on_this_machine() -> None:
-    texts, codes = (zlib.decompress(one) for one in bootstrap._bundle_modules(SETUP)[1:])
+    texts = zlib.decompress(bootstrap.load_texts(SETUP))
+    codes = bz2.decompress(bootstrap._load_modules(SETUP, "codes"))
     assert str(Path.home()).encode() not in texts
     assert os.fsencode(Path(bootstrap.__file__).parent) not in codes
