@@ -13,12 +13,17 @@ import typer
 from dtctl import names
 from dtctl.cli import output
 from dtctl.errors import UsageError
+from dtctl.printable import format_count
 
 if TYPE_CHECKING:
-    from dtctl.launch.clean import CleanRule, NodeStores, RemovableItem
+    from dtctl.launch.clean import CleanPlan, CleanRule, NodeStores, RemovableItem
 
 SPANS = {"": 86400, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604_800}
 SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+UNREACHABLE_EXIT = 6
+"""Exit code if a node could not list or remove its files."""
+LEFT_EXIT = 7
+"""Exit code if files could not be removed."""
 
 
 def clean(
@@ -41,53 +46,34 @@ def clean(
     remove; runs that other folders have launched on the nodes are listed separately. Running runs, and the runs that
     they continue, are kept.
     """
-    from dtctl.launch.clean import HERE, CleanRule, items_here, needed_runs, remove_here, runs_elsewhere
-    from dtctl.launch.records.record import list_run_records
+    from dtctl.launch.clean import CleanRule, plan_removal, remove_planned_items
 
     rule = CleanRule(
         older_s=_parse_quantity(older, SPANS, "--older"), larger_bytes=int(_parse_quantity(larger, SIZES, "--larger"))
     )
-    here = Path.cwd()
+    base_dir = Path.cwd()
     stores = _build_node_stores(spec)
-    on_nodes, errors = stores.items() if stores is not None else ([], {})
-    every = [*items_here(here), *on_nodes]
-    items = [item for item in every if rule.covers(item)]
-    needed = needed_runs(here, (item.name for item in items if item.kind == "run" and item.node == HERE))
-    asked = stores.names - errors.keys() if stores is not None else set()
-    far = runs_elsewhere(here, asked)
-    elsewhere = far & {item.name for item in items if item.node == HERE} - needed
-    items = [item for item in items if item.kind != "run" or item.name not in needed | elsewhere]
-    if elsewhere:
-        count = f"{len(elsewhere)} run{'s stay' if len(elsewhere) > 1 else ' stays'}"
+    plan = plan_removal(base_dir, stores, rule)
+    if plan.unreachable_runs:
+        count = format_count(plan.unreachable_runs, "run stays", "runs stay")
         output.print_stderr(f"{count}: with files on nodes that the spec does not name, or that do not answer")
-    launched = {record.run for record in list_run_records(here)}
-    foreign = [item for item in items if item.kind == "run" and item.node != HERE and item.name not in launched]
-    if not json_ and items:
-        _print_item_table([item for item in items if item not in foreign], foreign)
-    elif not json_:
-        output.print_stderr(_explain_no_removal([item for item in every if item.name not in far], rule, older, larger))
-    agreed = bool(items) and (yes or (not json_ and _confirm_removal()))
-    left: list[str] = []
-    if agreed:
-        left += remove_here(here, [item for item in items if item.node == HERE])
-        answers = stores.remove([item for item in items if item.node != HERE]) if stores is not None else {}
-        for node, answer in answers.items():
-            if isinstance(answer, list):
-                left += [f"{node}: {name}" for name in answer]
-            else:
-                errors[node] = answer
+    if not json_:
+        _print_removal_plan(plan, rule, older, larger)
+    agreed = bool(plan.items) and (yes or (not json_ and _confirm_removal()))
+    left, errors = remove_planned_items(base_dir, stores, plan) if agreed else ([], plan.errors)
     if json_:
-        output.emit_json(
-            {"items": [_build_item_json(item, foreign) for item in items], "removed": agreed, "left": left}
-        )
-    elif items:
-        total = output.format_size(sum(item.bytes for item in items))
+        items = [_build_item_json(item, plan.foreign) for item in plan.items]
+        output.emit_json({"items": items, "removed": agreed, "left": left})
+    elif plan.items:
+        total = _format_total_size(plan.items)
         output.print_stderr(f"removed {total}" if agreed else f"nothing was removed; `--yes` removes {total}")
     for text in left:
         output.print_stderr(f"not removed: {text}", "red")
     for error in errors.values():
         output.print_error_with_hint(error)
-    return 6 if errors else 7 if left else 0
+    if errors:
+        return UNREACHABLE_EXIT
+    return LEFT_EXIT if left else 0
 
 
 def _build_node_stores(spec: Path | None) -> NodeStores | None:
@@ -123,28 +109,37 @@ def _build_item_json(item: RemovableItem, foreign: Sequence[RemovableItem]) -> d
     }  # fmt: skip
 
 
-def _explain_no_removal(every: list[RemovableItem], rule: CleanRule, older: str, larger: str) -> str:
-    """Return the reason why nothing is removed."""
-    rest = [item for item in every if not rule.covers(item)]
-    if not rest:
-        return "there is nothing to remove"
-    limits = f"{older} old" + (f" and {larger} large" if rule.larger_bytes else "")
-    shown = "--older 0d" + (" --larger 0" if rule.larger_bytes else "")
-    total = output.format_size(sum(item.bytes for item in rest))
-    return f"no removable file or folder is at least {limits}; `dtctl clean {shown}` shows the rest ({total})"
-
-
-def _print_item_table(items: Sequence[RemovableItem], foreign: Sequence[RemovableItem]) -> None:
-    """Print what can be removed, with a separate table for runs on the nodes that other folders have launched."""
-    if items:
-        _print_items(items)
-    if items and foreign:
+def _print_removal_plan(plan: CleanPlan, rule: CleanRule, older: str, larger: str) -> None:
+    """Print what can be removed, or why nothing can. Runs that other folders have launched have their own table."""
+    if not plan.items:
+        output.print_stderr(_explain_no_removal(plan.below_limits, rule, older, larger))
+        return
+    own = [item for item in plan.items if item not in plan.foreign]
+    if own:
+        _print_items(own)
+    if own and plan.foreign:
         output.print_stdout("")
-    if foreign:
+    if plan.foreign:
         output.print_stdout(
             "runs on these nodes that other folders have launched, or that have no record here:", "yellow"
         )
-        _print_items(foreign)
+        _print_items(plan.foreign)
+
+
+def _explain_no_removal(below_limits: Sequence[RemovableItem], rule: CleanRule, older: str, larger: str) -> str:
+    """Return the reason why nothing is removed."""
+    if not below_limits:
+        return "there is nothing to remove"
+    limits, arguments = f"{older} old", "--older 0d"
+    if rule.larger_bytes:
+        limits += f" and {larger} large"
+        arguments += " --larger 0"
+    total = _format_total_size(below_limits)
+    return f"no removable file or folder is at least {limits}; `dtctl clean {arguments}` shows the rest ({total})"
+
+
+def _format_total_size(items: Sequence[RemovableItem]) -> str:
+    return output.format_size(sum(item.bytes for item in items))
 
 
 def _print_items(items: Sequence[RemovableItem]) -> None:

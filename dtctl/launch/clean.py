@@ -55,6 +55,63 @@ class CleanRule:
         return item.age_s >= self.older_s and item.bytes >= self.larger_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CleanPlan:
+    """Items that a rule removes, and the reasons why others stay."""
+
+    items: list[RemovableItem]
+    foreign: list[RemovableItem]
+    """Those of `items` that are runs on nodes without a record in this folder."""
+    below_limits: list[RemovableItem]
+    """Items that are too young or too small for the rule."""
+    unreachable_runs: int
+    """Number of runs that stay because nodes with their files were not queried."""
+    errors: dict[str, DtctlError]
+    """Errors of the nodes that could not be queried, by node."""
+
+
+def plan_removal(base_dir: Path, stores: NodeStores | None, rule: CleanRule) -> CleanPlan:
+    """Return what a rule removes from this folder and from the nodes; no run goes that another one continues."""
+    on_nodes: list[RemovableItem] = []
+    errors: dict[str, DtctlError] = {}
+    answered: set[str] = set()
+    if stores is not None:
+        on_nodes, errors = stores.items()
+        answered = stores.names - errors.keys()
+    found = [*items_here(base_dir), *on_nodes]
+    covered = [item for item in found if rule.covers(item)]
+    own_runs = {item.name for item in covered if item.kind == "run" and item.node == HERE}
+    needed = needed_runs(base_dir, own_runs)
+    elsewhere = runs_elsewhere(base_dir, answered)
+    unreachable = elsewhere & (own_runs - needed)
+    staying = needed | unreachable
+    items = [item for item in covered if item.kind != "run" or item.name not in staying]
+    launched = {record.run for record in list_run_records(base_dir)}
+    return CleanPlan(
+        items=items,
+        foreign=[item for item in items if item.kind == "run" and item.node != HERE and item.name not in launched],
+        below_limits=[item for item in found if item.name not in elsewhere and not rule.covers(item)],
+        unreachable_runs=len(unreachable),
+        errors=errors,
+    )
+
+
+def remove_planned_items(
+    base_dir: Path, stores: NodeStores | None, plan: CleanPlan
+) -> tuple[list[str], dict[str, DtctlError]]:
+    """Remove the items of a plan; return those that are left, and the errors of the nodes by their names."""
+    left = remove_here(base_dir, [item for item in plan.items if item.node == HERE])
+    errors = dict(plan.errors)
+    if stores is None:
+        return left, errors
+    for node, answer in stores.remove(item for item in plan.items if item.node != HERE).items():
+        if isinstance(answer, DtctlError):
+            errors[node] = answer
+        else:
+            left += [f"{node}: {name}" for name in answer]
+    return left, errors
+
+
 def items_here(base_dir: Path) -> list[RemovableItem]:
     """Return runs of this folder that are over, wheels that were downloaded for nodes, and sandboxes that are down."""
     runs = [record for record in list_run_records(base_dir) if _is_over(record)]
@@ -167,24 +224,29 @@ def remove_here(base_dir: Path, items: Iterable[RemovableItem]) -> list[str]:
     left = []
     for item in items:
         if item.kind == "run":
-            record = RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / item.name)
-            if not _is_over(record):
-                left.append(str(record.folder))
-                continue
-            # The job's folder is removed before the record, which is the only trace of that folder.
-            job = _job_folder(record)
-            left += (folders.remove_folder_tree(str(job)) if job else []) or folders.remove_folder_tree(
-                str(record.folder)
-            )
+            left += _remove_run(RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / item.name))
         elif item.kind == "wheel":
-            for folder, found in list(_find_downloaded_wheels(base_dir)):
-                left += folders.remove_folder_tree(str(folder)) if found.name == item.name else []
-        elif item.kind == "sandbox":
+            folders_of_wheel = [
+                folder for folder, found in _find_downloaded_wheels(base_dir) if found.name == item.name
+            ]
+            for folder in folders_of_wheel:
+                left += folders.remove_folder_tree(str(folder))
+        else:
             try:
                 control.remove_sandbox(item.name)
             except SandboxError as exc:
                 left.append(str(exc))
     return left
+
+
+def _remove_run(record: RunRecord) -> list[str]:
+    """Remove a run that is over, with the files of its job of Slurm; return the paths that are left."""
+    if not _is_over(record):
+        return [str(record.folder)]
+    # The job's folder is removed before the record, which is the only trace of that folder.
+    job = _job_folder(record)
+    left = folders.remove_folder_tree(str(job)) if job else []
+    return left or folders.remove_folder_tree(str(record.folder))
 
 
 class NodeStores:
