@@ -18,6 +18,7 @@ from dtctl.printable import format_count
 
 if TYPE_CHECKING:
     from dtctl.cli.common.run_display import LaunchView
+    from dtctl.launch.cluster import ResolvedCluster
     from dtctl.launch.control.launch_job import LaunchJob
     from dtctl.launch.files.data import DataItem, DataPush
     from dtctl.launch.files.tree import FileTree
@@ -283,12 +284,14 @@ def real_launch(options: LaunchOptions) -> int:
 
         read_metrics_secrets(spec)  # a missing one is an error now, not when the first message has to be sent
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
+    # The name of the run if this process is the launcher that `--detach` has started in the background.
     background = os.environ.pop(names.BACKGROUND, None)
+    starts_background = options.detach and background is None
+    is_slurm = spec.cluster.transport == "slurm"
     snapshots: Mapping[str, str] = {}
-    slurm = spec.cluster.transport == "slurm"
-    if options.resume is not None and (slurm or background is not None or not options.detach):
+    if options.resume is not None and (is_slurm or not starts_background):
         spec, snapshots = _resolve_continuation(spec, options.resume)
-    if slurm:
+    if is_slurm:
         from dtctl.cli.common.slurm_runs import launch_job
 
         return launch_job(
@@ -299,37 +302,19 @@ def real_launch(options: LaunchOptions) -> int:
         from dtctl.cli.common.preflight import look_first
 
         look_first(spec, options.doctor)
-    if options.detach and background is None:
+    if starts_background:
         return background_launch(options, spec, run)
-    run = background or run
-    from dtctl.cli.common.followed_run import (
-        build_environment_push,
-        create_run,
-        make_event_emitter,
-        sending_run_metrics,
-    )
+    return _launch_and_follow(options, spec, background or run, snapshots)
+
+
+def _launch_and_follow(options: LaunchOptions, spec: Spec, run: str, snapshots: Mapping[str, str]) -> int:
+    """Launch the job from this process, follow it, and return the exit code."""
+    from dtctl.cli.common.followed_run import create_run, make_event_emitter, sending_run_metrics
     from dtctl.cli.common.run_display import LaunchView, list_push_warnings
-    from dtctl.launch.cluster import resolve_cluster, with_environment
-    from dtctl.launch.job_builder import CodePush, build_launch_job
     from dtctl.launch.records.events import Note, RunPlanned, RunProgress
     from dtctl.plan.warnings import list_warnings
 
-    environment = build_environment_push(spec)  # before the scan of the files, since the lock may be one of them
-    code = CodePush(spec) if spec.pushes else None
-    data = _data_push(spec)
-    cluster = resolve_cluster(spec, start=True)
-    if environment is not None:
-        cluster = with_environment(cluster, environment.locked.digest)
-    job = build_launch_job(
-        spec, cluster, run=run, keep=options.detach, code=code, data=data, environment=environment,
-        snapshots=snapshots, earlier=options.resume or "",
-    )  # fmt: skip
-    if data is not None:
-        show_data(data.items, code.tree if code is not None else None)
-    if code is not None:
-        from dtctl.launch.files.tree import check_program_files
-
-        check_program_files(spec, code.tree)
+    job, cluster, tree = _build_job(options, spec, run, snapshots)
     record = create_run(
         spec, run, spec_name=options.spec_name, detached=options.detach, token=job.token, snapshots=snapshots,
         started=options.started, sweep=options.sweep, environment=job.environment_digest,
@@ -344,13 +329,42 @@ def real_launch(options: LaunchOptions) -> int:
 
     plan = job.first_plan
     emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size, nodes=tuple(cluster.targets)))
-    for note in list_push_warnings(spec, code.tree) if code is not None else ():
-        emit(note)
-    view.begin(job.first_plan)
+    if tree is not None:
+        for note in list_push_warnings(spec, tree):
+            emit(note)
+    view.begin(plan)
     for text in list_warnings(spec, cluster.nodes, per_worker=plan.per_worker):
         emit(Note(text=text))
     with sending_run_metrics(spec, record, emit):
         return _run_job_to_end(job, record, emit, view, progress, options)
+
+
+def _build_job(
+    options: LaunchOptions, spec: Spec, run: str, snapshots: Mapping[str, str]
+) -> tuple[LaunchJob, ResolvedCluster, FileTree | None]:
+    """Return the job with everything that it sends, its cluster, and the tree of its code if that is sent."""
+    from dtctl.cli.common.followed_run import build_environment_push
+    from dtctl.launch.cluster import resolve_cluster, with_environment
+    from dtctl.launch.job_builder import CodePush, build_launch_job
+
+    environment = build_environment_push(spec)  # before the scan of the files, since the lock may be one of them
+    code = CodePush(spec) if spec.pushes else None
+    data = _data_push(spec)
+    cluster = resolve_cluster(spec, start=True)
+    if environment is not None:
+        cluster = with_environment(cluster, environment.locked.digest)
+    job = build_launch_job(
+        spec, cluster, run=run, keep=options.detach, code=code, data=data, environment=environment,
+        snapshots=snapshots, earlier=options.resume or "",
+    )  # fmt: skip
+    tree = code.tree if code is not None else None
+    if data is not None:
+        show_data(data.items, tree)
+    if tree is not None:
+        from dtctl.launch.files.tree import check_program_files
+
+        check_program_files(spec, tree)
+    return job, cluster, tree
 
 
 def _data_push(spec: Spec) -> DataPush | None:

@@ -73,19 +73,11 @@ def launch_sweep(options: LaunchOptions, rows: Sequence[dict[str, str]], *, dry:
         DtctlError: a run cannot be launched; earlier runs have ended by themselves.
         UsageError: an option cannot be combined with a sweep.
     """
-    from dtctl.cli.common.launch_steps import dry_launch, load_launch_spec, real_launch
-    from dtctl.launch.records.record import check_run_name, new_run_id
+    from dtctl.cli.common.launch_steps import dry_launch
 
     if options.resume is not None:
         raise UsageError("--sweep launches new runs, and --resume continues one")
-    runs, specs = [], []
-    for number, settings in enumerate(rows):
-        overrides = tuple(f"{key}={value}" for key, value in settings.items())
-        one = replace(options, overrides=(*options.overrides, *overrides), sweep=settings)
-        spec = load_launch_spec(one)  # a wrong value is an error now, not after the runs before it
-        specs.append(spec)
-        name = f"{options.name}-{number + 1}" if options.name else new_run_id(spec.job.name, now=time.time())
-        runs.append(replace(one, name=check_run_name(name)))
+    runs, specs = _plan_sweep_runs(options, rows)
     if any(spec.cluster.transport == "slurm" for spec in specs):
         return _launch_array_sweep(options, runs, specs, dry=dry)
     if options.detach:
@@ -94,22 +86,48 @@ def launch_sweep(options: LaunchOptions, rows: Sequence[dict[str, str]], *, dry:
         if not options.json_lines:
             show_sweep(runs, {})
         return dry_launch(runs[0], None)
-    codes: dict[str, int] = {}
-    for number, one in enumerate(runs):
-        shown = ", ".join(f"{key}={value}" for key, value in one.sweep.items())
-        output.print_stderr(f"run {number + 1} of {len(runs)}: {shown}", "bold")
-        try:
-            codes[one.name or ""] = real_launch(replace(one, started=time.time()) if number else one)
-        except DtctlError as exc:
-            if number == 0:
-                raise
-            output.print_error_with_hint(exc)
-            codes[one.name or ""] = exc.exit_code
-        if codes[one.name or ""] in STOPPED:
-            break
+    codes = _launch_in_turn(runs)
     if not options.json_lines:
         show_sweep(runs, codes)
     return next((code for code in codes.values() if code), 0)
+
+
+def _plan_sweep_runs(options: LaunchOptions, rows: Sequence[dict[str, str]]) -> tuple[list[LaunchOptions], list[Spec]]:
+    """Return the options and the spec of each run; a wrong value is an error now, not after the runs before it."""
+    from dtctl.cli.common.launch_steps import load_launch_spec
+    from dtctl.launch.records.record import check_run_name, new_run_id
+
+    runs, specs = [], []
+    for number, settings in enumerate(rows, 1):
+        overrides = tuple(f"{key}={value}" for key, value in settings.items())
+        run = replace(options, overrides=(*options.overrides, *overrides), sweep=settings)
+        spec = load_launch_spec(run)
+        name = f"{options.name}-{number}" if options.name else new_run_id(spec.job.name, now=time.time())
+        runs.append(replace(run, name=check_run_name(name)))
+        specs.append(spec)
+    return runs, specs
+
+
+def _launch_in_turn(runs: Sequence[LaunchOptions]) -> dict[str, int]:
+    """Launch each run after the end of the one before it; return name -> exit code of those that were launched."""
+    from dtctl.cli.common.launch_steps import real_launch
+
+    codes: dict[str, int] = {}
+    for number, run in enumerate(runs):
+        settings = ", ".join(f"{key}={value}" for key, value in run.sweep.items())
+        output.print_stderr(f"run {number + 1} of {len(runs)}: {settings}", "bold")
+        is_first = number == 0
+        try:
+            code = real_launch(run if is_first else replace(run, started=time.time()))
+        except DtctlError as exc:
+            if is_first:
+                raise
+            output.print_error_with_hint(exc)
+            code = exc.exit_code
+        codes[run.name or ""] = code
+        if code in STOPPED:
+            break
+    return codes
 
 
 def _launch_array_sweep(
