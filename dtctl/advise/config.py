@@ -128,30 +128,20 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
     Raises:
         UsageError: a necessary key is missing or is not a number, or there are no formulas for such a model.
     """
-    outer = data
-    inner = data.get("text_config")
-    data = inner if isinstance(inner, Mapping) else data
+    outer, inner = data, data.get("text_config")
+    data = inner if isinstance(inner, Mapping) else outer
     kind = str(data.get("model_type") or outer.get("model_type") or "")
     family = _find_model_family(kind, data, source)
-    values = {key: value for key in _KEYS if (value := _read_first_integer(data, _KEYS[key], source)) is not None}
-    of_template = not kind and data.get("embed") is not None and data.get("hidden") is not None
-    if of_template:  # as in `dtctl init --template moe`, whose `hidden` is the inner width of dtctl.runtime.MoE
-        values["ffn"] = values["hidden"]
-        values["hidden"] = _read_first_integer(data, ("embed",), source) or 0
-    missing = [key for key in _NEEDED if key not in values]
-    if missing:
-        raise UsageError(
-            f"{' and '.join(missing)} cannot be found", where=source,
-            hint="the usual names are " + ", ".join(_KEYS[missing[0]]),
-        )  # fmt: skip
-    doubts = [f"{part}: only the text part is counted"
-              for part in ("vision_config", "audio_config") if outer.get(part)]  # fmt: skip
+    is_template = not kind and data.get("embed") is not None and data.get("hidden") is not None
+    values = _read_values(data, source, is_template=is_template)
+    uncounted = [part for part in ("vision_config", "audio_config") if outer.get(part)]
+    doubts = [f"{part}: only the text part is counted" for part in uncounted]
     doubts += _fill_missing_values(values, family, family_known=bool(kind))
-    gated = family.gated or of_template or str(data.get("feed_forward_proj", "")).startswith("gated")
-    tied = outer.get("tie_word_embeddings", data.get("tie_word_embeddings", family.tied))
+    decoder = 0
     if family.pair:
         doubts.append("a model with encoder and decoder: both are assumed to get the same number of tokens")
-    decoder = values.get("decoder", values["layers"]) if family.pair else 0
+        decoder = values.get("decoder", values["layers"])
+    tied = outer.get("tie_word_embeddings", data.get("tie_word_embeddings"))
     shape = TransformerShape(
         name=name or kind or source,
         layers=values["layers"] + decoder,
@@ -162,7 +152,7 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
         seq=seq or min(values.get("seq", 2048), LONGEST),
         head_dim=values.get("head_dim") or values["hidden"] / max(1, values["heads"]),
         ffn=values["ffn"],
-        gated=gated,
+        gated=family.gated or is_template or str(data.get("feed_forward_proj", "")).startswith("gated"),
         tied=family.tied if tied is None else bool(tied),
         cross=decoder,
         latent=_read_latent_attention(data, source),
@@ -171,6 +161,31 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
         embed=_read_embedding_width(data, values, source),
     )
     return build_model_profile(_with_experts(shape, data, values, source), doubts=tuple(doubts))
+
+
+def _read_values(data: Mapping[str, Any], source: str, *, is_template: bool) -> dict[str, int]:
+    """Return the numbers that a config has, by the keys of `_KEYS`.
+
+    Args:
+        data: the config.
+        source: name of the config, for errors.
+        is_template: True for `dtctl init --template moe`, whose `hidden` is the inner width of dtctl.runtime.MoE.
+    """
+    values: dict[str, int] = {}
+    for key, names in _KEYS.items():
+        value = _read_first_integer(data, names, source)
+        if value is not None:
+            values[key] = value
+    if is_template:
+        values["ffn"] = values["hidden"]
+        values["hidden"] = _read_first_integer(data, ("embed",), source) or 0
+    missing = [key for key in _NEEDED if key not in values]
+    if missing:
+        raise UsageError(
+            f"{' and '.join(missing)} cannot be found", where=source,
+            hint="the usual names are " + ", ".join(_KEYS[missing[0]]),
+        )  # fmt: skip
+    return values
 
 
 def _find_model_family(kind: str, data: Mapping[str, Any], source: str) -> ModelFamilyDefaults:
@@ -202,17 +217,20 @@ def _read_first_integer(data: Mapping[str, Any], names: tuple[str, ...], source:
 
 def _fill_missing_values(values: dict[str, int], family: ModelFamilyDefaults, *, family_known: bool) -> list[str]:
     """Fill in the keys that the config lacks; return a note for each guess that the family's defaults do not cover."""
-    guesses = {
-        "heads": family.heads or max(1, values["hidden"] // 128),
-        "ffn": 4 * values["hidden"],
-        "vocab": family.vocab or 50257,
-    }
-    sure = {"heads": bool(family.heads), "ffn": family.wide, "vocab": bool(family.vocab)}
-    notes = [f"{_KEYS[key][0]} is missing: assumed to be {guess}"
-            for key, guess in guesses.items() if key not in values and not (sure[key] and family_known)]  # fmt: skip
-    values.update({key: guess for key, guess in guesses.items() if key not in values})
-    if family.head_dim and "head_dim" not in values:
-        values["head_dim"] = family.head_dim
+    defaults = (
+        ("heads", family.heads or max(1, values["hidden"] // 128), bool(family.heads)),
+        ("ffn", 4 * values["hidden"], family.wide),
+        ("vocab", family.vocab or 50257, bool(family.vocab)),
+    )
+    notes = []
+    for key, default, is_of_family in defaults:
+        if key in values:
+            continue
+        values[key] = default
+        if not (is_of_family and family_known):
+            notes.append(f"{_KEYS[key][0]} is missing: assumed to be {default}")
+    if family.head_dim:
+        values.setdefault("head_dim", family.head_dim)
     return notes
 
 
@@ -221,7 +239,11 @@ def _kv_heads(data: Mapping[str, Any], values: Mapping[str, int], family: ModelF
         if data.get("new_decoder_architecture"):
             return int(data.get("num_kv_heads") or values["heads"])
         return 1 if data.get("multi_query", True) else values["heads"]
-    return values.get("kv_heads") or (family.kv_heads if family.kv_heads <= values["heads"] else 0) or values["heads"]
+    if values.get("kv_heads"):
+        return values["kv_heads"]
+    if 0 < family.kv_heads <= values["heads"]:
+        return family.kv_heads
+    return values["heads"]
 
 
 def _read_latent_attention(data: Mapping[str, Any], source: str) -> LatentAttention | None:
@@ -256,15 +278,18 @@ def _with_experts(
     first = _read_first_integer(data, ("first_k_dense_replace",), source) or 0
     interval = _read_first_integer(data, ("moe_layer_freq",), source) or 1
     step = _read_first_integer(data, ("decoder_sparse_step",), source) or 1
-    only = data.get("mlp_only_layers")
-    without = {number for number in only if isinstance(number, int)} if isinstance(only, list) else set()
-    dense = [number for number in range(min(shape.layers, MOST_BLOCKS))
-             if number < first or number % interval or (number + 1) % step or number in without]  # fmt: skip
+    listed = data.get("mlp_only_layers")
+    without = {number for number in listed if isinstance(number, int)} if isinstance(listed, list) else set()
+    dense = 0
+    for number in range(min(shape.layers, MOST_BLOCKS)):
+        has_experts = number >= first and number % interval == 0 and (number + 1) % step == 0
+        if number in without or not has_experts:
+            dense += 1
     return replace(
         shape,
         experts=experts,
         experts_used=values.get("experts_used", min(2, experts)),
         expert_ffn=inner,
         shared_ffn=shared or (_read_first_integer(data, ("n_shared_experts",), source) or 0) * inner,
-        dense=len(dense),
+        dense=dense,
     )

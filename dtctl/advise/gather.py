@@ -44,6 +44,15 @@ INSPECT_S = 120.0
 """Seconds that building a model on the meta device may take."""
 
 MOST_GPUS = 1_000_000
+USUAL_SEQ = 2048
+USUAL_VOCAB = 50257
+USUAL_PER_NODE = 8
+
+_COUNTS: Final = (
+    "seq", "batch", "gpus", "per_node", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts",
+    "micro_batch", "accumulate", "chunks",
+)  # fmt: skip
+"""Fields of `AdviseOptions` that must be at least 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,22 +100,7 @@ def build_advise_task(options: AdviseOptions, spec: Spec | None) -> PlanningTask
     Raises:
         UsageError: something is missing, unknown or not above 0.
     """
-    for name in (
-        "seq",
-        "batch",
-        "gpus",
-        "per_node",
-        "layers",
-        "hidden",
-        "heads",
-        "kv_heads",
-        "ffn",
-        "vocab",
-        "experts",
-        "micro_batch",
-        "accumulate",
-        "chunks",
-    ):
+    for name in _COUNTS:
         value = getattr(options, name)
         if value is not None and value < 1:
             option = "gpus-per-node" if name == "per_node" else name.replace("_", "-")
@@ -114,28 +108,29 @@ def build_advise_task(options: AdviseOptions, spec: Spec | None) -> PlanningTask
     written = spec.settings if spec is not None else {}
     hardware = _resolve_hardware(options, spec)
     precision = _choose_precision(options, written, hardware.gpu)
-    compiled = options.compiled or bool(written.get("compile"))
-    usual_ones = spec is None and options.framework is None
-    name = "fsdp" if usual_ones else _choose_framework(options, spec)
+    if spec is None and options.framework is None:
+        recipe = _build_framework_recipe(options, written, precision, "fsdp")
+        # Fused kernels are ignored here: they are the same for all meshes, so they do not favour an axis.
+        parallel = replace(_build_framework_recipe(options, written, precision, "megatron"), fused=False)
+    else:
+        recipe = _build_framework_recipe(options, written, precision, _choose_framework(options, spec))
+        parallel = None
     model, mesh = _resolve_advised_model(options, spec), _parse_mesh_option(options, hardware)
     layout = _build_spec_layout(written, hardware)
-    if mesh is not None and (reason := _describe_undividable_experts(model, of_mesh(mesh), FRAMEWORKS[name])):
+    if mesh is not None and (reason := _describe_undividable_experts(model, of_mesh(mesh), recipe)):
         raise UsageError(reason, where="--mesh", hint=_OF_EXPERTS)
-    if layout is not None and (reason := _describe_undividable_experts(model, layout, FRAMEWORKS[name])):
+    if layout is not None and (reason := _describe_undividable_experts(model, layout, recipe)):
         model, layout = replace(model, doubts=(*model.doubts, f"the spec's strategy is not estimated: {reason}")), None
     return PlanningTask(
         model=model,
         hardware=hardware,
         global_batch=options.batch or written.get("global_batch"),
         precision=precision,
-        compiled=compiled,
+        compiled=options.compiled or bool(written.get("compile")),
         fp8=options.fp8,
         beyond=options.beyond,
-        recipe=_build_framework_recipe(options, written, precision, name),
-        # Fused kernels are ignored here: they are the same for all meshes, so they do not favour an axis.
-        parallel=replace(_build_framework_recipe(options, written, precision, "megatron"), fused=False)
-        if usual_ones
-        else None,
+        recipe=recipe,
+        parallel=parallel,
         mesh=mesh,
         pinned=_collect_pinned_fields(options),
         written=layout,
@@ -176,21 +171,21 @@ def _build_framework_recipe(
         raise UsageError(
             f"optimizer {optimizer} is not known", where="--optimizer", hint=f"choose one of {', '.join(OPTIMIZERS)}"
         )
-    has_momentum = bool(written.get("momentum", 0.9))
     if options.states == "bf16":
         recipe = replace(recipe, weight_bytes=2, gradient_bytes=2, master_bytes=0, optimizer_bytes=4, autocast=False)
     elif options.states not in (None, "fp32"):
         raise UsageError(f"states are kept in fp32 or bf16, and not in {options.states}", where="--states")
-    recipe = replace(
-        recipe.with_optimizer(optimizer, momentum=has_momentum), average_bytes=4 if written.get("ema") else 0
-    )
+    has_momentum = bool(written.get("momentum", 0.9))
+    recipe = recipe.with_optimizer(optimizer, momentum=has_momentum)
     if written.get("kernel") in ("foreach", "loop"):
         recipe = replace(recipe, step_bytes=RUNTIME.with_optimizer(optimizer, momentum=has_momentum).optimizer_bytes)
-    in_memory = (written.get("snapshot") or {}).get("memory")
-    sharding = written.get("fsdp") or {}
-    parallel = written.get("tp") or {}
+    snapshot: Mapping[str, Any] = written.get("snapshot") or {}
+    in_memory = snapshot.get("memory")
+    sharding: Mapping[str, Any] = written.get("fsdp") or {}
+    parallel: Mapping[str, Any] = written.get("tp") or {}
     return replace(
         recipe,
+        average_bytes=4 if written.get("ema") else 0,
         snapshots=0 if in_memory is None else MemorySnapshotConfig(copies=in_memory.get("copies", 1)).most_held,
         reshard=recipe.reshard and sharding.get("reshard_after_forward", True),
         sequence_parallel=recipe.sequence_parallel or parallel.get("sequence_parallel", False),
@@ -288,73 +283,85 @@ def _collect_pinned_fields(options: AdviseOptions) -> dict[str, Any]:
 
 
 def _resolve_hardware(options: AdviseOptions, spec: Spec | None) -> Hardware:
-    nodes = resolve_nodes(spec) if spec is not None else ()
-    slots = [node.slots for node in nodes]
-    counts = [slot_count for slot_count in slots if isinstance(slot_count, int)]
-    per_node = options.per_node or (max(counts) if counts else None)
-    if options.gpus is not None:
-        gpus = options.gpus
-        per_node = min(per_node or 8, gpus)
-    elif nodes:
-        per_node = per_node or 8  # only the nodes can resolve `auto`
-        gpus = sum(slot_count if isinstance(slot_count, int) else per_node for slot_count in slots)
-    else:
-        raise UsageError("the number of GPUs is missing", hint="add --gpus 16 --gpus-per-node 8, or name a spec")
+    gpus, per_node = _count_gpus(options, spec)
     if gpus > MOST_GPUS:
         raise UsageError(f"{gpus} GPUs are more than the {MOST_GPUS} that can be searched")
     if gpus % per_node:
         raise UsageError(f"{gpus} GPUs cannot be divided into nodes of {per_node}")
-    size = parse_gibibytes(options.gpu_memory) if options.gpu_memory else None
-    gpu = hardware.find_gpu_by_name(options.gpu or "H100", size)
-    default = "ndr-8" if per_node >= 8 else "ethernet-100"
+    gpu_memory = parse_gibibytes(options.gpu_memory) if options.gpu_memory else None
+    usual_network = "ndr-8" if per_node >= 8 else "ethernet-100"
     return Hardware(
-        gpu=gpu,
+        gpu=hardware.find_gpu_by_name(options.gpu or "H100", gpu_memory),
         gpus=gpus,
         per_node=per_node,
-        network=hardware.parse_network_bandwidth(options.network or default),
+        network=hardware.parse_network_bandwidth(options.network or usual_network),
         host_memory=parse_gibibytes(options.host_memory) if options.host_memory else None,
     )
 
 
+def _count_gpus(options: AdviseOptions, spec: Spec | None) -> tuple[int, int]:
+    """Return the number of GPUs, and that of a node; only the nodes themselves can resolve slots that are `auto`."""
+    slots = [node.slots for node in resolve_nodes(spec)] if spec is not None else []
+    known_slots = [count for count in slots if isinstance(count, int)]
+    per_node = options.per_node or max(known_slots, default=USUAL_PER_NODE)
+    if options.gpus is not None:
+        return options.gpus, min(per_node, options.gpus)
+    if not slots:
+        raise UsageError("the number of GPUs is missing", hint="add --gpus 16 --gpus-per-node 8, or name a spec")
+    return sum(known_slots) + per_node * (len(slots) - len(known_slots)), per_node
+
+
 def _resolve_advised_model(options: AdviseOptions, spec: Spec | None) -> ModelProfile:
+    """Return the model of the first option that names one, else that of the spec."""
     if options.config is not None:
         return read_config(options.config, seq=options.seq)
     if options.module is not None:
-        python = spec.cluster.python if spec is not None and spec.cluster.transport in ("local", "sandbox") else None
-        inspection = inspect_model_factory(options.module, seq=options.seq or 1024, python=python or sys.executable)
+        python = sys.executable
+        if spec is not None and spec.cluster.transport in ("local", "sandbox"):
+            python = spec.cluster.python or python
+        inspection = inspect_model_factory(options.module, seq=options.seq or 1024, python=python)
         return from_inspection(inspection, name=options.module)
     if options.layers is not None and options.hidden is not None:
-        return build_decoder_model(
-            layers=options.layers,
-            hidden=options.hidden,
-            heads=options.heads,
-            kv_heads=options.kv_heads,
-            ffn=options.ffn,
-            vocab=options.vocab or 50257,
-            seq=options.seq or 2048,
-            gated=options.gated,
-            experts=options.experts or 1,
-            experts_used=min(2, options.experts or 1),
-            params=parse_count(options.params) if options.params else None,
-            name=options.params or "model",
-        )
+        return _build_model_of_shape(options, options.layers, options.hidden)
     if options.params is not None:
-        if options.experts is not None:
-            raise UsageError(
-                f"{options.params} parameters do not determine the width of {options.experts} experts are",
-                where="--experts",
-                hint="give --layers, --hidden and --ffn (of an expert) too, or --config with a config.json",
-            )
-        return build_usual_model(
-            parse_count(options.params), seq=options.seq or 2048, name=options.params, layers=options.layers,
-            hidden=options.hidden, heads=options.heads, kv_heads=options.kv_heads, ffn=options.ffn,
-            vocab=options.vocab,
-        )  # fmt: skip
+        return _build_model_of_size(options, options.params)
     if spec is not None and (config := spec.settings.get("model")):
         return from_config(config, source="train.model", seq=options.seq, name=spec.job.name)
     raise UsageError(
         "which model?", hint="--config config.json, --model module:factory, --params 7B, --layers and --hidden, or "
         "train.model in the spec",
+    )  # fmt: skip
+
+
+def _build_model_of_shape(options: AdviseOptions, layers: int, hidden: int) -> ModelProfile:
+    experts = options.experts or 1
+    return build_decoder_model(
+        layers=layers,
+        hidden=hidden,
+        heads=options.heads,
+        kv_heads=options.kv_heads,
+        ffn=options.ffn,
+        vocab=options.vocab or USUAL_VOCAB,
+        seq=options.seq or USUAL_SEQ,
+        gated=options.gated,
+        experts=experts,
+        experts_used=min(2, experts),
+        params=parse_count(options.params) if options.params else None,
+        name=options.params or "model",
+    )
+
+
+def _build_model_of_size(options: AdviseOptions, params: str) -> ModelProfile:
+    if options.experts is not None:
+        raise UsageError(
+            f"{params} parameters do not determine the width of {options.experts} experts are",
+            where="--experts",
+            hint="give --layers, --hidden and --ffn (of an expert) too, or --config with a config.json",
+        )
+    return build_usual_model(
+        parse_count(params), seq=options.seq or USUAL_SEQ, name=params, layers=options.layers,
+        hidden=options.hidden, heads=options.heads, kv_heads=options.kv_heads, ffn=options.ffn,
+        vocab=options.vocab,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +24,57 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> str:
     """
     lines = text.split("\n")
     end_of_line = "\r" if lines[0].endswith("\r") else ""
-    at = next((number for number, line in enumerate(lines) if line.startswith("train:")), None)
-    new_lines = {key: f"{key}: {as_yaml(value)}" for key, value in settings.items()}
-    if at is None:
+    entries = {key: f"{key}: {as_yaml(value)}" for key, value in settings.items()}
+    start = next((number for number, line in enumerate(lines) if line.startswith("train:")), None)
+    if start is None:
         above = text if not text or text.endswith("\n") else f"{text}{end_of_line}\n"
-        return above + "".join(
-            f"{entry}{end_of_line}\n" for entry in ("train:", *(f"  {x}" for x in new_lines.values()))
-        )
-    if not _SECTION.match(lines[at].rstrip()):
+        section = ["train:", *(f"  {entry}" for entry in entries.values())]
+        return above + "".join(f"{line}{end_of_line}\n" for line in section)
+    if not _SECTION.match(lines[start].rstrip()):
         raise UsageError(
             "the train section is written on one line", hint="write one key per line; set these: "
-            + ", ".join(new_lines.values()),
+            + ", ".join(entries.values()),
         )  # fmt: skip
-    end = at + 1
-    while end < len(lines) and (not lines[end].strip() or lines[end][0] in " \t#"):
+    end = start + 1
+    while end < len(lines) and _is_in_section(lines[end]):
         end += 1
-    body = lines[at + 1 : end]
-    content_lines = (line for line in body if line.strip() and not line.lstrip().startswith("#"))
-    indent = next((line[: len(line) - len(line.lstrip())] for line in content_lines), "  ")
-    remaining, dropping = [], False
+    body = lines[start + 1 : end]
+    indent = next((_indent_of(line) for line in body if _has_content(line)), "  ")
+    body, unwritten = _replace_entries(body, indent, entries)
+    added = [indent + entry + end_of_line for entry in unwritten]
+    return "\n".join([*lines[: start + 1], *added, *body, *lines[end:]])
+
+
+def _is_in_section(line: str) -> bool:
+    """Return whether a line belongs to the section above it: it is empty, indented, or a comment."""
+    return not line.strip() or line[0] in " \t#"
+
+
+def _has_content(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _indent_of(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _replace_entries(body: Sequence[str], indent: str, entries: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return the lines of a section with new entries in the place of old ones, and the entries that had no place."""
+    key_and_comment = re.compile(rf"{indent}(?P<key>[A-Za-z_0-9]+):.*?(?P<comment>(?:\s+#.*)?\r?)")
+    unwritten = dict(entries)
+    lines: list[str] = []
+    in_old_value = False
     for line in body:
-        match = re.match(rf"{indent}([A-Za-z_0-9]+):", line)
-        if match:
-            dropping = match[1] in new_lines
-            if dropping:
-                comment = re.search(r"(?:\s+#.*)?\r?\Z", line)
-                remaining.append(indent + new_lines.pop(match[1]) + (comment[0] if comment else ""))
-        if not match and not (dropping and line.strip() and len(line) - len(line.lstrip()) > len(indent)):
-            dropping = False
-        if not dropping:
-            remaining.append(line)
-    new = [indent + entry + end_of_line for entry in new_lines.values()]
-    return "\n".join([*lines[: at + 1], *new, *remaining, *lines[end:]])
+        old = key_and_comment.fullmatch(line)
+        if old and old["key"] in unwritten:
+            lines.append(indent + unwritten.pop(old["key"]) + old["comment"])
+            in_old_value = True
+            continue
+        # An old value may extend over the deeper lines that follow its key.
+        in_old_value = in_old_value and bool(line.strip()) and len(_indent_of(line)) > len(indent)
+        if not in_old_value:
+            lines.append(line)
+    return lines, list(unwritten.values())
 
 
 def as_yaml(value: object) -> str:
