@@ -98,17 +98,22 @@ def compute_hang_duration(
     active = [worker for worker in workers if not worker.finished]
     if limit == "off" or not active:
         return None
-    slowest_s = max(worker.slowest_s for worker in active)
-    limit_s = max(FLOOR_S, FACTOR * slowest_s) if limit == "auto" else limit
+    limit_s: float
+    if limit == "auto":
+        limit_s = max(FLOOR_S, FACTOR * max(worker.slowest_s for worker in active))
+        needed_steps = MEASURED_STEPS
+    else:
+        limit_s, needed_steps = limit, 1
     stopped = [worker.stale_s for worker in active if worker.state == "T" and worker.phase != ReportedPhase.STARTING]
     if stopped and min(stopped) >= limit_s:
         return min(stopped)
-    if any(worker.phase in (ReportedPhase.EVALUATION, ReportedPhase.SNAPSHOT) for worker in active):
+    phases = {worker.phase for worker in active}
+    if phases & {ReportedPhase.EVALUATION, ReportedPhase.SNAPSHOT}:
         return None
-    steps = all(worker.phase == ReportedPhase.STEPPING for worker in active)
-    done = min(worker.step - worker.first for worker in active)
-    measured = len(workers) >= world_size and done >= (MEASURED_STEPS if limit == "auto" else 1)
-    if not (steps and (measured or any(worker.until for worker in left_early(workers)))):
+    done_steps = min(worker.step - worker.first for worker in active)
+    is_measured = len(workers) >= world_size and done_steps >= needed_steps
+    lacks_workers = any(worker.until for worker in left_early(workers))
+    if phases != {ReportedPhase.STEPPING} or not (is_measured or lacks_workers):
         if start_limit == "off":
             return None
         limit_s = max(limit_s, START_S if start_limit == "auto" else start_limit)
@@ -165,40 +170,45 @@ def hang_failure(
         silent: workers that have reported no progress yet, rank -> node.
     """
     active = [worker for worker in workers if not worker.finished]
-    begun = [worker for worker in active if worker.phase != ReportedPhase.STARTING]
-    text = f"no progress for {silent_s:.0f} s "
-    text += f"in step {min(worker.step for worker in begun) + 1}" if begun else "before the first step"
+    begun = [worker.step for worker in active if worker.phase != ReportedPhase.STARTING]
+    position = f"in step {min(begun) + 1}" if begun else "before the first step"
     blamed = find_blocking_workers(workers, stacks)
+    rank: int | None
+    frames: list[tuple[str, int, str]] = []
     if silent and not any(worker.state == "T" or worker.left_early for worker in blamed):
-        culprit_names = ", ".join(f"rank {rank} on {node}" for rank, node in sorted(silent.items())[:8])
         rank, node = min(silent.items())
+        unreported = ", ".join(f"rank {rank} on {node}" for rank, node in sorted(silent.items())[:8])
         verb = "has" if len(silent) == 1 else "have"
-        text += f": {culprit_names} {verb} not reached the training{_waiting_text(len(active))}"
-        return Failure(node=node, rank=rank, exit_code=None, signal=None, time=now, summary=text, hang=True)
-    if not blamed:
-        first = min(active, key=lambda worker: worker.rank)
-        text += ": all workers wait for each other at the same place; the network between them may be broken"
-        return Failure(node=first.node, rank=None, exit_code=None, signal=None, time=now, summary=text, hang=True)
-    first = blamed[0]
-    culprit_names = ", ".join(f"rank {worker.rank} on {worker.node}" for worker in blamed[:8])
-    stack = stacks.get(first.rank)
-    frames = stack.frames if stack is not None else []
-    location = (
-        f"{', and is now' if first.left_early else ''} at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}"
-        if frames
-        else ""
-    )
-    consequence = _waiting_text(len([worker for worker in active if worker not in blamed]))
+        cause = f"{unreported} {verb} not reached the training{_waiting_text(len(active))}"
+    elif not blamed:
+        rank, node = None, min(active, key=lambda worker: worker.rank).node
+        cause = "all workers wait for each other at the same place; the network between them may be broken"
+    else:
+        first = blamed[0]
+        rank, node = first.rank, first.node
+        if rank in stacks:
+            frames = stacks[rank].frames
+        named = ", ".join(f"rank {worker.rank} on {worker.node}" for worker in blamed[:8])
+        consequence = _waiting_text(len([worker for worker in active if worker not in blamed]))
+        cause = f"{named} {_state_text(first)}{_describe_location(first, frames)}{consequence}"
     return Failure(
-        node=first.node,
-        rank=first.rank,
+        node=node,
+        rank=rank,
         exit_code=None,
         signal=None,
         time=now,
-        summary=f"{text}: {culprit_names} {_state_text(first)}{location}{consequence}",
+        summary=f"no progress for {silent_s:.0f} s {position}: {cause}",
         tail=tuple(f"{file}:{line} in {name}" for file, line, name in frames[:8]),
         hang=True,
     )
+
+
+def _describe_location(worker: RankProgress, frames: Sequence[tuple[str, int, str]]) -> str:
+    """Return the place of a worker in the program, as the end of a sentence; empty if its stack is not known."""
+    if not frames:
+        return ""
+    file, line, name = frames[0]
+    return f"{', and is now' if worker.left_early else ''} at {file}:{line} in {name}"
 
 
 def early_exit(worker: RankProgress) -> str:

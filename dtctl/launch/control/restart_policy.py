@@ -85,37 +85,45 @@ class RestartPolicy:
             lasted_s: seconds from the start of the attempt to the failure.
             first: step after which the attempt began; None if the job reports no steps.
         """
+        decision = self._decide_by_cause(failure, step=step, lasted_s=lasted_s)
+        if decision is not None:
+            return decision
+        # If all workers run into one error, any of them may report it first, so the text is compared and not the
+        # worker. The texts of hangs and kills contain seconds and counters, so for these the worker is compared.
+        text_varies = failure.hang or bool(failure.node_reason)
+        named_step = _STEP.search(failure.summary)
+        if text_varies:
+            kind = f"{failure.node} {failure.rank}"
+        else:
+            error_text = named_step[0] if named_step else failure.summary
+            kind = f"{describe_failure(failure)} {error_text}"
+        is_same = kind == self._last
+        is_same_step = step == self._failed_at or named_step is not None
+        has_progressed = step > self._step if step is not None else lasted_s > LONG_S
+        self._failed_at = -1 if step is None else step
+        self._step = max(self._step, self._failed_at)
+        has_taken_steps = step is not None and first is not None and first < step
+        if has_taken_steps and is_same and is_same_step and not text_varies:
+            return RestartDecision(
+                give_up_reason=f"{SURE_LIMIT} attempts have failed with the same error after step {step}"
+            )
+        self._last = kind
+        self._repeats = self._repeats + 1 if is_same and not has_progressed else 1
+        if self._repeats >= SAME_LIMIT:
+            position = f"at step {step}" if step is not None else "at the start"
+            return RestartDecision(give_up_reason=f"{SAME_LIMIT} attempts have failed in the same way {position}")
+        if self._repeats == 1:
+            return RestartDecision()
+        return RestartDecision(wait_s=min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._repeats - 2)))
+
+    def _decide_by_cause(self, failure: Failure, *, step: int | None, lasted_s: float) -> RestartDecision | None:
+        """Return the decision about a failure that does not depend on earlier attempts; None for other failures."""
         if failure.exit_code in self._refused and failure.signal is None:
             return RestartDecision(
                 give_up_reason="the workers cannot run with this spec, and a restart would not change that"
             )
         if lasted_s < LONG_S and not step and (reason := describe_permanent_cause(failure)):
             return RestartDecision(give_up_reason=f"a restart would not change that {reason}")
-        lost = failure.exit_code is None and not (failure.hang or failure.early_exit)
-        if lost or (failure.signal in FROM_OUTSIDE and not failure.node_reason):
-            return RestartDecision()
-        # If all workers run into one error, any of them may report it first, so the text is compared and not the
-        # worker. The texts of hangs and kills contain seconds and counters, so for these the worker is compared.
-        text_varies = failure.hang or bool(failure.node_reason)
-        named = _STEP.search(failure.summary)
-        error_text = named[0] if named else failure.summary
-        kind = f"{failure.node} {failure.rank}" if text_varies else f"{describe_failure(failure)} {error_text}"
-        progress = lasted_s > LONG_S if step is None else step > self._step
-        self._step = max(self._step, step if step is not None else -1)
-        repeated = kind == self._last and not text_varies and (step == self._failed_at or named is not None)
-        self._failed_at = -1 if step is None else step
-        if repeated and step is not None and first is not None and first < step:
-            return RestartDecision(
-                give_up_reason=f"{SURE_LIMIT} attempts have failed with the same error after step {step}"
-            )
-        if progress:
-            self._last, self._repeats = kind, 1
-            return RestartDecision()
-        self._repeats = self._repeats + 1 if kind == self._last else 1
-        self._last = kind
-        if self._repeats >= SAME_LIMIT:
-            position = f"at step {step}" if step is not None else "at the start"
-            return RestartDecision(give_up_reason=f"{SAME_LIMIT} attempts have failed in the same way {position}")
-        return RestartDecision(
-            wait_s=0.0 if self._repeats == 1 else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._repeats - 2))
-        )
+        is_lost = failure.exit_code is None and not failure.hang and not failure.early_exit
+        is_killed = failure.signal in FROM_OUTSIDE and not failure.node_reason
+        return RestartDecision() if is_lost or is_killed else None
