@@ -98,17 +98,19 @@ def _check_account(slurm: Slurm, partitions: Sequence[Mapping[str, str]], name: 
         if value is None:
             continue
         lists = [row.get(allowed, "ALL") for row in partitions]
-        refused = all(
-            (row.get(allowed, "ALL") != "ALL" and value not in row[allowed].split(","))
-            or value in row.get(denied, "").split(",")
-            for row in partitions
-        )
-        if refused:
+        if not any(_accepts(row, value, allowed, denied) for row in partitions):
             yield UnmetRequirement(
                 check="account", key=f"slurm.{key}", never=True,
                 summary=f"partition {name} does not take {key} {value}", fix=f"it takes {', '.join(lists)}",
                 evidence=tuple(f"{allowed}={accounts}" for accounts in lists),
             )  # fmt: skip
+
+
+def _accepts(partition: Mapping[str, str], value: str, allowed: str, denied: str) -> bool:
+    """Return whether a partition takes an account or a QOS, by its lists of allowed and of denied ones."""
+    accepted = partition.get(allowed, "ALL")
+    is_allowed = accepted == "ALL" or value in accepted.split(",")
+    return is_allowed and value not in partition.get(denied, "").split(",")
 
 
 def _check_time_limit(slurm: Slurm, partitions: Sequence[Mapping[str, str]], name: str) -> Iterator[UnmetRequirement]:
@@ -167,49 +169,61 @@ def _list_node_repairs(nodes: Mapping[str, PartitionNode]) -> Iterator[str]:
 def _check_job_nodes(
     slurm: Slurm, needed: int, nodes: Mapping[str, PartitionNode], partitions: Sequence[Mapping[str, str]], name: str
 ) -> Iterator[UnmetRequirement]:
-    works = [node for node in nodes.values() if node.is_usable]
-    unavailable = tuple(f"{node.name}: {node.state}" for node in nodes.values() if not node.is_usable)
+    usable = [node for node in nodes.values() if node.is_usable]
+    unusable = [node for node in nodes.values() if not node.is_usable]
     limits = [row.get("MaxNodes", "UNLIMITED") for row in partitions]
     max_nodes = max((int(limit) if limit.isdigit() else len(nodes) for limit in limits), default=len(nodes))
-    if needed > min(max_nodes, len(nodes)):
+    offered = min(max_nodes, len(nodes))
+    if needed > offered:
         yield UnmetRequirement(
             check="job-nodes", key="cluster.nodes", never=True,
-            summary=f"the job needs {format_count(needed, 'node')}, and partition {name} gives "
-            f"{min(max_nodes, len(nodes))}",
+            summary=f"the job needs {format_count(needed, 'node')}, and partition {name} gives {offered}",
             fix="use fewer nodes, or another partition",
         )  # fmt: skip
         return
-    if needed > len(works):
+    if needed > len(usable):
         yield UnmetRequirement(
             check="job-nodes", key="cluster.nodes", never=False,
-            summary=f"the job needs {format_count(needed, 'node')}, and {len(works)} of the {len(nodes)} of "
+            summary=f"the job needs {format_count(needed, 'node')}, and {len(usable)} of the {len(nodes)} of "
             f"partition {name} work",
-            fix="; ".join(["take fewer nodes, or wait", *_list_node_repairs(nodes)]), evidence=unavailable[:8],
-            nodes=tuple(node.name for node in nodes.values() if not node.is_usable),
+            fix="; ".join(["take fewer nodes, or wait", *_list_node_repairs(nodes)]),
+            evidence=tuple(f"{node.name}: {node.state}" for node in unusable[:8]),
+            nodes=tuple(node.name for node in unusable),
         )  # fmt: skip
-    kind, count = _parse_gres_request(slurm.gres)
-    if kind:
-        have = [node for node in nodes.values() if _count_offered_gres(node.gres, kind) >= count]
-        if len(have) < needed:
-            offered = sorted({node.gres for node in nodes.values() if node.gres not in ("", "(null)")})
-            yield UnmetRequirement(
-                check="gres", key="slurm.gres", never=True,
-                summary=f"{_format_node_share(have, nodes)} of partition {name} have {slurm.gres}, "
-                f"and the job needs {needed}",
-                fix=f"they have {'; '.join(offered) or 'none'}",
-            )  # fmt: skip
-    features = str(slurm.extra.get("constraint", ""))
-    if re.fullmatch(r"[\w.-]+(&[\w.-]+)*", features):  # other expressions of Slurm are left to Slurm
-        need = {*features.split("&")}
-        have = [node for node in nodes.values() if need <= node.features]
-        if len(have) < needed:
-            offered_features = sorted({feature for node in nodes.values() for feature in node.features})
-            yield UnmetRequirement(
-                check="features", key="slurm.extra.constraint", never=True,
-                summary=f"{_format_node_share(have, nodes)} of partition {name} have {features}, "
-                f"and the job needs {needed}",
-                fix=f"they have {', '.join(offered_features) or 'none'}",
-            )  # fmt: skip
+    yield from _check_gres(slurm.gres, needed, nodes, name)
+    yield from _check_features(str(slurm.extra.get("constraint", "")), needed, nodes, name)
+
+
+def _check_gres(
+    request: str | None, needed: int, nodes: Mapping[str, PartitionNode], name: str
+) -> Iterator[UnmetRequirement]:
+    kind, count = _parse_gres_request(request)
+    if not kind:
+        return
+    have = [node for node in nodes.values() if _count_offered_gres(node.gres, kind) >= count]
+    if len(have) < needed:
+        offered = sorted({node.gres for node in nodes.values()} - {"", "(null)"})
+        yield UnmetRequirement(
+            check="gres", key="slurm.gres", never=True,
+            summary=f"{_format_node_share(have, nodes)} of partition {name} have {request}, and the job needs {needed}",
+            fix=f"they have {'; '.join(offered) or 'none'}",
+        )  # fmt: skip
+
+
+def _check_features(
+    request: str, needed: int, nodes: Mapping[str, PartitionNode], name: str
+) -> Iterator[UnmetRequirement]:
+    if not re.fullmatch(r"[\w.-]+(&[\w.-]+)*", request):  # other expressions of Slurm are left to Slurm
+        return
+    wanted = {*request.split("&")}
+    have = [node for node in nodes.values() if wanted <= node.features]
+    if len(have) < needed:
+        offered = sorted(frozenset().union(*(node.features for node in nodes.values())))
+        yield UnmetRequirement(
+            check="features", key="slurm.extra.constraint", never=True,
+            summary=f"{_format_node_share(have, nodes)} of partition {name} have {request}, and the job needs {needed}",
+            fix=f"they have {', '.join(offered) or 'none'}",
+        )  # fmt: skip
 
 
 def _format_node_share(matching: Sequence[PartitionNode], nodes: Mapping[str, PartitionNode]) -> str:

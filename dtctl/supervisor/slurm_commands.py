@@ -190,28 +190,40 @@ def known_state(request: Json) -> Json:
     sooner, up to four times in a minute: when the job's files show that it begins or ends, or when a user ends it.
     """
     job, folder = request["job"], request.get("folder", "")
-    path = os.path.join(folder, "slurm-state.json")
     if not folder:
         return query_job_state(job)
-    known, now = {}, time.time()
-    try:
-        # The file is opened, since a network file system may show an old `stat` result for a long time.
-        with open(path, encoding="utf-8") as file:
-            known = json.load(file)
-    except (OSError, ValueError):
-        pass
-    asked = [at for at in known.get("asked", ()) if now - 60 < at <= now] if known.get("job") == job else []
-    if asked and "state" in known:
-        waits = known["state"].get("JobState") == "PENDING"
-        begins = waits and os.path.exists(os.path.join(folder, "job.log"))
-        urgent = (request.get("urgent") or begins) and len(asked) < 4
-        if now - asked[-1] < ((0.3 if begins else 1.0) if urgent else ASK_S):
+    path, now = os.path.join(folder, "slurm-state.json"), time.time()
+    known = _read_state(path)
+    if known.get("job") != job:
+        known = {}
+    asked = [at for at in known.get("asked", ()) if now - 60 < at <= now]
+    if asked:
+        if "state" in known and now - asked[-1] < _choose_request_interval(request, known["state"], len(asked)):
             return dict(known["state"])
-    if asked:  # This time prevents further requests by other processes meanwhile.
+        # This time prevents further requests by other processes meanwhile.
         write_state(path, {**known, "asked": [*asked, now]})
     found = query_job_state(job)
     write_state(path, {"job": job, "asked": [*asked, now], "state": found})
     return found
+
+
+def _choose_request_interval(request: Json, state: Json, requests: int) -> float:
+    """Return the least seconds between two requests, from the last state and the requests of the last minute."""
+    begins = state.get("JobState") == "PENDING" and os.path.exists(os.path.join(request["folder"], "job.log"))
+    if requests >= 4 or not (begins or request.get("urgent")):
+        return ASK_S
+    return 0.3 if begins else 1.0
+
+
+def _read_state(path: str) -> Json:
+    """Return the content of a small file; empty if it cannot be read."""
+    try:
+        # The file is opened, since a network file system may show an old `stat` result for a long time.
+        with open(path, encoding="utf-8") as file:
+            state: Json = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return state
 
 
 def write_state(path: str, document: Json) -> None:
@@ -405,60 +417,69 @@ def count_left_processes(request: Json) -> Json:
     A small job counts them if the nodes are free at once. Slurm's report of the job's end does not show this number.
     """
     nodes, counts = request["nodes"], dict.fromkeys(request["nodes"])
-    node_records = run("scontrol", "show", "node", "-o", ",".join(nodes))
-    deadline, wait_s = time.monotonic() + COMPLETING_S, 0.5
-    while re.search(r"\sState=\S*COMPLETING", node_records.stdout) and time.monotonic() < deadline:
-        time.sleep(wait_s)
-        wait_s = min(2 * wait_s, 4.0)  # Each call of scontrol loads all nodes of the cluster.
-        node_records = run("scontrol", "show", "node", "-o", ",".join(nodes))
+    records = _wait_for_completion(nodes)
     config = run("scontrol", "show", "config").stdout
-    if node_records.returncode or not config:
+    if records.returncode or not config:
         return {"left": counts, "how": "scontrol does not describe the nodes"}
-    up, stuck = [], []
-    for line in node_records.stdout.splitlines():
-        fields = dict(re.findall(r"(?:^|\s)(NodeName|State)=(\S+)", line))
-        if "Kill task failed" in line:
-            stuck.append(fields["NodeName"])
-        elif fields.get("NodeName") in counts and not any(mark in fields.get("State", "UNKNOWN") for mark in GONE):
-            up.append(fields["NodeName"])
+    up = [node for node in _list_reachable_nodes(records.stdout) if node in counts]
     unreachable = sorted(set(nodes) - set(up))
-    reason = (
-        "%s: Slurm does not reach the node, or could not end all of it there" % ", ".join(unreachable)
-        if unreachable
-        else ""
-    )
+    reason = ""
+    if unreachable:
+        reason = "%s: Slurm does not reach the node, or could not end all of it there" % ", ".join(unreachable)
     if not up:
         return {"left": counts, "how": reason}
-    options = [
-        "--%s=%s" % (name, value)
-        for name, value in (
-            ("partition", request["partition"]),
-            ("account", request["account"]),
-            ("qos", request["qos"]),
-        )
-        if value and value != "(null)"
-    ]
-    count = str(len(up))
-    done = run(
-        "srun", "--immediate=%d" % LOOK_S, "--quiet", "--job-name=dtctl-left", "--time=1", "--chdir=/",
-        "--nodelist=" + ",".join(up), "--nodes=" + count, "--ntasks=" + count, "--ntasks-per-node=1", *options,
-        "sh", "-c", LEFT, "sh", "|".join(request["ids"]),
-    )  # fmt: skip
+    done = _run_counting_job(request, up)
     for line in done.stdout.splitlines():
         mark, _, values = line.partition(" ")
         node, _, number = values.partition(" ")
         if mark == "left" and node in counts and number.strip().isdigit():
             counts[node] = int(number)
     blind = [node for node in up if counts[node] is None]
+    if not blind:
+        return {"left": counts, "how": reason or "counted on the nodes"}
     counts.update(over_ssh(blind, "|".join(request["ids"])))
-    if blind and all(counts[node] is not None for node in up):
+    if all(counts[node] is not None for node in blind):
         return {"left": counts, "how": reason or "counted on the nodes, over SSH"}
-    if blind:
-        error = (done.stderr.strip().splitlines() or ["srun printed nothing"])[-1]
-        reason = "no job to count them could be started at once: %s" % error
-        if re.search(r"^ProctrackType\s*=\s*proctrack/cgroup", config, re.MULTILINE):
-            reason += "; Slurm says that the job's control groups are empty"
-    return {"left": counts, "how": reason or "counted on the nodes"}
+    error = (done.stderr.strip().splitlines() or ["srun printed nothing"])[-1]
+    reason = "no job to count them could be started at once: %s" % error
+    if re.search(r"^ProctrackType\s*=\s*proctrack/cgroup", config, re.MULTILINE):
+        reason += "; Slurm says that the job's control groups are empty"
+    return {"left": counts, "how": reason}
+
+
+def _wait_for_completion(nodes: list[str]) -> subprocess.CompletedProcess[str]:
+    """Return Slurm's records of the nodes of an ended job, once none of them still cleans up after a job."""
+    deadline, wait_s = time.monotonic() + COMPLETING_S, 0.5
+    while True:
+        records = run("scontrol", "show", "node", "-o", ",".join(nodes))
+        if not re.search(r"\sState=\S*COMPLETING", records.stdout) or time.monotonic() >= deadline:
+            return records
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, 4.0)  # Each call of scontrol loads all nodes of the cluster.
+
+
+def _list_reachable_nodes(records: str) -> list[str]:
+    """Return the nodes that Slurm reaches, and on which it could end all processes."""
+    reachable = []
+    for line in records.splitlines():
+        fields = dict(re.findall(r"(?:^|\s)(NodeName|State)=(\S+)", line))
+        state = fields.get("State", "UNKNOWN")
+        is_gone = "Kill task failed" in line or any(mark in state for mark in GONE)
+        if "NodeName" in fields and not is_gone:
+            reachable.append(fields["NodeName"])
+    return reachable
+
+
+def _run_counting_job(request: Json, nodes: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a job that prints the number of left processes of each node, if it can start at once."""
+    names = [name for name in ("partition", "account", "qos") if request[name] not in (None, "", "(null)")]
+    options = ["--%s=%s" % (name, request[name]) for name in names]
+    count = str(len(nodes))
+    return run(
+        "srun", "--immediate=%d" % LOOK_S, "--quiet", "--job-name=dtctl-left", "--time=1", "--chdir=/",
+        "--nodelist=" + ",".join(nodes), "--nodes=" + count, "--ntasks=" + count, "--ntasks-per-node=1", *options,
+        "sh", "-c", LEFT, "sh", "|".join(request["ids"]),
+    )  # fmt: skip
 
 
 def over_ssh(nodes: list[str], ids: str) -> dict[str, int | None]:
