@@ -7,6 +7,7 @@ nothing is missing: this follows from these findings alone, not from the reason 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -46,6 +47,7 @@ def find_unexamined_needs(
 def _of_the_cluster(
     reports: Sequence[NodeReport], well: Sequence[NodeReport], skip: Collection[str], ran: Collection[str]
 ) -> Iterator[Finding]:
+    names = [report.name for report in reports]
     if len(reports) < 2:
         alone = "there is one node, and nothing between nodes to look at"
         without = () if "collective" in ran else collective.RAN
@@ -53,30 +55,24 @@ def _of_the_cluster(
         yield from (_build_skip_finding(name, alone) for name in between)
     elif "links" in skip:
         left_out = "bandwidth, loss and delay between nodes were left out"
-        yield from (_build_gap_finding(name, left_out, [one.name for one in reports]) for name in links.RAN)
+        yield from (_build_gap_finding(name, left_out, names) for name in links.RAN)
     if len(reports) > 1 and "collective" not in ran:
-        lacking = [one.name for one in well if not one.facts["job"].get("torch")]
-        if "collective" in skip:
-            yield _build_gap_finding("collective", "torch was not run", [one.name for one in reports])
-        elif lacking:
-            why = f"torch was not run: the job's Python has none on {', '.join(lacking)}"
-            yield _build_gap_finding("collective", why, [one.name for one in reports])
-        else:
-            yield _build_gap_finding(
-                "collective", "torch was not run, because of what has failed", [one.name for one in reports]
-            )
+        lacking = [report.name for report in well if not report.facts["job"].get("torch")]
+        why = "torch was not run"
+        if lacking and "collective" not in skip:
+            why += f": the job's Python has none on {', '.join(lacking)}"
+        elif "collective" not in skip:
+            why += ", because of what has failed"
+        yield _build_gap_finding("collective", why, names)
     if well and not any(one.facts["gpus"] for one in well):
         yield from (_build_skip_finding(name, "no node shows a GPU") for name in hardware.RAN if name.startswith("gpu"))
     if well and not any(one.facts["rdma"] for one in well):
         yield _build_skip_finding("rdma", "no node has an InfiniBand or RoCE port")
-    if well and well[0] is not reports[0] and len(reports) > 1:
-        yield _build_gap_finding(
-            "rendezvous-port", f"the head node {reports[0].name} could not be called", [reports[0].name]
-        )
-        yield from (
-            _build_gap_finding(name, "the head node did not answer", [reports[0].name])
-            for name in address_checks.RAN[1:]
-        )
+    if len(reports) > 1 and well and well[0] is not reports[0]:
+        head = names[0]
+        yield _build_gap_finding("rendezvous-port", f"the head node {head} could not be called", [head])
+        for name in address_checks.RAN[1:]:
+            yield _build_gap_finding(name, "the head node did not answer", [head])
 
 
 def _find_node_gaps(well: Sequence[NodeReport]) -> dict[str, dict[str, str]]:
@@ -136,27 +132,27 @@ def _of_ways(
     failed: Collection[tuple[str, str]],
 ) -> Iterator[Finding]:
     """Yield findings about pairs of nodes that were not tested, though both nodes answer."""
-    called: dict[str, set[Way]] = {"data": set(), "rendezvous": set()}
-    for node in well:
-        for answer in node.answers:
-            kind = "rendezvous" if answer["kind"] == "rendezvous" else "data" if _is_data(answer["kind"]) else ""
-            if kind:
-                called[kind].add((node.name, str(answer["node"])))
+    answers = [(node.name, str(answer["node"]), answer["kind"]) for node in well for answer in node.answers]
+    called_for_data = {(caller, called) for caller, called, kind in answers if _is_data(kind)}
+    called_for_rendezvous = {(caller, called) for caller, called, kind in answers if kind == "rendezvous"}
     every = [(report.name, other.name) for report in well for other in well if report is not other]
-    ways = {"data-ports": [way for way in every if way not in called["data"]]}
+    ways = {"data-ports": [way for way in every if way not in called_for_data]}
     if rendezvous and well and well[0] is reports[0] and reports[0].ports.get("rendezvous", 1) > 0:
         to_head = [way for way in every if way[1] == reports[0].name]
-        ways["rendezvous-port"] = [way for way in to_head if way not in called["rendezvous"]]
+        ways["rendezvous-port"] = [way for way in to_head if way not in called_for_rendezvous]
     if measured:
         good = good_ways(well)
         done = {(node.name, other) for node in well for other, tries in node.measured.items() if _is_measured(tries)}
         ways["bandwidth"] = [way for way in every if way in good and way not in done]
-    for check, lost in ways.items():
-        lost = [way for way in lost if not {(check, name) for name in way} & {*failed}]
-        if lost:
-            told = ", ".join(f"{caller} to {other}" for caller, other in lost[:4]) + (" ..." if len(lost) > 4 else "")
-            word = "measured" if check == "bandwidth" else "called"
-            yield _build_gap_finding(check, f"nobody has {word} the way from {told}", dict.fromkeys(sum(lost, ())))
+    for check, untried in ways.items():
+        lost = [(caller, called) for caller, called in untried if not {(check, caller), (check, called)} & {*failed}]
+        if not lost:
+            continue
+        shown = ", ".join(f"{caller} to {called}" for caller, called in lost[:4])
+        more = " ..." if len(lost) > 4 else ""
+        verb = "measured" if check == "bandwidth" else "called"
+        nodes = dict.fromkeys(itertools.chain(*lost))
+        yield _build_gap_finding(check, f"nobody has {verb} the way from {shown}{more}", nodes)
 
 
 def _is_data(kind: str) -> bool:

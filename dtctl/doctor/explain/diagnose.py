@@ -9,8 +9,9 @@ candidates, a launcher's own "first observed failure" comes first, then the earl
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dtctl.doctor.explain import signatures
@@ -45,6 +46,10 @@ from dtctl.doctor.explain.timeline import (
 from dtctl.launch.records.host_names import HostNames
 
 MAX_EVIDENCE = 4
+LONGEST_MESSAGE = 240
+"""Most characters of an exception that a cause shows."""
+_AGENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
+"""Signals with which the agent ends the other workers after the first failure."""
 DUMPS_SOURCE = "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"
 _BY_WATCHDOG = ("watchdog-timeout", "rank-behind", "rank-silent", "collective-mismatch")
 _SCHEDULER = ("time-limit", "cancelled", "preempted", "requeued", "node-failed", "oom-killer", "job-memory-limit")
@@ -179,17 +184,21 @@ def _with_exit(first: Diagnosis, group: list[SignatureMatch], found: LogFindings
     """Add the rank and the node that a launcher reports, if the error itself has none."""
     if first.ranks or group[0].signature.blames != "self" or group[0].signature.role != "cause":
         return first
-    ends = [
-        hit
-        for hit in found.hits
-        if hit.end is not None and hit.end.signal not in (15, 2, 9) and (hit.rank is not None or hit.ranks)
-    ]
+    ends = [hit for hit in found.hits if _names_failed_rank(hit)]
     ends = [hit for hit in ends if hit.root] or ends
-    ranks = {rank for hit in ends for rank in (*hit.ranks, *(() if hit.rank is None else (hit.rank,)))}
+    ranks: set[int] = set()
+    for hit in ends:
+        ranks.update(hit.ranks if hit.rank is None else (*hit.ranks, hit.rank))
     if len(ranks) != 1:
         return first
     nodes = {hit.node for hit in ends if hit.node is not None}
-    return replace(first, ranks=tuple(ranks), nodes=tuple(sorted(nodes)) if not first.nodes else first.nodes)
+    return replace(first, ranks=tuple(ranks), nodes=first.nodes or tuple(sorted(nodes)))
+
+
+def _names_failed_rank(hit: SignatureMatch) -> bool:
+    """Return whether a launcher reports the rank of a process that no signal from outside has ended."""
+    has_rank = hit.rank is not None or bool(hit.ranks)
+    return has_rank and hit.end is not None and hit.end.signal not in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 
 
 def _told_of(found: LogFindings) -> tuple[str, ...]:
@@ -225,17 +234,21 @@ def _settle_ranks(hits: list[SignatureMatch]) -> None:
 
     torchrun's table is preferred to local ranks, and both to Slurm's tasks, which are nodes under torchrun.
     """
-    torchrun = any(hit.end is not None and hit.end.local for hit in hits)
-    table = any(hit.root for hit in hits)
-    first = any(hit.root and hit.end is not None and hit.end.signal in (9, 15) for hit in hits)
+    has_local_ranks = any(hit.end is not None and hit.end.local for hit in hits)
+    roots = [hit for hit in hits if hit.root]
+    has_table = bool(roots)
+    is_first_killed = any(hit.end is not None and hit.end.signal in _AGENT_SIGNALS for hit in roots)
     for hit in hits:
-        if hit.end is None:
+        end = hit.end
+        if end is None:
             continue
-        if table and not hit.root and hit.end.ranks and hit.end.signal in (9, 15) and not first:
+        is_killed = bool(end.ranks) and end.signal in _AGENT_SIGNALS
+        if is_killed and has_table and not hit.root and not is_first_killed:
             # The agent ends the other workers after the first failure.
             hit.signature = signatures.by_id("worker-failed")
-        srun = hit.line.text.startswith("srun:")
-        if (srun and (torchrun or table)) or (hit.end.local and table):
+        is_task = hit.line.text.startswith("srun:")
+        is_less_reliable = (is_task and (has_local_ranks or has_table)) or (end.local and has_table)
+        if is_less_reliable:
             hit.rank, hit.ranks = None, ()
 
 
@@ -290,57 +303,101 @@ def _fill_placeholders(text: str, groups: dict[str, str]) -> str:
     return _OPEN_PLACE.sub(lambda place: _NAMELESS.get(place[1], "it"), " ".join(text.split()))
 
 
+@dataclass(slots=True)
+class _BlamedPlaces:
+    """Ranks and nodes that a diagnosis names."""
+
+    ranks: set[int] = field(default_factory=set)
+    nodes: set[str] = field(default_factory=set)
+
+
 def _build_diagnosis(candidate: CauseCandidate, found: LogFindings, layout: JobNodeMap) -> Diagnosis:
-    group, place = candidate.hits, candidate.place
-    signature = group[0].signature
-    ranks: set[int] = set()
-    nodes: set[str] = set()
-    counted = group
-    if any(hit.root for hit in group):  # the launcher itself reports the first rank
-        counted = [hit for hit in group if hit.root]
-    if signature.blames == "self":
-        for hit in counted:
-            if hit.rank is None and "rank" in hit.groups:
-                hit.rank = int(hit.groups["rank"])
-        ranks = {hit.rank for hit in counted if hit.rank is not None} | {rank for hit in counted for rank in hit.ranks}
-        ranks |= {int(hit.groups["other"]) for hit in counted if hit.groups.get("other", "").isdigit()}
-        nodes = {node for hit in counted for node in _find_hit_nodes(hit, found)}
-    elif signature.blames == "group":
-        for hit in group:
-            words = (hit.groups.get("rank", "") + " " + hit.groups.get("ranks", "")).replace(",", " ").split()
-            ranks |= {int(word) for word in words}
-            nodes |= {hit.groups["node"]} if "node" in hit.groups else set()
-            nodes |= {hit.groups["head"]} if "head" in hit.groups and not _is_address(hit.groups["head"]) else set()
-        nodes = nodes or {hit.node for hit in group if hit.node is not None and hit.line.node is None}
-    seen = {(hit.node, hit.rank) for hit in group} - {(None, None)}
-    if signature.blames == "all" and len(seen) == 1:  # the only node on which it was seen
-        ranks |= {hit.rank for hit in group if hit.rank is not None}
-        nodes |= {hit.node for hit in group if hit.node is not None}
-    if signature.id in _SCHEDULER and not nodes:
-        nodes |= {hit.node for hit in group if hit.node is not None}
-    nodes |= {found.node_of[rank] for rank in ranks if rank in found.node_of}
-    nodes |= {layout.address_of[hit.groups[key]] for hit in group for key in ("address", "head", "peer")
-              if hit.groups.get(key) in layout.address_of}  # fmt: skip
-    best = max(group, key=lambda hit: (not hit.survived, not hit.bare, len(hit.groups)))
-    cause = _fill_placeholders(signature.cause, best.groups)
+    hits = candidate.hits
+    signature = hits[0].signature
+    places = _find_places(hits, found, layout)
+    best = max(hits, key=lambda hit: (not hit.survived, not hit.bare, len(hit.groups)))
+    cause = _format_cause(best, signature)
+    survived = candidate.place in (SURVIVED, REFUTED)
+    if survived:
+        cause = f"{cause}; {_describe_recovery(hits)}"
     fix = _fill_placeholders(signature.fix, best.groups)
-    if best.raised is not None and best.weight >= 2 and "{text}" not in signature.cause and signature.role == "cause":
-        said = best.groups.get("text", "")
-        cause = f"{cause}: {said if len(said) <= 240 else said[:240] + '…'}" if said else cause
     if signature.ambiguous and signature.ambiguous not in fix:
         fix = f"ambiguous; rerun with {signature.ambiguous}; {fix}"
     return Diagnosis(
         id=signature.id,
-        cause=f"{cause}; {_describe_recovery(group)}" if place in (SURVIVED, REFUTED) else cause,
-        nodes=tuple(sorted(nodes)),
-        ranks=tuple(sorted(ranks)),
+        cause=cause,
+        nodes=tuple(sorted(places.nodes)),
+        ranks=tuple(sorted(places.ranks)),
         primary=False,
         confidence=compute_confidence(candidate, found),
-        survived=place in (SURVIVED, REFUTED),
+        survived=survived,
         fix=fix,
         source=signature.source,
-        evidence=_collect_evidence(group),
+        evidence=_collect_evidence(hits),
     )
+
+
+def _format_cause(best: SignatureMatch, signature: signatures.Signature) -> str:
+    """Return the cause; an exception of the program adds its message if the signature's text does not have it."""
+    cause = _fill_placeholders(signature.cause, best.groups)
+    message = best.groups.get("text", "")
+    has_message = "{text}" in signature.cause
+    if not message or has_message or signature.role != "cause" or best.raised is None or best.weight < 2:
+        return cause
+    shown = message if len(message) <= LONGEST_MESSAGE else message[:LONGEST_MESSAGE] + "…"
+    return f"{cause}: {shown}"
+
+
+def _find_places(hits: Sequence[SignatureMatch], found: LogFindings, layout: JobNodeMap) -> _BlamedPlaces:
+    """Return the ranks and nodes that a group of hits blames; a process may blame itself or others."""
+    signature = hits[0].signature
+    places = _BlamedPlaces()
+    if signature.blames == "self":
+        places = _find_own_places(hits, found)
+    elif signature.blames == "group":
+        places = _find_named_places(hits)
+    own_nodes = {hit.node for hit in hits if hit.node is not None}
+    seen = {(hit.node, hit.rank) for hit in hits} - {(None, None)}
+    if signature.blames == "all" and len(seen) == 1:  # the only node on which it was seen
+        places.ranks |= {hit.rank for hit in hits if hit.rank is not None}
+        places.nodes |= own_nodes
+    if signature.id in _SCHEDULER and not places.nodes:
+        places.nodes |= own_nodes
+    places.nodes |= {found.node_of[rank] for rank in places.ranks if rank in found.node_of}
+    for hit in hits:
+        addresses = {hit.groups[key] for key in ("address", "head", "peer") if key in hit.groups}
+        places.nodes |= {layout.address_of[address] for address in addresses & layout.address_of.keys()}
+    return places
+
+
+def _find_own_places(hits: Sequence[SignatureMatch], found: LogFindings) -> _BlamedPlaces:
+    """Return the ranks and nodes of the processes that report the hits; a launcher that reports one comes first."""
+    places = _BlamedPlaces()
+    for hit in [hit for hit in hits if hit.root] or hits:
+        if hit.rank is None and "rank" in hit.groups:
+            hit.rank = int(hit.groups["rank"])
+        if hit.rank is not None:
+            places.ranks.add(hit.rank)
+        places.ranks.update(hit.ranks)
+        if hit.groups.get("other", "").isdigit():
+            places.ranks.add(int(hit.groups["other"]))
+        places.nodes |= _find_hit_nodes(hit, found)
+    return places
+
+
+def _find_named_places(hits: Sequence[SignatureMatch]) -> _BlamedPlaces:
+    """Return the ranks and nodes that the texts of the hits name, else the nodes that reported them."""
+    places = _BlamedPlaces()
+    for hit in hits:
+        words = f"{hit.groups.get('rank', '')} {hit.groups.get('ranks', '')}".replace(",", " ").split()
+        places.ranks.update(map(int, words))
+        if "node" in hit.groups:
+            places.nodes.add(hit.groups["node"])
+        if "head" in hit.groups and not _is_address(hit.groups["head"]):
+            places.nodes.add(hit.groups["head"])
+    if not places.nodes:
+        places.nodes = {hit.node for hit in hits if hit.node is not None and hit.line.node is None}
+    return places
 
 
 def _describe_recovery(group: list[SignatureMatch]) -> str:

@@ -382,11 +382,19 @@ def _of_json(line: str) -> list[str]:
     texts = [record[key] for key in _JSON_TEXTS if isinstance(record.get(key), str)]
     rank = next((record[key] for key in ("rank", "global_rank") if isinstance(record.get(key), int)), None)
     node = next((record[key] for key in ("host", "hostname", "node") if isinstance(record.get(key), str)), None)
+    prefix = ""
+    if node:
+        prefix = f"[{node}:{'agent' if rank is None else rank}] "
+    elif rank is not None:
+        prefix = f"[rank{rank}]: "
+    said = [line for text in texts for line in text.rstrip("\n").split("\n")]
     level = str(record.get("level") or record.get("levelname") or record.get("severity") or "")
-    prefix = f"[{node}:{'agent' if rank is None else rank}] " if node else "" if rank is None else f"[rank{rank}]: "
-    said = [one for text in texts for one in text.rstrip("\n").split("\n")]
-    complains = level.upper() in ("ERROR", "CRITICAL", "FATAL") and not any("Traceback" in one for one in said)
-    return [prefix + (f"ERROR {one}" if complains and not _SAYS_SO.search(one) else one) for one in said]
+    is_complaint = level.upper() in ("ERROR", "CRITICAL", "FATAL") and not any("Traceback" in line for line in said)
+    lines = []
+    for line_said in said:
+        mark = "ERROR " if is_complaint and not _SAYS_SO.search(line_said) else ""
+        lines.append(f"{prefix}{mark}{line_said}")
+    return lines
 
 
 def collect_log_hits(sources: Iterable[LogSource]) -> LogFindings:
@@ -464,27 +472,34 @@ def _mark_survived_hits(line: LogLine, state: _FileState, *, ordinary: bool) -> 
     progress = PROGRESS.search(text) is not None and _NOT_A_NUMBER.search(text) is None
     state.after_end = 0 if ended else state.after_end + progress
     state.ended = (state.ended or ended) and state.after_end < STEPS_OF_ANOTHER
-    state.ended_at = line.number if ended else state.ended_at
+    if ended:
+        state.ended_at = line.number
     state.starts.steps += progress
     if ended or progress:
         state.starts.went_on = line.number
     if not (ended or progress or state.complaining) or not text.strip():
         return
+    ended_by_script = ended and _BY_A_SCRIPT.search(text) is not None
     kept: list[tuple[SignatureMatch, int]] = []
     for hit, needed in state.open:
-        same = hit.line.rank is None or hit.line.rank == line.rank
-        ended_ = ended and not (_BY_A_SCRIPT.search(text) and hit.uncaught)
-        step = needed if same and ended_ else 1 if same and progress else 0
-        if hit.signature is COMPLAINT or _is_unmarked_text(hit) or _by_a_shell(hit):
-            step = needed if same and (ended_ or progress) else int(ordinary)
+        is_same_rank = hit.line.rank is None or hit.line.rank == line.rank
+        has_ended = is_same_rank and ended and not (ended_by_script and hit.uncaught)
+        has_progress = is_same_rank and progress
+        if has_ended or (has_progress and _is_weak(hit)):
+            step = needed
+        else:
+            step = int(ordinary if _is_weak(hit) else has_progress)
         if needed > step:
             kept.append((hit, needed - step))
         else:
             hit.survived = True
     state.open = kept[-OPEN_HITS:]
-    state.complaining = any(
-        hit.signature is COMPLAINT or _is_unmarked_text(hit) or _by_a_shell(hit) for hit, _ in state.open
-    )
+    state.complaining = any(_is_weak(hit) for hit, _ in state.open)
+
+
+def _is_weak(hit: SignatureMatch) -> bool:
+    """Return whether a program often continues after such a line, so that ordinary output shows that it did."""
+    return hit.signature is COMPLAINT or _is_unmarked_text(hit) or _by_a_shell(hit)
 
 
 def _of_exit(end: ReportedExit, line: LogLine) -> SignatureMatch:

@@ -56,18 +56,31 @@ def mark_earlier_runs(found: LogFindings, file: str, starts: RunStartFinder, *, 
     file of one process, a fatal exception that is followed by another one.
     """
     hits = [hit for hit in found.hits if hit.line.file == file]
-    ended = [hit for hit in hits if (hit.uncaught and not _passed_on(hit)) or hit.signature.id in LASTING]
-    alone = not found.ranks and found.world <= 1 and not any(_of_several_processes(hit) for hit in hits)
-    begun = [line for line, whole in starts.begun_again if (whole or alone) and _says_more(line, hits, starts, lines)]
-    last = max((line for line in begun if any(hit.line.number < line for hit in ended)), default=0)
-    died = [hit for hit in ended if hit.uncaught and not _of_a_parent(hit)]
-    if alone and len(died) > 1 and died[-1] is ended[-1] and all(hit.line.pid is None for hit in died):
-        last = max(last, died[-2].line.number + 1)
-    if ended and ended[-1].signature.id in LASTING and starts.steps >= ANOTHER_RUN:
-        last = max(last, ended[-1].line.number + 1)
-    for hit in (*hits, *(hit for hit in found.complaints if hit.line.file == file)):
-        if hit.line.number < last:
+    complaints = [hit for hit in found.complaints if hit.line.file == file]
+    last_start = _find_last_start(found, hits, starts, lines)
+    for hit in (*hits, *complaints):
+        if hit.line.number < last_start:
             hit.survived = hit.restarted = True
+
+
+def _find_last_start(found: LogFindings, hits: Sequence[SignatureMatch], starts: RunStartFinder, lines: int) -> int:
+    """Return the number of the line at which the last run in a file starts; 0 if no run has ended before."""
+    ends = [hit for hit in hits if hit.signature.id in LASTING or (hit.uncaught and not _passed_on(hit))]
+    if not ends:
+        return 0
+    first_end = min(hit.line.number for hit in ends)
+    is_one_process = not found.ranks and found.world <= 1 and not any(_of_several_processes(hit) for hit in hits)
+    candidates = [0]
+    for line, is_whole in starts.begun_again:
+        is_start = line > first_end and (is_whole or is_one_process)
+        if is_start and _says_more(line, hits, starts, lines):
+            candidates.append(line)
+    crashes = [hit for hit in ends if hit.uncaught and not _of_a_parent(hit)]
+    if is_one_process and len(crashes) > 1 and crashes[-1] is ends[-1] and all(hit.line.pid is None for hit in crashes):
+        candidates.append(crashes[-2].line.number + 1)
+    if ends[-1].signature.id in LASTING and starts.steps >= ANOTHER_RUN:
+        candidates.append(ends[-1].line.number + 1)
+    return max(candidates)
 
 
 def _says_more(start: int, hits: Sequence[SignatureMatch], starts: RunStartFinder, lines: int) -> bool:
