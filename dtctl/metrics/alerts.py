@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dtctl.launch.records.events import AlertChanged
+from dtctl.launch.records.events import AlertChanged, RunEnded
 from dtctl.metrics.follow import RunFigures
 from dtctl.spec.model import Alerts
 
@@ -59,23 +59,17 @@ class AlertRules:
     def end(self, figures: RunFigures, now: float) -> list[AlertChanged]:
         """Return the alerts to send at the end of the run: all as resolved, and the failure."""
         end = figures.progress.end
-        how = f"the run has {end.status}" if end is not None and end.status != "stopped" else "the run was stopped"
-        text = "its launcher has died" if end is None else how
+        text = _describe_end_in_alert(end)
         spoilt = figures.spoilt if self._rules.loss_not_finite else ""
         over = [alert for alert in self.firing if alert != "loss-not-finite" or not spoilt]
         changes = [AlertChanged(time=now, alert=alert, state="resolved", text=text) for alert in over]
         if spoilt and "loss-not-finite" not in self.firing:
             changes.append(AlertChanged(time=now, alert="loss-not-finite", state="firing", text=spoilt))
         self._apply_alert_changes(changes)
-        if self._rules.failed and (end is None or end.status == "failed"):
-            failure = end.first_failure if end is not None else None
-            why = (failure.summary if failure is not None else None) or (end.error if end is not None else None)
-            where = f" on {failure.node}" if failure is not None and failure.node else ""
-            changes.append(
-                AlertChanged(
-                    time=now, alert=FAILED, state="firing", text=f"{text}{where}: {why}" if why else text + where
-                )
-            )
+        has_failed = end is None or end.status == "failed"
+        if self._rules.failed and has_failed:
+            cause = _describe_failure_cause(end) if end is not None else ""
+            changes.append(AlertChanged(time=now, alert=FAILED, state="firing", text=text + cause))
         return changes
 
     def _apply_alert_changes(self, changes: list[AlertChanged]) -> None:
@@ -128,6 +122,22 @@ class AlertRules:
             text = _describe_resolution("restart", figures)
             changes += [AlertChanged(time=now, alert=alert, state="resolved", text=text) for alert in over]
         return changes
+
+
+def _describe_end_in_alert(end: RunEnded | None) -> str:
+    if end is None:
+        return "its launcher has died"
+    return "the run was stopped" if end.status == "stopped" else f"the run has {end.status}"
+
+
+def _describe_failure_cause(end: RunEnded) -> str:
+    """Return the node and the cause of a failure, as the end of a sentence."""
+    failure = end.first_failure
+    if failure is None:
+        return f": {end.error}" if end.error else ""
+    where = f" on {failure.node}" if failure.node else ""
+    cause = failure.summary or end.error
+    return f"{where}: {cause}" if cause else where
 
 
 def _describe_resolution(alert: str, figures: RunFigures) -> str:

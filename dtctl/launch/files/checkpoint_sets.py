@@ -287,10 +287,12 @@ def _set_aside(
     """Remove files that may be incomplete from the lists, if there is another checkpoint to continue from."""
     groups = group_files(newest_files(files, root), root, pattern)
     certain = [each for each in groups if _is_certain(each, stopped_s, lost) and _is_complete(each, stopped_s)]
-    certain += [each for each in groups if each not in certain and _looks_whole(each, certain, lost)]
-    markers = [each for each in groups if each not in certain and _is_marker(each)]
+    young = [each for each in groups if each not in certain]
+    certain += [each for each in young if _looks_whole(each, certain, lost)]
+    doubtful = [each for each in young if each not in certain]
+    markers = [each for each in doubtful if _is_marker(each)]
     # Such folders contain logs, too, which must not be set aside.
-    others = [each for each in groups if each not in certain and each not in markers and each.has_known_format]
+    others = [each for each in doubtful if each.has_known_format and each not in markers]
     taken_out = 0
     for each in others:
         if _take_out_young(files, each, pattern, stopped_s, lost, plan):
@@ -326,16 +328,17 @@ def _lacks_for_certain(found: CheckpointFiles, others: Sequence[CheckpointFiles]
     """Return whether files are lost with a node: the node had listed them, or a similar checkpoint has more files."""
     if _has_lost_files(found, lost):
         return True
-    place = posixpath.dirname(found.name), found.is_folder
-    alike = [other for other in others if (posixpath.dirname(other.name), other.is_folder) == place]
+    alike = [other for other in others if _has_same_place(other, found)]
     if lost and any(found.shape < other.shape for other in alike):
         return True
+    lost_paths = [path for node in lost for path in node.paths]
     for other in alike:
-        if _has_lost_files(other, lost):
-            file = next(iter(other.files.values()))
-            of_lost = [path for node in lost for path in node.paths if _is_of(path, other)]
-            if not replace(other, files={**other.files, **dict.fromkeys(of_lost, file)}).shape <= found.shape:
-                return True
+        if not _has_lost_files(other, lost):
+            continue
+        some_file = next(iter(other.files.values()))
+        lost_files = {path: some_file for path in lost_paths if _is_of(path, other)}
+        if not replace(other, files={**other.files, **lost_files}).shape <= found.shape:
+            return True
     return False
 
 
@@ -348,22 +351,29 @@ def _is_of(path: str, found: CheckpointFiles) -> bool:
 
 def _looks_whole(found: CheckpointFiles, certain: Sequence[CheckpointFiles], lost: Sequence[LostNode]) -> bool:
     """Return whether a checkpoint from the last seconds has only whole files, and all that the previous one has."""
-    if _has_lost_files(found, lost) or any(file.end == "cut" for file in found.files.values()):
+    files = found.files.values()
+    if _has_lost_files(found, lost) or any(file.end == "cut" for file in files):
         return False
-    if found.rule and not found.is_committed():
-        return False
-    if not found.rule and not all(file.end == "whole" or file.size <= MARKER_BYTES for file in found.files.values()):
-        return False
-    if not any(file.end for file in found.files.values()) and not found.rule:
-        return False
-    if not found.is_folder and len(found.files) == 1 and not lost:
+    if found.rule:
+        if not found.is_committed():
+            return False
+    else:
+        has_known_end = any(file.end for file in files)
+        if not has_known_end or not all(file.end == "whole" or file.size <= MARKER_BYTES for file in files):
+            return False
+    is_single_file = not found.is_folder and len(files) == 1
+    if is_single_file and not lost:
         return True
-    folder = posixpath.dirname(found.name)
-    alike = [each for each in certain if posixpath.dirname(each.name) == folder and each.is_folder == found.is_folder]
-    alike = [each for each in alike if not _is_marker(each)]
+    alike = [each for each in certain if _has_same_place(each, found) and not _is_marker(each)]
     if not alike:
         return False
-    return min(alike, key=lambda each: each.seconds_since_write).shape <= found.shape
+    newest = min(alike, key=lambda each: each.seconds_since_write)
+    return newest.shape <= found.shape
+
+
+def _has_same_place(one: CheckpointFiles, other: CheckpointFiles) -> bool:
+    """Return whether two checkpoints are of the same kind and in the same folder."""
+    return one.is_folder == other.is_folder and posixpath.dirname(one.name) == posixpath.dirname(other.name)
 
 
 def _is_marker(found: CheckpointFiles) -> bool:

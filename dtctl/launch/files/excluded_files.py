@@ -62,24 +62,13 @@ def list_not_sent(spec: Spec, tree: FileTree, *, most: int) -> list[UnsentFiles]
         most: number of folders to return.
     """
     root, files = os.fsencode(os.path.realpath(tree.root)), spec.job.files
-    counter = _FileCounter(root)
-    written = [
-        *(path for path in spec.job.outputs if not path.startswith("/")),
-        *(entry.path for entry in spec.job.shared_folders),
-    ]
-    outputs = IgnoreRules(os.fsencode(pattern) for pattern in written)
-    data = [os.path.relpath(spec.base_dir / Path(entry.source).expanduser(), tree.root) for entry in spec.job.data]
-    wheels = [os.path.relpath(wheel, tree.root) for wheel in _wheels_of(spec)]
+    counter, needless = _FileCounter(root), _NeedlessPaths(spec, tree)
     groups: dict[str, UnsentFiles] = {}
     for path in tree.left_out:
-        is_folder = path.endswith("/")
-        folder = path.rstrip("/").rpartition("/")[0]
-        is_output = _is_covered(outputs, os.fsencode(path)) or any(pattern.startswith(path) for pattern in written)
-        is_data = any(f"{path}/".startswith(f"{source}/") for source in data)
-        is_wheel = any(wheel == path or (is_folder and wheel.startswith(path)) for wheel in wheels)
-        if path.startswith(".") or "/." in path or is_output or is_data or is_wheel:
+        if needless.covers(path):
             continue
-        key = path.rstrip("/") if is_folder else folder
+        is_folder = path.endswith("/")
+        key = path.rstrip("/") if is_folder else path.rpartition("/")[0]
         group = groups.setdefault(key, UnsentFiles(key, path, is_folder))
         if not counter.add(group, os.fsencode(path)):
             break
@@ -90,6 +79,30 @@ def list_not_sent(spec: Spec, tree: FileTree, *, most: int) -> list[UnsentFiles]
             root, kept, include=files.include, exclude=files.exclude, with_line=False
         )
     return found[:most]
+
+
+class _NeedlessPaths:
+    """Paths that no program needs from a push: hidden ones, outputs, data and wheels."""
+
+    def __init__(self, spec: Spec, tree: FileTree) -> None:
+        self._outputs = [path for path in spec.job.outputs if not path.startswith("/")]
+        self._outputs += [entry.path for entry in spec.job.shared_folders]
+        self._output_rules = IgnoreRules(os.fsencode(pattern) for pattern in self._outputs)
+        sources = (spec.base_dir / Path(entry.source).expanduser() for entry in spec.job.data)
+        self._data = [os.path.relpath(source, tree.root) for source in sources]
+        self._wheels = [os.path.relpath(wheel, tree.root) for wheel in _wheels_of(spec)]
+
+    def covers(self, path: str) -> bool:
+        """Return whether a path is one of these, or a folder (with `/`) that contains outputs or wheels."""
+        if path.startswith(".") or "/." in path:
+            return True
+        if any(f"{path}/".startswith(f"{source}/") for source in self._data):
+            return True
+        if path in self._wheels or any(output.startswith(path) for output in self._outputs):
+            return True
+        if path.endswith("/") and any(wheel.startswith(path) for wheel in self._wheels):
+            return True
+        return _is_covered(self._output_rules, os.fsencode(path))
 
 
 def _is_covered(rules: IgnoreRules, path: bytes) -> bool:
