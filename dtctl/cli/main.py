@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
 
     from dtctl.cli import output
     from dtctl.cli.app import make_app, split_rest
-    from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
+    from dtctl.errors import DtctlError, Interrupted, LaunchError
 
     before, rest = split_rest(arguments)
     app = make_app()
@@ -76,27 +76,7 @@ def run(arguments: list[str]) -> int:
         output.print_stderr(_INTERRUPTED.get(before[0] if before else "", "stopped"))
         return 130
     except Exception as exc:
-        # A usage error of the command line library, independent of the version that typer depends on.
-        show, code = getattr(exc, "show", None), getattr(exc, "exit_code", None)
-        if callable(show) and isinstance(code, int):
-            show(file=sys.stderr)
-            if hint := _suggest_usage(exc, before, has_rest=rest is not None):
-                output.print_hint(hint)
-            return code
-        # The path is an argument of the command line; paths of the spec are checked elsewhere.
-        if isinstance(exc, OSError) and exc.errno == errno.ENAMETOOLONG:
-            name = os.fsdecode(exc.filename or "")
-            output.print_error_with_hint(
-                UsageError(f"a path of {len(name):,} characters is too long", where=f"{name[:60]}...")
-            )
-            return UsageError.exit_code
-        import traceback
-
-        traceback.print_exc()
-        output.print_error_with_hint(
-            DtctlError(f"{type(exc).__name__}: {exc}", hint="this is a bug in dtctl; please report it")
-        )
-        return DtctlError.exit_code
+        return _report_other_error(exc, before, has_rest=rest is not None)
     if result in (0, None) and output.is_cut() and before[:1] != ["launch"]:
         # Lost output must not change the result of a launch; all other commands exist for their output.
         return LaunchError.exit_code
@@ -104,6 +84,34 @@ def run(arguments: list[str]) -> int:
         # The command line library has turned Ctrl-C into an exit code without a message.
         output.print_stderr(_INTERRUPTED.get(before[0] if before else "", "stopped"))
     return result if isinstance(result, int) else 0
+
+
+def _report_other_error(exc: Exception, before: list[str], *, has_rest: bool) -> int:
+    """Print an error that dtctl has not raised itself; return the exit code."""
+    from dtctl.cli import output
+    from dtctl.errors import DtctlError, UsageError
+
+    # A usage error of the command line library, independent of the version that typer depends on.
+    show, code = getattr(exc, "show", None), getattr(exc, "exit_code", None)
+    if callable(show) and isinstance(code, int):
+        show(file=sys.stderr)
+        if hint := _suggest_usage(exc, before, has_rest=has_rest):
+            output.print_hint(hint)
+        return code
+    # The path is an argument of the command line; paths of the spec are checked elsewhere.
+    if isinstance(exc, OSError) and exc.errno == errno.ENAMETOOLONG:
+        name = os.fsdecode(exc.filename or "")
+        output.print_error_with_hint(
+            UsageError(f"a path of {len(name):,} characters is too long", where=f"{name[:60]}...")
+        )
+        return UsageError.exit_code
+    import traceback
+
+    traceback.print_exception(exc)
+    output.print_error_with_hint(
+        DtctlError(f"{type(exc).__name__}: {exc}", hint="this is a bug in dtctl; please report it")
+    )
+    return DtctlError.exit_code
 
 
 def _suggest_usage(exc: Exception, before: list[str], *, has_rest: bool) -> str:

@@ -156,32 +156,38 @@ def prune(
     """Remove old and damaged snapshots; nothing is removed while there is no good one."""
     from dtctl.launch import snapshots
 
+    every_s = None if every_h is None else every_h * 3600
     if snapshots.is_folder(place):
-        options = ["--keep", str(keep)] if keep is not None else []
-        options += ["--every-s", str(every_h * 3600)] if every_h is not None else []
-        options += ["--no-best"] if no_best else []
-        answers, silent = _collect_node_answers(PruneAnswer, place, [*options, *(["--dry-run"] if dry_run else [])])
+        options = []
+        if keep is not None:
+            options += ["--keep", str(keep)]
+        if every_s is not None:
+            options += ["--every-s", str(every_s)]
+        if no_best:
+            options.append("--no-best")
+        if dry_run:
+            options.append("--dry-run")
+        answers, silent = _collect_node_answers(PruneAnswer, place, options)
         results: list[dict[str, Any]] = [
             {"kept": answer.kept, "removed": answer.removed, "left": answer.left} for answer in answers.values()
         ]
     else:
         from dtctl.launch.collect_snapshot import PruneRule
 
-        rule = PruneRule(keep=keep, every_s=None if every_h is None else every_h * 3600, keep_best=not no_best)
+        rule = PruneRule(keep=keep, every_s=every_s, keep_best=not no_best)
         results, silent = _prune_run(_find_run_snapshots(place), rule, dry_run=dry_run)
     if json_:
         output.emit_json({"places": results, "dry_run": dry_run})
-    else:
-        for snapshot in results:
-            for path in snapshot["removed"]:
-                at = f"{snapshot['node']}:" if "node" in snapshot else ""
-                output.print_stdout(f"{'would remove' if dry_run else 'removed'} {at}{path}")
-            output.print_stdout(
-                f"kept {len(snapshot['kept'])}{' on ' + snapshot['node'] if 'node' in snapshot else ''}"
-            )
+    verb = "would remove" if dry_run else "removed"
     for snapshot in results:
+        node = snapshot.get("node")
+        at = f"{node}:" if node else ""
+        if not json_:
+            for path in snapshot["removed"]:
+                output.print_stdout(f"{verb} {at}{path}")
+            on_node = f" on {node}" if node else ""
+            output.print_stdout(f"kept {len(snapshot['kept'])}{on_node}")
         for path in snapshot["left"]:
-            at = f"{snapshot['node']}:" if "node" in snapshot else ""
             output.print_stderr(f"not removed: {at}{path} is a link, or something is mounted in it", "yellow")
     return SnapshotError.exit_code if any(snapshot["left"] for snapshot in results) else _choose_exit_code(silent)
 
@@ -332,10 +338,10 @@ def _find_newest_on_nodes(
     candidates = collect_snapshot.merge_node_snapshots(answers)
     chosen = next((snapshot for snapshot in candidates if snapshot.is_readable), None)
     newer = candidates[: candidates.index(chosen)] if chosen is not None else candidates
-    reasons = [
-        f"{Path(snapshot.path).name} is {snapshot.to_row()['status']}: {'; '.join(snapshot.to_row()['bad'])}"
-        for snapshot in newer
-    ]
+    reasons = []
+    for snapshot in newer:
+        row = snapshot.to_row()
+        reasons.append(f"{Path(snapshot.path).name} is {row['status']}: {'; '.join(row['bad'])}")
     if chosen is None:
         reason = f"there is no good snapshot: {'; '.join(reasons)}" if reasons else "there is no snapshot"
         raise SnapshotError(reason, where=", ".join(answers))

@@ -65,8 +65,6 @@ def resolve_ssh_settings(target: Target) -> SshSettings:
     """
     options = _ask_openssh(target) if _has_config(target.ssh_config) else {}
     require_supported_options(target, options)
-    files = [target.identity_file] if target.identity_file else options.get("identityfile", list(DEFAULT_KEYS))
-    known_hosts = [target.known_hosts] if target.known_hosts else _known_hosts_files(options)
     jump = _first_value(options, "proxyjump")
     command = _first_value(options, "proxycommand")
     host = _first_value(options, "hostname") or target.address
@@ -74,8 +72,12 @@ def resolve_ssh_settings(target: Target) -> SshSettings:
     user = target.user or _first_value(options, "user") or getpass.getuser()
     alias = _first_value(options, "hostkeyalias")
     tokens = {"h": host, "n": target.address, "p": str(port), "r": user, "k": alias or target.address}
-    if options and not target.identity_file:
-        files = [_fill_in(_expand_variables(file), tokens) for file in files]
+    known_hosts = [target.known_hosts] if target.known_hosts else _known_hosts_files(options)
+    files: list[str] = list(DEFAULT_KEYS)
+    if target.identity_file:
+        files = [target.identity_file]
+    elif options:
+        files = [_fill_in(_expand_variables(file), tokens) for file in options.get("identityfile", files)]
     return SshSettings(
         host=host,
         port=port,

@@ -227,7 +227,8 @@ class LaunchView:
     def event(self, event: Event) -> None:
         """Show an event of the run."""
         before = self._progress.nodes.get(event.node) if isinstance(event, NodeChanged) else None
-        if not isinstance(event, NodeChanged) or before is not None:  # a last event of a replaced node does not count
+        is_of_replaced_node = isinstance(event, NodeChanged) and before is None
+        if not is_of_replaced_node:
             self._progress.apply(event)
         match event:
             case OutputLine():
@@ -239,8 +240,10 @@ class LaunchView:
             case AttemptRunning():
                 self.end_table()
                 nodes = format_count(len(self._progress.nodes), "node")
-                first = not event.attempt and event.launch_s is not None
-                when = f"after {event.launch_s:.2f} s" if first else f"again, attempt {event.attempt}"
+                if event.attempt == 0 and event.launch_s is not None:
+                    when = f"after {event.launch_s:.2f} s"
+                else:
+                    when = f"again, attempt {event.attempt}"
                 output.print_stderr(f"started on {nodes} {when}", "green")
             case _:
                 if isinstance(event, AttemptRestarting | RunEnded):
