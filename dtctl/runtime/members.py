@@ -61,23 +61,35 @@ def _list_members(value: object, *, named: bool) -> list[tuple[str, object]]:
     if isinstance(value, list | tuple | set | deque):
         return _list_indexed_items(itertools.islice(value, ITEMS))
     if isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        held = [(name, cell.cell_contents) for name, cell in cells if _is_cell_bound(cell)]
-        held += [("default", default) for default in value.__defaults__ or ()]
-        return held + (_list_globals(value) if named and is_own_code(value.__module__ or "") else [])
+        return _list_function_members(value, named=named)
     if isinstance(value, types.MethodType):
-        return [("__self__", value.__self__), *([("__func__", value.__func__)] if named else [])]
+        function = [("__func__", value.__func__)] if named else []
+        return [("__self__", value.__self__), *function]
     if isinstance(value, functools.partial):
         return [("func", value.func), *_list_indexed_items(value.args), *_list_members(value.keywords, named=named)]
     if isinstance(value, type):
         return list(_list_class(value)) if is_own_code(value.__module__) else []
     if isinstance(value, types.ModuleType):
         return []
-    if not named or is_own_code(type(value).__module__):
-        return [*_list_object_attributes(value), *([(f"<{type(value).__name__}>", type(value))] if named else [])]
+    kind = type(value)
+    if not named:
+        return list(_list_object_attributes(value))
+    if is_own_code(kind.__module__):
+        return [*_list_object_attributes(value), (f"<{kind.__name__}>", kind)]
     # Objects from installed packages are visited only if they hold objects of the user.
-    holds = hasattr(type(value), "state_dict") or isinstance(value, types.SimpleNamespace | argparse.Namespace)
-    return [(name, held) for name, held in _list_object_attributes(value) if not name.startswith("__")] if holds else []
+    if hasattr(kind, "state_dict") or isinstance(value, types.SimpleNamespace | argparse.Namespace):
+        return [(name, held) for name, held in _list_object_attributes(value) if not name.startswith("__")]
+    return []
+
+
+def _list_function_members(function: types.FunctionType, *, named: bool) -> list[tuple[str, object]]:
+    """Return what a function holds: variables of outer functions, defaults, and globals if `named`."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    held = [(name, cell.cell_contents) for name, cell in cells if _is_cell_bound(cell)]
+    held += [("default", default) for default in function.__defaults__ or ()]
+    if named and is_own_code(function.__module__ or ""):
+        held += _list_globals(function)
+    return held
 
 
 def _list_indexed_items(items: Iterable[object]) -> list[tuple[str, object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -27,22 +28,22 @@ def shares_of_all(config: TrainConfig, worker: Worker) -> list[int]:
     if not config.shares:
         return []
     gpu = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else ""
-    facts = gathered_json([gpu, os.environ.get(names.NODE, "")], worker)
+    facts: list[list[str]] = gathered_json([gpu, os.environ.get(names.NODE, "")], worker)
     matches = [_find_matching_shares(config.shares, *rank_facts) for rank_facts in facts]
     for rank, keys in enumerate(matches):
         if len({config.shares[key] for key in keys}) > 1:
-            raise _build_shares_error(
-                f"{' and '.join(keys)} both mean rank {rank} ({' on '.join(filter(None, facts[rank]))})"
-            )
-    unused = [key for key in config.shares if not any(key in keys for keys in matches)]
-    if unused and os.environ.get(names.ATTEMPT, "0") != "0":
-        if worker.is_first:
-            say(f"warning: train.shares: no GPU and no node is called {', '.join(unused)} any more")
-    elif unused:
-        known = ", ".join(sorted({name for rank_facts in facts for name in rank_facts if name}))
+            place = " on ".join(filter(None, facts[rank]))
+            raise _build_shares_error(f"{' and '.join(keys)} both mean rank {rank} ({place})")
+    matched = {key for keys in matches for key in keys}
+    unused = [key for key in config.shares if key not in matched]
+    is_restart = os.environ.get(names.ATTEMPT, "0") != "0"
+    if unused and not is_restart:
+        known = ", ".join(sorted({*itertools.chain(*facts)} - {""}))
         raise _build_shares_error(
             f"{unused[0]} is the name of no GPU and no node", f"they are called {known}" if known else None
         )
+    if unused and worker.is_first:
+        say(f"warning: train.shares: no GPU and no node is called {', '.join(unused)} any more")
     return [config.shares[keys[0]] if keys else 1 for keys in matches]
 
 

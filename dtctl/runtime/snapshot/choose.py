@@ -167,28 +167,33 @@ class _CollectiveRead:
         self.manifest = layout.Manifest.from_bytes(
             _require_report_results([spread_json(text, self._worker, source)])[0].encode(), where=str(self._path)
         )
-        names = list(self.manifest.files)
-        having = {
-            name: [node for node, has in self._holders.items() if has is None or number in has]
-            for number, name in enumerate(names)
-        }
-        open_ = names
-        while open_:
-            lost = [name for name in open_ if not having[name]]
+        unread = list(self.manifest.files)
+        having: dict[str, list[int]] = {}
+        for number, name in enumerate(unread):
+            having[name] = [node for node, has in self._holders.items() if has is None or number in has]
+        while unread:
+            lost = [name for name in unread if not having[name]]
             if lost:
                 named_files = {phrase.split(" ")[0] for _, phrase in wrong}
                 wrong.update({("incomplete", f"{name} is missing"): None for name in lost if name not in named_files})
                 return None
-            shares = self._shared_out(open_, having)
-            mine = [name for name in open_ if shares[name] == self._worker.rank]
-            bad = _run_reporting_errors(partial(read.find_file_faults, self._path, self.manifest, mine, self.contents))
-            reports = _require_report_results(gathered_json(bad, self._worker))
-            open_ = [name for phrases in reports for name in phrases]
-            wrong.update({("corrupt", phrase): None for phrases in reports for phrase in phrases.values()})
-            self.readers |= {name: rank for name, rank in shares.items() if name not in open_}
-            for name in open_:
-                having[name] = [node for node in having[name] if shares[name] not in self._nodes[node]]
+            readers = self._shared_out(unread, having)
+            faults = self._read_own_share(unread, readers)
+            wrong.update({("corrupt", phrase): None for phrase in faults.values()})
+            self.readers |= {name: rank for name, rank in readers.items() if name not in faults}
+            unread = list(faults)
+            for name in unread:  # another node may have a good copy
+                having[name] = [node for node in having[name] if readers[name] not in self._nodes[node]]
         return self
+
+    def _read_own_share(self, names: Sequence[str], readers: Mapping[str, int]) -> dict[str, str]:
+        """Read this worker's files; return the faults that all workers have found, by file. Collective."""
+        own = [name for name in names if readers[name] == self._worker.rank]
+        found = _run_reporting_errors(partial(read.find_file_faults, self._path, self.manifest, own, self.contents))
+        faults: dict[str, str] = {}
+        for reported in _require_report_results(gathered_json(found, self._worker)):
+            faults |= reported
+        return faults
 
     def _shared_out(self, names: Sequence[str], having: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Return the reader of each file: the worker that wrote it if possible, else the one with the least to read."""

@@ -18,6 +18,8 @@ from dtctl.runtime.snapshot.format.encoding import NotEncodable, decode_value, e
 CONFIGURED: Final = "$configured"
 """Key in a group of an optimizer's tree: the arguments that the optimizer was made with."""
 _OPAQUE: Final = "$opaque"
+_NOT_SETTINGS: Final = frozenset(["params", CONFIGURED])
+"""Keys of an encoded group that are not settings of the optimizer."""
 _INLINE_BYTES: Final = 1 << 16
 
 
@@ -251,33 +253,38 @@ def _load_groups(
     configured: Configured | None,
 ) -> list[str]:
     """Assign to each group of the optimizer the former values of its parameters' group; return the differences."""
-    home = {name: group for group in groups for name in group["params"]}
+    former_groups = {name: group for group in groups for name in group["params"]}
     differences: dict[str, None] = {}
     for number, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             continue
-        source = home[names[group["params"][0]]]
+        formers = [former_groups[names[parameter]] for parameter in group["params"]]
+        for other in formers:
+            for key in _list_changed_keys(formers[0], other):
+                text = f"{key} of optimizer groups was not the same for parameters that are one group now"
+                differences[text] = None
+        former, former_initial = formers[0], formers[0].get(CONFIGURED)
         initial = configured[group["params"][0]] if configured is not None else {}
-        told_then = source.get(CONFIGURED)
-        for parameter in group["params"]:
-            other = home[names[parameter]]
-            for key in source.keys() | other.keys():
-                if key not in ("params", CONFIGURED) and not is_same_value(source.get(key), other.get(key)):
-                    differences[f"{key} of optimizer groups was not the same for parameters that are one group now"] = (
-                        None
-                    )
-        for key, value in source.items():
-            if key in ("params", CONFIGURED) or (isinstance(value, dict) and _OPAQUE in value):
+        for key, value in former.items():
+            is_opaque = isinstance(value, dict) and _OPAQUE in value
+            if key in _NOT_SETTINGS or is_opaque:
                 continue
-            if configured is None or (told_then is not None and is_same_value(told_then.get(key), initial.get(key))):
+            # A setting that the program has changed since then keeps its new value.
+            is_unchanged = former_initial is not None and is_same_value(former_initial.get(key), initial.get(key))
+            if configured is None or is_unchanged:
                 group[key] = _like_before(group.get(key), decode_value(value))
         if configured is not None:
-            before = told_then if told_then is not None else source
-            for key in before.keys() | initial.keys():
-                if key not in ("params", CONFIGURED) and not is_same_value(before.get(key), initial.get(key)):
-                    was, now = _format_encoded_value(before.get(key)), _format_encoded_value(initial.get(key))
-                    differences[f"optimizer.param_groups[{number}].{key} changed from {was} to {now}"] = None
+            before = former_initial if former_initial is not None else former
+            for key in _list_changed_keys(before, initial):
+                was, now = _format_encoded_value(before.get(key)), _format_encoded_value(initial.get(key))
+                differences[f"optimizer.param_groups[{number}].{key} changed from {was} to {now}"] = None
     return list(differences)
+
+
+def _list_changed_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the settings in which two encoded groups differ."""
+    keys = (one.keys() | other.keys()) - _NOT_SETTINGS
+    return [key for key in keys if not is_same_value(one.get(key), other.get(key))]
 
 
 def _format_encoded_value(value: Any) -> str:
@@ -297,14 +304,12 @@ def is_same_value(one: Any, other: Any) -> bool:
 
     Tensors are compared bit by bit. NaN equals itself, and a tuple equals its list.
     """
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return torch.equal(view_tensor_bytes(one), view_tensor_bytes(other))
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return (
-            are_tensors
-            and one.dtype == other.dtype
-            and one.shape == other.shape
-            and bool(torch.equal(view_tensor_bytes(one), view_tensor_bytes(other)))
-        )
+        return False
     one, other = (value.get("$tuple", value) if isinstance(value, dict) else value for value in (one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(is_same_value(one[key], other[key]) for key in one)

@@ -252,13 +252,15 @@ def _build_comparison_units(
     """
     units: dict[str, dict[str, str]] = {}
     for name, style in split.styles.items():
-        words = name.split(".")
-        around = [".".join(words[:end]) for end in range(len(words), -1, -1)]
-        if config.sequence_parallel and found is not None and _block_of(name, found):
-            around = [_block_of(name, found)]
-        elif style not in ("embedding", "colwise-gather"):
-            around = [one for one in around if _has_pair(one, split.styles)] or [""]
-        unit = next((one for one in around if one in calls), None)
+        block = _block_of(name, found) if config.sequence_parallel and found is not None else ""
+        if block:
+            candidates = [block]
+        else:
+            words = name.split(".")
+            candidates = [".".join(words[:end]) for end in range(len(words), -1, -1)]
+            if style not in ("embedding", "colwise-gather"):
+                candidates = [module for module in candidates if _has_pair(module, split.styles)] or [""]
+        unit = next((module for module in candidates if module in calls), None)
         if unit is None:
             raise _not_compared(name)
         units.setdefault(unit, {})[name] = style

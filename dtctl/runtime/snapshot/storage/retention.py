@@ -74,15 +74,23 @@ def remove_expired_snapshots(folder: Place, *, newest: Place, rule: RetentionRul
         Paths that were removed.
     """
     listed, last = layout.list_step_folders(folder), layout.parse_snapshot_step(newest) or 0
-    # Of the same step only `newest` stays: any other one is damaged, or is replaced by it.
-    count = [(step, path) for step, path in listed if step < last or path == newest]
-    whole = [(step, path) for step, path in count if (path / layout.COMMIT).is_file()]
-    stays = rule.choose_retained_steps([(step, made_s(path) if rule.every_s else 0.0) for step, path in whole]) | {last}
-    kept_paths = {path for step, path in whole if step in stays}
-    gone = [path for _, path in listed if path not in kept_paths]
-    gone += [path for path in folder.iterdir() if path.name.startswith(".") and path.name.endswith(layout.DRAFT_SUFFIX)]
+    steps: dict[Place, int] = {}
+    for step, path in listed:
+        # Of the same step only `newest` stays: any other one is damaged, or is replaced by it.
+        is_candidate = step < last or path == newest
+        if is_candidate and (path / layout.COMMIT).is_file():
+            steps[path] = step
+    made = [(step, made_s(path) if rule.every_s else 0.0) for path, step in steps.items()]
+    kept_steps = rule.choose_retained_steps(made) | {last}
+    gone = [path for _, path in listed if steps.get(path) not in kept_steps]
+    gone += [path for path in folder.iterdir() if _is_draft(path)]
     remove_snapshot_folders(gone)
     return gone
+
+
+def _is_draft(path: Place) -> bool:
+    """Return whether a path is a snapshot that was not written completely."""
+    return path.name.startswith(".") and path.name.endswith(layout.DRAFT_SUFFIX)
 
 
 def remove_snapshot_folders(paths: Sequence[Place]) -> list[Place]:
