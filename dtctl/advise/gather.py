@@ -257,12 +257,14 @@ def _build_spec_layout(written: Mapping[str, Any], hardware: Hardware) -> Parall
     except PlanError:
         return None
     recompute = written.get("checkpointing", "none")
+    if isinstance(recompute, int):  # every so many blocks
+        recompute = "full" if recompute == 1 else "none"
     return replace(
         of_mesh(degrees),
         zero=1 if strategy == "zero1" else 0,
         micro_batch=micro or DEFAULT_MICRO_BATCH,
         accumulate=accumulate or (2 * degrees.pp if degrees.pp > 1 else 1),
-        recompute=("full" if recompute == 1 else "none") if isinstance(recompute, int) else recompute,
+        recompute=recompute,
         offload=bool((written.get("fsdp") or {}).get("cpu_offload")),
         precision=written.get("precision") or "fp32",
     )

@@ -92,7 +92,11 @@ def _build_proportioned_shape(params: float, known: dict[str, Any]) -> Transform
     """A GPT in the usual proportions: width 128 times the number of blocks, and heads that a node's GPUs can divide."""
     layers = known.get("layers") or max(1, round((params / (12 * 128**2)) ** (1 / 3)))
     width = (params / (12 * layers)) ** 0.5
-    step = 1024 if width >= 4096 else 512 if width >= 1024 else 128
+    step = 128
+    if width >= 4096:
+        step = 1024
+    elif width >= 1024:
+        step = 512
     hidden = known.get("hidden") or max(128, round(width / step) * step)
     vocab = min(50257, max(256, int(params / 4 / hidden)))
     return replace(_build_gpt_shape("", layers, hidden, max(1, hidden // 128)), vocab=vocab)

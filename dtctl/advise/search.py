@@ -200,14 +200,14 @@ def _generate_mesh_layouts(task: PlanningTask) -> Iterator[ParallelLayout]:
         for pp in _list_divisors(hardware.gpus // tp):
             if pp > model.layers:
                 continue
-            for cp in (
-                _list_divisors(hardware.gpus // tp // pp) if task.beyond or _can_divide_sequences(task, pp) else (1,)
-            ):
-                if model.seq % (2 * cp) and cp > 1:
+            rest = hardware.gpus // tp // pp
+            divides_sequences = task.beyond or _can_divide_sequences(task, pp)
+            for cp in _list_divisors(rest) if divides_sequences else (1,):
+                if cp > 1 and model.seq % (2 * cp):
                     continue
-                rest = hardware.gpus // tp // pp // cp
-                for fsdp in _list_divisors(rest):
-                    layout = ParallelLayout(dp=rest // fsdp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
+                data = rest // cp
+                for fsdp in _list_divisors(data):
+                    layout = ParallelLayout(dp=data // fsdp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
                     yield from _generate_expert_layouts(task, layout)
                     if layout.dp > 1 and layout.shards == 1 and (layout.workers == layout.dp or task.recipe.free):
                         yield from _generate_expert_layouts(task, replace(layout, zero=1))

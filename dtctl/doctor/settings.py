@@ -53,7 +53,9 @@ def _build_node_settings(
 ) -> dict[str, Any]:
     ways = [way for other in reports if other is not node and (way := node.facts["ways"].get(other.address))]
     chosen = spec.network.interface
-    named = chosen.get(node.name) if isinstance(chosen, dict) else None if chosen == "auto" else chosen
+    named = None if chosen == "auto" else chosen
+    if isinstance(named, dict):
+        named = named.get(node.name)
     network = profiles.NetworkProfile(
         interface=named or (ways[0] if ways else ""),
         named=named is not None,

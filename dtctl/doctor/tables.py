@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dtctl.doctor.checks.links import RAN, rate_text
@@ -36,17 +36,23 @@ def node_table(done: Examination) -> tuple[list[str], list[list[str]]]:
     """
     rows = []
     for seen in done.seen:
-        cells = []
-        for checks in _LAYERS.values():
-            of_layer = [one for one in done.findings if one.check in checks]
-            here = [one for one in of_layer if seen.name in one.nodes]
-            said = {one.status for one in here}
-            looked_at = any(one.status != "skip" for one in of_layer)
-            gone = not looked_at or (seen.error is not None and "reach" not in checks)
-            worst = next((status for status in ("fail", "warn") if status in said), "")
-            cells.append("-" if gone else worst or ("partly" if any(one.missing for one in here) else "ok"))
+        cells = [_summarize_layer(done, seen, checks) for checks in _LAYERS.values()]
         rows.append([seen.name, seen.address, *cells])
     return ["NODE", "ADDRESS", *_LAYERS], rows
+
+
+def _summarize_layer(done: Examination, seen: NodeReport, checks: Collection[str]) -> str:
+    """Return the worst result of the checks of a layer on a node."""
+    of_layer = [finding for finding in done.findings if finding.check in checks]
+    is_examined = any(finding.status != "skip" for finding in of_layer)
+    is_unreached = seen.error is not None and "reach" not in checks
+    if not is_examined or is_unreached:
+        return "-"
+    here = [finding for finding in of_layer if seen.name in finding.nodes]
+    for status in ("fail", "warn"):
+        if any(finding.status == status for finding in here):
+            return status
+    return "partly" if any(finding.missing for finding in here) else "ok"
 
 
 def gpu_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
@@ -63,7 +69,9 @@ def gpu_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
 
 
 def _format_figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
@@ -76,12 +84,9 @@ def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
                 worst.setdefault((seen.name, answer["node"]), answer["result"])
     if not worst or len(names) > MAX_MATRIX:
         return None
-    known = {(seen.name, answer["node"]) for seen in done.seen for answer in seen.answers}
-    rows = [
-        [name, *("" if name == other else _SHORT[worst.get((name, other), "ok")] if (name, other) in known else "?"
-                for other in names)]
-        for name in names
-    ]  # fmt: skip
+    called = {(seen.name, answer["node"]) for seen in done.seen for answer in seen.answers}
+    cells = {pair: _SHORT[worst.get(pair, "ok")] for pair in called}
+    rows = _build_matrix(names, cells)
     return ["FROM \\ TO", *names], rows
 
 
@@ -102,10 +107,15 @@ def link_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
     bad = any(one.check in RAN and one.status in ("fail", "warn") for one in done.findings)
     if not bad or len(names) > MAX_MATRIX:
         return None
-    rates = {(one["from"], one["to"]): one["mbit_s"] for one in list_link_measurements(done.seen)}
-    rows = [
-        [one, *("" if one == other else rate_text(rates[one, other]) if rates.get((one, other)) else "?"
-                for other in names)]
-        for one in names
-    ]  # fmt: skip
+    measured = [link for link in list_link_measurements(done.seen) if link["mbit_s"]]
+    rows = _build_matrix(names, {(link["from"], link["to"]): rate_text(link["mbit_s"]) for link in measured})
     return ["FROM \\ TO", *names], rows
+
+
+def _build_matrix(names: Sequence[str], cells: Mapping[tuple[str, str], str]) -> list[list[str]]:
+    """Return a row for each node with its cell for each other node; `?` where there is none."""
+    rows = []
+    for name in names:
+        row = ["" if other == name else cells.get((name, other), "?") for other in names]
+        rows.append([name, *row])
+    return rows

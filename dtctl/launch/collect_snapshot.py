@@ -7,6 +7,7 @@ A node's answer decides about its own files, and about files of other nodes only
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +87,9 @@ class DistributedSnapshot:
         holders = self.holders
         missing = [f"{name} is missing" for name in self.sizes if name not in holders]
         unreported = [name for name in missing if not any(name.split(" ")[0] in phrase for phrase in self.problems)]
-        status = "ok" if self.is_readable else "corrupt" if self.problems and self.sizes else "incomplete"
+        status = "ok"
+        if not self.is_readable:
+            status = "corrupt" if self.problems and self.sizes else "incomplete"
         bad = [*self.problems, *unreported]
         return {"path": self.path, "step": self.step, "status": status, "bad": bad, "node": ", ".join(self.nodes)}
 
@@ -159,22 +162,22 @@ class PruneRule:
         """Return the steps to keep of readable snapshots and their times; the newest is always kept."""
         oldest_first = sorted(readable, key=lambda row: row[0].step)
         recorded_rule = oldest_first[-1][0].retention if oldest_first else {}
-        keep = max(1, self.keep if self.keep is not None else _parse_number_or_default(recorded_rule.get("keep"), 1))
-        every_s = (
-            self.every_s
-            if self.every_s is not None
-            else _parse_number_or_default(recorded_rule.get("every_s"), 0.0) or None
-        )
-        kept_steps = {snapshot.step for snapshot, _ in oldest_first[-int(keep) :]}
-        last_s: float | None = None
-        for snapshot, made_s in oldest_first if every_s is not None else ():
-            if last_s is None or made_s - last_s >= (every_s or 0.0):
-                kept_steps.add(snapshot.step)
-                last_s = made_s
-        best = recorded_rule.get("best") if self.keep_best else ()
-        return kept_steps | {
-            snapshot.step for snapshot, _ in oldest_first if snapshot.step in (best if isinstance(best, list) else ())
-        }
+        keep, every_s = self.keep, self.every_s
+        if keep is None:
+            keep = _parse_number_or_default(recorded_rule.get("keep"), 1)
+        if every_s is None:
+            every_s = _parse_number_or_default(recorded_rule.get("every_s"), 0.0) or None
+        kept_steps = {snapshot.step for snapshot, _ in oldest_first[-int(max(1, keep)) :]}
+        if every_s is not None:
+            last_s = -math.inf
+            for snapshot, made_s in oldest_first:
+                if made_s - last_s >= every_s:
+                    kept_steps.add(snapshot.step)
+                    last_s = made_s
+        best = recorded_rule.get("best")
+        if self.keep_best and isinstance(best, list):
+            kept_steps |= {snapshot.step for snapshot, _ in oldest_first if snapshot.step in best}
+        return kept_steps
 
 
 def _parse_number_or_default(value: Any, otherwise: float) -> Any:

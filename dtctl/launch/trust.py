@@ -138,9 +138,9 @@ def list_local_programs(spec: Spec, record: RunRecord | None = None) -> list[str
         for planned in record.plan().get("nodes", []):
             paths |= {planned.get("python") or "": "cluster.python", planned.get("workdir", ""): "cluster.workdir"}
             # launch/snapshots.py runs commands with these values.
-            variables |= {
-                each["name"]: each["value"] for each in planned.get("env", []) if each["name"] == "PYTHONPATH"
-            }
+            for variable in planned.get("env", []):
+                if variable["name"] == "PYTHONPATH":
+                    variables["PYTHONPATH"] = variable["value"]
             lines |= dict.fromkeys(planned.get("setup", []))
         paths |= dict.fromkeys(record.read_code_folders().values(), "job.files")
     phrases = [
@@ -151,11 +151,16 @@ def list_local_programs(spec: Spec, record: RunRecord | None = None) -> list[str
     phrases += [
         f"{name}={value} makes programs here run code of the folder (job.env)"
         for name, value in variables.items()
-        if "$(" in value
-        or "`" in value
-        or any(_leads_into(part, spec.base_dir, roots) for part in _split_path_value(value))
+        if _may_name_code(value, spec.base_dir, roots)
     ]
     return phrases + [f"`{line}` is run here (job.setup)" for line in lines]
+
+
+def _may_name_code(value: str, base_dir: Path, roots: set[Path]) -> bool:
+    """Return whether the value of a variable leads into the folder, or has a command whose output may."""
+    if "$(" in value or "`" in value:
+        return True
+    return any(_leads_into(part, base_dir, roots) for part in _split_path_value(value))
 
 
 def _find_roots(base_dir: Path) -> set[Path]:

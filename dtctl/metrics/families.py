@@ -159,6 +159,9 @@ def _escape_metric_text(text: str, *, quotes: bool = False) -> str:
 
 
 def _format_sample_value(value: float) -> str:
-    if math.isfinite(value):
-        return repr(int(value)) if value.is_integer() and abs(value) < 1 << 53 else repr(value)
-    return "NaN" if math.isnan(value) else ("+Inf" if value > 0 else "-Inf")
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    is_exact_integer = value.is_integer() and abs(value) < 1 << 53
+    return repr(int(value)) if is_exact_integer else repr(value)

@@ -122,9 +122,10 @@ def _build_metric_chart(runs: Sequence[RunFacts], plot: Plot) -> dict[str, Any]:
             curve = run.metrics.curves.get(key) if run.metrics else None
             if curve is None or not _has_values(curve):
                 continue
-            series_name = (
-                label if len(runs) == 1 else f"{run.state.run} {label}" if len(plot.keys) > 1 else run.state.run
-            )
+            words = [run.state.run] if len(runs) > 1 else []
+            if len(runs) == 1 or len(plot.keys) > 1:
+                words.append(label)
+            series_name = " ".join(words)
             series.append(
                 {"label": series_name, "run": number, "dash": dash, **_build_series_points(curve, plot.scale)}
             )

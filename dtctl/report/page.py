@@ -215,15 +215,13 @@ def build_figure_tiles(run: RunFacts) -> list[tuple[str, str, str]]:
         if memory[0] > 0:
             items.append(("memory", f"{memory[0]:.3g} GiB", "peak of rank 0"))
     end = state.done
-    processes_left = end.left_behind if end is not None else None
-    best_evaluation = (
-        f"{format_count(processes_left, 'process', 'processes')} left"
-        if processes_left is not None
-        else "remaining processes could not be counted"
-        if end
-        else ""
-    )
-    items.append(("exit code", str(end.exit_code) if end else "–", best_evaluation))
+    if end is None:
+        items.append(("exit code", "–", ""))
+    else:
+        left = "remaining processes could not be counted"
+        if end.left_behind is not None:
+            left = f"{format_count(end.left_behind, 'process', 'processes')} left"
+        items.append(("exit code", str(end.exit_code), left))
     return items
 
 
@@ -347,13 +345,13 @@ def node_rows(run: RunFacts) -> list[dict[str, str]]:
     for node, state in run.history.nodes.items():
         plan = planned.get(node, {})
         slots, first = int(plan.get("slots", 0)), int(plan.get("first_rank", 0))
-        ranks = "" if not slots else str(first) if slots == 1 else f"{first}–{first + slots - 1}"
+        ranks = f"{first}–{first + slots - 1}" if slots > 1 else str(first)
         troubles = [mark.text for mark in run.history.marks if mark.node == node and mark.kind in ("failure", "note")]
         rows.append(
             {
                 "node": node,
                 "address": str(plan.get("address", "took part earlier")),
-                "ranks": ranks,
+                "ranks": ranks if slots else "",
                 "interface": run.history.interfaces.get(node, ""),
                 "state": state,
                 "first": str(run.history.failures.get(node, 0) or ""),

@@ -43,21 +43,26 @@ def find_blocks_by_name(model: nn.Module) -> dict[str, nn.Module]:
     Blocks are the members of its ModuleLists that have parameters. If there are none, blocks are the children of its
     Sequentials that have at least one sibling of the same class.
     """
+    return _find_members(model, nn.ModuleList) or _find_members(model, nn.Sequential)
+
+
+def _find_members(model: nn.Module, kind: type[nn.ModuleList | nn.Sequential]) -> dict[str, nn.Module]:
+    """Return the members of the outermost lists of a kind that count as blocks, by name."""
     blocks: dict[str, nn.Module] = {}
-    for kind in (nn.ModuleList, nn.Sequential):
-        for path, parent in model.named_modules():
-            if not isinstance(parent, kind) or any(path == name or path.startswith(f"{name}.") for name in blocks):
-                continue
-            wanted = {name: child for name, child in parent.named_children() if any(True for _ in child.parameters())}
-            often = Counter(type(child) for child in wanted.values())
-            blocks |= {
-                f"{path}.{name}" if path else name: child
-                for name, child in wanted.items()
-                if kind is nn.ModuleList or often[type(child)] > 1
-            }
-        if blocks:
-            return blocks
+    for path, parent in model.named_modules():
+        is_inside = any(path == name or path.startswith(f"{name}.") for name in blocks)
+        if not isinstance(parent, kind) or is_inside:
+            continue
+        children = {name: child for name, child in parent.named_children() if _has_parameters(child)}
+        counts = Counter(type(child) for child in children.values())
+        for name, child in children.items():
+            if kind is nn.ModuleList or counts[type(child)] > 1:
+                blocks[f"{path}.{name}" if path else name] = child
     return blocks
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def prepare_blocks(model: nn.Module, config: TrainConfig) -> None:

@@ -23,18 +23,23 @@ def parse_array_indexes(text: str, *, where: str) -> list[int]:
         PlanError: the text is not a list of task indexes, or has more than 10,000 tasks.
     """
     numbers: set[int] = set()
-    parts = [_PART.match(part) for part in re.sub(r"%\d+\Z", "", text).split(",")]
-    for part in parts:
-        first, last, step = (int(field or 0) for field in part.groups()) if part else (1, 0, 0)
-        last = last if part and part[2] else first
-        if part is None or last < first or (part[3] and not step):
-            raise PlanError(f"{text!r} does not name the tasks of an array", where=where, hint="for example 0-9%2")
-        if (last - first) // (step or 1) >= MOST:
+    for part in re.sub(r"%\d+\Z", "", text).split(","):
+        match = _PART.match(part)
+        if match is None:
+            raise _build_array_error(text, where)
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if last < first or step == 0:
+            raise _build_array_error(text, where)
+        if (last - first) // step >= MOST:
             raise _too_many(where)
-        numbers.update(range(first, last + 1, step or 1))
+        numbers.update(range(first, last + 1, step))
     if len(numbers) > MOST:
         raise _too_many(where)
     return sorted(numbers)
+
+
+def _build_array_error(text: str, where: str) -> PlanError:
+    return PlanError(f"{text!r} does not name the tasks of an array", where=where, hint="for example 0-9%2")
 
 
 def _too_many(where: str) -> PlanError:

@@ -43,7 +43,10 @@ def format_dotted_key(path: Path) -> str:
     """Return the text of a key; `parse_key` reverses this."""
     text = ""
     for step in path:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            text += f".{step}" if text else step
     return text
 
 

@@ -468,17 +468,21 @@ def _find_written_entries(run_dir: str, paths: list):  # type: ignore[no-untyped
     if record is None or record["how"] == "shared":
         return
     pushed = {row[0]: tuple(row[1:]) for row in record["files"]}
+    takes_all = not paths
     for path in paths or [""]:
         name = path.strip("/")
         start = "/" + name if path.startswith("/") else os.path.join(top, name)
-        start = os.path.realpath(start) if os.path.islink(start) else start
-        for file, info in _walk_files_and_links(start, name, skip=() if paths else (COMPILED,)):
+        if os.path.islink(start):
+            start = os.path.realpath(start)
+        for file, info in _walk_files_and_links(start, name, skip=(COMPILED,) if takes_all else ()):
             facts = _build_file_stamp(info)
             known = pushed.get(os.fsencode(file).decode("latin-1"))
             # Records of copies have no inode, see `copy_record`.
-            if not paths and known is not None and known == facts[: len(known)]:
+            if takes_all and known is not None and known == facts[: len(known)]:
                 continue
-            if not paths and stat.S_ISLNK(info.st_mode) and (place := _find_earlier_output(run_dir, top, file)):
+            is_link = stat.S_ISLNK(info.st_mode)
+            place = _find_earlier_output(run_dir, top, file) if takes_all and is_link else None
+            if place:
                 yield from _walk_files_and_links(place, file, skip=(COMPILED,))
             else:
                 yield file, info

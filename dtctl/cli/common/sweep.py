@@ -180,8 +180,9 @@ def show_sweep(runs: Sequence[LaunchOptions], codes: dict[str, int]) -> None:
         base = Path(one.spec).parent if one.spec is not None and str(one.spec) != "-" else Path()
         logged = read_newest_metrics(RunRecord(base / names.STATE_DIR / names.RUNS_DIR / name))
         newest = logged[-1] if logged else {}
-        code = codes.get(name)
-        status = "not launched" if code is None else "succeeded" if code == 0 else f"exit code {code}"
+        status = "not launched"
+        if name in codes:
+            status = f"exit code {codes[name]}" if codes[name] else "succeeded"
         step = f"{newest['step']:.0f}" if newest else ""
         rows.append([name, *one.sweep.values(), status, step, loss_text(newest)])
     output.print_table(rows, header=["RUN", *runs[0].sweep, "STATUS", "STEP", "LOSS"])

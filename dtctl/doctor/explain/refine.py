@@ -241,6 +241,15 @@ def _at_the_barrier(found: Diagnosis, group: list[SignatureMatch]) -> Diagnosis:
     return replace(found, cause=f"{joined} processes reached the first barrier, and the world size is {world}: {why}")
 
 
+_GPU_ERRORS = (
+    (("fallen off the bus", "NVRM: The NVIDIA"), "it has fallen off the bus"),
+    (("ECC", "remap"), "its memory has an error that could not be corrected (ECC)"),
+    (("GSP",), "its firmware (GSP) does not answer"),
+    (("NVLink", "SXid"), "an NVLink has failed"),
+)
+"""Words of the kernel's message without a known Xid, and their meaning; the first that matches counts."""
+
+
 def _refine_gpu_error(found: Diagnosis, group: list[SignatureMatch]) -> Diagnosis:
     """Name the GPU and the meaning of the Xid in the lines."""
     groups: dict[str, str] = {}
@@ -249,18 +258,10 @@ def _refine_gpu_error(found: Diagnosis, group: list[SignatureMatch]) -> Diagnosi
     pci = f" {groups['pci'].rstrip('.')}" if "pci" in groups else ""
     said = " ".join(hit.line.text for hit in group)
     number = int(groups.get("xid", 0))
-    meaning = XIDS.get(number) or (
-        "it has fallen off the bus" if "fallen off the bus" in said or "NVRM: The NVIDIA" in said
-        else "its memory has an error that could not be corrected (ECC)" if "ECC" in said or "remap" in said
-        else "its firmware (GSP) does not answer" if "GSP" in said
-        else "an NVLink has failed" if "NVLink" in said or "SXid" in said else ""
-    )  # fmt: skip
+    meaning = XIDS.get(number) or next((text for words, text in _GPU_ERRORS if any(word in said for word in words)), "")
     xid = f"Xid {number}" if number else ""
-    return replace(
-        found,
-        cause=f"GPU{pci} has failed: "
-        + (f"{xid}, {meaning}" if xid and meaning else meaning or xid or "its driver reports it"),
-    )
+    what = ", ".join(filter(None, (xid, meaning))) or "its driver reports it"
+    return replace(found, cause=f"GPU{pci} has failed: {what}")
 
 
 def _refine_failed_address(found: Diagnosis, group: list[SignatureMatch], all_: LogFindings) -> Diagnosis:

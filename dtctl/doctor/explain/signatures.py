@@ -209,4 +209,6 @@ def compute_signature_rank(signature: Signature) -> int:
     """Return the rank of a signature; a lower rank explains a failure better."""
     if signature.role != "cause":
         return _ROLES[signature.role]
-    return 2 if signature.ambiguous else 1 if signature.yields else 0
+    if signature.ambiguous:
+        return 2
+    return 1 if signature.yields else 0

@@ -80,7 +80,9 @@ def classify_finding_source(hit: SignatureMatch) -> Voice:
 
 def build_hit_sort_key(hit: SignatureMatch, many: bool) -> tuple[float, int]:
     """Return the key for sorting: the time if several files are compared, otherwise the position."""
-    return (hit.time if many and hit.time is not None else _NEVER if many else 0.0, hit.order)
+    if not many:
+        return 0.0, hit.order
+    return _NEVER if hit.time is None else hit.time, hit.order
 
 
 def is_before(one: SignatureMatch, other: SignatureMatch) -> bool | None:

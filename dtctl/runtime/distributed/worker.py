@@ -113,6 +113,8 @@ def resolve_worker_from_env(environ: Mapping[str, str]) -> Worker:
             where="environment of the worker",
         )
     device = _choose_worker_device(local_rank, environ)
+    # Workers with a GPU have both, so that collectives on CPU tensors (flags, headers) never wait for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     return Worker(
         rank=rank,
         local_rank=local_rank,
@@ -120,8 +122,7 @@ def resolve_worker_from_env(environ: Mapping[str, str]) -> Worker:
         local_world_size=local_world_size,
         node_rank=_parse_env_number(environ, names.GROUP_RANK, 0),
         device=device,
-        # The GPU build has both back ends, so that collectives on CPU tensors (flags, headers) never wait for the GPU.
-        backend=None if world_size == 1 else "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        backend=backend if world_size > 1 else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,15 +43,20 @@ class WrappedModel:
         wrappers = {name: list(list_wrappers(each)) for name, each in list_models(model).items()}
         self.module = join_models({name: each[-1] for name, each in wrappers.items()})
         _require_known_division(self.module, optimizer)
-        self._ddps = [each for row in wrappers.values() for each in row if isinstance(each, DistributedDataParallel)]
-        self._sharded = [each for each in self.module.modules() if hasattr(each, "set_requires_gradient_sync")]
+        layers = itertools.chain.from_iterable(wrappers.values())
+        self._ddps = [layer for layer in layers if isinstance(layer, DistributedDataParallel)]
+        self._sharded = [module for module in self.module.modules() if hasattr(module, "set_requires_gradient_sync")]
         own = list(self.module.state_dict())
         everyone = gathered_json(own, worker)
-        self.absent_keys: Collection[str] = {name for names in everyone for name in names} - set(own)
+        self.absent_keys: Collection[str] = set().union(*everyone) - set(own)
         is_divided = any(hasattr(parameter, "device_mesh") for parameter in self.module.parameters())
         self.sharded_state = any(gathered_json(bool(self.absent_keys) or is_divided, worker))
-        kinds = {"ddp": bool(self._ddps), "fsdp": bool(self._sharded), "sharded": self.sharded_state}
-        self.name = next((kind for kind, is_so in kinds.items() if is_so), "single")
+        if self._ddps:
+            self.name = "ddp"
+        elif self._sharded:
+            self.name = "fsdp"
+        else:
+            self.name = "sharded" if self.sharded_state else "single"
         orders = [BucketOrder(ddp) for ddp in self._ddps if not ddp.find_unused_parameters and not ddp.static_graph]
         self.buckets = BucketOrders(orders) if orders else None
 

@@ -123,19 +123,27 @@ def _check_named_paths(env: dict) -> dict:  # type: ignore[type-arg]
     """Return the problem with the file or folder that a variable names, by variable."""
     found = {}
     for name, value in env.items():
-        why = ""
-        if name in WRITTEN or name.endswith(WRITTEN_ENDS):
-            path = os.path.expanduser(value.split("%", 1)[0])
-            if not os.path.isabs(path):
-                continue
-            if name.endswith("_FILE"):
-                why = _check_existing_folder(os.path.dirname(path))
-            else:
-                why = find_usable_folder(path)[1]
-        elif (name.endswith(_READ_ENDS) and name.startswith(_READ_OF)) or name in _PRELOADED:
-            paths = value.replace(" ", ":").split(":") if name in _PRELOADED else [os.path.expanduser(value)]
-            lost = [path for path in paths if os.path.isabs(path) and not os.path.exists(path)]
-            why = "%s: %s" % (lost[0], os.strerror(errno.ENOENT)) if lost else ""
-        if why:
-            found[name] = why
+        problem = _check_named_path(name, value)
+        if problem:
+            found[name] = problem
     return found
+
+
+def _check_named_path(name: str, value: str) -> str:
+    """Return the problem with the file or folder that a variable names; empty if there is none."""
+    if name in WRITTEN or name.endswith(WRITTEN_ENDS):
+        path = os.path.expanduser(value.split("%", 1)[0])
+        if not os.path.isabs(path):
+            return ""
+        if name.endswith("_FILE"):
+            return _check_existing_folder(os.path.dirname(path))
+        problem: str = find_usable_folder(path)[1]
+        return problem
+    if name in _PRELOADED:
+        paths = value.replace(" ", ":").split(":")
+    elif name.endswith(_READ_ENDS) and name.startswith(_READ_OF):
+        paths = [os.path.expanduser(value)]
+    else:
+        return ""
+    lost = [path for path in paths if os.path.isabs(path) and not os.path.exists(path)]
+    return "%s: %s" % (lost[0], os.strerror(errno.ENOENT)) if lost else ""
