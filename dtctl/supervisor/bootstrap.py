@@ -27,10 +27,12 @@ import tokenize
 import types
 import zlib
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtctl import folders, shell
-from dtctl.supervisor.records import write_atomically
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 MAIN = "dtctl.supervisor.main"
 PACKAGES = ("dtctl", "dtctl.supervisor", "dtctl.supervisor.messages", "dtctl.supervisor.probe")
@@ -132,9 +134,14 @@ os._exit(main(workdir, early))
 """
 
 
+def _locate_package(package: str) -> Traversable:
+    # `resources.files(package)` would import the package, and a launch needs no module of the probe.
+    return resources.files("dtctl").joinpath(*package.split(".")[1:])
+
+
 def _read_module_text(name: str) -> str:
     package, _, leaf = name.rpartition(".")
-    return (resources.files(package) / f"{leaf}.py").read_text(encoding="utf-8")
+    return _locate_package(package).joinpath(f"{leaf}.py").read_text(encoding="utf-8")
 
 
 _packing = threading.Lock()
@@ -158,6 +165,8 @@ def _load_packed_modules(answering: str, form: str) -> bytes:
         kept = folders.read_regular(path, MAX_PACKED_BYTES)
         if kept[:64] == digest + hashlib.sha256(kept[64:]).digest():
             return kept[64:]
+    from dtctl.supervisor.records import write_atomically  # Most launches write nothing.
+
     packed = _pack_codes(answering) if form == "codes" else _pack_texts(answering)
     with contextlib.suppress(OSError):  # Without the file, the next launch packs again.
         folders.make_private(folder)
@@ -229,7 +238,7 @@ def _find_dtctl_imports(code: types.CodeType) -> list[str]:
 
 @functools.cache
 def _list_package_modules(package: str) -> frozenset[str]:
-    return frozenset(each.name[:-3] for each in resources.files(package).iterdir() if each.name.endswith(".py"))
+    return frozenset(each.name[:-3] for each in _locate_package(package).iterdir() if each.name.endswith(".py"))
 
 
 def _compile_module(name: str, imports: list[str]) -> types.CodeType:
