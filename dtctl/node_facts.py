@@ -165,13 +165,14 @@ def amd_devices() -> list:  # type: ignore[type-arg]
     """Device files of AMD's GPUs that this process may open; both the driver's own and theirs are needed."""
     if not _can_open_device("/dev/kfd"):
         return []
-    return [
-        name
-        for name in sorted(_list_folder("/dev/dri"))
-        if name.startswith("renderD")
-        and read_system_file("/sys/class/drm/%s/device/vendor" % name).strip() == "0x1002"
-        and _can_open_device("/dev/dri/" + name)
-    ]
+    names = []
+    for name in sorted(_list_folder("/dev/dri")):
+        if not name.startswith("renderD"):
+            continue
+        vendor = read_system_file("/sys/class/drm/%s/device/vendor" % name).strip()
+        if vendor == "0x1002" and _can_open_device("/dev/dri/" + name):
+            names.append(name)
+    return names
 
 
 def check_rdma_access(device: str) -> str:

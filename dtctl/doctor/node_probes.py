@@ -6,6 +6,7 @@ Each phase has a time limit: a node that does not answer in time is reported, an
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import threading
 import time
@@ -320,22 +321,22 @@ def _start_probes(nodes: Sequence[_ProbedNode], *, progress: Progress) -> None:
     progress(f"asking {len(nodes)} node{'s' * (len(nodes) != 1)}")
     _run_on_nodes(nodes, _ProbedNode.connect_probe, limit_s=connect_s + HELLO_LIMIT_S, doing="starting a program")
     quickest = min((node.seen.login_s[0] for node in nodes if node.seen.login_s), default=0.0)
-    odd = [
-        node
-        for node in nodes
-        if (node.seen.error is not None and node.is_logged_in)
-        or (node.seen.login_s and node.seen.login_s[0] > max(SLOW_LOGIN_S, 3 * quickest))
-    ]
-    if odd:
-        progress(f"examining the login of {', '.join(node.seen.name for node in odd)}")
-        slow = (
-            SLOW_LOGIN_S
-            if all(node.seen.error is not None for node in odd)
-            else max(quickest, *(login_s for node in odd for login_s in node.seen.login_s))
-        )
-        _run_on_nodes(
-            odd, _ProbedNode.check_login_shell, limit_s=SHELL_LIMIT_S + slow, doing="running `echo`", also_bad=True
-        )
+    limit_s = max(SLOW_LOGIN_S, 3 * quickest)
+    odd = []
+    for node in nodes:
+        has_failed = node.seen.error is not None and node.is_logged_in
+        is_slow = bool(node.seen.login_s) and node.seen.login_s[0] > limit_s
+        if has_failed or is_slow:
+            odd.append(node)
+    if not odd:
+        return
+    progress(f"examining the login of {', '.join(node.seen.name for node in odd)}")
+    slowest_s = SLOW_LOGIN_S
+    if any(node.seen.error is None for node in odd):
+        slowest_s = max(quickest, *itertools.chain.from_iterable(node.seen.login_s for node in odd))
+    _run_on_nodes(
+        odd, _ProbedNode.check_login_shell, limit_s=SHELL_LIMIT_S + slowest_s, doing="running `echo`", also_bad=True
+    )
 
 
 def _ask_facts(nodes: Sequence[_ProbedNode], names: Sequence[str]) -> None:
@@ -406,13 +407,16 @@ def _call_spread_ports(
     good = good_ways([node.seen for node in nodes])
 
     def call(node: _ProbedNode) -> None:
-        targets = [
-            [called.seen.name, _choose_call_address(node.seen, called.seen, kind, nodes[0].seen), port, kind]
-            for place, called in enumerate(one for one in there if one is not node)
-            if called.seen.error is None and (node.seen.name, called.seen.name) in good
-            for kind, known in ports.get(called.seen.name, {}).items()
-            for port in _choose_caller_ports(known, nodes.index(node) + place, len(there))
-        ]
+        targets: list[list[Any]] = []
+        others = [other for other in there if other is not node]
+        for place, called in enumerate(others, nodes.index(node)):
+            name = called.seen.name
+            if called.seen.error is not None or (node.seen.name, name) not in good:
+                continue
+            for kind, known in ports.get(name, {}).items():
+                address = _choose_call_address(node.seen, called.seen, kind, nodes[0].seen)
+                called_ports = _choose_caller_ports(known, place, len(there))
+                targets += [[name, address, port, kind] for port in called_ports]
         if not targets:
             return
         reply = node.send_request(CallNodes(token=token, targets=targets, timeout_s=CALL_TIMEOUT_S))

@@ -86,10 +86,11 @@ def plan_removal(base_dir: Path, stores: NodeStores | None, rule: CleanRule) -> 
     unreachable = elsewhere & (own_runs - needed)
     staying = needed | unreachable
     items = [item for item in covered if item.kind != "run" or item.name not in staying]
+    far_runs = [item for item in items if item.kind == "run" and item.node != HERE]
     launched = {record.run for record in list_run_records(base_dir)}
     return CleanPlan(
         items=items,
-        foreign=[item for item in items if item.kind == "run" and item.node != HERE and item.name not in launched],
+        foreign=[item for item in far_runs if item.name not in launched],
         below_limits=[item for item in found if item.name not in elsewhere and not rule.covers(item)],
         unreachable_runs=len(unreachable),
         errors=errors,

@@ -119,10 +119,10 @@ def _build_torchrun_argv(
 
 def with_options(argv: Sequence[str], options: Mapping[str, str]) -> list[str]:
     """Return an argv of torchrun with other words for some of its options; nothing behind the script is touched."""
-    end = next(
-        (at for at, argument in enumerate(argv) if at and not argument.startswith("-") and argv[at - 1] != "-m"),
-        len(argv),
-    )
-    return [
-        options.get(argument.partition("=")[0], argument) if at < end else argument for at, argument in enumerate(argv)
-    ]
+    words: list[str] = []
+    for at, word in enumerate(argv):
+        is_script = at > 0 and not word.startswith("-") and argv[at - 1] != "-m"
+        if is_script:
+            return [*words, *argv[at:]]
+        words.append(options.get(word.partition("=")[0], word))
+    return words

@@ -387,13 +387,16 @@ def amd_errors(said: str) -> list[str]:
 
 def fabric_errors(said: str) -> list[str]:
     """Return GPUs that have not joined the NVSwitch fabric, from index, state and status; N/A means no fabric."""
-    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
-    return [
-        f"GPU {row[0]} is {row[1]} ({row[2]})"
-        for row in rows
-        if len(row) == 3
-        and (row[1] in ("In Progress", "Not Started") or (row[1] == "Completed" and row[2] != "Success"))
-    ]
+    errors = []
+    for line in said.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) != 3:
+            continue
+        index, state, status = words
+        has_failed = state == "Completed" and status != "Success"
+        if has_failed or state in ("In Progress", "Not Started"):
+            errors.append(f"GPU {index} is {state} ({status})")
+    return errors
 
 
 def xid_errors(said: str) -> list[tuple[str, int]]:

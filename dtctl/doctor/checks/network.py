@@ -36,31 +36,41 @@ def check_host_names(reports: Sequence[NodeReport], wanted: Sequence[str] = ()) 
         reports: the nodes.
         wanted: further names that all nodes have looked up and must resolve alike.
     """
+    yield from _check_own_names(reports)
+    yield from _same_names(reports)
+    yield from _check_localhost(reports)
+    yield from _check_shared_names(reports, wanted)
+
+
+def _check_own_names(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield a finding about nodes whose own host name is a loopback address for themselves."""
     looped = {}
     for node in reports:
         own = node.facts["looked_up"].get(node.facts["hostname"])
         if own and is_loopback(own[0]):
             looped[node.name] = own[0]
-    if looped:
-        lines = tuple(f"{name}: its host name means {address} there" for name, address in looped.items())
-        hosts = {node.name: (node.facts["hostname"], node.address) for node in reports}
-        typed = "; ".join(f"on {name}: {_named_right(name, *hosts[name])}" for name in list(looped)[:2])
-        yield Finding(
-            check="loopback-name",
-            status="fail",
-            nodes=tuple(looped),
-            summary=f"{', '.join(looped)}: the host name means {next(iter(looped.values()))} on the node itself, so "
-            "torchrun and gloo send a loopback address to the other nodes",
-            fix=f"{typed}; or set GLOO_SOCKET_IFNAME and torchrun --local-addr (dtctl launch does)",
-            evidence=lines,
-        )
-    yield from _same_names(reports)
-    lost = {
-        node.name: ", ".join(found) or "nothing"
-        for node in reports
-        if (found := node.facts["looked_up"].get("localhost")) is not None
-        and not (found and all(map(is_loopback, found)))
-    }
+    if not looped:
+        return
+    hosts = {node.name: (node.facts["hostname"], node.address) for node in reports}
+    typed = "; ".join(f"on {name}: {_named_right(name, *hosts[name])}" for name in list(looped)[:2])
+    yield Finding(
+        check="loopback-name",
+        status="fail",
+        nodes=tuple(looped),
+        summary=f"{', '.join(looped)}: the host name means {next(iter(looped.values()))} on the node itself, so "
+        "torchrun and gloo send a loopback address to the other nodes",
+        fix=f"{typed}; or set GLOO_SOCKET_IFNAME and torchrun --local-addr (dtctl launch does)",
+        evidence=tuple(f"{name}: its host name means {address} there" for name, address in looped.items()),
+    )
+
+
+def _check_localhost(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield a finding about nodes on which `localhost` is not a loopback address."""
+    lost = {}
+    for node in reports:
+        found = node.facts["looked_up"].get("localhost")
+        if found is not None and not (found and all(map(is_loopback, found))):
+            lost[node.name] = ", ".join(found) or "nothing"
     if lost:
         yield Finding(
             check="names",
@@ -71,41 +81,56 @@ def check_host_names(reports: Sequence[NodeReport], wanted: Sequence[str] = ()) 
             f"for it",
             evidence=tuple(f"{node}: localhost is {address}" for node, address in lost.items()),
         )
-    hosts_of = {node.facts["hostname"] for node in reports}
-    every = dict.fromkeys(name for node in reports for name in node.facts["looked_up"] if name != "localhost")
-    bad: dict[tuple[str, ...], list[Finding]] = {}
-    for name in every:
-        if name not in hosts_of and name not in wanted:
+
+
+def _check_shared_names(reports: Sequence[NodeReport], wanted: Sequence[str]) -> Iterator[Finding]:
+    """Yield a finding for each group of nodes that resolve the name of a node, or a wanted one, differently."""
+    host_names = {node.facts["hostname"] for node in reports}
+    looked_up = dict.fromkeys(name for node in reports for name in node.facts["looked_up"])
+    findings: dict[tuple[str, ...], list[Finding]] = {}
+    for name in looked_up:
+        is_needed = name in host_names or name in wanted
+        if name == "localhost" or not is_needed:
             continue
-        said = {
-            node.name: ", ".join(sorted(found))
-            for node in reports
-            if (found := node.facts["looked_up"].get(name)) is not None and not (found and is_loopback(found[0]))
-        }
-        # If two nodes differ, the result that is an address of a node is the right one.
-        real = {address for node in reports for address in node.facts["addresses"]}
-        odd, usual = odd_ones(said)
+        answers = _collect_name_answers(reports, name)
+        odd, usual = odd_ones(answers)
         if odd and usual is None:
-            right = {text for text in said.values() if any(part in real for part in text.split(", "))}
-            if len(right) == 1:
-                usual = right.pop()
-                odd = tuple(node for node, text in said.items() if text != usual)
-        if odd:
-            told = "; ".join(f"{node}: {said[node] or 'unknown'}" for node in said)
-            bad.setdefault(odd, []).append(
-                Finding(
-                    check="names",
-                    status="fail"
-                    if name in {node.facts["hostname"] for node in reports if node.name in odd}
-                    else "warn",
-                    nodes=odd,
-                    summary=f"{name} resolves to different addresses ({told})",
-                    fix=f"give {name} the address {usual or 'it really has'} in /etc/hosts of {', '.join(odd)}",
-                    evidence=tuple(f"{node}: {name} is {address or 'unknown'}" for node, address in said.items()),
-                )
-            )
-    for same in bad.values():
-        yield min(same, key=lambda one: one.status)
+            usual = _find_real_answer(answers, reports)
+            if usual is not None:
+                odd = tuple(node for node, answer in answers.items() if answer != usual)
+        if not odd:
+            continue
+        told = "; ".join(f"{node}: {answer or 'unknown'}" for node, answer in answers.items())
+        is_own_name = any(node.name in odd and node.facts["hostname"] == name for node in reports)
+        finding = Finding(
+            check="names",
+            status="fail" if is_own_name else "warn",
+            nodes=odd,
+            summary=f"{name} resolves to different addresses ({told})",
+            fix=f"give {name} the address {usual or 'it really has'} in /etc/hosts of {', '.join(odd)}",
+            evidence=tuple(f"{node}: {name} is {answer or 'unknown'}" for node, answer in answers.items()),
+        )
+        findings.setdefault(odd, []).append(finding)
+    for same_nodes in findings.values():
+        yield min(same_nodes, key=lambda finding: finding.status)
+
+
+def _collect_name_answers(reports: Sequence[NodeReport], name: str) -> dict[str, str]:
+    """Return node -> addresses of a name in a text, without nodes for which it is a loopback address."""
+    answers = {}
+    for node in reports:
+        found = node.facts["looked_up"].get(name)
+        is_local = bool(found) and is_loopback(found[0])
+        if found is not None and not is_local:
+            answers[node.name] = ", ".join(sorted(found))
+    return answers
+
+
+def _find_real_answer(answers: Mapping[str, str], reports: Sequence[NodeReport]) -> str | None:
+    """Return the only answer that has an address of a node; None if there is no such answer, or several."""
+    real = {address for node in reports for address in node.facts["addresses"]}
+    right = {answer for answer in answers.values() if not real.isdisjoint(answer.split(", "))}
+    return right.pop() if len(right) == 1 else None
 
 
 def _named_right(node: str, hostname: str, address: str) -> str:

@@ -337,18 +337,25 @@ def _compute_usable_cores(node: NodeReport) -> float:
     return min(cores, quota) if quota > 0 else cores
 
 
+def _classify_disk(disk: Mapping[str, Any]) -> str:
+    """Return `full`, `no inodes`, `low` or `ok`; a total of 0 means that the size is not known."""
+    if disk["free"] < MIN_DISK:
+        return "full" if disk["total"] else "ok"
+    # Some file systems report 0 inodes instead of their number.
+    if disk["inodes"] and disk["free_inodes"] < MIN_INODES:
+        return "no inodes"
+    return "low" if disk["total"] and disk["free"] < LOW_DISK else "ok"
+
+
 def check_storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
     """Yield findings about full or read-only disks, and about files that the job needs."""
-    disks = {n.name: n.facts["disk"] for n in reports}
-    # Some file systems report 0 inodes instead of their number.
-    none_left = {
-        n: d for n, d in disks.items() if d["inodes"] and d["free_inodes"] < MIN_INODES and d["free"] >= MIN_DISK
-    }
-    full = {n: d for n, d in disks.items() if d["free"] < MIN_DISK and d["total"]}
-    low = {n: d for n, d in disks.items() if n not in {**full, **none_left} and d["free"] < LOW_DISK and d["total"]}
+    disks: dict[str, dict[str, Mapping[str, Any]]] = {"full": {}, "no inodes": {}, "low": {}, "ok": {}}
+    for report in reports:
+        disk = report.facts["disk"]
+        disks[_classify_disk(disk)][report.name] = disk
     yield from per_node(
         "disk",
-        _format_free_space(none_left),
+        _format_free_space(disks["no inodes"]),
         f"df -i {workdir}; remove many small files (caches of pip, conda, Hugging Face), or set cluster.workdir to "
         f"another "
         "disk",
@@ -358,20 +365,19 @@ def check_storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Findi
     read_only = {n.name for n in reports if "Read-only" in n.facts["writable"]}
     yield from per_node(
         "disk",
-        _format_free_space({n: d for n, d in full.items() if n not in read_only}),
+        _format_free_space({name: disk for name, disk in disks["full"].items() if name not in read_only}),
         fix,
         summary=f"the disk of {workdir} is full",
     )
     yield from per_node(
-        "disk", _format_free_space(low), fix, summary=f"the disk of {workdir} is nearly full", status="warn"
+        "disk", _format_free_space(disks["low"]), fix, summary=f"the disk of {workdir} is nearly full", status="warn"
     )
+    # A disk without space cannot be written to either, and is reported above.
+    exhausted = {**disks["full"], **disks["no inodes"]}
+    unwritable = {report.name: report.facts["writable"] for report in reports if report.facts["writable"]}
     yield from per_node(
         "workdir",
-        {
-            n.name: n.facts["writable"]
-            for n in reports
-            if n.facts["writable"] and (n.name not in {**full, **none_left} or n.name in read_only)
-        },
+        {name: problem for name, problem in unwritable.items() if name in read_only or name not in exhausted},
         "set cluster.workdir to a folder that the login user may write to",
         summary=f"{workdir} cannot be written to",
     )
