@@ -241,7 +241,10 @@ def _find_dtctl_imports(code: types.CodeType) -> list[str]:
 
 @functools.cache
 def _list_package_modules(package: str) -> frozenset[str]:
-    return frozenset(each.name[:-3] for each in _locate_package(package).iterdir() if each.name.endswith(".py"))
+    folder = _locate_package(package)
+    if not folder.is_dir():  # The launcher of a Slurm job has no probe.
+        return frozenset()
+    return frozenset(each.name[:-3] for each in folder.iterdir() if each.name.endswith(".py"))
 
 
 def _compile_module(name: str, imports: list[str]) -> types.CodeType:

@@ -159,6 +159,8 @@ def soak(sandbox: Sandbox, folder: Path, shape: Shape, *, seed: int | None, kill
             process.send_signal(signal.SIGTERM)
             process.wait(30)
     wall_s = time.monotonic() - begun
+    if not snapshots.exists():
+        raise RuntimeError(f"exit code {code} without a snapshot: {(folder / 'err').read_text()[-3000:]}")
     record = folder / names.STATE_DIR / names.RUNS_DIR / name
     ledger = json.loads((record / names.LEDGER_FILE).read_text())
     rows = commands.verify_snapshots(snapshots)["snapshots"]

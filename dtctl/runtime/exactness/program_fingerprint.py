@@ -264,7 +264,14 @@ def find_program_differences(
         and run_conditions.is_alike(before[0], now[0])
     ):
         phrases.append(f"the run conditions of rank {rank} have changed, but not those of rank 0")
-    changed = {path for tree in parts.get("local", {}).values() for path in tree.get(PROGRAM, {})}
+    local = parts.get("local", {})
+    own = [name for name in account.extra if f"extra_state.{name} (class)" in account.detail]
+    if own and local and EVERYONE not in local and len(before) > len(now):
+        phrases.append(
+            f"extra_state ({name_some(own)}) of {len(before) - len(now)} workers is left out: each of {len(before)} "
+            f"workers kept its own, and there are {len(now)}"
+        )
+    changed = {path for tree in local.values() for path in tree.get(PROGRAM, {})}
     if changed and len(before) != len(now):
         phrases.append(
             f"{name_some(sorted(changed))} changed on each of {len(before)} workers, and there are {len(now)}"

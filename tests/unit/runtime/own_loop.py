@@ -1,7 +1,8 @@
 """A training in a loop of its own, as a program has it; `plain` is the same without dtctl.
 
 python own_loop.py KIND, where KIND is plain, ddp or fsdp. DTCTL_TEST_PACE is the pause of a step in seconds,
-DTCTL_TEST_EPOCHS the length, DTCTL_TEST_ROWS the number of samples of rank 1 that are left out.
+DTCTL_TEST_EPOCHS the length, DTCTL_TEST_OWN=1 gives each worker a state of its own, DTCTL_TEST_ROWS the
+number of samples of rank 1 that are left out.
 """
 
 import os
@@ -31,6 +32,17 @@ class Noisy(Dataset):
 
     def __getitem__(self, index):
         return self.inputs[index] + 0.1 * torch.randn(8), self.inputs[index].sum()[None]
+
+
+class Seen:
+    def __init__(self, rank):
+        self.state = {"rank": rank}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
 
 
 def score(model, data):
@@ -71,7 +83,8 @@ def main(kind):
                 schedule.step()
             score(model, Noisy(20))
     else:
-        with session(model, optimizer, loader, schedule=schedule, clip=1.0, every_steps=3) as s:
+        own = {"seen": Seen(rank)} if os.environ.get("DTCTL_TEST_OWN") == "1" else {}
+        with session(model, optimizer, loader, schedule=schedule, clip=1.0, every_steps=3, extra_state=own) as s:
             for _ in s.epochs(EPOCHS):
                 for inputs, targets in s.batches:
                     time.sleep(pace)

@@ -29,12 +29,14 @@ def launch(
     pace: float = 0.0,
     rows: int = 0,
     epochs: int = 4,
+    own: bool = False,
 ) -> forked.Ended:
     folder.mkdir(exist_ok=True)
     for path in folder.glob("steps.*"):
         path.unlink()
     (folder / "steps.0").touch()
     environ = {"DTCTL_TEST_PACE": str(pace), "DTCTL_TEST_ROWS": str(rows), "DTCTL_TEST_EPOCHS": str(epochs)}
+    environ["DTCTL_TEST_OWN"] = str(int(own))
     return forked.launch([SCRIPT, kind], workers, cwd=folder, environ=environ, kill=kill)
 
 
@@ -102,11 +104,12 @@ def test_a_loop_that_is_killed_many_times_ends_with_the_bits_of_a_calm_one(
 
 def test_fewer_workers_go_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """160 samples in batches of 8: 5 batches for each of 4 workers, 10 for each of 2."""
-    stopped = launch(tmp_path, "ddp", 4, kill=kill_after(tmp_path, 6, 0, stop=True), pace=0.05)
+    stopped = launch(tmp_path, "ddp", 4, kill=kill_after(tmp_path, 6, 0, stop=True), pace=0.05, own=True)
     at = int(re.findall(r"stopped after step (\d+)", stopped.output)[0])
-    fewer = launch(tmp_path, "ddp", 2)
+    fewer = launch(tmp_path, "ddp", 2, own=True)
     assert fewer.code == 0, fewer.output
     assert "workers changed from 4 to 2" in fewer.output
+    assert "extra_state (seen) of 2 workers is left out: each of 4 workers kept its own" in fewer.output
     assert (tmp_path / "steps.0").stat().st_size == 10 - 2 * (at % 5) + 10 * (3 - at // 5)
 
 

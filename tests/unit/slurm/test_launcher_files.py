@@ -105,6 +105,21 @@ def test_it_runs_without_any_package(tmp_path: Path) -> None:
     assert "the launcher's job file cannot be read" in missing.stdout
 
 
+def test_the_launcher_in_a_zip_packs_the_program_for_nodes(tmp_path: Path) -> None:
+    """It lacks modules that this machine has, such as the probe's."""
+    path = tmp_path / "launcher.zip"
+    path.write_bytes(pack_modules())
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from dtctl.supervisor import bootstrap; "
+        "print(len(bootstrap.build_opening_bytes('~/x', 'dtctl.supervisor.setup')))"
+    )
+    environ = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    argv = [sys.executable, "-I", "-S", "-c", code, str(path)]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 50_000
+
+
 def test_a_python_that_is_too_old_is_named(tmp_path: Path) -> None:
     """By a part of the zip that any Python can read."""
     (tmp_path / "main.py").write_text(f"import sys\nsys.version_info = (3, 8, 20)\n{START}")
