@@ -318,6 +318,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no further seed after this many seconds")
     parser.add_argument("--slurm", action="store_true", help="in jobs of Slurm instead of over SSH")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the sandbox is stopped
     base = Path(tempfile.mkdtemp(dir=Path.home(), prefix=".dtctl-soak-"))
     os.environ["DTCTL_SANDBOX_DIR"] = str(base / "sandbox")
     begun = time.monotonic()
