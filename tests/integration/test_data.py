@@ -171,7 +171,7 @@ def test_links_of_a_folder_that_came_along_do_not_send_other_files(project: Proj
     project.write("train.py", "")
     done = project.run("launch")
     assert done.code == 4
-    assert not missing(done.err, "link leads data folder")
+    assert not missing(done.err, "link shards/a points outside folder")
 
 
 def test_a_file_that_was_not_sent_is_the_cause_and_its_folder_the_fix(project: Project, sandbox: Sandbox) -> None:
