@@ -51,8 +51,8 @@ def test_people_see_the_bandwidth_of_every_way_when_one_is_slow(sandbox: Sandbox
     note(sandbox)
     examine(project, None, "--quick")
     done = project.run("doctor")
-    assert done.code == 9
-    assert "primary cause: bandwidth: node2" in done.out
+    assert done.code == 0
+    assert "warn: bandwidth: node2" in done.out
     assert done.out.count("48 Mbit/s") >= 4
     assert not missing(done.err, "round 3")
 
