@@ -65,7 +65,7 @@ def list_not_sent(spec: Spec, tree: FileTree, *, most: int) -> list[UnsentFiles]
     counter, needless = _FileCounter(root), _NeedlessPaths(spec, tree)
     groups: dict[str, UnsentFiles] = {}
     for path in tree.left_out:
-        if needless.covers(path):
+        if needless.covers_path(path):
             continue
         is_folder = path.endswith("/")
         key = path.rstrip("/") if is_folder else path.rpartition("/")[0]
@@ -92,7 +92,7 @@ class _NeedlessPaths:
         self._data = [os.path.relpath(source, tree.root) for source in sources]
         self._wheels = [os.path.relpath(wheel, tree.root) for wheel in _wheels_of(spec)]
 
-    def covers(self, path: str) -> bool:
+    def covers_path(self, path: str) -> bool:
         """Return whether a path is one of these, or a folder (with `/`) that contains outputs or wheels."""
         if path.startswith(".") or "/." in path:
             return True
