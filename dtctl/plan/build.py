@@ -114,7 +114,7 @@ def make_template(
 
         sizes = {placement.slots for placement in placements}
         training = check_training(spec, workers=total, per_node=sizes.pop() if len(sizes) == 1 else 0, nodes=len(nodes))
-    costs = _resolve_plan_recovery(spec, kind, workers=total)
+    costs = _resolve_plan_recovery(spec, kind, facts.source, workers=total)
     template = PlanTemplate(
         run=run,
         job=spec.job.name,
@@ -143,13 +143,16 @@ def make_template(
     return template, meeting
 
 
-def _resolve_plan_recovery(spec: Spec, kind: Kind, *, workers: int) -> RecoveryPlan | None:
+def _resolve_plan_recovery(spec: Spec, kind: Kind, source: str, *, workers: int) -> RecoveryPlan | None:
     """Return a sentence about the recovery from a lost worker; None without a training."""
-    if spec.train is None and spec.job.recovery != "live":
+    from dtctl.plan.preload import imports_session
+
+    has_own_loop = imports_session(source)
+    if spec.train is None and spec.job.recovery != "live" and not has_own_loop:
         return None
     from dtctl.plan.recovery import resolve_recovery
 
-    return resolve_recovery(spec, kind, workers=workers)
+    return resolve_recovery(spec, kind, workers=workers, has_own_loop=has_own_loop)
 
 
 def compute_spec_digest(spec: Spec) -> str:

@@ -1,4 +1,4 @@
-"""Modules that a node imports once for all its workers, by the imports of the script."""
+"""What the imports of a script show: modules that a node imports once for all its workers, and a loop of its own."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def find_preload_modules(source: str) -> tuple[str, ...]:
     if any(name.partition(".")[0] in ("torch", "dtctl") for name in names):
         names[WITH_TORCH] = None
     return tuple(names)
+
+
+def imports_session(source: str) -> bool:
+    """Return whether a script imports `dtctl.runtime.session` at its top level: its loop is its own."""
+    if RUNTIME not in source:
+        return False
+    try:
+        tree = parse_python(source)
+    except SyntaxError:
+        return False
+    imports = [statement for statement in tree.body if isinstance(statement, ast.ImportFrom)]
+    return any(each.module == RUNTIME and any(name.name == "session" for name in each.names) for each in imports)
 
 
 def _is_worth(name: str) -> bool:

@@ -21,20 +21,30 @@ class RecoveryPlan:
     """Cost of a loss in words; empty for a job without dtctl.runtime."""
 
 
-def resolve_recovery(spec: Spec, kind: Kind, *, workers: int) -> RecoveryPlan:
+def resolve_recovery(spec: Spec, kind: Kind, *, workers: int, has_own_loop: bool = False) -> RecoveryPlan:
     """Resolve `job.recovery`. The workers check further: their program's state decides, too.
+
+    Args:
+        spec: the checked spec.
+        kind: of the job.
+        workers: number of workers.
+        has_own_loop: True if the script imports `dtctl.runtime.session`.
 
     Raises:
         PlanError: the spec requests that lost workers are replaced, and this kind of run does not support it.
     """
     why, hint = _find_live_recovery_obstacle(spec, kind, workers=workers)
+    own_loop = f"{spec.job.script} has a loop of its own (dtctl.runtime.session)" if has_own_loop else ""
     wanted = spec.job.recovery
     if wanted == "restart" or (wanted == "auto" and (why or not spec.job.max_restarts)):
-        trains = spec.train is not None and workers > 1 and kind in ("direct", "torchrun")
+        trains = (spec.train is not None or has_own_loop) and workers > 1 and kind in ("direct", "torchrun")
         # In plain mode, list_warnings reports this for every job, with or without training.
-        return RecoveryPlan(live=False, note=_restart_note(spec, why, workers) if trains and not spec.is_plain else "")
+        note = _restart_note(spec, own_loop or why, workers) if trains and not spec.is_plain else ""
+        return RecoveryPlan(live=False, note=note)
     if why:
         raise PlanError(f"lost workers cannot be replaced: {why}", where="job.recovery", hint=hint)
+    if own_loop:  # the session tells this to the launcher when it begins, which then restarts all
+        return RecoveryPlan(live=True, note=_restart_note(spec, own_loop, workers))
     return RecoveryPlan(
         live=True,
         note="a lost worker is replaced while the others stay, and costs the step in progress "

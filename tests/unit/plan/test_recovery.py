@@ -14,10 +14,12 @@ from dtctl.spec.nodes import resolve_nodes
 from tests.facts import missing
 
 
-def planned(job: str = "", *, train: str = "train: {strategy: ddp}", slots: int = 2, kind: str = "direct") -> Plan:
+def planned(
+    job: str = "", *, train: str = "train: {strategy: ddp}", slots: int = 2, kind: str = "direct", source: str = ""
+) -> Plan:
     text = f"cluster: {{transport: local, slots: {slots}}}\njob: {{script: t.py, kind: {kind}{job}}}\n{train}\n"
     spec = parse_spec(text, source="dtctl.yaml", base_dir=Path("/nowhere"))
-    return build(spec, resolve_nodes(spec), run="r", facts=PlanFacts())
+    return build(spec, resolve_nodes(spec), run="r", facts=PlanFacts(source=source))
 
 
 def test_live_is_said_and_the_workers_are_forked_from_a_warm_process() -> None:
@@ -44,6 +46,20 @@ def test_with_restarts_auto_is_live_wherever_it_can_be() -> None:
     plan = planned(", max_restarts: 2", train="train: {strategy: fsdp}")
     assert not plan.live
     assert missing("\n".join(plan.notes), "2 restart fsdp") == []
+
+
+@pytest.mark.parametrize("train", ["", "train: {strategy: ddp}"])
+@pytest.mark.parametrize("recovery", ["auto", "live", "restart"])
+def test_a_loop_of_its_own_is_restarted_and_the_plan_says_so(train: str, recovery: str) -> None:
+    if recovery == "live" and not train:
+        pytest.skip("refused: live recovery needs a section `train`")
+    job = f", recovery: {recovery}, max_restarts: 2"
+    note = "\n".join(planned(job, train=train, source="from dtctl.runtime import Trainer, session\n").notes)
+    assert missing(note, "restart all 2 workers snapshot") == []
+    assert recovery == "restart" or missing(note, "t.py loop own dtctl.runtime.session") == []
+    assert "replaced while" not in note
+    other = "\n".join(planned(job, train=train, source="from other import session\n").notes)
+    assert "loop of its own" not in other
 
 
 @pytest.mark.parametrize(
