@@ -37,18 +37,25 @@ def find_unexamined_needs(
     """
     well = [one for one in reports if one.error is None and one.facts]
     failed = {(one.check, node) for one in found for node in (*one.nodes, *one.peers) if one.status == "fail"}
-    yield from _of_the_cluster(reports, well, skip, ran)
+    yield from _find_gaps_between_nodes(reports, skip, ran)
+    if len(reports) > 1 and "collective" not in ran:
+        yield _build_collective_gap(reports, well, skip)
+    if well:
+        yield from _list_absent_devices(well)
+    if len(reports) > 1 and well and well[0] is not reports[0]:
+        yield from _list_head_node_gaps(reports[0].name)
     for check, whys in _find_node_gaps(well).items():
         yield from _by_reason(check, {name: why for name, why in whys.items() if (check, name) not in failed})
     if len(reports) > 1:
-        yield from _of_ways(reports, well, rendezvous=rendezvous, measured="links" not in skip, failed=failed)
+        untried = _list_untried_ways(reports, well, rendezvous=rendezvous, measured="links" not in skip)
+        yield from _find_untried_ways(untried, failed)
 
 
-def _of_the_cluster(
-    reports: Sequence[NodeReport], well: Sequence[NodeReport], skip: Collection[str], ran: Collection[str]
+def _find_gaps_between_nodes(
+    reports: Sequence[NodeReport], skip: Collection[str], ran: Collection[str]
 ) -> Iterator[Finding]:
     names = [report.name for report in reports]
-    if len(reports) < 2:
+    if len(names) < 2:
         alone = "there is one node, and nothing between nodes to look at"
         without = () if "collective" in ran else collective.RAN
         between = (name for name in (*network.RAN, *links.RAN, *without) if name != "ephemeral-ports")
@@ -56,23 +63,29 @@ def _of_the_cluster(
     elif "links" in skip:
         left_out = "bandwidth, loss and delay between nodes were left out"
         yield from (_build_gap_finding(name, left_out, names) for name in links.RAN)
-    if len(reports) > 1 and "collective" not in ran:
-        lacking = [report.name for report in well if not report.facts["job"].get("torch")]
-        why = "torch was not run"
-        if lacking and "collective" not in skip:
-            why += f": the job's Python has none on {', '.join(lacking)}"
-        elif "collective" not in skip:
-            why += ", because of what has failed"
-        yield _build_gap_finding("collective", why, names)
-    if well and not any(one.facts["gpus"] for one in well):
+
+
+def _build_collective_gap(reports: Sequence[NodeReport], well: Sequence[NodeReport], skip: Collection[str]) -> Finding:
+    lacking = [report.name for report in well if not report.facts["job"].get("torch")]
+    why = "torch was not run"
+    if lacking and "collective" not in skip:
+        why += f": the job's Python has none on {', '.join(lacking)}"
+    elif "collective" not in skip:
+        why += ", because of what has failed"
+    return _build_gap_finding("collective", why, [report.name for report in reports])
+
+
+def _list_absent_devices(well: Sequence[NodeReport]) -> Iterator[Finding]:
+    if not any(one.facts["gpus"] for one in well):
         yield from (_build_skip_finding(name, "no node shows a GPU") for name in hardware.RAN if name.startswith("gpu"))
-    if well and not any(one.facts["rdma"] for one in well):
+    if not any(one.facts["rdma"] for one in well):
         yield _build_skip_finding("rdma", "no node has an InfiniBand or RoCE port")
-    if len(reports) > 1 and well and well[0] is not reports[0]:
-        head = names[0]
-        yield _build_gap_finding("rendezvous-port", f"the head node {head} could not be called", [head])
-        for name in address_checks.RAN[1:]:
-            yield _build_gap_finding(name, "the head node did not answer", [head])
+
+
+def _list_head_node_gaps(head: str) -> Iterator[Finding]:
+    yield _build_gap_finding("rendezvous-port", f"the head node {head} could not be called", [head])
+    for name in address_checks.RAN[1:]:
+        yield _build_gap_finding(name, "the head node did not answer", [head])
 
 
 def _find_node_gaps(well: Sequence[NodeReport]) -> dict[str, dict[str, str]]:
@@ -123,40 +136,36 @@ _GAPS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], bool], str]]] = (
 """Checks that need a fact, functions that return whether a node's facts lack it, and reasons for the report."""
 
 
-def _of_ways(
-    reports: Sequence[NodeReport],
-    well: Sequence[NodeReport],
-    *,
-    rendezvous: bool,
-    measured: bool,
-    failed: Collection[tuple[str, str]],
-) -> Iterator[Finding]:
-    """Yield findings about pairs of nodes that were not tested, though both nodes answer."""
-    answers = [(node.name, str(answer["node"]), answer["kind"]) for node in well for answer in node.answers]
-    called_for_data = {(caller, called) for caller, called, kind in answers if _is_data(kind)}
-    called_for_rendezvous = {(caller, called) for caller, called, kind in answers if kind == "rendezvous"}
+def _list_untried_ways(
+    reports: Sequence[NodeReport], well: Sequence[NodeReport], *, rendezvous: bool, measured: bool
+) -> dict[str, list[Way]]:
+    """Return check -> pairs of nodes (caller, called) that it did not test, though both nodes answer."""
     every = [(report.name, other.name) for report in well for other in well if report is not other]
-    ways = {"data-ports": [way for way in every if way not in called_for_data]}
-    if rendezvous and well and well[0] is reports[0] and reports[0].ports.get("rendezvous", 1) > 0:
-        to_head = [way for way in every if way[1] == reports[0].name]
-        ways["rendezvous-port"] = [way for way in to_head if way not in called_for_rendezvous]
+    calls = [(node.name, str(answer["node"]), str(answer["kind"])) for node in well for answer in node.answers]
+    called_for_data = {(caller, called) for caller, called, kind in calls if kind.startswith("data-")}
+    untried = {"data-ports": [way for way in every if way not in called_for_data]}
+    head = reports[0]
+    if rendezvous and well and well[0] is head and head.ports.get("rendezvous", 1) > 0:
+        called = {(caller, node) for caller, node, kind in calls if kind == "rendezvous"}
+        untried["rendezvous-port"] = [way for way in every if way[1] == head.name and way not in called]
     if measured:
         good = good_ways(well)
         done = {(node.name, other) for node in well for other, tries in node.measured.items() if _is_measured(tries)}
-        ways["bandwidth"] = [way for way in every if way in good and way not in done]
-    for check, untried in ways.items():
-        lost = [(caller, called) for caller, called in untried if not {(check, caller), (check, called)} & {*failed}]
+        untried["bandwidth"] = [way for way in every if way in good and way not in done]
+    return untried
+
+
+def _find_untried_ways(untried: Mapping[str, Sequence[Way]], failed: Collection[tuple[str, str]]) -> Iterator[Finding]:
+    """Yield findings about pairs of nodes that were not tested, without those of nodes whose check has failed."""
+    for check, ways in untried.items():
+        lost = [way for way in ways if (check, way[0]) not in failed and (check, way[1]) not in failed]
         if not lost:
             continue
         shown = ", ".join(f"{caller} to {called}" for caller, called in lost[:4])
         more = " ..." if len(lost) > 4 else ""
         verb = "measured" if check == "bandwidth" else "called"
         nodes = dict.fromkeys(itertools.chain(*lost))
-        yield _build_gap_finding(check, f"nobody has {verb} the way from {shown}{more}", nodes)
-
-
-def _is_data(kind: str) -> bool:
-    return kind.startswith("data-")
+        yield _build_gap_finding(check, f"the way from {shown}{more} was not {verb}", nodes)
 
 
 def _is_measured(tries: Sequence[Mapping[str, object]]) -> bool:

@@ -43,6 +43,8 @@ KINDS = ("worker", "worker", "worker", "save", "save", "start", "agent", "host")
 first step of an attempt (if that is under way: else in a step)."""
 WARM = "warm process"
 STUCK_S = 90.0
+SETTLED_S = 6.0
+"""Time after a kill within which the attempt ends, if it ends by it: twice `link_timeout_s`."""
 SPEC = """\
 cluster:
   {{{way}, slots: {slots}, connect_timeout_s: 5, link_timeout_s: 3}}
@@ -193,6 +195,7 @@ def kill_at_random(
     """Kill something each time that a step of a random list is reached; what was killed when."""
     killed: list[str] = []
     dead = -1  # the attempt that the last kill has ended
+    ended_by_s, settled = 0.0, -1
     for wanted in sorted(source.randrange(1, shape.steps - 12) for _ in range(kills)):
         kind, name = source.choice(KINDS), source.choice(nodes)
         if kind == "host" and host(sandbox_name, name)[0].slurm:
@@ -200,6 +203,9 @@ def kill_at_random(
         deadline = time.monotonic() + STUCK_S
         while time.monotonic() < deadline and process.poll() is None:
             now = where(sandbox_name, run, folder)
+            if now.attempt == dead and time.monotonic() > ended_by_s:
+                settled = now.step if settled < 0 else settled
+                dead -= now.step > settled + 1  # it goes on: what was killed only guarded the node
             early = kind == "start" and not now.begun and now.known
             # Not before the attempt after the last kill has come that far: else most kills would hit the start.
             if now.attempt > dead and (early or (now.begun and now.step >= wanted)):
@@ -207,6 +213,7 @@ def kill_at_random(
                 if what := kill(sandbox_name, name, "worker" if kind == "save" and not saving else kind, source):
                     killed.append(f"{what} on {name} in attempt {now.attempt}, {now.phase} at step {now.step}")
                     dead = dead if what == WARM else now.attempt  # workers do not need it until they are restarted
+                    ended_by_s, settled = time.monotonic() + SETTLED_S, -1
                     break
             time.sleep(0.002)
     return killed

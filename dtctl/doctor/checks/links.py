@@ -9,7 +9,8 @@ slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -68,82 +69,114 @@ def choose_doubtful_links(reports: Sequence[NodeReport]) -> list[Way]:
     return list(chosen)[:AGAIN_AT_MOST]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeasuredLink:
+    """Measurements of one link, and what its two ends measured on connections to themselves."""
+
+    tries: Sequence[Mapping[str, Any]]
+    able_mbit_s: float
+    """Bandwidth that both ends reach with their load."""
+    own_loss: float
+    """Share of lost packets that the load of an end explains."""
+    own_trip_ms: float
+    """Round trip that the load of an end explains."""
+
+    @property
+    def loss(self) -> float:
+        """Return the share of lost packets."""
+        return _compute_packet_loss(self.tries)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Return whether the link loses packets, more than its ends do."""
+        return _always_lossy(self.tries) and self.loss >= max(LOSS, 2 * self.own_loss)
+
+    @property
+    def is_slow(self) -> bool:
+        """Return whether the link is slower than its ends."""
+        rate = _find_best_rate(self.tries)
+        return rate is not None and rate < max(SLOW * self.able_mbit_s, MIN_MBIT_S)
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether round trips take longer than usual, and longer than at its ends."""
+        return _has_high_latency(self.tries, self.own_trip_ms)
+
+    @property
+    def duplicates(self) -> bool:
+        """Return whether packets arrive twice."""
+        return _compute_duplicate_rate(self.tries) >= TWICE
+
+    @property
+    def breaks(self) -> bool:
+        """Return whether connections break. TCP over a link that loses packets may stall and then continue."""
+        return _is_always_broken(self.tries) and self.loss < LOSS and not has_never_connected(self.tries)
+
+
+def _collect_measured_links(
+    reports: Sequence[NodeReport], usual_mbit_s: float, usual_trip_ms: float
+) -> dict[Way, _MeasuredLink]:
+    own = {node.name: node.own for node in reports}
+    found = {}
+    for way, tries in _collect_link_measurements(reports).items():
+        rates, losses, trips = [usual_mbit_s], [0.0], [usual_trip_ms]
+        for measured in (own[name] for name in way if own[name]):
+            own_rates = [rate for one in measured if (rate := _find_best_rate([one])) is not None]
+            rates += [median(own_rates)] if own_rates else []
+            losses.append(median(_compute_packet_loss([one]) for one in measured))
+            trips.append(median(_find_shortest_trip([one]) for one in measured))
+        found[way] = _MeasuredLink(tries=tries, able_mbit_s=min(rates), own_loss=max(losses), own_trip_ms=max(trips))
+    return found
+
+
 def check_links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Yield findings from the measurements of all links."""
     tries_of = _collect_link_measurements(reports)
     if not tries_of:
         return
     usual, usual_trip = _compute_usual_bandwidth(_collect_best_rates(tries_of)), _usual_trip(tries_of)
-    ends = {way: [node.own for node in reports if node.name in way and node.own] for way in tries_of}
-    lost = {
-        way: max((median(_compute_packet_loss([one]) for one in own) for own in ends[way]), default=0.0)
-        for way in tries_of
-    }
-    trips = {
-        way: max([usual_trip, *(median(_find_shortest_trip([one]) for one in own) for own in ends[way])])
-        for way in tries_of
-    }
-    rates = {node.name: [rate for one in node.own if (rate := _find_best_rate([one])) is not None] for node in reports}
-    able = {way: min([usual, *(median(rates[name]) for name in way if rates[name])]) for way in tries_of}
-    lossy = {
-        way: tries
-        for way, tries in tries_of.items()
-        if _always_lossy(tries) and _compute_packet_loss(tries) >= max(LOSS, 2 * lost[way])
-    }
-    slow = {
-        way: rate
-        for way, tries in tries_of.items()
-        if (rate := _find_best_rate(tries)) is not None and _is_slow(rate, able[way])
-    }
-    late = {way: tries for way, tries in tries_of.items() if _has_high_latency(tries, trips[way])}
-    twice = {way: tries for way, tries in tries_of.items() if _compute_duplicate_rate(tries) >= TWICE}
-    # TCP over a link that loses packets may stall for a long time and then continue.
-    ends_early = {
-        way: tries
-        for way, tries in tries_of.items()
-        if _is_always_broken(tries) and _compute_packet_loss(tries) < LOSS and not has_never_connected(tries)
-    }
-    for bad in (lossy, slow, late, twice, ends_early):
-        _only_confirmed(bad, tries_of)
-    slow = {way: rate for way, rate in slow.items() if way not in ends_early}
-    if ends_early:
-        yield _break_off(ends_early)
-    if twice:
+    links = _collect_measured_links(reports, usual, usual_trip)
+    breaking = _select_confirmed(links, lambda link: link.breaks)
+    slow = _select_confirmed(links, lambda link: link.is_slow)
+    if breaking:
+        yield _build_breaking_finding(breaking)
+    if duplicating := _select_confirmed(links, lambda link: link.duplicates):
+        rates = {way: _compute_duplicate_rate(link.tries) for way, link in duplicating.items()}
         yield _build_link_finding(
             "duplicate-packets",
             "warn",
-            {
-                way: f"{_compute_duplicate_rate(tries):.0%} of small packets arrive twice"
-                for way, tries in twice.items()
-            },
+            {way: f"{rate:.0%} of small packets arrive twice" for way, rate in rates.items()},
             "packets arrive twice",
             "look for a loop or a mirrored port in the switch, and for a bond whose two ends disagree "
             "(cat /proc/net/bonding/*; bridge link; sudo iptables -t mangle -S | grep TEE)",
         )
-    if lossy:
-        yield _build_loss_finding({way: _compute_packet_loss(tries) for way, tries in lossy.items()}, len(tries_of))
-    if slow:
-        yield _build_bandwidth_finding(slow, usual, tries_of, reports)
-    if late:
+    if lossy := _select_confirmed(links, lambda link: link.is_lossy):
+        yield _build_loss_finding({way: link.loss for way, link in lossy.items()}, len(links))
+    if slow := {way: link for way, link in slow.items() if way not in breaking}:
+        yield _build_bandwidth_finding(slow, usual, reports)
+    if late := _select_confirmed(links, lambda link: link.is_late):
         yield _build_link_finding(
             "latency",
             "warn",
-            {way: f"{_find_shortest_trip(tries):.2f} ms round trip" for way, tries in late.items()},
+            {way: f"{_find_shortest_trip(link.tries):.2f} ms round trip" for way, link in late.items()},
             f"slower than the others ({usual_trip:.2f} ms)",
             "look for another route or a busy switch: traceroute; ip route get ADDRESS; ethtool -c (interrupt delay)",
         )
 
 
-def _only_confirmed(bad: dict[Way, Any], tries_of: Mapping[Way, Sequence[Mapping[str, Any]]]) -> None:
-    """Drop a link that was bad once, unless its pair was bad twice, or links to two other nodes were bad, too.
+def _select_confirmed(
+    links: Mapping[Way, _MeasuredLink], is_bad: Callable[[_MeasuredLink], bool]
+) -> dict[Way, _MeasuredLink]:
+    """Return the bad links, without those that were bad once.
 
-    The faulty node is derived from all bad links, since few are measured again. A single pair does not identify a node:
-    a link that another program delayed for a moment would then count as part of the same fault.
+    A link that was bad once counts if its pair was bad twice, or if links to two other nodes were bad, too. The faulty
+    node is derived from all bad links, since few are measured again. A single pair does not identify a node: a link
+    that another program delayed for a moment would then count as part of the same fault.
     """
-    pairs = {frozenset(way) for way in bad if len(tries_of[way]) > 1}
+    bad = {way: link for way, link in links.items() if is_bad(link)}
+    pairs = {frozenset(way) for way, link in bad.items() if len(link.tries) > 1}
     machines = {name for name in choose_covering_nodes([*bad]) if sum(name in pair for pair in pairs) > 1}
-    for way in [way for way in bad if frozenset(way) not in pairs and not {*way} & machines]:
-        del bad[way]
+    return {way: link for way, link in bad.items() if frozenset(way) in pairs or {*way} & machines}
 
 
 def _collect_link_measurements(reports: Sequence[NodeReport]) -> dict[Way, list[dict[str, Any]]]:
@@ -186,10 +219,6 @@ def _compute_usual_bandwidth(rates: Mapping[Way, float]) -> float:
         for node in way:
             best[node] = max(best.get(node, 0.0), rate)
     return min(median(best.values()), COMPARABLE_MBIT_S) if best else 0.0
-
-
-def _is_slow(rate: float, usual: float) -> bool:
-    return rate < max(SLOW * usual, MIN_MBIT_S)
 
 
 def _compute_packet_loss(tries: Sequence[Mapping[str, Any]]) -> float:
@@ -245,16 +274,12 @@ def _build_loss_finding(loss: Mapping[Way, float], ways: int) -> Finding:
     )
 
 
-def _build_bandwidth_finding(
-    slow: Mapping[Way, float],
-    usual: float,
-    tries_of: Mapping[Way, Sequence[Mapping[str, Any]]],
-    reports: Sequence[NodeReport],
-) -> Finding:
-    worst = min(slow.values())
+def _build_bandwidth_finding(slow: Mapping[Way, _MeasuredLink], usual: float, reports: Sequence[NodeReport]) -> Finding:
+    rates = {way: _find_best_rate(link.tries) or 0.0 for way, link in slow.items()}
+    worst = min(rates.values())
     known = {interface for node in reports for interface in node.facts.get("ways", {}).values() if interface}
     device = next(iter(known)) if len(known) == 1 else "INTERFACE"
-    told = {way: rate_text(rate) + _format_retransmissions(tries_of[way]) for way, rate in slow.items()}
+    told = {way: rate_text(rate) + _format_retransmissions(slow[way].tries) for way, rate in rates.items()}
     more = " or more" if usual == COMPARABLE_MBIT_S else ""
     others = f"the usual is {rate_text(usual)}{more}" if usual > worst / SLOW else "the other pairs are as slow"
     return _build_link_finding(
@@ -267,12 +292,12 @@ def _build_bandwidth_finding(
     )
 
 
-def _break_off(ends_early: Mapping[Way, Sequence[Mapping[str, Any]]]) -> Finding:
+def _build_breaking_finding(breaking: Mapping[Way, _MeasuredLink]) -> Finding:
     told = {}
     words = {"stalled": "stalls after", "reset": "is reset after"}
-    for way, tries in ends_early.items():
-        carried = [int(attempt["carried"]) for attempt in tries if attempt.get("carried")]
-        how = _describe_broken_stream(tries[-1])
+    for way, link in breaking.items():
+        carried = [int(attempt["carried"]) for attempt in link.tries if attempt.get("carried")]
+        how = _describe_broken_stream(link.tries[-1])
         size = f" {min(carried) / 1e6:.1f} MB" if carried else " it was opened"
         told[way] = f"a stream {words[how]}{size}" if how in words else how
     nodes = choose_covering_nodes(list(told))
