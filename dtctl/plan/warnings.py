@@ -138,6 +138,5 @@ def _scarce_cores(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
     shared = f"{gpus} workers of a node share one" if tasks == 1 and gpus > 1 else "each worker gets one"
     return (
         f"slurm.cpus_per_task is not set: unless the site's default is higher, {shared} core, and the memory of "
-        "that core; "
-        f"for 64 cores on a node: `slurm: {{cpus_per_task: {64 // tasks}}}`"
+        f"that core; for 64 cores on a node: `slurm: {{cpus_per_task: {64 // tasks}}}`"
     )

@@ -94,8 +94,7 @@ def _describe_forced_write(source: Path, folder: Path) -> str:
         return "name another folder, or use --force to write into it"
     return (
         f"--force would replace {', '.join(replaced)}. If you have a program already, make the project in another "
-        "folder "
-        "and copy its dtctl.yaml here"
+        "folder and copy its dtctl.yaml here"
     )
 
 

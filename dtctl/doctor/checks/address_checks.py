@@ -36,8 +36,7 @@ def check_named_interfaces(reports: Sequence[NodeReport], used: Used) -> Iterato
         summary="; ".join(f"{node}: {text}" for node, text in list(wrong.items())[:3])
         + (" ..." if len(wrong) > 3 else ""),
         fix=f"{f'take {chr(32).join(keys)} out of job.env and cluster.nodes[].env, and ' if keys else ''}leave it to "
-        f"dtctl "
-        f"(network.interface: auto){instead}",
+        f"dtctl (network.interface: auto){instead}",
         evidence=tuple(
             f"{node.name}: {wrong[node.name]}; it has "
             + ", ".join(f"{one['name']} {one['address'] or 'without address'}" for one in node.facts["interfaces"])

@@ -16,10 +16,10 @@ RAN = ("duplicate-mac", "duplicate-address", "duplicate-hostname", "loopback-nam
        "neighbour-table", "data-ports", "rendezvous-port", "large-packets", "nat", "mtu")  # fmt: skip
 FEW_PORTS = 256
 SCARCE_PORTS = 2048
-NO_ROOM = "no-room"
-"""Result of a call that the kernel of the calling node has dropped."""
 """With fewer ports than the first limit, a job on some nodes runs out of them: every connection takes a port, and keeps
 it for a minute after its end."""
+NO_ROOM = "no-room"
+"""Result of a call that the kernel of the calling node has dropped."""
 _WORDS = {
     "dropped": "are dropped silently",
     "refused": "are rejected (the port is open on the node, but a device on the way rejects them)",
@@ -89,15 +89,10 @@ def _check_shared_names(reports: Sequence[NodeReport], wanted: Sequence[str]) ->
     looked_up = dict.fromkeys(name for node in reports for name in node.facts["looked_up"])
     findings: dict[tuple[str, ...], list[Finding]] = {}
     for name in looked_up:
-        is_needed = name in host_names or name in wanted
-        if name == "localhost" or not is_needed:
+        if name == "localhost" or not (name in host_names or name in wanted):
             continue
         answers = _collect_name_answers(reports, name)
-        odd, usual = odd_ones(answers)
-        if odd and usual is None:
-            usual = _find_real_answer(answers, reports)
-            if usual is not None:
-                odd = tuple(node for node, answer in answers.items() if answer != usual)
+        odd, usual = _find_odd_answers(answers, reports)
         if not odd:
             continue
         told = "; ".join(f"{node}: {answer or 'unknown'}" for node, answer in answers.items())
@@ -124,6 +119,16 @@ def _collect_name_answers(reports: Sequence[NodeReport], name: str) -> dict[str,
         if found is not None and not is_local:
             answers[node.name] = ", ".join(sorted(found))
     return answers
+
+
+def _find_odd_answers(answers: Mapping[str, str], reports: Sequence[NodeReport]) -> tuple[tuple[str, ...], str | None]:
+    """Return the nodes with another answer than the usual one, and that answer; None if no answer is usual."""
+    odd, usual = odd_ones(answers)
+    if odd and usual is None:
+        usual = _find_real_answer(answers, reports)
+        if usual is not None:
+            odd = tuple(node for node, answer in answers.items() if answer != usual)
+    return odd, usual
 
 
 def _find_real_answer(answers: Mapping[str, str], reports: Sequence[NodeReport]) -> str | None:
@@ -154,18 +159,22 @@ def _same_names(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 status="warn",
                 nodes=tuple(who),
                 summary=f"{', '.join(who)} have one host name, {name}: Slurm, MPI, logs and torchrun's c10d take "
-                f"them for "
-                "one machine",
+                "them for one machine",
                 fix=f"give each node its own name: {typed}",
                 evidence=tuple(f"{node}: hostname {name}" for node in who),
             )
 
 
 def check_node_addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Yield findings about addresses that several nodes have, and about interfaces with different packet sizes.
+    """Yield findings about addresses that several nodes have, and about interfaces with different packet sizes."""
+    yield from _check_duplicate_addresses(reports)
+    yield from _check_duplicate_macs(reports)
+    yield from _check_loopback_interfaces(reports)
+    yield from _check_packet_sizes(reports)
 
-    An address that every node has and that no traffic uses (docker0) is not reported.
-    """
+
+def _check_duplicate_addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Yield findings about equal addresses; not about one that no traffic uses, such as that of docker0."""
     used = {node.address for node in reports}
     owners: dict[str, list[str]] = {}
     for node in reports:
@@ -182,37 +191,38 @@ def check_node_addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 fix=f"remove it from all nodes but one: sudo ip addr del {address}/PREFIX dev INTERFACE",
                 evidence=tuple(f"{owner} has {address}" for owner in who),
             )
-    yield from _check_duplicate_macs(reports)
-    nowhere = tuple(
-        node.name for node in reports if node.facts["addresses"] and "127.0.0.1" not in node.facts["addresses"]
-    )
-    if nowhere:
+
+
+def _check_loopback_interfaces(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    known = {node.name: node.facts["addresses"] for node in reports if node.facts["addresses"]}
+    lacking = {name: addresses for name, addresses in known.items() if "127.0.0.1" not in addresses}
+    if lacking:
         yield Finding(
             check="interface",
             status="warn",
-            nodes=nowhere,
-            summary=f"{', '.join(nowhere)}: no interface has 127.0.0.1, which programs on one machine use to "
+            nodes=tuple(lacking),
+            summary=f"{', '.join(lacking)}: no interface has 127.0.0.1, which programs on one machine use to "
             "connect to each other",
-            fix=f"on {', '.join(nowhere)}: sudo ip link set lo up; sudo ip addr add 127.0.0.1/8 dev lo",
-            evidence=tuple(
-                f"{node.name}: {', '.join(node.facts['addresses'])}" for node in reports if node.name in nowhere
-            ),
+            fix=f"on {', '.join(lacking)}: sudo ip link set lo up; sudo ip addr add 127.0.0.1/8 dev lo",
+            evidence=tuple(f"{name}: {', '.join(addresses)}" for name, addresses in lacking.items()),
         )
+
+
+def _check_packet_sizes(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     mtu = {node.name: size for node in reports if (size := _read_interface_mtu(node, reports))}
     odd, usual = odd_ones(mtu)
-    if odd:
-        yield Finding(
-            check="mtu",
-            status="warn",
-            nodes=odd,
-            summary="the MTU differs between nodes: " + ", ".join(f"{node} {size}" for node, size in mtu.items()),
-            fix="; ".join(
-                f"on {name}: sudo ip link set dev {_way_of(name, reports)} mtu {usual or min(mtu.values())}"
-                for name in odd[:4]
-                if usual or mtu[name] != min(mtu.values())
-            ),
-            evidence=tuple(f"{node}: mtu {size}" for node, size in mtu.items()),
-        )
+    if not odd:
+        return
+    wanted = usual or min(mtu.values())
+    larger = [name for name in odd[:4] if mtu[name] != wanted]
+    yield Finding(
+        check="mtu",
+        status="warn",
+        nodes=odd,
+        summary="the MTU differs between nodes: " + ", ".join(f"{node} {size}" for node, size in mtu.items()),
+        fix="; ".join(f"on {name}: sudo ip link set dev {_way_of(name, reports)} mtu {wanted}" for name in larger),
+        evidence=tuple(f"{node}: mtu {size}" for node, size in mtu.items()),
+    )
 
 
 def _check_duplicate_macs(reports: Sequence[NodeReport]) -> Iterator[Finding]:
@@ -255,8 +265,7 @@ def check_ephemeral_ports(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 status="fail" if status == "fail" else "warn",
                 nodes=tuple(few),
                 summary=f"{', '.join(few)}: only the ports {first} to {last} are assigned, and each connection of "
-                f"gloo and "
-                "NCCL takes one",
+                "gloo and NCCL takes one",
                 fix=f"on {', '.join(few)}: sudo sysctl -w net.ipv4.ip_local_port_range='32768 60999', also in "
                 "/etc/sysctl.d",
                 evidence=tuple(f"{name}: net.ipv4.ip_local_port_range = {a} {b}" for name, (a, b) in few.items()),
@@ -498,8 +507,7 @@ def _describe_route_fix(caller: str, called: str, reports: Sequence[NodeReport])
     if address == other.address and not way:
         return (
             f"{caller} has no route to {called}: on {caller}: ip route get {address}; what `ip route show {address}` "
-            f"lists "
-            f"as blackhole, unreachable or prohibit goes with sudo ip route del KIND {address}"
+            f"lists as blackhole, unreachable or prohibit goes with sudo ip route del KIND {address}"
         )
     if address == other.address and usual and way != usual:
         return (
@@ -523,53 +531,59 @@ def _format_node_pairs(ways: Sequence[tuple[str, str]]) -> str:
 
 def _check_answered_calls(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Yield findings about successful calls: lost large packets, another node that answered, translated addresses."""
-    large, strange, seen_as = [], [], []
-    for node in reports:
-        for answer in node.answers:
-            way = (node.name, str(answer["node"]))
-            if answer["kind"] == REACHED or answer["node"] == node.name:
-                continue
-            if answer["result"] == "large-lost":
-                large.append(way)
-            elif answer["result"] == "stranger":
-                strange.append((*way, str(answer["said"])))
-            if answer.get("seen") and answer["seen"] != answer["own"]:
-                seen_as.append((*way, str(answer["seen"]), str(answer["own"])))
-    if large:
-        nodes = choose_covering_nodes(large)
-        ways = list(dict.fromkeys(large))
-        yield Finding(
-            check="large-packets",
-            status="fail",
-            nodes=nodes,
-            peers=tuple(dict.fromkeys(name for way in ways for name in way if name not in nodes)),
-            summary=f"large packets are lost, small ones arrive: {_format_node_pairs(ways)}",
-            fix=f"set the same MTU everywhere on the way (ip link show {_way_of(nodes[0], reports)}; switch, tunnel), "
-            "let ICMP `fragmentation needed` pass, or on both ends: sudo sysctl -w net.ipv4.tcp_mtu_probing=1",
-            evidence=tuple(f"{caller} -> {called}: connected, 256 KiB did not arrive" for caller, called in ways[:8]),
-            ways=tuple(ways),
-        )
-    if strange:
-        yield Finding(
-            check="duplicate-address",
-            status="fail",
-            nodes=tuple(dict.fromkeys(called for _, called, _ in strange)),
-            peers=tuple(dict.fromkeys(caller for caller, _, _ in strange)),
-            summary="; ".join(f"{caller} called {called}, and {who} answered" for caller, called, who in strange[:4]),
-            fix="find who else has that address: arping -D -I INTERFACE ADDRESS",
-            evidence=tuple(f"{caller} -> {called}: answered by {who}" for caller, called, who in strange[:8]),
-        )
-    if seen_as:
-        yield Finding(
-            check="nat",
-            status="fail",
-            nodes=tuple(dict.fromkeys(caller for caller, _, _, _ in seen_as)),
-            peers=tuple(dict.fromkeys(called for _, called, _, _ in seen_as)),
-            summary="addresses are translated on the way: "
-            + "; ".join(
-                f"{called} sees {caller} ({own}) come from {other}" for caller, called, other, own in seen_as[:4]
-            ),
-            fix="use the host's network in containers (--network host), and take the translation (SNAT, masquerade) "
-            "off between the nodes: sudo iptables -t nat -S",
-            evidence=tuple(f"{caller} -> {called}: {own} became {other}" for caller, called, other, own in seen_as[:8]),
-        )
+    answered = [
+        (node.name, str(answer["node"]), answer)
+        for node in reports
+        for answer in node.answers
+        if answer["kind"] != REACHED and answer["node"] != node.name
+    ]
+    if large := [call for call in answered if call[2]["result"] == "large-lost"]:
+        yield _build_large_packets_finding(large, reports)
+    if strange := [call for call in answered if call[2]["result"] == "stranger"]:
+        yield _build_stranger_finding(strange)
+    if seen := [call for call in answered if call[2].get("seen") and call[2]["seen"] != call[2]["own"]]:
+        yield _build_translation_finding(seen)
+
+
+def _build_large_packets_finding(calls: Sequence[_Call], reports: Sequence[NodeReport]) -> Finding:
+    ways = list(dict.fromkeys((caller, called) for caller, called, _ in calls))
+    nodes = choose_covering_nodes([(caller, called) for caller, called, _ in calls])
+    return Finding(
+        check="large-packets",
+        status="fail",
+        nodes=nodes,
+        peers=tuple(dict.fromkeys(name for way in ways for name in way if name not in nodes)),
+        summary=f"large packets are lost, small ones arrive: {_format_node_pairs(ways)}",
+        fix=f"set the same MTU everywhere on the way (ip link show {_way_of(nodes[0], reports)}; switch, tunnel), "
+        "let ICMP `fragmentation needed` pass, or on both ends: sudo sysctl -w net.ipv4.tcp_mtu_probing=1",
+        evidence=tuple(f"{caller} -> {called}: connected, 256 KiB did not arrive" for caller, called in ways[:8]),
+        ways=tuple(ways),
+    )
+
+
+def _build_stranger_finding(calls: Sequence[_Call]) -> Finding:
+    told = [(caller, called, str(answer["said"])) for caller, called, answer in calls]
+    return Finding(
+        check="duplicate-address",
+        status="fail",
+        nodes=tuple(dict.fromkeys(called for _, called, _ in told)),
+        peers=tuple(dict.fromkeys(caller for caller, _, _ in told)),
+        summary="; ".join(f"{caller} called {called}, and {who} answered" for caller, called, who in told[:4]),
+        fix="find who else has that address: arping -D -I INTERFACE ADDRESS",
+        evidence=tuple(f"{caller} -> {called}: answered by {who}" for caller, called, who in told[:8]),
+    )
+
+
+def _build_translation_finding(calls: Sequence[_Call]) -> Finding:
+    told = [(caller, called, str(answer["own"]), str(answer["seen"])) for caller, called, answer in calls]
+    return Finding(
+        check="nat",
+        status="fail",
+        nodes=tuple(dict.fromkeys(caller for caller, _, _, _ in told)),
+        peers=tuple(dict.fromkeys(called for _, called, _, _ in told)),
+        summary="addresses are translated on the way: "
+        + "; ".join(f"{called} sees {caller} ({own}) come from {other}" for caller, called, own, other in told[:4]),
+        fix="use the host's network in containers (--network host), and take the translation (SNAT, masquerade) "
+        "off between the nodes: sudo iptables -t nat -S",
+        evidence=tuple(f"{caller} -> {called}: {own} became {other}" for caller, called, own, other in told[:8]),
+    )

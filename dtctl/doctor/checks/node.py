@@ -114,11 +114,9 @@ def _find_mac_conflict(reports: Sequence[NodeReport], neighbours: Mapping[str, s
                 status="fail",
                 nodes=tuple(same),
                 summary=f"{', '.join(same)} have one hardware address, {cards[node.name]}, and {node.name} does not "
-                f"answer: "
-                "switches send packets to either of them",
+                "answer: switches send packets to either of them",
                 fix="give a cloned machine a MAC of its own, at its console or in the settings of the virtual "
-                "machine: sudo ip "
-                "link set dev INTERFACE address 02:...; then restart it",
+                "machine: sudo ip link set dev INTERFACE address 02:...; then restart it",
                 evidence=tuple(f"{other}: {cards[other]}" for other in same),
             )
     return None
@@ -136,10 +134,8 @@ def _login_fix(error: DtctlError) -> str:
     """Return the next step if the server refuses the login; only the server's own log has the reason."""
     return (
         f"{error.hint or 'try another key'}; the server's log has the reason (sudo journalctl -u ssh -n 20): a key "
-        f"that is "
-        "not in ~/.ssh/authorized_keys, AllowUsers, AllowGroups or PermitRootLogin of sshd (sudo sshd -T), or a "
-        "login shell "
-        "that is not there (getent passwd USER; sudo chsh -s /bin/bash USER)"
+        "that is not in ~/.ssh/authorized_keys, AllowUsers, AllowGroups or PermitRootLogin of sshd (sudo sshd -T), or "
+        "a login shell that is not there (getent passwd USER; sudo chsh -s /bin/bash USER)"
     )
 
 
@@ -247,9 +243,7 @@ def check_process_limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         "shm",
         {name: f"{one['free'] // MIB} of {one['total'] // MIB} MiB free" for name, one in full.items()},
         "see which files fill it and which processes use them: ls -la /dev/shm; sudo fuser -v /dev/shm/*; remove "
-        "what ended jobs "
-        "have left: "
-        "rm /dev/shm/nccl-* /dev/shm/torch_*",
+        "what ended jobs have left: rm /dev/shm/nccl-* /dev/shm/torch_*",
         summary="shared memory (/dev/shm) is full",
     )
     yield from per_node(
@@ -274,8 +268,7 @@ def _check_worker_resources(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 if n.name in names
             },
             "raise the memory limit of the control group: --mem of Slurm, MemoryMax= of the systemd slice, --memory "
-            "of the "
-            "container (cat /proc/self/cgroup; memory.max); or end what takes the memory: free -g",
+            "of the container (cat /proc/self/cgroup; memory.max); or end what takes the memory: free -g",
             summary="a process of this login can use little memory",
             status="fail" if status == "fail" else "warn",
         )
@@ -300,8 +293,7 @@ def _check_worker_resources(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         "cpus",
         few,
         "see taskset -cp $$ and cpu.max of the control group: ask for more (--cpus-per-task, --cpus of the "
-        "container), take "
-        "CPUAffinity= and CPUQuota= off sshd's or slurmd's unit, or lower cluster.slots",
+        "container), take CPUAffinity= and CPUQuota= off sshd's or slurmd's unit, or lower cluster.slots",
         summary="few cores for the workers: threads and data loaders will wait",
         status="warn",
     )
@@ -357,8 +349,7 @@ def check_storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Findi
         "disk",
         _format_free_space(disks["no inodes"]),
         f"df -i {workdir}; remove many small files (caches of pip, conda, Hugging Face), or set cluster.workdir to "
-        f"another "
-        "disk",
+        "another disk",
         summary=f"the disk of {workdir} has free space, but no inodes for more files",
     )
     fix = f"free some space (`df -h {workdir}; df -i {workdir}`), or set cluster.workdir to another disk"
@@ -385,8 +376,7 @@ def check_storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Findi
         "workdir",
         {n.name: f"{n.facts['disk']['path']} is mounted noexec" for n in reports if n.facts["disk"]["noexec"]},
         "programs and extensions that a job builds cannot be run from it: set cluster.workdir to another disk, or "
-        "sudo mount "
-        "-o remount,exec there",
+        "sudo mount -o remount,exec there",
         summary=f"nothing in {workdir} can be executed",
         status="warn",
     )

@@ -46,17 +46,14 @@ _OF_COLLECTIVES = ("watchdog-timeout", "heartbeat-timeout", "watchdog-stuck", "w
 _STORE_ERRORS = {
     111: (
         "the connection was refused, so no process listens on that port; the worker of rank 0 has not started, has "
-        "ended, or "
-        "serves another address",
+        "ended, or serves another address",
         "see in the log of rank 0 whether it runs; MASTER_ADDR and MASTER_PORT have to be its own; `dtctl "
-        "doctor` tests "
-        "the port from every node",
+        "doctor` tests the port from every node",
     ),
     110: (
         "nothing answers at that address; it is wrong, or a firewall drops the connection",
         "`dtctl doctor` distinguishes a dropped packet from a wrong address; open the rendezvous port between the "
-        "nodes, or give "
-        "the address that the other nodes can reach (network.rendezvous_address)",
+        "nodes, or give the address that the other nodes can reach (network.rendezvous_address)",
     ),
     113: (
         "there is no route to that address, or a firewall rejects the connection",

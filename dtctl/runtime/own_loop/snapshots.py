@@ -196,8 +196,7 @@ class SessionSnapshots:
                 f"the loss of step {step} is not finite on rank {', '.join(ranks)}",
                 where="dtctl.runtime.session",
                 hint="the newest snapshot is from an earlier step; lower the learning rate, set `clip`, or look "
-                "at the data of "
-                "this step",
+                "at the data of this step",
             )
 
     def load_newest(self) -> int:

@@ -231,8 +231,7 @@ def _load_own(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> Non
             f"{class_name(optimizer)}.load_state_dict does not accept the result of its state_dict: {text}",
             where=", ".join(map(str, extra)),
             hint="it gets whole tensors, except for tensors of the size of a divided parameter: these are "
-            "DTensors with "
-            "the placement of the parameter",
+            "DTensors with the placement of the parameter",
         ) from exc
 
 
