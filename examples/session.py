@@ -21,11 +21,13 @@ def main():
     inputs = torch.randn(256, 8)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1)))
+    layers = nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1)
+    model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))
+    steps = EPOCHS * len(loader)
+    rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     torch.manual_seed(dist.get_rank())  # each worker drops other units
-    with session(model, optimizer, loader, schedule=schedule, clip=1.0, every_s=60) as s:
+    with session(model, optimizer, loader, schedule=rate, clip=1.0, every_s=60) as s:
         for epoch in s.epochs(EPOCHS):
             for features, targets in s.batches:
                 loss = nn.functional.mse_loss(model(features), targets)

@@ -143,3 +143,10 @@ def test_pages_that_mkdocs_makes_are_linked_in_what_it_makes() -> None:
 def test_each_way_to_name_a_program_stands_in_a_guide(key: str) -> None:
     guides = [ROOT / name for name in PAGES if name.startswith("docs/guides/")]
     assert any(re.search(rf"\b(job\.)?{key}: \S", path.read_text()) for path in guides)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_code_to_copy_fits_the_column_of_a_page(page: Path) -> None:
+    """At 1,280 pixels a line has 85 columns; a longer one breaks in the middle of a statement."""
+    blocks = re.findall(r"^```(?:python|yaml)[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 85] == []
