@@ -47,8 +47,8 @@ class LaunchOptions:
     """Run whose outputs this run continues."""
     sweep: Mapping[str, str] = field(default_factory=dict)
     """Key -> value of the settings that a sweep has chosen for this run; `overrides` has them, too."""
-    started: float | None = None
-    """Time when the run began, in seconds since the epoch; None: the start of this process."""
+    begun: float = field(default_factory=node_facts.process_start)
+    """Time when the run began, on the monotonic clock: the start of this process, except in a sweep."""
     yes: bool = False
     """True if the user agrees to everything outside of its folder that the spec uses."""
 
@@ -317,7 +317,7 @@ def _launch_and_follow(options: LaunchOptions, spec: Spec, run: str, snapshots: 
     job, cluster, tree = _build_job(options, spec, run, snapshots)
     record = create_run(
         spec, run, spec_name=options.spec_name, detached=options.detach, token=job.token, snapshots=snapshots,
-        started=options.started, sweep=options.sweep, environment=job.environment_digest,
+        begun=options.begun, sweep=options.sweep, environment=job.environment_digest,
     )  # fmt: skip
     view = LaunchView(json_lines=options.json_lines, record=record)
     progress = RunProgress()
@@ -397,7 +397,7 @@ def _run_job_to_end(
 
     with record.launcher_lock(), caught_signals() as signals:
         try:
-            ledger = Ledger(time.monotonic, begun=node_facts.process_start())
+            ledger = Ledger(time.monotonic, begun=options.begun)
             result = run_launch_job(job, record, emit=emit, signals=signals, ledger=ledger)
         except DtctlError as exc:
             view.close()

@@ -158,12 +158,12 @@ def launch_array(
     with closing(choose_slurm_host(spec)) as site, ExitStack() as locks:
 
         def before(ref: JobRef) -> None:
-            begun = node_facts.launch_time()
+            begun = node_facts.process_start()
             for position, (index, name) in enumerate(runs.items()):
                 plan = plans[index]
-                started = begun + position / 1e6  # lists of runs are sorted by this time
                 record = create_run(
-                    specs[index], name, spec_name=spec_name, detached=True, slurm=True, started=started,
+                    specs[index], name, spec_name=spec_name, detached=True, slurm=True,
+                    begun=begun + position / 1e6,  # lists of runs are sorted by this time
                     sweep=sweep.get(index), environment=_digest_of(environment),
                 )  # fmt: skip
                 locks.enter_context(record.launcher_lock())
