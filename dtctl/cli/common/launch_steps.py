@@ -437,16 +437,21 @@ def _resolve_continuation(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, 
 
 def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
     """Start a launcher in the background, and return when that launcher reports that the job runs."""
-    from dtctl.cli.common.run_display import LaunchView
+    from dtctl.cli.common.run_display import LaunchView, print_run_header
     from dtctl.launch.background import launch_in_background
+    from dtctl.launch.records.events import RunPlanned
     from dtctl.spec.nodes import resolve_nodes
 
     view = LaunchView(json_lines=options.json_lines)
-    view.expect(node.name for node in resolve_nodes(spec))
+    nodes = [node.name for node in resolve_nodes(spec)]
+    view.expect(nodes)
 
     def on_event(event: Event) -> None:
         if options.json_lines:
             output.emit_json(event.to_json())
+        if isinstance(event, RunPlanned):
+            transport = spec.cluster.transport
+            print_run_header(run, event.kind, transport, nodes=len(nodes), workers=event.world_size)
         view.event(event)
 
     exit_code, text = launch_in_background(spec.base_dir, run, on_event=on_event)
