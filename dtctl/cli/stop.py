@@ -64,13 +64,41 @@ def _stop_one_run(record: RunRecord, *, json_: bool) -> int:
     if record.info().slurm:
         from dtctl.cli.common.slurm_runs import stop_job
 
-        return stop_job(record, as_json=json_)
+        code = stop_job(record, as_json=json_)
+        if not json_:
+            _print_stopped_step(record)
+        return code
     grace_s = float(record.plan().get("grace_s", 10.0))
     launcher = stopping.request_launcher_stop(record, wait_s=grace_s + 15)
     # The nodes are queried in any case, since a query is more reliable than the launcher's record.
     cluster = cluster_of_run(record)
     stopped = stopping.on_nodes(record, cluster.targets, cluster.make_transport(), note=not launcher)
-    return _print_left_processes(record.run, stopped.left, json_=json_)
+    code = _print_left_processes(record.run, stopped.left, json_=json_)
+    if not json_:
+        _print_stopped_step(record)
+    return code
+
+
+def _print_stopped_step(record: RunRecord) -> None:
+    """Print the step at which a run was stopped, and the command that continues it, as far as they are known."""
+    from dtctl.cli.common.followed_run import has_snapshot, show_continuation
+    from dtctl.cli.common.progress_line import PRINTED, read_newest_metrics, read_training_steps
+    from dtctl.launch.continuation import keeps_own_state
+    from dtctl.launch.records.state import read_run_state
+    from dtctl.launch.run_spec import spec_of_run
+
+    state = read_run_state(record)
+    if state.done is None or state.done.status != "stopped":
+        return
+    rows, steps = read_newest_metrics(record), read_training_steps(record)
+    total = f" of {steps:,}" if steps else ""
+    if state.ledger is not None and state.ledger.steps is not None:
+        output.print_stderr(f"stopped at step {state.ledger.steps:,}{total}")
+    elif rows:
+        where = "in its output" if rows[-1].get(PRINTED) else "in its metrics"
+        output.print_stderr(f"the last step {where} is {int(rows[-1]['step']):,}{total}")
+    if has_snapshot(record) or keeps_own_state(spec_of_run(record)):
+        show_continuation(record)
 
 
 def _print_left_processes(run: str, left: Mapping[str, int | DtctlError], *, json_: bool) -> int:

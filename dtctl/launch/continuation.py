@@ -62,6 +62,19 @@ def keeps_own_state(spec: Spec) -> bool:
     return spec.train is None and bool(spec.job.outputs or spec.job.shared)
 
 
+def list_state_paths(spec: Spec) -> list[str]:
+    """Return the paths in the working folder from which a program that keeps its own state resumes."""
+    return [*spec.job.outputs, *(f"{entry.path}/" for entry in spec.job.shared_folders)]
+
+
+def describe_fresh_start(spec: Spec, earlier: str) -> str:
+    """Return the note that an earlier run has no file from which a program with its own state could resume."""
+    return (
+        f"run {earlier} has no file in {', '.join(list_state_paths(spec))} to continue from: the program starts anew, "
+        "unless it keeps its state elsewhere"
+    )
+
+
 def find_snapshot_folders(earlier: RunRecord, job_folder: str | None) -> dict[str, str]:
     """Return the folder of a run's snapshots on each node; `job_folder` is relative to the run's working folder."""
     code, inherited = earlier.read_code_folders(), earlier.info().snapshots

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import dtctl
+from tests.hosts import wait_until
 
 
 def project(folder: Path, job: str, **files: str) -> Path:
@@ -255,6 +256,41 @@ def test_a_launch_in_the_background_begins_with_the_line_about_the_run(tmp_path:
     for name, (header, first, *_) in zip("ab", map(str.splitlines, texts), strict=True):
         assert header == f"run {name}: 1 node, 1 worker (command over local)"
         assert first.startswith("  localhost: ")
+
+
+WAITS = """\
+import json, os, pathlib, time
+pathlib.Path(os.environ["DTCTL_METRICS"]).write_text(json.dumps({"step": 1200, "loss": 1.0, "time": 1.0}) + "\\n")
+while not os.path.exists("../../../../p/go"): time.sleep(0.05)
+os.makedirs("out", exist_ok=True)
+open("out/last.pt", "w").write("x")
+if not os.path.exists("../../../../p/end"): time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("key", ["outputs", "shared"])
+def test_a_run_that_is_stopped_and_resumed_says_what_it_continues_from(tmp_path: Path, key: str) -> None:
+    folder = project(tmp_path / "p", f"script: t.py, kind: direct, grace_s: 1, {key}: [out/]", **{"t.py": WAITS})
+    metrics, saved = folder / ".dtctl" / "runs", tmp_path / "node" / "runs"
+    try:
+        assert dtctl("launch", "-d", "--name", "one", cwd=folder).returncode == 0
+        wait_until((metrics / "one" / "metrics.jsonl").exists, what="a step is recorded")
+        stopped = dtctl("stop", "one", cwd=folder)
+        assert stopped.stdout == "0 processes left on 1 node\n", stopped.stderr
+        assert "the last step in its metrics is 1,200" in stopped.stderr
+        assert "`dtctl launch --resume one` starts in its outputs" in stopped.stderr
+        (folder / "go").touch()
+        fresh = dtctl("launch", "-d", "--name", "two", "--resume", "one", cwd=folder)
+        assert "run one has no file in out/ to continue from: the program starts anew" in fresh.stderr, fresh.stderr
+        wait_until(lambda: any(saved.glob("*/work/out/last.pt")), what="a checkpoint is written")
+        assert dtctl("stop", "two", cwd=folder).returncode == 0
+        (folder / "end").touch()
+        again = dtctl("launch", "--name", "three", "--resume", "two", cwd=folder)
+        assert (again.returncode, "starts anew" in again.stderr) == (0, False), again.stderr
+        assert "step" not in dtctl("stop", "three", cwd=folder).stderr
+    finally:
+        for run in ("one", "two"):
+            dtctl("stop", run, cwd=folder)
 
 
 def test_the_short_form_of_detach(tmp_path: Path) -> None:

@@ -113,6 +113,24 @@ def test_checkpoints_that_other_nodes_lack_are_reported_with_the_key(
     assert "both/" not in done.err, done.err
 
 
+def test_a_resume_without_a_complete_checkpoint_says_so(project: Project, sandbox: Sandbox) -> None:
+    project.write(
+        "train.py",
+        "import os, pathlib, sys\n"
+        "folder = pathlib.Path('checkpoints/step-1')\n"
+        "folder.mkdir(parents=True, exist_ok=True)\n"
+        "(folder / f'{sys.argv[1]}-{os.environ[\"RANK\"]}').write_text('x')\n",
+    )
+    shared = [{"path": "checkpoints", "complete": "DONE-*"}]
+    fresh = "no checkpoint in checkpoints/ is complete: the program starts anew"
+    for run, args, earlier in (("a", "part", ""), ("b", "DONE", "a"), ("c", "part", "b")):
+        project.write("dtctl.yaml", spec_of(["node1", "node2"], [], [args], shared=shared, max_restarts=0))
+        resume = ("--resume", f"{project.unique}-{earlier}") if earlier else ()
+        done = project.run("launch", "--name", f"{project.unique}-{run}", *resume)
+        assert (done.code, fresh in done.err) == (0, run == "b"), done.err
+        assert "has no file" not in done.err
+
+
 def test_fetch_takes_the_absolute_paths_that_outputs_allow(project: Project, sandbox: Sandbox) -> None:
     write = (
         "import os, pathlib\n"

@@ -162,6 +162,16 @@ def test_outputs_come_back_and_another_run_goes_on_in_them(shared: Project, push
     assert answer["nodes"]["slurm"]["files"] == 3
     assert shared.run("fetch", "second", "--json").code == 0
     assert shared.run("fetch", "second", "--node", "node1").code == 2
+    assert "starts anew" not in second.err
+    (shared.folder / "train.py").write_text("import time\ntime.sleep(300)\n")
+    assert shared.run("launch", "--detach", "--name", "empty").code == 0
+    stopped = shared.run("stop", "empty")
+    assert "`dtctl launch --resume empty` starts in its outputs" in stopped.err, stopped.err
+    nothing = shared.run("fetch", "empty")
+    assert (nothing.code, "no file was written into out/ (job.outputs)" in nothing.err) == (0, True), nothing.err
+    (shared.folder / "train.py").write_text("")
+    fresh = shared.run("launch", "--name", "fresh", "--resume", "empty")
+    assert (fresh.code, "run empty has no file in out/ to continue from" in fresh.err) == (0, True), fresh.err
 
 
 def test_a_command_runs_inside_of_the_job(shared: Project) -> None:

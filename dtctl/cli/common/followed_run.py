@@ -189,7 +189,7 @@ def report_run_end(result: Result, emit: Emit, record: RunWriter) -> int:
             "red",
         )
     if result.exit_code == names.REQUEUE_EXIT or (result.status == "stopped" and has_snapshot(record)):
-        _show_continuation(record)
+        show_continuation(record)
     return result.exit_code
 
 
@@ -220,15 +220,14 @@ def has_snapshot(record: RunRecord) -> bool:
     return any(isinstance(event, SnapshotBegun) for event in record.events())
 
 
-def _show_continuation(record: RunRecord) -> None:
+def show_continuation(record: RunRecord) -> None:
     """Print the command that continues a stopped run, depending on what the run has saved."""
-    from dtctl.launch.continuation import format_resume_command, shared_folder
+    from dtctl.launch.continuation import format_resume_command, keeps_own_state, shared_folder
     from dtctl.launch.run_spec import spec_of_run
 
     folder = shared_folder(record)
     if not has_snapshot(record):
-        spec = spec_of_run(record)
-        keeps = spec.train is None and bool(spec.job.outputs or spec.job.shared)
+        keeps = keeps_own_state(spec_of_run(record))
         again = (
             f"`{format_resume_command(record.run)}` starts in its outputs" if keeps else "the next launch starts over"
         )

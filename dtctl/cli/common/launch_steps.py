@@ -328,6 +328,7 @@ def _launch_and_follow(options: LaunchOptions, spec: Spec, run: str, snapshots: 
         pass_on(event)
 
     plan = job.first_plan
+    has_state = _has_earlier_state(options, spec)
     emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size, nodes=tuple(cluster.targets)))
     if tree is not None:
         for note in list_push_warnings(spec, tree):
@@ -335,6 +336,10 @@ def _launch_and_follow(options: LaunchOptions, spec: Spec, run: str, snapshots: 
     view.begin(plan)
     for text in list_warnings(spec, cluster.nodes, per_worker=plan.per_worker):
         emit(Note(text=text))
+    if options.resume is not None and not has_state:
+        from dtctl.launch.continuation import describe_fresh_start
+
+        emit(Note(text=describe_fresh_start(spec, options.resume), warning=True))
     with sending_run_metrics(spec, record, emit):
         return _run_job_to_end(job, record, emit, view, progress, options)
 
@@ -433,6 +438,26 @@ def _resolve_continuation(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, 
             return spec, {}
         return continuation.with_folder(spec, snapshot_folder(record)), {}
     return continuation.build_continuation_spec(spec, record)
+
+
+def _has_earlier_state(options: LaunchOptions, spec: Spec) -> bool:
+    """Return False if the program keeps its own state, and no node has a file of it from the earlier run."""
+    if options.resume is None:  # the import below is for a resume only
+        return True
+    from dtctl.launch import continuation
+
+    if not continuation.keeps_own_state(spec):
+        return True
+    from dtctl.cli.fetch import list_fetch_sources
+    from dtctl.launch.cluster import cluster_of_run
+    from dtctl.launch.files.fetch import count_run_outputs
+    from dtctl.launch.records.record import find_run
+
+    record = find_run(spec.base_dir, options.resume)
+    transport = cluster_of_run(record).make_transport()
+    paths = continuation.list_state_paths(spec)
+    counts = count_run_outputs(list_fetch_sources(record, None), transport, paths=paths)
+    return any(counts.values())  # numbers of files, or errors of nodes that may have some
 
 
 def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:

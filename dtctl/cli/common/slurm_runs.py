@@ -53,6 +53,7 @@ def launch_job(
     `resume` is the run whose outputs this one continues.
     """
     from dtctl.launch.cluster import first_plan, resolve_cluster
+    from dtctl.launch.continuation import describe_fresh_start
     from dtctl.launch.job_builder import CodePush
     from dtctl.slurm.recover_submission import build_submission_intent
     from dtctl.slurm.site import choose_slurm_host
@@ -73,6 +74,8 @@ def launch_job(
         for note in list_push_warnings(spec, code.tree) if code is not None else ():
             emit(note)
         print_run_header(run, plan.kind, "slurm", nodes=len(plan.nodes), workers=plan.world_size)
+        if resume is not None and not _has_earlier_state(spec, site, resume):
+            emit(Note(text=describe_fresh_start(spec, resume), warning=True))
         with record.launcher_lock(), caught_signals() as signals:
             try:
                 submission = submit_job(
@@ -101,6 +104,20 @@ def launch_job(
 
 def _digest_of(environment: EnvironmentPush | None) -> str:
     return environment.locked.digest if environment is not None else ""
+
+
+def _has_earlier_state(spec: Spec, site: CommandHost, earlier: str) -> bool:
+    """Return False if the program keeps its own state, and an earlier job has left no file of it."""
+    from dtctl.launch.continuation import keeps_own_state, list_state_paths
+    from dtctl.launch.records.record import find_run
+    from dtctl.slurm.job_watcher import read_job_reference
+    from dtctl.slurm.outputs import count_outputs
+
+    record = find_run(spec.base_dir, earlier)
+    if not keeps_own_state(spec) or not record.info().slurm:
+        return True
+    counts = count_outputs(site, read_job_reference(record), list_state_paths(spec))
+    return not counts or any(each.files for each in counts.values())
 
 
 def _find_job_folder(spec: Spec, run: str | None) -> str:

@@ -108,6 +108,23 @@ def fetch_run_outputs(
     return fan_out({source.target.name: source for source in sources}, fetch_one)
 
 
+def count_run_outputs(
+    sources: Sequence[FetchSource], transport: Transport, *, paths: Sequence[str]
+) -> dict[str, int | DtctlError]:
+    """Return the number of files that a run's programs have written on each node, or the error; see above."""
+
+    def count_one(source: FetchSource) -> int:
+        first, count = ListOutputs(run_dir=source.run_dir, paths=list(paths)), 0
+        with open_node(transport, source.target, first, python=source.python, silence_s=SILENCE_S) as link:
+            while not isinstance(answer := link.expect(OutputRows, OutputLinks, OutputsListed), OutputsListed):
+                count += len(answer.rows) if isinstance(answer, OutputRows) else 0
+            link.send(Quit())
+            link.stream.exit_status(END_S)
+        return count
+
+    return fan_out({source.target.name: source for source in sources}, count_one)
+
+
 @contextlib.contextmanager
 def _private_folder(into: Path, node: str) -> Iterator[int]:
     """Open the folder for a node's files on this machine, as long as the context lasts.

@@ -78,6 +78,8 @@ class CopyResult:
     """Texts of notes, each with its node; None: the note is not about one node."""
     listed: dict[str, NodeFiles] = field(default_factory=dict)
     rules: set[tuple[str, str]] = field(default_factory=set)
+    checkpoints: int = 0
+    """Number of checkpoints that a program can resume from."""
 
 
 class _SharedFolderNode:
@@ -270,7 +272,7 @@ class CopyRounds:
                 result.notes.append((node.target.name, f"its files of job.shared could not be listed: {error.message}"))
         stopped_s = None if stopped_s is None else stopped_s + time.monotonic() - began
         plan = plan_copies(list(listed.values()), self._roots, stopped_s=stopped_s, lost=lost)
-        result.rules = plan.rules
+        result.rules, result.checkpoints = plan.rules, plan.complete + len(plan.doubtful)
         result.notes += [
             (name, f"ignored for job.shared: {text}")
             for name in listed

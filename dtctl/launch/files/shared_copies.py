@@ -83,6 +83,8 @@ class SharedCopies:
             result = rounds.run(chosen, stopped_s=stopped_s, lost=lost)
             self._seen = {}
             self._report_copy_result(result)
+            if ended_s is None and len(result.listed) == len(chosen):
+                self._report_fresh_start(result)
             if result.files:
                 seconds = max(1e-3, time.monotonic() - began)
                 copied, rate = format_count(result.files, "file"), _format_transfer_rate(result.bytes, seconds)
@@ -186,6 +188,15 @@ class SharedCopies:
             )
         for node, text in result.notes:
             self._tell_once(node, text)
+
+    def _report_fresh_start(self, result: CopyResult) -> None:
+        """Emit a note if the earlier run has files in its shared folders, but no complete checkpoint."""
+        if result.checkpoints or not any(each.files for each in result.listed.values()):
+            return
+        roots = ", ".join(f"{root}/" for root, _ in self._roots)
+        self._tell_once(
+            None, f"no checkpoint in {roots} is complete: the program starts anew, unless it keeps its state elsewhere"
+        )
 
     def _tell_once(self, node: str | None, text: str) -> None:
         if (node, text) not in self._told:

@@ -18,6 +18,7 @@ from dtctl.launch.records.events import Event, NodeOutputs, SnapshotBegun
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.spec.load import dump_spec, parse_spec
+from dtctl.transport.local import LocalTransport
 
 
 @pytest.mark.parametrize("exit_code", [None, 181])
@@ -96,7 +97,7 @@ def recorded(folder: Path, *events: Event, job: str = "") -> RunRecord:
 def test_what_continues_a_run_depends_on_what_it_has_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], events: tuple[Event, ...], job: str, words: str
 ) -> None:
-    followed_run._show_continuation(recorded(tmp_path, *events, job=job))
+    followed_run.show_continuation(recorded(tmp_path, *events, job=job))
     said = capsys.readouterr().err
     assert words in said
     assert ("newest good snapshot" in said) is bool(events)
@@ -118,7 +119,10 @@ def test_outputs_that_were_fetched_are_named_where_they_are(tmp_path: Path) -> N
 def test_a_fetch_of_nothing_points_to_snapshots_only_if_there_are_any(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], has_snapshots: bool
 ) -> None:
-    fetch._print_fetch_summary({"a": FetchResult()}, tmp_path, None, has_snapshots=has_snapshots)
+    task = fetch._FetchTask(
+        run="r", sources=[], transport=LocalTransport(), paths=[], into=tmp_path, has_snapshots=has_snapshots
+    )
+    fetch._print_fetch_summary({"a": FetchResult()}, task, None, tmp_path)
     assert ("snapshot export" in capsys.readouterr().err) is has_snapshots
 
 
