@@ -101,7 +101,9 @@ class SessionSnapshots:
         roots = {"model": model.module, "optimizer": optimizer, "loader": data}
         roots |= {f"extra_state.{name}": value for name, value in extra_state.items()}
         # The order of DDP's buckets is brought back before the state of the program is looked at for changes.
-        apart = [self, position, *self._extra.values(), *getattr(optimizer, "optimizers", ())]
+        apart = [
+            self, position, *self._extra.values(), *position.generators.data, *getattr(optimizer, "optimizers", ())
+        ]  # fmt: skip
         account = program_fingerprint.build_program_fingerprint(
             StatefulObjects(roots, model=model.module, apart=[each for each in apart if each not in roots.values()]),
             {name: root for name, root in roots.items() if root is not data},
