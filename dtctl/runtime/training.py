@@ -225,7 +225,7 @@ def build_training(
         report=report,
         snapshots=snapshots,
         check=ResumeCheck(
-            lambda: StepRecorder(worker, trained.model, trained.optimizer),
+            StepRecorder(worker, trained.model, trained.optimizer),
             config=config,
             worker=worker,
             folder=folder,

@@ -83,11 +83,8 @@ class SessionSnapshots:
         self.folder = snapshot_saver.choose_snapshot_folder(config.snapshot, os.environ)
         extra = {**extra_state, **kept}
         program_fingerprint.require_stateful(extra, where="dtctl.runtime.session")
-        self.check = ResumeCheck(
-            lambda: StepRecorder(worker, model.module, optimizer), config=config, worker=worker, folder=self.folder,
-            report=report,
-        )  # fmt: skip
-        self.recorder = self.check.recorder
+        self.recorder = StepRecorder(worker, model.module, optimizer)
+        self.check = ResumeCheck(self.recorder, config=config, worker=worker, folder=self.folder, report=report)
         self._extra = {**extra, **({LOADER: position.generators} if position.generators else {})}
         if model.buckets is not None:
             self._extra[BUCKETS] = model.buckets
