@@ -70,11 +70,7 @@ def check_own_figure(check: CheckContext) -> Iterator[Problem]:
     if not known and not module.methods.get("backward"):
         return
     reported: set[tuple[ast.AST, str]] = set()
-    showing = [name for name in module.methods if name in _SHOWS or _SHOWING.search(name)]
-    calls = [call for name in showing for call in module.methods[name]]
-    for call in sorted(calls, key=read_node_position):
-        if _no_show(call) or is_launcher_code(module, call) or _says_why_it_ends(module, call):
-            continue
+    for call in _list_showing_calls(module):
         shown = (module, call) if read_last_name(call.func) in _SHOWS else _shown_by(module, call)
         if shown is None:
             continue
@@ -88,6 +84,14 @@ def check_own_figure(check: CheckContext) -> Iterator[Problem]:
         whose = "rank 0" if condition is not None else "this rank"
         at = f" (line {figure.line})" if figure.line and figure.line != call.lineno else ""
         yield check.problem("DT018", call, f"`{figure.text}`{at} is that of {whose} alone")
+
+
+def _list_showing_calls(module: SourceFile) -> list[ast.Call]:
+    """Return the calls by which ranks print or log, in the order of the file."""
+    showing = [name for name in module.methods if name in _SHOWS or _SHOWING.search(name)]
+    calls = [call for name in showing for call in module.methods[name] if not _no_show(call)]
+    calls = [call for call in calls if not is_launcher_code(module, call) and not _says_why_it_ends(module, call)]
+    return sorted(calls, key=read_node_position)
 
 
 def _shown_by(module: SourceFile, call: ast.Call) -> tuple[SourceFile, ast.Call] | None:
