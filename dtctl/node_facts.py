@@ -327,9 +327,14 @@ def process_start() -> float:
     return time.monotonic() - age
 
 
+def epoch_time(moment: float) -> float:
+    """Return a time on the monotonic clock in seconds since the epoch."""
+    return time.time() - (time.monotonic() - moment)
+
+
 def launch_time() -> float:
     """Return when this process began, in seconds since the epoch."""
-    return time.time() - (time.monotonic() - process_start())
+    return epoch_time(process_start())
 
 
 def set_process_attribute(option: int, value: int) -> bool:

@@ -38,15 +38,18 @@ def clean(
         str, typer.Option(metavar="SIZE", help="Only files that are at least this large: 100M, 2G.")
     ] = "0",
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+    others: Annotated[
+        bool, typer.Option("--others", help="With --yes: also runs that other folders have launched.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Remove old runs of this folder, old runs, code and data on the nodes, and sandboxes that are down.
 
     Downloaded wheels are removed if no launch has used them for that long. The command first lists what it would
-    remove; runs that other folders have launched on the nodes are listed separately. Running runs, and the runs that
-    they continue, are kept.
+    remove. Runs that other folders have launched on the nodes are listed separately; they are removed only with
+    --others, or after a second question. Running runs, and the runs that they continue, are kept.
     """
-    from dtctl.launch.clean import CleanRule, plan_removal, remove_planned_items
+    from dtctl.launch.clean import CleanRule, plan_removal, remove_items
 
     rule = CleanRule(
         older_s=_parse_quantity(older, SPANS, "--older"), larger_bytes=int(_parse_quantity(larger, SIZES, "--larger"))
@@ -59,14 +62,14 @@ def clean(
         output.print_stderr(f"{count}: with files on nodes that the spec does not name, or that do not answer")
     if not json_:
         _print_removal_plan(plan, rule, older, larger)
-    agreed = bool(plan.items) and (yes or (not json_ and _confirm_removal()))
-    left, errors = remove_planned_items(base_dir, stores, plan) if agreed else ([], plan.errors)
+    chosen = _choose_items(plan, yes=yes, others=others, ask=not json_)
+    left, failed = remove_items(base_dir, stores, chosen)
+    errors = {**plan.errors, **failed}
     if json_:
-        items = [_build_item_json(item, plan.foreign) for item in plan.items]
-        output.emit_json({"items": items, "removed": agreed, "left": left})
+        items = [_build_item_json(item, plan.foreign, chosen) for item in plan.items]
+        output.emit_json({"items": items, "removed": bool(chosen), "left": left})
     elif plan.items:
-        total = _format_total_size(plan.items)
-        output.print_stderr(f"removed {total}" if agreed else f"nothing was removed; `--yes` removes {total}")
+        _print_removal(plan, chosen)
     for text in left:
         output.print_stderr(f"not removed: {text}", "red")
     for error in errors.values():
@@ -74,6 +77,32 @@ def clean(
     if errors:
         return UNREACHABLE_EXIT
     return LEFT_EXIT if left else 0
+
+
+def _choose_items(plan: CleanPlan, *, yes: bool, others: bool, ask: bool) -> list[RemovableItem]:
+    """Return the items that the user agrees to remove; those of other folders need an agreement of their own."""
+    if yes:
+        return plan.items if others else plan.own
+    if not ask:
+        return []
+    chosen = []
+    if plan.own and _confirm_removal("remove all of this? [y/N] "):
+        chosen += plan.own
+    if plan.foreign and _confirm_removal("remove what other folders have launched? [y/N] "):
+        chosen += plan.foreign
+    return chosen
+
+
+def _print_removal(plan: CleanPlan, chosen: Sequence[RemovableItem]) -> None:
+    """Print how much was removed, and the options that remove the rest."""
+    own = [item for item in plan.own if item not in chosen]
+    foreign = [item for item in plan.foreign if item not in chosen]
+    words = [f"removed {_format_total_size(chosen)}" if chosen else "nothing was removed"]
+    if own:
+        words.append(f"`--yes` removes {_format_total_size(own)}")
+    if foreign:
+        words.append(f"`--yes --others` {'also removes' if own else 'removes'} {_format_total_size(foreign)} of others")
+    output.print_stderr("; ".join(words))
 
 
 def _build_node_stores(spec: Path | None) -> NodeStores | None:
@@ -101,11 +130,14 @@ def _parse_quantity(text: str, units: dict[str, int], option: str) -> float:
     return float(match[1]) * units[match[2]]
 
 
-def _build_item_json(item: RemovableItem, foreign: Sequence[RemovableItem]) -> dict[str, object]:
+def _build_item_json(
+    item: RemovableItem, foreign: Sequence[RemovableItem], chosen: Sequence[RemovableItem]
+) -> dict[str, object]:
+    """Return the JSON of an item; `removed` is true if its removal was tried, and `left` names it if that failed."""
     return {
         "node": item.node or None, "kind": item.kind, "name": item.name, "bytes": item.bytes,
         "age_s": round(item.age_s), "has": list(item.has),
-        "of_other_folder": item in foreign,
+        "of_other_folder": item in foreign, "removed": item in chosen,
     }  # fmt: skip
 
 
@@ -114,14 +146,14 @@ def _print_removal_plan(plan: CleanPlan, rule: CleanRule, older: str, larger: st
     if not plan.items:
         output.print_stderr(_explain_no_removal(plan.below_limits, rule, older, larger))
         return
-    own = [item for item in plan.items if item not in plan.foreign]
-    if own:
-        _print_items(own)
-    if own and plan.foreign:
+    if plan.own:
+        _print_items(plan.own)
+    if plan.own and plan.foreign:
         output.print_stdout("")
     if plan.foreign:
         output.print_stdout(
-            "runs on these nodes that other folders have launched, or that have no record here:", "yellow"
+            "runs that other folders have launched, or that have no record here, and sandboxes with such runs:",
+            "yellow",
         )
         _print_items(plan.foreign)
 
@@ -164,9 +196,9 @@ def _format_item_age(seconds: float) -> str:
     return f"{seconds / 60:.0f} min"
 
 
-def _confirm_removal() -> bool:
+def _confirm_removal(question: str) -> bool:
     """Return whether the user at the terminal agrees."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
-    output.print_stderr("remove all of this? [y/N] ")
+    output.print_stderr(question)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,7 +58,7 @@ def fetch(
     if json_:
         output.emit_json({"run": origin.run, "folder": str(into), "nodes": _build_fetch_rows(came, errors)})
     else:
-        _print_fetch_summary(came, into, path, has_snapshots=origin.has_snapshots)
+        _print_fetch_summary(came, origin, path, into)
     for name, fetched in came.items():
         for problem in fetched.problems:
             output.print_stderr(f"not fetched from {name}: {problem}", "red")
@@ -68,7 +68,10 @@ def fetch(
         output.print_error_with_hint(error)
     if errors:
         return 6
-    return 7 if any(fetched.problems for fetched in came.values()) or not _has_fetch_results(came) else 0
+    has_failed = any(fetched.problems for fetched in came.values())
+    # A run that wrote nothing has nothing to fetch; a file that was named, or that was removed, is missing.
+    is_missing = not _has_fetch_results(came) and (path is not None or _is_removed(came))
+    return 7 if has_failed or is_missing else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,8 @@ class _FetchTask:
     into: Path
     has_snapshots: bool = True
     """True if workers may have saved snapshots."""
+    removed: Mapping[str, float] = field(default_factory=dict)
+    """Node -> time at which `dtctl clean` has removed the run's files there, in seconds since the epoch."""
 
 
 @contextmanager
@@ -112,6 +117,7 @@ def _open_fetch_origin(run: str | None, node: str | None) -> Iterator[_FetchTask
         paths=paths,
         into=into,
         has_snapshots=has_snapshot(record),
+        removed=record.info().removed,
     )
 
 
@@ -212,6 +218,21 @@ def _has_fetch_results(came: dict[str, FetchResult]) -> bool:
     return any(fetched.files or fetched.unchanged or fetched.problems for fetched in came.values())
 
 
+def _describe_nothing(came: dict[str, FetchResult], origin: _FetchTask, path: str | None) -> str:
+    """Return the reason why no file was fetched."""
+    from dtctl.launch.records.record import describe_removal
+
+    nodes = output.shorten_names(list(came))
+    if _is_removed(came):
+        removal = describe_removal(origin.run, origin.removed, list(came))
+        return removal or f"there are no files of run {origin.run} on {nodes}"
+    if path is not None:
+        return f"there is no file {path} on {nodes}"
+    where = f"{', '.join(origin.paths)} (job.outputs)" if origin.paths else "the working folder"
+    exports = "; `dtctl snapshot export` brings the snapshots here" if origin.has_snapshots else ""
+    return f"no file was written into {where} on {nodes}{exports}"
+
+
 def _build_fetch_rows(came: dict[str, FetchResult], errors: Mapping[str, Exception]) -> dict[str, Any]:
     rows: dict[str, Any] = {
         name: {key: getattr(each, key) for key in ("files", "bytes", "unchanged", "problems", "left_out")}
@@ -220,13 +241,15 @@ def _build_fetch_rows(came: dict[str, FetchResult], errors: Mapping[str, Excepti
     return {**rows, **{name: {"error": str(error)} for name, error in errors.items()}}
 
 
-def _print_fetch_summary(came: dict[str, FetchResult], into: Path, path: str | None, *, has_snapshots: bool) -> None:
+def _is_removed(came: dict[str, FetchResult]) -> bool:
+    """Return whether no node has a working folder of the run."""
+    return bool(came) and not any(fetched.is_there for fetched in came.values())
+
+
+def _print_fetch_summary(came: dict[str, FetchResult], origin: _FetchTask, path: str | None, into: Path) -> None:
     if not _has_fetch_results(came):
         if came:
-            subject = f"there is no file {path}" if path is not None else "no file was written into the working folder"
-            exports = path is None and has_snapshots
-            snapshots = "; `dtctl snapshot export` brings the snapshots here" if exports else ""
-            output.print_stderr(f"{subject} on {', '.join(came)}{snapshots}", "yellow")
+            output.print_stderr(_describe_nothing(came, origin, path), "yellow")
         return
     files, size = sum(each.files for each in came.values()), sum(each.bytes for each in came.values())
     unchanged = sum(each.unchanged for each in came.values())

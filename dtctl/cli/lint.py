@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
@@ -13,9 +14,11 @@ import typer
 from dtctl import names
 from dtctl.cli import output
 from dtctl.errors import DoctorFailed, DtctlError, UsageError
+from dtctl.printable import format_count
 
 if TYPE_CHECKING:
     from dtctl.lint.model import ClusterFacts, Problem
+    from dtctl.spec.model import Spec
 
 
 class OutputFormat(str, Enum):
@@ -37,7 +40,11 @@ class SeverityLevel(str, Enum):
 
 def lint(
     paths: Annotated[
-        list[Path] | None, typer.Argument(help="Files and folders: Python, shell, sbatch; - is stdin.")
+        list[Path] | None,
+        typer.Argument(
+            help="Files and folders: Python, shell, sbatch; - is stdin.  [default: what a launch of the spec sends]",
+            show_default=False,
+        ),
     ] = None,
     format_: Annotated[OutputFormat, typer.Option("--format", help="Output format.")] = OutputFormat.text,
     fix: Annotated[bool, typer.Option("--fix", help="Apply the fixes that need no decision.")] = False,
@@ -60,14 +67,16 @@ def lint(
         return _print_rule_list(format_)
     if explain is not None:
         return _print_rule_explanation(explain)
-    if not paths:
-        raise UsageError("there is nothing to read", hint="`dtctl lint train.py`, or `dtctl lint .` for a whole folder")
     from dtctl.lint.engine import lint_paths as linted
     from dtctl.lint.model import LEVELS
     from dtctl.lint.source import collect_source_files
 
     only = _parse_rule_selection(select)
-    cluster = _read_cluster_facts(spec)
+    if paths:
+        cluster = _read_cluster_facts(spec)
+    else:
+        loaded, paths = _find_spec_sources(spec)
+        cluster = _count_nodes(loaded)
     files, unread = collect_source_files(paths)
     problems = linted(files, cluster=cluster, only=only)
     if fix:
@@ -118,6 +127,42 @@ def _print_rule_explanation(name: str) -> int:
     return 0
 
 
+def _find_spec_sources(path: Path | None) -> tuple[Spec, list[Path]]:
+    """Return the spec, and the Python and shell files that a launch of it would send.
+
+    Raises:
+        UsageError: there is no spec, or it has no such file.
+        SpecError: the spec is wrong.
+        PlanError: the files cannot be read.
+    """
+    by_name = "`dtctl lint train.py`, or `dtctl lint .` for a whole folder"
+    name = path or Path(names.SPEC_FILE)
+    if path is None and not name.is_file():
+        raise UsageError("there is nothing to read", where=f"no {name} in this folder", hint=by_name)
+    from dtctl.launch.files.tree import list_pushed_paths
+    from dtctl.lint.source import has_source_suffix
+    from dtctl.spec.load import load_spec
+
+    spec = load_spec(name)
+    script = spec.base_dir / spec.job.files.root / spec.job.script if spec.job.script is not None else None
+    sent = [file for file in list_pushed_paths(spec) if has_source_suffix(file)] if spec.pushes else []
+    sources = [file for file in sent if file.is_file()]
+    if script is not None and script.is_file() and script.resolve() not in {file.resolve() for file in sources}:
+        sources.append(script.resolve())
+    if not sources:
+        raise UsageError(f"{name} sends no Python or shell file that is on this machine", hint=by_name)
+    output.print_stderr(f"{format_count(len(sources), 'file')} that a launch of {name} sends")
+    return spec, [Path(os.path.relpath(file)) for file in sources]
+
+
+def _count_nodes(spec: Spec) -> ClusterFacts:
+    """Return the facts about the cluster of a spec."""
+    from dtctl.lint.model import ClusterFacts
+    from dtctl.spec.nodes import resolve_nodes
+
+    return ClusterFacts(nodes=len(resolve_nodes(spec)))
+
+
 def _read_cluster_facts(path: Path | None) -> ClusterFacts:
     """Return the spec's facts about the cluster; empty without a spec, or if a spec that no option names is wrong."""
     from dtctl.lint.model import ClusterFacts
@@ -126,10 +171,9 @@ def _read_cluster_facts(path: Path | None) -> ClusterFacts:
     if path is None and not default.is_file():
         return ClusterFacts()
     from dtctl.spec.load import load_spec
-    from dtctl.spec.nodes import resolve_nodes
 
     try:
-        return ClusterFacts(nodes=len(resolve_nodes(load_spec(path or default))))
+        return _count_nodes(load_spec(path or default))
     except DtctlError as exc:
         if path is not None:
             raise

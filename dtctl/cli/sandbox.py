@@ -118,9 +118,6 @@ def heal(
     faults.write_recorded_faults(sandbox, remaining)
 
 
-SHOWN_RUNS = 3
-
-
 @app.command("down")
 def down(
     name: Name = None,
@@ -166,7 +163,7 @@ def _confirm_removal(name: str) -> bool:
     if running:
         output.print_stderr(f"this ends what is running: {', '.join(running)}", "yellow")
     if held:
-        shown = f"{format_count(len(held), 'run')}: {', '.join(held[-SHOWN_RUNS:])}"
+        shown = f"{format_count(len(held), 'run')}: {output.shorten_names(held[::-1])}"
         output.print_stderr(f"this also deletes what its hosts have of {shown}", "yellow")
     if not (running or held) or not is_asked:
         return True

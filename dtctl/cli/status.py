@@ -85,7 +85,12 @@ def _print_end_summary(end: RunEnded, record: RunRecord) -> None:
     if end.outputs:
         is_local = record.plan().get("transport") == "local"
         fetched = record.folder / names.OUTPUTS_DIR
-        output.print_stdout(outputs_line(record.run, end.outputs, is_local=is_local, fetched=fetched))
+        removed = record.info().removed
+        there = {node: outputs for node, outputs in end.outputs.items() if node not in removed}
+        if line := outputs_line(record.run, there, is_local=is_local, fetched=fetched):
+            output.print_stdout(line)
+        if gone := [node for node, outputs in end.outputs.items() if node in removed and outputs.files]:
+            output.print_stdout(f"outputs: `dtctl clean` has removed those on {', '.join(gone)}")
     if end.left_behind is None:
         output.print_stdout(
             "not every node could be checked for remaining processes; `dtctl stop` checks again", "yellow"

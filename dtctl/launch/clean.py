@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from dtctl import folders, names
-from dtctl.errors import DtctlError, SandboxError
+from dtctl.errors import DtctlError, LaunchError, SandboxError
 from dtctl.launch.cluster import ResolvedCluster
 from dtctl.launch.control.link import Kind, open_node
 from dtctl.launch.files.data import CACHE_DIR
 from dtctl.launch.files.wheels import CACHE as WHEELS_DIR
 from dtctl.launch.records.record import RunRecord, check_no_link, list_run_records
+from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import read_run_state
 from dtctl.spec.nodes import NodeSpec
 from dtctl.supervisor.messages.base import Message
@@ -61,13 +63,18 @@ class CleanPlan:
 
     items: list[RemovableItem]
     foreign: list[RemovableItem]
-    """Those of `items` that are runs on nodes without a record in this folder."""
+    """Those of `items` that are or have runs without a record in this folder, which other people may need."""
     below_limits: list[RemovableItem]
     """Items that are too young or too small for the rule."""
     unreachable_runs: int
     """Number of runs that stay because nodes with their files were not queried."""
     errors: dict[str, DtctlError]
     """Errors of the nodes that could not be queried, by node."""
+
+    @property
+    def own(self) -> list[RemovableItem]:
+        """Return the items that no other folder has launched: runs of this folder, and caches."""
+        return [item for item in self.items if item not in self.foreign]
 
 
 def plan_removal(base_dir: Path, stores: NodeStores | None, rule: CleanRule) -> CleanPlan:
@@ -86,31 +93,55 @@ def plan_removal(base_dir: Path, stores: NodeStores | None, rule: CleanRule) -> 
     unreachable = elsewhere & (own_runs - needed)
     staying = needed | unreachable
     items = [item for item in covered if item.kind != "run" or item.name not in staying]
-    far_runs = [item for item in items if item.kind == "run" and item.node != HERE]
     launched = {record.run for record in list_run_records(base_dir)}
     return CleanPlan(
         items=items,
-        foreign=[item for item in far_runs if item.name not in launched],
+        foreign=[item for item in items if not _list_runs_in(item) <= launched],
         below_limits=[item for item in found if item.name not in elsewhere and not rule.covers(item)],
         unreachable_runs=len(unreachable),
         errors=errors,
     )
 
 
-def remove_planned_items(
-    base_dir: Path, stores: NodeStores | None, plan: CleanPlan
+def _list_runs_in(item: RemovableItem) -> set[str]:
+    """Return the runs whose files go with an item."""
+    if item.kind == "sandbox":
+        from dtctl.sandbox import control
+
+        return set(control.runs_on(item.name))
+    return {item.name} if item.kind == "run" else set()
+
+
+def remove_items(
+    base_dir: Path, stores: NodeStores | None, items: Sequence[RemovableItem]
 ) -> tuple[list[str], dict[str, DtctlError]]:
-    """Remove the items of a plan; return those that are left, and the errors of the nodes by their names."""
-    left = remove_here(base_dir, [item for item in plan.items if item.node == HERE])
-    errors = dict(plan.errors)
+    """Remove items of a plan; return those that are left, and the errors of the nodes by their names.
+
+    The records of runs that stay here have a note of the nodes that have no files of them any more.
+    """
+    left = remove_here(base_dir, [item for item in items if item.node == HERE])
+    errors: dict[str, DtctlError] = {}
     if stores is None:
         return left, errors
-    for node, answer in stores.remove(item for item in plan.items if item.node != HERE).items():
+    far = [item for item in items if item.node != HERE]
+    for node, answer in stores.remove(far).items():
         if isinstance(answer, DtctlError):
             errors[node] = answer
-        else:
-            left += [f"{node}: {name}" for name in answer]
+            continue
+        left += [f"{node}: {name}" for name in answer]
+        gone = [item.name for item in far if item.node == node and item.kind == "run" and item.name not in answer]
+        _note_removed_files(base_dir, node, gone)
     return left, errors
+
+
+def _note_removed_files(base_dir: Path, node: str, runs: Collection[str]) -> None:
+    """Note in the records of runs that a node has no files of them any more, so that other commands can report it."""
+    for record in list_run_records(base_dir):
+        if record.run not in runs:
+            continue
+        info = record.info()
+        with contextlib.suppress(LaunchError):  # The note is not needed: the node can be asked.
+            RunWriter(record.folder).write_info(replace(info, removed={**info.removed, node: time.time()}))
 
 
 def items_here(base_dir: Path) -> list[RemovableItem]:

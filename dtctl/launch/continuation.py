@@ -11,11 +11,11 @@ import posixpath
 from collections.abc import Mapping
 
 from dtctl.errors import DtctlError, LaunchError, SnapshotError
-from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.record import RunRecord, describe_removal
 from dtctl.launch.records.state import read_run_state
 from dtctl.launch.run_spec import spec_of_run
 from dtctl.launch.snapshot_answers import SnapshotListing
-from dtctl.launch.snapshots import RunSnapshots
+from dtctl.launch.snapshots import RunSnapshots, lies_in_run_folder
 from dtctl.spec.model import Spec, Train
 from dtctl.supervisor import run_workdir
 
@@ -41,16 +41,25 @@ def build_continuation_spec(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mappi
     """Return the spec and the folders of snapshots, by node, of a run that continues an earlier one.
 
     Raises:
-        LaunchError: the earlier run has no snapshot, and the job keeps no other state.
+        LaunchError: the earlier run has no snapshot, and the job keeps no other state; or its files were removed.
         SpecError: the copy of its spec is gone or broken.
         TransportError: none of its nodes can be queried.
     """
-    if spec.train is not None or not (spec.job.outputs or spec.job.shared):
+    folder, has_own_state = spec_of_run(earlier).snapshot_dir, keeps_own_state(spec)
+    if lies_in_run_folder(folder) and (has_own_state or not earlier.info().snapshots):
+        nodes = [node["name"] for node in earlier.whole_plan()["nodes"]]
+        if removal := describe_removal(earlier.run, earlier.info().removed, nodes):
+            raise LaunchError(removal, where=str(earlier.folder), hint="a launch without --resume starts anew")
+    if not has_own_state:
         _require_snapshot(earlier)
-    folder = spec_of_run(earlier).snapshot_dir
     if folder is not None and ("://" in folder or posixpath.isabs(folder)):
         return with_folder(spec, folder), {}
     return with_folder(spec, None), find_snapshot_folders(earlier, folder)
+
+
+def keeps_own_state(spec: Spec) -> bool:
+    """Return whether the program of a spec resumes from its outputs or shared checkpoints, without snapshots."""
+    return spec.train is None and bool(spec.job.outputs or spec.job.shared)
 
 
 def find_snapshot_folders(earlier: RunRecord, job_folder: str | None) -> dict[str, str]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from dtctl import children, names, shell
-from dtctl.errors import DtctlError, LaunchError, NodeError
+from dtctl.errors import DtctlError, LaunchError, NodeError, SnapshotError
 from dtctl.launch.cluster import cluster_of_run
 from dtctl.launch.control.link import SilenceLimit
-from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.record import RunRecord, describe_removal
 from dtctl.launch.run_spec import spec_of_run
 from dtctl.launch.snapshot_answers import ANSWER_BYTES, A, parse_answer
 from dtctl.schema import InvalidMessage, check_prose
@@ -63,13 +63,18 @@ class RunSnapshots:
 
         Raises:
             LaunchError: the run was never started, or no node of its plan is in its spec.
+            SnapshotError: the run's files were removed from its nodes.
             SpecError: the copy of its spec is gone or broken.
         """
         plan = record.whole_plan()
         cluster, spec = cluster_of_run(record), spec_of_run(record)
         self._make_transport = cluster.make_transport
         folder = spec.snapshot_dir
-        code, continued = record.read_code_folders(), record.info().snapshots
+        info = record.info()
+        code, continued = record.read_code_folders(), info.snapshots
+        removal = describe_removal(record.run, info.removed, [node["name"] for node in plan["nodes"]])
+        if removal and not continued and lies_in_run_folder(folder):
+            raise SnapshotError(removal, where=str(record.folder))
         unpushed = "" if spec.pushes else spec.code_folder
         self._places = {}
         # All nodes can read a URL, so only the first node is queried.
@@ -127,7 +132,7 @@ class RunSnapshots:
 
 def _resolve_snapshot_folder(folder: str | None, run_dir: str) -> str | None:
     """Return the path of a folder that the job names; a relative path begins in the run's working folder."""
-    if folder is None or is_shared_url(folder) or folder.startswith(("/", "~")):
+    if folder is None or not lies_in_run_folder(folder):
         return folder
     return posixpath.join(run_dir, run_workdir.FOLDER, folder)
 
@@ -210,6 +215,11 @@ def _parse_snapshot_answer(kind: type[A], code: int | None, text: str, errors: s
 def is_folder(place: str | None) -> bool:
     """Return whether a command's argument is a folder or a URL rather than a run's name."""
     return place is not None and ("://" in place or Path(place).expanduser().is_dir())
+
+
+def lies_in_run_folder(folder: str | None) -> bool:
+    """Return whether snapshots are in the folder of their run; `folder` is the one that the job names."""
+    return folder is None or not (is_shared_url(folder) or folder.startswith(("/", "~")))
 
 
 def is_shared_url(place: str) -> bool:

@@ -139,8 +139,13 @@ def _list_folder_sources(folder: Path, unread: list[tuple[Path, str]]) -> Iterat
         folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith(".venv"))
         for name in sorted(files):
             path = Path(current, name)
-            if (path.suffix in SHELL or path.suffix in (".py", ".pyw")) and path.is_file():
+            if has_source_suffix(path) and path.is_file():
                 yield path
+
+
+def has_source_suffix(path: Path) -> bool:
+    """Return whether a file is Python or shell by its suffix."""
+    return path.suffix in SHELL or path.suffix in (".py", ".pyw")
 
 
 class RuleSuppressions:

@@ -19,12 +19,9 @@ def narrow_nodes(spec: Spec, text: str) -> Spec:
         text: names and ranges. A spare that is named becomes a node.
 
     Raises:
-        SpecError: the names are not well formed, or the spec has no such node.
+        SpecError: the names are not well formed, one is given twice, or the spec has no such node.
     """
-    try:
-        wanted = set(nodeset.expand_nodeset(text))
-    except SpecError as exc:
-        raise SpecError(exc.message, where=PLACE, hint=exc.hint) from None
+    wanted = set(expand_given_nodes(text))
     if spec.cluster.transport == "slurm":
         settings = (f"cluster.nodes={len(wanted)}", f"slurm.nodelist={nodeset.fold_node_names(sorted(wanted))}")
         command = shell.join_command(word for setting in settings for word in ("--set", setting))
@@ -47,6 +44,25 @@ def narrow_nodes(spec: Spec, text: str) -> Spec:
         interfaces = {name: interface for name, interface in network.interface.items() if name in wanted}
         network = network.model_copy(update={"interface": interfaces})
     return spec.model_copy(update={"cluster": cluster.model_copy(update=update), "network": network})
+
+
+def expand_given_nodes(text: str) -> list[str]:
+    """Return the names of the nodes that `--nodes` names, in its order.
+
+    Raises:
+        SpecError: the names are not well formed, or one is given twice.
+    """
+    try:
+        names = nodeset.expand_nodeset(text)
+    except SpecError as exc:
+        raise SpecError(exc.message, where=PLACE, hint=exc.hint) from None
+    if repeated := nodeset.find_repeated_name(names):
+        raise SpecError(
+            f"node {repeated} is given twice",
+            where=PLACE,
+            hint="name each node once; `--slots N` sets the number of workers on a node",
+        )
+    return names
 
 
 def _check_known(wanted: set[str], known: list[str]) -> None:

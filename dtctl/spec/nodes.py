@@ -249,7 +249,7 @@ def _check_words(node: NodeSpec, key: str, where: str) -> None:
 
 
 def _check_others(spec: Spec, names: list[str]) -> None:
-    """Refuse settings for unknown nodes, spares that are nodes already, and a `min_nodes` above the number of nodes."""
+    """Refuse settings for unknown nodes, unusable spares, and a `min_nodes` above the number of nodes."""
     cluster = spec.cluster
     interfaces = spec.network.interface
     for name in interfaces if isinstance(interfaces, dict) else ():
@@ -263,14 +263,29 @@ def _check_others(spec: Spec, names: list[str]) -> None:
                 key=key,
                 hint=f"the nodes are {nodeset.fold_node_names(names)}",
             )
-    for index, text in enumerate(cluster.spares):
-        key = f"cluster.spares[{index}]"
-        for name in _expand_node_names(text, key, spec.written_at(key)):
-            if name in names:
-                raise SpecError(f"node {name} cannot be its own spare", where=spec.written_at(key), key=key)
+    _check_spares(spec, names)
     if cluster.min_nodes is not None and cluster.min_nodes > len(names):
         raise SpecError(
             f"cluster.min_nodes is {cluster.min_nodes}, and there are {format_count(len(names), 'node')}",
             where=spec.written_at("cluster.min_nodes"),
             key="cluster.min_nodes",
         )
+
+
+def _check_spares(spec: Spec, names: list[str]) -> None:
+    """Refuse spares that are nodes already, or that are listed twice."""
+    if not spec.cluster.spares:
+        return
+    from dtctl.spec import nodeset
+
+    nodes, spares = set(map(nodeset.normalize_host_name, names)), set[str]()
+    for index, text in enumerate(spec.cluster.spares):
+        key = f"cluster.spares[{index}]"
+        where = spec.written_at(key)
+        for name in _expand_node_names(text, key, where):
+            host, plain = nodeset.normalize_host_name(name), name.rpartition("@")[2]
+            if host in nodes:
+                raise SpecError(f"node {plain} cannot be its own spare", where=where, key=key)
+            if host in spares:
+                raise SpecError(f"spare node {plain} is listed twice", where=where, key=key, hint="name it once")
+            spares.add(host)

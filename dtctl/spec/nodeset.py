@@ -96,6 +96,25 @@ def _expand_number_ranges(text: str, inside: str, limit: int) -> list[str]:
     return numbers
 
 
+def find_repeated_name(names: Iterable[str]) -> str:
+    """Return the first name of a host that appears earlier in the list, too; empty if each appears once."""
+    seen = set[str]()
+    for name in names:
+        host = normalize_host_name(name)
+        if host in seen:
+            return name
+        seen.add(host)
+    return ""
+
+
+def normalize_host_name(name: str) -> str:
+    """Return a host's name without a user and in lower case, as names are compared.
+
+    Host names are case-insensitive, and so are the file systems of macOS.
+    """
+    return name.rpartition("@")[2].casefold()
+
+
 def fold_node_names(names: Sequence[str]) -> str:
     """Return a short text that `expand_nodeset` expands to `names`.
 

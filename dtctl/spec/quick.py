@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dtctl.errors import SpecError
-from dtctl.spec import nodeset
 from dtctl.spec.load import build_spec_from_document
 from dtctl.spec.model import Spec
+from dtctl.spec.narrow import expand_given_nodes
 from dtctl.spec.places import KeyLocations
 from dtctl.spec.positions import YamlDocument
 
@@ -29,10 +29,7 @@ def spec_from_nodes(
     Raises:
         SpecError: the nodes, an argument or an override are not well formed.
     """
-    try:
-        names = nodeset.expand_nodeset(nodes)
-    except SpecError as exc:
-        raise SpecError(exc.message, where="--nodes", hint=exc.hint) from None
+    names = expand_given_nodes(nodes)
     for word in argv:
         try:
             word.encode()

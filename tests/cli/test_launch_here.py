@@ -265,6 +265,14 @@ def test_a_program_after_nodes_is_refused_where_the_spec_has_one(tmp_path: Path,
     assert all(form in done.stderr for form in forms)
 
 
+def test_a_launch_in_the_background_begins_with_the_line_about_the_run(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "command: ['true']")
+    texts = [dtctl("launch", "--name", name, *words, cwd=folder).stderr for name, words in (("a", ()), ("b", ("-d",)))]
+    for name, (header, first, *_) in zip("ab", map(str.splitlines, texts), strict=True):
+        assert header == f"run {name}: 1 node, 1 worker (command over local)"
+        assert first.startswith("  localhost: ")
+
+
 def test_the_short_form_of_detach(tmp_path: Path) -> None:
     folder = project(tmp_path / "p", "script: t.py, kind: direct", **{"t.py": ""})
     done = dtctl("launch", "-d", "--name", "one", cwd=folder)

@@ -84,7 +84,7 @@ def test_the_commands() -> None:
         ("validate", "--set --schema --json"),
         ("logs", "-f --node --rank"),
         ("fetch", "--node --out --json"),
-        ("clean", "--older --larger --yes --json"),
+        ("clean", "--older --larger --yes --others --json"),
         ("runs", "--nodes --json"),
         ("sandbox up", "--nodes --slurm --name --json"),
         ("snapshot", "ls verify show digest prune export"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -43,8 +45,14 @@ def test_each_combination_is_a_run(folder: Path) -> None:
     assert not missing(done.stdout, "s-4 5 exit code 8")
     listed = json.loads(dtctl("runs", "--json", cwd=folder).stdout)["runs"]
     assert [row["sweep"]["job.env.SEED"] for row in listed] == ["4", "5", "4", "5"]
-    assert all(0 <= row["duration_s"] < 60 for row in listed)
-    assert [row["started"] for row in listed] == sorted(row["started"] for row in listed)
+    begins, lengths = [row["started"] for row in listed], [row["duration_s"] for row in listed]
+    for run, begun, length, following in zip(listed, begins, lengths, [*begins[1:], time.time()], strict=True):
+        assert 0 < length < following - begun + 0.1, "one run begins after the end of the one before it"
+        ledger = json.loads((folder / ".dtctl" / "runs" / run["run"] / "ledger.json").read_text())
+        assert ledger["wall_s"] < following - begun + 0.1
+    starts = [float(text) for text in re.findall(r"started on 1 node after (\S+) s", done.stderr)]
+    assert len(starts) == 4
+    assert all(start < length + 0.1 for start, length in zip(starts, lengths, strict=True))
     assert "job.env.SEED" in dtctl("runs", cwd=folder).stdout
 
 

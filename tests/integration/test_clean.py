@@ -132,3 +132,55 @@ def test_runs_of_another_folder_stand_apart(project: Project) -> None:
     own, _, others = project.run("clean", "--older", "0s").out.partition("other folders")
     assert ("mine" in own, "theirs" in own, "theirs" in others, "mine" in others) == (True, False, True, False)
     assert "other folders" not in other.run("clean", "--older", "100d").out
+
+
+def test_runs_of_another_folder_need_an_option_of_their_own(project: Project) -> None:
+    workdir = project.folder.parent / "node"
+    other = replace(project, folder=project.folder.parent / "other", _running=[])
+    other.folder.mkdir()
+    spec = f'cluster: {{transport: local, workdir: "{workdir}"}}\njob: {{command: ["touch", "out"]}}\n'
+    for each, run in ((project, "mine"), (other, "theirs")):
+        each.write("dtctl.yaml", spec)
+        assert each.run("launch", "--name", run).code == 0
+    done = project.run("clean", "--older", "0s", "--yes")
+    assert done.code == 0, done.err
+    assert "`--yes --others` removes" in done.err
+    assert [path.name for path in (workdir / "runs").iterdir()] == ["theirs"]
+    assert other.run("fetch", "theirs").code == 0
+    again = project.run("clean", "--older", "0s", "--yes", "--json")
+    assert (json.loads(again.out)["removed"], [path.name for path in (workdir / "runs").iterdir()]) == (
+        False,
+        ["theirs"],
+    )
+    assert project.run("clean", "--older", "0s", "--yes", "--others").code == 0
+    assert not [*(workdir / "runs").iterdir()]
+    gone = other.run("fetch", "theirs")
+    assert (gone.code, "there are no files of run theirs on localhost" in gone.err) == (7, True), gone.err
+
+
+def test_a_removed_run_is_not_said_to_have_files(project: Project) -> None:
+    workdir = project.folder.parent / "node"
+    project.write(
+        "dtctl.yaml",
+        f'cluster: {{transport: local, workdir: "{workdir}"}}\n'
+        "job: {script: train.py, kind: direct, preload: [], outputs: [out]}\n",
+    )
+    project.write("train.py", "open('out', 'wb').write(bytes(3_000_000))\n")
+    assert project.run("launch", "--name", "big").code == 0
+    assert project.run("clean", "--older", "0s", "--larger", "2M", "--yes").code == 0
+    assert not (workdir / "runs" / "big").exists()
+    fetched = project.run("fetch", "big")
+    assert fetched.code == 7
+    assert "`dtctl clean` has removed the files of run big from localhost" in fetched.err
+    assert "snapshot export" not in fetched.err
+    status = project.run("status", "big")
+    assert "outputs: `dtctl clean` has removed those on localhost" in status.out, status.out
+    resumed = project.run("launch", "--resume", "big")
+    assert (resumed.code, "has removed the files of run big from localhost" in resumed.err) == (7, True), resumed.err
+    shown = project.run("snapshot", "ls", "big")
+    assert "has removed the files of run big from localhost" in shown.err, shown.err
+    project.write("train.py", "pass\n")
+    assert project.run("launch", "--name", "nothing").code == 0
+    empty = project.run("fetch", "nothing")
+    assert (empty.code, "no file was written into out (job.outputs) on localhost" in empty.err) == (0, True), empty.err
+    assert project.run("fetch", "nothing", "out").code == 7

@@ -120,13 +120,13 @@ def create_run(
     token: str = "",
     snapshots: Mapping[str, str] | None = None,
     slurm: bool = False,
-    started: float | None = None,
+    begun: float | None = None,
     sweep: Mapping[str, str] | None = None,
     environment: str = "",
 ) -> RunWriter:
     """Create the folder of a new run, with this process as its launcher; see `RunInfo` for the arguments.
 
-    The run's start is that of this process, unless `started` is given.
+    The run's start is that of this process, unless `begun` is given, a time on the monotonic clock.
 
     Raises:
         LaunchError: a run of this name exists, or the folder cannot be written to.
@@ -143,7 +143,7 @@ def create_run(
         pid=os.getpid(),
         pid_started=node_facts.start_ticks(os.getpid()),
         boot=node_facts.boot_id(),
-        started=node_facts.launch_time() if started is None else started,
+        started=node_facts.launch_time() if begun is None else node_facts.epoch_time(begun),
         spec=spec_name,
         command=sys.argv,
         detached=detached,

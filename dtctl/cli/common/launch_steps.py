@@ -47,8 +47,8 @@ class LaunchOptions:
     """Run whose outputs this run continues."""
     sweep: Mapping[str, str] = field(default_factory=dict)
     """Key -> value of the settings that a sweep has chosen for this run; `overrides` has them, too."""
-    started: float | None = None
-    """Time when the run began, in seconds since the epoch; None: the start of this process."""
+    begun: float = field(default_factory=node_facts.process_start)
+    """Time when the run began, on the monotonic clock: the start of this process, except in a sweep."""
     yes: bool = False
     """True if the user agrees to everything outside of its folder that the spec uses."""
 
@@ -317,7 +317,7 @@ def _launch_and_follow(options: LaunchOptions, spec: Spec, run: str, snapshots: 
     job, cluster, tree = _build_job(options, spec, run, snapshots)
     record = create_run(
         spec, run, spec_name=options.spec_name, detached=options.detach, token=job.token, snapshots=snapshots,
-        started=options.started, sweep=options.sweep, environment=job.environment_digest,
+        begun=options.begun, sweep=options.sweep, environment=job.environment_digest,
     )  # fmt: skip
     view = LaunchView(json_lines=options.json_lines, record=record)
     progress = RunProgress()
@@ -397,7 +397,7 @@ def _run_job_to_end(
 
     with record.launcher_lock(), caught_signals() as signals:
         try:
-            ledger = Ledger(time.monotonic, begun=node_facts.process_start())
+            ledger = Ledger(time.monotonic, begun=options.begun)
             result = run_launch_job(job, record, emit=emit, signals=signals, ledger=ledger)
         except DtctlError as exc:
             view.close()
@@ -437,16 +437,21 @@ def _resolve_continuation(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, 
 
 def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
     """Start a launcher in the background, and return when that launcher reports that the job runs."""
-    from dtctl.cli.common.run_display import LaunchView
+    from dtctl.cli.common.run_display import LaunchView, print_run_header
     from dtctl.launch.background import launch_in_background
+    from dtctl.launch.records.events import RunPlanned
     from dtctl.spec.nodes import resolve_nodes
 
     view = LaunchView(json_lines=options.json_lines)
-    view.expect(node.name for node in resolve_nodes(spec))
+    nodes = [node.name for node in resolve_nodes(spec)]
+    view.expect(nodes)
 
     def on_event(event: Event) -> None:
         if options.json_lines:
             output.emit_json(event.to_json())
+        if isinstance(event, RunPlanned):
+            transport = spec.cluster.transport
+            print_run_header(run, event.kind, transport, nodes=len(nodes), workers=event.world_size)
         view.event(event)
 
     exit_code, text = launch_in_background(spec.base_dir, run, on_event=on_event)

@@ -140,6 +140,13 @@ _IN_TABLE = (
 """Events that print a line above the table without ending it."""
 
 
+def print_run_header(run: str, kind: str, transport: str, *, nodes: int, workers: int) -> None:
+    """Print the first line about a launch: the run, its size and how it is started."""
+    output.print_stderr(
+        f"run {run}: {format_count(nodes, 'node')}, {format_count(workers, 'worker')} ({kind} over {transport})", "bold"
+    )
+
+
 class TrainingProgressLine:
     """Last line of the terminal, which shows the newest row of the run's metrics like `status`."""
 
@@ -204,12 +211,7 @@ class LaunchView:
 
     def begin(self, plan: Plan) -> None:
         """Print a line about the launch, and start the table of nodes."""
-        nodes, workers = len(plan.nodes), plan.world_size
-        output.print_stderr(
-            f"run {plan.run}: {format_count(nodes, 'node')}, {format_count(workers, 'worker')} "
-            f"({plan.kind} over {plan.transport})",
-            "bold",
-        )
+        print_run_header(plan.run, plan.kind, plan.transport, nodes=len(plan.nodes), workers=plan.world_size)
         self._progress.nodes = {node.name: "connecting" for node in plan.nodes}
         if output.is_terminal(sys.stderr) and not self._json:
             from rich.console import Console

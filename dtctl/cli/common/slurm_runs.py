@@ -19,7 +19,7 @@ from dtctl.cli.common.followed_run import (
     sending_run_metrics,
     take_over_run,
 )  # fmt: skip
-from dtctl.cli.common.run_display import LaunchView, list_push_warnings
+from dtctl.cli.common.run_display import LaunchView, list_push_warnings, print_run_header
 from dtctl.errors import ConnectError, DtctlError, LaunchError
 from dtctl.launch.records.events import Emit, JobSubmitted, Note, RunEnded, RunPlanned
 from dtctl.printable import format_count
@@ -72,11 +72,7 @@ def launch_job(
         emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size))
         for note in list_push_warnings(spec, code.tree) if code is not None else ():
             emit(note)
-        output.print_stderr(
-            f"run {run}: {format_count(len(plan.nodes), 'node')}, {format_count(plan.world_size, 'worker')} "
-            f"({plan.kind} over slurm)",
-            "bold",
-        )
+        print_run_header(run, plan.kind, "slurm", nodes=len(plan.nodes), workers=plan.world_size)
         with record.launcher_lock(), caught_signals() as signals:
             try:
                 submission = submit_job(
@@ -158,12 +154,12 @@ def launch_array(
     with closing(choose_slurm_host(spec)) as site, ExitStack() as locks:
 
         def before(ref: JobRef) -> None:
-            begun = node_facts.launch_time()
+            begun = node_facts.process_start()
             for position, (index, name) in enumerate(runs.items()):
                 plan = plans[index]
-                started = begun + position / 1e6  # lists of runs are sorted by this time
                 record = create_run(
-                    specs[index], name, spec_name=spec_name, detached=True, slurm=True, started=started,
+                    specs[index], name, spec_name=spec_name, detached=True, slurm=True,
+                    begun=begun + position / 1e6,  # lists of runs are sorted by this time
                     sweep=sweep.get(index), environment=_digest_of(environment),
                 )  # fmt: skip
                 locks.enter_context(record.launcher_lock())

@@ -118,7 +118,7 @@ def _launch_in_turn(runs: Sequence[LaunchOptions]) -> dict[str, int]:
         output.print_stderr(f"run {number + 1} of {len(runs)}: {settings}", "bold")
         is_first = number == 0
         try:
-            code = real_launch(run if is_first else replace(run, started=time.time()))
+            code = real_launch(run if is_first else replace(run, begun=time.monotonic()))
         except DtctlError as exc:
             if is_first:
                 raise

@@ -48,7 +48,7 @@ def run_launch_job(
         record: the run's folder on this machine.
         emit: called with every event, `emit(event)`.
         signals: signals that this process receives are appended here by its handlers.
-        ledger: record of the run's time, which began with this process.
+        ledger: record of the run's time, which began with the run.
         under_way: plan of an attempt that nodes continue without its launcher; None for a new run.
 
     Raises:

@@ -294,6 +294,23 @@ def scan_pushed_files(spec: Spec) -> FileTree | None:
     return tree
 
 
+def list_pushed_paths(spec: Spec) -> list[Path]:
+    """Return the paths of the files and links that a launch would push, without reading them.
+
+    Raises:
+        PlanError: the folder cannot be read.
+    """
+    files = spec.job.files
+    top = os.fsencode((spec.base_dir / files.root).resolve())
+    try:
+        selected = TreeWalk(top, files.include, files.exclude).run()
+    except OSError as exc:
+        raise PlanError(
+            f"the files to push cannot be read: {exc.strerror}", where=os.fsdecode(exc.filename or top)
+        ) from exc
+    return [Path(os.fsdecode(os.path.join(top, file.path))) for file in selected]
+
+
 def check_program_files(spec: Spec, tree: FileTree) -> None:
     """Refuse a job whose script is not among the files that are pushed.
 

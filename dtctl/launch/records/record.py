@@ -23,7 +23,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +133,8 @@ class RunInfo:
     """Values of the swept keys of the spec, if the run is part of a sweep."""
     environment: str = ""
     """Digest of the workers' environment; empty: the nodes' own Python."""
+    removed: dict[str, float] = field(default_factory=dict)
+    """Node -> time at which `dtctl clean` has removed the run's files there, in seconds since the epoch."""
 
     @property
     def resumed_run(self) -> str:
@@ -151,6 +153,20 @@ class RunInfo:
     def command_line(self) -> str:
         """Return `command` in the form in which it was typed."""
         return shell.join_command(["dtctl", *self.command[1:]])
+
+
+def describe_removal(run: str, removed: Mapping[str, float], nodes: Sequence[str]) -> str:
+    """Return the sentence that `dtctl clean` has removed a run's files from these nodes; empty if not from all.
+
+    Args:
+        run: name of the run.
+        removed: node -> time of the removal, see `RunInfo`.
+        nodes: nodes of the run.
+    """
+    if not nodes or not removed.keys() >= set(nodes):
+        return ""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(removed[node] for node in nodes)))
+    return f"`dtctl clean` has removed the files of run {run} from {', '.join(nodes)} ({when})"
 
 
 class RunRecord:

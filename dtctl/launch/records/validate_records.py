@@ -47,6 +47,7 @@ INFO: Final = make_object_check(
     optional={
         "pid_started": COUNT, "boot": _WORD, "slurm": check_flag, "snapshots": mapping_of(_WORD, _WORD),
         "sweep": mapping_of(_WORD, _TEXT), "environment": _WORD,
+        "removed": mapping_of(_WORD, check_moment),
     },
 )  # fmt: skip
 """Schema of run.json, the facts about a run's launcher."""

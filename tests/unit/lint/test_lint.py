@@ -221,6 +221,29 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return dtctl("lint", *arguments, cwd=cwd)
 
 
+def test_without_paths_it_reads_what_a_launch_sends(tmp_path: Path) -> None:
+    for name in ("train.py", "lib/net.py", "drafts/old.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import torch\nmodel = torch.nn.DataParallel(m)\n")
+    (tmp_path / ".gitignore").write_text("drafts/\n")
+    (tmp_path / "notes.md").write_text("# notes\n")
+    (tmp_path / "dtctl.yaml").write_text("job: {script: train.py}\n")
+    done = run(cwd=tmp_path)
+    assert done.returncode == 9, done.stderr
+    found = [line.split(":")[0] for line in done.stdout.splitlines() if "DT001" in line]
+    assert found == ["lib/net.py", "train.py"]
+    assert "2 files that a launch of dtctl.yaml sends" in done.stderr
+    inner = run("--spec", "../dtctl.yaml", cwd=tmp_path / "lib")
+    assert [line.split(":")[0] for line in inner.stdout.splitlines() if "DT001" in line] == ["net.py", "../train.py"]
+    (tmp_path / "dtctl.yaml").write_text("job: {script: train.py, files: {push: false, root: lib/..}}\n")
+    assert [row["path"] for row in json.loads(run("--format", "json", cwd=tmp_path).stdout)] == ["train.py"]
+    (tmp_path / "dtctl.yaml").write_text("job: {command: 'true', files: {push: false}}\n")
+    nothing = run(cwd=tmp_path)
+    assert (nothing.returncode, "dtctl.yaml sends no Python or shell file" in nothing.stderr) == (2, True)
+    (tmp_path / "dtctl.yaml").write_text("nonsense: 1\n")
+    assert run(cwd=tmp_path).returncode == 3
+
+
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "ok.py").write_text("print(1)\n")
     (tmp_path / "bad.py").write_text("import torch\nmodel = torch.nn.DataParallel(m)\n")

@@ -9,6 +9,9 @@ from dtctl.spec.load import dump_spec, parse_spec
 from dtctl.spec.model import Spec
 from dtctl.spec.narrow import narrow_nodes
 from dtctl.spec.nodes import resolve_nodes, resolve_spares
+from dtctl.spec.quick import spec_from_nodes
+
+REPEATED = "name each node once; `--slots N` sets the number of workers on a node"
 
 
 def narrowed(cluster: str, text: str, more: str = "", base_dir: Path = Path("/project")) -> Spec:
@@ -55,12 +58,17 @@ def test_what_the_spec_says_about_the_others_goes_with_them() -> None:
     [
         ("gpu1,gpi2", "the spec has no node gpi2", "did you mean gpu2?"),
         ("quite-another", "the spec has no node quite-another", "the nodes are gpu[1-3]"),
+        ("gpu1,gpu1", "node gpu1 is given twice", REPEATED),
+        ("gpu[1-3],gpu2", "node gpu2 is given twice", REPEATED),
         ("gpu[1-", "'gpu[1-' is not a list of nodes: brackets do not match in 'gpu[1-'", "write it like gpu[01-04,7]"),
     ],
 )
 def test_unknown_nodes_are_named(text: str, message: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
         narrowed("transport: ssh, nodes: ['gpu[1-3]']", text)
+    if hint == REPEATED:
+        with pytest.raises(SpecError, match=message):
+            spec_from_nodes(text, slots=1, argv=["t.py"], overrides=(), base_dir=Path("/project"))
     assert (caught.value.message, caught.value.where, caught.value.hint) == (message, "--nodes", hint)
 
 

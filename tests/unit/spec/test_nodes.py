@@ -173,6 +173,9 @@ def test_spares_and_the_least_number_of_nodes() -> None:
     assert len(resolve(ssh(" ['a[1-2]']", "  spares: ['b[1-2]']\n  min_nodes: 2\n"))) == 2
     own = error(ssh(" ['a[1-2]']", "  spares: [b, 'a[2-3]']\n"))
     assert (own.message, own.where, own.key) == ("node a2 cannot be its own spare", "dtctl.yaml:4", "cluster.spares[1]")
+    assert error(ssh(" ['a[1-2]']", "  spares: [me@A2]\n")).message == "node A2 cannot be its own spare"
+    twice = error(ssh(" ['a[1-2]']", "  spares: [b1, 'B[1-2]']\n"))
+    assert (twice.message, twice.key) == ("spare node B1 is listed twice", "cluster.spares[1]")
     few = error(ssh(" ['a[1-2]']", "  min_nodes: 3\n"))
     assert few.message == "cluster.min_nodes is 3, and there are 2 nodes"
     assert few.where == "dtctl.yaml:4"
